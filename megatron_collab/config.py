@@ -1,0 +1,291 @@
+"""Every option: one owner, one default, one line of help. Hydra composes, `check` refuses what cannot run.
+
+The dataclasses are the schema; `conf/` holds only what differs from them. `load` raises `ConfigError` with
+one line that names the setting and the way out, before any process is started.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from megatron_collab import device
+
+CONF = Path(__file__).resolve().parent.parent / "conf"
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work; the message is one line that names it and the way out."""
+
+
+def option(default: Any, text: str) -> Any:
+    """A field with its one line of help."""
+    if isinstance(default, dict | list):
+        return field(default_factory=lambda: type(default)(default), metadata={"help": text})
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass
+class RunConfig:
+    dir: str = option(MISSING, "folder of the run: metrics, transcripts, checkpoints, report")
+    seed: int = option(0, "seed of data order, sampling and initialisation")
+    wandb_project: str | None = option(None, "Weights & Biases project; needs WANDB_API_KEY in the environment")
+
+
+@dataclass
+class LaunchConfig:
+    nproc_per_node: int = option(1, "trainer ranks on this node, started under torchrun")
+    device: str = option("auto", "auto, cpu or cuda")
+    timeout: float = option(600.0, "seconds any collective may take before the run ends")
+
+
+@dataclass
+class ModelConfig:
+    path: str = option(MISSING, "Hugging Face folder of the policy: config, tokenizer, safetensors")
+    dtype: str = option("bfloat16", "bfloat16 or float32: parameters of trainer and server")
+    fp8: str | None = option(None, "TransformerEngine FP8 format: hybrid or e4m3")
+
+
+@dataclass
+class ParallelConfig:
+    tp: int = option(1, "tensor parallel size of the trainer")
+    pp: int = option(1, "pipeline parallel size of the trainer; data parallel is what remains of the ranks")
+    sequence_parallel: bool = option(False, "split norms and dropout over the tensor parallel ranks; needs tp > 1")
+
+
+@dataclass
+class OptimConfig:
+    lr: float = option(1e-6, "peak learning rate of AdamW")
+    schedule: str = option("constant", "constant or linear (to zero at train.steps), after the warm-up")
+    warmup_steps: int = option(0, "steps of linear warm-up")
+    beta1: float = option(0.9, "AdamW beta1")
+    beta2: float = option(0.95, "AdamW beta2")
+    weight_decay: float = option(0.0, "AdamW weight decay")
+    clip_grad: float = option(1.0, "largest global gradient norm")
+
+
+@dataclass
+class AlgoConfig:
+    clip_low: float = option(0.2, "PPO clip of the importance ratio below 1")
+    clip_high: float = option(0.2, "PPO clip of the importance ratio above 1")
+    kl_coef: float = option(1e-3, "weight of the k3 KL to the frozen first policy; 0: no reference model is kept")
+    mini_batches: int = option(1, "optimizer steps per batch of rollouts")
+
+
+@dataclass
+class TrainConfig:
+    stage: str = option("rl", "rl (multiturn-aware reward) or sft (supervised)")
+    steps: int = option(100, "steps of the run")
+    prompts_per_step: int = option(16, "tasks a step (rl) or conversations a step (sft)")
+    rollouts_per_prompt: int = option(8, "trained turns sampled for each task: the group of GRPO")
+    tokens_per_micro_batch: int = option(8192, "padded tokens a rank takes through the model at once")
+    checkpoint_every: int = option(50, "steps between checkpoints; the last step always saves one")
+    keep_checkpoints: int = option(2, "how many checkpoints stay on disk")
+    eval_tasks: int = option(256, "tasks played before and after training; 0: none")
+
+
+@dataclass
+class ServerConfig:
+    tp: int = option(1, "tensor parallel size of the SGLang server")
+    port: int = option(0, "port of the SGLang server; 0: a free one")
+    max_running_requests: int = option(256, "requests the server decodes at once")
+    max_total_tokens: int | None = option(None, "tokens in the server's KV cache; none: SGLang decides")
+    start_timeout: float = option(600.0, "seconds until the server must be healthy")
+
+
+@dataclass
+class RolloutConfig:
+    futures: int = option(3, "conversations played on from each trained turn")
+    max_user_turns: int = option(2, "user turns of a future, after the trained turn")
+    max_new_tokens: int = option(2048, "token budget of the trained turn")
+    future_max_new_tokens: int = option(2048, "token budget of every later turn of the policy")
+    context_length: int = option(8196, "longest token stream of a conversation, reply included")
+    temperature: float = option(1.0, "sampling temperature of the policy, in training and evaluation")
+    workers: int = option(1, "Ray ConversationWorkers")
+    turn_timeout: float = option(300.0, "seconds one request to the server may take")
+    server: ServerConfig = field(default_factory=ServerConfig)
+
+
+@dataclass
+class UserConfig:
+    model: str | None = option(None, "LiteLLM model of the simulated user; none: scripted/NAME, NAME from the task")
+    api_base: str | None = option(None, "endpoint of the user's model; its key comes from the environment")
+    temperature: float = option(1.0, "sampling temperature of the user")
+    max_tokens: int = option(512, "token budget of a user message")
+    attempts: int = option(3, "tries before the future ends with an error")
+    timeout: float = option(60.0, "seconds one try may take")
+    stop: str = option("[[TERMINATE CHAT]]", "text in the user's message that ends the conversation")
+
+
+@dataclass
+class RewardConfig:
+    mode: str = option("mr", "mr (mean over the scored futures) or single_turn (the trained turn alone)")
+    weights: dict[str, float] = option({}, "weight of each metric in the reward; 0: scored and shown only")
+    workers: int = option(1, "Ray RewardWorkers")
+    max_missing: float = option(0.2, "share of scores that may be missing in a step before the run stops")
+
+
+@dataclass
+class DataConfig:
+    world: str | None = option(None, "shipped world that makes model and data on the spot: booking or gsm8k")
+    dir: str | None = option(None, "folder where the world is made")
+    path: str | None = option(None, "source data of the world, where it has one (gsm8k: folder with train.jsonl)")
+    train: str = option(MISSING, "training tasks or conversations: JSONL or Parquet")
+    eval: str | None = option(None, "tasks for evaluation: JSONL or Parquet")
+
+
+@dataclass
+class Config:
+    run: RunConfig = field(default_factory=RunConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    algo: AlgoConfig = field(default_factory=AlgoConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    user: UserConfig = field(default_factory=UserConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+
+
+ConfigStore.instance().store(name="schema", node=Config)
+
+
+def load(overrides: Sequence[str]) -> Config:
+    """Compose `conf/config.yaml` with Hydra overrides, refuse what cannot run.
+
+    Raises ConfigError for an unknown option, a value of the wrong type, or a combination that cannot work.
+    """
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            node = compose("config", overrides=list(overrides))
+        OmegaConf.resolve(node)
+        missing = sorted(OmegaConf.missing_keys(node))
+        config = None if missing else OmegaConf.to_object(node)
+    except (HydraException, OmegaConfBaseException) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{reason} (all options: python -m megatron_collab.train --help)") from error
+    if missing:
+        raise ConfigError(f"{missing[0]}: not set; give {missing[0]}=VALUE or an experiment=NAME that sets it")
+    assert isinstance(config, Config)
+    check(config)
+    return config
+
+
+def describe(config: Any = Config, prefix: str = "") -> list[str]:
+    """One line an option: name, default, help."""
+    lines: list[str] = []
+    for spec in fields(config):
+        default = spec.default_factory() if callable(spec.default_factory) else spec.default
+        if is_dataclass(default):
+            lines += describe(type(default), f"{prefix}{spec.name}.")
+        else:
+            shown = "required" if default == MISSING else default
+            lines.append(f"  {prefix + spec.name:34} {spec.metadata['help']} [{shown}]")
+    return lines
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise ConfigError(message)
+
+
+def _one_of(setting: str, value: Any, choices: Sequence[Any]) -> None:
+    allowed = ", ".join("null" if choice is None else str(choice) for choice in choices)
+    _require(value in choices, f"{setting}={value}: choose one of {allowed}")
+
+
+def check(config: Config) -> None:
+    """Cross-checks that need no process and no model in memory."""
+    _one_of("train.stage", config.train.stage, ["rl", "sft"])
+    _one_of("launch.device", config.launch.device, ["auto", "cpu", "cuda"])
+    _one_of("model.dtype", config.model.dtype, ["bfloat16", "float32"])
+    _one_of("model.fp8", config.model.fp8, [None, "hybrid", "e4m3"])
+    _one_of("optim.schedule", config.optim.schedule, ["constant", "linear"])
+    _one_of("reward.mode", config.reward.mode, ["mr", "single_turn"])
+    _one_of("data.world", config.data.world, [None, "booking", "gsm8k"])
+    for setting, value in _positive(config):
+        _require(value > 0, f"{setting}={value}: must be greater than 0")
+    _check_device(config)
+    _check_layout(config)
+    _check_files(config)
+
+
+def _positive(config: Config) -> list[tuple[str, float]]:
+    names = {
+        "launch": ["nproc_per_node", "timeout"],
+        "parallel": ["tp", "pp"],
+        "optim": ["lr", "clip_grad"],
+        "algo": ["mini_batches"],
+        "train": ["steps", "prompts_per_step", "rollouts_per_prompt", "tokens_per_micro_batch", "checkpoint_every"],
+        "rollout": ["futures", "max_user_turns", "max_new_tokens", "future_max_new_tokens", "temperature", "workers"],
+        "user": ["attempts", "max_tokens", "timeout"],
+        "reward": ["workers"],
+    }
+    return [(f"{group}.{name}", getattr(getattr(config, group), name)) for group in names for name in names[group]]
+
+
+def _check_device(config: Config) -> None:
+    _require(
+        config.launch.device != "cuda" or device.probe("cuda").found,
+        "launch.device=cuda: no CUDA device is visible; use launch.device=cpu",
+    )
+    if config.model.fp8:
+        found = device.probe("transformer_engine")
+        _require(found.found, f"model.fp8={config.model.fp8}: needs TransformerEngine ({found.detail}); set model.fp8=null")
+
+
+def _check_layout(config: Config) -> None:
+    tp, pp, ranks = config.parallel.tp, config.parallel.pp, config.launch.nproc_per_node
+    _require(
+        ranks % (tp * pp) == 0,
+        f"parallel.tp={tp} x parallel.pp={pp} does not divide launch.nproc_per_node={ranks}; "
+        f"set launch.nproc_per_node to a multiple of {tp * pp}",
+    )
+    _require(
+        not config.parallel.sequence_parallel or tp > 1,
+        "parallel.sequence_parallel=true: needs parallel.tp > 1; set parallel.sequence_parallel=false",
+    )
+    if config.data.world is None or Path(config.model.path).exists():
+        check_model(config)
+
+
+def check_model(config: Config) -> None:
+    """The model folder against the layout; reads config.json only."""
+    from megatron_collab.publish import hf_map
+
+    folder, tp, pp = Path(config.model.path), config.parallel.tp, config.parallel.pp
+    file = folder / "config.json"
+    _require(file.is_file(), f"model.path={folder}: no config.json there; give the folder of a Hugging Face model")
+    hf = json.loads(file.read_text())
+    family = hf.get("model_type")
+    _require(
+        family in hf_map.FAMILIES,
+        f"model.path={folder}: unknown model family {family!r}; known are {', '.join(sorted(hf_map.FAMILIES))}",
+    )
+    heads, layers = hf["num_attention_heads"], hf["num_hidden_layers"]
+    groups = hf.get("num_key_value_heads", heads)
+    for what, count in (("attention heads", heads), ("key/value heads", groups), ("feed-forward width", hf["intermediate_size"])):
+        _require(count % tp == 0, f"parallel.tp={tp}: does not divide the model's {count} {what}; choose a divisor")
+    _require(pp <= layers, f"parallel.pp={pp}: the model has only {layers} layers; choose at most {layers}")
+    server = config.rollout.server.tp
+    _require(heads % server == 0, f"rollout.server.tp={server}: does not divide the model's {heads} attention heads")
+
+
+def _check_files(config: Config) -> None:
+    if config.data.world is not None:
+        return
+    for setting, value in (("data.train", config.data.train), ("data.eval", config.data.eval)):
+        _require(value is None or Path(value).is_file(), f"{setting}={value}: no such file")

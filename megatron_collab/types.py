@@ -1,0 +1,191 @@
+"""The nouns of the program: frozen records without any framework import.
+
+A `Task` is played into a `Conversation`; the policy's generations in it are `Turn`s. The turn that is
+trained is played on several times; each continuation is a `Future`, scored by every metric. A `Rollout`
+is the trained turn with its futures and its reward, a `Group` the rollouts of one task. `Sample` and
+`Batch` are what the loss sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message of a conversation: `role` is system, user or assistant."""
+
+    role: str
+    content: str
+
+    def as_dict(self) -> dict[str, str]:
+        return {"role": self.role, "content": self.content}
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a user wants, and how the conversation about it begins.
+
+    `messages` ends with a user message and is all that the policy sees; `goal` is seen by the simulated
+    user alone, `answer` by the metrics alone.
+    """
+
+    id: str
+    messages: tuple[Message, ...]
+    goal: str
+    answer: str
+    user: str
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Finish(StrEnum):
+    """Why the engine stopped a turn."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One generation of the policy, exactly as the engine sampled it.
+
+    `prompt_ids` and `token_ids` are token ids; `log_probs[i]` is the natural log-probability of
+    `token_ids[i]` under the sampling distribution (temperature folded in); `version` is the number of the
+    weights that sampled it. `text` is the decoded reply without its end-of-turn token.
+    """
+
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    version: int
+    finish: Finish
+    text: str
+
+    def __post_init__(self) -> None:
+        if len(self.token_ids) != len(self.log_probs):
+            raise ValueError(f"a turn of {len(self.token_ids)} tokens has {len(self.log_probs)} log-probs")
+
+
+class Ending(StrEnum):
+    """How a conversation ended."""
+
+    USER_DONE = "user_done"
+    TURN_LIMIT = "turn_limit"
+    LENGTH = "length"
+    DEADLINE = "deadline"
+    ERROR = "error"
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages, the policy's turns among them, and the token stream they were sampled from.
+
+    Append-only: `token_ids` is every token so far, sampled ones as they were sampled; the next turn's
+    prompt is `token_ids` plus the tokens that open the next turn. Nothing is ever re-rendered.
+    """
+
+    messages: tuple[Message, ...]
+    token_ids: tuple[int, ...]
+    turns: tuple[Turn, ...] = ()
+    ending: Ending | None = None
+    error: str = ""
+
+    def add_turn(self, turn: Turn) -> Conversation:
+        """Append the policy's turn; its prompt must be the stream so far."""
+        if turn.prompt_ids != self.token_ids:
+            raise ValueError("a turn was sampled from another prompt than this conversation's tokens")
+        return replace(
+            self,
+            messages=(*self.messages, Message("assistant", turn.text)),
+            token_ids=self.token_ids + turn.token_ids,
+            turns=(*self.turns, turn),
+        )
+
+    def add_user(self, message: Message, token_ids: tuple[int, ...]) -> Conversation:
+        """Append a user message; `token_ids` closes the last turn, renders it and opens the next turn."""
+        return replace(self, messages=(*self.messages, message), token_ids=self.token_ids + token_ids)
+
+    def end(self, ending: Ending, error: str = "") -> Conversation:
+        return replace(self, ending=ending, error=error)
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A score that could not be had, and why. Never a number: an outage is not a 0."""
+
+    why: str
+
+
+Score = float | Missing
+
+
+@dataclass(frozen=True)
+class Future:
+    """One way the conversation went on after the trained turn, with a score per metric."""
+
+    conversation: Conversation
+    scores: Mapping[str, Score]
+
+
+@dataclass(frozen=True)
+class Reward:
+    """The reward of a trained turn.
+
+    `standard_error` is that of the mean over the futures (0 where there is one future); `parts` the
+    weighted contribution of each metric; `missing` the number of scores that could not be had.
+    """
+
+    value: Score
+    standard_error: float = 0.0
+    parts: Mapping[str, float] = field(default_factory=dict)
+    missing: int = 0
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """A trained turn (the first new turn of every future), its futures and its reward."""
+
+    turn: Turn
+    futures: tuple[Future, ...]
+    reward: Reward
+
+
+@dataclass(frozen=True)
+class Group:
+    """The rollouts of one task; their rewards are compared with each other."""
+
+    task: Task
+    rollouts: tuple[Rollout, ...]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sequence for the loss. All arrays have length S, the number of tokens of the sequence.
+
+    `token_ids` int64; `loss_mask` float32, 1 where the token is trained; `advantages` float32, one a token;
+    `log_probs` float32, the engine's log-probability of each token (0 where not trained).
+    """
+
+    token_ids: np.ndarray
+    loss_mask: np.ndarray
+    advantages: np.ndarray
+    log_probs: np.ndarray
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The samples of one optimizer step, the same on every rank; `metrics` describe where they came from."""
+
+    samples: tuple[Sample, ...]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def loss_tokens(self) -> float:
+        """Trained tokens of the whole batch: the denominator of the token mean."""
+        return float(sum(sample.loss_mask.sum() for sample in self.samples))
