@@ -1,0 +1,92 @@
+"""What happens before the ranks: make the world, refuse what cannot run, become torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megatron_collab.config import Config, ConfigError, check_model
+
+FINISHED = "result.json"
+# Settings that may change when a run goes on; all others decide its numbers.
+MAY_CHANGE = ("launch.", "train.checkpoint_every", "train.keep_checkpoints", "run.wandb_project", "rollout.server.port")
+
+
+def under_torchrun() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def global_rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def prepare(config: Config) -> None:
+    """Make the shipped world where one is asked for, then check everything that needs files.
+
+    Raises ConfigError; nothing has been started by then.
+    """
+    from megatron_collab.data import datasets, worlds
+
+    try:
+        worlds.prepare(config)
+        check_model(config)
+        datasets.check_rows(Path(config.data.train), config.train.stage)
+        if config.data.eval and config.train.stage == "rl":
+            datasets.check_rows(Path(config.data.eval), config.train.stage)
+    except ConfigError:
+        raise
+    except (ValueError, FileNotFoundError) as error:
+        raise ConfigError(" ".join(str(error).split())) from error
+    if not under_torchrun():
+        _check_port(config.rollout.server.port)
+    _check_same_run(config)
+
+
+def finished(config: Config) -> bool:
+    """Whether run.dir holds the whole run already."""
+    return (Path(config.run.dir) / FINISHED).is_file()
+
+
+def replace_by_torchrun(config: Config, arguments: list[str]) -> NoReturn:
+    """Become `torchrun … -m megatron_collab.train` with the same arguments; does not return."""
+    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=0"]
+    command += [f"--nproc-per-node={config.launch.nproc_per_node}", "-m", "megatron_collab.train", *arguments]
+    os.execve(sys.executable, command, environment)
+
+
+def _check_port(port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise ConfigError(
+                f"rollout.server.port={port}: {error.strerror.lower()}; choose another, or 0 for a free one"
+            ) from error
+
+
+def _check_same_run(config: Config) -> None:
+    """A folder goes on with the settings it began with; other numbers need another folder."""
+    file = Path(config.run.dir) / "config.json"
+    if not file.is_file():
+        return
+    before, now = _flat(json.loads(file.read_text())), _flat(asdict(config))
+    for name in sorted(before.keys() | now.keys()):
+        if before.get(name) != now.get(name) and not name.startswith(MAY_CHANGE):
+            raise ConfigError(
+                f"run.dir={config.run.dir}: holds a run with {name}={before.get(name)}, not {now.get(name)}; "
+                f"choose another run.dir, or remove that folder"
+            )
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat

@@ -1,0 +1,22 @@
+"""Processes that end together: a child asks the kernel to be ended when its parent dies."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(signum: int = signal.SIGKILL) -> None:
+    """Send `signum` to this process when its parent ends, however it ends (Linux).
+
+    A parent that is killed cannot clean up after itself; without this, its children would run on and write
+    into a run that has been started again.
+    """
+    parent = os.getppid()
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent:  # it died before the request was made
+        os.kill(os.getpid(), signum)

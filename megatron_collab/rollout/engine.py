@@ -1,0 +1,43 @@
+"""What rank 0 holds while sampling: the SGLang server and the Ray workers that talk to it."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from megatron_collab import launch
+from megatron_collab.config import Config
+from megatron_collab.reward.loop import ray_session
+from megatron_collab.rollout.sglang import SGLangServer
+from megatron_collab.rollout.worker import start_workers
+
+
+class Engine:
+    """Context manager; on ranks other than 0 it holds nothing.
+
+    The server is started first and awaited last: it loads while Ray and its workers come up.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.server: SGLangServer | None = None
+        self.workers: list[Any] = []
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Engine:
+        if launch.global_rank() == 0:
+            with self._stack:
+                log = Path(self.config.run.dir) / "sglang.log"
+                self.server = self._stack.enter_context(SGLangServer(self.config, log))
+                self._stack.enter_context(ray_session(self.config))
+                self.workers = start_workers(self.config, self.server.url, self.server.api_key)
+                self.server.wait_healthy(self.config.rollout.server.start_timeout)
+                self._stack = self._stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()

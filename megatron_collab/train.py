@@ -1,0 +1,90 @@
+"""Entry and loop: `python -m megatron_collab.train experiment=NAME [option=value …]`.
+
+Checks the configuration, starts itself under torchrun unless torchrun started it, and trains. Every rank
+runs `fit`; rank 0 also holds the SGLang server and the Ray workers.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+from megatron_collab import config as options
+from megatron_collab import launch
+from megatron_collab.config import Config, ConfigError
+from megatron_collab.processes import die_with_parent
+
+EXIT_BAD_INPUT = 2
+
+
+def fit(config: Config) -> None:
+    """Train from the last checkpoint in run.dir, or from model.path, to train.steps."""
+    from megatron_collab.actor import model
+    from megatron_collab.actor.actor import Actor
+    from megatron_collab.actor.checkpoint import Checkpoints
+    from megatron_collab.observe.run import Run, Stopwatch
+    from megatron_collab.publish.publisher import Publisher
+    from megatron_collab.rollout.collector import Collector
+    from megatron_collab.rollout.engine import Engine
+    from megatron_collab.sft import Supervised
+
+    with ExitStack() as stack:
+        sampling = config.train.stage == "rl"
+        engine = stack.enter_context(Engine(config)) if sampling else None
+        stack.enter_context(model.init_parallel(config))
+        policy, shape = model.load(config)
+        actor = Actor(config, policy, reference=model.frozen_copy(policy) if config.algo.kl_coef > 0 else None)
+        checkpoints = Checkpoints(Path(config.run.dir) / "checkpoints", config.train.keep_checkpoints)
+        start, state = checkpoints.load_latest(actor) or (0, {})
+        run = stack.enter_context(Run(config, start, state))
+        publisher = stack.enter_context(Publisher(config, policy, shape, engine.server)) if engine else None
+        source = Collector(config, engine.workers, run) if engine else Supervised(config)
+
+        if publisher:
+            publisher.publish(version=start)
+        if start == 0:
+            source.evaluate("before", step=0)
+        clock = Stopwatch()
+        for step in range(start, config.train.steps):
+            batch = source.next(step)
+            clock.lap("rollout")
+            stats = actor.update(batch)
+            clock.lap("update")
+            if publisher:
+                publisher.publish(version=step + 1)
+                clock.lap("publish")
+            run.record(step, {**batch.metrics, **stats, **clock.seconds()})
+            if (step + 1) % config.train.checkpoint_every == 0 or step + 1 == config.train.steps:
+                checkpoints.save(step + 1, actor, run.state())
+                clock.lap("save")
+        source.evaluate("after", step=config.train.steps)
+        model.save_hf(policy, Path(config.run.dir) / "hf", Path(config.model.path), shape)
+        run.finish()
+
+
+def main(arguments: list[str]) -> int:
+    if "--help" in arguments:
+        print(__doc__, "Options [default]:", *options.describe(), sep="\n")
+        return 0
+    try:
+        config = options.load(arguments)
+        launch.prepare(config)
+    except ConfigError as error:
+        if launch.global_rank() == 0:
+            print(f"megatron-collab: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    if launch.finished(config):
+        print(f"{config.run.dir}: all {config.train.steps} steps are done; choose another run.dir to train anew")
+        return 0
+    if not launch.under_torchrun():
+        launch.replace_by_torchrun(config, arguments)
+    die_with_parent()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    fit(config)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
