@@ -1,0 +1,215 @@
+"""The main job, small: the real program under torchrun with Megatron-Core, SGLang, Ray and LiteLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+SFT = ["experiment=booking_sft", "train.steps=60", "train.checkpoint_every=20", "optim.warmup_steps=10"]
+RL = [
+    "experiment=booking",
+    "train.steps=4",
+    "train.checkpoint_every=1",
+    "train.prompts_per_step=4",
+    "train.rollouts_per_prompt=4",
+    "rollout.futures=2",
+    "train.eval_tasks=8",
+]
+
+
+class Program:
+    """One start of the trainer, in a session of its own, whose processes can all be found again."""
+
+    def __init__(self, arguments: list[str], log: Path) -> None:
+        self.mark = f"e2e-{os.getpid()}-{time.monotonic_ns()}"
+        self.log = log
+        with log.open("w") as stream:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "megatron_collab.train", *arguments],
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, "MEGATRON_COLLAB_TEST": self.mark},
+            )
+
+    def wait(self, timeout: float = 300) -> int:
+        return self.process.wait(timeout)
+
+    def when(self, holds: Callable[[], bool], timeout: float = 300) -> None:
+        deadline = time.monotonic() + timeout
+        while not holds():
+            assert self.process.poll() is None, f"ended before the moment came:\n{self.log.read_text()[-3000:]}"
+            assert time.monotonic() < deadline, f"the moment never came:\n{self.log.read_text()[-3000:]}"
+            time.sleep(0.002)
+
+    def left(self) -> list[psutil.Process]:
+        """Living processes that were started by this program, directly or not."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("MEGATRON_COLLAB_TEST") == self.mark and process.status() != "zombie":
+                    found.append(process)
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+        return found
+
+    def gone(self, timeout: float = 60) -> list[str]:
+        """Wait until nothing of the program lives; what still does after `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while self.left() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return [" ".join(process.cmdline()[:6]) for process in self.left()]
+
+    def end(self) -> None:
+        for process in self.left():
+            process.kill()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[[list[str]], Program]]:
+    programs: list[Program] = []
+
+    def starter(arguments: list[str]) -> Program:
+        programs.append(Program(arguments, tmp_path / f"console{len(programs)}.log"))
+        return programs[-1]
+
+    yield starter
+    for program in programs:
+        program.end()
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("booking")
+
+
+@pytest.fixture(scope="module")
+def supervised(root: Path) -> Path:
+    """The undisturbed supervised run; later stages start from its model."""
+    program = Program([*SFT, f"run.dir={root}/sft", f"data.dir={root}/world"], root / "sft.log")
+    assert program.wait() == 0, program.log.read_text()[-3000:]
+    return root / "sft"
+
+
+@pytest.fixture(scope="module")
+def trained(root: Path, supervised: Path) -> Path:
+    """The undisturbed run on multiturn-aware reward."""
+    program = Program(rl(root, "rl"), root / "rl.log")
+    assert program.wait() == 0, program.log.read_text()[-3000:]
+    assert program.gone() == []
+    return root / "rl"
+
+
+def rl(root: Path, name: str) -> list[str]:
+    return [*RL, f"run.dir={root}/{name}", f"data.dir={root}/world", f"model.path={root}/sft/hf"]
+
+
+def lines(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def steps_done(run: Path) -> int:
+    return len(lines(run / "metrics.jsonl"))
+
+
+def parameters(run: Path) -> bytes:
+    return (run / "hf" / "model.safetensors").read_bytes()
+
+
+def kill(program: Program) -> None:
+    """SIGKILL the process that the user started; everything else must notice."""
+    program.process.kill()
+    program.wait()
+    assert program.gone() == []
+
+
+def test_supervised_training_learns_and_exports_a_hugging_face_folder(supervised: Path) -> None:
+    metrics = lines(supervised / "metrics.jsonl")
+    assert [line["step"] for line in metrics] == list(range(60))
+    assert metrics[-1]["loss"] < 0.5 * metrics[0]["loss"]
+    assert (supervised / "hf" / "config.json").exists()
+
+
+def test_supervised_training_killed_three_times_ends_with_the_same_parameters(
+    root: Path, supervised: Path, start: Callable[[list[str]], Program]
+) -> None:
+    arguments = [*SFT, f"run.dir={root}/sft_killed", f"data.dir={root}/world"]
+    run = root / "sft_killed"
+    before_any_checkpoint = start(arguments)
+    before_any_checkpoint.when(lambda: steps_done(run) >= 3)
+    kill(before_any_checkpoint)
+    in_the_save = start(arguments)
+    in_the_save.when(lambda: any(run.glob("checkpoints/step_20*")))
+    kill(in_the_save)
+    after_a_checkpoint = start(arguments)
+    after_a_checkpoint.when(lambda: steps_done(run) >= 47)
+    kill(after_a_checkpoint)
+    assert start(arguments).wait() == 0
+    assert [line["step"] for line in lines(run / "metrics.jsonl")] == list(range(60))
+    assert parameters(run) == parameters(supervised)
+
+
+def test_what_is_sampled_is_what_is_trained(trained: Path) -> None:
+    """The engine's log-probs of its samples are the trainer's, at the start and after every update."""
+    metrics = lines(trained / "metrics.jsonl")
+    assert len(metrics) == 4
+    for line in metrics:
+        assert line["mismatch/max_abs"] <= 1e-4
+    assert abs(metrics[0]["ratio_mean"] - 1) <= 1e-4
+    assert abs(metrics[0]["kl"]) <= 1e-6
+    assert metrics[-1]["kl"] > 1e-9, "three updates have moved the policy"
+
+
+def test_every_number_and_transcript_is_in_place(trained: Path) -> None:
+    result = json.loads((trained / "result.json").read_text())
+    for name in ("ask_when_missing", "needless", "accuracy"):
+        assert 0 <= result[f"{name}_before"] <= 1 and 0 <= result[f"{name}_after"] <= 1
+    transcripts = lines(trained / "transcripts.jsonl")
+    assert {line["step"] for line in transcripts} == {0, 1, 2, 3}
+    assert (trained / "report.html").exists()
+    assert list(trained.glob("tensorboard/events*"))
+
+
+def test_training_killed_three_times_ends_with_the_same_parameters(
+    root: Path, trained: Path, start: Callable[[list[str]], Program]
+) -> None:
+    run = root / "rl_killed"
+    in_the_rollout = start(rl(root, "rl_killed"))
+    in_the_rollout.when(lambda: steps_done(run) == 1)
+    kill(in_the_rollout)
+    in_the_save = start(rl(root, "rl_killed"))
+    in_the_save.when(lambda: any(run.glob("checkpoints/step_2*")))
+    kill(in_the_save)
+    in_the_update = start(rl(root, "rl_killed"))
+    in_the_update.when(lambda: any(line["step"] == 3 for line in lines(run / "transcripts.jsonl")))
+    kill(in_the_update)
+    assert start(rl(root, "rl_killed")).wait() == 0
+    assert [line["step"] for line in lines(run / "metrics.jsonl")] == [0, 1, 2, 3]
+    assert parameters(run) == parameters(trained)
+
+
+def test_ctrl_c_leaves_no_process_behind(
+    root: Path, supervised: Path, start: Callable[[list[str]], Program]
+) -> None:
+    program = start(rl(root, "interrupted"))
+    program.when(lambda: steps_done(root / "interrupted") >= 1)
+    os.killpg(program.process.pid, signal.SIGINT)
+    assert program.wait(60) != 0
+    assert program.gone() == []
+
+
+def test_a_finished_run_is_not_trained_again(trained: Path, root: Path, start: Callable[[list[str]], Program]) -> None:
+    before = (trained / "metrics.jsonl").stat().st_mtime_ns
+    program = start(rl(root, "rl"))
+    assert program.wait(60) == 0
+    assert "all 4 steps are done" in program.log.read_text()
+    assert (trained / "metrics.jsonl").stat().st_mtime_ns == before

@@ -1,0 +1,35 @@
+"""Real problems with a random model: nothing can be solved, everything must be in place."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "gsm8k"
+
+
+def test_five_steps_with_every_metric_and_every_transcript(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    command = [sys.executable, "-m", "megatron_collab.train", "experiment=gsm8k", f"data.path={DATA}"]
+    command += [f"run.dir={run}", f"data.dir={tmp_path}/world", "train.eval_tasks=4"]
+    with (tmp_path / "console.log").open("w") as log:
+        code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=400).returncode
+    assert code == 0, (tmp_path / "console.log").read_text()[-3000:]
+
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in metrics] == [0, 1, 2, 3, 4]
+    for line in metrics:
+        assert {"reward", "reward_se", "score/accuracy", "score/token_amount", "score/asks", "kl", "loss"} <= set(line)
+        assert line["missing"] == 0
+
+    config = json.loads((run / "config.json").read_text())
+    train, rollout = config["train"], config["rollout"]
+    futures_a_step = train["prompts_per_step"] * train["rollouts_per_prompt"] * rollout["futures"]
+    transcripts = [json.loads(line) for line in (run / "transcripts.jsonl").read_text().splitlines()]
+    assert {line["step"] for line in transcripts} == {0, 1, 2, 3, 4}
+    assert len(transcripts) <= 5 * futures_a_step
+    for line in transcripts:
+        assert line["messages"][-1]["content"] is not None
+        assert set(line["scores"]) >= {"accuracy", "token_amount", "asks"}

@@ -1,0 +1,148 @@
+"""Bad input costs nothing: one line that names the setting and the way out, exit code 2, no process."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from megatron_collab import launch
+from megatron_collab.train import EXIT_BAD_INPUT, main
+
+
+@pytest.fixture(autouse=True)
+def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("a process was about to be started")
+
+    monkeypatch.setattr(launch, "replace_by_torchrun", refuse)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(list(arguments)) == EXIT_BAD_INPUT
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1, f"more than one line:\n{err}"
+    return err
+
+
+@pytest.fixture
+def booking(tmp_path: Path) -> list[str]:
+    """The supervised stage over a world in tmp_path: valid until something is changed."""
+    return ["experiment=booking_sft", f"data.dir={tmp_path}/world", f"run.dir={tmp_path}/run"]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(
+        json.dumps(
+            {
+                "model_type": "qwen3",
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "num_hidden_layers": 3,
+                "hidden_size": 64,
+                "intermediate_size": 128,
+                "vocab_size": 100,
+            }
+        )
+    )
+    return folder
+
+
+def given(tmp_path: Path, model: Path, rows: list[dict], *more: str) -> list[str]:
+    """A supervised run on a model and a file of the user's own."""
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [f"run.dir={tmp_path}/run", f"model.path={model}", f"data.train={data}", "train.stage=sft", *more]
+
+
+ROW = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
+
+
+def test_an_unknown_option(capsys: pytest.CaptureFixture[str], booking: list[str]) -> None:
+    assert "lerning_rate" in refused(capsys, *booking, "optim.lerning_rate=1")
+
+
+def test_an_unknown_experiment(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "nothing_like_it" in refused(capsys, "experiment=nothing_like_it")
+
+
+def test_a_value_of_the_wrong_type(capsys: pytest.CaptureFixture[str], booking: list[str]) -> None:
+    assert "many" in refused(capsys, *booking, "train.steps=many")
+
+
+def test_a_value_that_cannot_be(capsys: pytest.CaptureFixture[str], booking: list[str]) -> None:
+    assert "optim.lr=-1.0: must be greater than 0" in refused(capsys, *booking, "optim.lr=-1")
+
+
+def test_a_required_option_that_is_not_set(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "not set; give" in refused(capsys)
+
+
+def test_a_layout_that_the_ranks_do_not_fill(capsys: pytest.CaptureFixture[str], booking: list[str]) -> None:
+    line = refused(capsys, *booking, "parallel.tp=2", "parallel.pp=2")
+    assert "launch.nproc_per_node=2" in line and "multiple of 4" in line
+
+
+def test_a_layout_that_does_not_divide_the_heads(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path
+) -> None:
+    line = refused(capsys, *given(tmp_path, model, [ROW], "parallel.tp=4", "launch.nproc_per_node=4"))
+    assert "parallel.tp=4: does not divide the model's 2 key/value heads" in line
+
+
+def test_more_stages_than_layers(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path) -> None:
+    line = refused(capsys, *given(tmp_path, model, [ROW], "parallel.pp=4", "launch.nproc_per_node=4"))
+    assert "parallel.pp=4: the model has only 3 layers" in line
+
+
+def test_a_missing_file(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path) -> None:
+    line = refused(capsys, f"run.dir={tmp_path}/run", f"model.path={model}", f"data.train={tmp_path}/none.jsonl")
+    assert f"data.train={tmp_path}/none.jsonl: no such file" in line
+
+
+def test_a_missing_model(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path) -> None:
+    line = refused(capsys, *given(tmp_path, tmp_path / "none", [ROW]))
+    assert f"model.path={tmp_path}/none: no config.json there" in line
+
+
+def test_a_model_of_an_unknown_family(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path) -> None:
+    config = json.loads((model / "config.json").read_text()) | {"model_type": "rwkv"}
+    (model / "config.json").write_text(json.dumps(config))
+    line = refused(capsys, *given(tmp_path, model, [ROW]))
+    assert "unknown model family 'rwkv'" in line and "qwen3" in line
+
+
+def test_a_dataset_row_without_a_prompt(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path) -> None:
+    task = {"id": "0", "prompt": [{"role": "user", "content": "hi"}], "goal": "g", "answer": "a", "user": "booking"}
+    rows = [task, {key: value for key, value in task.items() if key != "prompt"} | {"id": "1"}]
+    line = refused(capsys, *given(tmp_path, model, rows, "train.stage=rl", "reward.weights={token_amount: -1}"))
+    assert "data.train" in line and "prompt" in line
+
+
+def test_fp8_without_transformer_engine(capsys: pytest.CaptureFixture[str], booking: list[str]) -> None:
+    line = refused(capsys, *booking, "model.fp8=hybrid")
+    assert "model.fp8=hybrid: needs TransformerEngine" in line and "model.fp8=null" in line
+
+
+def test_a_busy_port(capsys: pytest.CaptureFixture[str], booking: list[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        line = refused(capsys, *booking, f"rollout.server.port={port}")
+    assert f"rollout.server.port={port}: address already in use" in line
+
+
+def test_a_folder_that_holds_another_run(
+    capsys: pytest.CaptureFixture[str], booking: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text(json.dumps({"optim": {"lr": 0.5}}))
+    line = refused(capsys, *booking)
+    assert "choose another run.dir" in line
