@@ -1,0 +1,116 @@
+"""What this machine has: the device, its backend, and the libraries that speed it up. Nothing else asks.
+
+Import-light: torch and the probed libraries are imported only when they are asked about.
+"""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import subprocess
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One thing that may be there: `detail` is its version, or the reason why it is not used."""
+
+    name: str
+    found: bool
+    detail: str
+    enables: str
+    fallback: str
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where the trainer computes: torch device type and torch.distributed backend."""
+
+    type: str
+    backend: str
+
+
+# name: (module to import, distribution, what it enables, what is used without it)
+_LIBRARIES = {
+    "torch": ("torch", "torch", "everything", "none: required"),
+    "megatron": ("megatron.core", "megatron-core", "the trainer", "none: required"),
+    "transformer_engine": (
+        "transformer_engine.pytorch",
+        "transformer-engine",
+        "FP8, fused layers, context parallelism",
+        "Megatron's local layers with torch attention; no FP8",
+    ),
+    "apex": ("apex", "apex", "fused Adam and gradient accumulation", "torch AdamW"),
+    "flash_attn": ("flash_attn", "flash-attn", "FlashAttention in the trainer", "torch scaled_dot_product_attention"),
+    "sglang": ("sglang", "sglang", "rollouts", "none: required for train.stage=rl"),
+    "ray": ("ray", "ray", "conversations and scoring", "none: required for train.stage=rl"),
+}
+
+
+def probe(name: str) -> Probe:
+    """Look for `name`: cuda, torch, megatron, transformer_engine, apex, flash_attn, sglang, ray or slurm."""
+    return _probe(name)
+
+
+def probes() -> list[Probe]:
+    """Every probe, in the order of the doctor's table."""
+    return [probe(name) for name in ("cuda", *_LIBRARIES, "slurm")]
+
+
+@cache
+def _probe(name: str) -> Probe:
+    if name == "cuda":
+        return _cuda()
+    if name == "slurm":
+        return _slurm()
+    module, distribution, enables, fallback = _LIBRARIES[name]
+    found, detail = _library(module, distribution)
+    return Probe(name, found, detail, enables, fallback)
+
+
+def _library(module: str, distribution: str) -> tuple[bool, str]:
+    try:
+        version = metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return False, "not installed"
+    if version.startswith("0.0"):
+        return False, f"{version} is a placeholder"
+    if module in ("sglang", "ray", "megatron.core"):  # slow to import, and pinned together with torch
+        return True, version
+    try:
+        importlib.import_module(module)
+    except (ImportError, OSError, RuntimeError) as error:
+        return False, f"{version} cannot be imported: {' '.join(str(error).split())[:80]}"
+    return True, version
+
+
+def _cuda() -> Probe:
+    import torch
+
+    found = torch.cuda.is_available()
+    if found:
+        detail = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
+    else:
+        detail = "no CUDA device is visible" if torch.version.cuda else "torch is a CPU build"
+    return Probe("cuda", found, detail, "training and sampling on GPUs, NCCL", "CPU, gloo")
+
+
+def _slurm() -> Probe:
+    found = shutil.which("sbatch") is not None
+    detail = "not installed"
+    if found:
+        detail = subprocess.run(["sbatch", "--version"], capture_output=True, text=True).stdout.strip()
+    return Probe("slurm", found, detail, "sbatch on a cluster", "torchrun on this machine")
+
+
+def select(setting: str) -> Device:
+    """The device for launch.device: auto takes CUDA where it is visible.
+
+    Raises ValueError for cuda where there is none.
+    """
+    found = probe("cuda").found
+    if setting == "cuda" and not found:
+        raise ValueError("launch.device=cuda: no CUDA device is visible; use launch.device=cpu")
+    return Device("cuda", "nccl") if found and setting != "cpu" else Device("cpu", "gloo")
