@@ -35,7 +35,8 @@ def fit(config: Config) -> None:
         engine = stack.enter_context(Engine(config)) if sampling else None
         stack.enter_context(model.init_parallel(config))
         policy, shape = model.load(config)
-        actor = Actor(config, policy, reference=model.frozen_copy(policy) if config.algo.kl_coef > 0 else None)
+        reference = model.frozen_copy(policy) if sampling and config.algo.kl_coef > 0 else None
+        actor = Actor(config, policy, reference)
         checkpoints = Checkpoints(Path(config.run.dir) / "checkpoints", config.train.keep_checkpoints)
         start, state = checkpoints.load_latest(actor) or (0, {})
         run = stack.enter_context(Run(config, start, state))

@@ -1,0 +1,73 @@
+"""The measured result: the quickstart with comparison for several seeds, its table and its picture.
+
+`python tools/bench/booking.py [--seeds 0 1 2] [--root runs/quickstart]` runs what is not there yet, writes
+docs/booking.svg, prints a Markdown table and, last, one JSON object with the worst value over the seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+PICTURE = Path(__file__).resolve().parents[2] / "docs" / "booking.svg"
+# key of result.json: (the bound, whether larger is better, what it is)
+BOUNDS = {
+    "ask_when_missing_before": (0.45, False, "asks when something is missing, after SFT"),
+    "ask_when_missing_after": (0.90, True, "… after GRPO with MR"),
+    "single_turn_ask_after": (None, False, "… after GRPO with the reward of the turn alone"),
+    "needless_before": (None, False, "asks when nothing is missing, after SFT"),
+    "needless_after": (0.05, False, "… after GRPO with MR"),
+    "accuracy_before": (0.45, False, "final answer right, after SFT"),
+    "accuracy_after": (0.80, True, "… after GRPO with MR"),
+    "train_minutes": (12.0, False, "minutes of training on this machine"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--root", type=Path, default=Path("runs/quickstart"))
+    arguments = parser.parse_args()
+    for seed in arguments.seeds:
+        command = [sys.executable, "tools/quickstart.py", f"--seed={seed}", f"--root={arguments.root}", "--compare"]
+        subprocess.run(command, check=True)
+    folders = [arguments.root / f"seed{seed}" for seed in arguments.seeds]
+    results = [json.loads((folder / "result.json").read_text()) for folder in folders]
+    draw(folders)
+
+    print("\n| | bound | " + " | ".join(f"seed {seed}" for seed in arguments.seeds) + " |")
+    print("|---" * (len(results) + 2) + "|")
+    worst = {}
+    for key, (bound, larger, meaning) in BOUNDS.items():
+        values = [result[key] for result in results]
+        worst[key] = min(values) if larger else max(values)
+        shown = "" if bound is None else f"{'≥' if larger else '≤'} {bound}"
+        print(f"| {meaning} | {shown} | " + " | ".join(f"{value:.3f}" for value in values) + " |")
+    print(json.dumps({"name": "booking", "values": worst}))
+
+
+def draw(folders: list[Path]) -> None:
+    """How often the policy asks when something is missing, by step: thin lines are seeds, both rewards."""
+    figure, axes = plt.subplots(figsize=(7, 3.2))
+    for run, colour, label in (("rl", "C0", "multiturn-aware reward"), ("single_turn", "C3", "reward of the turn alone")):
+        for i, folder in enumerate(folders):
+            rows = [json.loads(line) for line in (folder / run / "metrics.jsonl").read_text().splitlines()]
+            asked = [row["score/ask_when_missing"] for row in rows]
+            axes.plot(range(len(asked)), asked, color=colour, alpha=0.7, linewidth=1, label=label if i == 0 else None)
+    axes.set(xlabel="step", ylabel="asks when something is missing", ylim=(0, 1))
+    axes.legend(frameon=False, loc="center right")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(PICTURE, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main()
