@@ -1,0 +1,100 @@
+"""What several tests need: a tiny random Hugging Face model on disk and a free port."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from megatron_collab.sglang_cpu import parts
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+CORPUS = [
+    "the quick brown fox jumps over the lazy dog 0123456789 + - * / = ( ) user assistant system hello world\n",
+    "a table for four people on friday evening at seven, please; how many people, which day, what time?\n",
+]
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens on right now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def make_model(
+    folder: Path,
+    *,
+    family: str = "qwen3",
+    seed: int = 0,
+    vocab: int = 512,
+    tied: bool = False,
+    layers: int = 3,
+    hidden: int = 64,
+    ffn: int = 128,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 16,
+) -> Path:
+    """Write a random fp32 model of `family` (qwen3, qwen2, llama, mistral) with tokenizer; return `folder`.
+
+    Weights are wide enough (0.2) that log-probs differ clearly between seeds; norms and biases are perturbed,
+    so that a weight that lands in the wrong place is noticed.
+    """
+    parts.install_torchvision_operators()
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    tokenizer = byte_level_tokenizer(vocab)
+    tokenizer.save_pretrained(folder)
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=ffn,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=2048,
+        tie_word_embeddings=tied,
+        initializer_range=0.2,
+        rope_theta=10000.0,
+        sliding_window=None,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if weight.dim() == 1:
+                    weight.add_(torch.randn_like(weight) * 0.2 if name.endswith(".bias") else torch.randn_like(weight) * 0.1)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(folder)
+    return folder
+
+
+def byte_level_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of at most `vocab` tokens (at least 259) with a chat template."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
