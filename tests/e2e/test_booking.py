@@ -169,6 +169,20 @@ def test_what_is_sampled_is_what_is_trained(trained: Path) -> None:
     assert metrics[-1]["kl"] > 1e-9, "three updates have moved the policy"
 
 
+@pytest.mark.parametrize("layout", [["parallel.tp=1", "parallel.pp=2"], ["parallel.tp=1", "parallel.pp=1"]])
+def test_pipeline_and_data_parallel_train_the_same(
+    root: Path, trained: Path, start: Callable[[list[str]], Program], layout: list[str]
+) -> None:
+    """Two ranks as PP2 and as DP2: same samples, same update as TP2."""
+    name = "layout_" + "_".join(layout).replace("=", "")
+    assert start([*rl(root, name), "train.steps=2", "train.eval_tasks=0", *layout]).wait() == 0
+    for ours, theirs in zip(lines(root / name / "metrics.jsonl"), lines(trained / "metrics.jsonl")[:2], strict=True):
+        assert ours["mismatch/max_abs"] <= 1e-4
+        assert ours["reward"] == theirs["reward"]
+        assert ours["turn_tokens"] == theirs["turn_tokens"]
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+
+
 def test_every_number_and_transcript_is_in_place(trained: Path) -> None:
     result = json.loads((trained / "result.json").read_text())
     for name in ("ask_when_missing", "needless", "accuracy"):
