@@ -169,6 +169,7 @@ def frozen_copy(model: torch.nn.Module) -> torch.nn.Module:
     assert isinstance(policy, Policy)
     # A configuration of its own: an optimizer hangs its functions on the trained model's.
     twin = _in_precision(Policy(copy.copy(policy.config), policy.shape).to(next(policy.parameters()).device))
+    twin.requires_grad_(False)
     for target, source in zip(twin.parameters(), model.parameters(), strict=True):
-        target.requires_grad_(False).copy_(source)
+        target.copy_(source.detach())
     return twin.eval()

@@ -1,7 +1,8 @@
 """One rank of test_parity.py: every model in every layout, in one set of processes.
 
-parity_worker.py FOLDER: FOLDER/MODEL is a Hugging Face folder, FOLDER/tokens.npy int64 [b, s]. For every layout
-the last stage's first rank writes FOLDER/out/LAYOUT/MODEL.npy, the log-probs [b, s - 1] of tokens 1..s-1.
+parity_worker.py FOLDER PORT…, a free port for each layout. FOLDER/MODEL is a Hugging Face folder,
+FOLDER/tokens.npy int64 [b, s]. For every layout the ranks write FOLDER/out/LAYOUT/MODEL.npy, the log-probs
+[b, s - 1] of tokens 1..s-1, and the model as they export it, FOLDER/out/LAYOUT/MODEL.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def configure(folder: Path, layout: str) -> Config:
     return config
 
 
-def log_probs(config: Config, model: torch.nn.Module, shape: ModelShape, token_ids: torch.Tensor) -> np.ndarray | None:
+def log_probs(model: torch.nn.Module, shape: ModelShape, token_ids: torch.Tensor) -> np.ndarray | None:
     """[b, s - 1] float32 through Megatron's schedule; None where this rank has no logits."""
     inputs, labels = token_ids[:, :-1].contiguous(), token_ids[:, 1:].contiguous()
     positions = torch.arange(inputs.shape[1]).expand_as(inputs)
@@ -72,18 +73,19 @@ def run(folder: Path, layout: str) -> None:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()  # the twin must hold weights of its own
-        found = log_probs(config, twin, shape, token_ids)
-        if found is not None and parallel_state.get_tensor_model_parallel_rank() == 0:
-            if parallel_state.get_data_parallel_rank() == 0:
-                np.save(out / f"{source.name}.npy", found)
+        assert not any(parameter.requires_grad for parameter in twin.parameters())
+        found = log_probs(twin, shape, token_ids)
+        first = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_data_parallel_rank() == 0
+        if found is not None and first:
+            np.save(out / f"{source.name}.npy", found)
 
 
-def main(folder: Path, first_port: int) -> None:
-    for i, layout in enumerate(LAYOUTS):
-        os.environ["MASTER_PORT"] = str(first_port + i)
+def main(folder: Path, ports: list[str]) -> None:
+    for layout, port in zip(LAYOUTS, ports, strict=True):
+        os.environ["MASTER_PORT"] = port
         with policies.init_parallel(configure(folder, layout)):
             run(folder, layout)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), sys.argv[2:])

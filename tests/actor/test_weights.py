@@ -1,0 +1,119 @@
+"""Folders in and out: several files, one file, and what is wrong with a folder in one line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_collab.actor import model as policies
+from megatron_collab.actor import weights
+from megatron_collab.config import Config
+from megatron_collab.publish.hf_map import ModelShape
+from tests.helpers import make_model
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("source"), family="qwen3", tied=False, vocab=300, layers=2)
+
+
+@pytest.fixture(scope="module")
+def config(one_rank: Config, source: Path) -> Config:
+    one_rank.model.path = str(source)
+    return one_rank
+
+
+@pytest.fixture
+def damaged(source: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(source, tmp_path / "damaged"))
+
+
+def shape_of(folder: Path) -> ModelShape:
+    return ModelShape.from_hf(json.loads((folder / "config.json").read_text()))
+
+
+def test_several_files_and_one_hold_the_same_model(
+    config: Config, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, shape = policies.load(config)
+    monkeypatch.setattr(weights, "FILE_BYTES", 60_000)
+    policies.save_hf(model, tmp_path / "split", source, shape)
+    files = sorted((tmp_path / "split").glob("*.safetensors"))
+    assert len(files) > 2
+    assert all(file.stat().st_size < 90_000 for file in files)
+    index = json.loads((tmp_path / "split" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == {file.name for file in files}
+    again = policies.build(config, shape)
+    policies.load_hf(again, tmp_path / "split", shape)
+    for (name, found), (_, expected) in zip(
+        policies.named_shards(again), policies.named_shards(model), strict=True
+    ):
+        assert torch.equal(found, expected), name
+
+
+def test_a_folder_is_replaced_and_nothing_is_left_beside_it(config: Config, source: Path, tmp_path: Path) -> None:
+    model, shape = policies.load(config)
+    target = tmp_path / "hf"
+    target.mkdir()
+    (target / "stale").write_text("from an earlier run")
+    policies.save_hf(model, target, source, shape)
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+    assert not (target / "stale").exists()
+    assert (target / "tokenizer.json").is_file()
+
+
+def test_bfloat16_rounds_once_and_says_so(config: Config, source: Path, tmp_path: Path) -> None:
+    config.model.dtype = "bfloat16"
+    try:
+        model, shape = policies.load(config)
+    finally:
+        config.model.dtype = "float32"
+    tokens = torch.arange(12).reshape(1, 12)
+    assert model(tokens, tokens, None).dtype is torch.float32
+    policies.save_hf(model, tmp_path / "hf", source, shape)
+    expected, found = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "hf"))
+    assert all(torch.equal(found[name], expected[name].bfloat16()) for name in expected)
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def rewrite(folder: Path, change: dict[str, torch.Tensor | None]) -> None:
+    tensors = load_file(folder / "model.safetensors") | change
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(kept, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model.norm.weight": None}, r"1 tensors are missing, the first is model\.norm\.weight"),
+        ({"model.extra.weight": torch.zeros(2)}, r"1 tensors are unexpected, the first is model\.extra\.weight"),
+        ({"model.norm.weight": torch.zeros(3)}, r"model\.norm\.weight has shape \(3,\), config\.json asks for \(64,\)"),
+    ],
+)
+def test_a_wrong_folder_is_refused(
+    config: Config, damaged: Path, change: dict[str, torch.Tensor | None], message: str
+) -> None:
+    rewrite(damaged, change)
+    model = policies.build(config, shape_of(damaged))
+    with pytest.raises(ValueError, match=message):
+        policies.load_hf(model, damaged, shape_of(damaged))
+
+
+def test_a_missing_file_is_named(config: Config, damaged: Path) -> None:
+    (damaged / "model.safetensors").unlink()
+    model = policies.build(config, shape_of(damaged))
+    with pytest.raises(ValueError, match=r"no model\.safetensors there"):
+        policies.load_hf(model, damaged, shape_of(damaged))
+
+
+def test_computed_buffers_of_old_checkpoints_are_passed_over(config: Config, damaged: Path) -> None:
+    rewrite(damaged, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)})
+    model = policies.build(config, shape_of(damaged))
+    policies.load_hf(model, damaged, shape_of(damaged))
+    expected = load_file(damaged / "model.safetensors")["model.norm.weight"]
+    assert torch.equal(dict(policies.named_shards(model))["decoder.final_layernorm.weight"], expected)
