@@ -1,0 +1,29 @@
+# make quickstart: the environment, then the main job. make test: the environment, then the tests.
+
+SHELL := /bin/bash
+PYTHON ?= python3.11
+SEED ?= 0
+
+# Several processes share the cores; each computes in one thread.
+export OMP_NUM_THREADS := 1
+export MKL_NUM_THREADS := 1
+export OPENBLAS_NUM_THREADS := 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: setup test quickstart quickstart-compare lint
+
+setup:
+	@PYTHON="$(PYTHON)" tools/setup_env.sh
+
+test: setup
+	.venv/bin/python -m pytest tests
+
+quickstart: setup
+	.venv/bin/python tools/quickstart.py --seed $(SEED)
+
+quickstart-compare: setup
+	.venv/bin/python tools/quickstart.py --seed $(SEED) --compare
+
+lint: setup
+	.venv/bin/python -m ruff check .
+	.venv/bin/python -m mypy
