@@ -275,9 +275,13 @@ def check_model(config: Config) -> None:
         family in hf_map.FAMILIES,
         f"model.path={folder}: unknown model family {family!r}; known are {', '.join(sorted(hf_map.FAMILIES))}",
     )
-    heads, layers = hf["num_attention_heads"], hf["num_hidden_layers"]
-    groups = hf.get("num_key_value_heads", heads)
-    for what, count in (("attention heads", heads), ("key/value heads", groups), ("feed-forward width", hf["intermediate_size"])):
+    try:
+        shape = hf_map.ModelShape.from_hf(hf)
+    except ValueError as error:
+        raise ConfigError(f"model.path={folder}: {error}; give another model") from error
+    heads, layers = shape.heads, shape.layers
+    sizes = {"attention heads": heads, "key/value heads": shape.kv_heads, "feed-forward width": shape.ffn}
+    for what, count in sizes.items():
         _require(count % tp == 0, f"parallel.tp={tp}: does not divide the model's {count} {what}; choose a divisor")
     _require(pp <= layers, f"parallel.pp={pp}: the model has only {layers} layers; choose at most {layers}")
     server = config.rollout.server.tp

@@ -48,6 +48,8 @@ def model(tmp_path: Path) -> Path:
                 "hidden_size": 64,
                 "intermediate_size": 128,
                 "vocab_size": 100,
+                "rms_norm_eps": 1e-6,
+                "max_position_embeddings": 512,
             }
         )
     )
@@ -116,6 +118,13 @@ def test_a_model_of_an_unknown_family(capsys: pytest.CaptureFixture[str], tmp_pa
     (model / "config.json").write_text(json.dumps(config))
     line = refused(capsys, *given(tmp_path, model, [ROW]))
     assert "unknown model family 'rwkv'" in line and "qwen3" in line
+
+
+def test_a_model_with_an_unsupported_feature(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path) -> None:
+    config = json.loads((model / "config.json").read_text()) | {"use_sliding_window": True}
+    (model / "config.json").write_text(json.dumps(config))
+    line = refused(capsys, *given(tmp_path, model, [ROW]))
+    assert "model.path" in line and "use_sliding_window" in line
 
 
 def test_a_dataset_row_without_a_prompt(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path) -> None:

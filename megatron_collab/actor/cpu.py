@@ -30,6 +30,12 @@ def install() -> None:
     _installed.append(mode)
 
 
+def check(device_type: str) -> None:
+    """RuntimeError where the run asks for the CPU but Megatron would take the CUDA device that it sees."""
+    if device_type == "cpu" and not _installed:
+        raise RuntimeError("launch.device=cpu: a CUDA device is visible; set CUDA_VISIBLE_DEVICES= (empty) to hide it")
+
+
 class _CudaMeansCpu(TorchFunctionMode):
     """`device="cuda"` makes a CPU tensor, `tensor.cuda()` is the tensor, and `tensor.type()` names the CUDA type.
 

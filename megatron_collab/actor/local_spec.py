@@ -5,6 +5,7 @@ The stock fallbacks refuse sequence parallelism (norm) and packed sequences (att
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -53,10 +54,7 @@ class CausalAttention(MegatronModule):
             return self._attend(q, k, v).permute(2, 0, 1, 3).flatten(2)
         bounds = packed_seq_params.cu_seqlens_q.tolist()
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
-        parts = [
-            self._attend(q[:, start:end], k[:, start:end], v[:, start:end])
-            for start, end in zip(bounds, bounds[1:], strict=False)
-        ]
+        parts = [self._attend(q[:, start:end], k[:, start:end], v[:, start:end]) for start, end in pairwise(bounds)]
         return torch.cat(parts, dim=1).transpose(0, 1).flatten(1)
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

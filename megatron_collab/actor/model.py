@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_collab import device
-from megatron_collab.actor import local_spec
+from megatron_collab.actor import cpu, local_spec
 from megatron_collab.actor.weights import load_hf, named_shards, save_hf, unwrap
 from megatron_collab.config import Config
 from megatron_collab.publish import hf_map
@@ -54,6 +54,7 @@ def init_parallel(config: Config) -> Iterator[None]:
     A collective that takes longer than launch.timeout seconds ends the run.
     """
     chosen = device.select(config.launch.device)
+    cpu.check(chosen.type)
     if chosen.type != "cpu":
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     timeout = timedelta(seconds=config.launch.timeout)

@@ -76,7 +76,7 @@ def _open(folder: Path) -> dict[str, safe_open]:
         names = [SINGLE]
     absent = [name for name in names if not (folder / name).is_file()]
     if absent:
-        raise ValueError(f"model.path={folder}: no {absent[0]} there; give a complete Hugging Face folder (safetensors)")
+        raise ValueError(f"model.path={folder}: no {absent[0]} there; give a complete folder of safetensors")
     opened = [safe_open(folder / name, framework="pt", device="cpu") for name in names]
     return {tensor: file for file in opened for tensor in file.keys()}  # noqa: SIM118 (not a mapping)
 

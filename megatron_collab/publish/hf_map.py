@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from math import prod
 from typing import Any
 
 Shape = tuple[int, ...]
@@ -33,6 +32,16 @@ FAMILIES: Mapping[str, Family] = {
     "qwen2": Family(qkv_bias=True),
     "qwen3": Family(qk_norm=True),
 }
+
+_REQUIRED = (
+    "hidden_size",
+    "intermediate_size",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "rms_norm_eps",
+    "vocab_size",
+)
 
 # Settings of config.json that change the computation, with the values that leave it as we compute it.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -74,11 +83,14 @@ class ModelShape:
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> ModelShape:
-        """From the dictionary in config.json; ValueError names a field that is not supported."""
-        name = hf.get("model_type")
+        """From the dictionary in config.json; ValueError names a field that is missing or not supported."""
+        name = str(hf.get("model_type"))
         if name not in FAMILIES:
             raise ValueError(f"config.json: model_type={name!r} is not known; known are {', '.join(sorted(FAMILIES))}")
         family = FAMILIES[name]
+        absent = [field for field in _REQUIRED if field not in hf]
+        if absent:
+            raise ValueError(f"config.json: {absent[0]} is missing")
         _check_neutral(hf, name)
         rope_theta, rope_factor = _rope(hf)
         heads = hf["num_attention_heads"]

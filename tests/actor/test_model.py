@@ -90,6 +90,13 @@ def test_device_names_reach_the_device(one_rank: Config) -> None:
     assert torch.zeros(1, device="cuda").type() == "torch.cuda.FloatTensor"
 
 
+def test_a_cpu_run_refuses_a_visible_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu.check("cpu")
+    monkeypatch.setattr(cpu, "_installed", [])  # as where a CUDA device is visible
+    with pytest.raises(RuntimeError, match=r"launch\.device=cpu.*CUDA_VISIBLE_DEVICES"):
+        cpu.check("cpu")
+
+
 def test_model_parallel_random_stream_is_apart(one_rank: Config) -> None:
     state = torch.get_rng_state()
     with get_cuda_rng_tracker().fork():

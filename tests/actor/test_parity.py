@@ -101,9 +101,7 @@ def reference(folder: Path) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_log_probs_equal_hugging_face(
-    folder: Path, reference: dict[str, np.ndarray], layout: str, name: str
-) -> None:
+def test_log_probs_equal_hugging_face(folder: Path, reference: dict[str, np.ndarray], layout: str, name: str) -> None:
     found = np.load(folder / "out" / layout / f"{name}.npy")
     assert found.shape == reference[name].shape
     assert np.abs(found - reference[name]).max() < TOLERANCE

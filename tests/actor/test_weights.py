@@ -50,9 +50,7 @@ def test_several_files_and_one_hold_the_same_model(
     assert set(index["weight_map"].values()) == {file.name for file in files}
     again = policies.build(config, shape)
     policies.load_hf(again, tmp_path / "split", shape)
-    for (name, found), (_, expected) in zip(
-        policies.named_shards(again), policies.named_shards(model), strict=True
-    ):
+    for (name, found), (_, expected) in zip(policies.named_shards(again), policies.named_shards(model), strict=True):
         assert torch.equal(found, expected), name
 
 

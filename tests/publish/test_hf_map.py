@@ -117,6 +117,11 @@ def test_an_unsupported_field_is_named(change: dict[str, object], named: str) ->
         ModelShape.from_hf(LLAMA | change)
 
 
+def test_a_missing_field_is_named() -> None:
+    with pytest.raises(ValueError, match="vocab_size is missing"):
+        ModelShape.from_hf({field: value for field, value in LLAMA.items() if field != "vocab_size"})
+
+
 def test_a_size_that_tp_does_not_divide_is_refused() -> None:
     shape = ModelShape.from_hf(LLAMA)
     qkv = next(entry for entry in hf_map.table(shape) if entry.megatron.endswith("linear_qkv.weight"))
