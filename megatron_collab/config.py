@@ -20,6 +20,7 @@ from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_collab import device
+from megatron_collab.reward import metrics
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 
@@ -132,6 +133,7 @@ class RewardConfig:
     mode: str = option("mr", "mr (mean over the scored futures) or single_turn (the trained turn alone)")
     weights: dict[str, float] = option({}, "weight of each metric in the reward; 0: scored and shown only")
     workers: int = option(1, "Ray RewardWorkers")
+    timeout: float = option(120.0, "seconds until a score that has not come counts as missing")
     max_missing: float = option(0.2, "share of scores that may be missing in a step before the run stops")
 
 
@@ -218,6 +220,8 @@ def check(config: Config) -> None:
     _one_of("data.world", config.data.world, [None, "booking", "gsm8k"])
     for setting, value in _positive(config):
         _require(value > 0, f"{setting}={value}: must be greater than 0")
+    for name in config.reward.weights:
+        _one_of("a metric in reward.weights", name, metrics.known())
     _check_device(config)
     _check_layout(config)
     _check_files(config)
@@ -232,7 +236,7 @@ def _positive(config: Config) -> list[tuple[str, float]]:
         "train": ["steps", "prompts_per_step", "rollouts_per_prompt", "tokens_per_micro_batch", "checkpoint_every"],
         "rollout": ["futures", "max_user_turns", "max_new_tokens", "future_max_new_tokens", "temperature", "workers"],
         "user": ["attempts", "max_tokens", "timeout"],
-        "reward": ["workers"],
+        "reward": ["workers", "timeout"],
     }
     return [(f"{group}.{name}", getattr(getattr(config, group), name)) for group in names for name in names[group]]
 

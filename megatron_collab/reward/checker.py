@@ -1,0 +1,77 @@
+"""Symbolic comparison of answers in a process of its own, which may hang or die without harm.
+
+math-verify limits its own time with signals, which only reach the main thread of a process, and not while it
+computes inside C. So it runs in the main thread of a child that ends itself when an answer takes too long.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import logging
+import os
+import resource
+import subprocess
+import sys
+import threading
+
+from megatron_collab.types import Missing
+
+SOFT_LIMIT, HARD_LIMIT = 5, 30  # seconds: of one step of math-verify (then: not equal), of one answer
+MEMORY_LIMIT = 4 << 30  # bytes
+
+
+class Checker:
+    """One child, started when it is first needed and again after it died; thread-safe, one answer at a time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._child: subprocess.Popen[str] | None = None
+
+    def equal(self, answer: str, text: str) -> bool | Missing:
+        """Whether the last answer found in `text` equals `answer`; Missing where that ended the child."""
+        with self._lock:
+            if self._child is None or self._child.poll() is not None:
+                self._child = _start()
+            child = self._child
+            assert child.stdin is not None
+            assert child.stdout is not None
+            child.stdin.write(json.dumps([answer, text]) + "\n")
+            child.stdin.flush()
+            line = child.stdout.readline()
+            if not line:
+                return Missing(f"math-verify ended with exit code {child.wait()} on {text[-80:]!r}")
+            return json.loads(line)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._child is not None:
+                self._child.communicate()
+
+
+def _start() -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "megatron_collab.reward.checker"]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def _serve() -> None:
+    """Answer a line of JSON [answer, text] with a line of JSON, until there are no more."""
+    from math_verify import LatexExtractionConfig, parse, verify
+    from math_verify.parser import ExprExtractionConfig
+
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    extraction = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
+    with open(os.devnull, "w") as nowhere:
+        for line in sys.stdin:
+            faulthandler.dump_traceback_later(HARD_LIMIT, exit=True, file=nowhere)
+            answer, text = json.loads(line)
+            gold = parse(answer, extraction, parsing_timeout=SOFT_LIMIT)
+            found = parse(text, extraction, parsing_timeout=SOFT_LIMIT)
+            equal = verify(gold, found, timeout_seconds=SOFT_LIMIT)
+            faulthandler.cancel_dump_traceback_later()
+            print(json.dumps(equal), flush=True)
+
+
+if __name__ == "__main__":
+    _serve()
