@@ -1,0 +1,260 @@
+"""The engine that samples: SGLang as a process of its own, and the client that asks it for turns."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import re
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+from urllib.error import URLError
+from urllib.request import urlopen
+
+import aiohttp
+
+from megatron_collab import device
+from megatron_collab.config import Config
+from megatron_collab.processes import die_with_parent
+from megatron_collab.sglang_cpu.key import KEY_VARIABLE
+from megatron_collab.types import Finish, Turn
+
+HOST = "127.0.0.1"
+ATTEMPTS = 5
+BACKOFF_SECONDS = 0.25
+# Left to itself, SGLang fills nearly all memory of the machine with its cache, and touches every page of it.
+CPU_CACHE_TOKENS = 2**18
+
+_TORCHRUN_VARIABLES = re.compile(r"(LOCAL_|GROUP_|ROLE_|TORCHELASTIC_|MASTER_)|(RANK|WORLD_SIZE)$")
+
+
+class EngineError(RuntimeError):
+    """The engine gave no turn; the reason is the text."""
+
+
+class ServerError(RuntimeError):
+    """The server could not be started, or has ended; the message says which and shows its last words."""
+
+
+class SGLangServer:
+    """An SGLang server on this machine, started by the constructor; leaving the context ends all of it.
+
+    It listens on the loopback interface only and serves whoever knows `api_key`, which is made for this run.
+    It ends with the process that started it, however that ends.
+    """
+
+    def __init__(self, config: Config, log: Path) -> None:
+        """Start serving model.path; the output of the server goes to `log`. Raises ServerError for a busy port."""
+        self.config = config
+        self.tp = config.rollout.server.tp
+        self.api_key = secrets.token_urlsafe(32)
+        self.log = log
+        port = _bindable(config.rollout.server.port)
+        self.url = f"http://{HOST}:{port}"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "megatron_collab.sglang_cpu.serve", *_arguments(config, port)],
+                env=_environment(config, self.api_key),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # SGLang kills its process group when a part of it fails
+                preexec_fn=die_with_parent,
+            )
+
+    def __enter__(self) -> SGLangServer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def wait_healthy(self, timeout: float) -> None:
+        """Return once requests are served; ServerError if the server ends first or needs longer than `timeout` s."""
+        deadline = time.monotonic() + timeout
+        while not self._answers():
+            if not self.alive():
+                raise ServerError(f"SGLang ended with code {self.process.returncode}; {self._last_words()}")
+            if time.monotonic() > deadline:
+                raise ServerError(
+                    f"SGLang was not healthy after rollout.server.start_timeout={timeout:g} s; {self._last_words()}"
+                )
+            time.sleep(0.1)
+
+    def stop(self) -> None:
+        """End the server with all its processes."""
+        segments = _shared_memory(self.process.pid)
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self.process.wait()
+        for segment in segments:
+            segment.unlink(missing_ok=True)
+
+    def _answers(self) -> bool:
+        try:
+            with urlopen(f"{self.url}/health", timeout=5) as answer:
+                return answer.status == 200
+        except (URLError, OSError):
+            return False
+
+    def _last_words(self) -> str:
+        lines = self.log.read_text(errors="replace").splitlines()[-15:]
+        return "\n  ".join([f"the end of {self.log}:", *lines])
+
+
+def _bindable(port: int) -> int:
+    """`port`, or a free one for 0."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise ServerError(f"rollout.server.port={port}: {reason}; choose another, or 0 for a free one") from error
+        return int(probe.getsockname()[1])
+
+
+def _arguments(config: Config, port: int) -> list[str]:
+    server = config.rollout.server
+    options: dict[str, Any] = {
+        "model-path": config.model.path,
+        "host": HOST,
+        "port": port,
+        "tp-size": server.tp,
+        "dtype": config.model.dtype,
+        "max-running-requests": server.max_running_requests,
+        "random-seed": config.run.seed,
+        "weight-version": 0,
+        "log-level": "warning",
+    }
+    on_cpu = device.select(config.launch.device).type == "cpu"
+    cache_tokens = server.max_total_tokens or (CPU_CACHE_TOKENS if on_cpu else None)
+    if cache_tokens is not None:
+        options["max-total-tokens"] = cache_tokens
+    flags = ["sleep-on-idle", "skip-server-warmup"]
+    if on_cpu:
+        options |= {"device": "cpu", "attention-backend": "torch_native", "sampling-backend": "pytorch"}
+        flags += ["disable-overlap-schedule", "disable-cuda-graph", "enable-deterministic-inference"]
+    pairs = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    return pairs + [f"--{flag}" for flag in flags]
+
+
+def _environment(config: Config, api_key: str) -> dict[str, str]:
+    inherited = {name: value for name, value in os.environ.items() if not _TORCHRUN_VARIABLES.match(name)}
+    settings = {
+        KEY_VARIABLE: api_key,
+        "HF_HUB_OFFLINE": "1",  # the model is a folder
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if device.select(config.launch.device).type == "cpu":
+        cores = sorted(os.sched_getaffinity(0))
+        settings |= {
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "TORCH_COMPILE_DISABLE": "1",  # compiling costs seconds, and gains nothing at this size
+        }
+        if config.rollout.server.tp > 1:
+            bind = [str(cores[rank % len(cores)]) for rank in range(config.rollout.server.tp)]
+            settings["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(bind)
+    return inherited | settings
+
+
+def _shared_memory(group: int) -> set[Path]:
+    """The segments that SGLang's processes have mapped; they do not unlink them when they are killed."""
+    segments: set[Path] = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.getpgid(int(process.name)) == group:
+                maps = (process / "maps").read_text()
+                segments |= {Path(path) for path in re.findall(r"/dev/shm/sglang_loads_\S+", maps)}
+        except (ProcessLookupError, FileNotFoundError):  # it has just ended
+            continue
+    return segments
+
+
+class SGLangClient:
+    """Asks a server for turns; one client serves any number of concurrent requests of one event loop."""
+
+    def __init__(self, url: str, api_key: str, timeout: float) -> None:
+        """`timeout`: seconds that one request may take."""
+        self.url = url
+        self.timeout = timeout
+        self._headers = {"Authorization": f"Bearer {api_key}"}
+        self._session: aiohttp.ClientSession | None = None
+
+    async def generate(self, prompt_ids: tuple[int, ...], *, max_new_tokens: int, temperature: float, seed: int) -> Turn:
+        """Sample one turn; log-probs are of the distribution at `temperature`.
+
+        `seed` (64 bits, signed) decides the sample where the server is deterministic. Raises EngineError when
+        the server refuses the request, does not answer in time, or stays away after several tries.
+        """
+        answer = await self._post(
+            "/generate",
+            {
+                "input_ids": list(prompt_ids),
+                "return_logprob": True,
+                "sampling_params": {
+                    "max_new_tokens": max_new_tokens,
+                    "temperature": temperature,
+                    "top_p": 1.0,
+                    "top_k": -1,
+                    "sampling_seed": seed,
+                },
+            },
+        )
+        meta = answer["meta_info"]
+        return Turn(
+            prompt_ids=tuple(prompt_ids),
+            token_ids=tuple(answer["output_ids"]),
+            log_probs=tuple(entry[0] for entry in meta["output_token_logprobs"]),
+            version=int(meta["weight_version"]),
+            finish=Finish(meta["finish_reason"]["type"]),
+            text=answer["text"],
+        )
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        reason = ""
+        for attempt in range(ATTEMPTS):
+            if attempt:
+                await asyncio.sleep(BACKOFF_SECONDS * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
+            try:
+                async with self._open().post(self.url + path, json=body) as answer:
+                    if answer.status == 200:
+                        return await answer.json()
+                    reason = f"status {answer.status}: {' '.join((await answer.text()).split())[:300]}"
+                    if answer.status < 500:
+                        break
+            except asyncio.TimeoutError:
+                raise EngineError(f"no answer within rollout.turn_timeout={self.timeout:g} s") from None
+            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+                reason = f"{type(error).__name__}: {error}"
+        raise EngineError(f"{self.url}{path}: {reason}")
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                headers=self._headers,
+                connector=aiohttp.TCPConnector(limit=0),
+                timeout=aiohttp.ClientTimeout(total=self.timeout),
+            )
+        return self._session

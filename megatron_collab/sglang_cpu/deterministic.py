@@ -1,0 +1,46 @@
+"""Lets `--enable-deterministic-inference` run on CPU, so that a request's seed decides its sample.
+
+SGLang honours `sampling_seed` in that mode only, and refuses it on CPU for want of batch-invariant kernels.
+On CPU one thing alone depends on the batch: a matrix product of very few rows takes another path than one
+of many. Padding the rows closes that, and every row is computed the same way in any batch.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+# The fewest rows from which a row of a float32 product no longer depends on how many rows there are.
+MIN_ROWS = 4
+
+_linear = F.linear
+_matmul = torch.matmul
+
+
+def allow() -> None:
+    """Register torch_native as a deterministic backend and supply the CPU's batch-invariant mode."""
+    from sglang.srt import batch_invariant_ops
+    from sglang.srt.arg_groups import choices
+
+    choices.add_deterministic_attention_backend_choices(["torch_native"])
+    batch_invariant_ops.enable_batch_invariant_mode = enable_batch_invariant_mode
+
+
+def enable_batch_invariant_mode() -> None:
+    F.linear = linear
+    torch.matmul = matmul
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`F.linear` of x [rows, in]; a row's result does not depend on the other rows."""
+    rows = x.shape[0]
+    if x.dim() != 2 or rows >= MIN_ROWS:
+        return _linear(x, weight, bias)
+    return _linear(F.pad(x, (0, 0, 0, MIN_ROWS - rows)), weight, bias)[:rows]
+
+
+def matmul(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """`torch.matmul` of x [rows, in] and y [in, out]; a row's result does not depend on the other rows."""
+    if x.dim() != 2 or y.dim() != 2 or x.shape[0] >= MIN_ROWS:
+        return _matmul(x, y)
+    return _matmul(F.pad(x, (0, 0, 0, MIN_ROWS - x.shape[0])), y)[: x.shape[0]]
