@@ -10,20 +10,24 @@ import numpy as np
 from megatron_collab.config import Config
 from megatron_collab.data.datasets import Cursor, load_conversations
 from megatron_collab.data.prompts import ChatRenderer
-from megatron_collab.types import Batch, Message, Sample
+from megatron_collab.types import Batch, Finish, Message, Sample, Turn
 
 
 class Supervised:
     """Batches of data.train by step; the same on every rank, from (run.seed, step) alone."""
 
     def __init__(self, config: Config) -> None:
-        renderer = ChatRenderer(config.model.path)
-        self.samples = [render(renderer, messages) for messages in load_conversations(Path(config.data.train))]
-        self.cursor = Cursor(len(self.samples), config.run.seed)
+        self.renderer = ChatRenderer(config.model.path)
+        self.conversations = load_conversations(Path(config.data.train))
+        self.cursor = Cursor(len(self.conversations), config.run.seed)
         self.size = config.train.prompts_per_step
 
     def next(self, step: int) -> Batch:
-        return Batch(tuple(self.samples[i] for i in self.cursor.batch(step, self.size)))
+        rows = self.cursor.batch(step, self.size)
+        return Batch(tuple(render(self.renderer, self.conversations[row]) for row in rows))
+
+    def evaluate(self, name: str, step: int) -> None:
+        """The supervised stage is judged by its loss alone; conversations are played where they are sampled."""
 
 
 def render(renderer: ChatRenderer, messages: Sequence[Message]) -> Sample:
@@ -32,16 +36,14 @@ def render(renderer: ChatRenderer, messages: Sequence[Message]) -> Sample:
     Built from the pieces a rollout is built from, so that training and sampling see the same stream.
     """
     first = next(i for i, message in enumerate(messages) if message.role == "assistant")
-    token_ids = list(renderer.first(messages[:first]))
+    token_ids = renderer.first(messages[:first])
     mask = [0.0] * len(token_ids)
     for i in range(first, len(messages), 2):
-        if i > first:
-            between = renderer.after_reply(messages[i - 1])
-            token_ids += between
-            mask += [0.0] * len(between)
         reply = renderer.reply(messages[i].content)
-        token_ids += reply
-        mask += [1.0] * len(reply)
+        turn = Turn(token_ids, reply, (0.0,) * len(reply), 0, Finish.STOP, messages[i].content)
+        between = renderer.next(messages[i + 1], turn) if i + 1 < len(messages) else ()
+        token_ids += reply + between
+        mask += [1.0] * len(reply) + [0.0] * len(between)
     loss_mask = np.array(mask, np.float32)
     zeros = np.zeros_like(loss_mask)
     return Sample(np.array(token_ids, np.int64), loss_mask, zeros, zeros)

@@ -1,0 +1,44 @@
+"""Shipped worlds: each makes a small random model and its data on the spot, and scripts its user.
+
+A world is a module with `make(folder, seed, source)`, which writes model/ and JSONL files, and
+`reply(goal, messages)`, the scripted user.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+from pathlib import Path
+
+from filelock import FileLock
+
+from megatron_collab.config import Config
+
+
+def prepare(config: Config) -> None:
+    """Make `data.world` in `data.dir` unless it is there already; safe when several processes call it at once.
+
+    Raises ValueError where `data.dir` is not set or holds another world, FileNotFoundError where the world's source
+    (`data.path`) is not there.
+    """
+    if config.data.world is None:
+        return
+    if config.data.dir is None:
+        raise ValueError("data.dir: not set; give the folder where data.world is to be made")
+    folder = Path(config.data.dir)
+    identity = {"world": config.data.world, "seed": config.run.seed}
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_name(f".{folder.name}.lock")):
+        if not folder.exists():
+            world = importlib.import_module(f"{__name__}.{config.data.world}")
+            unfinished = folder.with_name(f".{folder.name}.unfinished")
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir()
+            world.make(unfinished, config.run.seed, config.data.path)
+            (unfinished / "world.json").write_text(json.dumps(identity) + "\n")
+            unfinished.rename(folder)
+    marker = folder / "world.json"
+    found = json.loads(marker.read_text()) if marker.is_file() else "something else"
+    if found != identity:
+        raise ValueError(f"data.dir={folder}: holds {found}, not {identity}; choose another data.dir, or remove that folder")

@@ -1,0 +1,148 @@
+"""Tasks and conversations from JSONL or Parquet, checked row by row, and the order they are taken in."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+from datasets.exceptions import DatasetGenerationError
+
+from megatron_collab.types import Message, Task
+
+ROLES = ("system", "user", "assistant")
+Row = Mapping[str, Any]
+
+
+def load_tasks(path: Path, setting: str = "data.train") -> list[Task]:
+    """The tasks in a file, in its order.
+
+    Columns: `prompt` (messages {role, content}, the last of the user) and `goal`; optional `answer`, `user` (name of
+    the scripted user), `id` (else the row's number) and `metadata`. Raises ValueError naming `setting`, file and row.
+    """
+    return [_checked(_task, row, setting, path, number) for number, row in enumerate(_rows(path, setting))]
+
+
+def load_conversations(path: Path, setting: str = "data.train") -> list[tuple[Message, ...]]:
+    """The conversations in a file, in its order.
+
+    Column: `messages` {role, content}: a system message if any, then user and assistant in turn, the last of the
+    assistant. Raises ValueError naming `setting`, file and row.
+    """
+    return [_checked(_conversation, row, setting, path, number) for number, row in enumerate(_rows(path, setting))]
+
+
+def check_rows(path: Path, stage: str, setting: str = "data.train") -> None:
+    """Refuse a file that the stage (rl or sft) cannot take, with the first bad row; raises ValueError."""
+    if stage == "rl":
+        load_tasks(path, setting)
+    else:
+        load_conversations(path, setting)
+
+
+class Cursor:
+    """Which of `n` rows a step takes: every epoch in an order of its own, drawn from the seed.
+
+    A pure function of (n, seed, step, size), so a run that starts again needs no saved position.
+    """
+
+    def __init__(self, n: int, seed: int) -> None:
+        self.n = n
+        self.seed = seed
+
+    def batch(self, step: int, size: int) -> list[int]:
+        """Row numbers of `step`, when every step takes `size` rows."""
+        positions = range(step * size, (step + 1) * size)
+        return [int(_order(self.n, self.seed, at // self.n)[at % self.n]) for at in positions]
+
+
+@lru_cache(maxsize=2)
+def _order(n: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.default_rng((seed, epoch)).permutation(n)
+
+
+def task_row(task: Task) -> dict[str, Any]:
+    """A task as a row that `load_tasks` reads."""
+    prompt = [message.as_dict() for message in task.messages]
+    row = {"id": task.id, "prompt": prompt, "goal": task.goal, "answer": task.answer, "user": task.user}
+    return row | ({"metadata": dict(task.metadata)} if task.metadata else {})
+
+
+def write_jsonl(path: Path, rows: Iterable[Row]) -> None:
+    with path.open("w") as file:
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+class _BadRow(ValueError):
+    """What is wrong with one row."""
+
+
+def _rows(path: Path, setting: str) -> list[dict[str, Any]]:
+    datasets.disable_progress_bars()
+    read = datasets.Dataset.from_parquet if path.suffix == ".parquet" else datasets.Dataset.from_json
+    # The library's cache would go by the file's name and be left in the home folder.
+    with tempfile.TemporaryDirectory() as cache:
+        try:
+            rows = read(str(path), cache_dir=cache, keep_in_memory=True).to_list()
+        except DatasetGenerationError as error:
+            raise ValueError(f"{setting}={path}: cannot be read ({error.__cause__ or error}); give JSONL or Parquet") from error
+    if not rows:
+        raise ValueError(f"{setting}={path}: has no rows")
+    return rows
+
+
+def _checked(make: Any, row: Row, setting: str, path: Path, number: int) -> Any:
+    try:
+        return make(row, number)
+    except _BadRow as error:
+        raise ValueError(f"{setting}={path} row {number}: {error}") from error
+
+
+def _task(row: Row, number: int) -> Task:
+    messages = _messages(row, "prompt")
+    if messages[-1].role != "user":
+        raise _BadRow(f"the prompt ends with a message of the {messages[-1].role}; its last message must be the user's")
+    return Task(
+        id=_text(row, "id", str(number)),
+        messages=messages,
+        goal=_text(row, "goal"),
+        answer=_text(row, "answer", ""),
+        user=_text(row, "user", ""),
+        metadata=row.get("metadata") or {},
+    )
+
+
+def _conversation(row: Row, number: int) -> tuple[Message, ...]:
+    messages = _messages(row, "messages")
+    turns = [message.role for message in messages if message.role != "system"]
+    if turns != ["user", "assistant"] * (len(turns) // 2) or not turns or "system" in [m.role for m in messages[1:]]:
+        raise _BadRow("messages must be user and assistant in turn, ending with the assistant (a system message first)")
+    return messages
+
+
+def _messages(row: Row, column: str) -> tuple[Message, ...]:
+    found = row.get(column)
+    if not found:
+        raise _BadRow(f"no {column}; give a list of messages {{role, content}}")
+    if not isinstance(found, list) or not all(isinstance(message, dict) for message in found):
+        raise _BadRow(f"{column} is not a list of messages {{role, content}}")
+    for message in found:
+        if message.get("role") not in ROLES:
+            raise _BadRow(f"{column} has a message of role {message.get('role')!r}; choose one of {', '.join(ROLES)}")
+        if not isinstance(message.get("content"), str) or not message["content"].strip():
+            raise _BadRow(f"{column} has a message without content")
+    return tuple(Message(message["role"], message["content"]) for message in found)
+
+
+def _text(row: Row, column: str, default: str | None = None) -> str:
+    value = row.get(column)
+    if value is None and default is not None:
+        return default
+    if not isinstance(value, str) or (default is None and not value.strip()):
+        raise _BadRow(f"no {column}; give a string" if value is None else f"{column} is not a string with content")
+    return value

@@ -1,0 +1,184 @@
+"""The embedded default world: the user wants a table for N people, on a day, at a time, and says only part of it.
+
+Everything is exact: which slots a message gives, which a reply asks for, and whether the final booking is right.
+The supervised conversations show mixed behaviour, most of it guessing, so that asking is left to be learned from
+reward.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+from megatron_collab.types import Message, Task
+
+STOP = "[[TERMINATE CHAT]]"
+SLOTS: Mapping[str, tuple[str, ...]] = {
+    "people": tuple(str(n) for n in range(1, 10)),
+    "day": ("monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday"),
+    "time": tuple(f"{n}pm" for n in range(1, 12)),
+}
+SAYING = {"people": "for {} people", "day": "on {}", "time": "at {}"}
+QUESTION = {"people": "how many people", "day": "which day", "time": "what time"}
+REQUEST, FINAL = "please book a table", "done :"
+CONTEXT = 256  # tokens; the longest conversation takes about a third
+
+COMPLETE = 0.2  # share of the tasks whose first message says everything
+LATER = 0.25  # share of the training tasks that begin after one question was asked and answered
+# How the supervised conversations behave.
+ASKS, ASKS_ALL, ASKS_AGAIN, ASKS_NEEDLESSLY = 0.3, 0.7, 0.3, 0.1
+
+Goal = Mapping[str, str]
+
+
+# --- the language -----------------------------------------------------------------------------------------
+
+
+def say(goal: Goal, slots: Iterable[str]) -> str:
+    """The values of `slots`, as the user and the assistant say them."""
+    wanted = set(slots)
+    return " ".join(SAYING[slot].format(goal[slot]) for slot in SLOTS if slot in wanted)
+
+
+def ask(slots: Iterable[str]) -> str:
+    """The question for `slots`."""
+    wanted = set(slots)
+    return " and ".join(QUESTION[slot] for slot in SLOTS if slot in wanted) + " ?"
+
+
+def final(goal: Goal) -> str:
+    """The booking that ends the conversation."""
+    return f"{FINAL} {say(goal, SLOTS)}"
+
+
+def asked(text: str) -> frozenset[str]:
+    """The slots that an assistant's message asks for."""
+    return frozenset(slot for slot in SLOTS if QUESTION[slot] in text)
+
+
+def is_final(text: str) -> bool:
+    return text.strip().startswith(FINAL)
+
+
+def missing(task: Task) -> frozenset[str]:
+    """The slots that no user message of the task has given yet."""
+    goal = json.loads(task.goal)
+    said = " ".join(message.content for message in task.messages if message.role == "user")
+    return frozenset(slot for slot in SLOTS if say(goal, [slot]) not in said)
+
+
+def reply(goal: str, messages: Sequence[Message]) -> str:
+    """The user's next message: the values that were asked for, the request again, or the end after a booking.
+
+    `goal` is the task's goal, a JSON object of the slots.
+    """
+    text = messages[-1].content
+    if is_final(text):
+        return f"thanks . {STOP}"
+    slots = asked(text)
+    return f"{say(json.loads(goal), slots)} ." if slots else f"{REQUEST} ."
+
+
+# --- tasks and conversations ------------------------------------------------------------------------------
+
+
+def tasks(seed: int, n: int, *, held_out: bool = False) -> list[Task]:
+    """`n` tasks. Held-out ones have goals that no other task has, and all begin with the user's first message."""
+    rng = random.Random(f"tasks {seed} {held_out}")
+    made = []
+    for i in range(n):
+        goal = _goal(rng, held_out)
+        given = _given(rng)
+        messages = [_first(goal, given)]
+        if not held_out and rng.random() < LATER:
+            unknown = set(SLOTS) - given or set(SLOTS)
+            messages += _exchange(goal, messages, _some(rng, unknown))
+        name = f"booking-{'eval' if held_out else 'train'}-{seed}-{i}"
+        made.append(Task(name, tuple(messages), json.dumps(goal), final(goal), "booking"))
+    return made
+
+
+def conversations(seed: int, n: int) -> list[tuple[Message, ...]]:
+    """`n` whole conversations for supervised training; they never show a held-out goal."""
+    rng = random.Random(f"conversations {seed}")
+    return [_conversation(rng) for _ in range(n)]
+
+
+def _conversation(rng: random.Random) -> tuple[Message, ...]:
+    goal = _goal(rng, held_out=False)
+    given = _given(rng)
+    messages = [_first(goal, given)]
+    unknown = set(SLOTS) - given
+    if not unknown and rng.random() < ASKS_NEEDLESSLY:
+        messages += _exchange(goal, messages, _some(rng, SLOTS))
+    chance = ASKS
+    while unknown and rng.random() < chance:
+        questions = unknown if rng.random() < ASKS_ALL else _some(rng, unknown)
+        messages += _exchange(goal, messages, questions)
+        unknown = unknown - questions
+        chance = ASKS_AGAIN
+    guess = {slot: rng.choice(SLOTS[slot]) if slot in unknown else value for slot, value in goal.items()}
+    return (*messages, Message("assistant", final(guess)))
+
+
+def _goal(rng: random.Random, held_out: bool) -> dict[str, str]:
+    goals = _goals(held_out)
+    return dict(zip(SLOTS, goals[rng.randrange(len(goals))], strict=True))
+
+
+@cache
+def _goals(held_out: bool) -> list[tuple[str, ...]]:
+    """Every eighth combination of slot values is held out; each single value occurs on both sides."""
+    numbered = product(*(enumerate(values) for values in SLOTS.values()))
+    chosen = [goal for goal in numbered if (sum(i for i, _ in goal) % 8 == 0) == held_out]
+    return [tuple(value for _, value in goal) for goal in chosen]
+
+
+def _given(rng: random.Random) -> set[str]:
+    """The slots that the first message gives."""
+    if rng.random() < COMPLETE:
+        return set(SLOTS)
+    return set(rng.sample(list(SLOTS), rng.randrange(len(SLOTS))))
+
+
+def _some(rng: random.Random, slots: Iterable[str]) -> set[str]:
+    """A random part of `slots`, never empty."""
+    choices = [slot for slot in SLOTS if slot in set(slots)]
+    return set(rng.sample(choices, rng.randint(1, len(choices))))
+
+
+def _first(goal: Goal, given: set[str]) -> Message:
+    return Message("user", " ".join([REQUEST, *([say(goal, given)] if given else []), "."]))
+
+
+def _exchange(goal: Goal, messages: Sequence[Message], slots: set[str]) -> list[Message]:
+    """The assistant asks for `slots`, the user answers."""
+    question = Message("assistant", ask(slots))
+    return [question, Message("user", reply(json.dumps(goal), [*messages, question]))]
+
+
+# --- the files --------------------------------------------------------------------------------------------
+
+
+def make(folder: Path, seed: int, source: str | None) -> None:
+    """Write model/, sft.jsonl (4,096 conversations), train.jsonl (4,096 tasks) and eval.jsonl (256 held-out tasks)."""
+    # Imported here: scripted users and metrics import this module and need no model.
+    from megatron_collab.data.datasets import task_row, write_jsonl
+    from megatron_collab.data.worlds import tiny
+
+    tiny.save(folder / "model", tiny.word_tokenizer(words()), seed, CONTEXT)
+    write_jsonl(folder / "train.jsonl", map(task_row, tasks(seed, 4096)))
+    write_jsonl(folder / "eval.jsonl", map(task_row, tasks(seed, 256, held_out=True)))
+    rows = ({"messages": [message.as_dict() for message in messages]} for messages in conversations(seed, 4096))
+    write_jsonl(folder / "sft.jsonl", rows)
+
+
+def words() -> list[str]:
+    """Every word of the world."""
+    phrases = [*SAYING.values(), *QUESTION.values(), REQUEST, FINAL, "and ? . thanks"]
+    language = [word for phrase in phrases for word in phrase.split() if word != "{}"]
+    return list(dict.fromkeys([*language, *(value for values in SLOTS.values() for value in values)]))
