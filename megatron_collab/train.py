@@ -24,7 +24,8 @@ def fit(config: Config) -> None:
     from megatron_collab.actor import model
     from megatron_collab.actor.actor import Actor
     from megatron_collab.actor.checkpoint import Checkpoints
-    from megatron_collab.observe.run import Run, Stopwatch
+    from megatron_collab.observe.progress import Stopwatch
+    from megatron_collab.observe.run import Run
     from megatron_collab.publish.publisher import Publisher
     from megatron_collab.rollout.collector import Collector
     from megatron_collab.rollout.engine import Engine
@@ -56,7 +57,7 @@ def fit(config: Config) -> None:
             if publisher:
                 publisher.publish(version=step + 1)
                 clock.lap("publish")
-            run.record(step, {**batch.metrics, **stats, **clock.seconds()})
+            run.record(step, {**batch.metrics, **stats, **clock.read()})
             if (step + 1) % config.train.checkpoint_every == 0 or step + 1 == config.train.steps:
                 checkpoints.save(step + 1, actor, run.state())
                 clock.lap("save")

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from megatron_collab.algo.advantage import grpo
 from megatron_collab.config import Config
 from megatron_collab.data.datasets import Cursor, load_tasks
-from megatron_collab.observe.run import Run, progress
+from megatron_collab.observe.progress import progress
+from megatron_collab.observe.run import Run
 from megatron_collab.types import Batch, Group, Missing, Rollout, Sample
 
 

@@ -1,0 +1,230 @@
+"""The folder of a run: what it writes while it goes, and what it says on the console.
+
+    config.json        settings of the run
+    metrics.jsonl      one line a step; a step that is done again replaces its line
+    transcripts.jsonl  every future of every step with its scores
+    evaluations.json   means by evaluation; eval_NAME.jsonl holds the conversations
+    tensorboard/       the same numbers for TensorBoard
+    result.json        written last: before, after, minutes, versions
+    report.html        all of it to look at
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+from filelock import FileLock, Timeout
+from tqdm import tqdm
+
+from megatron_collab import __version__, launch
+from megatron_collab.config import Config
+from megatron_collab.observe import report
+from megatron_collab.observe.progress import progress
+from megatron_collab.types import Future, Group, Missing
+
+# what result.json calls a metric
+RESULT_NAMES = {
+    "ask_when_missing": "score/ask_when_missing",
+    "needless": "score/ask_when_complete",
+    "accuracy": "score/booking_right",
+}
+VERSIONS = ("torch", "megatron-core", "sglang", "ray", "litellm", "transformers", "datasets", "hydra-core")
+
+
+class Run:
+    """Writes on rank 0; on the other ranks every call does nothing.
+
+    `start` is the first step that is still to be done, `state` what an earlier start of this run saved.
+    """
+
+    def __init__(self, config: Config, start: int, state: Mapping[str, Any]) -> None:
+        self.config = config
+        self.folder = Path(config.run.dir)
+        self.leader = launch.global_rank() == 0
+        self._seconds_before = float(state.get("seconds", 0.0))
+        self._last_line = 0.0
+        if not self.leader:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = FileLock(self.folder / ".lock")
+        try:
+            self._lock.acquire(timeout=10)  # a run that was just killed may still be going away
+        except Timeout:
+            raise RuntimeError(f"run.dir={self.folder}: another process trains there; choose another run.dir") from None
+        (self.folder / "config.json").write_text(json.dumps(asdict(config), indent=2) + "\n")
+        for file in (self.folder / "metrics.jsonl", self.folder / "transcripts.jsonl"):
+            _keep(file, lambda row: row["step"] < start)
+        self._bar = progress("training", config.train.steps, unit="step", done=start, keep=True)
+        self._writers = [*self._tensorboard(start), *self._wandb()]
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.leader:
+            self._bar.close()
+            self._lock.release()
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the run."""
+        return {"seconds": self._seconds()}
+
+    def record(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One finished step: a line on the console, metrics.jsonl, TensorBoard, Weights & Biases."""
+        if not self.leader:
+            return
+        _append(self.folder / "metrics.jsonl", [{"step": step, **metrics}])
+        for write in self._writers:
+            write(step, metrics)
+        self._bar.update(1)
+        last = step + 1 == self.config.train.steps
+        if last or time.monotonic() - self._last_line >= 1:  # faster steps would hide the bar
+            self._last_line = time.monotonic()
+            tqdm.write(line(step, self.config.train.steps, metrics))
+
+    def transcripts(self, step: int, groups: Sequence[Group]) -> None:
+        _append(self.folder / "transcripts.jsonl", [{"step": step, **row} for row in _rows(groups)])
+
+    def evaluation(self, name: str, step: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
+        """One evaluation: its means and its conversations."""
+        (self.folder / f"eval_{name}.jsonl").unlink(missing_ok=True)
+        _append(self.folder / f"eval_{name}.jsonl", _rows(groups))
+        file = self.folder / "evaluations.json"
+        before = json.loads(file.read_text()) if file.exists() else {}
+        file.write_text(json.dumps({**before, name: {"step": step, **metrics}}, indent=2) + "\n")
+        tqdm.write(f"evaluation {name} ({len(groups)} tasks): {_scores(metrics)}")
+
+    def finish(self) -> None:
+        """Write result.json and report.html; a folder with a result.json is a run that is done."""
+        if not self.leader:
+            return
+        file = self.folder / "evaluations.json"
+        evaluations = json.loads(file.read_text()) if file.exists() else {}
+        result: dict[str, Any] = {
+            f"{name}_{when}": evaluations.get(when, {}).get(metric)
+            for name, metric in RESULT_NAMES.items()
+            for when in ("before", "after")
+        }
+        result["single_turn_ask_after"] = None
+        result["train_minutes"] = round(self._seconds() / 60, 2)
+        result["versions"] = {"megatron-collab": __version__, **{name: metadata.version(name) for name in VERSIONS}}
+        report.write(self.folder)
+        draft = self.folder / "result.json.tmp"
+        draft.write_text(json.dumps(result, indent=2) + "\n")
+        draft.replace(self.folder / launch.FINISHED)
+
+    def _seconds(self) -> float:
+        """Seconds this run has taken over all its starts, from the start of torchrun on."""
+        return self._seconds_before + time.time() - psutil.Process(os.getppid()).create_time()
+
+    def _tensorboard(self, start: int) -> Iterator[Callable[[int, Mapping[str, float]], None]]:
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer = SummaryWriter(str(self.folder / "tensorboard"), purge_step=start or None)
+
+        def write(step: int, metrics: Mapping[str, float]) -> None:
+            for name, value in metrics.items():
+                writer.add_scalar(name, value, step)
+            writer.flush()
+
+        yield write
+
+    def _wandb(self) -> Iterator[Callable[[int, Mapping[str, float]], None]]:
+        if self.config.run.wandb_project is None:
+            return
+        import wandb
+
+        wandb.init(
+            project=self.config.run.wandb_project,
+            dir=str(self.folder),
+            config=asdict(self.config),
+            id=self.folder.name,
+            resume="allow",
+        )
+        yield lambda step, metrics: wandb.log(dict(metrics), step=step)
+
+
+def line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
+    """One step on the console: what is there of reward, scores, loss, KL and seconds by stage."""
+    parts = [f"step {step + 1}/{steps}"]
+    if "reward" in metrics:
+        parts += [f"reward {metrics['reward']:.3f}±{metrics['reward_se']:.3f}", _scores(metrics)]
+    parts += [f"{name} {metrics[name]:.3g}" for name in ("loss", "kl", "grad_norm", "lr") if name in metrics]
+    if metrics.get("missing"):
+        parts.append(f"missing scores {metrics['missing']:.0f}")
+    laps = [f"{name.removeprefix('seconds/')} {value:.2f}s" for name, value in metrics.items() if "seconds/" in name]
+    return " | ".join([*parts, " ".join(laps)])
+
+
+def _scores(metrics: Mapping[str, float]) -> str:
+    names = [name for name in metrics if name.startswith("score/")]
+    return " ".join(f"{name.removeprefix('score/')} {metrics[name]:.3f}" for name in names)
+
+
+def _rows(groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """Every future of the groups, as JSON."""
+    return [
+        {
+            "task": group.task.id,
+            "rollout": i,
+            "future": j,
+            "reward": None if isinstance(rollout.reward.value, Missing) else rollout.reward.value,
+            **_future(future),
+        }
+        for group in groups
+        for i, rollout in enumerate(group.rollouts)
+        for j, future in enumerate(rollout.futures)
+    ]
+
+
+def _future(future: Future) -> dict[str, Any]:
+    conversation = future.conversation
+    return {
+        "ending": conversation.ending,
+        "error": conversation.error,
+        "messages": [message.as_dict() for message in conversation.messages],
+        "scores": {
+            name: {"missing": score.why} if isinstance(score, Missing) else score
+            for name, score in future.scores.items()
+        },
+    }
+
+
+def _append(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """JSON lines; a number that is none (NaN) becomes null, which is what JSON has."""
+    with file.open("a") as stream:
+        for row in rows:
+            stream.write(json.dumps({key: _finite(value) for key, value in row.items()}) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _keep(file: Path, holds: Callable[[dict[str, Any]], bool]) -> None:
+    """Drop the lines that do not hold, a torn last line among them."""
+    if not file.exists():
+        return
+    kept = []
+    for text in file.read_text().splitlines():
+        try:
+            row = json.loads(text)
+        except json.JSONDecodeError:  # the process was killed while it wrote
+            continue
+        if holds(row):
+            kept.append(text)
+    draft = file.with_suffix(".tmp")
+    draft.write_text("".join(text + "\n" for text in kept))
+    draft.replace(file)
