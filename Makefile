@@ -9,6 +9,8 @@ export OMP_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 export OPENBLAS_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
+# The set-up leaves byte-compiling to the first import; without a cache every process would compile again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup test quickstart quickstart-compare lint
 

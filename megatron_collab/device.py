@@ -15,7 +15,11 @@ from importlib import metadata
 
 @dataclass(frozen=True)
 class Probe:
-    """One thing that may be there: `detail` is its version, or the reason why it is not used."""
+    """One thing that may be there.
+
+    `detail` is its version, or the reason why it is not used; `fallback` what is used without it, empty where
+    nothing is.
+    """
 
     name: str
     found: bool
@@ -32,10 +36,10 @@ class Device:
     backend: str
 
 
-# name: (module to import, distribution, what it enables, what is used without it)
+# name: (module to import, distribution, what it enables, what is used without it, empty where nothing is)
 _LIBRARIES = {
-    "torch": ("torch", "torch", "everything", "none: required"),
-    "megatron": ("megatron.core", "megatron-core", "the trainer", "none: required"),
+    "torch": ("torch", "torch", "everything", ""),
+    "megatron": ("megatron.core", "megatron-core", "the trainer", ""),
     "transformer_engine": (
         "transformer_engine.pytorch",
         "transformer-engine",
@@ -44,23 +48,17 @@ _LIBRARIES = {
     ),
     "apex": ("apex", "apex", "fused Adam and gradient accumulation", "torch AdamW"),
     "flash_attn": ("flash_attn", "flash-attn", "FlashAttention in the trainer", "torch scaled_dot_product_attention"),
-    "sglang": ("sglang", "sglang", "rollouts", "none: required for train.stage=rl"),
-    "ray": ("ray", "ray", "conversations and scoring", "none: required for train.stage=rl"),
+    "sglang": ("sglang", "sglang", "rollouts", ""),
+    "ray": ("ray", "ray", "conversations and scoring", ""),
 }
 
-
-def probe(name: str) -> Probe:
-    """Look for `name`: cuda, torch, megatron, transformer_engine, apex, flash_attn, sglang, ray or slurm."""
-    return _probe(name)
-
-
-def probes() -> list[Probe]:
-    """Every probe, in the order of the doctor's table."""
-    return [probe(name) for name in ("cuda", *_LIBRARIES, "slurm")]
+# On CPU these two are importable only after actor/cpu.py and sglang_cpu/ have supplied what they miss there.
+_NOT_IMPORTED = ("megatron.core", "sglang")
 
 
 @cache
-def _probe(name: str) -> Probe:
+def probe(name: str) -> Probe:
+    """Look for `name`: cuda, torch, megatron, transformer_engine, apex, flash_attn, sglang, ray or slurm."""
     if name == "cuda":
         return _cuda()
     if name == "slurm":
@@ -70,6 +68,11 @@ def _probe(name: str) -> Probe:
     return Probe(name, found, detail, enables, fallback)
 
 
+def probes() -> list[Probe]:
+    """Every probe, in the order of the doctor's table."""
+    return [probe(name) for name in ("cuda", *_LIBRARIES, "slurm")]
+
+
 def _library(module: str, distribution: str) -> tuple[bool, str]:
     try:
         version = metadata.version(distribution)
@@ -77,7 +80,7 @@ def _library(module: str, distribution: str) -> tuple[bool, str]:
         return False, "not installed"
     if version.startswith("0.0"):
         return False, f"{version} is a placeholder"
-    if module in ("sglang", "ray", "megatron.core"):  # slow to import, and pinned together with torch
+    if module in _NOT_IMPORTED:
         return True, version
     try:
         importlib.import_module(module)
@@ -87,13 +90,15 @@ def _library(module: str, distribution: str) -> tuple[bool, str]:
 
 
 def _cuda() -> Probe:
-    import torch
+    found, detail = False, "torch is missing"
+    if probe("torch").found:
+        import torch
 
-    found = torch.cuda.is_available()
-    if found:
-        detail = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
-    else:
-        detail = "no CUDA device is visible" if torch.version.cuda else "torch is a CPU build"
+        found = torch.cuda.is_available()
+        if found:
+            detail = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
+        else:
+            detail = "no CUDA device is visible" if torch.version.cuda else "torch is a CPU build"
     return Probe("cuda", found, detail, "training and sampling on GPUs, NCCL", "CPU, gloo")
 
 

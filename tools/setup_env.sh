@@ -71,7 +71,7 @@ explain() {
     elif grep -qE 'Failed to establish a new connection|Name or service not known|Temporary failure in name resolution|ConnectTimeoutError|ReadTimeoutError|CERTIFICATE_VERIFY_FAILED|ProxyError' $LOG; then
         fail "the package index does not answer; check the network and pip's settings (PIP_INDEX_URL, PIP_CERT) and run make setup again"
     fi
-    package=$(sed -nE 's/.*(No matching distribution found for|is not a supported wheel|Failed building wheel for) ?([^ ]*).*/\2/p' $LOG | tail -1)
+    package=$(sed -nE 's/.*(No matching distribution found for|Failed building wheel for) ([^ ]*).*/\2/p' $LOG | tail -1)
     [ -z "$package" ] ||
         fail "no wheel of $package for $(uname -sm), Python 3.11 and $(getconf GNU_LIBC_VERSION); Linux x86_64 with glibc 2.34 or newer is needed, and an index that has it (PIP_INDEX_URL)"
     fail "pip failed: $(grep -iE 'error' $LOG | tail -1); the whole output is in $LOG"
@@ -79,7 +79,8 @@ explain() {
 
 pip_install() {
     # torch comes as a wheel of 200 MB and more: unpacked here, on the disk that was checked, not in /tmp.
-    TMPDIR=$PWD/$VENV/tmp "$VENV/bin/python" -m pip install --disable-pip-version-check --no-input "$@"
+    # Not byte-compiled: of 30,000 files a run imports a few thousand, which are compiled at their first import.
+    TMPDIR=$PWD/$VENV/tmp "$VENV/bin/python" -m pip install --disable-pip-version-check --no-input --no-compile "$@"
 }
 
 make_venv() {

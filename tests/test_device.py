@@ -1,0 +1,95 @@
+"""The probes: what counts as found, and which device is selected."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from megatron_collab import device
+
+
+@pytest.fixture(autouse=True)
+def fresh_probes():
+    """Probes are cached for the life of a process; these tests change what is there."""
+    device.probe.cache_clear()
+    yield
+    device.probe.cache_clear()
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, folder: Path, distribution: str, version: str, code: str) -> None:
+    """A distribution whose module of the same name runs `code` at import."""
+    module = distribution.replace("-", "_")
+    (folder / f"{module}.py").write_text(code)
+    info = folder / f"{module}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(sys.modules, module, raising=False)
+
+
+def test_probe_of_what_is_installed_gives_its_version() -> None:
+    torch, megatron, sglang = (device.probe(name) for name in ("torch", "megatron", "sglang"))
+    assert torch.found and torch.detail == metadata.version("torch")
+    assert megatron.found and megatron.detail == "0.16.1"
+    assert sglang.found and sglang.detail == "0.5.23"
+
+
+def test_probe_of_a_working_library_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    installed(monkeypatch, tmp_path, "apex", "0.1", "")
+    assert device.probe("apex") == device.Probe(
+        "apex", True, "0.1", "fused Adam and gradient accumulation", "torch AdamW"
+    )
+
+
+def test_a_broken_install_is_not_found_and_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    installed(monkeypatch, tmp_path, "flash-attn", "2.8.3", "raise ImportError('undefined symbol:\\n  _ZN3c10')")
+    probe = device.probe("flash_attn")
+    assert not probe.found
+    assert probe.detail == "2.8.3 cannot be imported: undefined symbol: _ZN3c10"
+
+
+def test_the_placeholder_of_transformer_engine_is_not_transformer_engine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    installed(monkeypatch, tmp_path, "transformer-engine", "0.0.0", "")
+    probe = device.probe("transformer_engine")
+    assert not probe.found
+    assert probe.detail == "0.0.0 is a placeholder"
+
+
+def test_missing_slurm_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert not device.probe("slurm").found
+    stub = tmp_path / "sbatch"
+    stub.write_text("#!/bin/sh\necho slurm-wlm 22.05.8\n")
+    stub.chmod(0o755)
+    device.probe.cache_clear()
+    assert device.probe("slurm").detail == "slurm-wlm 22.05.8"
+
+
+def with_cuda(monkeypatch: pytest.MonkeyPatch, found: bool) -> None:
+    monkeypatch.setattr(device, "_cuda", lambda: device.Probe("cuda", found, "", "", ""))
+
+
+def test_auto_takes_cuda_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_cuda(monkeypatch, True)
+    assert device.select("auto") == device.select("cuda") == device.Device("cuda", "nccl")
+    assert device.select("cpu") == device.Device("cpu", "gloo")
+
+
+def test_cuda_where_there_is_none_names_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_cuda(monkeypatch, False)
+    assert device.select("auto") == device.select("cpu") == device.Device("cpu", "gloo")
+    with pytest.raises(ValueError, match=r"launch\.device=cuda: .* use launch\.device=cpu"):
+        device.select("cuda")
+
+
+def test_importing_the_module_imports_no_library() -> None:
+    """config.py needs it before any check; torch alone would cost over a second."""
+    code = "import sys, megatron_collab.device; print({'torch', 'ray', 'sglang', 'megatron'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

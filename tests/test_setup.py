@@ -1,0 +1,200 @@
+"""The set-up: pinned locks, extras, and one line for everything that can stand in its way."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import setuptools
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# A Python that is asked for its version, for pip's version and for installations, and notes the latter.
+STUB = """#!/bin/sh
+case "$*" in
+    -c*) echo {version} ;;
+    *"pip --version"*) echo pip ;;
+    *"pip install"*) echo "$@" >> {calls}; {install} ;;
+    *) exit 1 ;;
+esac
+"""
+
+
+class Place:
+    """A copy of what the set-up reads, with stubs for every program it calls."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.bin, self.calls = folder / "project", folder / "bin", folder / "calls"
+        shutil.copytree(ROOT / "requirements", self.folder / "requirements")
+        (self.folder / "tools").mkdir()
+        (self.folder / ".venv" / "bin").mkdir(parents=True)
+        self.bin.mkdir()
+        for name in ("setup.py", "tools/setup_env.sh"):
+            shutil.copy(ROOT / name, self.folder / name)
+        self.python("true")
+        self.stub(self.bin / "python3.11", STUB.format(version="3.11", calls=self.calls, install="true"))
+        self.stub(self.bin / "cc", "#!/bin/sh\n")
+        self.disk(100 * 1024 * 1024)
+
+    def stub(self, path: Path, text: str) -> None:
+        path.write_text(text)
+        path.chmod(0o755)
+
+    def python(self, install: str, version: str = "3.11") -> None:
+        """The environment's Python; `install` is the shell command that stands for pip install."""
+        text = STUB.format(version=version, calls=self.calls, install=install)
+        self.stub(self.folder / ".venv" / "bin" / "python", text)
+
+    def disk(self, free_kb: int) -> None:
+        head, line = "Filesystem 1024-blocks Used Available Capacity Mounted", f"/dev/disk 999999999 1 {free_kb} 1% /"
+        self.stub(self.bin / "df", f"#!/bin/sh\necho {head}\necho {line}\n")
+
+    def run(self, **variables: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "PATH": f"{self.bin}:{os.environ['PATH']}", "PYTHON": "python3.11", "CC": "cc"}
+        command = ["tools/setup_env.sh"]
+        return subprocess.run(
+            command, cwd=self.folder, env={**environment, **variables}, capture_output=True, text=True, timeout=60
+        )
+
+    def installed(self) -> list[str]:
+        """The pip calls so far."""
+        return self.calls.read_text().splitlines() if self.calls.exists() else []
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+def refused(done: subprocess.CompletedProcess[str]) -> str:
+    """The one line of a set-up that ended with 1."""
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("setup: "), done.stderr
+    return lines[0]
+
+
+@pytest.mark.parametrize("lock", ["cpu.lock", "dev.lock", "gpu.lock"])
+def test_every_line_of_a_lock_is_one_version(lock: str) -> None:
+    lines = [line for line in (ROOT / "requirements" / lock).read_text().splitlines() if not line.startswith("#")]
+    for line in lines:
+        assert re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.!+]+", line), line
+    names = [line.split("==")[0].lower().replace("_", "-") for line in lines]
+    assert len(names) == len(set(names))
+
+
+def test_extras_are_requirements_and_gpu_pins_its_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(setuptools, "setup", lambda **arguments: given.update(arguments))
+    runpy.run_path(str(ROOT / "setup.py"))
+    extras = {name: [Requirement(line) for line in lines] for name, lines in given["extras_require"].items()}
+    assert set(extras) == {"cpu", "gpu", "dev"}
+    for requirement in extras["cpu"] + extras["dev"]:
+        assert str(requirement.specifier).startswith("==")
+    gpu = {requirement.name: requirement for requirement in extras["gpu"]}
+    pins = {"sglang": "==0.5.23", "megatron-core": "==0.16.1", "ray": "==2.60.0", "transformer-engine": "==2.20.2"}
+    assert {name: str(gpu[name].specifier) for name in pins} == pins
+    assert gpu["transformer-engine"].extras == {"pytorch", "core_cu13"}
+    assert "megatron_collab" in given["packages"] and "tests" not in given["packages"]
+
+
+def test_torch_comes_first_then_the_locks_without_dependencies_then_the_project(place: Place) -> None:
+    done = place.run()
+    assert done.returncode == 0, done.stderr
+    torch, locks, project = place.installed()
+    assert "torch==2.13.0" in torch and "--no-deps" not in torch
+    assert "--no-deps" in locks and "cpu.lock" in locks and "dev.lock" in locks
+    assert project.endswith("--no-deps --no-build-isolation -e .")
+    assert [line.split("]")[0] for line in done.stdout.splitlines()[:4]] == [f"setup [{n}/4" for n in (1, 2, 3, 4)]
+
+
+def test_again_installs_nothing_and_a_changed_lock_installs(place: Place) -> None:
+    place.run()
+    place.calls.unlink()
+    again = place.run()
+    assert (again.returncode, again.stdout, again.stderr, place.installed()) == (0, "", "", [])
+    with (place.folder / "requirements" / "cpu.lock").open("a") as lock:
+        lock.write("another==1.0\n")
+    assert place.run().returncode == 0
+    assert len(place.installed()) == 3
+
+
+def test_a_half_finished_set_up_goes_on(place: Place) -> None:
+    place.python('case "$*" in *--no-deps*) exit 1 ;; esac')
+    assert "pip failed" in refused(place.run())
+    assert not (place.folder / ".venv" / "setup.stamp").exists()
+    place.python("true")
+    assert place.run().returncode == 0
+
+
+def test_a_python_that_is_not_there(place: Place) -> None:
+    line = refused(place.run(PYTHON="python3.11-nowhere"))
+    assert "python3.11-nowhere is not there; install Python 3.11" in line and "make setup PYTHON=" in line
+
+
+@pytest.mark.parametrize(("command", "said"), [("echo 3.12", "is 3.12 Python"), ("exit 1", "is no Python")])
+def test_a_python_of_another_version(place: Place, command: str, said: str) -> None:
+    place.stub(place.bin / "python3", f"#!/bin/sh\n{command}\n")
+    line = refused(place.run(PYTHON="python3"))
+    assert said in line and "3.11 is needed" in line and "make setup PYTHON=" in line
+    assert place.installed() == []
+
+
+def test_an_environment_of_another_python(place: Place) -> None:
+    place.python("true", version="3.12")
+    assert "remove .venv and run make setup again" in refused(place.run())
+
+
+def test_no_compiler(place: Place) -> None:
+    line = refused(place.run(CC="cc-nowhere"))
+    assert "no C compiler" in line and "build-essential" in line
+
+
+def test_a_full_disk_is_seen_before_anything_is_installed(place: Place) -> None:
+    place.disk(2 * 1024 * 1024)
+    line = refused(place.run())
+    assert "2048 MB free" in line and "6 GB are needed" in line
+    assert place.installed() == []
+
+
+OUTPUTS = [
+    ("ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device", "disk full"),
+    (
+        "WARNING: Retrying: NewConnectionError: Failed to establish a new connection: [Errno -2] Name or service not "
+        "known\nERROR: No matching distribution found for torch==2.13.0",
+        "the package index does not answer",
+    ),
+    ("error: metadata-generation-failed\nERROR: something else", "pip failed: ERROR: something else"),
+]
+
+
+@pytest.mark.parametrize(("output", "said"), OUTPUTS)
+def test_what_pip_stumbled_over_is_one_line(place: Place, output: str, said: str) -> None:
+    (place.folder / "output").write_text(output + "\n")
+    place.python(f"cat {place.folder}/output; exit 1")
+    assert said in refused(place.run())
+
+
+def test_a_missing_wheel_is_named(place: Place) -> None:
+    """With pip itself, so that its wording is what the script looks for."""
+    place.python(f"exec {sys.executable} -m pip download --no-index --no-deps a-package-of-ours==7.7")
+    line = refused(place.run())
+    assert "no wheel of a-package-of-ours==7.7" in line and "PIP_INDEX_URL" in line
+
+
+def test_make_stops_where_the_set_up_does(place: Place) -> None:
+    shutil.copy(ROOT / "Makefile", place.folder)
+    environment = {**os.environ, "PATH": f"{place.bin}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["make", "test", "PYTHON=python3.11-nowhere"], cwd=place.folder, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert "python3.11-nowhere is not there" in done.stderr and "pytest" not in done.stdout
