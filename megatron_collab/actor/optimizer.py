@@ -23,7 +23,21 @@ def build_optimizer(config: Config, model: DistributedDataParallel) -> MegatronO
         params_dtype=DTYPES[config.model.dtype],
         use_distributed_optimizer=True,
     )
+    _count_padding(model)
     return get_megatron_optimizer(options, [model], no_decay_for_norms_and_biases(options))
+
+
+def _count_padding(model: DistributedDataParallel) -> None:
+    """Keep the padding between buckets in what Megatron 0.16.1 gathers for a checkpoint.
+
+    It drops that padding but goes on to cut by positions that count it: every parameter after the first
+    bucket would be saved shifted, with no more than a warning. Tied embeddings on the last pipeline stage
+    have a bucket of their own, so such a model has two.
+    """
+    for buffer in [*model.buffers, *model.expert_parallel_buffers]:
+        for bucket in buffer.buckets:
+            bucket.numel_unpadded = bucket.grad_data.numel()
+        buffer.numel_unpadded = buffer.numel
 
 
 def learning_rate(optim: OptimConfig, steps: int, step: int) -> float:
