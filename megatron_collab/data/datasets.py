@@ -90,7 +90,9 @@ def _rows(path: Path, setting: str) -> list[dict[str, Any]]:
         try:
             rows = read(str(path), cache_dir=cache, keep_in_memory=True).to_list()
         except DatasetGenerationError as error:
-            raise ValueError(f"{setting}={path}: cannot be read ({error.__cause__ or error}); give JSONL or Parquet") from error
+            raise ValueError(
+                f"{setting}={path}: cannot be read ({error.__cause__ or error}); give JSONL or Parquet"
+            ) from error
     if not rows:
         raise ValueError(f"{setting}={path}: has no rows")
     return rows

@@ -26,9 +26,10 @@ class ChatRenderer:
         self.tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
         if not self.tokenizer.chat_template:
             raise ValueError(f"model.path={model_path}: its tokenizer has no chat template; give a chat model")
-        self.end_id = self._tail(Message("user", "x"))[0]
-        if self.end_id not in self.tokenizer.added_tokens_decoder:
+        end = self._tail(Message("user", "x"))[:1]
+        if not end or end[0] not in self.tokenizer.added_tokens_decoder:
             raise self._unfit("does not end an assistant message with a special token")
+        self.end_id: int = end[0]
 
     def first(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """The prompt: all messages, and what opens the assistant's turn."""

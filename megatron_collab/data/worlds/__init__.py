@@ -41,4 +41,4 @@ def prepare(config: Config) -> None:
     marker = folder / "world.json"
     found = json.loads(marker.read_text()) if marker.is_file() else "something else"
     if found != identity:
-        raise ValueError(f"data.dir={folder}: holds {found}, not {identity}; choose another data.dir, or remove that folder")
+        raise ValueError(f"data.dir={folder}: holds {found}, not {identity}; choose another data.dir, or remove it")

@@ -58,7 +58,7 @@ def _with_chat(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def save(folder: Path, tokenizer: PreTrainedTokenizerFast, seed: int, context: int) -> None:
-    """Write a random fp32 Qwen3 (3 layers, width 128, tied embeddings) for `tokenizer` and sequences up to `context`."""
+    """Write a random fp32 Qwen3 (3 layers, width 128, tied embeddings) for `tokenizer` and up to `context` tokens."""
     parts.install_torchvision_operators()
     logging.disable_progress_bar()
     from transformers import Qwen3Config, Qwen3ForCausalLM

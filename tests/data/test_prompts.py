@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_collab.data.prompts import ChatRenderer
+from megatron_collab.data.worlds import booking, tiny
+from megatron_collab.types import Finish, Message, Turn
+
+QWEN = (
+    "{%- if messages[0].role != 'system' %}<|im_start|>system\nYou are helpful.<|im_end|>\n{% endif -%}"
+    "{%- for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor -%}"
+    "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LLAMA = (
+    "{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ message['role'] }}<|end_header_id|>\n\n"
+    "{{ message['content'] | trim }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+TEMPLATES = {"qwen": (QWEN, "<|im_end|>"), "llama": (LLAMA, "<|eot_id|>"), "ours": (tiny.CHAT_TEMPLATE, tiny.END)}
+SAID = [
+    Message("user", "please book a table for 2 people ."),
+    Message("assistant", "which day and what time ?"),
+    Message("user", "on monday at 7pm ."),
+    Message("assistant", "done : for 2 people on monday at 7pm"),
+    Message("user", "thanks ."),
+]
+
+
+def renderer(folder: Path, template: str) -> ChatRenderer:
+    tokenizer = tiny.byte_tokenizer(["which day and what time"], 300)
+    marks = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": marks, "bos_token": "<|begin|>"})
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return ChatRenderer(str(folder))
+
+
+@pytest.fixture(params=list(TEMPLATES))
+def chat(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[ChatRenderer, str]:
+    template, end = TEMPLATES[request.param]
+    return renderer(tmp_path, template), end
+
+
+def sampled(chat: ChatRenderer, prompt: tuple[int, ...], text: str, ended: bool = True) -> Turn:
+    tokens = chat.reply(text) if ended else chat.reply(text)[:-1]
+    return Turn(prompt, tokens, (-1.0,) * len(tokens), 0, Finish.STOP if ended else Finish.LENGTH, text)
+
+
+def stream(chat: ChatRenderer, messages: list[Message], ended: bool = True) -> tuple[int, ...]:
+    """The tokens of a conversation, piece by piece as a rollout appends them."""
+    tokens = chat.first(messages[:1])
+    for reply, message in zip(messages[1::2], messages[2::2], strict=True):
+        turn = sampled(chat, tokens, reply.content, ended)
+        tokens = tokens + turn.token_ids + chat.next(message, turn)
+    return tokens
+
+
+def test_appended_tokens_are_those_of_rendering_everything_at_once(chat: tuple[ChatRenderer, str]) -> None:
+    assert stream(chat[0], SAID) == chat[0].first(SAID)
+
+
+def test_a_turn_that_was_cut_off_is_closed_once(chat: tuple[ChatRenderer, str]) -> None:
+    assert stream(chat[0], SAID, ended=False) == chat[0].first(SAID)
+
+
+def test_the_end_of_a_turn_is_the_templates_own(chat: tuple[ChatRenderer, str]) -> None:
+    assert chat[0].tokenizer.convert_ids_to_tokens(chat[0].end_id) == chat[1]
+    assert chat[0].reply("hi")[-1] == chat[0].end_id
+
+
+def test_sampled_tokens_are_kept_although_the_tokenizer_would_have_cut_the_text_otherwise(
+    chat: tuple[ChatRenderer, str],
+) -> None:
+    """The same text from other tokens, as a model may sample it: nothing that follows depends on them."""
+    renderer, _ = chat
+    letters = tuple(token for letter in "which day" for token in renderer.reply(letter)[:-1])
+    assert letters != renderer.reply("which day")[:-1]
+    prompt = renderer.first(SAID[:1])
+    turn = Turn(prompt, (*letters, renderer.end_id), (-1.0,) * (len(letters) + 1), 0, Finish.STOP, "which day")
+    assert renderer.next(SAID[2], turn) == renderer.next(SAID[2], sampled(renderer, prompt, "which day"))
+
+
+def test_the_booking_world_as_words(tmp_path: Path) -> None:
+    tiny.word_tokenizer(booking.words()).save_pretrained(tmp_path)
+    chat = ChatRenderer(str(tmp_path))
+    assert stream(chat, SAID) == chat.first(SAID)
+    assert chat.tokenizer.unk_token_id not in chat.first(SAID)
+    assert chat.tokenizer.decode(chat.reply(SAID[3].content), skip_special_tokens=True) == SAID[3].content
+
+
+@pytest.mark.parametrize(
+    ("template", "fault"),
+    [
+        ("{% for m in messages if m.role == 'user' %}{{ m.content }}<|im_end|>{% endfor %}", "drops or changes"),
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", "does not end an assistant message"),
+    ],
+)
+def test_a_template_that_cannot_append_is_refused(tmp_path: Path, template: str, fault: str) -> None:
+    with pytest.raises(ValueError, match=rf"model.path={tmp_path}: .*{fault}"):
+        renderer(tmp_path, template)
+
+
+def test_a_tokenizer_without_a_template_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no chat template"):
+        renderer(tmp_path, "")
