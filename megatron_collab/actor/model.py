@@ -11,6 +11,8 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -23,6 +25,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.distributed.rendezvous import rendezvous
 
 from megatron_collab import device
 from megatron_collab.actor import cpu, local_spec
@@ -45,11 +48,18 @@ __all__ = [
 ]
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+_GROUPS = count()
+
+
+@cache
+def _rendezvous() -> tuple[dist.Store, int, int]:
+    """Store, rank and number of ranks from torchrun's environment; the store lives as long as the process."""
+    return next(rendezvous("env://"))
 
 
 @contextmanager
 def init_parallel(config: Config) -> Iterator[None]:
-    """Process groups and the seeds of the ranks, from torchrun's environment; both end with the context.
+    """Process groups and the seeds of the ranks, from torchrun's environment; may be entered again after its end.
 
     A collective that takes longer than launch.timeout seconds ends the run.
     """
@@ -58,7 +68,10 @@ def init_parallel(config: Config) -> Iterator[None]:
     if chosen.type != "cpu":
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     timeout = timedelta(seconds=config.launch.timeout)
-    dist.init_process_group(chosen.backend, timeout=timeout)
+    store, rank, world_size = _rendezvous()
+    # A prefix of its own: what an earlier group of this process left in the store must not be read again.
+    store = dist.PrefixStore(f"parallel/{next(_GROUPS)}", store)
+    dist.init_process_group(chosen.backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
     try:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=config.parallel.tp,
@@ -99,7 +112,9 @@ def transformer_config(config: Config, shape: ModelShape) -> TransformerConfig:
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         fp8=config.model.fp8,
-        perform_initialization=False,  # the weights are always loaded
+        # The weights are always loaded, but Megatron's initialisation also marks the parameters that are cut
+        # over the ranks; unmarked ones would be left out of the gradient norm.
+        perform_initialization=True,
     )
 
 

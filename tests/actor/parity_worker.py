@@ -1,13 +1,12 @@
 """One rank of test_parity.py: every model in every layout, in one set of processes.
 
-parity_worker.py FOLDER PORT…, a free port for each layout. FOLDER/MODEL is a Hugging Face folder,
+parity_worker.py FOLDER: FOLDER/MODEL is a Hugging Face folder,
 FOLDER/tokens.npy int64 [b, s]. For every layout the ranks write FOLDER/out/LAYOUT/MODEL.npy, the log-probs
 [b, s - 1] of tokens 1..s-1, and the model as they export it, FOLDER/out/LAYOUT/MODEL.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -80,12 +79,11 @@ def run(folder: Path, layout: str) -> None:
             np.save(out / f"{source.name}.npy", found)
 
 
-def main(folder: Path, ports: list[str]) -> None:
-    for layout, port in zip(LAYOUTS, ports, strict=True):
-        os.environ["MASTER_PORT"] = port
+def main(folder: Path) -> None:
+    for layout in LAYOUTS:
         with policies.init_parallel(configure(folder, layout)):
             run(folder, layout)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    main(Path(sys.argv[1]))

@@ -17,7 +17,7 @@ from megatron_collab import device
 from megatron_collab.actor import cpu, fixes, local_spec
 from megatron_collab.actor import model as policies
 from megatron_collab.config import Config
-from megatron_collab.publish.hf_map import ModelShape
+from megatron_collab.publish.hf_map import Cut, ModelShape, table
 
 SHAPE = ModelShape.from_hf(
     {
@@ -33,6 +33,14 @@ SHAPE = ModelShape.from_hf(
         "max_position_embeddings": 128,
     }
 )
+
+
+def test_what_is_cut_is_marked_for_the_gradient_norm(one_rank: Config) -> None:
+    entries = {entry.megatron: entry for entry in table(SHAPE)}
+    for name, parameter in policies.named_shards(policies.build(one_rank, SHAPE)):
+        cut = entries[name].cut
+        assert getattr(parameter, "tensor_model_parallel", False) == (cut is not Cut.WHOLE), name
+        assert cut is Cut.WHOLE or parameter.partition_dim == (1 if cut is Cut.COLUMNS else 0), name
 
 
 @pytest.mark.parametrize(("layers", "stages"), [(3, 2), (10, 4), (7, 3), (13, 8), (5, 5), (8, 2)])

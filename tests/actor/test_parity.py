@@ -71,11 +71,11 @@ def run_ranks(folder: Path) -> None:
         "PYTHONPATH": str(REPOSITORY),
         "PYTHONWARNINGS": "ignore",
         "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(RANKS),
         "CUDA_VISIBLE_DEVICES": "",
     }
     command = [sys.executable, str(Path(__file__).with_name("parity_worker.py")), str(folder)]
-    command += [str(free_port()) for _ in LAYOUTS]
     ranks = []
     for rank in range(RANKS):
         log = (folder / f"rank{rank}.log").open("w")
