@@ -35,9 +35,9 @@ def prepare(config: Config) -> None:
     try:
         worlds.prepare(config)
         check_model(config)
-        datasets.check_rows("data.train", Path(config.data.train), config.train.stage)
+        datasets.check_rows(Path(config.data.train), config.train.stage, "data.train")
         if config.data.eval and config.train.stage == "rl":
-            datasets.check_rows("data.eval", Path(config.data.eval), config.train.stage)
+            datasets.check_rows(Path(config.data.eval), config.train.stage, "data.eval")
     except ConfigError:
         raise
     except (ValueError, FileNotFoundError) as error:

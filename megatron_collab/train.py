@@ -26,13 +26,11 @@ def fit(config: Config) -> None:
     from megatron_collab.actor.checkpoint import Checkpoints
     from megatron_collab.observe.progress import Stopwatch
     from megatron_collab.observe.run import Run
-    from megatron_collab.publish.publisher import Publisher
-    from megatron_collab.rollout.collector import Collector
     from megatron_collab.rollout.engine import Engine
     from megatron_collab.sft import Supervised
 
+    sampling = config.train.stage == "rl"
     with ExitStack() as stack:
-        sampling = config.train.stage == "rl"
         engine = stack.enter_context(Engine(config)) if sampling else None
         stack.enter_context(model.init_parallel(config))
         policy, shape = model.load(config)
@@ -41,8 +39,8 @@ def fit(config: Config) -> None:
         checkpoints = Checkpoints(Path(config.run.dir) / "checkpoints", config.train.keep_checkpoints)
         start, state = checkpoints.load_latest(actor) or (0, {})
         run = stack.enter_context(Run(config, start, state))
-        publisher = stack.enter_context(Publisher(config, policy, shape, engine.server)) if engine else None
-        source = Collector(config, engine.workers, run) if engine else Supervised(config)
+        publisher = stack.enter_context(engine.publisher(policy, shape)) if engine else None
+        source = engine.collector(run) if engine else Supervised(config)
 
         if publisher:
             publisher.publish(version=start)

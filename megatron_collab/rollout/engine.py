@@ -7,9 +7,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from megatron_collab import launch
 from megatron_collab.config import Config
+from megatron_collab.observe.run import Run
+from megatron_collab.publish.hf_map import ModelShape
+from megatron_collab.publish.publisher import Publisher
 from megatron_collab.reward.loop import ray_session
+from megatron_collab.rollout.collector import Collector
 from megatron_collab.rollout.sglang import SGLangServer
 from megatron_collab.rollout.worker import start_workers
 
@@ -41,3 +47,11 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stack.close()
+
+    def publisher(self, policy: torch.nn.Module, shape: ModelShape) -> Publisher:
+        """What carries the weights of `policy` to the server; on every rank."""
+        return Publisher(self.config, policy, shape, self.server)
+
+    def collector(self, run: Run) -> Collector:
+        """What asks the workers for batches; on every rank."""
+        return Collector(self.config, self.workers, run)
