@@ -1,0 +1,97 @@
+"""New weights into the servers, as a version that is committed only when all of it has arrived."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_collab.actor.model import DTYPES, named_shards
+from megatron_collab.config import Config
+from megatron_collab.publish import plan, transport
+from megatron_collab.publish.hf_map import ModelShape
+from megatron_collab.publish.transport import Link, PublishError
+from megatron_collab.rollout.sglang import SGLangServer
+
+BUCKET_BYTES = 512 << 20
+
+
+class Publisher:
+    """Moves the trained weights into the server. Every rank has one; rank 0's knows the server."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: torch.nn.Module,
+        shape: ModelShape,
+        server: SGLangServer | None,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        """Collective. `server` must be healthy at the first publish; ranks other than 0 pass None."""
+        self.version: int | None = None
+        self._dtype = DTYPES[config.model.dtype]
+        self._shards = dict(named_shards(model))
+        self._buckets = plan.buckets(shape, self._dtype.itemsize, bucket_bytes)
+        self._writes = plan.writes(
+            self._buckets,
+            shape,
+            self._shards.keys(),
+            tp=parallel_state.get_tensor_model_parallel_world_size(),
+            tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+            dp=parallel_state.get_data_parallel_world_size(),
+            dp_rank=parallel_state.get_data_parallel_rank(),
+        )
+        # Two segments: one is written while the server reads the other.
+        count = min(2, len(self._buckets))
+        self._segments = transport.shared_segments(count, max(bucket.size for bucket in self._buckets))
+        self._link = Link(server.url, server.api_key, server.tp, config.launch.timeout) if server else None
+        self._sender = ThreadPoolExecutor(1) if self._link else None
+
+    def __enter__(self) -> Publisher:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._segments.clear()
+        if self._sender:
+            self._sender.shutdown()
+
+    @torch.no_grad()
+    def publish(self, version: int) -> None:
+        """Give the servers the present weights as `version`; collective, returns when they sample from them.
+
+        PublishError on every rank if that fails anywhere; the version is then not committed and the server,
+        which may hold a mixture, samples no more.
+        """
+        call = self._start(Link.begin)
+        for number, bucket in enumerate(self._buckets):
+            segment = self._segments[number % 2]
+            self._fill(segment, number)
+            self._settle(call)  # from here on every rank has written this segment, and the other one is free
+            call = self._start(Link.send, segment, bucket, self._dtype, bucket is self._buckets[-1])
+        self._settle(call)
+        self._settle(self._start(Link.commit, version))
+        self.version = version
+
+    def _fill(self, segment: torch.Tensor, number: int) -> None:
+        targets = transport.views(segment, self._buckets[number], self._dtype)
+        for write in self._writes[number]:
+            targets[write.target][write.target_index].copy_(self._shards[write.source][write.source_index])
+
+    def _start(self, call: Callable[..., None], *arguments: object) -> Future[None] | None:
+        """Begin a call to the server in the background; None where another rank makes it."""
+        return self._sender.submit(call, self._link, *arguments) if self._sender else None
+
+    def _settle(self, call: Future[None] | None) -> None:
+        """Wait for the call and for all ranks; PublishError on each of them if it failed."""
+        failure = call.exception() if call else None
+        found: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, str(failure) if failure else None)
+        for message in found:
+            if message is not None:
+                raise PublishError(message) from failure

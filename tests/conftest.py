@@ -1,0 +1,45 @@
+"""What the whole session shares: SGLang servers, which take a quarter of a minute each to start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from megatron_collab.config import Config
+from megatron_collab.rollout.sglang import SGLangServer
+from tests.helpers import make_model
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server and the folder it was started from; tests that publish change its weights."""
+
+    server: SGLangServer
+    folder: Path
+
+
+def serving_config(folder: Path) -> Config:
+    config = Config()
+    config.launch.device, config.model.path, config.model.dtype = "cpu", str(folder), "float32"
+    config.rollout.server.max_total_tokens = 32768
+    config.rollout.server.start_timeout = 180.0
+    return config
+
+
+@pytest.fixture(scope="session")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Served]]:
+    """Two random Qwen3, untied and tied, whose servers start side by side."""
+    folder = tmp_path_factory.mktemp("served")
+    with ExitStack() as stack:
+        found: dict[str, Served] = {}
+        for name, tied in (("untied", False), ("tied", True)):
+            config = serving_config(make_model(folder / name, tied=tied))
+            server = stack.enter_context(SGLangServer(config, folder / f"{name}.log"))
+            found[name] = Served(server, folder / name)
+        for served in found.values():
+            served.server.wait_healthy(180.0)
+        yield found
