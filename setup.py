@@ -52,7 +52,7 @@ setup(
     license="Apache-2.0",
     python_requires="==3.11.*",
     packages=find_packages(include=["megatron_collab*"]),
-    package_data={"megatron_collab": ["**/*.html", "**/*.jinja"]},
+    package_data={"megatron_collab": ["**/*.j2"]},
     extras_require={
         "cpu": pinned(CPU, "cpu.lock"),
         "gpu": lines("gpu.in"),  # resolved, never run: see requirements/gpu.in

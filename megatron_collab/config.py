@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
-from omegaconf import MISSING, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_collab import device
@@ -161,7 +162,13 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
 
 
-ConfigStore.instance().store(name="schema", node=Config)
+def _schema() -> DictConfig:
+    schema = OmegaConf.structured(Config)
+    OmegaConf.set_struct(schema.reward.weights, False)  # its keys are metrics, which anybody may add
+    return schema
+
+
+ConfigStore.instance().store(name="schema", node=_schema())
 
 
 def load(overrides: Sequence[str]) -> Config:
@@ -220,11 +227,23 @@ def check(config: Config) -> None:
     _one_of("data.world", config.data.world, [None, "booking", "gsm8k"])
     for setting, value in _positive(config):
         _require(value > 0, f"{setting}={value}: must be greater than 0")
-    for name in config.reward.weights:
-        _one_of("a metric in reward.weights", name, metrics.known())
     _check_device(config)
     _check_layout(config)
     _check_files(config)
+    if config.train.stage == "rl":
+        _check_reward(config)
+    _require(
+        config.run.wandb_project is None or find_spec("wandb") is not None,
+        f"run.wandb_project={config.run.wandb_project}: wandb is not installed; pip install wandb, or leave it unset",
+    )
+
+
+def _check_reward(config: Config) -> None:
+    weights = config.reward.weights
+    _require(any(weights.values()), "reward.weights: no metric has a weight; give one, as in reward.weights.accuracy=1")
+    for name in weights:
+        known = metrics.known()
+        _require(name in known, f"reward.weights.{name}: no such metric; known are {', '.join(known)}")
 
 
 def _positive(config: Config) -> list[tuple[str, float]]:

@@ -134,6 +134,16 @@ def test_a_dataset_row_without_a_prompt(capsys: pytest.CaptureFixture[str], tmp_
     assert "data.train" in line and "prompt" in line
 
 
+def test_a_metric_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    line = refused(capsys, "experiment=booking", "reward.weights.helpfulness=1")
+    assert "reward.weights.helpfulness: no such metric" in line and "booking_right" in line
+
+
+def test_a_reward_of_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path) -> None:
+    line = refused(capsys, *given(tmp_path, model, [ROW], "train.stage=rl"))
+    assert "reward.weights: no metric has a weight" in line
+
+
 def test_fp8_without_transformer_engine(capsys: pytest.CaptureFixture[str], booking: list[str]) -> None:
     line = refused(capsys, *booking, "model.fp8=hybrid")
     assert "model.fp8=hybrid: needs TransformerEngine" in line and "model.fp8=null" in line
