@@ -1,4 +1,4 @@
-"""Progress bars with rates and time left; in a log file, a line now and then instead."""
+"""Progress bars with rates and time left, on a terminal; a log file has the lines of the steps."""
 
 from __future__ import annotations
 
@@ -9,18 +9,16 @@ from tqdm import tqdm
 
 
 def progress(title: str, total: int, unit: str = "task", done: int = 0, keep: bool = False) -> tqdm:
-    """A bar (context manager, `.update(n)`) on stderr; without a terminal it prints every 10 seconds at most."""
-    interactive = sys.stderr.isatty()
+    """A bar (context manager, `.update(n)`) on stderr; nothing where stderr is no terminal."""
     return tqdm(
         total=total,
         desc=title,
         unit=unit,
         initial=done,
         leave=keep,
-        dynamic_ncols=interactive,
-        mininterval=0.2 if interactive else 10.0,
-        maxinterval=10.0,
-        delay=0.0 if interactive else 10.0,
+        dynamic_ncols=True,
+        mininterval=0.2,
+        disable=not sys.stderr.isatty(),
     )
 
 

@@ -17,6 +17,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
@@ -52,6 +53,7 @@ class Run:
         self.folder = Path(config.run.dir)
         self.leader = launch.global_rank() == 0
         self._seconds_before = float(state.get("seconds", 0.0))
+        self._start, self._began = start, time.monotonic()
         self._last_line = 0.0
         if not self.leader:
             return
@@ -92,7 +94,7 @@ class Run:
         last = step + 1 == self.config.train.steps
         if last or time.monotonic() - self._last_line >= 1:  # faster steps would hide the bar
             self._last_line = time.monotonic()
-            tqdm.write(line(step, self.config.train.steps, metrics))
+            tqdm.write(f"{line(step, self.config.train.steps, metrics)} | {self._left(step + 1)} left")
 
     def transcripts(self, step: int, groups: Sequence[Group]) -> None:
         _append(self.folder / "transcripts.jsonl", [{"step": step, **row} for row in _rows(groups)])
@@ -124,6 +126,11 @@ class Run:
         draft = self.folder / "result.json.tmp"
         draft.write_text(json.dumps(result, indent=2) + "\n")
         draft.replace(self.folder / launch.FINISHED)
+
+    def _left(self, done: int) -> str:
+        """Time until the last step, at the mean rate since this start."""
+        rate = (time.monotonic() - self._began) / (done - self._start)
+        return str(timedelta(seconds=round(rate * (self.config.train.steps - done))))
 
     def _seconds(self) -> float:
         """Seconds this run has taken over all its starts, from the start of torchrun on."""
