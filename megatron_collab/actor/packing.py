@@ -53,12 +53,15 @@ def collate(samples: Sequence[Sample], indices: MicroBatch, shape: tuple[int, in
     """One micro-batch, padded with zeros to `shape` [b, s].
 
     `token_ids`, `labels` (the next token) and `position_ids` are int64 [b, s]; `loss_mask`, `advantages` and
-    `log_probs` float32 [b, s], shifted so that position i speaks of label i.
+    `log_probs` float32 [b, s], shifted so that position i speaks of label i. ValueError where a sequence's
+    first token is to be trained: nothing predicts it.
     """
     batch = {name: np.zeros(shape, np.int64) for name in ("token_ids", "labels")}
     batch |= {name: np.zeros(shape, np.float32) for name in ("loss_mask", "advantages", "log_probs")}
     for row, index in enumerate(indices):
         sample = samples[index]
+        if sample.loss_mask[0] != 0:
+            raise ValueError(f"sample {index}: its first token is to be trained, but nothing stands before it")
         filled = (row, slice(0, len(sample.token_ids) - 1))
         batch["token_ids"][filled] = sample.token_ids[:-1]
         batch["labels"][filled] = sample.token_ids[1:]

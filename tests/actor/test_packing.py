@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from megatron_collab.actor.packing import collate, plan
 from megatron_collab.types import Sample
@@ -43,3 +44,9 @@ def test_position_i_speaks_of_label_i():
     assert batch["log_probs"].tolist() == [[0, -1.5, 0, 0], [0, 0, 0, 0]]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 3], [0, 1, 2, 3]]
     assert {array.dtype.str for array in batch.values()} == {"<i8", "<f4"}
+
+
+def test_a_first_token_cannot_be_trained():
+    sample = Sample(np.array([5, 6], np.int64), *(np.ones(2, np.float32) for _ in range(3)))
+    with pytest.raises(ValueError, match="first token"):
+        collate([sample], (0,), (1, 1))

@@ -1,0 +1,125 @@
+"""What the tests of updates and checkpoints share: ranks as processes, a tiny model, samples, a configuration."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from megatron_collab.config import Config
+from megatron_collab.publish import hf_map
+from megatron_collab.types import Sample
+from tests.helpers import free_port
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+TIMEOUT = 150
+HF = {
+    "model_type": "qwen3",
+    "vocab_size": 301,  # not divisible by 2: with tensor parallelism there is a row of padding
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 256,
+}
+
+
+def run_ranks(module: str, ranks: int, arguments: list[str], groups: int = 1) -> None:
+    """Run `python -m tests.actor.MODULE ARGUMENTS` as `ranks` ranks that make `groups` process groups in turn."""
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+        "CUDA_VISIBLE_DEVICES": "",
+        "MASTER_ADDR": "127.0.0.1",
+        "WORLD_SIZE": str(ranks),
+        "PORTS": " ".join(str(free_port()) for _ in range(groups)),
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", f"tests.actor.{module}", *arguments],
+            cwd=REPOSITORY,
+            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    deadline = time.monotonic() + TIMEOUT
+    try:
+        outputs = [process.communicate(timeout=max(0.1, deadline - time.monotonic()))[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in processes] == [0] * ranks, "\n".join(outputs)[-4000:]
+
+
+_ports = iter(os.environ.get("PORTS", "").split())
+
+
+@contextmanager
+def process_group(config: Config) -> Iterator[None]:
+    """In a rank: the next process group, which all ranks enter together."""
+    from megatron_collab.actor import model
+
+    os.environ["MASTER_PORT"] = next(_ports)
+    with model.init_parallel(config):
+        yield
+
+
+def make_model(folder: Path, seed: int = 0) -> Path:
+    """Write a random Hugging Face folder, weights only."""
+    rng = np.random.default_rng(seed)
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(HF))
+    shapes = hf_map.hf_shapes(hf_map.ModelShape.from_hf(HF))
+    tensors = {name: rng.normal(float(len(s) == 1), 0.2, s).astype(np.float32) for name, s in shapes.items()}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def make_samples(count: int, seed: int) -> tuple[Sample, ...]:
+    """Random sequences of 6 to 24 tokens; what is trained begins anywhere after the first token."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for length in rng.integers(6, 25, size=count):
+        mask = (np.arange(length) >= rng.integers(1, length)).astype(np.float32)
+        samples.append(
+            Sample(
+                token_ids=rng.integers(0, HF["vocab_size"], size=length),
+                loss_mask=mask,
+                advantages=mask * np.float32(rng.normal()),
+                log_probs=mask * -rng.exponential(size=length).astype(np.float32),
+            )
+        )
+    return tuple(samples)
+
+
+def make_config(folder: Path, settings: Mapping[str, object]) -> Config:
+    """A configuration where every term of the update matters, with `settings` by their dotted names."""
+    config = Config()
+    config.launch.device, config.launch.timeout = "cpu", 60.0
+    config.model.path, config.model.dtype = str(folder), "float32"
+    config.train.steps = 10
+    config.rollout.temperature = 0.8
+    config.optim.lr, config.optim.warmup_steps, config.optim.weight_decay = 1e-3, 2, 0.1
+    config.optim.clip_grad, config.algo.kl_coef = 0.5, 0.1
+    for name, value in settings.items():
+        group, option = name.split(".")
+        assert hasattr(getattr(config, group), option), name
+        setattr(getattr(config, group), option, value)
+    return config

@@ -1,0 +1,163 @@
+"""The update: its loss and gradient from first principles, and the same in every layout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_collab.actor import model as policies
+from megatron_collab.actor.actor import Actor
+from megatron_collab.config import Config
+from megatron_collab.types import Batch, Sample
+from tests.actor.ranks import make_config, make_model, make_samples, run_ranks
+from tests.actor.update_worker import LAYOUTS, STAGES, train
+
+SAMPLES = make_samples(11, seed=1)
+Maker = Callable[..., Actor]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("update") / "model")
+
+
+@pytest.fixture(scope="module")
+def layouts(folder: Path) -> dict[str, dict]:
+    """By layout and stage, what `train` found on two ranks."""
+    out = folder.parent / "found.json"
+    run_ranks("update_worker", 2, [str(folder), str(out)], groups=len(LAYOUTS))
+    return json.loads(out.read_text())
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path, one_rank: Config) -> dict[str, dict]:
+    return {stage: train(folder, STAGES[stage]) for stage in STAGES}
+
+
+@pytest.fixture
+def make_actor(folder: Path, one_rank: Config) -> Maker:
+    def make(**settings: object) -> Actor:
+        config = make_config(folder, {name.replace("__", "."): value for name, value in settings.items()})
+        policy, _ = policies.load(config)
+        return Actor(config, policy, policies.frozen_copy(policy) if config.algo.kl_coef else None)
+
+    return make
+
+
+def assert_same_training(found: dict, expected: dict) -> None:
+    # Adam divides by the gradient's own size, so differences of the last bit grow with the steps.
+    for tolerance, updated, wanted in zip((2e-6, 1e-5, 1e-5), found["metrics"], expected["metrics"], strict=True):
+        assert updated.keys() == wanted.keys()
+        for name in wanted:
+            assert updated[name] == pytest.approx(wanted[name], rel=tolerance, abs=2e-6), name
+    for row, wanted in zip(found["log_probs"], expected["log_probs"], strict=True):
+        np.testing.assert_allclose(row, wanted, atol=2e-5)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_trains_the_same(layouts: dict, alone: dict, layout: str, stage: str) -> None:
+    assert_same_training(layouts[f"{layout} {stage}"], alone[stage])
+
+
+@pytest.mark.parametrize("budget", [1, 60])
+def test_micro_batches_do_not_matter(folder: Path, alone: dict, budget: int) -> None:
+    assert_same_training(train(folder, {"train.tokens_per_micro_batch": budget}), alone["rl"])
+
+
+def test_training_moves_the_policy_and_the_clip_is_met(alone: dict) -> None:
+    first, _, last = alone["rl"]["metrics"]
+    assert first["kl"] == 0.0 and last["kl"] > 1e-3
+    assert first["ratio_max_deviation"] == 0.0 and first["ratio_mean"] == 1.0
+    mini = alone["rl-mini"]["metrics"][-1]
+    assert 0.0 < mini["clip_fraction"] < 1.0 and mini["ratio_max_deviation"] > 0.02
+    assert alone["sft"]["metrics"][-1]["loss"] < alone["sft"]["metrics"][0]["loss"]
+
+
+def torch_log_probs(actor: Actor, sample: Sample, temperature: float) -> torch.Tensor:
+    """Log-probs of tokens 1… of one sequence, without Megatron's schedule, cross-entropy or padding."""
+    tokens = torch.from_numpy(sample.token_ids)[None]
+    logits = actor.policy(tokens[:, :-1], torch.arange(tokens.shape[1] - 1)[None], None)
+    return (logits / temperature).log_softmax(-1).gather(-1, tokens[:, 1:, None])[0, :, 0]
+
+
+def gradient_norm(actor: Actor, loss: torch.Tensor) -> float:
+    actor.model.zero_grad_buffer()
+    loss.backward()
+    return torch.stack([parameter.main_grad.norm() for parameter in actor.policy.parameters()]).norm().item()
+
+
+def test_policy_update_is_that_of_the_token_mean(make_actor: Maker) -> None:
+    actor = make_actor()
+    found = [torch_log_probs(actor, sample, temperature=0.8) for sample in SAMPLES]
+    mask, advantages, engine = (
+        torch.cat([torch.from_numpy(getattr(sample, name)[1:]) for sample in SAMPLES])
+        for name in ("loss_mask", "advantages", "log_probs")
+    )
+    log_probs = torch.cat(found)
+    loss = (-(log_probs - log_probs.detach()).exp() * advantages * mask).sum() / mask.sum()
+    expected = gradient_norm(actor, loss)
+
+    metrics = actor.update(Batch(SAMPLES))
+    assert metrics["tokens"] == mask.sum()
+    assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-6)
+    assert metrics["grad_norm"] == pytest.approx(expected, rel=1e-6)
+    difference = (engine - log_probs.detach())[mask > 0]
+    assert metrics["mismatch/max_abs"] == pytest.approx(difference.abs().max().item(), rel=1e-5)
+    k3 = ((-difference).exp() - 1 + difference).mean().item()
+    assert metrics["mismatch/k3"] == pytest.approx(k3, rel=1e-5)
+
+
+def test_supervised_update_is_that_of_the_token_mean(make_actor: Maker) -> None:
+    actor = make_actor(train__stage="sft")
+    mask = torch.cat([torch.from_numpy(sample.loss_mask[1:]) for sample in SAMPLES])
+    log_probs = torch.cat([torch_log_probs(actor, sample, temperature=1.0) for sample in SAMPLES])
+    loss = -(log_probs * mask).sum() / mask.sum()
+    expected = gradient_norm(actor, loss)
+    metrics = actor.update(Batch(SAMPLES))
+    assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-6)
+    assert metrics["grad_norm"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_log_probs_of_every_token(make_actor: Maker) -> None:
+    actor = make_actor()
+    for row, sample in zip(actor.log_probs(SAMPLES), SAMPLES, strict=True):
+        expected = torch_log_probs(actor, sample, temperature=0.8).detach().numpy()
+        assert row.shape == sample.token_ids.shape and row.dtype == np.float32
+        assert row[0] == 0.0
+        np.testing.assert_allclose(row[1:], expected, atol=5e-6)
+
+
+def test_equal_engine_and_trainer_mismatch_is_nothing(make_actor: Maker) -> None:
+    actor = make_actor()
+    rows = actor.log_probs(SAMPLES)
+    exact = [
+        Sample(sample.token_ids, sample.loss_mask, sample.advantages, row * sample.loss_mask)
+        for sample, row in zip(SAMPLES, rows, strict=True)
+    ]
+    metrics = actor.update(Batch(tuple(exact)))
+    assert metrics["mismatch/max_abs"] < 1e-5
+    assert abs(metrics["mismatch/k3"]) < 1e-6
+
+
+def test_without_a_reference_there_is_no_kl(make_actor: Maker) -> None:
+    assert "kl" not in make_actor(algo__kl_coef=0.0).update(Batch(SAMPLES))
+
+
+def test_nothing_to_train_is_refused(make_actor: Maker) -> None:
+    idle = Sample(*(np.zeros(5, dtype) for dtype in (np.int64, np.float32, np.float32, np.float32)))
+    with pytest.raises(ValueError, match="no trained token"):
+        make_actor().update(Batch((idle, idle)))
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run(make_actor: Maker) -> None:
+    actor = make_actor()
+    with torch.no_grad():
+        next(actor.policy.parameters()).fill_(float("nan"))
+    with pytest.raises(FloatingPointError, match=r"optim\.lr"):
+        actor.update(Batch(SAMPLES))

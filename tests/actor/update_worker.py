@@ -1,0 +1,55 @@
+"""One rank of test_actor.py: `update_worker FOLDER OUT`; FOLDER is the model, rank 0 writes OUT, JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_collab.actor import model as policies
+from megatron_collab.actor.actor import Actor
+from megatron_collab.types import Batch
+from tests.actor.ranks import make_config, make_samples, process_group
+
+LAYOUTS: dict[str, dict[str, object]] = {
+    "tp2": {"parallel.tp": 2},
+    "tp2-sp": {"parallel.tp": 2, "parallel.sequence_parallel": True, "train.tokens_per_micro_batch": 80},
+    "pp2": {"parallel.pp": 2, "train.tokens_per_micro_batch": 80},
+    "dp2": {"train.tokens_per_micro_batch": 50},
+}
+STAGES: dict[str, dict[str, object]] = {
+    "rl": {},
+    "rl-mini": {"algo.mini_batches": 3, "algo.clip_low": 0.01, "algo.clip_high": 0.02},
+    "sft": {"train.stage": "sft"},
+}
+
+
+def train(folder: Path, settings: Mapping[str, object]) -> dict[str, object]:
+    """Inside a process group: metrics of three updates on two batches, and the log-probs after them."""
+    config = make_config(folder, settings)
+    policy, _ = policies.load(config)
+    actor = Actor(config, policy, policies.frozen_copy(policy))
+    batches = [Batch(make_samples(11, seed)) for seed in (1, 2, 1)]
+    metrics = [actor.update(batch) for batch in batches]
+    found = {"metrics": metrics, "log_probs": [row.tolist() for row in actor.log_probs(batches[0].samples)]}
+    everywhere: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, found)
+    assert all(other == found for other in everywhere), "the ranks disagree"
+    return found
+
+
+def main(folder: Path, out: Path) -> None:
+    found = {}
+    for layout, settings in LAYOUTS.items():
+        with process_group(make_config(folder, settings)):
+            found |= {f"{layout} {stage}": train(folder, settings | STAGES[stage]) for stage in STAGES}
+            leader = dist.get_rank() == 0
+    if leader:
+        out.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
