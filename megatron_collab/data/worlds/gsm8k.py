@@ -18,7 +18,7 @@ VOCABULARY = 1024
 CONTEXT = 2048  # tokens
 
 # A sentence ends at . ? or ! (and what closes a quotation) before white space.
-_BOUNDARY = re.compile(r"(?<=[.?!])[\"'”’)]*\s+")
+_BOUNDARY = re.compile(r"(?<=[.?!])[\"'\u201d\u2019)]*\s+")
 # Points that end no sentence.
 _ABBREVIATION = re.compile(r"\b(?:Mr|Mrs|Ms|Dr|St|Prof|vs)\.\s*$")
 _ANSWERED = re.compile(r"\\boxed\{|\banswer is\b", re.IGNORECASE)
