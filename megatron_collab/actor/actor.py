@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -232,4 +233,4 @@ class Actor:
 def _split(samples: Sequence[Sample], parts: int) -> list[Sequence[Sample]]:
     """`samples` in order, cut into at most `parts` pieces of nearly the same size."""
     bounds = np.linspace(0, len(samples), min(parts, len(samples)) + 1).round().astype(int).tolist()
-    return [samples[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
+    return [samples[start:end] for start, end in pairwise(bounds)]

@@ -56,7 +56,7 @@ def collate(samples: Sequence[Sample], indices: MicroBatch, shape: tuple[int, in
     `log_probs` float32 [b, s], shifted so that position i speaks of label i. ValueError where a sequence's
     first token is to be trained: nothing predicts it.
     """
-    batch = {name: np.zeros(shape, np.int64) for name in ("token_ids", "labels")}
+    batch: dict[str, np.ndarray] = {name: np.zeros(shape, np.int64) for name in ("token_ids", "labels")}
     batch |= {name: np.zeros(shape, np.float32) for name in ("loss_mask", "advantages", "log_probs")}
     for row, index in enumerate(indices):
         sample = samples[index]
