@@ -84,18 +84,24 @@ class _BadRow(ValueError):
 
 def _rows(path: Path, setting: str) -> list[dict[str, Any]]:
     datasets.disable_progress_bars()
-    read = datasets.Dataset.from_parquet if path.suffix == ".parquet" else datasets.Dataset.from_json
+    parquet = path.suffix == ".parquet"
+    read = datasets.Dataset.from_parquet if parquet else datasets.Dataset.from_json
     # The library's cache would go by the file's name and be left in the home folder.
     with tempfile.TemporaryDirectory() as cache:
         try:
-            rows = read(str(path), cache_dir=cache, keep_in_memory=True).to_list()
+            blank = not parquet and _is_blank(path)  # which the library's reader does not survive
+            rows = [] if blank else read(str(path), cache_dir=cache, keep_in_memory=True).to_list()
         except DatasetGenerationError as error:
-            raise ValueError(
-                f"{setting}={path}: cannot be read ({error.__cause__ or error}); give JSONL or Parquet"
-            ) from error
+            reason = error.__cause__ or error
+            raise ValueError(f"{setting}={path}: cannot be read ({reason}); give JSONL or Parquet") from error
     if not rows:
         raise ValueError(f"{setting}={path}: has no rows")
     return rows
+
+
+def _is_blank(path: Path) -> bool:
+    with path.open() as lines:
+        return not any(line.strip() for line in lines)
 
 
 def _checked(make: Any, row: Row, setting: str, path: Path, number: int) -> Any:

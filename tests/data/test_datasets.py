@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import datasets
+import pytest
+
+from megatron_collab.data.datasets import Cursor, check_rows, load_conversations, load_tasks, task_row, write_jsonl
+from megatron_collab.types import Message, Task
+
+HI, HELLO = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
+ROW = {"prompt": [HI], "goal": "g", "answer": "5", "user": "booking"}
+
+
+def file(folder: Path, rows: list[dict]) -> Path:
+    path = folder / "rows.jsonl"
+    write_jsonl(path, rows)
+    return path
+
+
+def test_a_task_is_read_as_it_was_written(tmp_path: Path) -> None:
+    messages = (Message("user", "hi"), Message("assistant", "hello"), Message("user", "five, \u00fcber 5"))
+    written = [
+        Task("a", messages, '{"people": "5"}', "5", "booking", {"level": 3}),
+        Task("b", messages[:1], "g", "", "gsm8k"),
+    ]
+    assert load_tasks(file(tmp_path, [task_row(task) for task in written])) == written
+
+
+def test_jsonl_and_parquet_hold_the_same_tasks(tmp_path: Path) -> None:
+    rows = [ROW | {"id": str(i)} for i in range(5)]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    assert load_tasks(tmp_path / "rows.parquet") == load_tasks(file(tmp_path, rows))
+
+
+def test_a_changed_file_of_the_same_name_is_read_again(tmp_path: Path) -> None:
+    assert len(load_tasks(file(tmp_path, [ROW]))) == 1
+    assert len(load_tasks(file(tmp_path, [ROW, ROW]))) == 2
+
+
+def test_a_row_without_an_id_has_its_number(tmp_path: Path) -> None:
+    assert [task.id for task in load_tasks(file(tmp_path, [ROW, ROW]))] == ["0", "1"]
+
+
+def test_conversations(tmp_path: Path) -> None:
+    system = {"role": "system", "content": "s"}
+    path = file(tmp_path, [{"messages": [HI, HELLO, HI, HELLO]}, {"messages": [system, HI, HELLO]}])
+    assert [[message.role for message in messages] for messages in load_conversations(path)] == [
+        ["user", "assistant", "user", "assistant"],
+        ["system", "user", "assistant"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"prompt": None}, "no prompt"),
+        ({"prompt": []}, "no prompt"),
+        ({"prompt": "hi"}, "prompt is not a list"),
+        ({"prompt": [HI, HELLO]}, "its last message must be the user's"),
+        ({"prompt": [{"role": "human", "content": "hi"}]}, "role 'human'"),
+        ({"prompt": [{"role": "user", "content": " "}]}, "message without content"),
+        ({"goal": None}, "no goal"),
+        ({"goal": ""}, "goal is not a string with content"),
+    ],
+)
+def test_a_bad_task_is_refused_by_file_and_row(tmp_path: Path, change: dict, fault: str) -> None:
+    path = file(tmp_path, [ROW | change])
+    with pytest.raises(ValueError) as refusal:
+        check_rows(path, "rl", "data.eval")
+    assert str(refusal.value).startswith(f"data.eval={path} row 0: ") and fault in str(refusal.value)
+
+
+def test_the_number_of_the_bad_row_is_given(tmp_path: Path) -> None:
+    rows = [ROW] * 17 + [{key: value for key, value in ROW.items() if key != "prompt"}]
+    with pytest.raises(ValueError, match="row 17: no prompt"):
+        check_rows(file(tmp_path, rows), "rl")
+
+
+@pytest.mark.parametrize("messages", [[HI], [HELLO], [HI, HI, HELLO], [HI, HELLO, HI], []])
+def test_a_conversation_out_of_turn_is_refused(tmp_path: Path, messages: list[dict]) -> None:
+    rows = [{"messages": [HI, HELLO]}, {"messages": messages}]
+    with pytest.raises(ValueError, match=r"row 1: .*messages"):
+        check_rows(file(tmp_path, rows), "sft")
+
+
+@pytest.mark.parametrize("text", ["", "\n", "{broken\n", json.dumps(ROW)[:-4]])
+def test_a_file_that_is_no_data_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=f"data.train={path}: "):
+        load_tasks(path)
+
+
+def test_every_epoch_takes_every_row_once_in_another_order() -> None:
+    cursor = Cursor(10, seed=3)
+    taken = [i for step in range(8) for i in cursor.batch(step, 5)]
+    epochs = [taken[at : at + 10] for at in range(0, 40, 10)]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+    assert Cursor(10, seed=4).batch(0, 10) != epochs[0]
+
+
+def test_a_batch_depends_on_its_step_alone() -> None:
+    first, again = Cursor(10, seed=3), Cursor(10, seed=3)
+    in_order = [first.batch(step, 4) for step in range(6)]
+    assert [again.batch(step, 4) for step in (5, 0, 3)] == [in_order[5], in_order[0], in_order[3]]
