@@ -26,7 +26,7 @@ def serving_config(folder: Path) -> Config:
     config = Config()
     config.launch.device, config.model.path, config.model.dtype = "cpu", str(folder), "float32"
     config.rollout.server.max_total_tokens = 32768
-    config.rollout.server.start_timeout = 180.0
+    config.rollout.server.start_timeout = 400.0
     return config
 
 
@@ -41,5 +41,5 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Serv
             server = stack.enter_context(SGLangServer(config, folder / f"{name}.log"))
             found[name] = Served(server, folder / name)
         for served in found.values():
-            served.server.wait_healthy(180.0)
+            served.server.wait_healthy(400.0)
         yield found

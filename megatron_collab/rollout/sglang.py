@@ -54,7 +54,7 @@ class SGLangServer:
         """Start serving model.path; the output of the server goes to `log`. Raises ServerError for a busy port."""
         self.config = config
         self.tp = config.rollout.server.tp
-        self.api_key = secrets.token_urlsafe(32)
+        self.api_key = secrets.token_hex(32)
         self.log = log
         port = _bindable(config.rollout.server.port)
         self.url = f"http://{HOST}:{port}"

@@ -9,8 +9,14 @@ from __future__ import annotations
 import os
 import sys
 
-from megatron_collab.sglang_cpu import parts
+from megatron_collab.processes import die_with_parent
 from megatron_collab.sglang_cpu.key import KEY_VARIABLE
+
+if __name__ == "__mp_main__":
+    # SGLang's processes see to this themselves, but only after imports that take many seconds.
+    die_with_parent()
+
+from megatron_collab.sglang_cpu import parts  # noqa: E402 (imports torch)
 
 parts.install()
 

@@ -1,0 +1,193 @@
+"""The real server: seeds decide samples, log-probs are the model's, keys are asked for, processes end."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import numpy as np
+import pytest
+
+from megatron_collab.rollout.sglang import EngineError, ServerError, SGLangClient, SGLangServer
+from megatron_collab.types import Finish, Turn
+from tests.conftest import Served, serving_config
+from tests.helpers import make_model
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PROMPTS = [tuple(row) for row in np.random.default_rng(0).integers(3, 500, (40, 24)).tolist()]
+
+
+def sample(server: SGLangServer, requests: list[tuple[tuple[int, ...], int]], at_once: bool, tokens: int = 12) -> list[Turn]:
+    """One turn for each (prompt, seed), all in flight together or one after the other."""
+
+    async def run() -> list[Turn]:
+        client = SGLangClient(server.url, server.api_key, 60.0)
+        calls = [
+            client.generate(prompt, max_new_tokens=tokens, temperature=1.0, seed=seed) for prompt, seed in requests
+        ]
+        try:
+            return await asyncio.gather(*calls) if at_once else [await call for call in calls]
+        finally:
+            await client.close()
+
+    return asyncio.run(run())
+
+
+@pytest.fixture
+def server(servers: dict[str, Served]) -> SGLangServer:
+    return servers["untied"].server
+
+
+def test_a_seed_decides_the_sample_whatever_the_batch(server: SGLangServer) -> None:
+    requests = [(prompt, 100 + i) for i, prompt in enumerate(PROMPTS)]
+    alone = sample(server, requests[:6], at_once=False)
+    together = sample(server, requests, at_once=True)
+    reordered = sample(server, requests[::-1], at_once=True)[::-1]
+    # equal to the last bit, log-probs included
+    assert together[:6] == alone
+    assert reordered == together
+
+
+def test_a_seed_decides_the_sample_whatever_is_cached(server: SGLangServer) -> None:
+    first = sample(server, [(prompt, i) for i, prompt in enumerate(PROMPTS)], at_once=True)
+    longer = [(turn.prompt_ids + turn.token_ids + (9, 9), i) for i, turn in enumerate(first)]
+    after_their_prefix = sample(server, longer, at_once=True)
+    sample(server, [(prompt[::-1], 7) for prompt in PROMPTS], at_once=True)
+    assert sample(server, longer, at_once=True) == after_their_prefix
+
+
+def test_another_seed_gives_another_sample(server: SGLangServer) -> None:
+    turns = sample(server, [(PROMPTS[0], seed) for seed in range(40)], at_once=True)
+    assert len({turn.token_ids for turn in turns}) == 40
+
+
+def test_samples_follow_the_log_probs(server: SGLangServer) -> None:
+    count = 3000
+    turns = sample(server, [(PROMPTS[1], seed) for seed in range(count)], at_once=True, tokens=1)
+    probability = {turn.token_ids[0]: math.exp(turn.log_probs[0]) for turn in turns}
+    seen = Counter(turn.token_ids[0] for turn in turns)
+    frequent = [token for token in seen if probability[token] * count >= 10]
+    assert len(frequent) > 20
+    # Tokens of small probability are pooled, those never seen included.
+    expected = [probability[token] * count for token in frequent]
+    observed = [seen[token] for token in frequent]
+    expected.append(count - sum(expected))
+    observed.append(count - sum(observed))
+    statistic = sum((o - e) ** 2 / e for o, e in zip(observed, expected, strict=True))
+    freedom = len(frequent)
+    assert abs(statistic - freedom) < 5 * math.sqrt(2 * freedom)
+
+
+def test_a_turn_ends_at_its_budget_or_with_its_end(server: SGLangServer) -> None:
+    turns = sample(server, [(prompt, i) for i, prompt in enumerate(PROMPTS)] * 8, at_once=True, tokens=60)
+    for turn in turns:
+        ended = turn.token_ids[-1] == 2
+        assert turn.finish is (Finish.STOP if ended else Finish.LENGTH)
+        assert ended or len(turn.token_ids) == 60
+        assert 2 not in turn.token_ids[:-1]
+        assert "<|im_end|>" not in turn.text
+    assert {turn.finish for turn in turns} == {Finish.STOP, Finish.LENGTH}
+
+
+@pytest.mark.parametrize(
+    "path", ["/begin_weight_update", "/update_weights_from_tensor", "/update_weights_from_disk", "/generate"]
+)
+@pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}])
+def test_nothing_is_served_without_the_key(server: SGLangServer, path: str, headers: dict[str, str]) -> None:
+    request = Request(server.url + path, b"{}", {"Content-Type": "application/json", **headers})
+    with pytest.raises(HTTPError) as refused:
+        urlopen(request, timeout=10)
+    assert refused.value.code == 401
+
+
+def test_a_wrong_key_is_an_engine_error(server: SGLangServer) -> None:
+    async def run() -> None:
+        client = SGLangClient(server.url, "wrong", 10.0)
+        try:
+            await client.generate((5, 6), max_new_tokens=1, temperature=1.0, seed=0)
+        finally:
+            await client.close()
+
+    with pytest.raises(EngineError, match="401"):
+        asyncio.run(run())
+
+
+def test_the_key_is_in_no_argument_and_no_log(servers: dict[str, Served]) -> None:
+    for served in servers.values():
+        server = served.server
+        for process in group(server.process.pid):
+            assert server.api_key not in Path(f"/proc/{process}/cmdline").read_text()
+        assert server.api_key not in server.log.read_text()
+
+
+def test_a_busy_port_is_one_line_that_names_the_setting(tmp_path: Path) -> None:
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        config = serving_config(tmp_path)
+        config.rollout.server.port = busy.getsockname()[1]
+        with pytest.raises(ServerError, match=r"^rollout\.server\.port=\d+: address already in use; choose another.*$"):
+            SGLangServer(config, tmp_path / "log")
+
+
+def test_a_server_that_dies_shows_its_last_words(tmp_path: Path) -> None:
+    with SGLangServer(serving_config(tmp_path / "no-model"), tmp_path / "log") as server:
+        with pytest.raises(ServerError, match=r"SGLang ended with code 1; the end of .*log:(.|\n)*no-model"):
+            server.wait_healthy(120.0)
+        assert not server.alive()
+
+
+def group(leader: int) -> list[int]:
+    """Processes of the group that have not ended."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            state = (process / "stat").read_text().rpartition(")")[2].split()[0]
+            if os.getpgid(int(process.name)) == leader and state != "Z":
+                found.append(int(process.name))
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return found
+
+
+def wait_until(holds: object, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if holds():
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_a_killed_trainer_takes_its_server_along(tmp_path: Path) -> None:
+    make_model(tmp_path / "model")
+    code = (
+        "import time\nfrom pathlib import Path\nfrom tests.conftest import serving_config\n"
+        "from megatron_collab.rollout.sglang import SGLangServer\n"
+        f"folder = Path({str(tmp_path)!r})\n"
+        "print(SGLangServer(serving_config(folder / 'model'), folder / 'log').process.pid, flush=True)\n"
+        "time.sleep(600)"
+    )
+    trainer = subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+    try:
+        assert trainer.stdout is not None
+        leader = int(trainer.stdout.readline())
+        # SGLang, its resource tracker, the scheduler, the detokenizer
+        assert wait_until(lambda: len(group(leader)) == 4, 120)
+        trainer.send_signal(signal.SIGKILL)
+        assert wait_until(lambda: not group(leader), 30)
+    finally:
+        trainer.kill()
+        trainer.wait()
+        for process in group(leader):
+            os.kill(process, signal.SIGKILL)

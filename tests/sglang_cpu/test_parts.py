@@ -1,0 +1,90 @@
+"""The missing parts: supplied where they are missing, right where they compute, absent where the real one is."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_collab.sglang_cpu import deterministic, parts, sgl_kernel
+
+MASK = 0xFFFFFFFF
+
+
+def murmur3(blocks: list[int]) -> int:
+    """MurmurHash3_x86_32 of whole 32-bit blocks with seed 0, from its definition."""
+
+    def rotate(value: int, bits: int) -> int:
+        return ((value << bits) | (value >> (32 - bits))) & MASK
+
+    state = 0
+    for block in blocks:
+        block = rotate(block * 0xCC9E2D51 & MASK, 15) * 0x1B873593 & MASK
+        state = (rotate(state ^ block, 13) * 5 + 0xE6546B64) & MASK
+    state ^= 4 * len(blocks)
+    state = (state ^ state >> 16) * 0x85EBCA6B & MASK
+    state = (state ^ state >> 13) * 0xC2B2AE35 & MASK
+    return state ^ state >> 16
+
+
+def test_the_hash_is_murmur3_of_seed_position_and_column() -> None:
+    seeds = [0, 1, 2**32 - 1, 2**63 + 12345, 2**64 - 1]
+    positions = [0, 1, 77, 2**20, 4095]
+    columns = [0, 1, 511, 151935]
+    found = torch.ops.sgl_kernel.murmur_hash32_cpu(
+        torch.tensor(seeds, dtype=torch.uint64), torch.tensor(positions), torch.tensor(columns)
+    )
+    assert found.dtype == torch.uint32
+    for row, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
+        expected = [murmur3([seed & MASK, seed >> 32, position, column]) for column in columns]
+        assert found[row].tolist() == expected
+
+
+def test_requests_get_their_cache_slots() -> None:
+    table = torch.zeros(3, 6, dtype=torch.int32)
+    sgl_kernel.assign_req_to_token_pool_cpu(
+        torch.tensor([2, 0]), table, torch.tensor([1, 0]), torch.tensor([3, 4]), torch.tensor([7, 8, 1, 2, 3, 4])
+    )
+    assert table.tolist() == [[1, 2, 3, 4, 0, 0], [0] * 6, [0, 7, 8, 0, 0, 0]]
+    with pytest.raises(NotImplementedError, match=r"sgl_kernel\.moe_align"):
+        sgl_kernel.moe_align()
+
+
+@pytest.mark.parametrize("sizes", [(128, 256), (64, 512), (256, 128), (1024, 300)])
+def test_a_row_of_a_product_does_not_depend_on_the_others(sizes: tuple[int, int]) -> None:
+    inner, outer = sizes
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(64, inner, generator=generator), torch.randn(outer, inner, generator=generator)
+    full = deterministic.linear(x, weight)
+    for rows in (1, 2, 3, 4, 5, 7, 16, 33):
+        assert torch.equal(deterministic.linear(x[:rows], weight), full[:rows])
+        assert torch.equal(deterministic.matmul(x[:rows], weight.T), full[:rows])
+
+
+def run_python(code: str, *paths: Path) -> str:
+    code = f"import sys; sys.path[:0] = {[str(path) for path in paths]}\n{code}"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+
+def test_a_real_part_wins(tmp_path: Path) -> None:
+    for name in ("triton", "sgl_kernel"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("REAL = True\n")
+    repository = Path(parts.__file__).parents[2]
+    code = (
+        "from megatron_collab.sglang_cpu import parts\nparts.install()\n"
+        "import triton, sgl_kernel\nprint(triton.REAL, sgl_kernel.REAL)"
+    )
+    assert run_python(code, tmp_path, repository).split() == ["True", "True"]
+
+
+def test_torchvision_imports_once_its_operators_are_declared() -> None:
+    repository = Path(parts.__file__).parents[2]
+    code = (
+        "from megatron_collab.sglang_cpu import parts\nparts.install_torchvision_operators()\n"
+        "import sys\nimport torchvision.ops\nprint('triton' in sys.modules)"
+    )
+    assert run_python(code, repository).strip() == "False"
