@@ -4,55 +4,46 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, select_autoescape
+from jinja2 import Environment, PackageLoader
+from matplotlib import rc_context
+from matplotlib.figure import Figure
 
-# Curves: (title, metrics that share the axes)
-CURVES = (
-    ("Reward of the trained turn", ("reward",)),
-    ("Scores", ("score/",)),
-    ("Loss", ("loss",)),
-    ("KL to the first policy", ("kl",)),
-    ("Tokens of the trained turn", ("turn_tokens",)),
-    ("Seconds by stage", ("seconds/",)),
-)
 CONVERSATIONS = 10
+Rows = Sequence[Mapping[str, Any]]
+Series = dict[str, list[tuple[int, float]]]
 
 
 def write(folder: Path) -> Path:
     """Make `folder`/report.html from what is there; the file's path."""
-    evaluations = _json(folder / "evaluations.json") or {}
-    page = Environment(
-        loader=PackageLoader("megatron_collab.observe", "templates"), autoescape=select_autoescape(), trim_blocks=True
-    ).get_template("report.html.j2")
-    rows = _lines(folder / "metrics.jsonl")
-    html = page.render(
+    pages = Environment(loader=PackageLoader("megatron_collab.observe", "templates"), autoescape=True, trim_blocks=True)
+    metrics = _lines(folder / "metrics.jsonl")
+    before, after = _lines(folder / "eval_before.jsonl"), _lines(folder / "eval_after.jsonl")
+    html = pages.get_template("report.html.j2").render(
         name=str(folder),
-        steps=len(rows),
+        steps=len(metrics),
         config=(folder / "config.json").read_text() if (folder / "config.json").exists() else "",
-        table=table(evaluations),
-        curves=[(title, _svg(rows, names)) for title, names in CURVES if _series(rows, names)],
-        pairs=pairs(_lines(folder / "eval_before.jsonl"), _lines(folder / "eval_after.jsonl")),
+        table=table(before, after),
+        counts=(len(before), len(after)),
+        curves=[(title, _svg(series, metrics)) for title, series in curves(metrics)],
+        pairs=pairs(before, after),
     )
-    file = folder / "report.html"
     draft = folder / "report.html.tmp"
     draft.write_text(html)
-    draft.replace(file)
-    return file
+    return draft.replace(folder / "report.html")
 
 
-def table(evaluations: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str, str]]:
-    """Rows (metric, before, after) of the evaluations."""
-    before, after = evaluations.get("before", {}), evaluations.get("after", {})
-    names = [name for name in before | after if name.startswith("score/")] + ["turn_tokens"]
-    shown = [(name.removeprefix("score/"), _number(before.get(name)), _number(after.get(name))) for name in names]
-    return [row for row in shown if row[1:] != ("–", "–")]
+def table(before: Rows, after: Rows) -> list[tuple[str, str, str]]:
+    """(metric, before, after): means over the conversations of an evaluation with their standard errors."""
+    names = sorted({name for row in (*before, *after) for name in row["scores"]})
+    return [(name, _mean(before, name), _mean(after, name)) for name in names]
 
 
-def pairs(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def pairs(before: Rows, after: Rows) -> list[dict[str, Any]]:
     """The same tasks before and after, those whose conversation changed first."""
     later = {row["task"]: row for row in after}
     both = [{"task": row["task"], "before": row, "after": later[row["task"]]} for row in before if row["task"] in later]
@@ -60,46 +51,63 @@ def pairs(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> 
     return both[:CONVERSATIONS]
 
 
-def _series(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, list[tuple[int, float]]]:
-    """Points (step, value) of every metric that is one of `names`, or begins with one that ends in a slash."""
-    series: dict[str, list[tuple[int, float]]] = {}
-    for row in rows:
+def curves(metrics: Rows) -> list[tuple[str, Series]]:
+    """What is drawn: titles with the series that share a pair of axes; what the run does not have is left out."""
+    scores = _series(metrics, "score/")
+    rates = {name: points for name, points in scores.items() if all(0 <= value <= 1 for _, value in points)}
+    found = [
+        ("Reward of the trained turn, with the standard error from its futures", _series(metrics, "reward")),
+        ("Scores of the futures", rates),
+        *((f"Scores of the futures: {name}", {name: scores[name]}) for name in scores if name not in rates),
+        ("Loss", _series(metrics, "loss")),
+        ("KL to the first policy", _series(metrics, "kl")),
+        ("Tokens of the trained turn", _series(metrics, "turn_tokens")),
+        ("Seconds by stage", _series(metrics, "seconds/")),
+    ]
+    return [(title, series) for title, series in found if series]
+
+
+def _series(metrics: Rows, name: str) -> Series:
+    """Points (step, value) of the metric `name`, or of every metric below it where it ends in a slash."""
+    series: Series = {}
+    for row in metrics:
         for key, value in row.items():
-            if value is not None and any(key == name or (name.endswith("/") and key.startswith(name)) for name in names):
-                series.setdefault(key, []).append((row["step"], value))
+            if value is not None and (key == name or (name.endswith("/") and key.startswith(name))):
+                series.setdefault(key.removeprefix(name) or key, []).append((row["step"], value))
     return series
 
 
-def _svg(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 2.6))
-    axes = figure.subplots()
-    for key, points in _series(rows, names).items():
-        axes.plot(*zip(*points, strict=True), label=key.partition("/")[2] or key, linewidth=1.2)
-    if names == ("reward",):
-        values = [(row["step"], row["reward"], row["reward_se"]) for row in rows if row.get("reward") is not None]
-        steps, means, errors = zip(*values, strict=True)
-        low, high = ([m + sign * e for m, e in zip(means, errors, strict=True)] for sign in (-1, 1))
-        axes.fill_between(steps, low, high, alpha=0.2)
-    if len(axes.lines) > 1:
-        axes.legend(frameon=False, fontsize=7)
-    axes.set_xlabel("step", fontsize=8)
-    axes.tick_params(labelsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    stream = io.StringIO()
-    figure.savefig(stream, format="svg", metadata={"Date": None})
+def _svg(series: Series, metrics: Rows) -> str:
+    with rc_context({"svg.fonttype": "none", "font.size": 8}):
+        figure = Figure(figsize=(6, 2.6), layout="constrained")
+        axes = figure.subplots()
+        for name, points in series.items():
+            steps, values = zip(*points, strict=True)
+            axes.plot(steps, values, label=name, linewidth=1.2, marker="." if len(steps) == 1 else None)
+        if "reward" in series:
+            errors = {row["step"]: row.get("reward_se") or 0.0 for row in metrics}
+            low, high = ([value + sign * errors[step] for step, value in series["reward"]] for sign in (-1, 1))
+            axes.fill_between([step for step, _ in series["reward"]], low, high, alpha=0.25)
+        if len(series) > 1:
+            axes.legend(frameon=False, fontsize=7)
+        axes.set_xlabel("step")
+        axes.spines[["top", "right"]].set_visible(False)
+        stream = io.StringIO()
+        figure.savefig(stream, format="svg", metadata={"Date": None})
     text = stream.getvalue()
     return text[text.index("<svg") :]
 
 
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"
-
-
-def _json(file: Path) -> Any:
-    return json.loads(file.read_text()) if file.exists() else None
+def _mean(rows: Rows, name: str) -> str:
+    scores = [row["scores"].get(name) for row in rows]
+    values = [score for score in scores if isinstance(score, int | float)]
+    if not values:
+        return "\u2013"
+    mean = sum(values) / len(values)
+    if len(values) == 1:
+        return f"{mean:.3f}"
+    error = math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values))
+    return f"{mean:.3f} \u00b1 {error:.3f}"
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """The folder of a run: what it writes while it goes, and what it says on the console.
 
     config.json        settings of the run
-    metrics.jsonl      one line a step; a step that is done again replaces its line
+    metrics.jsonl      one line a step; steps that are done again replace theirs
     transcripts.jsonl  every future of every step with its scores
     evaluations.json   means by evaluation; eval_NAME.jsonl holds the conversations
     tensorboard/       the same numbers for TensorBoard
@@ -22,6 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from uuid import uuid4
 
 import psutil
 from filelock import FileLock, Timeout
@@ -63,7 +64,7 @@ class Run:
             self._lock.acquire(timeout=10)  # a run that was just killed may still be going away
         except Timeout:
             raise RuntimeError(f"run.dir={self.folder}: another process trains there; choose another run.dir") from None
-        (self.folder / "config.json").write_text(json.dumps(asdict(config), indent=2) + "\n")
+        _replace(self.folder / "config.json", asdict(config))
         for file in (self.folder / "metrics.jsonl", self.folder / "transcripts.jsonl"):
             _keep(file, lambda row: row["step"] < start)
         self._bar = progress("training", config.train.steps, unit="step", done=start, keep=True)
@@ -97,15 +98,19 @@ class Run:
             tqdm.write(f"{line(step, self.config.train.steps, metrics)} | {self._left(step + 1)} left")
 
     def transcripts(self, step: int, groups: Sequence[Group]) -> None:
-        _append(self.folder / "transcripts.jsonl", [{"step": step, **row} for row in _rows(groups)])
+        """Every future of a step with its scores."""
+        if self.leader:
+            _append(self.folder / "transcripts.jsonl", [{"step": step, **row} for row in _rows(groups)])
 
     def evaluation(self, name: str, step: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
         """One evaluation: its means and its conversations."""
+        if not self.leader:
+            return
         (self.folder / f"eval_{name}.jsonl").unlink(missing_ok=True)
         _append(self.folder / f"eval_{name}.jsonl", _rows(groups))
         file = self.folder / "evaluations.json"
         before = json.loads(file.read_text()) if file.exists() else {}
-        file.write_text(json.dumps({**before, name: {"step": step, **metrics}}, indent=2) + "\n")
+        _replace(file, {**before, name: _plain({"step": step, **metrics})})
         tqdm.write(f"evaluation {name} ({len(groups)} tasks): {_scores(metrics)}")
 
     def finish(self) -> None:
@@ -123,9 +128,7 @@ class Run:
         result["train_minutes"] = round(self._seconds() / 60, 2)
         result["versions"] = {"megatron-collab": __version__, **{name: metadata.version(name) for name in VERSIONS}}
         report.write(self.folder)
-        draft = self.folder / "result.json.tmp"
-        draft.write_text(json.dumps(result, indent=2) + "\n")
-        draft.replace(self.folder / launch.FINISHED)
+        _replace(self.folder / launch.FINISHED, result)
 
     def _left(self, done: int) -> str:
         """Time until the last step, at the mean rate since this start."""
@@ -139,7 +142,7 @@ class Run:
     def _tensorboard(self, start: int) -> Iterator[Callable[[int, Mapping[str, float]], None]]:
         from torch.utils.tensorboard import SummaryWriter
 
-        writer = SummaryWriter(str(self.folder / "tensorboard"), purge_step=start or None)
+        writer = SummaryWriter(str(self.folder / "tensorboard"), purge_step=start)
 
         def write(step: int, metrics: Mapping[str, float]) -> None:
             for name, value in metrics.items():
@@ -157,10 +160,17 @@ class Run:
             project=self.config.run.wandb_project,
             dir=str(self.folder),
             config=asdict(self.config),
-            id=self.folder.name,
+            id=self._wandb_id(),
             resume="allow",
         )
         yield lambda step, metrics: wandb.log(dict(metrics), step=step)
+
+    def _wandb_id(self) -> str:
+        """The name of this run over all its starts."""
+        file = self.folder / "wandb_id"
+        if not file.exists():
+            file.write_text(uuid4().hex)
+        return file.read_text()
 
 
 def line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
@@ -213,11 +223,19 @@ def _append(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """JSON lines; a number that is none (NaN) becomes null, which is what JSON has."""
     with file.open("a") as stream:
         for row in rows:
-            stream.write(json.dumps({key: _finite(value) for key, value in row.items()}) + "\n")
+            stream.write(json.dumps(_plain(row)) + "\n")
 
 
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the numbers that JSON does not have."""
+    return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
+
+
+def _replace(file: Path, content: Mapping[str, Any]) -> None:
+    """Write JSON such that a reader, or a next start, finds the old or the new file, never half of one."""
+    draft = file.with_suffix(".tmp")
+    draft.write_text(json.dumps(content, indent=2) + "\n")
+    draft.replace(file)
 
 
 def _keep(file: Path, holds: Callable[[dict[str, Any]], bool]) -> None:

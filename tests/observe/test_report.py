@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from megatron_collab.observe import report
+
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "report.py"
+
+
+def conversation(task: int, reply: str, right: float) -> dict:
+    messages = [{"role": "user", "content": "a table ."}, {"role": "assistant", "content": reply}]
+    return {"task": f"t-{task}", "ending": "user_done", "error": "", "messages": messages, "scores": {"right": right}}
+
+
+def write(file: Path, rows: list[dict]) -> None:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    metrics = [
+        {"step": i, "reward": i / 10, "reward_se": 0.1, "score/right": i / 10, "score/tokens": 15.0 + i, "kl": None,
+         "loss": 0.5, "seconds/rollout": 2.0, "seconds/update": 1.0}
+        for i in range(5)
+    ]  # fmt: skip
+    write(tmp_path / "metrics.jsonl", metrics)
+    write(tmp_path / "eval_before.jsonl", [conversation(i, "<script>alert(1)</script> & done", 0.0) for i in range(12)])
+    write(tmp_path / "eval_after.jsonl", [conversation(i, f"which day {i} ?", float(i > 5)) for i in range(12)])
+    (tmp_path / "config.json").write_text('{"run": {"dir": "<b>"}}')
+    return tmp_path
+
+
+class Page(HTMLParser):
+    """The page's tags with their attributes."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+
+
+def test_the_report_needs_nothing_but_itself(run: Path) -> None:
+    html = report.write(run).read_text()
+    for tag, attributes in Page(html).found:
+        assert tag not in ("script", "link", "iframe", "img", "b")
+        assert "src" not in attributes
+        for name in ("href", "xlink:href"):
+            assert (attributes.get(name) or "#").startswith("#")
+    assert "@import" not in html and not re.search(r"url\((?!#)", html)
+
+
+def test_text_of_conversations_is_text(run: Path) -> None:
+    html = report.write(run).read_text()
+    assert "&lt;script&gt;alert(1)&lt;/script&gt; &amp; done" in html
+    assert "<script" not in html and "&lt;b&gt;" in html
+
+
+def test_ten_conversations_before_and_after_side_by_side(run: Path) -> None:
+    classes = [attributes.get("class") for _, attributes in Page(report.write(run).read_text()).found]
+    assert classes.count("pair") == 10
+    assert classes.count("message assistant") == 20
+
+
+def test_what_is_drawn(run: Path) -> None:
+    metrics = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
+    drawn = dict(report.curves(metrics))
+    assert drawn["Scores of the futures"] == {"right": [(i, i / 10) for i in range(5)]}
+    assert drawn["Scores of the futures: tokens"] == {"tokens": [(i, 15.0 + i) for i in range(5)]}
+    assert set(drawn["Seconds by stage"]) == {"rollout", "update"}
+    assert not any(title.startswith("KL") for title in drawn)
+    assert report.write(run).read_text().count("<svg") == len(drawn)
+
+
+def test_means_and_standard_errors_of_the_table() -> None:
+    before = [conversation(0, "", 0.0), conversation(1, "", 1.0), {"scores": {"right": {"missing": "down"}}}]
+    assert report.table(before, [conversation(0, "", 1.0)]) == [("right", "0.500 \u00b1 0.500", "1.000")]
+    assert report.table([], before)[0][1] == "\u2013"
+
+
+def test_conversations_that_changed_come_first() -> None:
+    same = [conversation(i, "done", 1.0) for i in range(3)]
+    after = [*same[:2], conversation(2, "which day ?", 1.0)]
+    assert [pair["task"] for pair in report.pairs(same, after)] == ["t-2", "t-0", "t-1"]
+
+
+def test_a_supervised_run_has_curves_alone(tmp_path: Path) -> None:
+    write(tmp_path / "metrics.jsonl", [{"step": 0, "loss": 2.0}, {"step": 1, "loss": 1.0}])
+    html = report.write(tmp_path).read_text()
+    assert html.count("<svg") == 1 and "<table>" not in html and "before and after" not in html
+
+
+def test_the_tool_makes_the_report_again_and_refuses_another_folder(run: Path, tmp_path: Path) -> None:
+    made = subprocess.run([sys.executable, str(TOOL), str(run)], capture_output=True, text=True)
+    assert made.returncode == 0 and (run / "report.html").exists()
+    (tmp_path / "empty").mkdir()
+    refused = subprocess.run([sys.executable, str(TOOL), str(tmp_path / "empty")], capture_output=True, text=True)
+    assert refused.returncode == 2 and "no metrics.jsonl there" in refused.stderr

@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+import json
+import math
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megatron_collab.config import Config
+from megatron_collab.observe.progress import Stopwatch, progress
+from megatron_collab.observe.run import Run, line
+from megatron_collab.types import (
+    Conversation,
+    Ending,
+    Finish,
+    Future,
+    Group,
+    Message,
+    Missing,
+    Reward,
+    Rollout,
+    Score,
+    Task,
+    Turn,
+)
+
+METRICS = {
+    "reward": 0.5,
+    "reward_se": 0.01,
+    "score/ask_when_missing": 0.25,
+    "score/booking_right": 0.75,
+    "kl": 0.002,
+    "seconds/rollout": 1.5,
+    "seconds/update": 0.25,
+}
+RESULT_KEYS = {
+    "ask_when_missing_before", "ask_when_missing_after", "needless_before", "needless_after", "accuracy_before",
+    "accuracy_after", "single_turn_ask_after", "train_minutes", "versions",
+}  # fmt: skip
+
+
+def config(folder: Path) -> Config:
+    config = Config()
+    config.run.dir, config.train.steps = str(folder), 4
+    return config
+
+
+def group(right: Score = 1.0, reply: str = "which day ?") -> Group:
+    task = Task("t-1", (Message("user", "a table ."),), "goal", "answer", "booking")
+    turn = Turn((1, 2), (3, 4), (-0.5, -0.25), 7, Finish.STOP, reply)
+    played = Conversation(task.messages, (1, 2)).add_turn(turn).end(Ending.USER_DONE)
+    future = Future(played, {"booking_right": right, "ask_when_missing": 1.0})
+    return Group(task, (Rollout(turn, (future,), Reward(right)),))
+
+
+def rows(file: Path) -> list[dict]:
+    return [json.loads(text) for text in file.read_text().splitlines()]
+
+
+def trained(folder: Path, start: int, stop: int, seconds: float = 0.0) -> dict:
+    """One start of a run that ends without notice after step `stop` - 1."""
+    with Run(config(folder), start, {"seconds": seconds}) as run:
+        for step in range(start, stop):
+            run.transcripts(step, [group()])
+            run.record(step, METRICS | {"reward": step / 10})
+        return run.state()
+
+
+def test_a_step_is_one_line_in_every_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trained(tmp_path, 0, 1)
+    assert rows(tmp_path / "metrics.jsonl") == [{"step": 0, **METRICS, "reward": 0.0}]
+    assert [row["task"] for row in rows(tmp_path / "transcripts.jsonl")] == ["t-1"]
+    assert json.loads((tmp_path / "config.json").read_text())["train"]["steps"] == 4
+    shown = capsys.readouterr().out
+    for part in ("step 1/4", "reward 0.000±0.010", "ask_when_missing 0.250", "kl 0.002", "rollout 1.50s", "left"):
+        assert part in shown
+
+
+def test_steps_that_are_done_again_are_there_once(tmp_path: Path) -> None:
+    trained(tmp_path, 0, 3)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "rew')  # killed while it wrote
+    trained(tmp_path, 2, 4)
+    assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3]
+    assert [row["step"] for row in rows(tmp_path / "transcripts.jsonl")] == [0, 1, 2, 3]
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("reward")] == [0, 1, 2, 3]
+
+
+def test_a_run_that_starts_over_forgets_its_first_steps(tmp_path: Path) -> None:
+    trained(tmp_path, 0, 3)
+    trained(tmp_path, 0, 2)
+    assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [0, 1]
+
+
+def test_a_transcript_has_messages_scores_and_reasons(tmp_path: Path) -> None:
+    with Run(config(tmp_path), 0, {}) as run:
+        run.transcripts(0, [group(Missing("judge is down"))])
+    (row,) = rows(tmp_path / "transcripts.jsonl")
+    said = [(message["role"], message["content"]) for message in row["messages"]]
+    assert said == [("user", "a table ."), ("assistant", "which day ?")]
+    assert row["scores"] == {"booking_right": {"missing": "judge is down"}, "ask_when_missing": 1.0}
+    assert row["reward"] is None and row["ending"] == "user_done"
+
+
+def test_the_result_compares_the_evaluations(tmp_path: Path) -> None:
+    before = {"score/ask_when_missing": 0.25, "score/booking_right": 0.5, "reward": math.nan}
+    after = {"score/ask_when_missing": 1.0, "score/booking_right": 0.75, "score/ask_when_complete": 0.0}
+    with Run(config(tmp_path), 0, {}) as run:
+        run.evaluation("before", 0, before, [group(0.0, "done")])
+        run.record(0, METRICS)
+        run.evaluation("after", 4, after, [group(1.0)])
+        assert not (tmp_path / "result.json").exists()
+        run.finish()
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert set(result) == RESULT_KEYS
+    assert (result["ask_when_missing_before"], result["ask_when_missing_after"]) == (0.25, 1.0)
+    assert (result["accuracy_before"], result["accuracy_after"]) == (0.5, 0.75)
+    assert (result["needless_before"], result["needless_after"]) == (None, 0.0)
+    assert result["single_turn_ask_after"] is None
+    assert result["versions"]["torch"].startswith("2.") and result["train_minutes"] >= 0
+    assert "NaN" not in (tmp_path / "evaluations.json").read_text()
+    assert (tmp_path / "report.html").exists()
+
+
+def test_the_time_of_earlier_starts_counts(tmp_path: Path) -> None:
+    first = trained(tmp_path, 0, 1)["seconds"]
+    assert trained(tmp_path, 1, 2, seconds=1000.0)["seconds"] >= first + 1000.0
+
+
+def test_another_rank_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    with Run(config(tmp_path / "run"), 0, {}) as run:
+        run.record(0, METRICS)
+        run.transcripts(0, [group()])
+        run.evaluation("before", 0, METRICS, [group()])
+        run.finish()
+    assert not (tmp_path / "run").exists()
+
+
+def test_weights_and_biases_gets_one_run_over_all_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started, logged = [], []
+    wandb = types.SimpleNamespace(
+        init=lambda **settings: started.append(settings), log=lambda metrics, step: logged.append((step, metrics))
+    )
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    with_project = config(tmp_path)
+    with_project.run.wandb_project = "p"
+    for start in (0, 1):
+        with Run(with_project, start, {}) as run:
+            run.record(start, METRICS)
+    assert logged == [(0, METRICS), (1, METRICS)]
+    assert [settings["project"] for settings in started] == ["p", "p"]
+    assert started[0]["id"] == started[1]["id"]
+
+
+def test_a_line_shows_what_is_there() -> None:
+    shown = line(0, 500, {"loss": 2.5, "grad_norm": 1.25, "lr": 0.002, "seconds/update": 0.25})
+    assert shown == "step 1/500 | loss 2.5 | grad_norm 1.25 | lr 0.002 | update 0.25s"
+
+
+def test_a_log_file_gets_a_line_at_most_every_ten_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress("evaluation", 300, every=0.0) as bar:
+        bar.update(100)
+        bar.update(200)
+    often = capsys.readouterr().err.splitlines()
+    assert len(often) == 2 and often[0].startswith("evaluation") and "100/300" in often[0] and "33%" in often[0]
+    with progress("evaluation", 300) as bar:
+        bar.update(100)
+        bar.update(200)
+    assert capsys.readouterr().err == ""
+
+
+def test_the_stopwatch_parts_a_step_into_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([0.0, 2.0, 2.5, 2.75, 10.0])
+    monkeypatch.setattr("megatron_collab.observe.progress.time.monotonic", lambda: next(times))
+    clock = Stopwatch()
+    clock.lap("rollout")
+    clock.lap("update")
+    clock.lap("rollout")
+    assert clock.read() == {"seconds/rollout": 2.25, "seconds/update": 0.5}
+    clock.lap("save")
+    assert clock.read() == {"seconds/save": 7.25}
