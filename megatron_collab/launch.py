@@ -67,7 +67,7 @@ def _check_port(port: int) -> None:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
             raise ConfigError(
-                f"rollout.server.port={port}: {error.strerror.lower()}; choose another, or 0 for a free one"
+                f"rollout.server.port={port}: {(error.strerror or str(error)).lower()}; choose another, or 0 for a free one"
             ) from error
 
 

@@ -57,7 +57,8 @@ def main() -> None:
 def draw(folders: list[Path]) -> None:
     """How often the policy asks when something is missing, by step: thin lines are seeds, both rewards."""
     figure, axes = plt.subplots(figsize=(7, 3.2))
-    for run, colour, label in (("rl", "C0", "multiturn-aware reward"), ("single_turn", "C3", "reward of the turn alone")):
+    runs = (("rl", "C0", "multiturn-aware reward"), ("single_turn", "C3", "reward of the turn alone"))
+    for run, colour, label in runs:
         for i, folder in enumerate(folders):
             rows = [json.loads(line) for line in (folder / run / "metrics.jsonl").read_text().splitlines()]
             asked = [row["score/ask_when_missing"] for row in rows]
