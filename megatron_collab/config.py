@@ -266,8 +266,8 @@ def _check_device(config: Config) -> None:
         "launch.device=cuda: no CUDA device is visible; use launch.device=cpu",
     )
     if config.model.fp8:
-        found = device.probe("transformer_engine")
-        _require(found.found, f"model.fp8={config.model.fp8}: needs TransformerEngine ({found.detail}); set model.fp8=null")
+        found, detail = device.probe("transformer_engine").found, device.probe("transformer_engine").detail
+        _require(found, f"model.fp8={config.model.fp8}: needs TransformerEngine ({detail}); set model.fp8=null")
 
 
 def _check_layout(config: Config) -> None:

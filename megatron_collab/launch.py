@@ -66,9 +66,8 @@ def _check_port(port: int) -> None:
         try:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
-            raise ConfigError(
-                f"rollout.server.port={port}: {(error.strerror or str(error)).lower()}; choose another, or 0 for a free one"
-            ) from error
+            reason = (error.strerror or str(error)).lower()
+            raise ConfigError(f"rollout.server.port={port}: {reason}; choose another, or 0 for a free one") from error
 
 
 def _check_same_run(config: Config) -> None:
