@@ -34,11 +34,11 @@ from megatron_collab.observe import report
 from megatron_collab.observe.progress import progress
 from megatron_collab.types import Future, Group, Missing
 
-# what result.json calls a metric
+# What result.json calls a metric; of several, the one that the run's tasks have.
 RESULT_NAMES = {
-    "ask_when_missing": "score/ask_when_missing",
-    "needless": "score/ask_when_complete",
-    "accuracy": "score/booking_right",
+    "ask_when_missing": ("score/ask_when_missing",),
+    "needless": ("score/ask_when_complete",),
+    "accuracy": ("score/booking_right", "score/accuracy"),
 }
 VERSIONS = ("torch", "megatron-core", "sglang", "ray", "litellm", "transformers", "datasets", "hydra-core")
 
@@ -120,9 +120,10 @@ class Run:
         file = self.folder / "evaluations.json"
         evaluations = json.loads(file.read_text()) if file.exists() else {}
         result: dict[str, Any] = {
-            f"{name}_{when}": evaluations.get(when, {}).get(metric)
-            for name, metric in RESULT_NAMES.items()
+            f"{name}_{when}": next((scores[metric] for metric in metrics if metric in scores), None)
+            for name, metrics in RESULT_NAMES.items()
             for when in ("before", "after")
+            for scores in [evaluations.get(when, {})]
         }
         result["single_turn_ask_after"] = None
         result["train_minutes"] = round(self._seconds() / 60, 2)

@@ -126,6 +126,13 @@ def test_the_result_compares_the_evaluations(tmp_path: Path) -> None:
     assert (tmp_path / "report.html").exists()
 
 
+def test_the_accuracy_is_that_of_the_worlds_own_metric(tmp_path: Path) -> None:
+    with Run(config(tmp_path), 0, {}) as run:
+        run.evaluation("after", 4, {"score/accuracy": 0.5, "score/asks": 0.25}, [group()])
+        run.finish()
+    assert json.loads((tmp_path / "result.json").read_text())["accuracy_after"] == 0.5
+
+
 def test_the_time_of_earlier_starts_counts(tmp_path: Path) -> None:
     first = trained(tmp_path, 0, 1)["seconds"]
     assert trained(tmp_path, 1, 2, seconds=1000.0)["seconds"] >= first + 1000.0
