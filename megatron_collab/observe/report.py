@@ -83,7 +83,8 @@ def _svg(series: Series, metrics: Rows) -> str:
         axes = figure.subplots()
         for name, points in series.items():
             steps, values = zip(*points, strict=True)
-            axes.plot(steps, values, label=name, linewidth=1.2, marker="." if len(steps) == 1 else None)
+            style = "-" if 2 * len(steps) > len(metrics) > 1 else "."  # points where most steps have no value
+            axes.plot(steps, values, style, label=name, linewidth=1.2)
         if "reward" in series:
             errors = {row["step"]: row.get("reward_se") or 0.0 for row in metrics}
             low, high = ([value + sign * errors[step] for step, value in series["reward"]] for sign in (-1, 1))
