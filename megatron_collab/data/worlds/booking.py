@@ -27,10 +27,11 @@ QUESTION = {"people": "how many people", "day": "which day", "time": "what time"
 REQUEST, FINAL = "please book a table", "done :"
 CONTEXT = 256  # tokens; the longest conversation takes about a third
 
-COMPLETE = 0.2  # share of the tasks whose first message says everything
-LATER = 0.25  # share of the training tasks that begin after one question was asked and answered
+COMPLETE_EVERY = 6  # in every so many conversations the first message says everything
+# The training tasks show more of what a first message rarely is: complete, or followed by a question and its answer.
+TRAIN_COMPLETE_EVERY, TRAIN_LATER = 3, 0.25
 # How the supervised conversations behave.
-ASKS, ASKS_ALL, ASKS_AGAIN, ASKS_NEEDLESSLY = 0.3, 0.7, 0.3, 0.1
+ASKS, ASKS_ALL, ASKS_AGAIN, ASKS_NEEDLESSLY = 0.28, 0.5, 0.2, 0.06
 
 Goal = Mapping[str, str]
 
@@ -92,9 +93,9 @@ def tasks(seed: int, n: int, *, held_out: bool = False) -> list[Task]:
     made = []
     for i in range(n):
         goal = _goal(rng, held_out)
-        given = _given(rng)
+        given = _given(rng, i % (COMPLETE_EVERY if held_out else TRAIN_COMPLETE_EVERY) == 0)
         messages = [_first(goal, given)]
-        if not held_out and rng.random() < LATER:
+        if not held_out and rng.random() < TRAIN_LATER:
             unknown = set(SLOTS) - given or set(SLOTS)
             messages += _exchange(goal, messages, _some(rng, unknown))
         name = f"booking-{'eval' if held_out else 'train'}-{seed}-{i}"
@@ -105,12 +106,12 @@ def tasks(seed: int, n: int, *, held_out: bool = False) -> list[Task]:
 def conversations(seed: int, n: int) -> list[tuple[Message, ...]]:
     """`n` whole conversations for supervised training; they never show a held-out goal."""
     rng = random.Random(f"conversations {seed}")
-    return [_conversation(rng) for _ in range(n)]
+    return [_conversation(rng, i % COMPLETE_EVERY == 0) for i in range(n)]
 
 
-def _conversation(rng: random.Random) -> tuple[Message, ...]:
+def _conversation(rng: random.Random, complete: bool) -> tuple[Message, ...]:
     goal = _goal(rng, held_out=False)
-    given = _given(rng)
+    given = _given(rng, complete)
     messages = [_first(goal, given)]
     unknown = set(SLOTS) - given
     if not unknown and rng.random() < ASKS_NEEDLESSLY:
@@ -138,9 +139,9 @@ def _goals(held_out: bool) -> list[tuple[str, ...]]:
     return [tuple(value for _, value in goal) for goal in chosen]
 
 
-def _given(rng: random.Random) -> set[str]:
+def _given(rng: random.Random, complete: bool) -> set[str]:
     """The slots that the first message gives."""
-    if rng.random() < COMPLETE:
+    if complete:
         return set(SLOTS)
     return set(rng.sample(list(SLOTS), rng.randrange(len(SLOTS))))
 
