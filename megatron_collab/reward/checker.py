@@ -17,14 +17,16 @@ import threading
 
 from megatron_collab.types import Missing
 
-SOFT_LIMIT, HARD_LIMIT = 5, 30  # seconds: of one step of math-verify (then: not equal), of one answer
+SOFT_LIMIT = 2  # seconds of one step of math-verify; then the answer counts as not equal
+HARD_LIMIT = 20.0  # seconds of one answer; then the child ends itself
 MEMORY_LIMIT = 4 << 30  # bytes
 
 
 class Checker:
     """One child, started when it is first needed and again after it died; thread-safe, one answer at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, hard_limit: float = HARD_LIMIT) -> None:
+        self.hard_limit = hard_limit
         self._lock = threading.Lock()
         self._child: subprocess.Popen[str] | None = None
 
@@ -32,7 +34,7 @@ class Checker:
         """Whether the last answer found in `text` equals `answer`; Missing where that ended the child."""
         with self._lock:
             if self._child is None or self._child.poll() is not None:
-                self._child = _start()
+                self._child = _start(self.hard_limit)
             child = self._child
             assert child.stdin is not None
             assert child.stdout is not None
@@ -49,12 +51,12 @@ class Checker:
                 self._child.communicate()
 
 
-def _start() -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "megatron_collab.reward.checker"]
+def _start(hard_limit: float) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "megatron_collab.reward.checker", str(hard_limit)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def _serve() -> None:
+def _serve(hard_limit: float) -> None:
     """Answer a line of JSON [answer, text] with a line of JSON, until there are no more."""
     from math_verify import LatexExtractionConfig, parse, verify
     from math_verify.parser import ExprExtractionConfig
@@ -64,7 +66,7 @@ def _serve() -> None:
     extraction = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
     with open(os.devnull, "w") as nowhere:
         for line in sys.stdin:
-            faulthandler.dump_traceback_later(HARD_LIMIT, exit=True, file=nowhere)
+            faulthandler.dump_traceback_later(hard_limit, exit=True, file=nowhere)
             answer, text = json.loads(line)
             gold = parse(answer, extraction, parsing_timeout=SOFT_LIMIT)
             found = parse(text, extraction, parsing_timeout=SOFT_LIMIT)
@@ -74,4 +76,4 @@ def _serve() -> None:
 
 
 if __name__ == "__main__":
-    _serve()
+    _serve(float(sys.argv[1]))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import cycle
 from typing import Any
 
+import psutil
 import ray
 from ray.exceptions import RayActorError
 
@@ -20,30 +22,50 @@ from megatron_collab.types import Conversation, Ending, Missing, Score, Task
 
 Scores = dict[str, Score]
 _CUT_OFF = (Ending.ERROR, Ending.DEADLINE)
-_GATHERING = 0.02  # seconds in which ended conversations gather for one call: a call costs as much as 50 scores
+_GATHERING = 0.02  # seconds in which ended conversations gather to share one call
 
 
 @contextmanager
 def ray_session(config: Config) -> Iterator[None]:
     """Ray for this run: the cluster at RAY_ADDRESS if that is set, else one on this machine that ends with us.
 
-    Ray's own processes only let in who knows a token, made here for this session.
+    Ray's ports are open to the network, for who knows its token; a session of our own has a token of its own.
     """
-    if "RAY_ADDRESS" in os.environ:
-        ray.init(log_to_driver=False)
-    else:
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-        processes = config.rollout.workers + config.reward.workers  # Ray starts a process a CPU in advance
-        ray.init(num_cpus=processes, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
-    try:
+    quiet = {"log_to_driver": False, "logging_level": "error"}
+    with ExitStack() as stack:
+        stack.callback(ray.shutdown)
+        if "RAY_ADDRESS" in os.environ:
+            ray.init(**quiet)
+        else:
+            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+            processes = config.rollout.workers + config.reward.workers  # Ray starts a process a CPU in advance
+            ray.init("local", num_cpus=processes, include_dashboard=False, **quiet)
+            stack.callback(_reaper().communicate, "\n")
         yield
-    finally:
-        ray.shutdown()
 
 
-class Scorer:
-    """The metrics of `reward.weights`, applied to conversations."""
+def _reaper() -> subprocess.Popen[str]:
+    """A process that ends Ray's agents when this one is killed: by themselves they live on for a minute.
+
+    It waits for a line, which says that all is well, or the end of its input.
+    """
+    raylets = (child for child in psutil.Process().children() if child.name() == "raylet")
+    agents = [str(agent.pid) for raylet in raylets for agent in raylet.children()]
+    command = ["sh", "-c", 'read line || kill -9 "$@"', "reaper", *agents]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def start_actor(kind: type, *arguments: Any) -> Any:
+    """The handle of a Ray actor that is a `kind(*arguments)`, on any node; it ends with its last handle.
+
+    When its process dies it is started again, and what it was doing is done again.
+    """
+    actor = ray.remote(num_cpus=0.01, max_restarts=3, max_task_retries=3, scheduling_strategy="SPREAD")
+    return actor(kind).remote(*arguments)
+
+
+class RewardWorker:
+    """Applies the metrics of `reward.weights` to conversations; runs as a Ray actor."""
 
     def __init__(self, config: RewardConfig) -> None:
         self.timeout = config.timeout
@@ -65,11 +87,6 @@ class Scorer:
                 return await metric(task, conversation, 0)
         except TimeoutError:
             return Missing(f"no score within reward.timeout={self.timeout:g} s")
-
-
-@ray.remote(num_cpus=0.01, max_restarts=3, max_task_retries=3, scheduling_strategy="SPREAD")
-class RewardWorker(Scorer):
-    """A Scorer in a Ray process of its own; restarted, and its calls repeated, when that dies."""
 
 
 class RewardClient:

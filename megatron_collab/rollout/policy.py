@@ -7,17 +7,13 @@ from typing import Protocol
 from megatron_collab.types import Message, Turn
 
 
-class EngineError(RuntimeError):
-    """The engine gave no turn; the reason is the text."""
-
-
 class Policy(Protocol):
     """What samples the policy's turns."""
 
     async def generate(
         self, prompt_ids: tuple[int, ...], *, max_new_tokens: int, temperature: float, seed: int
     ) -> Turn:
-        """One turn after `prompt_ids`; raises EngineError where none can be had."""
+        """One turn after `prompt_ids`; raises rollout.sglang.EngineError where none can be had."""
 
 
 class Renderer(Protocol):

@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 
 from megatron_collab.config import Config
-from megatron_collab.rollout.policy import EngineError, Policy, Renderer
+from megatron_collab.rollout.policy import Policy, Renderer
+from megatron_collab.rollout.sglang import EngineError
 from megatron_collab.rollout.users import User, UserError
 from megatron_collab.types import Conversation, Ending, Finish, Task
 

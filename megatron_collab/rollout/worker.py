@@ -5,16 +5,13 @@ from __future__ import annotations
 import gc
 from typing import Any
 
-import ray
-
 from megatron_collab.config import Config
-from megatron_collab.reward.loop import RewardClient, RewardWorker
+from megatron_collab.reward.loop import RewardClient, RewardWorker, start_actor
 from megatron_collab.types import Group, Task
 
 
-@ray.remote(num_cpus=0.01, max_restarts=3, max_task_retries=3, scheduling_strategy="SPREAD")
 class ConversationWorker:
-    """A Player in a Ray process of its own, with its own connections to the SGLang server."""
+    """A Player with its own connections to the SGLang server; runs as a Ray actor."""
 
     def __init__(self, config: Config, server_url: str, api_key: str, reward_workers: list[Any]) -> None:
         # Imported here: the process that starts the workers needs neither LiteLLM nor the tokenizer.
@@ -37,5 +34,5 @@ def start_workers(config: Config, url: str, key: str) -> list[Any]:
 
     They end with the Ray session.
     """
-    rewards = [RewardWorker.remote(config.reward) for _ in range(config.reward.workers)]
-    return [ConversationWorker.remote(config, url, key, rewards) for _ in range(config.rollout.workers)]
+    rewards = [start_actor(RewardWorker, config.reward) for _ in range(config.reward.workers)]
+    return [start_actor(ConversationWorker, config, url, key, rewards) for _ in range(config.rollout.workers)]

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from megatron_collab.reward import checker as checkers
+from megatron_collab.reward.checker import Checker
+from megatron_collab.types import Missing
+
+HOPELESS = r"\boxed{9^{9^{9^{9}}}}"
+
+
+@pytest.fixture
+def checker() -> Iterator[Checker]:
+    checker = Checker(hard_limit=1.0)
+    yield checker
+    checker.close()
+
+
+def test_an_answer_that_takes_too_long_ends_the_child_and_no_other_score(checker: Checker) -> None:
+    started = time.monotonic()
+    score = checker.equal("18", HOPELESS)
+    assert isinstance(score, Missing)
+    assert HOPELESS in score.why
+    assert time.monotonic() - started < 10
+    assert checker.equal("18", r"\boxed{18}") is True
+
+
+def test_math_verify_gives_up_before_that() -> None:
+    patient = Checker()
+    assert patient.equal("18", HOPELESS) is False
+    patient.close()
+
+
+@pytest.fixture
+def children(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[str]]:
+    """The processes that checkers start."""
+    started: list[subprocess.Popen[str]] = []
+    start = checkers._start
+
+    def record(limit: float) -> subprocess.Popen[str]:
+        started.append(start(limit))
+        return started[-1]
+
+    monkeypatch.setattr(checkers, "_start", record)
+    return started
+
+
+def test_a_child_that_dies_is_started_again(checker: Checker, children: list[subprocess.Popen[str]]) -> None:
+    assert checker.equal("18", "18") is True
+    os.kill(children[0].pid, signal.SIGKILL)
+    children[0].wait()
+    assert checker.equal("18", "18") is True
+    assert len(children) == 2
+
+
+def test_closing_ends_the_child(checker: Checker, children: list[subprocess.Popen[str]]) -> None:
+    assert checker.equal("18", "19") is False
+    checker.close()
+    assert children[0].returncode == 0

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from megatron_collab.reward.mr import turn_reward
+from megatron_collab.types import Missing
+
+DOWN = Missing("judge is down")
+
+
+def test_the_reward_of_a_small_tree_computed_by_hand() -> None:
+    """right: (1 + 0 + 1) / 3 = 2/3; tokens: (10 + 20 + 30) / 3 = 20; reward: 2/3 - 0.01 * 20 = 7/15."""
+    futures = [{"right": 1.0, "tokens": 10.0}, {"right": 0.0, "tokens": 20.0}, {"right": 1.0, "tokens": 30.0}]
+    reward = turn_reward(futures, {"right": 1.0, "tokens": -0.01})
+    assert reward.value == pytest.approx(7 / 15)
+    assert reward.parts == pytest.approx({"right": 2 / 3, "tokens": -0.2})
+    assert reward.missing == 0
+    # Sums 0.9, -0.2, 0.7: mean 7/15, squares of the deviations 0.18778, 0.44444, 0.05444.
+    variance = (0.9 - 7 / 15) ** 2 + (-0.2 - 7 / 15) ** 2 + (0.7 - 7 / 15) ** 2
+    assert reward.standard_error == pytest.approx(math.sqrt(variance / 2) / math.sqrt(3))
+
+
+def test_a_missing_score_is_left_out_of_its_mean_alone_and_counted() -> None:
+    """right: (1 + 0 + 1) / 3; style has two scores: (0.5 + 0.7) / 2 = 0.6; reward: 2/3 + 2 * 0.6."""
+    futures = [{"right": 1.0, "style": 0.5}, {"right": 0.0, "style": DOWN}, {"right": 1.0, "style": 0.7}]
+    reward = turn_reward(futures, {"right": 1.0, "style": 2.0})
+    assert reward.value == pytest.approx(2 / 3 + 1.2)
+    assert reward.missing == 1
+    assert reward.standard_error == pytest.approx(0.2)  # of the two whole futures: sums 2.0 and 2.4
+
+
+def test_a_metric_missing_in_every_future_leaves_no_reward() -> None:
+    futures = [{"right": 1.0, "style": DOWN}, {"right": 0.0, "style": DOWN}]
+    reward = turn_reward(futures, {"right": 1.0, "style": 0.1})
+    assert reward.value == Missing("style: judge is down")
+    assert reward.missing == 2
+
+
+def test_a_metric_that_is_only_shown_does_not_decide_whether_there_is_a_reward() -> None:
+    reward = turn_reward([{"right": 1.0, "style": DOWN}], {"right": 1.0, "style": 0.0})
+    assert reward.value == 1.0
+    assert reward.missing == 1
+
+
+def test_a_metric_that_does_not_apply_is_left_out() -> None:
+    assert turn_reward([{"right": 1.0}, {"right": 0.0}], {"right": 1.0, "style": 5.0}).value == 0.5
+
+
+def test_a_future_that_broke_off_does_not_make_a_metric_apply() -> None:
+    """The scorer cannot know what would have applied to half a conversation: it reports all as missing."""
+    futures = [{"right": 1.0}, {"right": DOWN, "style": DOWN}]
+    reward = turn_reward(futures, {"right": 1.0, "style": 5.0})
+    assert reward.value == 1.0
+    assert reward.missing == 1
+
+
+def test_one_future_is_the_single_turn_reward_and_has_no_spread() -> None:
+    reward = turn_reward([{"right": 1.0, "tokens": 10.0}], {"right": 1.0, "tokens": -0.01})
+    assert reward.value == pytest.approx(0.9)
+    assert reward.standard_error == 0.0
+
+
+def test_a_task_without_any_weighted_metric_has_no_reward() -> None:
+    value = turn_reward([{"shown": 1.0}], {"shown": 0.0, "right": 1.0}).value
+    assert isinstance(value, Missing)
+    assert "reward.weights" in value.why

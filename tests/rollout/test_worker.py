@@ -1,0 +1,256 @@
+"""Groups on real Ray workers: a fake policy, the scripted booking user behind LiteLLM, the booking metrics."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import psutil
+import pytest
+import ray
+
+from megatron_collab.config import Config
+from megatron_collab.data.prompts import ChatRenderer
+from megatron_collab.data.worlds import booking, tiny
+from megatron_collab.reward.loop import RewardClient, RewardWorker, ray_session, start_actor
+from megatron_collab.rollout.player import Player
+from megatron_collab.rollout.sglang import EngineError
+from megatron_collab.rollout.worker import start_workers
+from megatron_collab.types import Ending, Group, Message, Missing, Task
+from tests.rollout.fakes import CharacterRenderer, FakePolicy, config
+
+WEIGHTS = {"booking_right": 1.0, "token_amount": -0.001, "ask_when_missing": 0.0, "ask_when_complete": 0.0}
+
+
+def answer(prompt: str, seed: int) -> str:
+    """Ask for all that is not in the prompt, then book; every third seed books a guess at once."""
+    if seed % 5 == 0:
+        raise EngineError("the engine fell over")
+    told = {
+        "people": re.search(r"for (\d+) people", prompt),
+        "day": re.search(r"on (\w+day)", prompt),
+        "time": re.search(r"at (\d+pm)", prompt),
+    }
+    open_ = [slot for slot, found in told.items() if not found]
+    if open_ and seed % 3:
+        return booking.ask(open_)
+    rng = random.Random(seed)
+    return booking.final({s: found[1] if found else rng.choice(booking.SLOTS[s]) for s, found in told.items()})
+
+
+def tasks(n: int) -> list[Task]:
+    """`n` tasks, two thirds of which leave something open."""
+    made = []
+    for i in range(n):
+        goal = {slot: values[i % len(values)] for slot, values in booking.SLOTS.items()}
+        text = " ".join([booking.REQUEST, booking.say(goal, list(booking.SLOTS)[: i % 3 + 1]), "."])
+        made.append(Task(f"t{i}", (Message("user", text),), json.dumps(goal), booking.final(goal), "booking"))
+    return made
+
+
+class FakeEngineWorker:
+    """A ConversationWorker whose policy and chat template are fakes."""
+
+    def __init__(self, config: Config, reward_workers: list[Any]) -> None:
+        policy = FakePolicy(answer, wait=0.01)
+        self.player = Player(policy, CharacterRenderer(), RewardClient(reward_workers, config.reward), config)
+
+    async def play(self, task: Task, stream: str, rollouts: int, futures: int) -> Group:
+        return await self.player.play(task, stream, rollouts, futures)
+
+    async def omp_threads(self) -> str | None:
+        return os.environ.get("OMP_NUM_THREADS")
+
+
+@pytest.fixture(scope="module")
+def options() -> Config:
+    made = config(max_user_turns=2)
+    made.reward.weights = dict(WEIGHTS)
+    return made
+
+
+@pytest.fixture(scope="module")
+def session(options: Config) -> Iterator[None]:
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    with ray_session(options):
+        yield
+    left = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
+    _, alive = psutil.wait_procs(left, timeout=10)
+    assert alive == []
+
+
+@pytest.fixture(scope="module")
+def rewards(session: None, options: Config) -> Any:
+    return start_actor(RewardWorker, options.reward)
+
+
+@pytest.fixture(scope="module")
+def worker(options: Config, rewards: Any) -> Any:
+    return start_actor(FakeEngineWorker, options, [rewards])
+
+
+@pytest.fixture(scope="module")
+def groups(worker: Any) -> list[Group]:
+    return ray.get([worker.play.remote(task, f"train-0-{i}", 4, 3) for i, task in enumerate(tasks(6))], timeout=60)
+
+
+def test_groups_come_back_whole(groups: list[Group]) -> None:
+    assert [group.task.id for group in groups] == [task.id for task in tasks(6)]
+    assert [len(group.rollouts) for group in groups] == [4] * 6
+    for group in groups:
+        for rollout in group.rollouts:
+            assert len(rollout.futures) == (3 if rollout.turn.token_ids else 1)
+            for future in rollout.futures:
+                assert future.conversation.ending is not None
+                assert future.conversation.messages[: len(group.task.messages)] == group.task.messages
+                assert future.conversation.turns[:1] in ((rollout.turn,), ())
+
+
+def test_the_reward_is_that_of_the_last_replies(groups: list[Group]) -> None:
+    for group in groups:
+        for rollout in group.rollouts:
+            whole = [f.conversation for f in rollout.futures if f.conversation.ending is not Ending.ERROR]
+            if not whole:
+                continue
+            right = [conversation.turns[-1].text == group.task.answer for conversation in whole]
+            tokens = [sum(len(turn.token_ids) for turn in conversation.turns) for conversation in whole]
+            expected = sum(right) / len(right) - 0.001 * sum(tokens) / len(tokens)
+            assert rollout.reward.value == pytest.approx(expected)
+    values = {rollout.reward.value > 0.5 for group in groups for rollout in group.rollouts
+              if not isinstance(rollout.reward.value, Missing)}  # fmt: skip
+    assert values == {True, False}
+
+
+def test_an_outage_is_counted_and_never_a_number(groups: list[Group]) -> None:
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    unplayed = [rollout for rollout in rollouts if not rollout.turn.token_ids]
+    assert unplayed
+    for rollout in unplayed:
+        assert isinstance(rollout.reward.value, Missing)
+        assert "the engine fell over" in rollout.reward.value.why
+    broken = [r for r in rollouts if r.turn.token_ids and any(f.conversation.ending is Ending.ERROR for f in r.futures)]
+    assert broken
+    assert all(rollout.reward.missing > 0 for rollout in broken)
+
+
+def test_the_turn_alone_is_scored_where_no_futures_are_asked_for(worker: Any) -> None:
+    task = Task("t", tasks(1)[0].messages, "{}", "never", "nobody")  # a user would fail
+    group = ray.get(worker.play.remote(task, "train-1-0", 4, 0), timeout=60)
+    for rollout in group.rollouts:
+        if rollout.turn.token_ids:
+            (future,) = rollout.futures
+            assert future.conversation.ending is Ending.TURN_LIMIT
+            assert future.conversation.turns == (rollout.turn,)
+            assert rollout.reward.standard_error == 0.0
+
+
+def test_playing_again_gives_the_same_group(worker: Any, groups: list[Group]) -> None:
+    assert ray.get(worker.play.remote(groups[0].task, "train-0-0", 4, 3), timeout=60) == groups[0]
+
+
+def test_a_reward_worker_that_dies_is_started_again(worker: Any, rewards: Any, groups: list[Group]) -> None:
+    ray.kill(rewards, no_restart=False)
+    assert ray.get(worker.play.remote(groups[1].task, "train-0-1", 4, 3), timeout=60) == groups[1]
+
+
+def test_workers_compute_in_one_thread(worker: Any) -> None:
+    assert ray.get(worker.omp_threads.remote()) == "1"
+
+
+def test_goals_stay_with_their_conversations(worker: Any) -> None:
+    made = tasks(50)
+    pending = [worker.play.remote(task, f"train-2-{i}", 2, 2) for i, task in enumerate(made)]
+    for task, group in zip(made, ray.get(pending, timeout=60), strict=True):
+        goal = json.loads(task.goal)
+        for rollout in group.rollouts:
+            for future in rollout.futures:
+                for message in future.conversation.messages[len(task.messages) :]:
+                    if message.role == "user" and booking.STOP not in message.content:
+                        said = message.content.removeprefix(booking.REQUEST).strip(" .")
+                        assert all(word in booking.say(goal, booking.SLOTS) for word in said.split())
+
+
+KEY = "a key that only the workers know"
+
+
+class FakeServer(BaseHTTPRequestHandler):
+    """SGLang's /generate for who knows the key: every turn is the one token of the question mark, then the end."""
+
+    asked: ClassVar[list[dict[str, Any]]] = []
+    reply_ids: ClassVar[list[int]] = []
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.headers["Authorization"] != f"Bearer {KEY}":
+            self.send_error(401)
+            return
+        self.asked.append(body)
+        meta = {
+            "output_token_logprobs": [[-0.5, token, None] for token in self.reply_ids],
+            "weight_version": "3",
+            "finish_reason": {"type": "stop"},
+        }
+        answer = json.dumps({"text": "?", "output_ids": self.reply_ids, "meta_info": meta}).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Quiet."""
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), FakeServer) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_a_conversation_worker_speaks_to_the_server(
+    session: None, options: Config, server: str, tmp_path: Path
+) -> None:
+    tokenizer = tiny.word_tokenizer(booking.words())
+    tokenizer.save_pretrained(tmp_path)
+    renderer = ChatRenderer(str(tmp_path))
+    FakeServer.reply_ids = list(renderer.reply("?"))
+    task = tasks(1)[0]
+
+    (worker,) = start_workers(replace(options, model=replace(options.model, path=str(tmp_path))), server, KEY)
+    group = ray.get(worker.play.remote(task, "train-0-0", 2, 2), timeout=60)
+
+    for rollout in group.rollouts:
+        assert rollout.turn.prompt_ids == renderer.first(task.messages)
+        assert (rollout.turn.text, rollout.turn.version, rollout.turn.log_probs) == ("?", 3, (-0.5, -0.5))
+        assert rollout.reward.value == pytest.approx(-0.001 * 2 * 3)
+        for future in rollout.futures:
+            said = [message.content for message in future.conversation.messages[len(task.messages) :]]
+            assert said == ["?", "please book a table ."] * 2 + ["?"]
+    seeds = [body["sampling_params"]["sampling_seed"] for body in FakeServer.asked]
+    assert len(set(seeds)) == len(seeds) == 2 * (1 + 2 * 2)
+    assert KEY not in json.dumps(ray.get_runtime_context().runtime_env)
+
+
+def test_a_stranger_without_the_token_is_refused(session: None, tmp_path: Path) -> None:
+    address = ray.get_runtime_context().gcs_address
+    ask = f"from ray._raylet import GcsClient; print(GcsClient(address={address!r}).get_all_node_info())"
+    known = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    stranger = subprocess.run(
+        [sys.executable, "-c", ask], env={**known, "HOME": str(tmp_path)}, capture_output=True, text=True, timeout=60
+    )
+    assert stranger.returncode != 0
+    assert "InvalidAuthToken" in stranger.stderr
