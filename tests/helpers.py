@@ -77,7 +77,9 @@ def make_model(
         with torch.no_grad():
             for name, weight in model.named_parameters():
                 if weight.dim() == 1:
-                    weight.add_(torch.randn_like(weight) * 0.2 if name.endswith(".bias") else torch.randn_like(weight) * 0.1)
+                    weight.add_(
+                        torch.randn_like(weight) * 0.2 if name.endswith(".bias") else torch.randn_like(weight) * 0.1
+                    )
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)
     return folder

@@ -59,7 +59,7 @@ class Publisher:
     ) -> None:
         self._segments.clear()
         if self._sender:
-            self._sender.shutdown()
+            self._sender.shutdown(wait=False)  # a call that hangs ends with the server
 
     @torch.no_grad()
     def publish(self, version: int) -> None:

@@ -12,11 +12,12 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 from urllib.error import URLError
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import aiohttp
 
@@ -92,14 +93,16 @@ class SGLangServer:
                     f"SGLang was not healthy after rollout.server.start_timeout={timeout:g} s; {self._last_words()}"
                 )
             time.sleep(0.1)
+        # What start-up made is for good; looking through it again and again would stall requests.
+        request = Request(f"{self.url}/freeze_gc", b"", {"Authorization": f"Bearer {self.api_key}"})
+        with urlopen(request, timeout=timeout):
+            pass
 
     def stop(self) -> None:
         """End the server with all its processes."""
         segments = _shared_memory(self.process.pid)
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self.process.wait()
         for segment in segments:
             segment.unlink(missing_ok=True)
@@ -197,7 +200,9 @@ class SGLangClient:
         self._headers = {"Authorization": f"Bearer {api_key}"}
         self._session: aiohttp.ClientSession | None = None
 
-    async def generate(self, prompt_ids: tuple[int, ...], *, max_new_tokens: int, temperature: float, seed: int) -> Turn:
+    async def generate(
+        self, prompt_ids: tuple[int, ...], *, max_new_tokens: int, temperature: float, seed: int
+    ) -> Turn:
         """Sample one turn; log-probs are of the distribution at `temperature`.
 
         `seed` (64 bits, signed) decides the sample where the server is deterministic. Raises EngineError when
@@ -244,7 +249,7 @@ class SGLangClient:
                     reason = f"status {answer.status}: {' '.join((await answer.text()).split())[:300]}"
                     if answer.status < 500:
                         break
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 raise EngineError(f"no answer within rollout.turn_timeout={self.timeout:g} s") from None
             except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
                 reason = f"{type(error).__name__}: {error}"

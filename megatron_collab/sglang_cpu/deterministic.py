@@ -1,8 +1,11 @@
 """Lets `--enable-deterministic-inference` run on CPU, so that a request's seed decides its sample.
 
 SGLang honours `sampling_seed` in that mode only, and refuses it on CPU for want of batch-invariant kernels.
-On CPU one thing alone depends on the batch: a matrix product of very few rows takes another path than one
-of many. Padding the rows closes that, and every row is computed the same way in any batch.
+On one thread of a CPU one thing alone depends on the batch: a matrix product of very few rows takes another
+path than one of many. Padding the rows closes that, and every row is computed the same way in any batch.
+
+The prefix cache stays off: SGLang's native attention rounds a token differently when it is decoded and when it
+is read again as part of a prompt, so what is cached would show.
 """
 
 from __future__ import annotations
@@ -27,8 +30,9 @@ def allow() -> None:
 
 
 def enable_batch_invariant_mode() -> None:
-    F.linear = linear
-    torch.matmul = matmul
+    """Have every product in this process computed row by row alike."""
+    vars(F)["linear"] = linear
+    vars(torch)["matmul"] = matmul
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -81,10 +81,8 @@ class _TritonStand(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         if module.__name__ == "triton":
-            module.__version__ = "3.4.0"
-            module.cdiv = self.stubs._cdiv
-            module.next_power_of_2 = self.stubs._next_power_of_2
-            module.Config = self.stubs._Config
+            names = {"cdiv": "_cdiv", "next_power_of_2": "_next_power_of_2", "Config": "_Config"}
+            vars(module).update({name: getattr(self.stubs, stub) for name, stub in names.items()}, __version__="3.4.0")
         elif module.__name__ == "triton.language":
-            module.constexpr = type("constexpr", (), {"__init__": lambda self, value=None: None})
-            module.core = self.stubs._MockModule("triton.language.core")
+            constexpr = type("constexpr", (), {"__init__": lambda self, value=None: None})
+            vars(module).update(constexpr=constexpr, core=self.stubs._MockModule("triton.language.core"))

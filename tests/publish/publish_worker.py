@@ -44,10 +44,11 @@ def configure(folder: Path, tp: int, pp: int) -> Config:
     config.model.path, config.model.dtype = str(folder), "float32"
     config.parallel.tp, config.parallel.pp = tp, pp
     config.train.steps, config.optim.lr, config.algo.kl_coef = 100, 1e-2, 0.1
+    config.rollout.temperature = 0.7 if tp == pp == 1 else 1.0
     return config
 
 
-def sample_turns(url: str, api_key: str, seed: int) -> list[Turn]:
+def sample_turns(url: str, api_key: str, seed: int, temperature: float) -> list[Turn]:
     """Turns of the server's own, from random prompts."""
     prompts = np.random.default_rng(seed).integers(3, 500, (TURNS, PROMPT)).tolist()
 
@@ -55,7 +56,7 @@ def sample_turns(url: str, api_key: str, seed: int) -> list[Turn]:
         client = SGLangClient(url, api_key, 60.0)
         try:
             requests = [
-                client.generate(tuple(prompt), max_new_tokens=REPLY, temperature=1.0, seed=seed * 1000 + i)
+                client.generate(tuple(prompt), max_new_tokens=REPLY, temperature=temperature, seed=seed * 1000 + i)
                 for i, prompt in enumerate(prompts)
             ]
             return await asyncio.gather(*requests)
@@ -91,7 +92,8 @@ class Case:
         self.seed += 1
         shared: list[Any] = [None]
         if dist.get_rank() == 0:
-            shared = [sample_turns(self.server["url"], self.server["api_key"], self.seed)]
+            temperature = self.config.rollout.temperature
+            shared = [sample_turns(self.server["url"], self.server["api_key"], self.seed, temperature)]
         dist.broadcast_object_list(shared)
         turns = shared[0]
         advantages = np.random.default_rng(self.seed).normal(size=len(turns))
@@ -133,6 +135,9 @@ def run(folder: Path, name: str, servers: dict[str, Any]) -> dict[str, Any]:
                 publisher.publish(first + step)
                 rounds.append(case.measure())
             found = {"first": first, "rounds": rounds, "stats": stats}
+            if dist.get_rank() == 0:
+                assert list(Path("/dev/shm").glob(f"torch_{os.getpid()}_*"))
+                found["pid"] = os.getpid()
             if name == "tp2":
                 found |= {"failures": case.failures(), "after_failures": case.measure()}
     return found

@@ -114,5 +114,5 @@ def test_no_server_is_an_engine_error() -> None:
         finally:
             await client.close()
 
-    with pytest.raises(EngineError, match="127.0.0.1:9"):
+    with pytest.raises(EngineError, match=r"127\.0\.0\.1:9"):
         asyncio.run(run())

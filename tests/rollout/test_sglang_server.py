@@ -27,7 +27,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PROMPTS = [tuple(row) for row in np.random.default_rng(0).integers(3, 500, (40, 24)).tolist()]
 
 
-def sample(server: SGLangServer, requests: list[tuple[tuple[int, ...], int]], at_once: bool, tokens: int = 12) -> list[Turn]:
+def sample(
+    server: SGLangServer, requests: list[tuple[tuple[int, ...], int]], at_once: bool, tokens: int = 12
+) -> list[Turn]:
     """One turn for each (prompt, seed), all in flight together or one after the other."""
 
     async def run() -> list[Turn]:

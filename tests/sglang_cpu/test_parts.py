@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,15 @@ def test_requests_get_their_cache_slots() -> None:
         sgl_kernel.moe_align()
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("sizes", [(128, 256), (64, 512), (256, 128), (1024, 300)])
 def test_a_row_of_a_product_does_not_depend_on_the_others(sizes: tuple[int, int]) -> None:
     inner, outer = sizes
