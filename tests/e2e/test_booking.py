@@ -32,6 +32,7 @@ class Program:
     def __init__(self, arguments: list[str], log: Path) -> None:
         self.mark = f"e2e-{os.getpid()}-{time.monotonic_ns()}"
         self.log = log
+        self.descendants: list[psutil.Process] = []
         with log.open("w") as stream:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "megatron_collab.train", *arguments],
@@ -50,13 +51,16 @@ class Program:
             assert self.process.poll() is None, f"ended before the moment came:\n{self.log.read_text()[-3000:]}"
             assert time.monotonic() < deadline, f"the moment never came:\n{self.log.read_text()[-3000:]}"
             time.sleep(0.002)
+        # Some of Ray's processes hide their environment, so they are noted while they still have their parents.
+        self.descendants = psutil.Process(self.process.pid).children(recursive=True)
 
     def left(self) -> list[psutil.Process]:
         """Living processes that were started by this program, directly or not."""
         found = []
-        for process in psutil.process_iter():
+        for process in {*psutil.process_iter(), *self.descendants}:
             try:
-                if process.environ().get("MEGATRON_COLLAB_TEST") == self.mark and process.status() != "zombie":
+                ours = process in self.descendants or process.environ().get("MEGATRON_COLLAB_TEST") == self.mark
+                if ours and process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
@@ -211,9 +215,7 @@ def test_training_killed_three_times_ends_with_the_same_parameters(
     assert parameters(run) == parameters(trained)
 
 
-def test_ctrl_c_leaves_no_process_behind(
-    root: Path, supervised: Path, start: Callable[[list[str]], Program]
-) -> None:
+def test_ctrl_c_leaves_no_process_behind(root: Path, supervised: Path, start: Callable[[list[str]], Program]) -> None:
     program = start(rl(root, "interrupted"))
     program.when(lambda: steps_done(root / "interrupted") >= 1)
     os.killpg(program.process.pid, signal.SIGINT)
