@@ -141,7 +141,7 @@ def summary(groups: Sequence[Group]) -> dict[str, float]:
         "reward_se": _mean([reward.standard_error for reward in rewarded]),
         "spread": _mean([float(spread) for spread in spreads]),
         "missing": float(sum(rollout.reward.missing for rollout in rollouts)),
-        "turn_tokens": _mean([float(len(rollout.turn.token_ids)) for rollout in rollouts]),
+        "turn_tokens": _mean([float(len(rollout.turn.token_ids)) for rollout in rollouts if rollout.turn.token_ids]),
         **{name: _mean(scores) for name, scores in sorted(values.items())},
         **{f"ending/{name}": count / len(futures) for name, count in sorted(endings.items())},
     }
