@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from megatron_collab import device
 from megatron_collab.reward import metrics
 
+WORLDS = ("booking", "gsm8k")  # modules of data/worlds, each with a scripted user of its name
 CONF = Path(__file__).resolve().parent.parent / "conf"
 
 
@@ -224,7 +225,7 @@ def check(config: Config) -> None:
     _one_of("model.fp8", config.model.fp8, [None, "hybrid", "e4m3"])
     _one_of("optim.schedule", config.optim.schedule, ["constant", "linear"])
     _one_of("reward.mode", config.reward.mode, ["mr", "single_turn"])
-    _one_of("data.world", config.data.world, [None, "booking", "gsm8k"])
+    _one_of("data.world", config.data.world, [None, *WORLDS])
     for setting, value in _positive(config):
         _require(value > 0, f"{setting}={value}: must be greater than 0")
     _check_device(config)

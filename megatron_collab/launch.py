@@ -6,11 +6,13 @@ import json
 import os
 import socket
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_collab.config import Config, ConfigError, check_model
+from megatron_collab.config import WORLDS, Config, ConfigError, check_model
+from megatron_collab.types import Task
 
 FINISHED = "result.json"
 # Settings that may change when a run goes on; all others decide its numbers.
@@ -35,9 +37,12 @@ def prepare(config: Config) -> None:
     try:
         worlds.prepare(config)
         check_model(config)
-        datasets.check_rows(Path(config.data.train), config.train.stage, "data.train")
-        if config.data.eval and config.train.stage == "rl":
-            datasets.check_rows(Path(config.data.eval), config.train.stage, "data.eval")
+        if config.train.stage == "sft":
+            datasets.load_conversations(Path(config.data.train), "data.train")
+        else:
+            _check_users(config, "data.train", datasets.load_tasks(Path(config.data.train), "data.train"))
+            if config.data.eval:
+                _check_users(config, "data.eval", datasets.load_tasks(Path(config.data.eval), "data.eval"))
     except ConfigError:
         raise
     except (ValueError, FileNotFoundError) as error:
@@ -58,6 +63,16 @@ def replace_by_torchrun(config: Config, arguments: list[str]) -> NoReturn:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=0"]
     command += [f"--nproc-per-node={config.launch.nproc_per_node}", "-m", "megatron_collab.train", *arguments]
     os.execve(sys.executable, command, environment)
+
+
+def _check_users(config: Config, setting: str, tasks: Sequence[Task]) -> None:
+    """Every task needs somebody to talk to: the one model of user.model, or the scripted user it names."""
+    for task in tasks:
+        if config.user.model is None and task.user not in WORLDS:
+            raise ConfigError(
+                f"{setting}: task {task.id} names the scripted user {task.user!r}; known are {', '.join(WORLDS)}, "
+                f"or set user.model to a model that LiteLLM reaches"
+            )
 
 
 def _check_port(port: int) -> None:

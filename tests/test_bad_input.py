@@ -134,6 +134,12 @@ def test_a_dataset_row_without_a_prompt(capsys: pytest.CaptureFixture[str], tmp_
     assert "data.train" in line and "prompt" in line
 
 
+def test_a_task_that_nobody_plays(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path) -> None:
+    rows = [{"prompt": [{"role": "user", "content": "hi"}], "goal": "g", "user": "nobody"}]
+    line = refused(capsys, *given(tmp_path, model, rows, "train.stage=rl", "reward.weights={token_amount: -1}"))
+    assert "data.train: task 0 names the scripted user 'nobody'" in line and "user.model" in line
+
+
 def test_a_metric_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
     line = refused(capsys, "experiment=booking", "reward.weights.helpfulness=1")
     assert "reward.weights.helpfulness: no such metric" in line and "booking_right" in line

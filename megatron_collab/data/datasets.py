@@ -37,14 +37,6 @@ def load_conversations(path: Path, setting: str = "data.train") -> list[tuple[Me
     return [_checked(_conversation, row, setting, path, number) for number, row in enumerate(_rows(path, setting))]
 
 
-def check_rows(path: Path, stage: str, setting: str = "data.train") -> None:
-    """Refuse a file that the stage (rl or sft) cannot take, with the first bad row; raises ValueError."""
-    if stage == "rl":
-        load_tasks(path, setting)
-    else:
-        load_conversations(path, setting)
-
-
 class Cursor:
     """Which of `n` rows a step takes: every epoch in an order of its own, drawn from the seed.
 

@@ -1,12 +1,12 @@
 """The folder of a run: what it writes while it goes, and what it says on the console.
 
-    config.json        settings of the run
-    metrics.jsonl      one line a step; steps that are done again replace theirs
-    transcripts.jsonl  every future of every step with its scores
-    evaluations.json   means by evaluation; eval_NAME.jsonl holds the conversations
-    tensorboard/       the same numbers for TensorBoard
-    result.json        written last: before, after, minutes, versions
-    report.html        all of it to look at
+config.json        settings of the run
+metrics.jsonl      one line a step; steps that are done again replace theirs
+transcripts.jsonl  every future of every step with its scores
+evaluations.json   means by evaluation; eval_NAME.jsonl holds the conversations
+tensorboard/       the same numbers for TensorBoard
+result.json        written last: before, after, minutes, versions
+report.html        all of it to look at
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ LLAMA3_ROPE = {
 
 def hugging_face_log_probs(folder: Path, token_ids: np.ndarray, swap_norms: bool = False) -> np.ndarray:
     """[b, s - 1] float32; `swap_norms` exchanges the two norms of a layer, as a wrong table would."""
-    parts.install()
+    parts.install_torchvision_operators()
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()

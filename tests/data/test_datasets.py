@@ -6,7 +6,7 @@ from pathlib import Path
 import datasets
 import pytest
 
-from megatron_collab.data.datasets import Cursor, check_rows, load_conversations, load_tasks, task_row, write_jsonl
+from megatron_collab.data.datasets import Cursor, load_conversations, load_tasks, task_row, write_jsonl
 from megatron_collab.types import Message, Task
 
 HI, HELLO = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
@@ -68,21 +68,21 @@ def test_conversations(tmp_path: Path) -> None:
 def test_a_bad_task_is_refused_by_file_and_row(tmp_path: Path, change: dict, fault: str) -> None:
     path = file(tmp_path, [ROW | change])
     with pytest.raises(ValueError) as refusal:
-        check_rows(path, "rl", "data.eval")
+        load_tasks(path, "data.eval")
     assert str(refusal.value).startswith(f"data.eval={path} row 0: ") and fault in str(refusal.value)
 
 
 def test_the_number_of_the_bad_row_is_given(tmp_path: Path) -> None:
     rows = [ROW] * 17 + [{key: value for key, value in ROW.items() if key != "prompt"}]
     with pytest.raises(ValueError, match="row 17: no prompt"):
-        check_rows(file(tmp_path, rows), "rl")
+        load_tasks(file(tmp_path, rows))
 
 
 @pytest.mark.parametrize("messages", [[HI], [HELLO], [HI, HI, HELLO], [HI, HELLO, HI], []])
 def test_a_conversation_out_of_turn_is_refused(tmp_path: Path, messages: list[dict]) -> None:
     rows = [{"messages": [HI, HELLO]}, {"messages": messages}]
     with pytest.raises(ValueError, match=r"row 1: .*messages"):
-        check_rows(file(tmp_path, rows), "sft")
+        load_conversations(file(tmp_path, rows))
 
 
 @pytest.mark.parametrize("text", ["", "\n", "{broken\n", json.dumps(ROW)[:-4]])
