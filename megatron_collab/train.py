@@ -81,7 +81,10 @@ def main(arguments: list[str]) -> int:
     if not launch.under_torchrun():
         launch.replace_by_torchrun(config, arguments)
     die_with_parent()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    if launch.global_rank() == 0:  # the one that has something to put away
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    else:  # Python would see Ctrl-C only after the collective that it waits in
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     fit(config)
     return 0
 

@@ -55,13 +55,14 @@ def _reaper() -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)
 
 
-def start_actor(kind: type, *arguments: Any) -> Any:
+def start_actor(kind: type, *arguments: Any, name: str | None = None) -> Any:
     """The handle of a Ray actor that is a `kind(*arguments)`, on any node; it ends with its last handle.
 
-    When its process dies it is started again, and what it was doing is done again.
+    When its process dies it is started again, and what it was doing is done again. `name` is for others to find
+    it by: a handle among the arguments could be gone when the actor is started again.
     """
     actor = ray.remote(num_cpus=0.01, max_restarts=3, max_task_retries=3, scheduling_strategy="SPREAD")
-    return actor(kind).remote(*arguments)
+    return actor(kind).options(name=name).remote(*arguments)
 
 
 class RewardWorker:

@@ -30,6 +30,7 @@ class Engine:
         self.config = config
         self.server: SGLangServer | None = None
         self.workers: list[Any] = []
+        self.rewards: list[Any] = []
         self._stack = ExitStack()
 
     def __enter__(self) -> Engine:
@@ -38,7 +39,7 @@ class Engine:
                 log = Path(self.config.run.dir) / "sglang.log"
                 self.server = self._stack.enter_context(SGLangServer(self.config, log))
                 self._stack.enter_context(ray_session(self.config))
-                self.workers = start_workers(self.config, self.server.url, self.server.api_key)
+                self.workers, self.rewards = start_workers(self.config, self.server.url, self.server.api_key)
                 self.server.wait_healthy(self.config.rollout.server.start_timeout)
                 self._stack = self._stack.pop_all()
         return self

@@ -13,10 +13,10 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from http.client import HTTPException
 from pathlib import Path
 from types import TracebackType
 from typing import Any
-from urllib.error import URLError
 from urllib.request import Request, urlopen
 
 import aiohttp
@@ -111,7 +111,7 @@ class SGLangServer:
         try:
             with urlopen(f"{self.url}/health", timeout=5) as answer:
                 return answer.status == 200
-        except (URLError, OSError):
+        except (OSError, HTTPException):
             return False
 
     def _last_words(self) -> str:
@@ -120,15 +120,23 @@ class SGLangServer:
 
 
 def _bindable(port: int) -> int:
-    """`port`, or a free one for 0."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((HOST, port))
-        except OSError as error:
-            reason = (error.strerror or str(error)).lower()
-            raise ServerError(f"rollout.server.port={port}: {reason}; choose another, or 0 for a free one") from error
-        return int(probe.getsockname()[1])
+    """`port`, or a free one for 0.
+
+    The server binds only after it has loaded, so a free port must be one that nobody is given meanwhile: below
+    those that the kernel hands out and above those of Ray's workers.
+    """
+    kernel = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    unassigned = range(20_000, max(kernel, 20_001))
+    for candidate in [port] if port else random.SystemRandom().sample(unassigned, min(100, len(unassigned))):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((HOST, candidate))
+            except OSError as error:
+                reason = (error.strerror or str(error)).lower()
+            else:
+                return candidate
+    raise ServerError(f"rollout.server.port={port}: {reason}; choose another, or 0 for a free one")
 
 
 def _arguments(config: Config, port: int) -> list[str]:

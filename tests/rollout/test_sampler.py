@@ -4,13 +4,14 @@ import asyncio
 import sys
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 from megatron_collab.rollout.sampler import Sampler, seed_of
 from megatron_collab.rollout.sglang import EngineError
 from megatron_collab.types import Conversation, Ending, Finish, Message, Task, Turn
-from tests.rollout.fakes import CharacterRenderer, FakePolicy, config, encode
+from tests.rollout.fakes import CharacterRenderer, FakePolicy, config, decode, encode
 
 TASK = Task("t", (Message("user", "hi"),), "goal", "answer", "testing")
 STOP = "[[TERMINATE CHAT]]"
@@ -96,9 +97,20 @@ def test_a_task_that_does_not_fit_is_an_error() -> None:
 
 
 def test_all_futures_are_played_at_once() -> None:
-    policy = FakePolicy(lambda prompt, seed: "ok", wait=0.05)
-    play(policy, futures=200)
-    assert policy.peak == 200
+    class Patient(FakePolicy):
+        """Answers a future only once all of them ask."""
+
+        asking = 0
+
+        async def generate(self, prompt_ids: tuple[int, ...], **options: Any) -> Turn:
+            if "go on" in decode(prompt_ids):
+                self.asking += 1
+                async with asyncio.timeout(60):
+                    while self.asking < 200:
+                        await asyncio.sleep(0.005)
+            return await super().generate(prompt_ids, **options)
+
+    assert len(play(Patient(lambda prompt, seed: "ok"), futures=200)) == 200
 
 
 def test_the_error_of_one_future_is_its_own() -> None:

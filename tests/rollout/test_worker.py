@@ -61,9 +61,10 @@ def tasks(n: int) -> list[Task]:
 class FakeEngineWorker:
     """A ConversationWorker whose policy and chat template are fakes."""
 
-    def __init__(self, config: Config, reward_workers: list[Any]) -> None:
+    def __init__(self, config: Config, reward_worker: str) -> None:
         policy = FakePolicy(answer, wait=0.01)
-        self.player = Player(policy, CharacterRenderer(), RewardClient(reward_workers, config.reward), config)
+        rewards = RewardClient([ray.get_actor(reward_worker)], config.reward)
+        self.player = Player(policy, CharacterRenderer(), rewards, config)
 
     async def play(self, task: Task, stream: str, rollouts: int, futures: int) -> Group:
         return await self.player.play(task, stream, rollouts, futures)
@@ -91,12 +92,12 @@ def session(options: Config) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def rewards(session: None, options: Config) -> Any:
-    return start_actor(RewardWorker, options.reward)
+    return start_actor(RewardWorker, options.reward, name="scores")
 
 
 @pytest.fixture(scope="module")
 def worker(options: Config, rewards: Any) -> Any:
-    return start_actor(FakeEngineWorker, options, [rewards])
+    return start_actor(FakeEngineWorker, options, "scores")
 
 
 @pytest.fixture(scope="module")
@@ -230,7 +231,7 @@ def test_a_conversation_worker_speaks_to_the_server(
     FakeServer.reply_ids = list(renderer.reply("?"))
     task = tasks(1)[0]
 
-    (worker,) = start_workers(replace(options, model=replace(options.model, path=str(tmp_path))), server, KEY)
+    (worker,), _ = start_workers(replace(options, model=replace(options.model, path=str(tmp_path))), server, KEY)
     group = ray.get(worker.play.remote(task, "train-0-0", 2, 2), timeout=60)
 
     for rollout in group.rollouts:
