@@ -292,7 +292,10 @@ def check_model(config: Config) -> None:
 
     folder, tp, pp = Path(config.model.path), config.parallel.tp, config.parallel.pp
     file = folder / "config.json"
-    _require(file.is_file(), f"model.path={folder}: no config.json there; give the folder of a Hugging Face model")
+    hint = "; experiment=booking_sft makes the one that booking starts from" if config.data.world == "booking" else ""
+    _require(
+        file.is_file(), f"model.path={folder}: no config.json there; give the folder of a Hugging Face model{hint}"
+    )
     hf = json.loads(file.read_text())
     family = hf.get("model_type")
     _require(

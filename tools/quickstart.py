@@ -53,11 +53,15 @@ def main() -> int:
 
 def train(*overrides: str) -> None:
     """One run of the trainer; its failure is ours, with its exit code."""
-    command = [sys.executable, "-m", "megatron_collab.train", *overrides]
+    process = subprocess.Popen([sys.executable, "-m", "megatron_collab.train", *overrides])
     try:
-        code = subprocess.run(command).returncode
-    except KeyboardInterrupt:
-        code = 130
+        code = process.wait()
+    except KeyboardInterrupt:  # the terminal has told the trainer too; it puts its processes away
+        try:
+            code = process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            code = 130
     if code != 0:
         sys.exit(code)
 
