@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -36,11 +37,13 @@ class Engine:
     def __enter__(self) -> Engine:
         if launch.global_rank() == 0:
             with self._stack:
-                log = Path(self.config.run.dir) / "sglang.log"
+                log, began = Path(self.config.run.dir) / "sglang.log", time.monotonic()
+                print(f"engine: starting SGLang (its log: {log}) and the Ray workers", flush=True)
                 self.server = self._stack.enter_context(SGLangServer(self.config, log))
                 self._stack.enter_context(ray_session(self.config))
                 self.workers, self.rewards = start_workers(self.config, self.server.url, self.server.api_key)
                 self.server.wait_healthy(self.config.rollout.server.start_timeout)
+                print(f"engine: ready after {time.monotonic() - began:.0f} s", flush=True)
                 self._stack = self._stack.pop_all()
         return self
 
