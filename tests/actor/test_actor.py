@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -133,16 +134,30 @@ def test_log_probs_of_every_token(make_actor: Maker) -> None:
         np.testing.assert_allclose(row[1:], expected, atol=5e-6)
 
 
+def as_sampled(actor: Actor) -> list[Sample]:
+    """The samples with the actor's own log-probs in the place of the engine's."""
+    return [
+        replace(sample, log_probs=row * sample.loss_mask)
+        for sample, row in zip(SAMPLES, actor.log_probs(SAMPLES), strict=True)
+    ]
+
+
 def test_equal_engine_and_trainer_mismatch_is_nothing(make_actor: Maker) -> None:
     actor = make_actor()
-    rows = actor.log_probs(SAMPLES)
-    exact = [
-        Sample(sample.token_ids, sample.loss_mask, sample.advantages, row * sample.loss_mask)
-        for sample, row in zip(SAMPLES, rows, strict=True)
-    ]
-    metrics = actor.update(Batch(tuple(exact)))
+    metrics = actor.update(Batch(tuple(as_sampled(actor))))
     assert metrics["mismatch/max_abs"] < 1e-5
     assert abs(metrics["mismatch/k3"]) < 1e-6
+
+
+def test_one_changed_token_is_a_mismatch(make_actor: Maker) -> None:
+    """What is trained must be what was sampled: one other token among them all, and the bound is broken."""
+    actor = make_actor()
+    first, *rest = as_sampled(actor)
+    token_ids = first.token_ids.copy()
+    trained = int(np.flatnonzero(first.loss_mask)[0])
+    token_ids[trained] = (token_ids[trained] + 1) % actor.vocab_size
+    metrics = actor.update(Batch((replace(first, token_ids=token_ids), *rest)))
+    assert metrics["mismatch/max_abs"] > 1e-2
 
 
 def test_without_a_reference_there_is_no_kl(make_actor: Maker) -> None:
