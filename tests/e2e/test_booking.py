@@ -118,7 +118,9 @@ def rl(root: Path, name: str) -> list[str]:
 
 
 def lines(file: Path) -> list[dict]:
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    """The whole lines of a file that may be written to at this moment."""
+    text = file.read_text() if file.exists() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def steps_done(run: Path) -> int:
