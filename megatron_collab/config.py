@@ -7,6 +7,7 @@ one line that names the setting and the way out, before any process is started.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from importlib.util import find_spec
@@ -42,7 +43,7 @@ def option(default: Any, text: str) -> Any:
 class RunConfig:
     dir: str = option(MISSING, "folder of the run: metrics, transcripts, checkpoints, report")
     seed: int = option(0, "seed of data order, sampling and initialisation")
-    wandb_project: str | None = option(None, "Weights & Biases project; needs WANDB_API_KEY in the environment")
+    wandb_project: str | None = option("megatron-collab", "Weights & Biases project, used where WANDB_API_KEY is set")
 
 
 @dataclass
@@ -234,9 +235,15 @@ def check(config: Config) -> None:
     if config.train.stage == "rl":
         _check_reward(config)
     _require(
-        config.run.wandb_project is None or find_spec("wandb") is not None,
-        f"run.wandb_project={config.run.wandb_project}: wandb is not installed; pip install wandb, or leave it unset",
+        not uses_wandb(config.run) or find_spec("wandb") is not None,
+        f"run.wandb_project={config.run.wandb_project}: WANDB_API_KEY is set, but wandb is not installed; "
+        f"pip install wandb, or set run.wandb_project=null",
     )
+
+
+def uses_wandb(run: RunConfig) -> bool:
+    """Whether the run reports to Weights & Biases."""
+    return run.wandb_project is not None and bool(os.environ.get("WANDB_API_KEY"))
 
 
 def _check_reward(config: Config) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_collab import launch
+from megatron_collab import config, launch
 from megatron_collab.train import EXIT_BAD_INPUT, main
 
 
@@ -148,6 +148,15 @@ def test_a_metric_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> Non
 def test_a_reward_of_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path) -> None:
     line = refused(capsys, *given(tmp_path, model, [ROW], "train.stage=rl"))
     assert "reward.weights: no metric has a weight" in line
+
+
+def test_a_wandb_key_without_wandb(
+    capsys: pytest.CaptureFixture[str], booking: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "key")
+    monkeypatch.setattr(config, "find_spec", lambda name: None)
+    line = refused(capsys, *booking)
+    assert "run.wandb_project=megatron-collab: WANDB_API_KEY is set" in line and "run.wandb_project=null" in line
 
 
 def test_fp8_without_transformer_engine(capsys: pytest.CaptureFixture[str], booking: list[str]) -> None:

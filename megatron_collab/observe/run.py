@@ -29,7 +29,7 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from megatron_collab import __version__, launch
-from megatron_collab.config import Config
+from megatron_collab.config import Config, uses_wandb
 from megatron_collab.observe import report
 from megatron_collab.observe.progress import progress
 from megatron_collab.types import Future, Group, Missing
@@ -153,7 +153,7 @@ class Run:
         yield write
 
     def _wandb(self) -> Iterator[Callable[[int, Mapping[str, float]], None]]:
-        if self.config.run.wandb_project is None:
+        if not uses_wandb(self.config.run):
             return
         import wandb
 

@@ -154,6 +154,7 @@ def test_weights_and_biases_gets_one_run_over_all_starts(tmp_path: Path, monkeyp
         init=lambda **settings: started.append(settings), log=lambda metrics, step: logged.append((step, metrics))
     )
     monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setenv("WANDB_API_KEY", "key")
     with_project = config(tmp_path)
     with_project.run.wandb_project = "p"
     for start in (0, 1):
