@@ -14,6 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+pytestmark = pytest.mark.slow
+
 SFT = ["experiment=booking_sft", "train.steps=60", "train.checkpoint_every=20", "optim.warmup_steps=10"]
 RL = [
     "experiment=booking",

@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "gsm8k"
 
 
