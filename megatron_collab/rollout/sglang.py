@@ -35,6 +35,8 @@ CPU_CACHE_TOKENS = 2**18
 
 _TORCHRUN_VARIABLES = re.compile(r"(LOCAL_|GROUP_|ROLE_|TORCHELASTIC_|MASTER_)|(RANK|WORLD_SIZE)$")
 
+_LEFT_BEHIND = re.compile(r"/dev/shm/(?:sglang_loads_|sgl_shm_mq_|sem\.mp-)\S+")
+
 
 class EngineError(RuntimeError):
     """The engine gave no turn; the reason is the text."""
@@ -186,13 +188,13 @@ def _environment(config: Config, api_key: str) -> dict[str, str]:
 
 
 def _shared_memory(group: int) -> set[Path]:
-    """The segments that SGLang's processes have mapped; they do not unlink them when they are killed."""
+    """What SGLang's processes made and have mapped: segments, semaphores. Killed, they do not unlink it."""
     segments: set[Path] = set()
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if os.getpgid(int(process.name)) == group:
                 maps = (process / "maps").read_text()
-                segments |= {Path(path) for path in re.findall(r"/dev/shm/sglang_loads_\S+", maps)}
+                segments |= {Path(path) for path in _LEFT_BEHIND.findall(maps)}
         except (ProcessLookupError, FileNotFoundError):  # it has just ended
             continue
     return segments
