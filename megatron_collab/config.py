@@ -221,7 +221,7 @@ def _one_of(setting: str, value: Any, choices: Sequence[Any]) -> None:
 def check(config: Config) -> None:
     """Cross-checks that need no process and no model in memory."""
     _one_of("train.stage", config.train.stage, ["rl", "sft"])
-    _one_of("launch.device", config.launch.device, ["auto", "cpu", "cuda"])
+    _one_of("launch.device", config.launch.device, device.SETTINGS)
     _one_of("model.dtype", config.model.dtype, ["bfloat16", "float32"])
     _one_of("model.fp8", config.model.fp8, [None, "hybrid", "e4m3"])
     _one_of("optim.schedule", config.optim.schedule, ["constant", "linear"])
@@ -269,10 +269,10 @@ def _positive(config: Config) -> list[tuple[str, float]]:
 
 
 def _check_device(config: Config) -> None:
-    _require(
-        config.launch.device != "cuda" or device.probe("cuda").found,
-        "launch.device=cuda: no CUDA device is visible; use launch.device=cpu",
-    )
+    try:
+        device.check(config.launch.device)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     if config.model.fp8:
         found, detail = device.probe("transformer_engine").found, device.probe("transformer_engine").detail
         _require(found, f"model.fp8={config.model.fp8}: needs TransformerEngine ({detail}); set model.fp8=null")

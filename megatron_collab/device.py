@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 
+SETTINGS = ("auto", "cpu", "cuda")  # of launch.device
+
 
 @dataclass(frozen=True)
 class Probe:
@@ -110,12 +112,17 @@ def _slurm() -> Probe:
     return Probe("slurm", found, detail, "sbatch on a cluster", "torchrun on this machine")
 
 
+def check(setting: str) -> None:
+    """ValueError where launch.device asks for a device that is not there."""
+    if setting == "cuda" and not probe("cuda").found:
+        raise ValueError("launch.device=cuda: no CUDA device is visible; use launch.device=cpu")
+
+
 def select(setting: str) -> Device:
     """The device for launch.device: auto takes CUDA where it is visible.
 
     Raises ValueError for cuda where there is none.
     """
-    found = probe("cuda").found
-    if setting == "cuda" and not found:
-        raise ValueError("launch.device=cuda: no CUDA device is visible; use launch.device=cpu")
-    return Device("cuda", "nccl") if found and setting != "cpu" else Device("cpu", "gloo")
+    check(setting)
+    found = setting != "cpu" and probe("cuda").found
+    return Device("cuda", "nccl") if found else Device("cpu", "gloo")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -12,9 +11,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_collab.config import WORLDS, Config, ConfigError, check_model
+from megatron_collab.ports import bindable
 from megatron_collab.types import Task
 
 FINISHED = "result.json"
+_PARENT = "MEGATRON_COLLAB_TORCHRUN"  # its process id, for the ranks
 # Settings that may change when a run goes on; all others decide its numbers.
 MAY_CHANGE = ("launch.", "train.checkpoint_every", "train.keep_checkpoints", "run.wandb_project", "rollout.server.port")
 
@@ -43,12 +44,12 @@ def prepare(config: Config) -> None:
             _check_users(config, "data.train", datasets.load_tasks(Path(config.data.train), "data.train"))
             if config.data.eval:
                 _check_users(config, "data.eval", datasets.load_tasks(Path(config.data.eval), "data.eval"))
+        if not under_torchrun():
+            bindable("rollout.server.port", config.rollout.server.port)
     except ConfigError:
         raise
     except (ValueError, FileNotFoundError) as error:
         raise ConfigError(" ".join(str(error).split())) from error
-    if not under_torchrun():
-        _check_port(config.rollout.server.port)
     _check_same_run(config)
 
 
@@ -59,10 +60,15 @@ def finished(config: Config) -> bool:
 
 def replace_by_torchrun(config: Config, arguments: list[str]) -> NoReturn:
     """Become `torchrun … -m megatron_collab.train` with the same arguments; does not return."""
-    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), _PARENT: str(os.getpid())}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=0"]
     command += [f"--nproc-per-node={config.launch.nproc_per_node}", "-m", "megatron_collab.train", *arguments]
     os.execve(sys.executable, command, environment)
+
+
+def parent() -> int | None:
+    """The process id of the torchrun that we became; None where somebody else started it."""
+    return int(os.environ[_PARENT]) if _PARENT in os.environ else None
 
 
 def _check_users(config: Config, setting: str, tasks: Sequence[Task]) -> None:
@@ -73,16 +79,6 @@ def _check_users(config: Config, setting: str, tasks: Sequence[Task]) -> None:
                 f"{setting}: task {task.id} names the scripted user {task.user!r}; known are {', '.join(WORLDS)}, "
                 f"or set user.model to a model that LiteLLM reaches"
             )
-
-
-def _check_port(port: int) -> None:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            reason = (error.strerror or str(error)).lower()
-            raise ConfigError(f"rollout.server.port={port}: {reason}; choose another, or 0 for a free one") from error
 
 
 def _check_same_run(config: Config) -> None:

@@ -9,14 +9,15 @@ import signal
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent(signum: int = signal.SIGKILL) -> None:
-    """Send `signum` to this process when its parent ends, however it ends (Linux).
+def die_with_parent(parent: int | None = None) -> None:
+    """End this process with SIGKILL when its parent ends, however it ends (Linux).
 
     A parent that is killed cannot clean up after itself; without this, its children would run on and write
-    into a run that has been started again.
+    into a run that has been started again. `parent` is its process id where the child knows it: then one that
+    has ended before this call is noticed too.
     """
-    parent = os.getppid()
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0) != 0:
+    parent = parent or os.getppid()
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent:  # it died before the request was made
-        os.kill(os.getpid(), signum)
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -80,7 +80,7 @@ def main(arguments: list[str]) -> int:
         return 0
     if not launch.under_torchrun():
         launch.replace_by_torchrun(config, arguments)
-    die_with_parent()
+    die_with_parent(launch.parent())
     if launch.global_rank() == 0:  # the one that has something to put away
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     else:  # Python would see Ctrl-C only after the collective that it waits in

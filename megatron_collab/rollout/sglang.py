@@ -8,7 +8,6 @@ import random
 import re
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,11 +22,11 @@ import aiohttp
 
 from megatron_collab import device
 from megatron_collab.config import Config
+from megatron_collab.ports import HOST, bindable
 from megatron_collab.processes import die_with_parent
 from megatron_collab.sglang_cpu.key import KEY_VARIABLE
 from megatron_collab.types import Finish, Turn
 
-HOST = "127.0.0.1"
 ATTEMPTS = 5
 BACKOFF_SECONDS = 0.25
 # Left to itself, SGLang fills nearly all memory of the machine with its cache, and touches every page of it.
@@ -59,7 +58,10 @@ class SGLangServer:
         self.tp = config.rollout.server.tp
         self.api_key = secrets.token_hex(32)
         self.log = log
-        port = _bindable(config.rollout.server.port)
+        try:
+            port = bindable("rollout.server.port", config.rollout.server.port)
+        except ValueError as error:
+            raise ServerError(str(error)) from error
         self.url = f"http://{HOST}:{port}"
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
@@ -119,26 +121,6 @@ class SGLangServer:
     def _last_words(self) -> str:
         lines = self.log.read_text(errors="replace").splitlines()[-15:]
         return "\n  ".join([f"the end of {self.log}:", *lines])
-
-
-def _bindable(port: int) -> int:
-    """`port`, or a free one for 0.
-
-    The server binds only after it has loaded, so a free port must be one that nobody is given meanwhile: below
-    those that the kernel hands out and above those of Ray's workers.
-    """
-    kernel = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    unassigned = range(20_000, max(kernel, 20_001))
-    for candidate in [port] if port else random.SystemRandom().sample(unassigned, min(100, len(unassigned))):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((HOST, candidate))
-            except OSError as error:
-                reason = (error.strerror or str(error)).lower()
-            else:
-                return candidate
-    raise ServerError(f"rollout.server.port={port}: {reason}; choose another, or 0 for a free one")
 
 
 def _arguments(config: Config, port: int) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 
 from megatron_collab.processes import die_with_parent
@@ -17,6 +18,8 @@ from megatron_collab.sglang_cpu.key import KEY_VARIABLE
 if __name__ == "__mp_main__":
     # SGLang's processes see to this themselves, but only after imports that take many seconds.
     die_with_parent()
+    if os.getsid(os.getppid()) != os.getsid(0):  # the parent had ended already, and somebody else took its place
+        os.kill(os.getpid(), signal.SIGKILL)
 
 # Looking for garbage among what the imports make is a quarter of the start-up, and of some requests later on.
 gc.disable()
