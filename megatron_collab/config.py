@@ -100,44 +100,100 @@ class TrainConfig:
 
 @dataclass
 class ServerConfig:
-    tp: int = option(1, "tensor parallel size of the SGLang server")
-    port: int = option(0, "port of the SGLang server; 0: a free one")
-    max_running_requests: int = option(256, "requests the server decodes at once")
-    max_total_tokens: int | None = option(None, "tokens in the server's KV cache; none: SGLang decides")
-    start_timeout: float = option(600.0, "seconds until the server must be healthy")
+    tp: int = option(1, "tensor parallel size of an SGLang server")
+    replicas: int = option(1, "SGLang servers; the conversations of a prompt stay on one of them")
+    port: int = option(0, "port of the first SGLang server, the others follow; 0: free ones")
+    max_running_requests: int = option(256, "requests a server decodes at once")
+    max_total_tokens: int | None = option(None, "tokens in a server's KV cache; none: SGLang decides")
+    prefix_cache: bool = option(True, "keep the KV of shared prefixes; on CPU false is exact when a run resumes")
+    start_timeout: float = option(600.0, "seconds until the servers must be healthy")
+
+
+@dataclass
+class SamplingConfig:
+    max_new_tokens: int = option(2048, "token budget of one turn")
+    temperature: float = option(1.0, "sampling temperature, in training and evaluation")
+    top_p: float = option(1.0, "probability mass that is sampled from; below 1 samples are off-policy")
+    top_k: int = option(-1, "tokens that are sampled from; -1: all")
 
 
 @dataclass
 class RolloutConfig:
-    futures: int = option(3, "conversations played on from each trained turn")
-    max_user_turns: int = option(2, "user turns of a future, after the trained turn")
-    max_new_tokens: int = option(2048, "token budget of the trained turn")
-    future_max_new_tokens: int = option(2048, "token budget of every later turn of the policy")
+    futures: int | str = option(
+        3,
+        "conversations played on from each trained turn; adaptive(min,max): more where the reward is uncertain; "
+        "0: one conversation a rollout, all its turns trained",
+    )
+    max_user_turns: int = option(2, "user turns after the trained turn; a message already in the task does not count")
+    max_assistant_turns: int = option(3, "turns of the policy, the trained one included; tool calls do not count")
+    train_turns: str = option("first", "first (the trained turn alone) or all (the later turns of its futures too)")
+    turn: SamplingConfig = field(default_factory=SamplingConfig)
+    future: SamplingConfig = field(default_factory=SamplingConfig)
     context_length: int = option(8196, "longest token stream of a conversation, reply included")
-    temperature: float = option(1.0, "sampling temperature of the policy, in training and evaluation")
+    deadline: float = option(900.0, "seconds one future may take; then it ends without a score")
+    tools: list[str] = option([], "tools of the policy: modules of rollout/tools")
+    max_tool_calls: int = option(8, "tool calls within one turn of the policy; then it ends as cut by length")
     workers: int = option(1, "Ray ConversationWorkers")
     turn_timeout: float = option(300.0, "seconds one request to the server may take")
     server: ServerConfig = field(default_factory=ServerConfig)
 
 
 @dataclass
-class UserConfig:
-    model: str | None = option(None, "LiteLLM model of the simulated user; none: scripted/NAME, NAME from the task")
-    api_base: str | None = option(None, "endpoint of the user's model; its key comes from the environment")
+class EndpointConfig:
+    """A language model behind LiteLLM."""
+
+    model: str | None = option(None, "LiteLLM model")
+    api_base: str | None = option(None, "endpoint of the model; its key comes from the environment")
+    temperature: float = option(0.0, "sampling temperature")
+    max_tokens: int = option(2048, "token budget of an answer")
+    attempts: int = option(6, "tries until an answer counts as not to be had")
+    timeout: float = option(60.0, "seconds one try may take")
+    deadline: float = option(300.0, "seconds all tries together may take")
+
+
+@dataclass
+class UserConfig(EndpointConfig):
+    name: str | None = option(None, "user of every task, instead of the one that the task names")
+    model: str | None = option(None, "LiteLLM model of the users named llm; policy: the model that is trained")
     temperature: float = option(1.0, "sampling temperature of the user")
     max_tokens: int = option(512, "token budget of a user message")
     attempts: int = option(3, "tries before the future ends with an error")
-    timeout: float = option(60.0, "seconds one try may take")
     stop: str = option("[[TERMINATE CHAT]]", "text in the user's message that ends the conversation")
+    personas: str | None = option(None, "text file, a persona a line; each llm user gets one drawn by the task")
 
 
 @dataclass
 class RewardConfig:
-    mode: str = option("mr", "mr (mean over the scored futures) or single_turn (the trained turn alone)")
+    mode: str = option(
+        "mr",
+        "mr (mean over the scored futures), single_turn (the trained turn alone), or a published formula: "
+        "paper, collabllm, verl",
+    )
     weights: dict[str, float] = option({}, "weight of each metric in the reward; 0: scored and shown only")
+    metrics: dict[str, dict[str, Any]] = option({}, "settings of a metric by its name, as metrics.accuracy.judge=true")
+    clamp: dict[str, float] = option({}, "largest absolute weighted part of a metric in the modes mr and single_turn")
+    malformed: float = option(-1.0, "reward of a malformed trained turn (empty, broken <think>, cut); it has no future")
+    turn_credit: str = option(
+        "equal",
+        "with futures=0, what a turn is rewarded for: last (the whole, on the last turn only), equal (the whole) or "
+        "reward_to_go(gamma) (what follows it, discounted by turn)",
+    )
+    judge: EndpointConfig = field(default_factory=EndpointConfig)
     workers: int = option(1, "Ray RewardWorkers")
+    concurrency: int = option(256, "scores that a RewardWorker makes at once")
     timeout: float = option(120.0, "seconds until a score that has not come counts as missing")
     max_missing: float = option(0.2, "share of scores that may be missing in a step before the run stops")
+
+
+@dataclass
+class LlmConfig:
+    """All calls of users and judges together, over all nodes."""
+
+    requests_per_minute: int | None = option(None, "requests a minute; none: no limit")
+    tokens_per_minute: int | None = option(None, "tokens a minute, prompts and answers; none: no limit")
+    max_concurrent: int = option(256, "calls in flight at once")
+    budget_usd: float | None = option(None, "what the run may spend in USD before it stops; none: no limit")
+    cache: str | None = option(None, "folder of the judges' answers; none: llm_cache in run.dir")
 
 
 @dataclass
@@ -161,12 +217,14 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     user: UserConfig = field(default_factory=UserConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    llm: LlmConfig = field(default_factory=LlmConfig)
     data: DataConfig = field(default_factory=DataConfig)
 
 
 def _schema() -> DictConfig:
     schema = OmegaConf.structured(Config)
-    OmegaConf.set_struct(schema.reward.weights, False)  # its keys are metrics, which anybody may add
+    for node in (schema.reward.weights, schema.reward.metrics, schema.reward.clamp):
+        OmegaConf.set_struct(node, False)  # its keys are metrics, which anybody may add
     return schema
 
 

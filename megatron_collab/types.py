@@ -8,17 +8,19 @@ is the trained turn with its futures and its reward, a `Group` the rollouts of o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
 import numpy as np
 
+from megatron_collab.thoughts import visible
+
 
 @dataclass(frozen=True)
 class Message:
-    """One message of a conversation: `role` is system, user or assistant."""
+    """One message of a conversation: `role` is system, user, assistant or tool."""
 
     role: str
     content: str
@@ -32,7 +34,7 @@ class Task:
     """What a user wants, and how the conversation about it begins.
 
     `messages` ends with a user message and is all that the policy sees; `goal` is seen by the simulated
-    user alone, `answer` by the metrics alone.
+    user alone, `answer` by the metrics alone. `user` names who plays the user.
     """
 
     id: str
@@ -57,7 +59,7 @@ class Turn:
 
     `prompt_ids` and `token_ids` are token ids; `log_probs[i]` is the natural log-probability of
     `token_ids[i]` under the sampling distribution (temperature folded in); `version` is the number of the
-    weights that sampled it. `text` is the decoded reply without its end-of-turn token.
+    weights that sampled it. `text` is the decoded reply, thoughts included, without its end-of-turn token.
     """
 
     prompt_ids: tuple[int, ...]
@@ -78,6 +80,7 @@ class Ending(StrEnum):
     USER_DONE = "user_done"
     TURN_LIMIT = "turn_limit"
     LENGTH = "length"
+    MALFORMED = "malformed"
     DEADLINE = "deadline"
     ERROR = "error"
 
@@ -88,13 +91,28 @@ class Conversation:
 
     Append-only: `token_ids` is every token so far, sampled ones as they were sampled; the next turn's
     prompt is `token_ids` plus the tokens that open the next turn. Nothing is ever re-rendered.
+
+    `messages` is what the others see: no thoughts. An assistant message that a tool message follows is a call of
+    tools and no reply. `turn_rewards[i]` is what users and tools gave for `turns[i]`.
     """
 
     messages: tuple[Message, ...]
     token_ids: tuple[int, ...]
     turns: tuple[Turn, ...] = ()
+    turn_rewards: tuple[float, ...] = ()
     ending: Ending | None = None
     error: str = ""
+
+    @property
+    def replies(self) -> tuple[str, ...]:
+        """What the policy said to the user since the task's messages, in order; `replies[-1]` is its last word."""
+        follows = (*self.messages[1:], None)
+        mine = [
+            (message.content, after is not None and after.role == "tool")
+            for message, after in zip(self.messages, follows, strict=True)
+            if message.role == "assistant"
+        ]
+        return tuple(content for content, calls in mine[len(mine) - len(self.turns) :] if not calls)
 
     def add_turn(self, turn: Turn) -> Conversation:
         """Append the policy's turn; its prompt must be the stream so far."""
@@ -102,14 +120,19 @@ class Conversation:
             raise ValueError("a turn was sampled from another prompt than this conversation's tokens")
         return replace(
             self,
-            messages=(*self.messages, Message("assistant", turn.text)),
+            messages=(*self.messages, Message("assistant", visible(turn.text))),
             token_ids=self.token_ids + turn.token_ids,
             turns=(*self.turns, turn),
+            turn_rewards=(*self.turn_rewards, 0.0),
         )
 
-    def add_user(self, message: Message, token_ids: tuple[int, ...]) -> Conversation:
-        """Append a user message; `token_ids` closes the last turn, renders it and opens the next turn."""
-        return replace(self, messages=(*self.messages, message), token_ids=self.token_ids + token_ids)
+    def add_messages(self, messages: Sequence[Message], token_ids: tuple[int, ...]) -> Conversation:
+        """Append what a user or tools say; `token_ids` closes the last turn, renders them and opens the next turn."""
+        return replace(self, messages=(*self.messages, *messages), token_ids=self.token_ids + token_ids)
+
+    def add_reward(self, value: float) -> Conversation:
+        """Add what a user or a tool gave for the last turn."""
+        return replace(self, turn_rewards=(*self.turn_rewards[:-1], self.turn_rewards[-1] + value))
 
     def end(self, ending: Ending, error: str = "") -> Conversation:
         return replace(self, ending=ending, error=error)
@@ -149,9 +172,13 @@ class Reward:
 
 @dataclass(frozen=True)
 class Rollout:
-    """A trained turn (the first new turn of every future), its futures and its reward."""
+    """A trained turn and what it was worth.
 
-    turn: Turn
+    `start` is the conversation as the trained turn left it: `start.turns` are trained. `futures` go on from it; where
+    whole conversations are trained, the one future is `start` itself.
+    """
+
+    start: Conversation
     futures: tuple[Future, ...]
     reward: Reward
 

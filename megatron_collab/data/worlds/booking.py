@@ -16,6 +16,7 @@ from pathlib import Path
 
 from megatron_collab.types import Message, Task
 
+USER = "scripted/booking"
 STOP = "[[TERMINATE CHAT]]"
 SLOTS: Mapping[str, tuple[str, ...]] = {
     "people": tuple(str(n) for n in range(1, 10)),
@@ -99,7 +100,7 @@ def tasks(seed: int, n: int, *, held_out: bool = False) -> list[Task]:
             unknown = set(SLOTS) - given or set(SLOTS)
             messages += _exchange(goal, messages, _some(rng, unknown))
         name = f"booking-{'eval' if held_out else 'train'}-{seed}-{i}"
-        made.append(Task(name, tuple(messages), json.dumps(goal), final(goal), "booking"))
+        made.append(Task(name, tuple(messages), json.dumps(goal), final(goal), USER))
     return made
 
 

@@ -1,23 +1,52 @@
-"""Metrics of whole conversations: one module each, named as in reward.weights. Adding one is adding a file.
+"""Metrics of whole conversations: a file each, named as in reward.weights. Adding one is adding a file.
 
-A metric module defines
-
-    async def score(task: Task, conversation: Conversation, trained_turn: int) -> Score | None
-
-`conversation` is everything that was said, the policy's last reply included, and
-`conversation.turns[trained_turn]` is the turn that the reward is for. None: the metric does not apply to this
-task. Missing(why): it applies, but no score could be had.
+The file NAME.py defines one class, NAME in CamelCase, that derives from `Metric`.
 """
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron_collab.types import Conversation, Score, Task
 
-Metric = Callable[[Task, Conversation, int], Awaitable[Score | None]]
+if TYPE_CHECKING:  # LiteLLM takes a second to import, and checking the settings needs none of it
+    from megatron_collab.reward.judge import Judge
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """A metric without settings."""
+
+
+class Metric:
+    """What is asked of a conversation that has ended.
+
+    `Options` is a frozen dataclass of the metric's own settings, set as reward.metrics.NAME.SETTING. `seconds` is
+    about how long one score takes: it sizes the requests to the RewardWorkers.
+    """
+
+    Options: ClassVar[type] = NoOptions
+    seconds: ClassVar[float] = 0.0
+
+    def __init__(self, options: Any, judge: Judge) -> None:
+        self.options = options
+        self.judge = judge
+
+    @classmethod
+    def unavailable(cls, options: Any) -> str | None:
+        """Why these options cannot work on this machine, with the way out; asked before a run starts."""
+        return None
+
+    async def score(self, task: Task, conversation: Conversation) -> Score | None:
+        """The score of the whole conversation, the policy's last reply included; the trained turn is its first.
+
+        None: the metric does not apply to this task. Missing(why): it does, but no score could be had.
+        """
+        raise NotImplementedError
 
 
 def known() -> list[str]:
@@ -25,6 +54,29 @@ def known() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
-def load(name: str) -> Metric:
+def find(name: str) -> type[Metric]:
     """The metric of that name."""
-    return importlib.import_module(f"{__name__}.{name}").score
+    module = importlib.import_module(f"{__name__}.{name}")
+    return getattr(module, "".join(word.capitalize() for word in name.split("_")))
+
+
+def split(name: str, settings: Mapping[str, Any]) -> tuple[type[Metric], Any]:
+    """The metric called `name` in reward.weights, and its options.
+
+    `settings` are those of reward.metrics.`name`; `metric` among them names the file where it is not `name`, so that
+    one metric can stand twice with different settings. Raises ValueError, naming the setting, for an unknown one.
+    """
+    settings = dict(settings)
+    kind = settings.pop("metric", name)
+    if kind not in known():
+        raise ValueError(f"reward.weights.{name}: no such metric; known are {', '.join(known())}")
+    metric = find(kind)
+    allowed = [field.name for field in fields(metric.Options)]
+    for setting in settings:
+        if setting not in allowed:
+            choices = f"it has {', '.join(allowed)}" if allowed else "it has none"
+            raise ValueError(f"reward.metrics.{name}.{setting}: {kind} has no such setting; {choices}")
+    try:
+        return metric, metric.Options(**settings)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"reward.metrics.{name}: {error}") from error

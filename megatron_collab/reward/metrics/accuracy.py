@@ -6,14 +6,16 @@ import asyncio
 from functools import cache
 
 from megatron_collab.reward.checker import Checker
+from megatron_collab.reward.metrics import Metric
 from megatron_collab.types import Conversation, Missing, Score, Task
 
 
-async def score(task: Task, conversation: Conversation, trained_turn: int) -> Score | None:
-    if not task.answer:
-        return None
-    checked = await asyncio.to_thread(_checker().equal, task.answer, conversation.turns[-1].text)
-    return checked if isinstance(checked, Missing) else float(checked)
+class Accuracy(Metric):
+    async def score(self, task: Task, conversation: Conversation) -> Score | None:
+        if not task.answer:
+            return None
+        checked = await asyncio.to_thread(_checker().equal, task.answer, conversation.replies[-1])
+        return checked if isinstance(checked, Missing) else float(checked)
 
 
 @cache

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from megatron_collab.data.worlds import booking
+from megatron_collab.reward.metrics import Metric
 from megatron_collab.types import Conversation, Score, Task
 
 
-async def score(task: Task, conversation: Conversation, trained_turn: int) -> Score | None:
-    if task.user != "booking" or not booking.missing(task):
-        return None
-    return float(bool(booking.asked(conversation.turns[trained_turn].text)))
+class AskWhenMissing(Metric):
+    async def score(self, task: Task, conversation: Conversation) -> Score | None:
+        if task.user != booking.USER or not booking.missing(task):
+            return None
+        return float(bool(booking.asked(conversation.replies[0])))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from megatron_collab.reward.metrics import Metric
 from megatron_collab.types import Conversation, Score, Task
 
 
-async def score(task: Task, conversation: Conversation, trained_turn: int) -> Score | None:
-    return float("?" in conversation.turns[trained_turn].text)
+class Asks(Metric):
+    async def score(self, task: Task, conversation: Conversation) -> Score | None:
+        return float("?" in conversation.replies[0])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from megatron_collab.data.worlds import booking
+from megatron_collab.reward.metrics import Metric
 from megatron_collab.types import Conversation, Score, Task
 
 
-async def score(task: Task, conversation: Conversation, trained_turn: int) -> Score | None:
-    if task.user != "booking":
-        return None
-    return float(conversation.turns[-1].text.strip() == task.answer)
+class BookingRight(Metric):
+    async def score(self, task: Task, conversation: Conversation) -> Score | None:
+        if task.user != booking.USER:
+            return None
+        return float(conversation.replies[-1].strip() == task.answer)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from megatron_collab.data.worlds import booking
+from megatron_collab.reward.metrics import Metric
 from megatron_collab.types import Conversation, Score, Task
 
 
-async def score(task: Task, conversation: Conversation, trained_turn: int) -> Score | None:
-    if task.user != "booking":
-        return None
-    unknown, needless = set(booking.missing(task)), 0
-    for turn in conversation.turns:
-        asked = booking.asked(turn.text)
-        needless += len(asked - unknown)
-        unknown -= asked
-    return float(needless)
+class NeedlessQuestions(Metric):
+    async def score(self, task: Task, conversation: Conversation) -> Score | None:
+        if task.user != booking.USER:
+            return None
+        unknown, needless = set(booking.missing(task)), 0
+        for reply in conversation.replies:
+            asked = booking.asked(reply)
+            needless += len(asked - unknown)
+            unknown -= asked
+        return float(needless)
