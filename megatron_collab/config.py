@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +25,15 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megatron_collab import device
 from megatron_collab.reward import metrics
+from megatron_collab.rollout import tools
 
-WORLDS = ("booking", "gsm8k")  # modules of data/worlds, each with a scripted user of its name
+WORLDS = ("booking", "gsm8k")  # modules of data/worlds
+MODES = ("mr", "single_turn", "paper", "collabllm", "verl")
 CONF = Path(__file__).resolve().parent.parent / "conf"
+
+
+# A value as adaptive(2,6), which Hydra would take for a function of its own unless it is quoted.
+_CALL = re.compile(r"^([\w.]+=)(\w+\([\d., ]*\))$")
 
 
 class ConfigError(ValueError):
@@ -132,7 +140,8 @@ class RolloutConfig:
     context_length: int = option(8196, "longest token stream of a conversation, reply included")
     deadline: float = option(900.0, "seconds one future may take; then it ends without a score")
     tools: list[str] = option([], "tools of the policy: modules of rollout/tools")
-    max_tool_calls: int = option(8, "tool calls within one turn of the policy; then it ends as cut by length")
+    tool_parser: str = option("qwen25", "SGLang's parser of the policy's tool calls: qwen25, llama3, mistral, …")
+    max_tool_calls: int = option(8, "tool calls within one turn of the policy; then the conversation ends")
     workers: int = option(1, "Ray ConversationWorkers")
     turn_timeout: float = option(300.0, "seconds one request to the server may take")
     server: ServerConfig = field(default_factory=ServerConfig)
@@ -239,7 +248,7 @@ def load(overrides: Sequence[str]) -> Config:
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
-            node = compose("config", overrides=list(overrides))
+            node = compose("config", overrides=[_CALL.sub(r'\1"\2"', override) for override in overrides])
         OmegaConf.resolve(node)
         missing = sorted(OmegaConf.missing_keys(node))
         config = None if missing else OmegaConf.to_object(node)
@@ -251,6 +260,29 @@ def load(overrides: Sequence[str]) -> Config:
     assert isinstance(config, Config)
     check(config)
     return config
+
+
+def future_range(futures: int | str) -> tuple[int, int]:
+    """The fewest and the most futures of a trained turn; ValueError for what is neither a number nor adaptive(…)."""
+    adaptive = re.fullmatch(r"adaptive\((\d+), *(\d+)\)", str(futures))
+    if adaptive:
+        low, high = int(adaptive[1]), int(adaptive[2])
+        if not 2 <= low < high:
+            raise ValueError("adaptive(min,max) needs 2 <= min < max: one future says nothing about its spread")
+        return low, high
+    if not re.fullmatch(r"\d+", str(futures)):
+        raise ValueError("give a number, or adaptive(min,max) as in adaptive(2,6)")
+    return int(futures), int(futures)
+
+
+def reward_to_go_gamma(turn_credit: str) -> float | None:
+    """The discount of reward_to_go(gamma), None for the other credits; ValueError for what is none of them."""
+    if turn_credit in ("last", "equal"):
+        return None
+    found = re.fullmatch(r"reward_to_go\((\d*\.?\d+)\)", turn_credit)
+    if not found or not 0 <= float(found[1]) <= 1:
+        raise ValueError("choose last, equal or reward_to_go(gamma) with gamma from 0 to 1, as in reward_to_go(0.9)")
+    return float(found[1])
 
 
 def describe(config: Any = Config, prefix: str = "") -> list[str]:
@@ -283,7 +315,8 @@ def check(config: Config) -> None:
     _one_of("model.dtype", config.model.dtype, ["bfloat16", "float32"])
     _one_of("model.fp8", config.model.fp8, [None, "hybrid", "e4m3"])
     _one_of("optim.schedule", config.optim.schedule, ["constant", "linear"])
-    _one_of("reward.mode", config.reward.mode, ["mr", "single_turn"])
+    _one_of("reward.mode", config.reward.mode, MODES)
+    _one_of("rollout.train_turns", config.rollout.train_turns, ["first", "all"])
     _one_of("data.world", config.data.world, [None, *WORLDS])
     for setting, value in _positive(config):
         _require(value > 0, f"{setting}={value}: must be greater than 0")
@@ -291,7 +324,8 @@ def check(config: Config) -> None:
     _check_layout(config)
     _check_files(config)
     if config.train.stage == "rl":
-        _check_reward(config)
+        _check_reward(config.reward)
+        _check_rollout(config)
     _require(
         not uses_wandb(config.run) or find_spec("wandb") is not None,
         f"run.wandb_project={config.run.wandb_project}: WANDB_API_KEY is set, but wandb is not installed; "
@@ -304,12 +338,57 @@ def uses_wandb(run: RunConfig) -> bool:
     return run.wandb_project is not None and bool(os.environ.get("WANDB_API_KEY"))
 
 
-def _check_reward(config: Config) -> None:
-    weights = config.reward.weights
+def _check_reward(reward: RewardConfig) -> None:
+    weights = reward.weights
     _require(any(weights.values()), "reward.weights: no metric has a weight; give one, as in reward.weights.accuracy=1")
+    for setting, names in (("reward.metrics", reward.metrics), ("reward.clamp", reward.clamp)):
+        for name in names:
+            _require(name in weights, f"{setting}.{name}: not in reward.weights; add reward.weights.{name}=WEIGHT")
     for name in weights:
-        known = metrics.known()
-        _require(name in known, f"reward.weights.{name}: no such metric; known are {', '.join(known)}")
+        try:
+            metric, settings = metrics.split(name, reward.metrics.get(name, {}))
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        reason = metric.unavailable(settings)
+        _require(reason is None, f"reward.weights.{name}: {reason}")
+        needs_judge = metric.judged(settings) and not (reward.judge.model or getattr(settings, "model", None))
+        _require(
+            not needs_judge, f"reward.weights.{name}: needs a judge; set reward.judge.model to a model of LiteLLM's"
+        )
+    _require(
+        not reward.clamp or reward.mode in ("mr", "single_turn"),
+        f"reward.clamp: reward.mode={reward.mode} is a published formula; remove one of them",
+    )
+
+
+def _check_rollout(config: Config) -> None:
+    rollout, reward = config.rollout, config.reward
+    for setting, value, parse in (
+        ("rollout.futures", rollout.futures, future_range),
+        ("reward.turn_credit", reward.turn_credit, reward_to_go_gamma),
+    ):
+        try:
+            parse(value)
+        except ValueError as error:
+            raise ConfigError(f"{setting}={value}: {error}") from error
+    futures = future_range(rollout.futures)[0]
+    if rollout.train_turns == "all":
+        _require(futures > 1, "rollout.train_turns=all: compares sibling futures; set rollout.futures to 2 or more")
+        _require(
+            rollout.turn.temperature == rollout.future.temperature,
+            f"rollout.future.temperature={rollout.future.temperature}: rollout.train_turns=all trains these turns too; "
+            f"set it to rollout.turn.temperature={rollout.turn.temperature}",
+        )
+    if futures == 0:
+        _require(
+            not reward.weights.get("turn_rewards"),
+            "reward.weights.turn_rewards: with rollout.futures=0 these rewards are credited to their turns already; "
+            "set it to 0",
+        )
+    for name in rollout.tools:
+        _require(name in tools.known(), f"rollout.tools={name}: no such tool; known are {', '.join(tools.known())}")
+    if config.user.personas is not None:
+        _require(Path(config.user.personas).is_file(), f"user.personas={config.user.personas}: no such file")
 
 
 def _positive(config: Config) -> list[tuple[str, float]]:
@@ -319,11 +398,16 @@ def _positive(config: Config) -> list[tuple[str, float]]:
         "optim": ["lr", "clip_grad"],
         "algo": ["mini_batches"],
         "train": ["steps", "prompts_per_step", "rollouts_per_prompt", "tokens_per_micro_batch", "checkpoint_every"],
-        "rollout": ["futures", "max_user_turns", "max_new_tokens", "future_max_new_tokens", "temperature", "workers"],
-        "user": ["attempts", "max_tokens", "timeout"],
-        "reward": ["workers", "timeout"],
+        "rollout": ["max_user_turns", "max_assistant_turns", "deadline", "workers", "context_length"],
+        "rollout.turn": ["max_new_tokens", "temperature", "top_p"],
+        "rollout.future": ["max_new_tokens", "temperature", "top_p"],
+        "rollout.server": ["tp", "replicas"],
+        "user": ["attempts", "max_tokens", "timeout", "deadline"],
+        "reward": ["workers", "concurrency", "timeout"],
+        "reward.judge": ["attempts", "max_tokens", "timeout", "deadline"],
+        "llm": ["max_concurrent"],
     }
-    return [(f"{group}.{name}", getattr(getattr(config, group), name)) for group in names for name in names[group]]
+    return [(f"{group}.{name}", attrgetter(f"{group}.{name}")(config)) for group in names for name in names[group]]
 
 
 def _check_device(config: Config) -> None:

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_collab.config import WORLDS, Config, ConfigError, check_model
+from megatron_collab.config import Config, ConfigError, check_model
 from megatron_collab.ports import bindable
 from megatron_collab.types import Task
 
@@ -72,13 +72,13 @@ def parent() -> int | None:
 
 
 def _check_users(config: Config, setting: str, tasks: Sequence[Task]) -> None:
-    """Every task needs somebody to talk to: the one model of user.model, or the scripted user it names."""
-    for task in tasks:
-        if config.user.model is None and task.user not in WORLDS:
-            raise ConfigError(
-                f"{setting}: task {task.id} names the scripted user {task.user!r}; known are {', '.join(WORLDS)}, "
-                f"or set user.model to a model that LiteLLM reaches"
-            )
+    """Every task needs somebody to talk to: the user that it names, or that user.name names for all."""
+    from megatron_collab.rollout import users
+
+    for name in sorted({config.user.name or task.user for task in tasks}):
+        reason = users.check(name, config)
+        if reason:
+            raise ConfigError(f"{setting}: {reason}")
 
 
 def _check_same_run(config: Config) -> None:

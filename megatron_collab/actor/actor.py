@@ -55,7 +55,7 @@ class Actor:
         self.policy = model
         self.reference = reference
         self.supervised = config.train.stage == "sft"
-        self.temperature = 1.0 if self.supervised else config.rollout.temperature
+        self.temperature = 1.0 if self.supervised else config.rollout.turn.temperature
         self.vocab_size = unwrap(model).shape.vocab
         self.device = next(model.parameters()).device
         self.step = 0

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+EPSILON = 1e-6
 
-def grpo(rewards_G: np.ndarray, epsilon: float = 1e-6) -> np.ndarray:
+
+def grpo(rewards_G: np.ndarray, epsilon: float = EPSILON) -> np.ndarray:
     """Group-relative advantages: (r_i - mean(r)) / (std(r) + epsilon), float64 [G].
 
     Outcome supervision of GRPO, with the population standard deviation (Shao et al. 2024, DeepSeekMath,

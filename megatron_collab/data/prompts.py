@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from transformers import AutoTokenizer
 
+from megatron_collab.thoughts import OPEN
 from megatron_collab.types import Message, Turn
 
 # Stands in for a sampled reply when the template is asked what follows it.
@@ -15,21 +17,26 @@ _MARKER = "SAMPLED7REPLY"
 class ChatRenderer:
     """Prompts, and what joins the turns of a conversation, from the chat template in `model_path`.
 
-    `end_id` is the template's end-of-turn token, the one that follows the assistant's content.
+    `end_id` is the template's end-of-turn token, the one that follows the assistant's content. `opens_thought`:
+    the template opens the policy's turn with `<think>`. `tools` are schemas that the prompt tells the policy of.
 
     Raises ValueError, naming model.path, for a template after whose assistant messages nothing can be appended:
     one that changes or drops them, or ends them with something else than one special token.
     """
 
-    def __init__(self, model_path: str) -> None:
+    def __init__(self, model_path: str, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         self.model_path = model_path
+        self.tools = list(tools)
         self.tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
         if not self.tokenizer.chat_template:
             raise ValueError(f"model.path={model_path}: its tokenizer has no chat template; give a chat model")
-        end = self._tail(Message("user", "x"))[:1]
+        end = self._tail([Message("user", "x")])[:1]
         if not end or end[0] not in self.tokenizer.added_tokens_decoder:
             raise self._unfit("does not end an assistant message with a special token")
         self.end_id: int = end[0]
+        self.opens_thought = self._render([Message("user", "x")]).rstrip().endswith(OPEN)
+        if self.tools and self._render([Message("user", "x")]) == self._render([Message("user", "x")], tools=None):
+            raise self._unfit("does not tell the policy of rollout.tools")
 
     def first(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """The prompt: all messages, and what opens the assistant's turn."""
@@ -39,27 +46,28 @@ class ChatRenderer:
         """A written assistant message with its end-of-turn token, for supervised training."""
         return (*self._tokenize(text), self.end_id)
 
-    def next(self, message: Message, turn: Turn) -> tuple[int, ...]:
-        """What follows the sampled `turn`: its end-of-turn token where it lacks one, `message`, the next opening."""
+    def next(self, messages: Sequence[Message], turn: Turn) -> tuple[int, ...]:
+        """What follows the sampled `turn`: its end-of-turn token where it lacks one, `messages`, the next opening."""
         ended = turn.token_ids[-1:] == (self.end_id,)
-        between = self.after_reply(message)
+        between = self._tail(messages)[1:]
         return between if ended else (self.end_id, *between)
 
     def after_reply(self, message: Message) -> tuple[int, ...]:
         """What follows an assistant message that has ended: `message`, and what opens the next turn."""
-        return self._tail(message)[1:]
+        return self._tail([message])[1:]
 
-    def _tail(self, message: Message) -> tuple[int, ...]:
-        """All tokens after the content of an assistant message that `message` follows."""
-        rendered = self._render([Message("user", "x"), Message("assistant", _MARKER), message])
+    def _tail(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """All tokens after the content of an assistant message that `messages` follow."""
+        rendered = self._render([Message("user", "x"), Message("assistant", _MARKER), *messages])
         _, marker, tail = rendered.partition(_MARKER)
         if not marker:
             raise self._unfit("drops or changes assistant messages")
         return self._tokenize(tail)
 
-    def _render(self, messages: Sequence[Message]) -> str:
+    def _render(self, messages: Sequence[Message], **other: Any) -> str:
         rows = [message.as_dict() for message in messages]
-        return self.tokenizer.apply_chat_template(rows, tokenize=False, add_generation_prompt=True)
+        told = {"tools": self.tools or None, **other}
+        return self.tokenizer.apply_chat_template(rows, tokenize=False, add_generation_prompt=True, **told)
 
     def _tokenize(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])

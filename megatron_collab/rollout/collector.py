@@ -14,12 +14,12 @@ import numpy as np
 import ray
 import torch.distributed as dist
 
-from megatron_collab.algo.advantage import grpo
+from megatron_collab.algo.credit import samples_of
 from megatron_collab.config import Config
 from megatron_collab.data.datasets import Cursor, load_tasks
 from megatron_collab.observe.progress import progress
 from megatron_collab.observe.run import Run
-from megatron_collab.types import Batch, Group, Missing, Rollout, Sample
+from megatron_collab.types import Batch, Group, Missing, Task
 
 
 class TooManyMissing(RuntimeError):
@@ -53,28 +53,27 @@ class Collector:
     def _collect(self, step: int) -> Batch:
         train = self.config.train
         tasks = [self.tasks[i] for i in self.cursor.batch(step, train.prompts_per_step)]
-        futures = 0 if self.config.reward.mode == "single_turn" else self.config.rollout.futures
-        groups = self._play(tasks, f"train-{step}", train.rollouts_per_prompt, futures, f"step {step} rollouts")
+        groups = self._play("play", tasks, f"train-{step}", f"step {step} rollouts")
         refuse_missing(groups, self.config.reward.max_missing)
         self.run.transcripts(step, groups)
-        samples = [sample for group in groups for sample in samples_of(group)]
+        samples = [sample for group in groups for sample in samples_of(group, self.config)]
         if not samples:
             raise TooManyMissing(f"step {step}: no group has two rollouts with a reward, so nothing can be learned")
-        return Batch(tuple(samples), summary(groups))
+        return Batch(tuple(samples), {**summary(groups), **self._counted()})
 
     def _evaluate(self, name: str, step: int) -> None:
         if self.config.data.eval is None or self.config.train.eval_tasks == 0:
             return
         tasks = load_tasks(Path(self.config.data.eval))[: self.config.train.eval_tasks]
-        groups = self._play(tasks, f"eval-{name}", 1, 1, f"evaluation {name}")
+        groups = self._play("evaluate", tasks, f"eval-{name}", f"evaluation {name}")
         self.run.evaluation(name, step, summary(groups), groups)
 
-    def _play(self, tasks: Sequence[Any], stream: str, rollouts: int, futures: int, title: str) -> list[Group]:
-        """One group a task, all at once, in the order of the tasks."""
+    def _play(self, what: str, tasks: Sequence[Task], stream: str, title: str) -> list[Group]:
+        """One group a task, all at once, in the order of the tasks; `what` names a method of Player."""
         pending = {}
         for index, task in enumerate(tasks):
             worker = self.workers[index % len(self.workers)]
-            pending[worker.play.remote(task, f"{stream}-{index}", rollouts, futures)] = index
+            pending[getattr(worker, what).remote(task, f"{stream}-{index}")] = index
         groups: dict[int, Group] = {}
         with progress(title, len(tasks)) as bar:
             while pending:
@@ -83,23 +82,12 @@ class Collector:
                 bar.update(1)
         return [groups[index] for index in range(len(tasks))]
 
-
-def samples_of(group: Group) -> list[Sample]:
-    """The trained turns of a group with their advantages; rollouts without a reward leave their group."""
-    rewarded = [rollout for rollout in group.rollouts if not isinstance(rollout.reward.value, Missing)]
-    if len(rewarded) < 2:
-        return []
-    advantages_G = grpo(np.array([rollout.reward.value for rollout in rewarded], dtype=np.float64))
-    return [_sample(rollout, float(advantage)) for rollout, advantage in zip(rewarded, advantages_G, strict=True)]
-
-
-def _sample(rollout: Rollout, advantage: float) -> Sample:
-    turn = rollout.turn
-    prompt, reply = len(turn.prompt_ids), len(turn.token_ids)
-    mask = np.concatenate([np.zeros(prompt, np.float32), np.ones(reply, np.float32)])
-    log_probs = np.concatenate([np.zeros(prompt, np.float32), np.array(turn.log_probs, np.float32)])
-    token_ids = np.array(turn.prompt_ids + turn.token_ids, np.int64)
-    return Sample(token_ids, mask, mask * np.float32(advantage), log_probs)
+    def _counted(self) -> dict[str, float]:
+        """What users and tools counted since the last step, and what the calls of users and judges cost."""
+        counts: Counter[str] = Counter()
+        for taken in ray.get([worker.take_counters.remote() for worker in self.workers]):
+            counts.update(taken)
+        return {f"count/{name}": float(count) for name, count in sorted(counts.items())}
 
 
 def refuse_missing(groups: Sequence[Group], max_missing: float) -> None:
@@ -120,8 +108,9 @@ def refuse_missing(groups: Sequence[Group], max_missing: float) -> None:
 def summary(groups: Sequence[Group]) -> dict[str, float]:
     """Means over the rollouts of a step: reward and its standard error, every metric, endings, tokens.
 
-    `reward_se` is the standard error of one turn's reward that comes from its futures' spread, averaged;
-    `spread` the standard deviation of the rewards within a group, averaged: what GRPO learns from.
+    `reward_se` is the standard error of one turn's reward that comes from its futures' spread, averaged; `spread`
+    the standard deviation of the rewards within a group, averaged: what GRPO learns from. `futures` and `turn_tokens`
+    are those of one rollout.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     futures = [future for rollout in rollouts for future in rollout.futures]
@@ -136,12 +125,14 @@ def summary(groups: Sequence[Group]) -> dict[str, float]:
         np.std([r.reward.value for r in group.rollouts if not isinstance(r.reward.value, Missing)] or [0.0])
         for group in groups
     ]
+    sampled = [sum(len(turn.token_ids) for turn in rollout.start.turns) for rollout in rollouts if rollout.start.turns]
     return {
         "reward": _mean([float(reward.value) for reward in rewarded if not isinstance(reward.value, Missing)]),
         "reward_se": _mean([reward.standard_error for reward in rewarded]),
         "spread": _mean([float(spread) for spread in spreads]),
         "missing": float(sum(rollout.reward.missing for rollout in rollouts)),
-        "turn_tokens": _mean([float(len(rollout.turn.token_ids)) for rollout in rollouts if rollout.turn.token_ids]),
+        "futures": len(futures) / len(rollouts),
+        "turn_tokens": _mean([float(tokens) for tokens in sampled]),
         **{name: _mean(scores) for name, scores in sorted(values.items())},
         **{f"ending/{name}": count / len(futures) for name, count in sorted(endings.items())},
     }

@@ -1,52 +1,119 @@
-"""Groups: the trained turns of one task, played on, scored and rewarded."""
+"""Groups: the rollouts of one task, played on, scored and rewarded."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
 
-from megatron_collab.config import Config
+from megatron_collab.config import Config, future_range
 from megatron_collab.reward.loop import RewardClient
 from megatron_collab.reward.mr import turn_reward
+from megatron_collab.rollout.adaptive import allocate
 from megatron_collab.rollout.policy import Policy, Renderer
-from megatron_collab.rollout.sampler import Sampler
-from megatron_collab.types import Conversation, Ending, Finish, Future, Group, Rollout, Task, Turn
+from megatron_collab.rollout.sampler import Place, Sampler
+from megatron_collab.rollout.users import Users
+from megatron_collab.types import Conversation, Ending, Future, Group, Missing, Reward, Rollout, Task
 
 
 class Player:
-    """Plays groups: trained turns, their futures, and the reward of each turn."""
+    """Plays groups: trained turns, their futures, and the reward of each turn.
 
-    def __init__(self, policy: Policy, renderer: Renderer, rewards: RewardClient, config: Config) -> None:
-        self.sampler = Sampler(policy, renderer, config)
+    What a user or the engine could not give is in the group: conversations that ended with an error, scores and
+    rewards that are Missing.
+    """
+
+    def __init__(self, policy: Policy, renderer: Renderer, users: Users, rewards: RewardClient, config: Config) -> None:
+        self.sampler = Sampler(policy, renderer, users, config)
         self.rewards = rewards
-        self.weights = config.reward.weights
+        self.config = config
 
-    async def play(self, task: Task, stream: str, rollouts: int, futures: int) -> Group:
-        """`rollouts` trained turns of `task`, all at once, each with `futures` futures.
+    async def play(self, task: Task, stream: str) -> Group:
+        """train.rollouts_per_prompt rollouts of `task`, all at once, as reward.mode and rollout.futures say.
 
-        With 0 futures a turn is scored alone, as the end of its conversation. `stream` names the place in the
-        run (step and task) that the sampling seeds follow from. What a user or the engine could not give is in
-        the group: conversations that ended with an error, scores and rewards that are Missing.
+        `stream` names the place in the run (step and task) that the sampling seeds follow from.
         """
-        played = (self._rollout(task, stream, rollout, futures) for rollout in range(rollouts))
-        return Group(task, tuple(await asyncio.gather(*played)))
-
-    async def _rollout(self, task: Task, stream: str, rollout: int, futures: int) -> Rollout:
-        start = await self.sampler.trained_turn(task, stream, rollout)
-        turn = start.turns[0] if start.turns else _no_turn(start)
-        if futures == 0 or start.ending:
-            scored = [await self._scored(task, start if start.ending else start.end(Ending.TURN_LIMIT))]
+        places = [Place(stream, i) for i in range(self.config.train.rollouts_per_prompt)]
+        if self.config.reward.mode == "single_turn":
+            rollouts = await asyncio.gather(*(self._alone(task, place) for place in places))
+        elif future_range(self.config.rollout.futures) == (0, 0):
+            rollouts = await asyncio.gather(*(self._whole(task, place) for place in places))
         else:
-            played = (self._future(start, task, stream, rollout, future) for future in range(futures))
-            scored = await asyncio.gather(*played)
-        return Rollout(turn, tuple(scored), turn_reward([future.scores for future in scored], self.weights))
+            rollouts = await self._with_futures(task, places)
+        return Group(task, tuple(rollouts))
 
-    async def _future(self, start: Conversation, task: Task, stream: str, rollout: int, future: int) -> Future:
-        return await self._scored(task, await self.sampler.future(start, task, stream, rollout, future))
+    async def evaluate(self, task: Task, stream: str) -> Group:
+        """One rollout with one future, played as a user would see it: a malformed turn is answered as well."""
+        place = Place(stream, 0)
+        start = await self.sampler.trained_turn(task, place)
+        future = await self._future(start, task, place)
+        return Group(task, (self._rollout(start, [future]),))
+
+    async def _alone(self, task: Task, place: Place) -> Rollout:
+        """The trained turn, scored as the end of its conversation."""
+        start = await self._start(task, place)
+        if not start.ending:
+            start = start.end(Ending.TURN_LIMIT)
+        return self._rollout(start, [await self._scored(task, start)])
+
+    async def _whole(self, task: Task, place: Place) -> Rollout:
+        """One conversation to its end, every turn of the policy trained."""
+        conversation = await self._start(task, place)
+        if not conversation.ending:
+            conversation = await self.sampler.play_on(conversation, task, place, self.config.rollout.turn, strict=True)
+        return self._rollout(conversation, [await self._scored(task, conversation)])
+
+    async def _with_futures(self, task: Task, places: Sequence[Place]) -> list[Rollout]:
+        """Trained turns with futures; where their number adapts, the second half goes where it says most."""
+        low, high = future_range(self.config.rollout.futures)
+        branches = await asyncio.gather(*(self._branch(task, place, low) for place in places))
+        if low < high:
+            values = [[] if start.ending else self._values(futures) for start, futures in branches]
+            extra = round(sum(map(bool, values)) * (low + high) / 2) - low * sum(map(bool, values))
+            more = await asyncio.gather(
+                *(
+                    self._futures(start, task, place, range(low, low + count))
+                    for (start, _), place, count in zip(branches, places, allocate(values, extra, high), strict=True)
+                )
+            )
+            branches = [(start, had + new) for (start, had), new in zip(branches, more, strict=True)]
+        return [self._rollout(start, futures) for start, futures in branches]
+
+    async def _branch(self, task: Task, place: Place, futures: int) -> tuple[Conversation, list[Future]]:
+        """A trained turn and its first futures; a turn after which nothing can follow is scored as it stands."""
+        start = await self._start(task, place)
+        if start.ending:
+            return start, [await self._scored(task, start)]
+        return start, await self._futures(start, task, place, range(futures))
+
+    async def _start(self, task: Task, place: Place) -> Conversation:
+        return self.sampler.refuse_malformed(await self.sampler.trained_turn(task, place))
+
+    async def _futures(self, start: Conversation, task: Task, place: Place, numbers: range) -> list[Future]:
+        futures = (self._future(start, task, replace(place, future=number)) for number in numbers)
+        return await asyncio.gather(*futures)
+
+    async def _future(self, start: Conversation, task: Task, place: Place) -> Future:
+        """A future of `start`, scored the moment it ends."""
+        if not start.ending:
+            start = await self.sampler.play_on(start, task, place, self.config.rollout.future)
+        return await self._scored(task, start)
 
     async def _scored(self, task: Task, conversation: Conversation) -> Future:
+        if conversation.ending is Ending.MALFORMED:  # its reward is reward.malformed, whatever a metric would say
+            return Future(conversation, {})
         return Future(conversation, await self.rewards.score(task, conversation))
 
+    def _rollout(self, start: Conversation, futures: Sequence[Future]) -> Rollout:
+        if any(future.conversation.ending is Ending.MALFORMED for future in futures):
+            return Rollout(start, tuple(futures), Reward(self.config.reward.malformed))
+        return Rollout(start, tuple(futures), self._reward(futures))
 
-def _no_turn(conversation: Conversation) -> Turn:
-    """Stands where the engine gave no turn: nothing sampled, by no version; its rollout has no reward."""
-    return Turn(conversation.token_ids, (), (), -1, Finish.ABORT, "")
+    def _reward(self, futures: Sequence[Future]) -> Reward:
+        reward = self.config.reward
+        return turn_reward([future.scores for future in futures], reward.weights, reward.mode, reward.clamp)
+
+    def _values(self, futures: Sequence[Future]) -> list[float]:
+        """What the reward would be from each future alone, where it has one."""
+        values = (self._reward([future]).value for future in futures)
+        return [value for value in values if not isinstance(value, Missing)]

@@ -1,4 +1,4 @@
-"""The policy's turns and the futures that follow from them.
+"""The policy's turns and what follows from them: users and tools answer until the conversation ends.
 
 A trained turn is sampled once and played on several times; each future is an asyncio task of its own, so all
 conversations of a worker wait at the same time and none waits for another.
@@ -6,45 +6,110 @@ conversations of a worker wait at the same time and none waits for another.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from megatron_collab.config import Config
+from megatron_collab import thoughts
+from megatron_collab.config import Config, SamplingConfig
 from megatron_collab.rollout.policy import Policy, Renderer
 from megatron_collab.rollout.sglang import EngineError
-from megatron_collab.rollout.users import User, UserError
-from megatron_collab.types import Conversation, Ending, Finish, Task
+from megatron_collab.rollout.tools import Toolbox
+from megatron_collab.rollout.users import User, UserError, Users
+from megatron_collab.types import Conversation, Ending, Finish, Message, Task
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in the run a conversation stands; what is drawn there depends on nothing else.
+
+    `stream` names step and task; all conversations of a stream share their first tokens.
+    """
+
+    stream: str
+    rollout: int
+    future: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.stream}/{self.rollout}/{self.future}"
 
 
 class Sampler:
     """Samples trained turns and plays them on, under the budgets of `config.rollout`."""
 
-    def __init__(self, policy: Policy, renderer: Renderer, config: Config) -> None:
+    def __init__(self, policy: Policy, renderer: Renderer, users: Users, config: Config) -> None:
         self.policy = policy
         self.renderer = renderer
-        self.config = config
+        self.users = users
+        self.tools = Toolbox(config.rollout.tools, policy)
+        self.config = config.rollout
+        self.seed = config.run.seed
 
-    async def trained_turn(self, task: Task, stream: str, rollout: int) -> Conversation:
+    async def trained_turn(self, task: Task, place: Place) -> Conversation:
         """The task's conversation with one turn of the policy; it has ended only where no more can follow."""
         conversation = Conversation(task.messages, self.renderer.first(task.messages))
-        seed = seed_of(self.config.run.seed, stream, rollout, 0, 0)
-        return await self._turn(conversation, self.config.rollout.max_new_tokens, seed)
+        try:
+            async with asyncio.timeout(self.config.deadline):
+                return await self._turn(conversation, task, place, self.config.turn)
+        except TimeoutError:
+            return self._late(conversation)
 
-    async def future(
-        self, conversation: Conversation, task: Task, stream: str, rollout: int, future: int
+    async def play_on(
+        self, conversation: Conversation, task: Task, place: Place, sampling: SamplingConfig, *, strict: bool = False
     ) -> Conversation:
-        """Play on for at most `rollout.max_user_turns` user turns, each answered by the policy, to an ending."""
-        user = User(self.config.user, task)
-        for turn in range(1, self.config.rollout.max_user_turns + 1):
+        """Go on from the policy's last reply to an ending, within max_user_turns and max_assistant_turns.
+
+        With `strict` a malformed turn of the policy ends the conversation.
+        """
+        user = self.users.make(task, place.name)
+        try:
+            async with asyncio.timeout(self.config.deadline):
+                await user.start(conversation)
+                for _ in range(min(self.config.max_user_turns, self.config.max_assistant_turns - 1)):
+                    if not conversation.ending:
+                        conversation = await self._user_turn(conversation, user)
+                    if not conversation.ending:
+                        conversation = await self._turn(conversation, task, place, sampling)
+                    if strict:
+                        conversation = self.refuse_malformed(conversation)
+        except UserError as error:
+            conversation = conversation.end(Ending.ERROR, str(error))
+        except TimeoutError:
+            conversation = self._late(conversation)
+        finally:
+            reward = await user.finish(conversation)
+        return _ended(conversation.add_reward(reward))
+
+    def refuse_malformed(self, conversation: Conversation) -> Conversation:
+        """The conversation, ended where the policy's last turn is one that no user should see."""
+        if not conversation.turns or conversation.ending in (Ending.ERROR, Ending.DEADLINE, Ending.USER_DONE):
+            return conversation
+        turn = conversation.turns[-1]
+        fault = thoughts.fault(turn.text, opened=self.renderer.opens_thought)
+        if turn.finish is Finish.LENGTH:
+            fault = "cut by its token budget"
+        return conversation.end(Ending.MALFORMED, fault) if fault else conversation
+
+    async def _turn(
+        self, conversation: Conversation, task: Task, place: Place, sampling: SamplingConfig
+    ) -> Conversation:
+        """One turn of the policy: generations until one calls no tool; the last one is the reply."""
+        for _ in range(self.config.max_tool_calls + 1):
+            conversation = await self._generate(conversation, place, sampling)
             if conversation.ending:
                 return conversation
-            conversation = await self._user_turn(conversation, user)
-            if not conversation.ending:
-                seed = seed_of(self.config.run.seed, stream, rollout, future, turn)
-                conversation = await self._turn(conversation, self.config.rollout.future_max_new_tokens, seed)
-        return conversation if conversation.ending else conversation.end(Ending.TURN_LIMIT)
+            answers, reward = await self.tools.answer(conversation.turns[-1].text, task)
+            if not answers:
+                return conversation
+            conversation = self._hear(conversation.add_reward(reward), answers)
+            if conversation.ending:
+                return conversation
+        return conversation.end(Ending.LENGTH)
 
-    async def _turn(self, conversation: Conversation, max_new_tokens: int, seed: int) -> Conversation:
-        length = self.config.rollout.context_length
+    async def _generate(self, conversation: Conversation, place: Place, sampling: SamplingConfig) -> Conversation:
+        length = self.config.context_length
         room = length - len(conversation.token_ids)
         if room < 1:
             why = f"the task's messages alone fill rollout.context_length={length}"
@@ -52,9 +117,10 @@ class Sampler:
         try:
             turn = await self.policy.generate(
                 conversation.token_ids,
-                max_new_tokens=min(max_new_tokens, room),
-                temperature=self.config.rollout.temperature,
-                seed=seed,
+                max_new_tokens=min(sampling.max_new_tokens, room),
+                sampling=sampling,
+                seed=seed_of(self.seed, place, len(conversation.turns)),
+                affinity=place.stream,
             )
         except EngineError as error:
             return conversation.end(Ending.ERROR, str(error))
@@ -65,19 +131,27 @@ class Sampler:
         return conversation.end(Ending.LENGTH) if full else conversation
 
     async def _user_turn(self, conversation: Conversation, user: User) -> Conversation:
-        try:
-            reply = await user.reply(conversation)
-        except UserError as error:
-            return conversation.end(Ending.ERROR, str(error))
+        reply = await user.reply(conversation)
+        conversation = conversation.add_reward(reply.reward)
         if reply.done:  # nothing is sampled after it, so the token stream ends with the policy's last turn
-            return conversation.add_user(reply.message, ()).end(Ending.USER_DONE)
-        token_ids = self.renderer.next(reply.message, conversation.turns[-1])
-        if len(conversation.token_ids) + len(token_ids) >= self.config.rollout.context_length:
-            return conversation.add_user(reply.message, ()).end(Ending.LENGTH)
-        return conversation.add_user(reply.message, token_ids)
+            return conversation.add_messages([reply.message], ()).end(Ending.USER_DONE)
+        return self._hear(conversation, [reply.message])
+
+    def _hear(self, conversation: Conversation, messages: Sequence[Message]) -> Conversation:
+        """Append what was said to the policy; the conversation ends where there is no room for a reply."""
+        token_ids = self.renderer.next(messages, conversation.turns[-1])
+        if len(conversation.token_ids) + len(token_ids) >= self.config.context_length:
+            return conversation.add_messages(messages, ()).end(Ending.LENGTH)
+        return conversation.add_messages(messages, token_ids)
+
+    def _late(self, conversation: Conversation) -> Conversation:
+        return conversation.end(Ending.DEADLINE, f"not ended after rollout.deadline={self.config.deadline:g} s")
 
 
-def seed_of(run_seed: int, stream: str, rollout: int, future: int, turn: int) -> int:
+def _ended(conversation: Conversation) -> Conversation:
+    return conversation if conversation.ending else conversation.end(Ending.TURN_LIMIT)
+
+
+def seed_of(run_seed: int, place: Place, turn: int) -> int:
     """The engine's seed (31 bits) of one turn: the same whenever and wherever that turn is sampled."""
-    name = f"{run_seed}/{stream}/{rollout}/{future}/{turn}"
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest()) >> 1
+    return int.from_bytes(hashlib.blake2b(f"{run_seed}/{place.name}/{turn}".encode(), digest_size=4).digest()) >> 1

@@ -115,7 +115,7 @@ def make_config(folder: Path, settings: Mapping[str, object]) -> Config:
     config.launch.device, config.launch.timeout = "cpu", 60.0
     config.model.path, config.model.dtype = str(folder), "float32"
     config.train.steps = 10
-    config.rollout.temperature = 0.8
+    config.rollout.turn.temperature = 0.8
     config.optim.lr, config.optim.warmup_steps, config.optim.weight_decay = 1e-3, 2, 0.1
     config.optim.clip_grad, config.algo.kl_coef = 0.5, 0.1
     for name, value in settings.items():

@@ -44,7 +44,7 @@ def configure(folder: Path, tp: int, pp: int) -> Config:
     config.model.path, config.model.dtype = str(folder), "float32"
     config.parallel.tp, config.parallel.pp = tp, pp
     config.train.steps, config.optim.lr, config.algo.kl_coef = 100, 1e-2, 0.1
-    config.rollout.temperature = 0.7 if tp == pp == 1 else 1.0
+    config.rollout.turn.temperature = 0.7 if tp == pp == 1 else 1.0
     return config
 
 
@@ -92,7 +92,7 @@ class Case:
         self.seed += 1
         shared: list[Any] = [None]
         if dist.get_rank() == 0:
-            temperature = self.config.rollout.temperature
+            temperature = self.config.rollout.turn.temperature
             shared = [sample_turns(self.server["url"], self.server["api_key"], self.seed, temperature)]
         dist.broadcast_object_list(shared)
         turns = shared[0]

@@ -41,6 +41,11 @@ class Metric:
         """Why these options cannot work on this machine, with the way out; asked before a run starts."""
         return None
 
+    @classmethod
+    def judged(cls, options: Any) -> bool:
+        """Whether these options need a judge: reward.judge.model, or the metric's own setting `model`."""
+        return False
+
     async def score(self, task: Task, conversation: Conversation) -> Score | None:
         """The score of the whole conversation, the policy's last reply included; the trained turn is its first.
 
