@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from megatron_collab.config import Config, UserConfig
-from megatron_collab.types import Finish, Message, Turn
+from megatron_collab.config import Config, SamplingConfig, UserConfig
+from megatron_collab.rollout.tools import ToolCall
+from megatron_collab.rollout.users import UserReply
+from megatron_collab.types import Conversation, Finish, Message, Task, Turn
 
 END = 0
+STOP = "[[TERMINATE CHAT]]"
 
 
-def config(**rollout: int) -> Config:
-    """Options for conversations of the fakes; `rollout` sets options of that group."""
+def config(**rollout: Any) -> Config:
+    """Options for conversations of the fakes; `rollout` sets options of that group, `turn` and `future` budgets."""
     made = Config(user=UserConfig(attempts=2))
     made.rollout.context_length = 4096
+    for name in ("turn", "future"):
+        if name in rollout:
+            getattr(made.rollout, name).max_new_tokens = rollout.pop(name)
     for name, value in rollout.items():
         setattr(made.rollout, name, value)
     return made
@@ -33,29 +41,36 @@ def decode(ids: tuple[int, ...]) -> str:
 class CharacterRenderer:
     """`<role>content`, one token a character."""
 
-    def first(self, messages: tuple[Message, ...]) -> tuple[int, ...]:
+    opens_thought = False
+
+    def first(self, messages: Sequence[Message]) -> tuple[int, ...]:
         return encode("".join(f"<{message.role}>{message.content}" for message in messages) + "<assistant>")
 
-    def next(self, message: Message, turn: Turn) -> tuple[int, ...]:
+    def next(self, messages: Sequence[Message], turn: Turn) -> tuple[int, ...]:
         lacking = () if turn.token_ids[-1:] == (END,) else (END,)
-        return lacking + encode(f"<{message.role}>{message.content}<assistant>")
+        return lacking + self.first(messages)
 
 
 class FakePolicy:
-    """Answers with `reply(prompt, seed)` after a random wait of up to `wait` seconds; counts what is in flight."""
+    """Answers with `reply(prompt, seed)` after a random wait of up to `wait` seconds; counts what is in flight.
+
+    A reply `call NAME {JSON}` calls a tool.
+    """
 
     def __init__(self, reply: Callable[[str, int], str], wait: float = 0.0) -> None:
         self.reply = reply
         self.wait = wait
         self.now = self.peak = 0
         self.seeds: list[int] = []
+        self.affinities: set[str] = set()
 
     async def generate(
-        self, prompt_ids: tuple[int, ...], *, max_new_tokens: int, temperature: float, seed: int
+        self, prompt_ids: tuple[int, ...], *, max_new_tokens: int, sampling: SamplingConfig, seed: int, affinity: str
     ) -> Turn:
         self.now += 1
         self.peak = max(self.peak, self.now)
         self.seeds.append(seed)
+        self.affinities.add(affinity)
         try:
             await asyncio.sleep(random.Random(seed).uniform(0, self.wait))
             text = self.reply(decode(prompt_ids), seed)
@@ -65,3 +80,43 @@ class FakePolicy:
         ids = whole[:max_new_tokens]
         finish = Finish.STOP if len(ids) == len(whole) else Finish.LENGTH
         return Turn(prompt_ids, ids, (-0.5,) * len(ids), 7, finish, decode(ids))
+
+    async def tool_calls(self, text: str, schemas: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
+        if not text.startswith("call "):
+            return []
+        _, name, arguments = text.split(" ", 2)
+        return [ToolCall(name, json.loads(arguments))]
+
+
+class FakeUser:
+    """A user of one conversation that answers with `reply(goal, messages)`; records how it was called."""
+
+    def __init__(self, reply: Callable[[str, Sequence[Message]], UserReply | str], goal: str) -> None:
+        self._reply = reply
+        self.goal = goal
+        self.calls: list[str] = []
+
+    async def start(self, conversation: Conversation) -> None:
+        self.calls.append("start")
+
+    async def reply(self, conversation: Conversation) -> UserReply:
+        self.calls.append("reply")
+        said = self._reply(self.goal, conversation.messages)
+        return said if isinstance(said, UserReply) else UserReply(Message("user", said), STOP in said)
+
+    async def finish(self, conversation: Conversation) -> float:
+        self.calls.append("finish")
+        return 0.0
+
+
+class FakeUsers:
+    """Makes a FakeUser a conversation and remembers them by the name of the sample."""
+
+    def __init__(self, reply: Callable[[str, Sequence[Message]], UserReply | str]) -> None:
+        self.reply = reply
+        self.made: dict[str, FakeUser] = {}
+
+    def make(self, task: Task, sample: str) -> FakeUser:
+        assert sample not in self.made
+        self.made[sample] = FakeUser(self.reply, task.goal)
+        return self.made[sample]

@@ -1,73 +1,84 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-from megatron_collab.rollout.sampler import Sampler, seed_of
+from megatron_collab.rollout.sampler import Place, Sampler, seed_of
 from megatron_collab.rollout.sglang import EngineError
+from megatron_collab.rollout.users import UserError, UserReply
 from megatron_collab.types import Conversation, Ending, Finish, Message, Task, Turn
-from tests.rollout.fakes import CharacterRenderer, FakePolicy, config, decode, encode
+from tests.rollout.fakes import STOP, CharacterRenderer, FakePolicy, FakeUsers, config, decode, encode
 
 TASK = Task("t", (Message("user", "hi"),), "goal", "answer", "testing")
-STOP = "[[TERMINATE CHAT]]"
+PLACE = Place("step-0", 0)
 
 
-@pytest.fixture(autouse=True)
-def testing_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scripted user `testing`: ends the chat when it is told to, breaks when told to, else asks on."""
-
-    def reply(goal: str, messages: Sequence[Message]) -> str:
-        last = messages[-1].content
-        if "break" in last:
-            return " "  # never a usable message
-        return f"bye {STOP}" if "end" in last else "go on"
-
-    world = ModuleType("testing")
-    world.reply = reply  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "megatron_collab.data.worlds.testing", world)
+def user(goal: str, messages: Sequence[Message]) -> str:
+    """Ends the chat when it is told to, fails when told to, else asks on."""
+    last = messages[-1].content
+    if "break" in last:
+        raise UserError("no usable message")
+    return f"bye {STOP}" if "end" in last else "go on"
 
 
-def play(policy: FakePolicy, futures: int = 1, **rollout: int) -> list[Conversation]:
+def play(
+    policy: FakePolicy, futures: int = 1, users: FakeUsers | None = None, strict: bool = False, **rollout: Any
+) -> list[Conversation]:
     """The futures of one trained turn."""
-    sampler = Sampler(policy, CharacterRenderer(), config(**rollout))
+    options = config(**rollout)
+    sampler = Sampler(policy, CharacterRenderer(), users or FakeUsers(user), options)
+
+    async def future(start: Conversation, number: int) -> Conversation:
+        if start.ending:
+            return start
+        return await sampler.play_on(start, TASK, Place("step-0", 0, number), options.rollout.future, strict=strict)
 
     async def conversations() -> list[Conversation]:
-        start = await sampler.trained_turn(TASK, "step-0", 0)
-        return await asyncio.gather(*(sampler.future(start, TASK, "step-0", 0, f) for f in range(futures)))
+        start = await sampler.trained_turn(TASK, PLACE)
+        return await asyncio.gather(*(future(start, number) for number in range(futures)))
 
     return asyncio.run(conversations())
 
 
+def says(text: str) -> FakePolicy:
+    return FakePolicy(lambda prompt, seed: text)
+
+
 def test_every_user_turn_is_answered_and_the_limit_ends_it() -> None:
-    (conversation,) = play(FakePolicy(lambda prompt, seed: "ok"), max_user_turns=2)
+    (conversation,) = play(says("ok"), max_user_turns=2)
     assert [message.role for message in conversation.messages] == ["user"] + ["assistant", "user"] * 2 + ["assistant"]
     assert conversation.ending is Ending.TURN_LIMIT
     assert conversation.messages[-1].content == conversation.turns[-1].text == "ok"
 
 
+@pytest.mark.parametrize(("user_turns", "assistant_turns", "turns"), [(5, 3, 3), (1, 9, 2), (2, 1, 1), (2, 3, 3)])
+def test_both_limits_hold_and_the_policy_has_the_last_word(user_turns: int, assistant_turns: int, turns: int) -> None:
+    (conversation,) = play(says("ok"), max_user_turns=user_turns, max_assistant_turns=assistant_turns)
+    assert conversation.ending is Ending.TURN_LIMIT
+    assert len(conversation.turns) == turns
+    assert conversation.messages[-1].role == "assistant"
+
+
 def test_the_user_ends_it_and_the_closing_message_stays() -> None:
-    (conversation,) = play(FakePolicy(lambda prompt, seed: "end"))
+    (conversation,) = play(says("end"))
     assert conversation.ending is Ending.USER_DONE
     assert conversation.messages[-1] == Message("user", f"bye {STOP}")
     assert len(conversation.turns) == 1
 
 
 def test_tokens_are_appended() -> None:
-    (conversation,) = play(FakePolicy(lambda prompt, seed: "ok"), max_user_turns=1)
+    (conversation,) = play(says("ok"), max_user_turns=1)
     first, second = conversation.turns
     assert first.prompt_ids == encode("<user>hi<assistant>")
     assert second.prompt_ids == first.prompt_ids + first.token_ids + encode("<user>go on<assistant>")
     assert conversation.token_ids == second.prompt_ids + second.token_ids
 
 
-def test_a_turn_cut_by_its_budget_is_played_on() -> None:
-    policy = FakePolicy(lambda prompt, seed: "abcdef")
-    (conversation,) = play(policy, max_new_tokens=3, future_max_new_tokens=5, max_user_turns=1)
+def test_turn_and_futures_have_budgets_of_their_own() -> None:
+    (conversation,) = play(says("abcdef"), turn=3, future=5, max_user_turns=1)
     assert [turn.text for turn in conversation.turns] == ["abc", "abcde"]
     assert conversation.turns[0].finish is Finish.LENGTH
     assert conversation.turns[1].prompt_ids[-len("<user>go on<assistant>") - 1] == 0  # the end that the turn lacked
@@ -84,14 +95,14 @@ def test_a_turn_cut_by_its_budget_is_played_on() -> None:
     ],
 )
 def test_the_context_length_is_never_exceeded(context_length: int, turns: int, roles: int) -> None:
-    (conversation,) = play(FakePolicy(lambda prompt, seed: "ok"), context_length=context_length)
+    (conversation,) = play(says("ok"), context_length=context_length)
     assert conversation.ending is Ending.LENGTH
     assert (len(conversation.turns), len(conversation.messages)) == (turns, roles)
     assert len(conversation.token_ids) <= context_length
 
 
 def test_a_task_that_does_not_fit_is_an_error() -> None:
-    (conversation,) = play(FakePolicy(lambda prompt, seed: "ok"), context_length=19)
+    (conversation,) = play(says("ok"), context_length=19)
     assert conversation.ending is Ending.ERROR
     assert "rollout.context_length=19" in conversation.error
 
@@ -119,11 +130,11 @@ def test_the_error_of_one_future_is_its_own() -> None:
             return "start"
         return "break" if seed == unlucky else "ok"
 
-    unlucky = seed_of(0, "step-0", 0, 2, 1)
+    unlucky = seed_of(0, Place("step-0", 0, 2), 1)
     conversations = play(FakePolicy(reply, wait=0.01), futures=5)
     endings = [conversation.ending for conversation in conversations]
     assert endings == [Ending.TURN_LIMIT, Ending.TURN_LIMIT, Ending.ERROR, Ending.TURN_LIMIT, Ending.TURN_LIMIT]
-    assert "scripted/testing: MalformedAnswer: the response is blank" in conversations[2].error
+    assert conversations[2].error == "no usable message"
     assert conversations[2].messages[-1] == Message("assistant", "break")
 
 
@@ -140,9 +151,7 @@ def test_a_failing_engine_ends_the_future_with_the_reason() -> None:
 
 def test_an_aborted_turn_is_an_error() -> None:
     class Aborting(FakePolicy):
-        async def generate(
-            self, prompt_ids: tuple[int, ...], *, max_new_tokens: int, temperature: float, seed: int
-        ) -> Turn:
+        async def generate(self, prompt_ids: tuple[int, ...], **options: Any) -> Turn:
             return Turn(prompt_ids, (), (), 7, Finish.ABORT, "")
 
     (conversation,) = play(Aborting(lambda prompt, seed: ""))
@@ -150,18 +159,107 @@ def test_an_aborted_turn_is_an_error() -> None:
     assert conversation.turns == ()
 
 
+def test_a_future_that_takes_too_long_ends_with_what_was_said() -> None:
+    class Stuck(FakePolicy):
+        async def generate(self, prompt_ids: tuple[int, ...], **options: Any) -> Turn:
+            if "go on" in decode(prompt_ids):
+                await asyncio.sleep(60)
+            return await super().generate(prompt_ids, **options)
+
+    users = FakeUsers(user)
+    (conversation,) = play(Stuck(lambda prompt, seed: "ok"), users=users, deadline=0.05)
+    assert conversation.ending is Ending.DEADLINE
+    assert "rollout.deadline=0.05" in conversation.error
+    assert [message.content for message in conversation.messages] == ["hi", "ok", "go on"]
+    assert users.made["step-0/0/0"].calls == ["start", "reply", "finish"]
+
+
+def test_every_user_is_finished_once_whatever_happens() -> None:
+    for text, reason in (("ok", Ending.TURN_LIMIT), ("break", Ending.ERROR), ("end", Ending.USER_DONE)):
+        users = FakeUsers(user)
+        conversations = play(says(text), futures=3, users=users)
+        assert {conversation.ending for conversation in conversations} == {reason}
+        assert len(users.made) == 3
+        for made in users.made.values():
+            assert made.calls[0] == "start" and made.calls.count("finish") == 1 and made.calls[-1] == "finish"
+
+
+def test_rewards_of_users_go_to_the_turn_they_answer() -> None:
+    def paying(goal: str, messages: Sequence[Message]) -> UserReply:
+        return UserReply(Message("user", "go on"), False, reward=float(len(messages)))
+
+    (conversation,) = play(says("ok"), users=FakeUsers(paying), max_user_turns=2)
+    assert conversation.turn_rewards == (2.0, 4.0, 0.0)
+
+
+def test_tools_answer_within_a_turn_and_the_user_after_it() -> None:
+    def reply(prompt: str, seed: int) -> str:
+        if prompt.endswith("<user>hi<assistant>"):
+            return 'call calculator {"expression": "6*7"}'
+        return "it is 42" if prompt.endswith("<tool>42<assistant>") else "ok"
+
+    (conversation,) = play(FakePolicy(reply), tools=["calculator"], max_user_turns=1)
+    roles = [message.role for message in conversation.messages]
+    assert roles == ["user", "assistant", "tool", "assistant", "user", "assistant"]
+    assert conversation.replies == ("it is 42", "ok")
+    first, second, _ = conversation.turns
+    assert second.prompt_ids == first.prompt_ids + first.token_ids + encode("<tool>42<assistant>")
+
+
+def test_calls_without_end_are_ended() -> None:
+    policy = says('call calculator {"expression": "1"}')
+    (conversation,) = play(policy, tools=["calculator"], max_tool_calls=3)
+    assert conversation.ending is Ending.LENGTH
+    assert len(conversation.turns) == 4
+
+
+def test_thoughts_are_seen_by_nobody_and_stay_in_the_tokens() -> None:
+    heard = []
+
+    def listening(goal: str, messages: Sequence[Message]) -> str:
+        heard.append(messages[-1].content)
+        return "go on"
+
+    (conversation,) = play(says("<think>hm</think>said"), users=FakeUsers(listening), max_user_turns=1)
+    assert heard == ["said"]
+    assert conversation.replies == ("said", "said")
+    assert "<think>hm</think>" in decode(conversation.token_ids)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "an empty reply"),
+        ("<think>hm", "<think> without </think>"),
+        ("<think>a<think>b</think></think>c", "nested <think>"),
+        ("far too long for the budget of this turn, alas", "cut by its token budget"),
+    ],
+)
+def test_a_malformed_turn_is_refused_with_the_reason(text: str, why: str) -> None:
+    sampler = Sampler(says(text), CharacterRenderer(), FakeUsers(user), config(turn=40))
+    refused = sampler.refuse_malformed(asyncio.run(sampler.trained_turn(TASK, PLACE)))
+    assert (refused.ending, refused.error) == (Ending.MALFORMED, why)
+
+
+def test_strictly_played_a_malformed_later_turn_ends_it() -> None:
+    policy = FakePolicy(lambda prompt, seed: "" if "go on" in prompt else "ok")
+    (conversation,) = play(policy, strict=True)
+    assert (conversation.ending, len(conversation.turns)) == (Ending.MALFORMED, 2)
+
+
 def test_seeds_are_the_same_in_every_process_and_differ_in_every_part() -> None:
-    assert seed_of(0, "train-0-0", 0, 0, 0) == 507381455
-    parts = [(r, s, g, f, t) for r in range(3) for s in ("train-0-0", "train-0-1") for g in range(4)
+    assert seed_of(0, Place("train-0-0", 0, 0), 0) == 507381455
+    parts = [(r, Place(s, g, f), t) for r in range(3) for s in ("train-0-0", "train-0-1") for g in range(4)
              for f in range(4) for t in range(3)]  # fmt: skip
     seeds = {seed_of(*part) for part in parts}
     assert len(seeds) == len(parts)
     assert all(0 <= seed < 2**31 for seed in seeds)
 
 
-def test_a_run_that_starts_again_samples_with_the_same_seeds() -> None:
+def test_a_run_that_starts_again_samples_with_the_same_seeds_on_the_same_server() -> None:
     first, second = (FakePolicy(lambda prompt, seed: "ok", wait=0.01) for _ in range(2))
     play(first, futures=4)
     play(second, futures=4)
     assert sorted(first.seeds) == sorted(second.seeds)
     assert len(set(first.seeds)) == 1 + 4 * 2
+    assert first.affinities == {"step-0"}
