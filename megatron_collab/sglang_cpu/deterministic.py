@@ -1,14 +1,14 @@
 """Lets `--enable-deterministic-inference` run on CPU, so that a request's seed decides its sample.
 
 SGLang honours `sampling_seed` in that mode only, and refuses it on CPU for want of batch-invariant kernels.
-On one thread of a CPU one thing alone depends on the batch: a matrix product of very few rows takes another
-path than one of many. Padding the rows closes that, and every row is computed the same way in any batch.
-
-The prefix cache stays off: SGLang's native attention rounds a token differently when it is decoded and when it
-is read again as part of a prompt, so what is cached would show.
+On one thread of a CPU two things depend on the batch: a matrix product of very few rows takes another path than
+one of many, which padding the rows closes; and attention rounds a token differently when it is decoded and when it
+is read as part of a prompt, which `attention` closes. What the prefix cache holds then does not show either.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,12 +21,22 @@ _matmul = torch.matmul
 
 
 def allow() -> None:
-    """Register torch_native as a deterministic backend and supply the CPU's batch-invariant mode."""
+    """Register an exact torch_native as a deterministic backend and supply the CPU's batch-invariant mode."""
     from sglang.srt import batch_invariant_ops
     from sglang.srt.arg_groups import choices
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
     choices.add_deterministic_attention_backend_choices(["torch_native"])
+    choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
+    register_attention_backend("torch_native")(exact_attention)
     batch_invariant_ops.enable_batch_invariant_mode = enable_batch_invariant_mode
+
+
+def exact_attention(runner: Any) -> Any:
+    """SGLang's backend for its model runner; imported only where a server needs it."""
+    from megatron_collab.sglang_cpu.backend import ExactAttentionBackend
+
+    return ExactAttentionBackend(runner)
 
 
 def enable_batch_invariant_mode() -> None:

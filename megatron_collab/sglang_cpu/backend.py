@@ -1,0 +1,92 @@
+"""SGLang's attention backend for CPU on which what is cached does not show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+from megatron_collab.sglang_cpu.attention import BLOCK, attend
+
+ROWS = 256  # queries of a request that are taken at once: bounds the memory of the scores
+
+
+class ExactAttentionBackend(TorchNativeAttnBackend):
+    """SGLang's torch_native backend for causal self-attention, by `attend`.
+
+    Queries come as [tokens, H, D], one request after the other, and so goes `output`; the caches are
+    [slots, K, D], and `req_to_token[request, position]` says in which slot a token lies.
+    """
+
+    def _run_sdpa_forward_extend(
+        self,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        req_to_token: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        extend_prefix_lens: torch.Tensor,
+        extend_seq_lens: torch.Tensor,
+        encoder_lens: torch.Tensor | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        _refuse(encoder_lens, options)
+        done = 0
+        lengths = zip(extend_prefix_lens.tolist(), extend_seq_lens.tolist(), strict=True)
+        for request, (prefix, length) in zip(req_pool_indices, lengths, strict=True):
+            slots = _slots(req_to_token, request.view(1), prefix + length)
+            keys, values = _gather(k_cache, slots), _gather(v_cache, slots)
+            for start in range(0, length, ROWS):
+                end = min(start + ROWS, length)
+                seen = _whole_blocks(prefix + end)
+                output[done + start : done + end] = attend(
+                    query[None, done + start : done + end],
+                    keys[:, :seen],
+                    values[:, :seen],
+                    torch.tensor([prefix + start]),
+                    options["scaling"],
+                )[0]
+            done += length
+        return output
+
+    def _run_sdpa_forward_decode(
+        self,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        req_to_token: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        encoder_lens: torch.Tensor | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        _refuse(encoder_lens, options)
+        slots = _slots(req_to_token, req_pool_indices, int(seq_lens.max()))
+        keys, values = _gather(k_cache, slots), _gather(v_cache, slots)
+        output[:] = attend(query[:, None], keys, values, seq_lens - 1, options["scaling"])[:, 0]
+        return output
+
+
+def _refuse(encoder_lens: torch.Tensor | None, options: dict[str, Any]) -> None:
+    if encoder_lens is not None or options["is_cross_attn"] or options["sliding_window_size"] is not None:
+        raise NotImplementedError("cross attention and sliding windows are not computed exactly")
+
+
+def _whole_blocks(length: int) -> int:
+    return -(-length // BLOCK) * BLOCK
+
+
+def _slots(req_to_token: torch.Tensor, requests: torch.Tensor, length: int) -> torch.Tensor:
+    """The slots of the first `length` positions [requests, whole blocks]; those beyond are any."""
+    slots = req_to_token[requests, : _whole_blocks(length)]
+    return F.pad(slots, (0, _whole_blocks(length) - slots.shape[1]))
+
+
+def _gather(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Rows of `cache` [slots, K, D] as [requests, positions, K, D]."""
+    return cache.flatten(1).index_select(0, slots.flatten()).view(*slots.shape, *cache.shape[1:])
