@@ -17,7 +17,14 @@ from megatron_collab.types import Task
 FINISHED = "result.json"
 _PARENT = "MEGATRON_COLLAB_TORCHRUN"  # its process id, for the ranks
 # Settings that may change when a run goes on; all others decide its numbers.
-MAY_CHANGE = ("launch.", "train.checkpoint_every", "train.keep_checkpoints", "run.wandb_project", "rollout.server.port")
+MAY_CHANGE = (
+    "launch.",
+    "llm.",
+    "train.checkpoint_every",
+    "train.keep_checkpoints",
+    "run.wandb_project",
+    "rollout.server.port",
+)
 
 
 def under_torchrun() -> bool:

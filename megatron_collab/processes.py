@@ -1,4 +1,4 @@
-"""Processes that end together: a child asks the kernel to be ended when its parent dies."""
+"""How processes end: a child with its parent, and a run that cannot go on with a reason."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ import os
 import signal
 
 _PR_SET_PDEATHSIG = 1
+
+
+class RunStopped(RuntimeError):
+    """The run cannot go on, for a reason that its user can remove; what was learned so far is saved."""
 
 
 def die_with_parent(parent: int | None = None) -> None:

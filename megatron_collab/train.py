@@ -14,9 +14,9 @@ from pathlib import Path
 from megatron_collab import config as options
 from megatron_collab import launch
 from megatron_collab.config import Config, ConfigError
-from megatron_collab.processes import die_with_parent
+from megatron_collab.processes import RunStopped, die_with_parent
 
-EXIT_BAD_INPUT = 2
+EXIT_BAD_INPUT, EXIT_STOPPED = 2, 3
 
 
 def fit(config: Config) -> None:
@@ -48,7 +48,12 @@ def fit(config: Config) -> None:
             source.evaluate("before", step=0)
         clock = Stopwatch()
         for step in range(start, config.train.steps):
-            batch = source.next(step)
+            try:
+                batch = source.next(step)
+            except RunStopped:
+                if step > start:  # what was learned since the last checkpoint
+                    checkpoints.save(step, actor, run.state())
+                raise
             clock.lap("rollout")
             stats = actor.update(batch)
             clock.lap("update")
@@ -85,7 +90,12 @@ def main(arguments: list[str]) -> int:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     else:  # Python would see Ctrl-C only after the collective that it waits in
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    fit(config)
+    try:
+        fit(config)
+    except RunStopped as error:
+        if launch.global_rank() == 0:
+            print(f"megatron-collab: {error}", file=sys.stderr)
+        return EXIT_STOPPED
     return 0
 
 

@@ -17,12 +17,14 @@ import torch.distributed as dist
 from megatron_collab.algo.credit import samples_of
 from megatron_collab.config import Config
 from megatron_collab.data.datasets import Cursor, load_tasks
+from megatron_collab.llm.limiter import BudgetSpent
 from megatron_collab.observe.progress import progress
 from megatron_collab.observe.run import Run
+from megatron_collab.processes import RunStopped
 from megatron_collab.types import Batch, Group, Missing, Task
 
 
-class TooManyMissing(RuntimeError):
+class TooManyMissing(RunStopped):
     """More scores are missing than reward.max_missing allows."""
 
 
@@ -143,17 +145,24 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _from_leader(make: Callable[[], Any]) -> Any:
-    """What rank 0 makes, on every rank; where rank 0 fails, every rank raises instead of waiting for it."""
-    box: list[Any] = [None, None]
+    """What rank 0 makes, on every rank; where rank 0 fails, every rank raises instead of waiting for it.
+
+    A budget that is used up stops the run: RunStopped on every rank.
+    """
+    box: list[Any] = [None, None, False]
     failure: Exception | None = None
     if dist.get_rank() == 0:
         try:
             box[0] = make()
+        except BudgetSpent as error:
+            failure = RunStopped(str(error))
         except Exception as error:
-            failure, box[1] = error, f"{type(error).__name__}: {error}"
+            failure = error
+        if failure is not None:
+            box[1:] = f"{type(failure).__name__}: {failure}", isinstance(failure, RunStopped)
     dist.broadcast_object_list(box, src=0)
     if failure is not None:
         raise failure
     if box[1] is not None:
-        raise RuntimeError(f"rank 0 failed: {box[1]}")
+        raise (RunStopped if box[2] else RuntimeError)(f"rank 0 failed: {box[1]}")
     return box[0]

@@ -2,10 +2,9 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 
-from megatron_collab.rollout.collector import TooManyMissing, refuse_missing, samples_of, summary
+from megatron_collab.rollout.collector import TooManyMissing, refuse_missing, summary
 from megatron_collab.types import (
     Conversation,
     Ending,
@@ -21,33 +20,13 @@ from megatron_collab.types import (
     Turn,
 )
 
-TASK = Task("t", (Message("user", "hi"),), "goal", "answer", "booking")
+TASK = Task("t", (Message("user", "hi"),), "goal", "answer", "scripted/booking")
 
 
 def rollout(value: Score, length: int = 2, missing: int = 0) -> Rollout:
     turn = Turn((1, 2, 3), tuple(range(10, 10 + length)), (-0.25,) * length, 4, Finish.STOP, "x")
     conversation = Conversation(TASK.messages, (1, 2, 3)).add_turn(turn).end(Ending.USER_DONE)
-    return Rollout(turn, (Future(conversation, {"right": value}),), Reward(value, 0.1, missing=missing))
-
-
-def test_a_sample_is_the_prompt_and_the_turn_with_a_loss_on_the_turn_alone() -> None:
-    first, second = samples_of(Group(TASK, (rollout(1.0), rollout(0.0, length=3))))
-    assert first.token_ids.tolist() == [1, 2, 3, 10, 11]
-    assert first.loss_mask.tolist() == [0, 0, 0, 1, 1]
-    assert first.log_probs.tolist() == [0, 0, 0, -0.25, -0.25]
-    assert (first.advantages[:3] == 0).all()
-    assert first.advantages[3] == pytest.approx(1.0, abs=1e-3)
-    assert second.advantages[3:] == pytest.approx(np.full(3, -1.0), abs=1e-3)
-
-
-def test_a_rollout_without_a_reward_leaves_its_group() -> None:
-    with_outage = samples_of(Group(TASK, (rollout(1.0), rollout(Missing("judge is down")), rollout(0.0))))
-    without = samples_of(Group(TASK, (rollout(1.0), rollout(0.0))))
-    assert [s.advantages.tolist() for s in with_outage] == [s.advantages.tolist() for s in without]
-
-
-def test_a_group_with_one_reward_teaches_nothing() -> None:
-    assert samples_of(Group(TASK, (rollout(1.0), rollout(Missing("judge is down"))))) == []
+    return Rollout(conversation, (Future(conversation, {"right": value}),), Reward(value, 0.1, missing=missing))
 
 
 def test_too_many_missing_scores_stop_the_run_with_the_reason() -> None:

@@ -74,9 +74,19 @@ def test_a_refused_call_tells_the_policy_why_and_is_counted(text: str, why: str)
 
 @pytest.mark.parametrize(
     ("kind", "value", "fits"),
-    [("integer", 3, True), ("integer", True, False), ("integer", 3.5, False), ("number", 3, True), ("boolean", True, True),
-     ("boolean", 1, False), ("string", "x", True), ("array", [1], True), ("object", {}, True), ("object", [], False)],
-)  # fmt: skip
+    [
+        ("integer", 3, True),
+        ("integer", True, False),
+        ("integer", 3.5, False),
+        ("number", 3, True),
+        ("boolean", True, True),
+        ("boolean", 1, False),
+        ("string", "x", True),
+        ("array", [1], True),
+        ("object", {}, True),
+        ("object", [], False),
+    ],
+)
 def test_arguments_have_the_types_of_the_schema(kind: str, value: Any, fits: bool) -> None:
     parameters = {"type": "object", "properties": {"x": {"type": kind}}}
     if fits:

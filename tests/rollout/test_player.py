@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from megatron_collab.rollout.player import Player
+from megatron_collab.rollout.sglang import EngineError
+from megatron_collab.types import Conversation, Ending, Group, Message, Missing, Score, Task
+from tests.rollout.fakes import STOP, CharacterRenderer, FakePolicy, FakeUsers, config
+
+TASK = Task("t", (Message("user", "hi"),), "goal", "answer", "testing")
+
+
+class FakeRewards:
+    """Scores a conversation with `right(conversation)`; remembers what it was asked."""
+
+    def __init__(self, right: Callable[[Conversation], Score]) -> None:
+        self.right = right
+        self.asked: list[Conversation] = []
+
+    async def score(self, task: Task, conversation: Conversation) -> dict[str, Score]:
+        self.asked.append(conversation)
+        if conversation.ending in (Ending.ERROR, Ending.DEADLINE):
+            return {"right": Missing(conversation.error)}
+        return {"right": self.right(conversation)}
+
+
+def player(policy: FakePolicy, rewards: FakeRewards, rollouts: int = 4, mode: str = "mr", **rollout: Any) -> Player:
+    options = config(**rollout)
+    options.reward.weights = {"right": 1.0}
+    options.reward.mode = mode
+    options.train.rollouts_per_prompt = rollouts
+
+    def user(goal: str, messages: Sequence[Message]) -> str:
+        return f"bye {STOP}" if messages[-1].content == "end" else "go on"
+
+    return Player(policy, CharacterRenderer(), FakeUsers(user), rewards, options)  # type: ignore[arg-type]
+
+
+def play(policy: FakePolicy, rewards: FakeRewards, **options: Any) -> Group:
+    return asyncio.run(player(policy, rewards, **options).play(TASK, "s"))
+
+
+def by_seed(prompt: str, seed: int) -> str:
+    return "ok" if seed % 2 else "no"
+
+
+def last_is_ok(conversation: Conversation) -> Score:
+    return float(conversation.replies[-1] == "ok")
+
+
+def test_every_rollout_has_its_futures_and_the_mean_of_their_scores() -> None:
+    group = play(FakePolicy(by_seed), FakeRewards(last_is_ok), futures=5)
+    assert len(group.rollouts) == 4
+    for rollout in group.rollouts:
+        assert len(rollout.futures) == 5
+        scores = [future.scores["right"] for future in rollout.futures]
+        assert rollout.reward.value == pytest.approx(sum(map(float, scores)) / 5)  # type: ignore[arg-type]
+        for future in rollout.futures:
+            assert future.conversation.turns[0] == rollout.start.turns[0]
+            assert len(future.conversation.turns) == 3
+
+
+def test_a_malformed_turn_is_penalised_and_has_no_futures() -> None:
+    policy = FakePolicy(lambda prompt, seed: "" if seed % 2 else "ok")
+    rewards = FakeRewards(last_is_ok)
+    group = play(policy, rewards, rollouts=8)
+    malformed = [rollout for rollout in group.rollouts if rollout.start.ending is Ending.MALFORMED]
+    assert 0 < len(malformed) < 8
+    for rollout in malformed:
+        assert rollout.reward.value == -1.0
+        assert [future.conversation for future in rollout.futures] == [rollout.start]
+    assert len(rewards.asked) == 3 * (8 - len(malformed))
+
+
+def test_an_evaluation_sees_what_a_user_would_see() -> None:
+    rewards = FakeRewards(lambda conversation: float(len(conversation.turns)))
+    made = player(FakePolicy(lambda prompt, seed: ""), rewards)
+    (rollout,) = asyncio.run(made.evaluate(TASK, "s")).rollouts
+    assert rollout.reward.value == 3.0  # the malformed first turn was answered and played on
+    assert len(rollout.futures) == 1
+
+
+def test_the_turn_alone_is_scored_without_a_user() -> None:
+    group = play(FakePolicy(by_seed), FakeRewards(last_is_ok), mode="single_turn")
+    for rollout in group.rollouts:
+        (future,) = rollout.futures
+        assert future.conversation == rollout.start
+        assert len(rollout.start.turns) == 1
+        assert rollout.start.ending is Ending.TURN_LIMIT
+
+
+def test_whole_conversations_are_played_once_to_their_end() -> None:
+    group = play(FakePolicy(by_seed), FakeRewards(last_is_ok), futures=0)
+    for rollout in group.rollouts:
+        (future,) = rollout.futures
+        assert future.conversation == rollout.start
+        assert len(rollout.start.turns) == 3
+        assert rollout.reward.value == last_is_ok(rollout.start)
+
+
+def test_a_malformed_turn_anywhere_ends_a_whole_conversation_with_the_penalty() -> None:
+    policy = FakePolicy(lambda prompt, seed: "" if prompt.count("go on") == 2 else "ok")
+    rewards = FakeRewards(last_is_ok)
+    group = play(policy, rewards, futures=0)
+    assert {rollout.reward.value for rollout in group.rollouts} == {-1.0}
+    assert {len(rollout.start.turns) for rollout in group.rollouts} == {3}
+    assert rewards.asked == []
+
+
+def test_adaptive_futures_have_the_same_number_on_the_mean() -> None:
+    def reply(prompt: str, seed: int) -> str:
+        if prompt.endswith("<user>hi<assistant>"):
+            return "sure" if seed % 2 else "maybe"
+        return "ok" if "sure" in prompt else by_seed(prompt, seed)
+
+    group = play(FakePolicy(reply), FakeRewards(last_is_ok), rollouts=8, futures="adaptive(2,6)")
+    counts = {"sure": [], "maybe": []}
+    for rollout in group.rollouts:
+        counts[rollout.start.replies[0]].append(len(rollout.futures))
+    assert sum(map(sum, counts.values())) == 8 * 4
+    assert min(map(min, counts.values())) >= 2 and max(map(max, counts.values())) <= 6
+    assert sum(counts["maybe"]) / len(counts["maybe"]) > sum(counts["sure"]) / len(counts["sure"])
+
+
+def test_adaptive_futures_pass_over_turns_without_a_reward() -> None:
+    def reply(prompt: str, seed: int) -> str:
+        if prompt.endswith("<user>hi<assistant>") and seed % 2:
+            raise EngineError("down")
+        return "ok"
+
+    group = play(FakePolicy(reply), FakeRewards(last_is_ok), rollouts=8, futures="adaptive(2,6)")
+    whole = [rollout for rollout in group.rollouts if rollout.start.turns]
+    assert 0 < len(whole) < 8
+    assert [len(rollout.futures) for rollout in whole] == [4] * len(whole)
+    assert all(isinstance(r.reward.value, Missing) for r in group.rollouts if not r.start.turns)
+
+
+def test_a_future_is_scored_the_moment_it_ends() -> None:
+    """The score of a future that ended early is asked for while another one is still played."""
+    order: list[str] = []
+
+    class Slow(FakePolicy):
+        async def generate(self, prompt_ids: tuple[int, ...], **options: Any) -> Any:
+            turn = await super().generate(prompt_ids, **options)
+            if len(self.seeds) == 3:  # one of the futures
+                await asyncio.sleep(0.2)
+                order.append("late turn")
+            return turn
+
+    def noted(conversation: Conversation) -> Score:
+        order.append("score")
+        return 1.0
+
+    play(Slow(lambda prompt, seed: "ok"), FakeRewards(noted), rollouts=1, futures=3, max_user_turns=1)
+    assert order == ["score", "score", "late turn", "score"]
+
+
+def test_an_outage_is_missing_and_never_a_number() -> None:
+    def reply(prompt: str, seed: int) -> str:
+        if seed % 3 == 0:
+            raise EngineError("the engine fell over")
+        return "ok"
+
+    group = play(FakePolicy(reply), FakeRewards(last_is_ok), rollouts=12)
+    unplayed = [rollout for rollout in group.rollouts if not rollout.start.turns]
+    assert unplayed
+    for rollout in unplayed:
+        assert isinstance(rollout.reward.value, Missing)
+        assert "the engine fell over" in rollout.reward.value.why
+    broken = [r for r in group.rollouts if r.start.turns and r.reward.missing]
+    assert broken
+    assert {rollout.reward.value for rollout in broken if not isinstance(rollout.reward.value, Missing)} == {1.0}

@@ -1,0 +1,73 @@
+"""What training the later turns of the futures gains (rollout.train_turns=all against first), in the booking world.
+
+`python tools/bench/train_turns.py [--seeds 0 1] [--steps 80] [--root runs/train_turns]` trains from the supervised model
+on tasks that all begin with the user's first message, so that second turns are seen in futures alone. Both runs sample
+the same number of conversations under the same budgets. `right_once_told`: of the conversations whose first reply asks
+for exactly what is missing, the share that ends with the right booking: how good the turns after the first are. Prints
+a table and, last, one JSON object with the means over the seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+METRICS = ("ask_when_missing", "right_once_told", "booking_right")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--root", type=Path, default=Path("runs/train_turns"))
+    arguments = parser.parse_args()
+    values: dict[str, list[float]] = {}
+    for seed in arguments.seeds:
+        root = arguments.root / f"seed{seed}"
+        common = [f"run.seed={seed}", f"data.dir={root}/world"]
+        train("experiment=booking_sft", f"run.dir={root}/sft", *common)
+        first_only(root / "world" / "train.jsonl", root / "first_messages.jsonl")
+        for turns in ("first", "all"):
+            train(
+                "experiment=booking",
+                *common,
+                f"run.dir={root}/{turns}",
+                f"model.path={root}/sft/hf",
+                f"data.train={root}/first_messages.jsonl",
+                f"train.steps={arguments.steps}",
+                f"rollout.train_turns={turns}",
+                "reward.weights.right_once_told=0",
+            )
+            evaluations = json.loads((root / turns / "evaluations.json").read_text())
+            rows = [json.loads(line) for line in (root / turns / "metrics.jsonl").read_text().splitlines()]
+            for metric in METRICS:
+                values.setdefault(f"before_{metric}", []).append(evaluations["before"][f"score/{metric}"])
+                values.setdefault(f"{turns}_{metric}", []).append(evaluations["after"][f"score/{metric}"])
+            seconds = sum(row["seconds/rollout"] + row["seconds/update"] for row in rows)
+            values.setdefault(f"{turns}_minutes", []).append(seconds / 60)
+
+    print("\n| | " + " | ".join(f"seed {seed}" for seed in arguments.seeds) + " |")
+    print("|---" * (len(arguments.seeds) + 1) + "|")
+    for key, shown in values.items():
+        print(
+            f"| {key} | " + " | ".join(f"{value:.3f}" for value in shown[:: len(shown) // len(arguments.seeds)]) + " |"
+        )
+    means = {key: round(sum(shown) / len(shown), 4) for key, shown in values.items()}
+    print(json.dumps({"name": "train_turns", "values": means}))
+
+
+def train(*overrides: str) -> None:
+    subprocess.run([sys.executable, "-m", "megatron_collab.train", *overrides], check=True)
+
+
+def first_only(tasks: Path, target: Path) -> None:
+    """Those of the tasks that begin with the user's first message."""
+    lines = [line for line in tasks.read_text().splitlines() if len(json.loads(line)["prompt"]) == 1]
+    target.write_text("".join(line + "\n" for line in lines))
+
+
+if __name__ == "__main__":
+    main()
