@@ -1,0 +1,138 @@
+"""Whether the code in the policy's last message passes the task's tests, run in the sandbox: 1 if all pass.
+
+Tests stand in the task's metadata: `test` defines check(candidate) and `entry_point` names the candidate, as in
+HumanEval (arXiv 2107.03374), where `prompt` is code that comes before the policy's; or `tests` is code with asserts
+or unittest cases. Tests run in the process of what they test, as in HumanEval's own harness: code that sets out to
+deceive them, by values equal to everything for one, can.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import os
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from megatron_collab.reward import sandbox
+from megatron_collab.reward.metrics import Metric
+from megatron_collab.reward.sandbox import Limits, SandboxError
+from megatron_collab.types import Conversation, Missing, Score, Task
+
+if TYPE_CHECKING:
+    from megatron_collab.reward.judge import Judge
+
+_OPENING = re.compile(r"(?P<indent>[ \t]*)(?P<fence>`{3,}|~{3,})[ \t]*(?P<language>[^\s`{]*)[^`]*")
+_PYTHON = ("python", "python3", "py")
+_MOST_CLOSINGS = 16  # how many fences inside strings of one block are looked at
+
+# Runs the unittest cases that the tests define, not those of the reply.
+_UNITTEST = """
+import unittest
+_loader = unittest.defaultTestLoader
+_cases = [kind for kind in list(globals().values()) if isinstance(kind, type) and issubclass(kind, unittest.TestCase)]
+_suites = [_loader.loadTestsFromTestCase(kind) for kind in _cases if kind.__module__ == "tests"]
+assert unittest.TextTestRunner().run(unittest.TestSuite(_suites)).wasSuccessful()
+"""
+
+
+class PassRate(Metric):
+    @dataclass(frozen=True)
+    class Options:
+        """`concurrent` programs run at once; each may compute for `cpu_seconds` and take `memory` bytes."""
+
+        concurrent: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
+        cpu_seconds: int = Limits.cpu
+        memory: int = Limits.memory
+
+        def __post_init__(self) -> None:
+            for name, value in vars(self).items():
+                if not isinstance(value, int) or value < 1:
+                    raise ValueError(f"{name}={value}: must be a whole number greater than 0")
+
+    seconds = 0.2
+
+    def __init__(self, options: Options, judge: Judge) -> None:
+        super().__init__(options, judge)
+        self._limits = Limits(cpu=options.cpu_seconds, wall=3.0 * options.cpu_seconds, memory=options.memory)
+        self._slots = asyncio.Semaphore(options.concurrent)
+
+    @classmethod
+    def unavailable(cls, options: Any) -> str | None:
+        return sandbox.unavailable()
+
+    async def score(self, task: Task, conversation: Conversation) -> Score | None:
+        if not (task.metadata.get("test") or task.metadata.get("tests")):
+            return None
+        if task.metadata.get("test") and not task.metadata.get("entry_point"):
+            return Missing(f"task {task.id}: its metadata has test, but no entry_point to hand to check(candidate)")
+        code = extract("".join(conversation.replies[-1:]))  # who never spoke to the user wrote no code
+        try:
+            async with self._slots:
+                result = await sandbox.run(program(code, task.metadata), self._limits)
+        except SandboxError as error:
+            return Missing(f"sandbox: {error}")
+        return float(result.passed)
+
+
+def program(code: str, metadata: Mapping[str, Any]) -> dict[str, str]:
+    """The sources that pass exactly if `code` passes the tests in a task's metadata.
+
+    `code` may be whole, or go on where `prompt` ends.
+    """
+    prompt = metadata.get("prompt", "")
+    if not _parses(code):
+        sources = {"solution": prompt + code}
+    else:
+        sources = {"prompt": prompt, "solution": code} if _parses(prompt) else {"solution": code}
+    if metadata.get("test"):
+        return sources | {"tests": f"{metadata['test']}\ncheck({metadata['entry_point']})\n"}
+    return sources | {"tests": f"{metadata['tests']}\n{_UNITTEST}"}
+
+
+def extract(reply: str) -> str:
+    """The Python code of a reply: its last block fenced as Python, else its last one without a language, else all.
+
+    Nothing but the fences is taken away, and the indentation of the opening one. A block that is not closed is cut
+    off and goes to the end.
+    """
+    blocks = [block for block in _blocks(reply.split("\n")) if block[1].strip()]
+    python = [code for language, code in blocks if language in _PYTHON]
+    plain = [code for language, code in blocks if not language]
+    return (python or plain or [reply])[-1]
+
+
+def _blocks(lines: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Language, in lower case, and content of each fenced block (CommonMark 4.5, at any indentation)."""
+    at = 0
+    while at < len(lines):
+        opening = _OPENING.fullmatch(lines[at].rstrip())
+        at += 1
+        if opening:
+            code, at = _content(lines, at, opening["fence"], len(opening["indent"]))
+            yield opening["language"].lower(), code
+
+
+def _content(lines: Sequence[str], start: int, fence: str, indent: int) -> tuple[str, int]:
+    """The block that begins at line `start`, and the line after it.
+
+    Code may hold fences in its strings: where it does not parse up to the first fence that could close it, but does
+    up to a later one or to the end of the reply, it ends there.
+    """
+    body = [line[min(indent, len(line) - len(line.lstrip(" \t"))) :] for line in lines[start:]]
+    closes = [i for i, line in enumerate(body) if (mark := line.strip()).startswith(fence) and set(mark) == {fence[0]}]
+    ends = [*closes[:_MOST_CLOSINGS], len(body)]
+    end = next((end for end in ends if _parses("\n".join(body[:end]))), ends[0])
+    return "\n".join(body[:end]) + "\n", start + end + 1
+
+
+def _parses(code: str) -> bool:
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # what it raises for code that is no code
+        return False
+    return True
