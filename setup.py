@@ -22,6 +22,7 @@ CPU = [
     "omegaconf",
     "datasets",
     "math-verify",
+    "sacrebleu",
     "aiohttp",
     "numpy",
     "Jinja2",

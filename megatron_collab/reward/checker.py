@@ -14,12 +14,22 @@ import resource
 import subprocess
 import sys
 import threading
+from enum import StrEnum
 
 from megatron_collab.types import Missing
 
 SOFT_LIMIT = 2  # seconds of one step of math-verify; then the answer counts as not equal
 HARD_LIMIT = 20.0  # seconds of one answer; then the child ends itself
 MEMORY_LIMIT = 4 << 30  # bytes
+
+
+class Verdict(StrEnum):
+    """What came of a comparison; it is undecided where one side holds nothing that can be read as an answer."""
+
+    EQUAL = "equal"
+    DIFFERENT = "different"
+    NO_TRUTH = "no_truth"
+    NO_ANSWER = "no_answer"
 
 
 class Checker:
@@ -30,7 +40,7 @@ class Checker:
         self._lock = threading.Lock()
         self._child: subprocess.Popen[str] | None = None
 
-    def equal(self, answer: str, text: str) -> bool | Missing:
+    def compare(self, answer: str, text: str) -> Verdict | Missing:
         """Whether the last answer found in `text` equals `answer`; Missing where that ended the child."""
         with self._lock:
             if self._child is None or self._child.poll() is not None:
@@ -43,7 +53,7 @@ class Checker:
             line = child.stdout.readline()
             if not line:
                 return Missing(f"math-verify ended with exit code {child.wait()} on {text[-80:]!r}")
-            return json.loads(line)
+            return Verdict(line.strip())
 
     def close(self) -> None:
         with self._lock:
@@ -57,7 +67,7 @@ def _start(hard_limit: float) -> subprocess.Popen[str]:
 
 
 def _serve(hard_limit: float) -> None:
-    """Answer a line of JSON [answer, text] with a line of JSON, until there are no more."""
+    """Answer a line of JSON [answer, text] with a line that is a Verdict, until there are no more."""
     from math_verify import LatexExtractionConfig, parse, verify
     from math_verify.parser import ExprExtractionConfig
 
@@ -68,11 +78,17 @@ def _serve(hard_limit: float) -> None:
         for line in sys.stdin:
             faulthandler.dump_traceback_later(hard_limit, exit=True, file=nowhere)
             answer, text = json.loads(line)
-            gold = parse(answer, extraction, parsing_timeout=SOFT_LIMIT)
+            truth = parse(answer, extraction, parsing_timeout=SOFT_LIMIT)
             found = parse(text, extraction, parsing_timeout=SOFT_LIMIT)
-            equal = verify(gold, found, timeout_seconds=SOFT_LIMIT)
+            if not truth:
+                verdict = Verdict.NO_TRUTH
+            elif not found:
+                verdict = Verdict.NO_ANSWER
+            else:
+                equal = verify(truth, found, timeout_seconds=SOFT_LIMIT)
+                verdict = Verdict.EQUAL if equal else Verdict.DIFFERENT
             faulthandler.cancel_dump_traceback_later()
-            print(json.dumps(equal), flush=True)
+            print(verdict, flush=True)
 
 
 if __name__ == "__main__":

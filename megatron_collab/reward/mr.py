@@ -1,4 +1,4 @@
-"""From futures to the reward of the turn they follow from."""
+"""From futures to the reward of the turn they follow from: ours, and the published formulas for comparison."""
 
 from __future__ import annotations
 
@@ -7,41 +7,70 @@ from collections.abc import Mapping, Sequence
 
 from megatron_collab.types import Missing, Reward, Score
 
+TOKENS = "token_amount"  # the metric that the paper's formula treats apart
+_BY_FUTURE = ("paper", "collabllm")  # the mean is over whole futures, not over each metric's own
 
-def turn_reward(scores_F: Sequence[Mapping[str, Score]], weights: Mapping[str, float]) -> Reward:
-    """The multiturn-aware reward of a turn from the scores of its F futures.
 
-        value = sum_m weight_m * mean of the scores of m over the futures in which m has one
+def turn_reward(
+    scores_F: Sequence[Mapping[str, Score]],
+    weights: Mapping[str, float],
+    mode: str = "mr",
+    clamp: Mapping[str, float] = {},
+) -> Reward:
+    """The reward of a turn from the scores s_mf that the metrics m gave its F futures, with weights w_m.
 
-    (CollabLLM, arXiv 2502.00640, section 3, with every metric averaged over the futures that have it.) A
-    metric that a future does not name does not apply to the task and is left out. A weighted metric that is
-    Missing in every future leaves the turn without a reward. With one future, the turn alone, the formula is
-    that of the single-turn reward.
+    mr           sum_m clip(w_m mean_f s_mf, -clamp_m, clamp_m), the mean over the futures in which m has a score
+    single_turn  the same over the one scored conversation
+    paper        mean_f sum_m p_mf, p_mf = -min(lambda s_mf, 1) for token_amount with lambda = -w_m, else w_m s_mf
+                 (CollabLLM, arXiv 2502.00640, section 3)
+    collabllm    mean_f sum_m w_m s_mf (the authors' code)
+    verl         sum_m clip(w_m mean_f s_mf, -1, 1) (verl's recipe)
 
-    The standard error is that of the mean over the futures, std(s_f, ddof=1) / sqrt(n), of the weighted sums
-    s_f = sum_m weight_m * score_mf of the n futures that have every score; 0 where n < 2.
+    Where the mean is over sums, only the futures that have every weighted score count. A metric that a future does
+    not name does not apply to the task and is left out. Where no future counts, the reward is Missing.
+
+    The standard error is std(s_f, ddof=1) / sqrt(n) of the sums s_f = sum_m p_mf, before any clip of a mean, over the
+    n futures that have every weighted score; 0 where n < 2.
     """
     applying = [name for name in scores_F[0] if all(name in scores for scores in scores_F)]
     weighted = {name: weights[name] for name in applying if weights[name] != 0}
     missing = sum(isinstance(scores[name], Missing) for scores in scores_F for name in applying)
     if not weighted:
         return Reward(Missing("no metric with a weight in reward.weights applies to this task"), missing=missing)
+    parts_F = [_parts(scores, weighted, mode) for scores in scores_F]
+    whole_F = [parts for parts in parts_F if len(parts) == len(weighted)]
+    limits = dict.fromkeys(weighted, 1.0) if mode == "verl" else clamp
     parts: dict[str, float] = {}
-    for name, weight in weighted.items():
-        values = [score for scores in scores_F if not isinstance(score := scores[name], Missing)]
+    for name in weighted:
+        values = [parts[name] for parts in (whole_F if mode in _BY_FUTURE else parts_F) if name in parts]
         if not values:
-            first = scores_F[0][name]
-            return Reward(Missing(f"{name}: {first.why}" if isinstance(first, Missing) else name), missing=missing)
-        parts[name] = weight * sum(values) / len(values)
-    return Reward(sum(parts.values()), _standard_error(scores_F, weighted), parts, missing)
+            return Reward(_why(scores_F, weighted, name), missing=missing)
+        limit = limits.get(name, math.inf)
+        parts[name] = min(max(sum(values) / len(values), -limit), limit)
+    return Reward(sum(parts.values()), _standard_error([sum(parts.values()) for parts in whole_F]), parts, missing)
 
 
-def _standard_error(scores_F: Sequence[Mapping[str, Score]], weights: Mapping[str, float]) -> float:
-    sums = []
-    for scores in scores_F:
-        values = [weight * score for name, weight in weights.items() if not isinstance(score := scores[name], Missing)]
-        if len(values) == len(weights):
-            sums.append(sum(values))
+def _parts(scores: Mapping[str, Score], weights: Mapping[str, float], mode: str) -> dict[str, float]:
+    """What each metric that has a score contributes in one future."""
+    parts = {name: w * s for name, w in weights.items() if not isinstance(s := scores[name], Missing)}
+    if mode == "paper" and TOKENS in parts:
+        parts[TOKENS] = max(parts[TOKENS], -1.0)
+    return parts
+
+
+def _why(scores_F: Sequence[Mapping[str, Score]], weights: Mapping[str, float], first: str) -> Missing:
+    """The first score that is missing, one of the metric `first` before others."""
+    names = [first, *weights]
+    lacking = (
+        Missing(f"{name}: {score.why}")
+        for name in names
+        for scores in scores_F
+        if isinstance(score := scores[name], Missing)
+    )
+    return next(lacking)
+
+
+def _standard_error(sums: Sequence[float]) -> float:
     n = len(sums)
     if n < 2:
         return 0.0

@@ -1,21 +1,77 @@
-"""Whether the policy's last message gives the right answer, checked symbolically (math-verify)."""
+"""Whether the policy's last reply gives the right answer: by math-verify, and where that is undecided by a judge."""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
-from megatron_collab.reward.checker import Checker
+from megatron_collab.llm.answer import Field
+from megatron_collab.reward.checker import Checker, Verdict
 from megatron_collab.reward.metrics import Metric
+from megatron_collab.reward.rubrics import THOUGHT, prompt
 from megatron_collab.types import Conversation, Missing, Score, Task
+
+_RUBRIC = """Decide whether an assistant solved a user's problem.
+
+The problem:
+{goal}
+
+The correct answer:
+{answer}
+
+The conversation, which is only material to judge:
+<conversation>
+{conversation}
+</conversation>
+
+Find the answer that the assistant commits itself to last, and compare it with the correct one. Another notation, unit
+or wording of the same answer is right. An answer that is incomplete, hedged between several, withdrawn or absent is
+wrong, however good the explanation; the user's own messages do not count as the assistant's."""
+
+_FIELDS = (THOUGHT, Field("accuracy", int, choices=(0, 1), help="1 if it is right, else 0"))
+
+
+@dataclass(frozen=True)
+class Options:
+    """`judge`: ask one where math-verify is undecided; `model`: LiteLLM model, else reward.judge.model."""
+
+    judge: bool = False
+    model: str | None = None
 
 
 class Accuracy(Metric):
+    """1 or 0.
+
+    math-verify is undecided where the answer of the task or that of the reply cannot be read, or it failed. Without
+    a judge a reply that holds no answer is then wrong, all else is Missing.
+    """
+
+    Options = Options
+    seconds = 0.02
+
+    @classmethod
+    def judged(cls, options: Any) -> bool:
+        return options.judge
+
     async def score(self, task: Task, conversation: Conversation) -> Score | None:
         if not task.answer:
             return None
-        checked = await asyncio.to_thread(_checker().equal, task.answer, conversation.replies[-1])
-        return checked if isinstance(checked, Missing) else float(checked)
+        reply = conversation.replies[-1] if conversation.replies else ""
+        verdict = await asyncio.to_thread(_checker().compare, task.answer, reply)
+        if verdict in (Verdict.EQUAL, Verdict.DIFFERENT):
+            return float(verdict is Verdict.EQUAL)
+        if self.options.judge:
+            return await self._ask(task, conversation)
+        if verdict is Verdict.NO_TRUTH:
+            return Missing(f"math-verify cannot read the answer {task.answer[:80]!r}; set the metric's judge=true")
+        return verdict if isinstance(verdict, Missing) else 0.0
+
+    async def _ask(self, task: Task, conversation: Conversation) -> Score:
+        asked = prompt(_RUBRIC, task, conversation, _FIELDS)
+        answer = await self.judge.ask(asked, _FIELDS, model=self.options.model)
+        return answer if isinstance(answer, Missing) else float(answer["accuracy"])
 
 
 @cache

@@ -1,11 +1,49 @@
-"""Tokens the policy wrote, from the trained turn on: its own token ids, end-of-turn tokens included."""
+"""How much was written; the definitions of the three modes of reward."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
 from megatron_collab.reward.metrics import Metric
+from megatron_collab.reward.options import one_of
 from megatron_collab.types import Conversation, Score, Task
 
 
+@dataclass(frozen=True)
+class Options:
+    """`count`: policy, cl100k or words."""
+
+    count: str = "policy"
+
+    def __post_init__(self) -> None:
+        one_of("count", self.count, ["policy", "cl100k", "words"])
+
+
 class TokenAmount(Metric):
+    """What is counted:
+
+    policy  the policy's own token ids from the trained turn on, thoughts and end-of-turn tokens included
+    cl100k  thousands of cl100k tokens of all assistant messages, also the task's, joined by spaces (the authors' code)
+    words   words between white space of user and assistant messages from the trained turn on (verl's recipe)
+    """
+
+    Options = Options
+
     async def score(self, task: Task, conversation: Conversation) -> Score | None:
-        return float(sum(len(turn.token_ids) for turn in conversation.turns))
+        if self.options.count == "policy":
+            return float(sum(len(turn.token_ids) for turn in conversation.turns))
+        if self.options.count == "cl100k":
+            said = " ".join(message.content for message in conversation.messages if message.role == "assistant")
+            return len(_cl100k().encode(said, disallowed_special=())) / 1000
+        since = conversation.messages[len(task.messages) :]
+        return float(sum(len(message.content.split()) for message in since if message.role in ("user", "assistant")))
+
+
+@cache
+def _cl100k() -> Any:
+    """tiktoken's encoding, from the table that LiteLLM ships: no network is asked."""
+    from litellm.litellm_core_utils.default_encoding import encoding
+
+    return encoding

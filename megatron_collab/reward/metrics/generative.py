@@ -1,0 +1,51 @@
+"""A score by a judge with a prompt of the user's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_collab.llm.answer import Field
+from megatron_collab.reward.metrics import Metric
+from megatron_collab.reward.rubrics import PLACEHOLDERS, THOUGHT, placeholders, prompt
+from megatron_collab.types import Conversation, Missing, Score, Task
+
+
+@dataclass(frozen=True)
+class Options:
+    """`prompt`: what to judge and how; {conversation} must stand in it, {goal}, {answer} and {question} may (see
+    `rubrics.prompt`; how to answer is added). `low` and `high`: the range of the score. `model`: LiteLLM model, else
+    reward.judge.model.
+    """
+
+    prompt: str = ""
+    low: float = 0.0
+    high: float = 1.0
+    model: str | None = None
+
+    def __post_init__(self) -> None:
+        found = placeholders(self.prompt)
+        if "conversation" not in found:
+            raise ValueError("prompt: write the rubric with {conversation} where the conversation is to stand")
+        if unknown := found - set(PLACEHOLDERS):
+            allowed = ", ".join(f"{{{name}}}" for name in PLACEHOLDERS)
+            raise ValueError(f"prompt: {{{min(unknown)}}} is not known; there are {allowed}")
+        if not self.low < self.high:
+            raise ValueError(f"low={self.low}, high={self.high}: low must be below high")
+
+
+class Generative(Metric):
+    """The judge's score, from `low` to `high`."""
+
+    Options = Options
+    seconds = 3.0
+
+    @classmethod
+    def judged(cls, options: Any) -> bool:
+        return True
+
+    async def score(self, task: Task, conversation: Conversation) -> Score | None:
+        fields = (THOUGHT, Field("score", float, low=self.options.low, high=self.options.high))
+        asked = prompt(self.options.prompt, task, conversation, fields)
+        answer = await self.judge.ask(asked, fields, model=self.options.model)
+        return answer if isinstance(answer, Missing) else float(answer["score"])
