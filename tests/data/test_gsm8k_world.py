@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from megatron_collab.data.worlds import gsm8k
-from megatron_collab.types import Message
 
 DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "gsm8k"
 
@@ -39,28 +38,8 @@ def test_every_row_of_gsm8k_keeps_every_word(name: str, uncut: int) -> None:
         assert goal["question"].strip() and [message.content for message in task.messages] == [goal["question"]]
         assert sorted([*" ".join(goal["facts"]).split(), *goal["question"].split()]) == sorted(problem.split())
         Fraction(task.answer)
+        assert task.user == "reveal"
     assert sum(not json.loads(task.goal)["facts"] for task in tasks) == uncut
-
-
-def test_the_user_tells_the_facts_when_asked_and_only_once() -> None:
-    goal = json.dumps({"question": "How many?", "facts": ["Ann has 2.", "Bob has 3."]})
-    messages = [Message("user", "How many?")]
-
-    def said(text: str) -> str:
-        messages.append(Message("assistant", text))
-        messages.append(Message("user", gsm8k.reply(goal, messages)))
-        return messages[-1].content
-
-    assert said("Let me think.") == "Please ask me what you need to know, or tell me the answer."
-    assert said("How many has each?") == "Ann has 2. Bob has 3."
-    assert said("What else?") == "That is all I know."
-    assert gsm8k.STOP in said("The answer is 5. Right?")
-    assert gsm8k.STOP in said(r"\boxed{5}")
-
-
-def test_the_user_of_a_problem_without_facts_knows_nothing_more() -> None:
-    goal = json.dumps({"question": "If Ann has 2, how many?", "facts": []})
-    assert gsm8k.reply(goal, [Message("user", "q"), Message("assistant", "who?")]) == "That is all I know."
 
 
 @pytest.mark.parametrize("source", [None, "/nothing/there"])

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_collab.types import Message, Task
 
-STOP = "[[TERMINATE CHAT]]"
+USER = "reveal"
 VOCABULARY = 1024
 CONTEXT = 2048  # tokens
 
@@ -21,7 +20,6 @@ CONTEXT = 2048  # tokens
 _BOUNDARY = re.compile(r"(?<=[.?!])[\"'\u201d\u2019)]*\s+")
 # Points that end no sentence.
 _ABBREVIATION = re.compile(r"\b(?:Mr|Mrs|Ms|Dr|St|Prof|vs)\.\s*$")
-_ANSWERED = re.compile(r"\\boxed\{|\banswer is\b", re.IGNORECASE)
 
 
 def sentences(text: str) -> list[str]:
@@ -46,21 +44,6 @@ def cut(problem: str) -> tuple[str, list[str]]:
     return parts[at], parts[:at] + parts[at + 1 :]
 
 
-def reply(goal: str, messages: Sequence[Message]) -> str:
-    """The user's next message: the facts when first asked for something, the end once an answer is stated.
-
-    `goal` is the task's goal, a JSON object {question, facts}.
-    """
-    text = messages[-1].content
-    if _ANSWERED.search(text):
-        return f"Thank you. {STOP}"
-    if "?" not in text:
-        return "Please ask me what you need to know, or tell me the answer."
-    facts = " ".join(json.loads(goal)["facts"])
-    told = any(message.role == "user" and facts in message.content for message in messages)
-    return "That is all I know." if told else facts
-
-
 def tasks(file: Path) -> list[Task]:
     """A task for each row of a GSM8K file, in its order; the answer is the number behind ####."""
     made = []
@@ -69,7 +52,7 @@ def tasks(file: Path) -> list[Task]:
         question, facts = cut(row["question"])
         goal = json.dumps({"question": question, "facts": facts}, ensure_ascii=False)
         answer = row["answer"].rpartition("####")[2].strip().replace(",", "")
-        made.append(Task(f"gsm8k-{file.stem}-{i}", (Message("user", question),), goal, answer, "gsm8k"))
+        made.append(Task(f"gsm8k-{file.stem}-{i}", (Message("user", question),), goal, answer, USER))
     return made
 
 
@@ -80,7 +63,7 @@ def make(folder: Path, seed: int, source: str | None) -> None:
     for name in ("train.jsonl", "test.jsonl"):
         if not (Path(source) / name).is_file():
             raise FileNotFoundError(f"data.path={source}: no {name} there; give the folder with GSM8K's files")
-    # Imported here: the scripted user needs no model.
+    # Imported here: cutting problems needs no model.
     from megatron_collab.data.datasets import task_row, write_jsonl
     from megatron_collab.data.worlds import tiny
 

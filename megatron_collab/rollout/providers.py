@@ -1,0 +1,76 @@
+"""LiteLLM providers of our own, there once this file is imported.
+
+`scripted/WORLD` answers with `reply(goal, messages)` of megatron_collab.data.worlds.WORLD, from the request alone.
+`policy/default` is the model that is trained: the run's SGLang servers, each with a key of its own, which stays in this
+process's memory.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from typing import Any
+
+import megatron_collab.llm  # noqa: F401  before LiteLLM, whose import it sets up
+
+# isort: split
+import litellm
+
+from megatron_collab.rollout.users.llm import read_request
+
+
+class Scripted(litellm.CustomLLM):
+    """Answers at once, in the format of an llm user."""
+
+    async def acompletion(self, *, model: str, messages: list[dict[str, str]], **_: Any) -> litellm.ModelResponse:
+        goal, shown = read_request(messages)
+        try:
+            world = importlib.import_module(f"megatron_collab.data.worlds.{model}")
+        except ModuleNotFoundError as error:
+            raise litellm.NotFoundError(f"no scripted user {model!r}", model=model, llm_provider="scripted") from error
+        answer = {"current_answer": "", "thought": "", "response": world.reply(goal, shown)}
+        response = litellm.ModelResponse(model=model, usage=litellm.Usage())
+        response.choices[0].message.content = json.dumps(answer)
+        response.choices[0].finish_reason = "stop"
+        response._hidden_params["response_cost"] = 0.0  # else LiteLLM looks for a price, half of the call's time
+        return response
+
+
+class Policy(litellm.CustomLLM):
+    """The run's SGLang servers, by their OpenAI endpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._keys: dict[str, str] = {}
+
+    def add(self, url: str, key: str) -> str:
+        """Make the server at `url` known; its api_base."""
+        self._keys[f"{url}/v1"] = key
+        return f"{url}/v1"
+
+    async def acompletion(
+        self,
+        *,
+        model: str,
+        messages: list[dict[str, str]],
+        api_base: str,
+        optional_params: dict[str, Any],
+        **_: Any,
+    ) -> litellm.ModelResponse:
+        response = await litellm.acompletion(
+            model=f"hosted_vllm/{model}",
+            messages=messages,
+            api_base=api_base,
+            api_key=self._keys[api_base],
+            max_retries=0,
+            **optional_params,
+        )
+        response._hidden_params["response_cost"] = 0.0
+        return response
+
+
+POLICY = Policy()
+litellm.custom_provider_map += [
+    {"provider": "scripted", "custom_handler": Scripted()},
+    {"provider": "policy", "custom_handler": POLICY},
+]
