@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 
@@ -21,17 +21,17 @@ BUCKET_BYTES = 512 << 20
 
 
 class Publisher:
-    """Moves the trained weights into the server. Every rank has one; rank 0's knows the server."""
+    """Moves the trained weights into the servers. Every rank has one; rank 0's knows the servers."""
 
     def __init__(
         self,
         config: Config,
         model: torch.nn.Module,
         shape: ModelShape,
-        server: SGLangServer | None,
+        servers: Sequence[SGLangServer],
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        """Collective. `server` must be healthy at the first publish; ranks other than 0 pass None."""
+        """Collective. `servers` must be healthy at the first publish; ranks other than 0 pass none."""
         self.version: int | None = None
         self._dtype = DTYPES[config.model.dtype]
         self._shards = dict(named_shards(model))
@@ -45,11 +45,11 @@ class Publisher:
             dp=parallel_state.get_data_parallel_world_size(),
             dp_rank=parallel_state.get_data_parallel_rank(),
         )
-        # Two segments: one is written while the server reads the other.
+        # Two segments: one is written while the servers read the other.
         count = min(2, len(self._buckets))
         self._segments = transport.shared_segments(count, max(bucket.size for bucket in self._buckets))
-        self._link = Link(server.url, server.api_key, server.tp, config.launch.timeout) if server else None
-        self._sender = ThreadPoolExecutor(1) if self._link else None
+        self._links = [Link(server.url, server.api_key, server.tp, config.launch.timeout) for server in servers]
+        self._senders = ThreadPoolExecutor(max(1, len(self._links)))
 
     def __enter__(self) -> Publisher:
         return self
@@ -58,23 +58,22 @@ class Publisher:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._segments.clear()
-        if self._sender:
-            self._sender.shutdown(wait=False)  # a call that hangs ends with the server
+        self._senders.shutdown(wait=False)  # a call that hangs ends with the server
 
     @torch.no_grad()
     def publish(self, version: int) -> None:
         """Give the servers the present weights as `version`; collective, returns when they sample from them.
 
-        PublishError on every rank if that fails anywhere; the version is then not committed and the server,
-        which may hold a mixture, samples no more.
+        PublishError on every rank if that fails anywhere; the version is then not committed and the servers,
+        which may hold a mixture, sample no more.
         """
-        call = self._start(Link.begin)
+        calls = self._start(Link.begin)
         for number, bucket in enumerate(self._buckets):
             segment = self._segments[number % 2]
             self._fill(segment, number)
-            self._settle(call)  # from here on every rank has written this segment, and the other one is free
-            call = self._start(Link.send, segment, bucket, self._dtype, bucket is self._buckets[-1])
-        self._settle(call)
+            self._settle(calls)  # from here on every rank has written this segment, and the other one is free
+            calls = self._start(Link.send, segment, bucket, self._dtype, bucket is self._buckets[-1])
+        self._settle(calls)
         self._settle(self._start(Link.commit, version))
         self.version = version
 
@@ -83,13 +82,13 @@ class Publisher:
         for write in self._writes[number]:
             targets[write.target][write.target_index].copy_(self._shards[write.source][write.source_index])
 
-    def _start(self, call: Callable[..., None], *arguments: object) -> Future[None] | None:
-        """Begin a call to the server in the background; None where another rank makes it."""
-        return self._sender.submit(call, self._link, *arguments) if self._sender else None
+    def _start(self, call: Callable[..., None], *arguments: object) -> list[Future[None]]:
+        """Begin a call to every server in the background; none where another rank makes it."""
+        return [self._senders.submit(call, link, *arguments) for link in self._links]
 
-    def _settle(self, call: Future[None] | None) -> None:
-        """Wait for the call and for all ranks; PublishError on each of them if it failed."""
-        failure = call.exception() if call else None
+    def _settle(self, calls: Sequence[Future[None]]) -> None:
+        """Wait for the calls and for all ranks; PublishError on each of them if one failed."""
+        failure = next((error for call in calls if (error := call.exception())), None)
         found: list[str | None] = [None] * dist.get_world_size()
         dist.all_gather_object(found, str(failure) if failure else None)
         for message in found:

@@ -1,4 +1,4 @@
-"""Weights to SGLang on the same machine: shared memory that every rank writes and the server reads.
+"""Weights to SGLang on the same machine: shared memory that every rank writes and the servers read.
 
 Only a description travels over HTTP. The segments are made once and kept, as touching fresh pages costs far
 more than copying; the process that torch starts beside us removes them when the last user is gone.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
@@ -28,15 +29,20 @@ class PublishError(RuntimeError):
     """The new weights did not reach every server; the message says where it failed."""
 
 
+# The way of sharing is a setting of the process, and every server has a thread that sends to it.
+_strategy_lock = threading.Lock()
+
+
 @contextmanager
 def _shared_by_name() -> Iterator[None]:
     """Share memory by name: descriptors can only be handed to children, and the server is none."""
-    strategy = torch.multiprocessing.get_sharing_strategy()
-    torch.multiprocessing.set_sharing_strategy("file_system")
-    try:
-        yield
-    finally:
-        torch.multiprocessing.set_sharing_strategy(strategy)
+    with _strategy_lock:
+        strategy = torch.multiprocessing.get_sharing_strategy()
+        torch.multiprocessing.set_sharing_strategy("file_system")
+        try:
+            yield
+        finally:
+            torch.multiprocessing.set_sharing_strategy(strategy)
 
 
 def _serialize(value: Any) -> bytes:

@@ -1,4 +1,4 @@
-"""What rank 0 holds while sampling: the SGLang server and the Ray workers that talk to it."""
+"""What rank 0 holds while sampling: the SGLang servers and the Ray workers that talk to them."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from megatron_collab.rollout.worker import start_workers
 class Engine:
     """Context manager; on ranks other than 0 it holds nothing.
 
-    The server is started first and awaited last: it loads while Ray and its workers come up.
+    The servers are started first and awaited last: they load while Ray and its workers come up.
     """
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.server: SGLangServer | None = None
+        self.servers: list[SGLangServer] = []
         self.workers: list[Any] = []
         self.rewards: list[Any] = []
         self._stack = ExitStack()
@@ -37,12 +37,16 @@ class Engine:
     def __enter__(self) -> Engine:
         if launch.global_rank() == 0:
             with self._stack:
-                log, began = Path(self.config.run.dir) / "sglang.log", time.monotonic()
-                print(f"engine: starting SGLang (its log: {log}) and the Ray workers", flush=True)
-                self.server = self._stack.enter_context(SGLangServer(self.config, log))
+                options, began = self.config.rollout.server, time.monotonic()
+                logs = [Path(self.config.run.dir) / f"sglang-{index}.log" for index in range(options.replicas)]
+                print(f"engine: starting SGLang (log: {', '.join(map(str, logs))}) and the Ray workers", flush=True)
+                for index, log in enumerate(logs):
+                    self.servers.append(self._stack.enter_context(SGLangServer(self.config, log, index)))
                 self._stack.enter_context(ray_session(self.config))
-                self.workers, self.rewards = start_workers(self.config, self.server.url, self.server.api_key)
-                self.server.wait_healthy(self.config.rollout.server.start_timeout)
+                endpoints = [(server.url, server.api_key) for server in self.servers]
+                self.workers, self.rewards = start_workers(self.config, endpoints)
+                for server in self.servers:
+                    server.wait_healthy(options.start_timeout)
                 print(f"engine: ready after {time.monotonic() - began:.0f} s", flush=True)
                 self._stack = self._stack.pop_all()
         return self
@@ -53,8 +57,8 @@ class Engine:
         self._stack.close()
 
     def publisher(self, policy: torch.nn.Module, shape: ModelShape) -> Publisher:
-        """What carries the weights of `policy` to the server; on every rank."""
-        return Publisher(self.config, policy, shape, self.server)
+        """What carries the weights of `policy` to every server; on every rank."""
+        return Publisher(self.config, policy, shape, self.servers)
 
     def collector(self, run: Run) -> Collector:
         """What asks the workers for batches; on every rank."""

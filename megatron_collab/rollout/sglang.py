@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import re
@@ -11,24 +12,29 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from http.client import HTTPException
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 from urllib.request import Request, urlopen
 
 import aiohttp
 
 from megatron_collab import device
-from megatron_collab.config import Config
+from megatron_collab.config import Config, RolloutConfig, SamplingConfig
 from megatron_collab.ports import HOST, bindable
 from megatron_collab.processes import die_with_parent
+from megatron_collab.rollout.tools import ToolCall
 from megatron_collab.sglang_cpu.key import KEY_VARIABLE
 from megatron_collab.types import Finish, Turn
 
 ATTEMPTS = 5
 BACKOFF_SECONDS = 0.25
+_Answer = TypeVar("_Answer")
+
 # Left to itself, SGLang fills nearly all memory of the machine with its cache, and touches every page of it.
 CPU_CACHE_TOKENS = 2**18
 
@@ -39,6 +45,10 @@ _LEFT_BEHIND = re.compile(r"/dev/shm/(?:sglang_loads_|sgl_shm_mq_|sem\.mp-)\S+")
 
 class EngineError(RuntimeError):
     """The engine gave no turn; the reason is the text."""
+
+
+class ServerGone(EngineError):
+    """The server stayed away: its address takes no connection, or breaks it, at every try."""
 
 
 class ServerError(RuntimeError):
@@ -52,22 +62,26 @@ class SGLangServer:
     It ends with the process that started it, however that ends.
     """
 
-    def __init__(self, config: Config, log: Path) -> None:
-        """Start serving model.path; the output of the server goes to `log`. Raises ServerError for a busy port."""
+    def __init__(self, config: Config, log: Path, index: int = 0) -> None:
+        """Start serving model.path as the server number `index` of the run; its output goes to `log`.
+
+        Raises ServerError for a busy port.
+        """
         self.config = config
         self.tp = config.rollout.server.tp
         self.api_key = secrets.token_hex(32)
         self.log = log
+        first = config.rollout.server.port
         try:
-            port = bindable("rollout.server.port", config.rollout.server.port)
+            port = bindable("rollout.server.port", first + index if first else 0)
         except ValueError as error:
             raise ServerError(str(error)) from error
         self.url = f"http://{HOST}:{port}"
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "megatron_collab.sglang_cpu.serve", *_arguments(config, port)],
-                env=_environment(config, self.api_key),
+                [sys.executable, "-m", "megatron_collab.sglang_cpu.serve", *_arguments(config, port, index)],
+                env=_environment(config, self.api_key, index),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -123,7 +137,7 @@ class SGLangServer:
         return "\n  ".join([f"the end of {self.log}:", *lines])
 
 
-def _arguments(config: Config, port: int) -> list[str]:
+def _arguments(config: Config, port: int, index: int) -> list[str]:
     server = config.rollout.server
     options: dict[str, Any] = {
         "model-path": config.model.path,
@@ -144,16 +158,19 @@ def _arguments(config: Config, port: int) -> list[str]:
     if on_cpu:
         options |= {"device": "cpu", "attention-backend": "torch_native", "sampling-backend": "pytorch"}
         flags += ["disable-overlap-schedule", "disable-cuda-graph", "enable-deterministic-inference"]
+    else:
+        options["base-gpu-id"] = index * server.tp
     pairs = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     return pairs + [f"--{flag}" for flag in flags]
 
 
-def _environment(config: Config, api_key: str) -> dict[str, str]:
+def _environment(config: Config, api_key: str, index: int) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if not _TORCHRUN_VARIABLES.match(name)}
     settings = {
         KEY_VARIABLE: api_key,
         "HF_HUB_OFFLINE": "1",  # the model is a folder
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+        "SGLANG_FORWARD_UNKNOWN_TOOLS": "1",  # the policy is told that there is no such tool
         "TOKENIZERS_PARALLELISM": "false",
     }
     if device.select(config.launch.device).type == "cpu":
@@ -163,8 +180,9 @@ def _environment(config: Config, api_key: str) -> dict[str, str]:
             "OMP_NUM_THREADS": "1",
             "TORCH_COMPILE_DISABLE": "1",  # compiling costs seconds, and gains nothing at this size
         }
-        if config.rollout.server.tp > 1:
-            bind = [str(cores[rank % len(cores)]) for rank in range(config.rollout.server.tp)]
+        tp = config.rollout.server.tp
+        if tp > 1:
+            bind = [str(cores[(index * tp + rank) % len(cores)]) for rank in range(tp)]
             settings["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(bind)
     return inherited | settings
 
@@ -183,69 +201,108 @@ def _shared_memory(group: int) -> set[Path]:
 
 
 class SGLangClient:
-    """Asks a server for turns; one client serves any number of concurrent requests of one event loop."""
+    """Asks a server for turns; one client serves any number of concurrent requests of one event loop.
 
-    def __init__(self, url: str, api_key: str, timeout: float) -> None:
-        """`timeout`: seconds that one request may take."""
+    `counters` counts tokens of prompts: `prefill_tokens` were computed, `cached_tokens` the server had already.
+    """
+
+    def __init__(self, url: str, api_key: str, config: RolloutConfig) -> None:
         self.url = url
-        self.timeout = timeout
+        self.timeout = config.turn_timeout
+        self.tool_parser = config.tool_parser
+        self.counters: Counter[str] = Counter()
         self._headers = {"Authorization": f"Bearer {api_key}"}
         self._session: aiohttp.ClientSession | None = None
+        self._reading: dict[tuple[int, ...], asyncio.Event] = {}
 
     async def generate(
-        self, prompt_ids: tuple[int, ...], *, max_new_tokens: int, temperature: float, seed: int
+        self, prompt_ids: tuple[int, ...], *, max_new_tokens: int, sampling: SamplingConfig, seed: int
     ) -> Turn:
-        """Sample one turn; log-probs are of the distribution at `temperature`.
+        """Sample one turn of at most `max_new_tokens`; log-probs are of the distribution at the temperature.
 
+        Of several requests at once with the same prompt one goes ahead; the others wait until it has been read.
         `seed` (64 bits, signed) decides the sample where the server is deterministic. Raises EngineError when
-        the server refuses the request, does not answer in time, or stays away after several tries.
+        the server refuses the request, does not answer in time, or stays away after several tries (ServerGone).
         """
-        answer = await self._post(
-            "/generate",
-            {
-                "input_ids": list(prompt_ids),
-                "return_logprob": True,
-                "sampling_params": {
-                    "max_new_tokens": max_new_tokens,
-                    "temperature": temperature,
-                    "top_p": 1.0,
-                    "top_k": -1,
-                    "sampling_seed": seed,
-                },
+        body = {
+            "input_ids": list(prompt_ids),
+            "return_logprob": True,
+            "stream": True,
+            "sampling_params": {
+                "max_new_tokens": max_new_tokens,
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k,
+                "sampling_seed": seed,
+                "stream_interval": max_new_tokens,  # the first token, then the whole
             },
-        )
+        }
+        async with self._reads(prompt_ids) as was_read:
+            answer = await self._post("/generate", body, lambda response: _last_event(response, was_read))
         meta = answer["meta_info"]
+        finish = Finish(meta["finish_reason"]["type"])
+        if finish is not Finish.ABORT:
+            self.counters["prefill_tokens"] += meta["prompt_tokens"] - meta["cached_tokens"]
+            self.counters["cached_tokens"] += meta["cached_tokens"]
         return Turn(
             prompt_ids=tuple(prompt_ids),
             token_ids=tuple(answer["output_ids"]),
             log_probs=tuple(entry[0] for entry in meta["output_token_logprobs"]),
             version=int(meta["weight_version"]),
-            finish=Finish(meta["finish_reason"]["type"]),
+            finish=finish,
             text=answer["text"],
         )
+
+    async def tool_calls(self, text: str, schemas: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
+        """The calls in `text` as rollout.tool_parser finds them; EngineError as in `generate`."""
+        body = {"text": text, "tools": list(schemas), "tool_call_parser": self.tool_parser}
+        answer = await self._post("/parse_function_call", body, aiohttp.ClientResponse.json)
+        return [ToolCall(call["name"], _arguments_of(call)) for call in answer["calls"]]
 
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
             self._session = None
 
-    async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        reason = ""
+    @asynccontextmanager
+    async def _reads(self, prompt_ids: tuple[int, ...]) -> AsyncIterator[Callable[[], None]]:
+        """Wait while another request reads this prompt, then go on; gives what to call once it has been read."""
+        if first := self._reading.get(prompt_ids):
+            await first.wait()
+            yield lambda: None
+            return
+        read = self._reading[prompt_ids] = asyncio.Event()
+
+        def was_read() -> None:
+            self._reading.pop(prompt_ids, None)
+            read.set()
+
+        try:
+            yield was_read
+        finally:
+            was_read()
+
+    async def _post(
+        self, path: str, body: dict[str, Any], read: Callable[[aiohttp.ClientResponse], Awaitable[_Answer]]
+    ) -> _Answer:
+        failure = EngineError("")
         for attempt in range(ATTEMPTS):
             if attempt:
                 await asyncio.sleep(BACKOFF_SECONDS * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
             try:
-                async with self._open().post(self.url + path, json=body) as answer:
-                    if answer.status == 200:
-                        return await answer.json()
-                    reason = f"status {answer.status}: {' '.join((await answer.text()).split())[:300]}"
-                    if answer.status < 500:
-                        break
+                async with self._open().post(self.url + path, json=body) as response:
+                    if response.status == 200:
+                        return await read(response)
+                    raise _Refused(response.status, await response.text())
             except TimeoutError:
                 raise EngineError(f"no answer within rollout.turn_timeout={self.timeout:g} s") from None
+            except _Refused as refused:
+                failure = EngineError(f"{self.url}{path}: {refused}")
+                if refused.status < 500:
+                    break
             except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
-                reason = f"{type(error).__name__}: {error}"
-        raise EngineError(f"{self.url}{path}: {reason}")
+                failure = ServerGone(f"{self.url}{path}: {type(error).__name__}: {error}")
+        raise failure
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -255,3 +312,41 @@ class SGLangClient:
                 timeout=aiohttp.ClientTimeout(total=self.timeout),
             )
         return self._session
+
+
+class _Refused(Exception):
+    """The server answered with an HTTP status of failure."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(f"status {status}: {' '.join(text.split())[:300]}")
+        self.status = status
+
+
+async def _last_event(response: aiohttp.ClientResponse, began: Callable[[], None]) -> dict[str, Any]:
+    """The last of the events in which SGLang streams a turn, each of them all there is so far.
+
+    Calls `began` at the first one. Raises _Refused where an event is an error, and ClientPayloadError where the
+    stream ends before the turn does.
+    """
+    rest, last = b"", b""
+    async for piece in response.content.iter_any():
+        *events, rest = (rest + piece).split(b"\n\n")
+        for event in events:
+            began()
+            if event != b"data: [DONE]":
+                last = event
+    answer = json.loads(last.removeprefix(b"data: ") or b"{}")
+    if "error" in answer:
+        raise _Refused(answer["error"]["code"], answer["error"]["message"])
+    finish = answer.get("meta_info", {}).get("finish_reason")
+    if finish is None:
+        raise aiohttp.ClientPayloadError("the stream ended before the turn")
+    if finish.get("status_code"):  # SGLang's scheduler turned the request away
+        raise _Refused(finish["status_code"], finish["message"])
+    return answer
+
+
+def _arguments_of(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a call was given; something else than a JSON object becomes an argument that no tool has."""
+    arguments = json.loads(call["parameters"])
+    return arguments if isinstance(arguments, dict) else {"arguments": arguments}

@@ -1,0 +1,111 @@
+"""Which server a conversation is played on: one for all that share a prefix, as long as it is not overloaded."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from typing import Any, TypeVar
+
+from megatron_collab.config import RolloutConfig, SamplingConfig
+from megatron_collab.rollout.sglang import ServerGone, SGLangClient
+from megatron_collab.rollout.tools import ToolCall
+from megatron_collab.types import Turn
+
+# How far above the mean of the requests in flight a server may be and still be given new conversations.
+LOAD_FACTOR = 1.25
+REMEMBERED = 100_000  # affinities whose server is remembered: many steps of a run
+
+_Answer = TypeVar("_Answer")
+
+
+def choose(affinity: str, in_flight: Sequence[int], gone: Collection[int] = ()) -> int:
+    """The server (an index) for conversations of `affinity` that are on none yet, none of those `gone`.
+
+    Rendezvous hashing (Thaler and Ravishankar, 1998), so that a server that goes moves only what was on it, with
+    bounded loads (Mirrokni, Thorup and Zadimoghaddam, arXiv 1608.01350): a server that holds LOAD_FACTOR times
+    its share of the requests in flight is passed over.
+    """
+    alive = [server for server in range(len(in_flight)) if server not in gone]
+    share = (sum(in_flight[server] for server in alive) + 1) / len(alive)
+    ranked = sorted(alive, key=lambda server: _weight(affinity, server), reverse=True)
+    return next(server for server in ranked if in_flight[server] < math.ceil(LOAD_FACTOR * share))
+
+
+def _weight(affinity: str, server: int) -> bytes:
+    return hashlib.blake2b(f"{server}/{affinity}".encode(), digest_size=8).digest()
+
+
+class Router:
+    """The policy of a worker: a client for each SGLang server, and which conversations are on which.
+
+    `in_flight` is the requests that each server is answering, `gone` the servers that are left out.
+    """
+
+    def __init__(self, servers: Sequence[tuple[str, str]], config: RolloutConfig) -> None:
+        """`servers`: address and key of each."""
+        self.clients = [SGLangClient(url, key, config) for url, key in servers]
+        self.in_flight = [0] * len(self.clients)
+        self.gone: set[int] = set()
+        self._lost = 0
+        self._places: dict[str, int] = {}
+
+    async def generate(
+        self, prompt_ids: tuple[int, ...], *, max_new_tokens: int, sampling: SamplingConfig, seed: int, affinity: str
+    ) -> Turn:
+        """See SGLangClient.generate; all turns of an `affinity` are sampled by one server, while it lives."""
+        return await self._ask(
+            affinity,
+            lambda client: client.generate(prompt_ids, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed),
+        )
+
+    async def tool_calls(self, text: str, schemas: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
+        """See SGLangClient.tool_calls; any server will do."""
+        return await self._ask(None, lambda client: client.tool_calls(text, schemas))
+
+    def take_counters(self) -> dict[str, int]:
+        """Tokens that servers computed and had cached (see SGLangClient), servers lost; since the last call."""
+        taken = Counter({"servers_lost": self._lost})
+        self._lost = 0
+        for client in self.clients:
+            taken.update(client.counters)
+            client.counters.clear()
+        return dict(taken)
+
+    async def close(self) -> None:
+        for client in self.clients:
+            await client.close()
+
+    async def _ask(self, affinity: str | None, request: Callable[[SGLangClient], Awaitable[_Answer]]) -> _Answer:
+        """Have the server of `affinity` answer, or where it is gone the next; ServerGone once all were tried."""
+        failure: ServerGone | None = None
+        for _ in self.clients:
+            server = self._place(affinity)
+            self.in_flight[server] += 1
+            try:
+                return await request(self.clients[server])
+            except ServerGone as error:
+                failure = error
+                self._lose(server)
+            finally:
+                self.in_flight[server] -= 1
+        assert failure is not None
+        raise failure
+
+    def _place(self, affinity: str | None) -> int:
+        if affinity is None:
+            return min(set(range(len(self.clients))) - self.gone, key=self.in_flight.__getitem__)
+        server = self._places.get(affinity)
+        if server is None or server in self.gone:
+            server = self._places[affinity] = choose(affinity, self.in_flight, self.gone)
+            if len(self._places) > REMEMBERED:
+                del self._places[next(iter(self._places))]  # the oldest
+        return server
+
+    def _lose(self, server: int) -> None:
+        if server not in self.gone:
+            self._lost += 1
+            self.gone.add(server)
+        if len(self.gone) == len(self.clients):  # nothing is left to choose from: later requests try all again
+            self.gone.clear()
