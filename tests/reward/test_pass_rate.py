@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from megatron_collab.reward import metrics, sandbox
+from megatron_collab.reward.metrics.pass_rate import PassRate, extract
+from megatron_collab.reward.sandbox import SandboxError
+from megatron_collab.types import Conversation, Finish, Message, Missing, Score, Task, Turn
+
+HUMAN_EVAL = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "humaneval" / "HumanEval.jsonl.gz"
+TWICE = {"test": "def check(candidate):\n    assert candidate(2) == 4\n", "entry_point": "twice"}
+CODE = "def twice(x):\n    return 2 * x\n"
+
+
+def reply(code: str, language: str = "python") -> str:
+    return f"Sure, here it is:\n\n```{language}\n{code}```\n\nDoes this help? It's `O(1)`."
+
+
+def metric(**options: Any) -> PassRate:
+    return PassRate(PassRate.Options(**options), judge=None)  # type: ignore[arg-type]  # it asks no judge
+
+
+def played(metadata: Mapping[str, Any], text: str) -> tuple[Task, Conversation]:
+    task = Task("t", (Message("user", "hi"),), "goal", "", "llm", metadata)
+    return task, Conversation(task.messages, (1,)).add_turn(Turn((1,), (2,), (-1.0,), 0, Finish.STOP, text))
+
+
+def score(metadata: Mapping[str, Any], *texts: str) -> list[Score | None]:
+    async def scores() -> list[Score | None]:
+        pass_rate = metric()
+        return await asyncio.gather(*(pass_rate.score(*played(metadata, text)) for text in texts))
+
+    return asyncio.run(scores())
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        (reply(CODE), CODE),
+        (reply(CODE, ""), CODE),
+        (reply(CODE, "Python3 title=x"), CODE),
+        (reply("first = 1\n") + reply(CODE), CODE),
+        (reply(CODE) + reply("[2, 4]\n", ""), CODE),
+        (reply("$ ls\n", "bash") + reply(CODE) + reply("{}\n", "json"), CODE),
+        (CODE, CODE),
+        ("\n    return 2 * x\n", "\n    return 2 * x\n"),
+        ("", ""),
+        (reply("    return 2 * x\n\n\n"), "    return 2 * x\n\n\n"),
+        ("1. So:\n\n    ```python\n    if x:\n        y\n\n    z\n    ```\n", "if x:\n    y\n\nz\n"),
+        ("~~~python\nx = '''\n```\n'''\n~~~", "x = '''\n```\n'''\n"),
+        ("````python\nx = '''\n```\n'''\n````", "x = '''\n```\n'''\n"),
+        ("```python\n" + CODE[:-1], CODE),
+        ("So:\n```python\ndef f():\n    return [1,", "def f():\n    return [1,\n"),
+        ("```python\n\tx = 'a\x0cb\u2028c'\n```", "\tx = 'a\x0cb\u2028c'\n"),
+        ("```python\nx\n```\n```", "x\n"),
+    ],
+)
+def test_code_is_taken_out_of_a_reply_as_it_stands(text: str, code: str) -> None:
+    assert extract(text) == code
+
+
+@pytest.mark.parametrize("end", ["```\nThat is all.\n", "```\n```text\nout\n```\n", ""])
+def test_a_fence_inside_a_string_does_not_end_the_code(end: str) -> None:
+    code = 'def f():\n    """Gives\n    ```\n    2\n```\n```python\n    """\n    return 2\n'
+    assert extract(f"```python\n{code}{end}").rstrip("\n") == code.rstrip("\n")
+
+
+def test_line_ends_of_another_system_stay_where_they_were() -> None:
+    assert extract("Hi\r\n```python\r\nx = 1\r\n\r\nif x:\r\n    y\r\n```\r\n") == "x = 1\r\n\r\nif x:\r\n    y\r\n"
+    assert score(TWICE, reply(CODE).replace("\n", "\r\n")) == [1.0]
+
+
+def test_code_that_breaks_parsers_is_code_that_fails() -> None:
+    broken = ["(" * 10_000, "-" * 100_000 + "1", '"a"' + ' + "a"' * 100_000, "x = '\0'", "x = '\ud800'", "9" * 10_000]
+    assert score(TWICE, *map(reply, broken)) == [0.0] * len(broken)
+
+
+def test_a_reply_passes_if_all_tests_pass() -> None:
+    assert score(TWICE, reply(CODE), reply("def twice(x):\n    return x\n"), "I cannot.", "") == [1.0, 0.0, 0.0, 0.0]
+
+
+def test_a_reply_that_leaves_before_its_tests_has_not_passed_them() -> None:
+    leave = ["import sys; sys.exit(0)", "raise SystemExit", "import os; os._exit(0)", "import atexit, os\nexit()"]
+    assert score(TWICE, *(reply(f"{CODE}{code}\n") for code in leave)) == [0.0] * len(leave)
+
+
+def test_a_main_guard_is_not_run() -> None:
+    assert score(TWICE, reply(f"{CODE}\nif __name__ == '__main__':\n    input()\n")) == [1.0]
+
+
+def test_tests_may_be_asserts() -> None:
+    assert score({"tests": "assert twice(2) == 4"}, reply(CODE), reply("twice = abs\n")) == [1.0, 0.0]
+
+
+def test_tests_may_be_unittest_cases_and_those_of_the_reply_do_not_count() -> None:
+    case = "import unittest\nclass {}(unittest.TestCase):\n    def test_it(self):\n        self.assertEqual({}, {})\n"
+    tests = {"tests": case.format("TestTwice", "twice(2)", 4) + "\nif __name__ == '__main__':\n    unittest.main()\n"}
+    own = CODE + case.format("TestOwn", 1, 2)
+    assert score(tests, reply(CODE), reply("twice = abs\n"), reply(own)) == [1.0, 0.0, 1.0]
+
+
+def test_a_prompt_comes_first_whether_the_reply_repeats_it_or_goes_on() -> None:
+    helped = TWICE | {"prompt": 'import math\n\ndef twice(x):\n    """2 * x"""\n'}
+    assert score(helped, reply("    return math.prod([2, x])\n")) == [1.0]
+    assert score(helped, reply("def twice(x):\n    return math.prod([2, x])\n")) == [1.0]
+    unfinished = TWICE | {"prompt": "def twice(x):\n"}
+    assert score(unfinished, reply("    return 2 * x\n"), reply(CODE)) == [1.0, 1.0]
+
+
+def test_it_does_not_apply_to_a_task_without_tests() -> None:
+    assert score({}, reply(CODE)) == [None]
+    assert score({"entry_point": "twice"}, reply(CODE)) == [None]
+
+
+def test_tests_without_their_candidate_are_missing_and_no_zero() -> None:
+    (missing,) = score({"test": TWICE["test"]}, reply(CODE))
+    assert isinstance(missing, Missing)
+    assert "entry_point" in missing.why
+
+
+def test_a_sandbox_that_fails_is_missing_and_no_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "_COMMAND", ("/bin/false",))
+    (missing,) = score(TWICE, reply(CODE))
+    assert isinstance(missing, Missing)
+    assert missing.why.startswith("sandbox: ")
+
+
+def test_so_many_programs_run_at_once_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    running, most = 0, 0
+
+    async def run(sources: Mapping[str, str], limits: sandbox.Limits) -> sandbox.Result:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.01)
+        running -= 1
+        if "boom" in sources["solution"]:
+            raise SandboxError("boom")
+        return sandbox.Result(True, "", "")
+
+    monkeypatch.setattr(sandbox, "run", run)
+
+    async def scores() -> list[Score | None]:
+        pass_rate = metric(concurrent=3)
+        return await asyncio.gather(*(pass_rate.score(*played(TWICE, text)) for text in ["boom", *[CODE] * 20]))
+
+    assert asyncio.run(scores()) == [Missing("sandbox: boom"), *[1.0] * 20]
+    assert most == 3
+
+
+@pytest.mark.parametrize("setting", ["concurrent", "cpu_seconds", "memory"])
+def test_settings_that_cannot_work_are_refused(setting: str) -> None:
+    assert metrics.split("pass_rate", {setting: 1})[0] is PassRate
+    for value in (0, 0.5, "many"):
+        with pytest.raises(ValueError, match=rf"reward\.metrics\.pass_rate: {setting}="):
+            metrics.split("pass_rate", {setting: value})
+
+
+def test_a_machine_that_cannot_isolate_refuses_the_metric(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert PassRate.unavailable(PassRate.Options()) is None
+    monkeypatch.setattr(sandbox, "unavailable", lambda: "no namespaces")
+    assert PassRate.unavailable(PassRate.Options()) == "no namespaces"
+
+
+@pytest.fixture
+def local_ray() -> Iterator[None]:
+    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="error")
+    yield
+    ray.shutdown()
+
+
+def test_a_ray_worker_outlives_what_it_runs(local_ray: None) -> None:
+    worker = ray.remote(num_cpus=0)(PassRate).remote(PassRate.Options(cpu_seconds=2), None)
+    bomb = "import os\nwhile True:\n    os.fork()\n"
+    texts = [reply(code) for code in (bomb, "while True:\n    pass\n", "import os\nos.kill(os.getppid(), 9)\n", CODE)]
+    assert ray.get([worker.score.remote(*played(TWICE, text)) for text in texts]) == [0.0, 0.0, 0.0, 1.0]
+
+
+PROBLEMS = [json.loads(line) for line in gzip.decompress(HUMAN_EVAL.read_bytes()).splitlines()]
+
+
+def failing(replies: Sequence[str]) -> list[str]:
+    """Which problems of HumanEval do not score 1, given a reply to each."""
+
+    async def scores() -> list[Score | None]:
+        pass_rate = metric()
+        pairs = [played(problem, text) for problem, text in zip(PROBLEMS, replies, strict=True)]
+        return await asyncio.gather(*(pass_rate.score(*pair) for pair in pairs))
+
+    return [problem["task_id"] for problem, score in zip(PROBLEMS, asyncio.run(scores()), strict=True) if score != 1.0]
+
+
+def test_every_solution_of_human_eval_passes_whole() -> None:
+    assert len(PROBLEMS) == 164
+    assert failing([reply(problem["prompt"] + problem["canonical_solution"]) for problem in PROBLEMS]) == []
+
+
+def test_every_solution_of_human_eval_passes_as_what_follows_its_prompt() -> None:
+    assert failing([reply(problem["canonical_solution"]) for problem in PROBLEMS]) == []
+
+
+def test_no_solution_of_human_eval_passes_that_returns_something_else() -> None:
+    spoilt = [re.sub(r"\breturn\b(.*)", r"return 'wrong'", problem["canonical_solution"]) for problem in PROBLEMS]
+    passing = len(PROBLEMS) - len(failing([reply(code) for code in spoilt]))
+    assert passing == 0
