@@ -1,0 +1,253 @@
+"""From the text that a language model wrote to the values it was asked for, or a reason why not.
+
+An answer is one flat JSON object. What is not JSON is read with the usual slips allowed: text around the object,
+single, triple or missing quotes, commas too many or too few, Python's constants, comments, stray quotes inside a
+text. Nothing is made up for what is lacking: an answer that ends before its closing brace is refused, and so is
+one that can be read in two ways. (That is why no repair library is used: json-repair closes `{"score": 0.8`, which
+may have been 0.85, and takes the last of two objects.)
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Value = str | float | int | bool
+
+_GAP = r"(?:\s|//[^\n]*+|/\*.*?\*/)*+"
+_QUOTED_KEY = r"[\"'`“]\w[\w ]*[\"'`”]\s*:"
+_KEY = rf"(?:{_QUOTED_KEY}|\w+\s*:)"
+_OPEN = re.compile(rf"\{{[\s{{]*+(?={_GAP}{_KEY})", re.DOTALL)
+_NAME = re.compile(rf"{_GAP}[\"'`“]?(\w[\w ]*?)[\"'`”]?\s*:{_GAP}", re.DOTALL)
+_COMMA = re.compile(rf"{_GAP},?{_GAP}", re.DOTALL)
+_END = re.compile(rf"{_GAP}(?:,?{_GAP}(?:\}}|{_QUOTED_KEY})|,{_GAP}{_KEY})", re.DOTALL)  # what follows a value
+_QUOTES = {'"""': '"""', "'''": "'''", '"': '"', "'": "'", "`": "`", "“": "”"}
+_BARE = re.compile(r"[\w.+-]+")
+_NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+_CONSTANTS = {"true": True, "false": False, "null": None, "none": None}
+_ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|U(000[0-9a-fA-F]{5})|u[0-9a-fA-F]{4}|[\"\\/bfnrt'])|[\\\"]")
+_KINDS = {str: "string", float: "number", int: "integer", bool: "boolean"}
+_LONGEST_SHOWN = 80  # characters of a wrong value in the reason
+
+
+class MalformedAnswer(ValueError):
+    """The model did not answer in the format it was told; the text says what is wrong, for the model too."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """One value of an answer: its name, its type, its range (ends included) or its choices."""
+
+    name: str
+    kind: type
+    low: float | None = None
+    high: float | None = None
+    choices: tuple[Value, ...] | None = None
+    help: str = ""
+
+
+def json_schema(fields: Sequence[Field]) -> dict[str, Any]:
+    """The JSON schema of an object that has all `fields` and nothing else."""
+    return {
+        "type": "object",
+        "properties": {field.name: _property(field) for field in fields},
+        "required": [field.name for field in fields],
+        "additionalProperties": False,
+    }
+
+
+def parse(text: str, fields: Sequence[Field]) -> dict[str, Any]:
+    """The values of `fields` in `text`, each of its field's type and range; whatever else stands there is left out.
+
+    A number written as text is read where a number is due; where text is due, a number is not. Raises
+    MalformedAnswer with one reason.
+    """
+    answer = _find(text, [field.name for field in fields])
+    return {field.name: _checked(answer[field.name], field) for field in fields}
+
+
+def _property(field: Field) -> dict[str, Any]:
+    limits = {"minimum": field.low, "maximum": field.high, "description": field.help or None}
+    choices = None if field.choices is None else list(field.choices)
+    given = {key: value for key, value in {**limits, "enum": choices}.items() if value is not None}
+    return {"type": _KINDS[field.kind], **given}
+
+
+def _find(text: str, names: Sequence[str]) -> dict[str, Any]:
+    """The one object in `text` that has all `names`."""
+    found: list[dict[str, Any]] = []
+    reason = "there is no JSON object"
+    for answer in _objects(text):
+        inner = next(iter(answer.values())) if len(answer) == 1 else None
+        if isinstance(inner, dict) and not set(answer) & set(names):  # {"answer": {…}}
+            answer = inner
+        absent = [name for name in names if name not in answer]
+        if absent:
+            reason = f"the field {absent[0]!r} is lacking"
+        elif answer not in found:
+            found.append(answer)
+    if len(found) > 1:
+        raise MalformedAnswer("there is more than one answer")
+    if not found:
+        raise MalformedAnswer(reason)
+    return found[0]
+
+
+def _objects(text: str) -> Iterator[dict[str, Any]]:
+    """The objects in `text` from left to right, without those inside others.
+
+    Raises MalformedAnswer at the first that cannot be read: what follows may be a part of it.
+    """
+    try:
+        whole = _DECODER.decode(text.strip())
+    except (json.JSONDecodeError, RecursionError):
+        whole = None
+    if isinstance(whole, dict):
+        yield whole
+        return
+    if isinstance(whole, str):  # JSON within JSON
+        yield from _objects(whole)
+        return
+    if re.match(r'\s*\{\s*\\"', text):  # the same, without the quotes around it
+        text = _unescape(text)
+    text = _after_thinking(text)
+    at = 0
+    while opening := _OPEN.search(text, at):
+        try:
+            value, at = _DECODER.raw_decode(text, text.rindex("{", 0, opening.end()))
+        except RecursionError as error:
+            raise MalformedAnswer("the answer is nested too deeply") from error
+        except json.JSONDecodeError:
+            value, at = _read_object(text, opening.end())
+        yield value
+
+
+def _after_thinking(text: str) -> str:
+    """`text` without the model's thoughts, in which there may be drafts of the answer."""
+    _, mark, rest = text.rpartition("</think>")
+    thinks = text.lstrip().startswith("<think>")
+    if thinks and not mark:
+        raise MalformedAnswer("the answer ends within <think>")
+    return rest if thinks or _OPEN.search(rest) else text
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in values and values[name] != value:
+            raise MalformedAnswer(f"the field {name!r} stands there twice")
+        values[name] = value
+    return values
+
+
+def _number(written: str) -> int | float:
+    return int(written) if re.fullmatch(r"[+-]?[0-9]{1,400}", written) else float(written)
+
+
+_DECODER = json.JSONDecoder(strict=False, parse_int=_number, object_pairs_hook=_no_duplicates)
+
+
+def _read_object(text: str, at: int) -> tuple[dict[str, Any], int]:
+    """The object whose first key begins at `at`, and where it ends; its values are plain, no objects or arrays."""
+    pairs: list[tuple[str, Any]] = []
+    while text[at : at + 1] != "}":
+        name = _NAME.match(text, at)
+        if name is None:
+            raise MalformedAnswer(f"not JSON: a key should be at {_short(text[at:])}")
+        value, at = _read_value(text, name.end(), name.group(1))
+        pairs.append((name.group(1), value))
+        comma = _COMMA.match(text, at)
+        at = comma.end() if comma else at
+    return _no_duplicates(pairs), at + 1
+
+
+def _read_value(text: str, at: int, name: str) -> tuple[Value | None, int]:
+    quote = next((quote for quote in _QUOTES if text.startswith(quote, at)), None)
+    if quote is not None:
+        return _read_text(text, at + len(quote), quote, name)
+    bare = _BARE.match(text, at)
+    if bare is None or not _END.match(text, bare.end()):
+        raise MalformedAnswer(f"not JSON: the value of {name!r} is cut off or not plain")
+    word = bare.group()
+    if word.lower() in _CONSTANTS:
+        return _CONSTANTS[word.lower()], bare.end()
+    if not _NUMBER.fullmatch(word):
+        raise MalformedAnswer(f"not JSON: the value of {name!r} has no quotes around it")
+    return _number(word), bare.end()
+
+
+def _read_text(text: str, at: int, quote: str, name: str) -> tuple[str, int]:
+    """The text from `at` to the first closing quote after which the object goes on or ends."""
+    close = _QUOTES[quote]
+    mark_or_escape = re.compile(rf"\\.|{close}(?!{close[0]})" if len(close) == 3 else rf"\\.|{close}", re.DOTALL)
+    for mark in mark_or_escape.finditer(text, at):
+        if mark.group()[0] != "\\" and _END.match(text, mark.end()):
+            written = text[at : mark.start()]
+            if not _is_whole(written, quote):
+                raise MalformedAnswer(f"not JSON: the text of {name!r} holds quotes without a backslash")
+            return _unescape(written), mark.end()
+    raise MalformedAnswer(f"not JSON: the text of {name!r} is cut off")
+
+
+def _is_whole(written: str, quote: str) -> bool:
+    """Whether the bare quotes in a text stand in pairs around words, so that none of them was meant to end it."""
+    bare = re.sub(r"\\.", "", written, flags=re.DOTALL)
+    if quote == "“":
+        return bare.count("“") == bare.count("”")
+    if len(quote) == 3:
+        return quote not in bare
+    if quote == "'":
+        bare = re.sub(r"(?<=\w)'(?=\w)", "", bare)
+    pair = rf"(?<!\w){quote}(?!\s)[^{quote}]++(?<!\s){quote}(?!\w)"
+    return re.fullmatch(rf"[^{quote}]*+(?:{pair}[^{quote}]*+)*+", bare) is not None
+
+
+def _unescape(written: str) -> str:
+    """The text that is written between quotes, in JSON or Python; a backslash that escapes nothing stays."""
+
+    def as_json(mark: re.Match[str]) -> str:
+        code = mark[1] or mark[2]
+        if code:
+            return json.dumps(chr(int(code, 16)))[1:-1]
+        return {"\\'": "'", "\\": "\\\\", '"': '\\"'}.get(mark[0], mark[0])
+
+    return json.loads(f'"{_ESCAPE.sub(as_json, written)}"', strict=False)
+
+
+def _checked(value: Any, field: Field) -> Value:
+    typed = _typed(value, field.kind)
+    if typed is None:
+        raise MalformedAnswer(f"the field {field.name!r} has to be a {_KINDS[field.kind]}, but is {_short(value)}")
+    if field.choices is not None and typed not in field.choices:
+        choices = ", ".join(map(str, field.choices))
+        raise MalformedAnswer(f"the field {field.name!r} is {_short(value)}; choose one of {choices}")
+    if field.low is not None and typed < field.low:
+        raise MalformedAnswer(f"the field {field.name!r} is {_short(value)}, below {field.low:g}")
+    if field.high is not None and typed > field.high:
+        raise MalformedAnswer(f"the field {field.name!r} is {_short(value)}, above {field.high:g}")
+    return typed
+
+
+def _typed(value: Any, kind: type) -> Any:
+    """`value` as a `kind`, None where it is something else (or text that no file could hold)."""
+    if kind is str:
+        return value if isinstance(value, str) and not re.search("[\ud800-\udfff]", value) else None
+    if kind is bool:
+        value = _CONSTANTS.get(value.strip().lower()) if isinstance(value, str) else value
+        return value if isinstance(value, bool) else None
+    if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):
+        value = _number(value.strip())
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
+        return None  # the comparison is false for NaN, too
+    if kind is int:
+        return int(value) if value == int(value) else None
+    return float(value)
+
+
+def _short(value: Any) -> str:
+    shown = json.dumps(value)
+    return shown if len(shown) <= _LONGEST_SHOWN else f"{shown[:_LONGEST_SHOWN]}…"

@@ -1,0 +1,223 @@
+"""Questions to language models through LiteLLM: asked until the answer has the form that is wanted, or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from functools import cache
+from typing import Any
+from weakref import WeakValueDictionary
+
+import litellm
+from openai import OpenAIError
+
+from megatron_collab.config import EndpointConfig
+from megatron_collab.llm.answer import Field, MalformedAnswer, json_schema, parse
+from megatron_collab.llm.cache import Cache, key_of
+from megatron_collab.llm.limiter import BudgetSpent as BudgetSpent
+from megatron_collab.llm.limiter import Ended, Line, Wish
+
+Messages = list[dict[str, str]]
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds
+_CHARACTERS_PER_TOKEN = 4
+_GRACE = 10.0  # seconds after the timeout of a call when it is over for sure
+_LONGEST_REASON = 400  # characters
+_FREE = "scripted/"  # models that are answered within this process
+_REFUSED = (400, 422)  # what a server says to a response_format that it does not know
+
+litellm.telemetry = False
+litellm.suppress_debug_info = True
+
+
+class LlmError(RuntimeError):
+    """The model gave no usable answer; the text is the reason, on one line."""
+
+
+class LlmClient:
+    """Asks language models; one a process.
+
+    Endpoints are tried again as their EndpointConfig allows, all calls keep to the limits of `limiter`, and
+    answers to questions with a `sample` are kept in `cache`.
+    """
+
+    def __init__(self, limiter: Any = None, cache: Cache | None = None) -> None:
+        """`limiter`: the handle of a Limiter; none: no limits."""
+        self._line = None if limiter is None else Line(limiter)
+        self._cache = cache
+        self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._unconstrained: set[tuple[str, str | None]] = set()  # endpoints that refuse a response_format
+
+    async def ask(
+        self, endpoint: EndpointConfig, messages: Messages, fields: Sequence[Field], *, sample: str | None = None
+    ) -> dict[str, Any]:
+        """The values of `fields` in the model's answer.
+
+        `sample` numbers the answers to the same question: each is asked for once and kept. Without it the answer
+        is neither kept nor looked up. Raises LlmError where there is no usable answer within `endpoint.attempts`
+        and `endpoint.deadline`, in which waiting for the limiter does not count, or at once where another try
+        cannot help; BudgetSpent once llm.budget_usd is used up.
+        """
+        if sample is None or self._cache is None:
+            return await self._ask(endpoint, messages, fields)
+        key = key_of(
+            {
+                "model": endpoint.model,
+                "api_base": endpoint.api_base,
+                "temperature": endpoint.temperature,
+                "max_tokens": endpoint.max_tokens,
+                "messages": messages,
+                "schema": json_schema(fields),
+                "sample": sample,
+            }
+        )
+        lock = self._asking.setdefault(key, asyncio.Lock())
+        async with lock:  # whoever asks the same meanwhile finds the answer in the cache
+            answer = self._cache.get(key)
+            if answer is None:
+                answer = await self._ask(endpoint, messages, fields)
+                self._cache.put(key, answer)
+            return answer
+
+    async def _ask(self, endpoint: EndpointConfig, messages: Messages, fields: Sequence[Field]) -> dict[str, Any]:
+        allowance = _Allowance(endpoint.deadline)
+        again: Messages = []
+        failure: Exception | None = None
+        for attempt in range(endpoint.attempts):
+            pause = 0.0
+            try:
+                text = await self._constrained(endpoint, [*messages, *again], fields, allowance)
+                return parse(text, fields)
+            except MalformedAnswer as error:
+                failure, again = error, _correction(text, error)
+            except (OpenAIError, TimeoutError) as error:
+                failure = error
+                if not _may_pass(error):
+                    break
+                pause = retry_after(error) + random.uniform(0, min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**attempt))
+            if attempt + 1 == endpoint.attempts or pause >= allowance.left:
+                break
+            with allowance.spending():
+                await asyncio.sleep(pause)
+        raise LlmError(_reason(endpoint.model, failure)) from failure
+
+    async def _constrained(
+        self, endpoint: EndpointConfig, messages: Messages, fields: Sequence[Field], allowance: _Allowance
+    ) -> str:
+        """The raw answer, held to the JSON schema by the endpoint where it can do that."""
+        name = (str(endpoint.model), endpoint.api_base)
+        if name in self._unconstrained or not (endpoint.api_base or _supports_schema(endpoint.model)):
+            return await self._call(endpoint, messages, allowance)
+        schema = {"name": "answer", "schema": json_schema(fields), "strict": True}
+        try:
+            return await self._call(
+                endpoint, messages, allowance, response_format={"type": "json_schema", "json_schema": schema}
+            )
+        except OpenAIError as error:
+            if _status(error) not in _REFUSED:
+                raise
+        text = await self._call(endpoint, messages, allowance)
+        self._unconstrained.add(name)  # since without it the same request was good
+        return text
+
+    async def _call(self, endpoint: EndpointConfig, messages: Messages, allowance: _Allowance, **options: Any) -> str:
+        """One request: the text of the answer, after the limiter let it through."""
+        line = None if str(endpoint.model).startswith(_FREE) else self._line
+        number = await line.begin(_wish(endpoint, messages)) if line else 0
+        ended = Ended(number)
+        seconds = min(endpoint.timeout, allowance.left)
+        try:
+            with allowance.spending():
+                async with asyncio.timeout(seconds):
+                    answer = await litellm.acompletion(
+                        model=endpoint.model,
+                        messages=messages,
+                        api_base=endpoint.api_base,
+                        temperature=endpoint.temperature,
+                        max_tokens=endpoint.max_tokens,
+                        max_retries=0,
+                        **options,
+                    )
+            ended = _bill(number, answer)
+        except TimeoutError as error:
+            raise TimeoutError(f"no answer within {seconds:g} s") from error
+        finally:
+            if line:
+                line.end(ended)
+        return (answer.choices[0].message.content if answer.choices else None) or ""
+
+
+class _Allowance:
+    """Seconds that the tries of one question and the pauses between them may still take."""
+
+    def __init__(self, seconds: float) -> None:
+        self.left = seconds
+
+    @contextmanager
+    def spending(self) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.left -= time.monotonic() - began
+
+
+@cache
+def _supports_schema(model: str | None) -> bool:
+    return litellm.supports_response_schema(model)
+
+
+def _wish(endpoint: EndpointConfig, messages: Messages) -> Wish:
+    prompt = sum(len(message["content"]) for message in messages) // _CHARACTERS_PER_TOKEN
+    return Wish(prompt + endpoint.max_tokens, endpoint.timeout + _GRACE)
+
+
+def _bill(number: int, answer: Any) -> Ended:
+    """What an answer took; LiteLLM gives 0 tokens where the endpoint does not say."""
+    tokens = answer.usage.total_tokens or None
+    return Ended(number, tokens, answer._hidden_params.get("response_cost") if tokens else None)
+
+
+def _correction(text: str, error: MalformedAnswer) -> Messages:
+    """What is added to the question to have the answer again: the malformed one, and what is wrong with it."""
+    shown = text.encode(errors="replace").decode()  # half a surrogate pair cannot be sent
+    said = [{"role": "assistant", "content": shown}] if shown.strip() else []
+    wrong = f"This answer cannot be used: {error}. Answer again, with one JSON object as described and nothing else."
+    return [*said, {"role": "user", "content": wrong}]
+
+
+def _status(error: Exception) -> int | None:
+    return getattr(error, "status_code", None)
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether the same request may succeed later: timeouts, lost connections, rate limits, faults of the server."""
+    status = _status(error)
+    return status is None or status in (408, 409, 429) or status >= 500
+
+
+def retry_after(error: Exception) -> float:
+    """Seconds that the server asks to wait (header Retry-After, RFC 9110 section 10.2.3: seconds or a date).
+
+    0 where it asks for nothing that can be read.
+    """
+    response = getattr(error, "response", None)
+    headers = getattr(error, "litellm_response_headers", None) or getattr(response, "headers", {})
+    value = headers.get("retry-after", "")
+    if re.fullmatch(r"[0-9]+(\.[0-9]+)?", value):
+        return float(value)
+    try:
+        date = parsedate_to_datetime(value).replace(tzinfo=UTC)  # HTTP knows no other zone
+    except ValueError:
+        return 0.0
+    return max(0.0, (date - datetime.now(UTC)).total_seconds())
+
+
+def _reason(model: str | None, error: Exception | None) -> str:
+    return " ".join(f"{model}: {type(error).__name__}: {error}".split())[:_LONGEST_REASON]

@@ -1,0 +1,265 @@
+"""What all calls of users and judges may take together: requests and tokens a minute, calls at once, US dollars.
+
+`Limiter` is the bookkeeper, one Ray actor for the run; `Line` is where the calls of one process wait for it. A
+process talks to the limiter once at a time and puts all that has gathered meanwhile into the next talk, so a call
+costs a fraction of a message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from itertools import count
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from megatron_collab.config import LlmConfig
+
+NAME = "limiter"
+MINUTE = 60.0
+_POLL = 0.1  # seconds until a line from which nobody was let through asks again
+_AT_ONCE = 256  # wishes in one talk
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A call that wants to begin: the tokens it may take at most, the seconds after which it is over for sure."""
+
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A call that is over: the number it began with, its tokens and its price, None where they are not known."""
+
+    call: int
+    tokens: int | None = None
+    usd: float | None = 0.0
+
+
+@dataclass(frozen=True)
+class Admission:
+    """The numbers of the calls that may begin now, the first of those that wished; `stop` says why none ever will."""
+
+    calls: tuple[int, ...]
+    stop: str | None = None
+
+
+@dataclass
+class Spend:
+    """Totals of the run. `unpriced` calls were answered at a price that is not known; they count as free."""
+
+    calls: int = 0
+    tokens: int = 0
+    usd: float = 0.0
+    unpriced: int = 0
+
+
+class Limiter:
+    """Lets calls begin while they keep to `config` in every minute that passes; runs as a Ray actor.
+
+    A call counts with the tokens it may take until it says what it took. Calls that have begun end, so the budget
+    may be exceeded by what they cost. A call that never ends, since its process died, is over when its time is.
+    """
+
+    def __init__(self, config: LlmConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock`: the time in seconds."""
+        self.config = config
+        self._clock = clock
+        self._spend = Spend()
+        self._numbers = count()
+        self._running: dict[int, float] = {}  # call: when it is over for sure
+        self._minute: dict[int, tuple[float, int]] = {}  # call: when it began, its tokens; in order
+        self._tokens = 0  # of the calls in _minute
+
+    def talk(self, ended: Sequence[Ended], wishes: Sequence[Wish]) -> Admission:
+        """Take note of the calls that ended and let the first of `wishes` begin, as many as may."""
+        for call in ended:
+            self._note(call)
+        stop = self._budget_spent()
+        if stop:
+            return Admission((), stop)
+        self._forget(self._clock())
+        calls: list[int] = []
+        for wish in wishes:
+            if not self._may_begin(wish):
+                break
+            calls.append(self._begin(wish))
+        return Admission(tuple(calls))
+
+    def spend(self) -> dict[str, float]:
+        """The totals of the run so far: calls, tokens, usd, unpriced."""
+        return asdict(self._spend)
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint keeps, for `restore`."""
+        return self.spend()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from the totals of a checkpoint; calls made since this limiter began are kept."""
+        self._spend = Spend(**{name: value + state[name] for name, value in asdict(self._spend).items()})
+
+    def _note(self, ended: Ended) -> None:
+        self._running.pop(ended.call, None)
+        self._spend.calls += 1
+        self._spend.tokens += ended.tokens or 0
+        self._spend.usd += ended.usd or 0.0
+        self._spend.unpriced += ended.usd is None
+        if ended.call in self._minute and ended.tokens is not None:
+            began, reserved = self._minute[ended.call]
+            self._minute[ended.call] = (began, ended.tokens)
+            self._tokens += ended.tokens - reserved
+
+    def _budget_spent(self) -> str | None:
+        budget, spent = self.config.budget_usd, self._spend.usd
+        if budget is None or spent < budget:
+            return None
+        return (
+            f"llm.budget_usd={budget:g} is used up: {self._spend.calls} calls cost {spent:.4g} USD; "
+            f"raise it to go on from the last checkpoint"
+        )
+
+    def _forget(self, now: float) -> None:
+        for call in [call for call, end in self._running.items() if end <= now]:
+            del self._running[call]
+        while self._minute:
+            oldest = next(iter(self._minute))
+            began, tokens = self._minute[oldest]
+            if now - began < MINUTE:
+                break
+            del self._minute[oldest]
+            self._tokens -= tokens
+
+    def _may_begin(self, wish: Wish) -> bool:
+        config, used = self.config, len(self._minute)
+        if len(self._running) >= config.max_concurrent:
+            return False
+        if config.requests_per_minute is not None and used >= config.requests_per_minute:
+            return False
+        limit = config.tokens_per_minute
+        return limit is None or used == 0 or self._tokens + wish.tokens <= limit  # one that is too large goes alone
+
+    def _begin(self, wish: Wish) -> int:
+        call, now = next(self._numbers), self._clock()
+        self._running[call] = now + wish.seconds
+        self._minute[call] = (now, wish.tokens)
+        self._tokens += wish.tokens
+        return call
+
+
+def start(config: LlmConfig) -> Any:
+    """The handle of the run's limiter, a Ray actor on this node; it ends with this handle.
+
+    It is not started again when it dies: what was spent would be forgotten, and the budget with it.
+    """
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    actor = ray.remote(num_cpus=0, scheduling_strategy=here)(Limiter)
+    return actor.options(name=NAME).remote(config)
+
+
+def find() -> Any:
+    """The handle of the limiter that `start` started; ValueError where there is none."""
+    return ray.get_actor(NAME)
+
+
+class LimiterDied(RuntimeError):
+    """Nobody counts what the calls cost any more: the run has to end."""
+
+
+class BudgetSpent(RuntimeError):
+    """llm.budget_usd is used up: the run has to end. Not a failure of one call, so nobody may make it Missing."""
+
+
+class Line:
+    """The calls of this process, waiting in order until the limiter lets them begin."""
+
+    def __init__(self, limiter: Any) -> None:
+        """`limiter`: the handle of a Limiter."""
+        self._limiter = limiter
+        self._waiting: list[tuple[Wish, asyncio.Future[int]]] = []
+        self._ended: list[Ended] = []
+        self._talking: asyncio.Task[None] | None = None
+        self._news = asyncio.Event()
+
+    async def begin(self, wish: Wish) -> int:
+        """Wait until a call may begin; the number to end it with. Raises BudgetSpent or LimiterDied."""
+        place: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._waiting.append((wish, place))
+        self._talk()
+        try:
+            return await place
+        except asyncio.CancelledError:
+            if place.done() and not place.cancelled() and place.exception() is None:
+                self.end(_unused(place.result()))  # let through and cancelled at the same moment
+            raise
+
+    def end(self, ended: Ended) -> None:
+        """Say that a call is over; once for every number."""
+        self._ended.append(ended)
+        self._news.set()
+        self._talk()
+
+    def _talk(self) -> None:
+        if self._talking is None or self._talking.done():
+            self._news = asyncio.Event()
+            self._talking = asyncio.create_task(self._until_empty())
+            self._talking.add_done_callback(self._hung_up)
+
+    async def _until_empty(self) -> None:
+        while True:
+            self._waiting = [(wish, place) for wish, place in self._waiting if not place.done()]  # the rest gave up
+            if not self._waiting and not self._ended:
+                return
+            self._news.clear()
+            ended, self._ended = self._ended, []
+            wishes = [wish for wish, _ in self._waiting[:_AT_ONCE]]
+            admission = await self._ask(ended, wishes)
+            self._admit(admission, len(wishes))
+            if wishes and not admission.calls and not admission.stop:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_POLL):
+                        await self._news.wait()
+
+    async def _ask(self, ended: list[Ended], wishes: list[Wish]) -> Admission:
+        try:
+            return await self._limiter.talk.remote(ended, wishes)
+        except RayActorError as error:
+            raise LimiterDied(f"the limiter of the calls to language models died: {error}") from error
+
+    def _admit(self, admission: Admission, asked: int) -> None:
+        """Tell those who waited first; all that asked, where the budget is used up."""
+        told = asked if admission.stop else len(admission.calls)
+        places = [place for _, place in self._waiting[:told]]
+        del self._waiting[:told]
+        if admission.stop:
+            _fail(places, BudgetSpent(admission.stop))
+        for call, place in zip(admission.calls, places, strict=not admission.stop):
+            if place.done():
+                self._ended.append(_unused(call))
+            else:
+                place.set_result(call)
+
+    def _hung_up(self, talking: asyncio.Task[None]) -> None:
+        """Whoever still waits gets the error that ended the talk."""
+        error = None if talking.cancelled() else talking.exception()
+        if error:
+            _fail([place for _, place in self._waiting], error)
+            self._waiting.clear()
+
+
+def _fail(places: Sequence[asyncio.Future[int]], error: BaseException) -> None:
+    for place in places:
+        if not place.done():
+            place.set_exception(error)
+
+
+def _unused(call: int) -> Ended:
+    """Gives back the number of a call that was never made."""
+    return Ended(call, tokens=0)

@@ -1,0 +1,396 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_collab.config import LlmConfig
+from megatron_collab.llm import client as clients
+from megatron_collab.llm.answer import Field, json_schema
+from megatron_collab.llm.cache import Cache
+from megatron_collab.llm.client import BudgetSpent, LlmClient, LlmError, Messages, retry_after
+from megatron_collab.llm.limiter import Admission, Ended, Limiter, Wish
+from tests.llm.endpoint import Endpoint, Reply, fails, hangs, resets, says, writes
+
+SCORE = [Field("score", float, 0.0, 1.0)]
+QUESTION: Messages = [{"role": "user", "content": "How good is this?"}]
+GOOD = says({"score": 0.5})
+
+
+class LocalLimiter(Limiter):
+    """A Limiter's handle without Ray: `limiter.talk.remote(...)` can be awaited."""
+
+    def __init__(self, config: LlmConfig) -> None:
+        super().__init__(config)
+        self.talks: list[tuple[int, int]] = []
+        self.local_talk = self.talk
+        self.talk = SimpleNamespace(remote=self._remote)
+
+    async def _remote(self, ended: list[Ended], wishes: list[Wish]) -> Admission:
+        self.talks.append((len(ended), len(wishes)))
+        return self.local_talk(ended, wishes)
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "dummy")
+    monkeypatch.setattr(clients, "_FIRST_PAUSE", 0.0)
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds that the client means to pause; it does not."""
+    wanted: list[float] = []
+    sleep = asyncio.sleep
+
+    async def note(seconds: float) -> None:
+        wanted.append(seconds)
+        await sleep(0)
+
+    monkeypatch.setattr(clients, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": note}))
+    return wanted
+
+
+def play(*replies: Reply, with_: Callable[[Endpoint], Coroutine[Any, Any, Any]]) -> tuple[Any, list[dict[str, Any]]]:
+    """What `with_` returns at an endpoint with these replies, and the requests that came in."""
+
+    async def run() -> tuple[Any, list[dict[str, Any]]]:
+        async with Endpoint(*replies) as endpoint:
+            return await with_(endpoint), endpoint.requests
+
+    return asyncio.run(run())
+
+
+def ask(*replies: Reply, client: LlmClient | None = None, **changes: Any) -> tuple[Any, list[dict[str, Any]]]:
+    """One question; an LlmError is returned."""
+
+    async def question(endpoint: Endpoint) -> Any:
+        try:
+            return await (client or LlmClient()).ask(endpoint.config(**changes), QUESTION, SCORE)
+        except LlmError as error:
+            return error
+
+    return play(*replies, with_=question)
+
+
+def test_the_request_has_the_parameters_and_the_schema() -> None:
+    answer, (request,) = ask(GOOD, temperature=0.3, max_tokens=77)
+    assert answer == {"score": 0.5}
+    assert request["messages"] == QUESTION
+    assert (request["model"], request["temperature"], request["max_tokens"]) == ("m", 0.3, 77)
+    assert request["response_format"]["json_schema"]["schema"] == json_schema(SCORE)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [fails(408), fails(409), fails(429), fails(500), fails(503), resets, hangs(), writes("<html>"), writes("{}")],
+    ids=["408", "409", "429", "500", "503", "reset", "hang", "html", "empty"],
+)
+def test_what_may_pass_is_tried_again(fault: Reply) -> None:
+    answer, requests = ask(fault, fault, GOOD, timeout=0.5)
+    assert answer == {"score": 0.5}
+    assert len(requests) == 3
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+def test_what_stays_is_not_tried_again(status: int) -> None:
+    error, requests = ask(fails(status, "go away"))
+    assert isinstance(error, LlmError)
+    assert "go away" in str(error)
+    assert len(requests) == 1
+
+
+def test_a_bad_request_is_tried_without_the_schema_and_then_not_again() -> None:
+    error, requests = ask(fails(400, "too long\nby far"))
+    assert "too long by far" in str(error)
+    assert ["response_format" in request for request in requests] == [True, False]
+
+
+def test_tries_are_limited_and_the_reason_is_one_line() -> None:
+    error, requests = ask(fails(500, "broken\nto pieces"), attempts=4)
+    assert isinstance(error, LlmError)
+    assert "openai/m: InternalServerError" in str(error) and "broken to pieces" in str(error)
+    assert len(requests) == 4
+
+
+def test_a_model_that_hangs_is_given_up() -> None:
+    error, requests = ask(hangs(), timeout=0.1, attempts=2)
+    assert str(error) == "openai/m: TimeoutError: no answer within 0.1 s"
+    assert len(requests) == 2
+
+
+def test_all_tries_together_keep_to_the_deadline() -> None:
+    error, requests = ask(hangs(), timeout=0.2, deadline=0.3, attempts=100)
+    assert isinstance(error, LlmError)
+    assert len(requests) == 2
+
+
+def test_a_malformed_answer_is_asked_again_with_the_error() -> None:
+    answer, (_, second, third) = ask(says("eleven out of ten"), says({"score": 11}), GOOD)
+    assert answer == {"score": 0.5}
+    assert second["messages"][:2] == [*QUESTION, {"role": "assistant", "content": "eleven out of ten"}]
+    assert "no JSON object" in second["messages"][2]["content"]
+    assert third["messages"][1] == {"role": "assistant", "content": '{"score": 11}'}
+    assert "the field 'score' is 11, above 1" in third["messages"][2]["content"]
+    assert len(third["messages"]) == 3
+
+
+def test_a_malformed_answer_is_never_a_score() -> None:
+    error, requests = ask(says('{"score": 0.'), attempts=3)
+    assert "MalformedAnswer" in str(error) and "cut off" in str(error)
+    assert len(requests) == 3
+
+
+@pytest.mark.parametrize("text", ["", '{"score": "\ud83d"}'])
+def test_an_answer_that_cannot_be_repeated_is_asked_again(text: str) -> None:
+    assert ask(says(text), GOOD)[0] == {"score": 0.5}
+
+
+def test_an_answer_without_choices_is_malformed() -> None:
+    body = '{"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": []}'
+    assert ask(writes(body), GOOD)[0] == {"score": 0.5}
+
+
+def test_an_endpoint_without_schemas_is_remembered() -> None:
+    client = LlmClient()
+
+    async def no_schema(reply: Reply, request: Any) -> Any:
+        constrained = "response_format" in await request.json()
+        return await (fails(400, "response_format is not supported") if constrained else reply)(request)
+
+    async def twice(endpoint: Endpoint) -> list[Any]:
+        return [await client.ask(endpoint.config(), QUESTION, SCORE) for _ in range(2)]
+
+    answers, requests = play(lambda request: no_schema(GOOD, request), with_=twice)
+    assert answers == [{"score": 0.5}] * 2
+    assert ["response_format" in request for request in requests] == [True, False, False]
+
+
+def test_the_server_says_how_long_to_wait(pauses: list[float]) -> None:
+    assert ask(fails(429, Retry_After="7"), fails(503, Retry_After="2.5"), GOOD)[0] == {"score": 0.5}
+    assert pauses == [7.0, 2.5]
+
+
+def test_a_wait_beyond_the_deadline_is_no_wait(pauses: list[float]) -> None:
+    error, requests = ask(fails(429, "come back tomorrow", Retry_After="86400"))
+    assert "come back tomorrow" in str(error)
+    assert (pauses, len(requests)) == ([], 1)
+
+
+def test_pauses_grow_and_differ(pauses: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clients, "_FIRST_PAUSE", 1.0)
+    monkeypatch.setattr(clients.random, "uniform", lambda low, high: high)
+    ask(fails(500), attempts=8, deadline=1e6)
+    assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
+    monkeypatch.undo()
+
+
+def test_a_date_in_retry_after() -> None:
+    def after(value: str) -> float:
+        error = Exception()
+        error.litellm_response_headers = {"retry-after": value}  # type: ignore[attr-defined]
+        return retry_after(error)
+
+    soon = format_datetime(datetime.now(UTC) + timedelta(seconds=40), usegmt=True)
+    assert 30 < after(soon) <= 40
+    assert after("Wed, 21 Oct 2015 07:28:00 GMT") == 0
+    assert after("Wed, 21 Oct 2015 07:28:00 -0000") == 0
+    assert after("soon") == after("-5") == after("") == retry_after(TimeoutError()) == 0
+
+
+def test_an_answer_is_paid_once_and_kept(tmp_path: Path) -> None:
+    async def questions(endpoint: Endpoint) -> list[Any]:
+        limiter = LocalLimiter(LlmConfig(budget_usd=1.0))
+        answers = []
+        for _ in range(2):  # as after a restart
+            cache = Cache(tmp_path)
+            client = LlmClient(limiter, cache)
+            answers.append(await client.ask(endpoint.config(), QUESTION, SCORE, sample="0"))
+            cache.close()
+        while limiter._running:
+            await asyncio.sleep(0.01)
+        return [*answers, limiter.spend()["calls"]]
+
+    values, requests = play(GOOD, says({"score": 0.9}), with_=questions)
+    assert values == [{"score": 0.5}, {"score": 0.5}, 1]
+    assert len(requests) == 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": "openai/n"},
+        {"temperature": 0.1},
+        {"max_tokens": 5},
+        {"messages": []},
+        {"fields": [Field("score", int)]},
+    ],
+    ids=str,
+)
+def test_another_question_is_another_answer(changes: dict[str, Any], tmp_path: Path) -> None:
+    async def two(endpoint: Endpoint) -> tuple[Any, Any]:
+        client = LlmClient(cache=Cache(tmp_path))
+        first = await client.ask(endpoint.config(), QUESTION, SCORE, sample="0")
+        settings = {name: value for name, value in changes.items() if name not in ("messages", "fields")}
+        asked = [changes.get("messages", QUESTION), changes.get("fields", SCORE)]
+        return first, await client.ask(endpoint.config(**settings), *asked, sample="0")
+
+    assert play(GOOD, says({"score": 1}), with_=two)[0] == ({"score": 0.5}, {"score": 1})
+
+
+def test_samples_of_the_same_question_differ_and_without_one_nothing_is_kept(tmp_path: Path) -> None:
+    async def questions(endpoint: Endpoint) -> list[Any]:
+        client = LlmClient(cache=Cache(tmp_path))
+        samples = ["0", "1", "0", None, None]
+        answers = [await client.ask(endpoint.config(), QUESTION, SCORE, sample=sample) for sample in samples]
+        return [answer["score"] for answer in answers]
+
+    replies = [says({"score": score}) for score in (0.1, 0.2, 0.3, 0.4)]
+    assert play(*replies, with_=questions)[0] == [0.1, 0.2, 0.1, 0.3, 0.4]
+
+
+def test_a_failure_is_not_kept(tmp_path: Path) -> None:
+    async def twice(endpoint: Endpoint) -> Any:
+        client = LlmClient(cache=Cache(tmp_path))
+        with pytest.raises(LlmError):
+            await client.ask(endpoint.config(), QUESTION, SCORE, sample="0")
+        return await client.ask(endpoint.config(), QUESTION, SCORE, sample="0")
+
+    assert play(fails(401), GOOD, with_=twice)[0] == {"score": 0.5}
+
+
+def test_the_same_question_at_the_same_time_is_one_call(tmp_path: Path) -> None:
+    async def questions(endpoint: Endpoint) -> list[Any]:
+        client = LlmClient(cache=Cache(tmp_path))
+        first = asyncio.create_task(client.ask(endpoint.config(), QUESTION, SCORE, sample="0"))
+        others = [client.ask(endpoint.config(), QUESTION, SCORE, sample="0") for _ in range(50)]
+        return [await first, *await asyncio.gather(*others)]
+
+    answers, requests = play(GOOD, with_=questions)
+    assert answers == [{"score": 0.5}] * 51
+    assert len(requests) == 1
+
+
+def test_who_gives_up_does_not_take_the_answer_from_others(tmp_path: Path) -> None:
+    async def questions(endpoint: Endpoint) -> Any:
+        client = LlmClient(cache=Cache(tmp_path))
+        impatient = asyncio.create_task(client.ask(endpoint.config(), QUESTION, SCORE, sample="0"))
+        patient = asyncio.create_task(client.ask(endpoint.config(), QUESTION, SCORE, sample="0"))
+        while not endpoint.requests:
+            await asyncio.sleep(0.01)
+        impatient.cancel()
+        return await patient
+
+    assert play(hangs(), GOOD, with_=questions)[0] == {"score": 0.5}
+
+
+def with_limiter(config: LlmConfig, questions: Callable[[LlmClient, Endpoint], Awaitable[Any]], *replies: Reply) -> Any:
+    """What the questions come to at a limiter, and the limiter."""
+
+    async def run(endpoint: Endpoint) -> tuple[Any, LocalLimiter]:
+        limiter = LocalLimiter(config)
+        value = await questions(LlmClient(limiter), endpoint)
+        while limiter._running:
+            await asyncio.sleep(0.01)
+        return value, limiter
+
+    return play(*replies, with_=run)[0]
+
+
+def test_tokens_and_price_of_every_try_are_counted() -> None:
+    async def question(client: LlmClient, endpoint: Endpoint) -> Any:
+        return await client.ask(endpoint.config(model="openai/gpt-4o-mini"), QUESTION, SCORE)
+
+    answer, limiter = with_limiter(LlmConfig(), question, fails(500), says("no", tokens=1020), GOOD)
+    assert answer == {"score": 0.5}
+    assert limiter.spend() == {
+        "calls": 3,
+        "tokens": 1020 + 120,
+        "usd": pytest.approx((1000 + 100) * 0.15e-6 + 40 * 0.6e-6),
+        "unpriced": 0,
+    }
+
+
+def test_a_model_without_a_price_is_counted_as_such() -> None:
+    async def question(client: LlmClient, endpoint: Endpoint) -> Any:
+        return await client.ask(endpoint.config(), QUESTION, SCORE)
+
+    assert with_limiter(LlmConfig(), question, GOOD)[1].spend() == {"calls": 1, "tokens": 120, "usd": 0, "unpriced": 1}
+
+
+def test_a_spent_budget_is_told_to_every_later_call() -> None:
+    async def questions(client: LlmClient, endpoint: Endpoint) -> list[str]:
+        settings = endpoint.config(model="openai/gpt-4o-mini")
+        await client.ask(settings, QUESTION, SCORE)
+        reasons = []
+        for _ in range(2):
+            with pytest.raises(BudgetSpent) as caught:
+                await client.ask(settings, QUESTION, SCORE)
+            reasons.append(str(caught.value))
+        assert len(endpoint.requests) == 1
+        return reasons
+
+    reasons, _ = with_limiter(LlmConfig(budget_usd=1e-6), questions, GOOD)
+    assert all("llm.budget_usd=1e-06 is used up: 1 calls cost 2.7e-05 USD" in reason for reason in reasons)
+
+
+def test_calls_at_once_are_limited_and_waiting_is_not_held_against_them() -> None:
+    running = most = 0
+
+    async def busy(request: Any) -> Any:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.05)
+        running -= 1
+        return await GOOD(request)
+
+    async def questions(client: LlmClient, endpoint: Endpoint) -> Any:
+        settings = endpoint.config(deadline=0.5, timeout=0.5)  # all of them take 1 s
+        return await asyncio.gather(*(client.ask(settings, QUESTION, SCORE) for _ in range(60)))
+
+    answers, limiter = with_limiter(LlmConfig(max_concurrent=3), questions, busy)
+    assert answers == [{"score": 0.5}] * 60
+    assert most == 3
+    assert limiter.spend()["calls"] == 60
+
+
+def test_calls_share_the_talks_to_the_limiter() -> None:
+    async def questions(client: LlmClient, endpoint: Endpoint) -> Any:
+        return await asyncio.gather(*(client.ask(endpoint.config(), QUESTION, SCORE) for _ in range(100)))
+
+    _, limiter = with_limiter(LlmConfig(), questions, GOOD)
+    assert limiter.talks[0] == (0, 100)
+    assert sum(ended for ended, _ in limiter.talks) == 100
+
+
+def test_a_cancelled_call_gives_its_place_back() -> None:
+    async def questions(client: LlmClient, endpoint: Endpoint) -> Any:
+        tasks = [asyncio.create_task(client.ask(endpoint.config(), QUESTION, SCORE)) for _ in range(5)]
+        while not endpoint.requests:
+            await asyncio.sleep(0.01)
+        for task in tasks[:4]:  # one that is under way, three that wait
+            task.cancel()
+        return await tasks[4]
+
+    assert with_limiter(LlmConfig(max_concurrent=1), questions, hangs(), GOOD)[0] == {"score": 0.5}
+
+
+def test_a_fault_of_the_limiter_reaches_everybody_who_waits() -> None:
+    async def broken(*_: Any) -> Admission:
+        raise KeyError("bug")
+
+    async def questions(endpoint: Endpoint) -> list[Any]:
+        client = LlmClient(SimpleNamespace(talk=SimpleNamespace(remote=broken)))
+        asked = [client.ask(endpoint.config(), QUESTION, SCORE) for _ in range(3)]
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    errors, requests = play(GOOD, with_=questions)
+    assert [type(error) for error in errors] == [KeyError] * 3
+    assert requests == []
