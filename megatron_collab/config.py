@@ -363,15 +363,14 @@ def _check_reward(reward: RewardConfig) -> None:
 
 def _check_rollout(config: Config) -> None:
     rollout, reward = config.rollout, config.reward
-    for setting, value, parse in (
-        ("rollout.futures", rollout.futures, future_range),
-        ("reward.turn_credit", reward.turn_credit, reward_to_go_gamma),
-    ):
-        try:
-            parse(value)
-        except ValueError as error:
-            raise ConfigError(f"{setting}={value}: {error}") from error
-    futures = future_range(rollout.futures)[0]
+    try:
+        futures, _ = future_range(rollout.futures)
+    except ValueError as error:
+        raise ConfigError(f"rollout.futures={rollout.futures}: {error}") from error
+    try:
+        reward_to_go_gamma(reward.turn_credit)
+    except ValueError as error:
+        raise ConfigError(f"reward.turn_credit={reward.turn_credit}: {error}") from error
     if rollout.train_turns == "all":
         _require(futures > 1, "rollout.train_turns=all: compares sibling futures; set rollout.futures to 2 or more")
         _require(

@@ -41,7 +41,7 @@ def render(renderer: ChatRenderer, messages: Sequence[Message]) -> Sample:
     for i in range(first, len(messages), 2):
         reply = renderer.reply(messages[i].content)
         turn = Turn(token_ids, reply, (0.0,) * len(reply), 0, Finish.STOP, messages[i].content)
-        between = renderer.next(messages[i + 1], turn) if i + 1 < len(messages) else ()
+        between = renderer.next(messages[i + 1 : i + 2], turn) if i + 1 < len(messages) else ()
         token_ids += reply + between
         mask += [1.0] * len(reply) + [0.0] * len(between)
     loss_mask = np.array(mask, np.float32)

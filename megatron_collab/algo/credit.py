@@ -116,7 +116,8 @@ def sample(conversation: Conversation, advantages: Sequence[float | None]) -> Sa
     """
     last = conversation.turns[-1]
     token_ids = np.array(last.prompt_ids + last.token_ids, np.int64)
-    mask, advantage_S, log_probs = (np.zeros(len(token_ids), np.float32) for _ in range(3))
+    mask: np.ndarray = np.zeros(len(token_ids), np.float32)
+    advantage_S, log_probs = np.zeros_like(mask), np.zeros_like(mask)
     for turn, advantage in zip(conversation.turns, advantages, strict=True):
         if advantage is not None:
             span = slice(len(turn.prompt_ids), len(turn.prompt_ids) + len(turn.token_ids))

@@ -5,6 +5,7 @@ Rank 0 asks the workers and hands the batch to every rank; the other ranks wait 
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from megatron_collab.llm.limiter import BudgetSpent
 from megatron_collab.observe.progress import progress
 from megatron_collab.observe.run import Run
 from megatron_collab.processes import RunStopped
+from megatron_collab.rollout.worker import Crew
 from megatron_collab.types import Batch, Group, Missing, Task
 
 
@@ -35,14 +37,17 @@ class Collector:
     that starts again at a step collects what it would have collected.
     """
 
-    def __init__(self, config: Config, workers: Sequence[Any], run: Run) -> None:
+    def __init__(self, config: Config, crew: Crew | None, run: Run) -> None:
+        """`crew`: on rank 0 the workers to ask."""
         self.config = config
-        self.workers = workers
+        self.crew = crew
         self.run = run
         self.leader = dist.get_rank() == 0
         if self.leader:
             self.tasks = load_tasks(Path(config.data.train))
             self.cursor = Cursor(len(self.tasks), config.run.seed)
+            self._ledger = Path(config.run.dir) / "spend.json"
+            self._spent = self._restore_spend()
 
     def next(self, step: int) -> Batch:
         """The batch of `step`, the same on every rank; collective."""
@@ -72,9 +77,11 @@ class Collector:
 
     def _play(self, what: str, tasks: Sequence[Task], stream: str, title: str) -> list[Group]:
         """One group a task, all at once, in the order of the tasks; `what` names a method of Player."""
+        assert self.crew is not None
+        workers = self.crew.conversations
         pending = {}
         for index, task in enumerate(tasks):
-            worker = self.workers[index % len(self.workers)]
+            worker = workers[index % len(workers)]
             pending[getattr(worker, what).remote(task, f"{stream}-{index}")] = index
         groups: dict[int, Group] = {}
         with progress(title, len(tasks)) as bar:
@@ -85,11 +92,23 @@ class Collector:
         return [groups[index] for index in range(len(tasks))]
 
     def _counted(self) -> dict[str, float]:
-        """What users and tools counted since the last step, and what the calls of users and judges cost."""
+        """What was counted and spent since the last step: by users, tools and servers, on users and judges."""
+        assert self.crew is not None
         counts: Counter[str] = Counter()
-        for taken in ray.get([worker.take_counters.remote() for worker in self.workers]):
+        for taken in ray.get([worker.take_counters.remote() for worker in self.crew.conversations]):
             counts.update(taken)
-        return {f"count/{name}": float(count) for name, count in sorted(counts.items())}
+        spent = ray.get(self.crew.limiter.spend.remote())
+        self._ledger.write_text(json.dumps(spent))
+        step = {f"llm/{name}": float(value - self._spent[name]) for name, value in sorted(spent.items())}
+        self._spent = spent
+        return {**{f"count/{name}": float(count) for name, count in sorted(counts.items())}, **step}
+
+    def _restore_spend(self) -> dict[str, float]:
+        """Totals of the run's earlier starts, which its budget counts, and steps that are done again as well."""
+        assert self.crew is not None
+        if self._ledger.is_file():
+            ray.get(self.crew.limiter.restore.remote(json.loads(self._ledger.read_text())))
+        return ray.get(self.crew.limiter.spend.remote())
 
 
 def refuse_missing(groups: Sequence[Group], max_missing: float) -> None:

@@ -6,7 +6,6 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import torch
 
@@ -18,7 +17,7 @@ from megatron_collab.publish.publisher import Publisher
 from megatron_collab.reward.loop import ray_session
 from megatron_collab.rollout.collector import Collector
 from megatron_collab.rollout.sglang import SGLangServer
-from megatron_collab.rollout.worker import start_workers
+from megatron_collab.rollout.worker import Crew, start_crew
 
 
 class Engine:
@@ -30,8 +29,7 @@ class Engine:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.servers: list[SGLangServer] = []
-        self.workers: list[Any] = []
-        self.rewards: list[Any] = []
+        self.crew: Crew | None = None
         self._stack = ExitStack()
 
     def __enter__(self) -> Engine:
@@ -44,7 +42,7 @@ class Engine:
                     self.servers.append(self._stack.enter_context(SGLangServer(self.config, log, index)))
                 self._stack.enter_context(ray_session(self.config))
                 endpoints = [(server.url, server.api_key) for server in self.servers]
-                self.workers, self.rewards = start_workers(self.config, endpoints)
+                self.crew = start_crew(self.config, endpoints)
                 for server in self.servers:
                     server.wait_healthy(options.start_timeout)
                 print(f"engine: ready after {time.monotonic() - began:.0f} s", flush=True)
@@ -62,4 +60,4 @@ class Engine:
 
     def collector(self, run: Run) -> Collector:
         """What asks the workers for batches; on every rank."""
-        return Collector(self.config, self.workers, run)
+        return Collector(self.config, self.crew, run)

@@ -100,7 +100,10 @@ class Sampler:
             conversation = await self._generate(conversation, place, sampling)
             if conversation.ending:
                 return conversation
-            answers, reward = await self.tools.answer(conversation.turns[-1].text, task)
+            try:
+                answers, reward = await self.tools.answer(conversation.turns[-1].text, task)
+            except EngineError as error:  # it is the engine that reads the calls
+                return conversation.end(Ending.ERROR, str(error))
             if not answers:
                 return conversation
             conversation = self._hear(conversation.add_reward(reward), answers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -20,17 +21,17 @@ class ConversationWorker:
         """`servers`: address and key of each SGLang server; `reward_workers`: names of the Ray actors that score."""
         # Imported here: the process that starts the workers needs neither LiteLLM nor the tokenizer.
         from megatron_collab.data.prompts import ChatRenderer
+        from megatron_collab.llm import limiter
         from megatron_collab.llm.client import LlmClient
-        from megatron_collab.llm.limiter import Limiter
         from megatron_collab.rollout.player import Player
         from megatron_collab.rollout.router import Router
         from megatron_collab.rollout.users import Users
 
-        policy = Router(servers, config.rollout)
+        self.policy = Router(servers, config.rollout)
         renderer = ChatRenderer(config.model.path, schemas(config.rollout.tools))
-        self.users = Users(config, LlmClient(Limiter.find()), servers)
+        self.users = Users(config, LlmClient(limiter.find()), servers)
         rewards = RewardClient([ray.get_actor(name) for name in reward_workers], config.reward)
-        self.player = Player(policy, renderer, self.users, rewards, config)
+        self.player = Player(self.policy, renderer, self.users, rewards, config)
         gc.freeze()  # what the imports made stays; looking through it costs a quarter of a worker's time
 
     async def play(self, task: Task, stream: str) -> Group:
@@ -42,16 +43,26 @@ class ConversationWorker:
         return await self.player.evaluate(task, stream)
 
     async def take_counters(self) -> dict[str, int]:
-        """What users and tools counted since the last call."""
-        return {**self.users.take_counters(), **self.player.sampler.tools.take_counters()}
+        """What users, tools and connections to the servers counted since the last call."""
+        counted = (self.users, self.player.sampler.tools, self.policy)
+        return {name: count for source in counted for name, count in source.take_counters().items()}
 
 
-def start_workers(config: Config, servers: list[tuple[str, str]]) -> tuple[list[Any], list[Any]]:
-    """The run's ConversationWorkers and RewardWorkers, spread over the nodes; does not wait for them.
+@dataclass(frozen=True)
+class Crew:
+    """The handles of a run's Ray actors; they end with their handles, or with the Ray session."""
 
-    They end with their handles, or with the Ray session.
-    """
+    conversations: list[Any]
+    rewards: list[Any]
+    limiter: Any
+
+
+def start_crew(config: Config, servers: list[tuple[str, str]]) -> Crew:
+    """The run's workers, spread over the nodes, and its limiter; does not wait for them."""
+    from megatron_collab.llm import limiter
+
+    bound = limiter.start(config.llm)
     names = [f"reward-{i}" for i in range(config.reward.workers)]
     rewards = [start_actor(RewardWorker, config, name=name) for name in names]
-    workers = [start_actor(ConversationWorker, config, servers, names) for _ in range(config.rollout.workers)]
-    return workers, rewards
+    players = [start_actor(ConversationWorker, config, servers, names) for _ in range(config.rollout.workers)]
+    return Crew(players, rewards, bound)

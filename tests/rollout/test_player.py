@@ -145,8 +145,9 @@ def test_a_future_is_scored_the_moment_it_ends() -> None:
 
     class Slow(FakePolicy):
         async def generate(self, prompt_ids: tuple[int, ...], **options: Any) -> Any:
+            asked_before = len(self.seeds)
             turn = await super().generate(prompt_ids, **options)
-            if len(self.seeds) == 3:  # one of the futures
+            if asked_before == 1:  # the first of the futures
                 await asyncio.sleep(0.2)
                 order.append("late turn")
             return turn
