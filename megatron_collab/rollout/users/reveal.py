@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from megatron_collab.rollout.users import User, UserError, UserReply
-from megatron_collab.types import Conversation
+from megatron_collab.types import Conversation, Task
 
 ASK_ME = "Please ask me what you need to know, or tell me the answer."
 NO_MORE, TOLD_ALREADY = "That is all I know.", "I have told you all that I know about that."
@@ -26,10 +26,10 @@ _QUESTION = re.compile(
 _WORD = re.compile(r"[^\W_]+")
 _COMMON = frozenset(
     _WORD.findall(
-        "a about all also am an and any are as at be been before but by can could did do does each every for from had has "
-        "have he her hers him his how i if in is it its know let many me more much my need no not of on one or our out "
-        "per please she should so some tell than that the their them then there these they this those to total up was we "
-        "were what when where which while who whose why will with would you your"
+        "a about all also am an and any are as at be been before but by can could did do does each every for from "
+        "had has have he her hers him his how i if in is it its know let many me more much my need no not of on "
+        "one or our out per please she should so some tell than that the their them then there these they this "
+        "those to total up was we were what when where which while who whose why will with would you your"
     )
 )
 
@@ -37,10 +37,7 @@ _COMMON = frozenset(
 class RevealUser(User):
     async def start(self, conversation: Conversation) -> None:
         """Read the facts; what the user has said so far is told. Raises UserError where the goal is another thing."""
-        try:
-            self.facts = [str(fact) for fact in json.loads(self.task.goal)["facts"]]
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"user reveal: the goal of task {self.task.id} is no JSON {{question, facts}}") from error
+        self.facts = _facts(self.task)
         said = [message.content for message in conversation.messages if message.role == "user"]
         self.told = {i for i, fact in enumerate(self.facts) if any(fact in text for text in said)}
 
@@ -56,6 +53,16 @@ class RevealUser(User):
         if new:
             return self.says(" ".join(self.facts[i] for i in new))
         return self.says(NO_MORE if len(self.told) == len(self.facts) else TOLD_ALREADY)
+
+
+def _facts(task: Task) -> list[str]:
+    try:
+        facts = json.loads(task.goal)["facts"]
+    except (ValueError, KeyError, TypeError):
+        facts = None
+    if not isinstance(facts, list) or not all(isinstance(fact, str) for fact in facts):
+        raise UserError(f"user reveal: the goal of task {task.id} is no JSON object {{question, facts}}")
+    return facts
 
 
 def asked_for(question: str, facts: Sequence[str]) -> list[int]:

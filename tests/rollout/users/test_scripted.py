@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from megatron_collab.data.worlds import booking
+from megatron_collab.rollout.users import UserError, UserReply
+from megatron_collab.types import Conversation, Message
+from tests.rollout.users.helpers import said, task, users
+
+TASK = booking.tasks(seed=3, n=1, held_out=True)[0]
+
+
+def test_the_scripted_user_answers_through_litellm() -> None:
+    goal = json.loads(TASK.goal)
+    made = users()
+    reply = asyncio.run(made.make(TASK, "s").reply(said("please book a table .", "which day and what time ?")))
+    assert reply == UserReply(Message("user", f"on {goal['day']} at {goal['time']} ."), done=False)
+    assert made.take_counters() == {"user_replies": 1}
+
+
+def test_the_scripted_user_ends_the_conversation() -> None:
+    reply = asyncio.run(users().make(TASK, "s").reply(said("please book a table .", "done : for 2 people")))
+    assert reply.done
+    assert booking.STOP in reply.message.content
+
+
+def test_concurrent_conversations_keep_their_own_goals() -> None:
+    tasks = booking.tasks(seed=5, n=200)
+    made = users()
+
+    async def both_replies(i: int) -> list[str]:
+        user, first = made.make(tasks[i], f"s/{i}"), said("please book a table .", "how many people and which day ?")
+        await user.start(first)
+        day = await user.reply(first)
+        time = await user.reply(Conversation((*first.messages, day.message, Message("assistant", "what time ?")), ()))
+        await user.finish(first)
+        return [day.message.content, time.message.content]
+
+    async def all_replies() -> list[list[str]]:
+        return await asyncio.gather(*map(both_replies, range(200)))
+
+    goals = [json.loads(each.goal) for each in tasks]
+    expected = [[f"{booking.say(goal, ['people', 'day'])} .", f"at {goal['time']} ."] for goal in goals]
+    assert asyncio.run(all_replies()) == expected
+    assert len({tuple(each) for each in expected}) > 100
+
+
+def test_what_the_script_says_is_refused_by_no_gate() -> None:
+    repeated = Conversation((*TASK.messages, Message("assistant", "please book a table .")), ())
+    assert asyncio.run(users().make(TASK, "s").reply(repeated)).message.content == "please book a table ."
+
+
+def test_an_endpoint_of_the_llm_users_is_none_of_the_scripted_ones() -> None:
+    made = users(model="openai/x", api_base="http://127.0.0.1:1/v1")
+    assert asyncio.run(made.make(TASK, "s").reply(said("please book a table .", "which day ?"))).message.role == "user"
+
+
+def test_a_script_that_does_not_exist_fails_at_once_with_its_name() -> None:
+    made = users(attempts=50)
+    with pytest.raises(UserError, match="user scripted/nobody: NotFoundError"):
+        asyncio.run(made.make(task("scripted/nobody"), "s").reply(said("hi", "hello")))
+    assert made.take_counters() == {"user_unreachable": 1}

@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_collab.config import Config
+from megatron_collab.data.worlds import booking
+from megatron_collab.rollout import users as package
+from megatron_collab.rollout.users import UserReply, check, known
+from megatron_collab.types import Conversation, Message, Task
+from tests.llm.endpoint import Endpoint, says
+from tests.rollout.users.helpers import STOP, said, task, users
+
+NEW_KIND = """
+from megatron_collab.rollout.users import User, UserReply
+from megatron_collab.types import Conversation
+
+
+class VeryTerseUser(User):
+    async def start(self, conversation: Conversation) -> None:
+        self.replies = 0
+
+    async def reply(self, conversation: Conversation) -> UserReply:
+        self.replies += 1
+        return self.says("no", reward=0.25)
+
+    async def finish(self, conversation: Conversation) -> float:
+        return float(self.replies)
+"""
+
+
+def answer(user: str, goal: str, conversation: Conversation) -> UserReply:
+    made = users().make(Task("t", conversation.messages[:1], goal, "", user), "s")
+
+    async def play() -> UserReply:
+        await made.start(conversation)
+        return await made.reply(conversation)
+
+    return asyncio.run(play())
+
+
+def test_one_dataset_mixes_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "dummy")
+    booked = booking.tasks(seed=3, n=1)[0]
+    tasks = [
+        task("llm"),
+        task(""),
+        booked,
+        task("reveal", goal=json.dumps({"question": "How many?", "facts": ["Ann has 2."]})),
+        task("replay", replay=["I said this once."]),
+    ]
+
+    async def play() -> list[str]:
+        async with Endpoint(says({"current_answer": "", "thought": "", "response": "as an llm"})) as endpoint:
+            at = endpoint.config()
+            made = users(model=at.model, api_base=at.api_base)
+
+            async def one(each: Task) -> str:
+                conversation = Conversation((*each.messages, Message("assistant", "which day ?")), ())
+                user = made.make(each, "s")
+                await user.start(conversation)
+                return (await user.reply(conversation)).message.content
+
+            return list(await asyncio.gather(*map(one, tasks)))
+
+    day = json.loads(booked.goal)["day"]
+    assert asyncio.run(play()) == ["as an llm", "as an llm", f"on {day} .", "Ann has 2.", "I said this once."]
+
+
+def test_one_name_for_all_tasks_goes_before_theirs() -> None:
+    made = users(name="replay").make(task("reveal", replay=["recorded"]), "s")
+    assert asyncio.run(made.reply(said("hi", "hello"))).message == Message("user", "recorded")
+
+
+def test_adding_a_user_is_adding_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "very_terse.py").write_text(NEW_KIND)
+    monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path)])
+    assert known() == ["llm", "replay", "reveal", "scripted", "very_terse"]
+    assert check("very_terse", Config()) is None
+    made = users().make(task("very_terse"), "s")
+
+    async def play() -> tuple[UserReply, float]:
+        await made.start(said("hi"))
+        reply = await made.reply(said("hi", "hello"))
+        return reply, await made.finish(said("hi", "hello", "no"))
+
+    assert asyncio.run(play()) == (UserReply(Message("user", "no"), done=False, reward=0.25), 1.0)
+    del sys.modules[type(made).__module__]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("", "user llm: user.model is not set; set it"),
+        ("llm", "user llm: user.model is not set; set it"),
+        ("nobody", "user nobody: no such kind of user; known are llm, replay, reveal, scripted"),
+        ("scripted", "user scripted: no such world; there is scripted/booking"),
+        ("scripted/tiny", "user scripted/tiny: no such world; there is scripted/booking"),
+        ("reveal/all", "user reveal/all: takes no argument, but is given 'all'"),
+        ("replay/x", "user replay/x: takes no argument"),
+    ],
+)
+def test_a_user_that_is_not_to_be_had_is_refused_in_one_line(name: str, reason: str) -> None:
+    found = check(name, Config())
+    assert found is not None and found.startswith(reason) and "\n" not in found
+
+
+@pytest.mark.parametrize("name", ["llm/openai/gpt-4o", "scripted/booking", "reveal", "replay"])
+def test_a_user_that_can_be_had_is_not_refused(name: str) -> None:
+    assert check(name, Config()) is None
+
+
+def test_a_model_of_users_makes_every_llm_user_possible() -> None:
+    config = Config()
+    config.user.model = "openai/gpt-4o"
+    assert check("llm", config) is None and check("", config) is None
+
+
+def test_a_file_without_personas_is_refused(tmp_path: Path) -> None:
+    config = Config()
+    config.user.model, config.user.personas = "policy", str(tmp_path / "personas.txt")
+    (tmp_path / "personas.txt").write_text("\n \n")
+    assert "has no lines" in str(check("llm", config))
+
+
+def test_counters_start_anew_once_they_are_taken() -> None:
+    made = users()
+    made.counters["user_leak"] += 2
+    assert made.take_counters() == {"user_leak": 2}
+    assert made.take_counters() == {}
+
+
+def test_the_stop_text_ends_the_conversation_and_stays_in_the_message() -> None:
+    made = users(stop="BYE").make(task("replay", replay=["that is it, BYE now"]), "s")
+    reply = asyncio.run(made.reply(said("hi", "hello")))
+    assert reply.done and reply.message.content == "that is it, BYE now"
+    assert not users(stop=STOP).make(task("replay"), "s").says("that is it, BYE now").done
