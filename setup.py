@@ -23,6 +23,7 @@ CPU = [
     "datasets",
     "math-verify",
     "sacrebleu",
+    "tiktoken",
     "aiohttp",
     "numpy",
     "Jinja2",

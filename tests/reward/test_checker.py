@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from megatron_collab.reward import checker as checkers
-from megatron_collab.reward.checker import Checker
+from megatron_collab.reward.checker import Checker, Verdict
 from megatron_collab.types import Missing
 
 HOPELESS = r"\boxed{9^{9^{9^{9}}}}"
@@ -24,17 +24,24 @@ def checker() -> Iterator[Checker]:
 
 def test_an_answer_that_takes_too_long_ends_the_child_and_no_other_score(checker: Checker) -> None:
     started = time.monotonic()
-    score = checker.equal("18", HOPELESS)
+    score = checker.compare("18", HOPELESS)
     assert isinstance(score, Missing)
     assert HOPELESS in score.why
     assert time.monotonic() - started < 10
-    assert checker.equal("18", r"\boxed{18}") is True
+    assert checker.compare("18", r"\boxed{18}") is Verdict.EQUAL
 
 
 def test_math_verify_gives_up_before_that() -> None:
     patient = Checker()
-    assert patient.equal("18", HOPELESS) is False
+    assert patient.compare("18", HOPELESS) is Verdict.DIFFERENT
     patient.close()
+
+
+def test_what_is_undecided_is_told_from_what_is_different(checker: Checker) -> None:
+    assert checker.compare("18", "19 apples") is Verdict.DIFFERENT
+    assert checker.compare("18", "How many do you have?") is Verdict.NO_ANSWER
+    assert checker.compare("Paris", "18") is Verdict.NO_TRUTH
+    assert checker.compare("Paris", "Paris") is Verdict.NO_TRUTH
 
 
 @pytest.fixture
@@ -52,14 +59,14 @@ def children(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[str]]:
 
 
 def test_a_child_that_dies_is_started_again(checker: Checker, children: list[subprocess.Popen[str]]) -> None:
-    assert checker.equal("18", "18") is True
+    assert checker.compare("18", "18") is Verdict.EQUAL
     os.kill(children[0].pid, signal.SIGKILL)
     children[0].wait()
-    assert checker.equal("18", "18") is True
+    assert checker.compare("18", "18") is Verdict.EQUAL
     assert len(children) == 2
 
 
 def test_closing_ends_the_child(checker: Checker, children: list[subprocess.Popen[str]]) -> None:
-    assert checker.equal("18", "19") is False
+    assert checker.compare("18", "19") is Verdict.DIFFERENT
     checker.close()
     assert children[0].returncode == 0

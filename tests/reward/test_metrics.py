@@ -1,38 +1,38 @@
+"""The registry, and the metrics of the booking world."""
+
 from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 
 import pytest
 
 from megatron_collab.data.worlds import booking
 from megatron_collab.reward import metrics
-from megatron_collab.types import Conversation, Finish, Message, Missing, Score, Task, Turn
+from megatron_collab.types import Conversation, Message, Score, Task
+from tests.reward.fakes import about, play
+from tests.reward.fakes import score as score_of
 
 GOAL = {"people": "4", "day": "friday", "time": "7pm"}
 
 
 def task(*given: str) -> Task:
     messages = (Message("user", " ".join([booking.REQUEST, booking.say(GOAL, given), "."])),)
-    return Task("t", messages, json.dumps(GOAL), booking.final(GOAL), "booking")
+    return Task("t", messages, json.dumps(GOAL), booking.final(GOAL), booking.USER)
 
 
-def played(about: Task, *replies: str) -> Conversation:
+def played(task: Task, *replies: str) -> Conversation:
     """The policy's replies, each but the last followed by the scripted user's message."""
-    conversation = Conversation(about.messages, (1,))
-    for number, text in enumerate(replies):
-        ids = tuple(range(len(text.split()) + 1))
-        conversation = conversation.add_turn(
-            Turn(conversation.token_ids, ids, (-1.0,) * len(ids), 0, Finish.STOP, text)
-        )
-        if number < len(replies) - 1:
-            said = booking.reply(about.goal, conversation.messages)
-            conversation = conversation.add_user(Message("user", said), (2,))
-    return conversation
+    said: list[str] = []
+    for text in replies[:-1]:
+        conversation = play(task, *said, text)
+        said += [text, booking.reply(task.goal, conversation.messages)]
+    return play(task, *said, *replies[-1:])
 
 
-def score(name: str, about: Task, *replies: str, trained_turn: int = 0) -> Score | None:
-    return asyncio.run(metrics.load(name)(about, played(about, *replies), trained_turn))
+def score(name: str, task: Task, *replies: str) -> Score | None:
+    return score_of(name, task, played(task, *replies))
 
 
 ALL = ("people", "day", "time")
@@ -46,9 +46,7 @@ def test_the_last_reply_is_what_is_judged() -> None:
 
 
 def test_the_closing_message_of_the_user_does_not_hide_the_last_reply() -> None:
-    about = task(*ALL)
-    ended = played(about, RIGHT).add_user(Message("user", booking.STOP), ())
-    assert asyncio.run(metrics.load("booking_right")(about, ended, 0)) == 1.0
+    assert score_of("booking_right", task(*ALL), play(task(*ALL), RIGHT, booking.STOP)) == 1.0
 
 
 def test_asking_is_judged_by_what_the_task_leaves_open() -> None:
@@ -75,11 +73,6 @@ def test_needless_questions_are_those_already_answered() -> None:
     assert score("needless_questions", task("day"), booking.ask(["time"]), booking.ask(["time", "day"])) == 2.0
 
 
-def test_tokens_are_the_policys_own_from_the_trained_turn_on() -> None:
-    assert score("token_amount", task("day"), "one two three", "four") == 4 + 2
-    assert score("token_amount", task("day"), "one two three", "four", trained_turn=1) == 2
-
-
 def test_a_question_mark_is_asking() -> None:
     assert score("asks", task("day"), "how many?", "6") == 1.0
     assert score("asks", task("day"), "6", "how many?") == 0.0
@@ -87,32 +80,77 @@ def test_a_question_mark_is_asking() -> None:
 
 @pytest.mark.parametrize("name", ["booking_right", "ask_when_missing", "missing_questions", "needless_questions"])
 def test_booking_metrics_do_not_apply_to_other_worlds(name: str) -> None:
-    other = Task("t", (Message("user", "hi"),), "goal", "5", "gsm8k")
-    assert asyncio.run(metrics.load(name)(other, played(other, "5"), 0)) is None
+    other = about("5")
+    assert score_of(name, other, play(other, "5")) is None
 
 
-def test_the_answer_to_a_problem_is_checked_symbolically() -> None:
-    problem = Task("t", (Message("user", "how many?"),), "goal", "1250", "gsm8k")
-    cases = {
-        "So the answer is 1,250.": 1.0,
-        r"3 boxes, so \boxed{2500/2} in all": 1.0,
-        "$1250.00": 1.0,
-        "What do you know?": 0.0,
-        "The answer is 1251": 0.0,
-        "": 0.0,
-    }
-
-    async def scores() -> list[Score | None]:
-        accuracy = metrics.load("accuracy")
-        return [await accuracy(problem, played(problem, "x", text), 0) for text in cases]
-
-    assert dict(zip(cases, asyncio.run(scores()), strict=True)) == cases
+def test_turn_rewards_are_summed_up_from_the_trained_turn_on() -> None:
+    about_it = about("5")
+    given = play(about_it, "one").add_reward(0.5).add_messages([Message("user", "so?")], ())
+    later = play(about_it, "one", "so?", "two")
+    assert score_of("turn_rewards", about_it, later) == 0.0
+    both = Conversation(given.messages, (1,), later.turns, (0.5, -0.25))
+    assert score_of("turn_rewards", about_it, both) == 0.25
 
 
-def test_a_missing_score_is_not_a_number() -> None:
-    assert not isinstance(Missing("why"), float | int)
-
-
-def test_every_metric_has_a_score_function() -> None:
+def test_every_metric_is_a_file_with_a_class_of_its_name() -> None:
     assert metrics.known() == sorted(metrics.known())
-    assert all(asyncio.iscoroutinefunction(metrics.load(name)) for name in metrics.known())
+    for name in metrics.known():
+        found = metrics.find(name)
+        assert issubclass(found, metrics.Metric)
+        assert asyncio.iscoroutinefunction(found.score) and found.score is not metrics.Metric.score
+
+
+NEW_METRIC = """
+from dataclasses import dataclass
+from megatron_collab.reward.metrics import Metric
+
+@dataclass(frozen=True)
+class Options:
+    word: str = "please"
+
+class PoliteWords(Metric):
+    Options = Options
+
+    async def score(self, task, conversation):
+        return float(sum(reply.count(self.options.word) for reply in conversation.replies))
+"""
+
+
+def test_adding_a_metric_is_adding_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "polite_words.py").write_text(NEW_METRIC)
+    monkeypatch.setattr(metrics, "__path__", [*metrics.__path__, str(tmp_path)])
+    assert "polite_words" in metrics.known()
+    conversation = play(about("5"), "when, please?", "at 5", "thanks")
+    assert score_of("polite_words", about("5"), conversation) == 1.0
+    assert score_of("polite_words", about("5"), conversation, word="thanks") == 1.0
+    with pytest.raises(ValueError, match=r"reward.metrics.polite_words.words: .*no such setting; it has word"):
+        score_of("polite_words", about("5"), conversation, words="thanks")
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "said"),
+    [
+        ("token_amount", {"count": "bytes"}, "count=bytes: choose one of policy, cl100k, words"),
+        ("interactivity", {"rubric": "whole"}, "rubric=whole: choose one of holistic, parts"),
+        ("bleu", {"level": "word"}, "level=word: choose one of token, character"),
+        ("generative", {}, "write the rubric with {conversation}"),
+        ("generative", {"prompt": "{conversation} {anwser}"}, "{anwser} is not known; there are {conversation}"),
+        ("generative", {"prompt": "{conversation}", "low": 1, "high": 1}, "low must be below high"),
+        ("reward_model", {}, "give the address of an SGLang server"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_refused_by_name(name: str, settings: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        metrics.split(name, settings)
+    assert str(refused.value).startswith(f"reward.metrics.{name}: ") and said in str(refused.value)
+
+
+def test_metrics_that_need_a_judge_say_so() -> None:
+    def judged(name: str, **settings: object) -> bool:
+        kind, options = metrics.split(name, settings)
+        return kind.judged(options)
+
+    assert judged("interactivity") and judged("generative", prompt="{conversation}") and judged("bleu")
+    assert not judged("bleu", extract=False) and not judged("accuracy") and not judged("token_amount")
+    assert judged("accuracy", judge=True)

@@ -56,6 +56,21 @@ def test_a_future_that_broke_off_does_not_make_a_metric_apply() -> None:
     assert reward.missing == 1
 
 
+def test_a_clamp_limits_the_weighted_part_of_its_metric_alone() -> None:
+    """tokens: -0.01 * (10 + 190) / 2 = -1, limited to -0.4; right: 2 * 1/2 = 1, not limited. Reward: 1 - 0.4."""
+    futures = [{"right": 1.0, "tokens": 10.0}, {"right": 0.0, "tokens": 190.0}]
+    for mode in ("mr", "single_turn"):
+        reward = turn_reward(futures, {"right": 2.0, "tokens": -0.01}, mode, {"tokens": 0.4})
+        assert reward.value == pytest.approx(0.6)
+        assert reward.parts == pytest.approx({"right": 1.0, "tokens": -0.4})
+        assert reward.standard_error == pytest.approx((1.9 + 1.9) / 2)  # of 1.9 and -1.9, before the clamp
+
+
+def test_the_clamp_is_of_the_mean_and_not_of_each_future() -> None:
+    """(0.5 * 4 + 0.5 * -2) / 2 = 0.5 is within 1, though 2 is not."""
+    assert turn_reward([{"m": 4.0}, {"m": -2.0}], {"m": 0.5}, "mr", {"m": 1.0}).value == pytest.approx(0.5)
+
+
 def test_one_future_is_the_single_turn_reward_and_has_no_spread() -> None:
     reward = turn_reward([{"right": 1.0, "tokens": 10.0}], {"right": 1.0, "tokens": -0.01})
     assert reward.value == pytest.approx(0.9)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from importlib.util import find_spec
+from pathlib import Path
+
+import tiktoken
 
 from megatron_collab.reward.metrics import Metric
 from megatron_collab.reward.options import one_of
@@ -42,8 +46,12 @@ class TokenAmount(Metric):
 
 
 @cache
-def _cl100k() -> Any:
-    """tiktoken's encoding, from the table that LiteLLM ships: no network is asked."""
-    from litellm.litellm_core_utils.default_encoding import encoding
+def _cl100k() -> tiktoken.Encoding:
+    """The encoding from the table that LiteLLM ships: tiktoken would ask the network for it.
 
-    return encoding
+    LiteLLM itself is only looked for; its import takes seconds.
+    """
+    spec = find_spec("litellm")
+    assert spec is not None and spec.origin is not None
+    os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(Path(spec.origin).parent / "litellm_core_utils" / "tokenizers"))
+    return tiktoken.get_encoding("cl100k_base")

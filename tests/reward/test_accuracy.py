@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import pytest
+
+from megatron_collab.types import Missing
+from tests.reward.fakes import FakeJudge, about, play, score
+
+HOPELESS = r"\boxed{9^{9^{9^{9}}}}"
+
+
+@pytest.mark.parametrize(
+    ("reply", "expected"),
+    [
+        ("So the answer is 1,250.", 1.0),
+        (r"3 boxes, so \boxed{2500/2} in all", 1.0),
+        ("$1250.00", 1.0),
+        ("What do you know?", 0.0),
+        ("The answer is 1251", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_the_answer_to_a_problem_is_checked_symbolically(reply: str, expected: float) -> None:
+    task = about("1250")
+    assert score("accuracy", task, play(task, "x", "well?", reply)) == expected
+
+
+def test_the_judge_is_not_asked_where_math_verify_decides() -> None:
+    task = about("18")
+    assert score("accuracy", task, play(task, "18"), FakeJudge(), judge=True) == 1.0
+    assert score("accuracy", task, play(task, "19"), FakeJudge(), judge=True) == 0.0
+
+
+@pytest.mark.parametrize("answer", [0, 1])
+def test_the_judge_decides_where_nothing_can_be_read(answer: int) -> None:
+    task = about("eighteen apples", goal="How many apples?")
+    judge = FakeJudge({"thought": "", "accuracy": answer})
+    conversation = play(task, "how many per box?", "six", "Eighteen.")
+    assert score("accuracy", task, conversation, judge, judge=True, model="openai/strong") == float(answer)
+    assert judge.models == ["openai/strong"]
+    for part in ("How many apples?", "eighteen apples", "**User**: six", "**Assistant**: Eighteen."):
+        assert part in judge.prompts[0]
+
+
+def test_a_reply_without_an_answer_is_put_to_the_judge_or_wrong() -> None:
+    task = about("18")
+    asking = play(task, "What do you mean?")
+    assert score("accuracy", task, asking) == 0.0
+    assert score("accuracy", task, asking, FakeJudge({"thought": "", "accuracy": 1}), judge=True) == 1.0
+
+
+def test_a_truth_that_cannot_be_read_is_missing_without_a_judge() -> None:
+    task = about("Paris")
+    value = score("accuracy", task, play(task, "18"))
+    assert isinstance(value, Missing) and "'Paris'" in value.why and "judge=true" in value.why
+
+
+def test_an_outage_of_the_judge_is_missing() -> None:
+    task = about("Paris")
+    assert score("accuracy", task, play(task, "Paris"), FakeJudge(Missing("down")), judge=True) == Missing("down")
+
+
+def test_a_conversation_without_a_reply_holds_no_answer() -> None:
+    task = about("18")
+    assert score("accuracy", task, play(task)) == 0.0
+
+
+def test_it_does_not_apply_to_a_task_without_an_answer() -> None:
+    task = about("")
+    assert score("accuracy", task, play(task, "18")) is None
