@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from megatron_collab.config import RolloutConfig, SamplingConfig
 from megatron_collab.rollout import sglang
-from megatron_collab.rollout.sglang import EngineError, SGLangClient
+from megatron_collab.rollout.sglang import EngineError, ServerGone, SGLangClient
+from megatron_collab.rollout.tools import ToolCall
 from megatron_collab.types import Finish, Turn
 
 ANSWER = {
@@ -18,10 +22,15 @@ ANSWER = {
     "output_ids": [7, 8, 2],
     "meta_info": {
         "weight_version": "12",
+        "prompt_tokens": 3,
+        "cached_tokens": 2,
         "finish_reason": {"type": "stop", "matched": 2},
         "output_token_logprobs": [[-0.5, 7, None], [-0.25, 8, None], [-0.125, 2, None]],
     },
 }
+BEGUN = {"text": "h", "output_ids": [7], "meta_info": {"weight_version": "12", "finish_reason": None}}
+TURN = Turn((4, 5, 6), (7, 8, 2), (-0.5, -0.25, -0.125), 12, Finish.STOP, "hello")
+SAMPLING = SamplingConfig(temperature=0.7, top_p=0.9, top_k=5)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -30,47 +39,88 @@ def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sglang, "BACKOFF_SECONDS", 0.01)
 
 
-def ask(handler: Handler, timeout: float = 5.0) -> Turn:
-    async def run() -> Turn:
+async def stream(request: web.Request, *events: Any, then: asyncio.Event | None = None) -> web.StreamResponse:
+    """Events as SGLang streams them; waits for `then` after the first."""
+    response = web.StreamResponse()
+    await response.prepare(request)
+    for event in events:
+        await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+        if then:
+            await then.wait()
+    await response.write(b"data: [DONE]\n\n")
+    return response
+
+
+async def stream_turn(request: web.Request) -> web.StreamResponse:
+    return await stream(request, BEGUN, ANSWER)
+
+
+def served(handler: Handler, use: Callable[[SGLangClient], Awaitable[Any]], timeout: float = 5.0) -> Any:
+    """What `use` makes of a client whose server answers everything by `handler`."""
+
+    async def run() -> Any:
         application = web.Application()
-        application.router.add_post("/generate", handler)
+        application.router.add_post("/{path}", handler)
         async with TestServer(application) as server:
-            client = SGLangClient(str(server.make_url("")).rstrip("/"), "secret", timeout)
+            address = str(server.make_url("")).rstrip("/")
+            client = SGLangClient(address, "secret", RolloutConfig(turn_timeout=timeout, tool_parser="qwen25"))
             try:
-                return await client.generate((4, 5, 6), max_new_tokens=9, temperature=0.7, seed=-3)
+                return await use(client)
             finally:
                 await client.close()
 
     return asyncio.run(run())
 
 
+async def turn_of(client: SGLangClient, prompt: tuple[int, ...] = (4, 5, 6)) -> Turn:
+    return await client.generate(prompt, max_new_tokens=9, sampling=SAMPLING, seed=-3)
+
+
+def ask(handler: Handler, timeout: float = 5.0) -> Turn:
+    return served(handler, turn_of, timeout)
+
+
 def test_a_turn_is_what_the_engine_says() -> None:
-    seen: list[object] = []
+    seen: list[Any] = []
 
-    async def handler(request: web.Request) -> web.Response:
+    async def handler(request: web.Request) -> web.StreamResponse:
         seen.extend([request.headers["Authorization"], await request.json()])
-        return web.json_response(ANSWER)
+        return await stream_turn(request)
 
-    turn = ask(handler)
-    assert turn == Turn((4, 5, 6), (7, 8, 2), (-0.5, -0.25, -0.125), 12, Finish.STOP, "hello")
-    sampling = {"max_new_tokens": 9, "temperature": 0.7, "top_p": 1.0, "top_k": -1, "sampling_seed": -3}
-    assert seen == ["Bearer secret", {"input_ids": [4, 5, 6], "return_logprob": True, "sampling_params": sampling}]
+    assert ask(handler) == TURN
+    sampling = {"max_new_tokens": 9, "temperature": 0.7, "top_p": 0.9, "top_k": 5, "sampling_seed": -3}
+    body = {"input_ids": [4, 5, 6], "return_logprob": True, "stream": True}
+    assert seen == ["Bearer secret", {**body, "sampling_params": {**sampling, "stream_interval": 9}}]
+
+
+def test_a_turn_of_many_pieces_is_whole() -> None:
+    long = {**ANSWER, "text": "x" * 300_000}
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        return await stream(request, BEGUN, long)
+
+    assert ask(handler).text == "x" * 300_000
 
 
 def test_what_passes_is_tried_again() -> None:
     calls = []
 
-    async def handler(request: web.Request) -> web.Response:
+    async def handler(request: web.Request) -> web.StreamResponse:
         calls.append(1)
         if len(calls) == 1:
             return web.Response(status=503, text="busy")
         if len(calls) == 2:
             assert request.transport is not None
             request.transport.close()
-        return web.json_response(ANSWER)
+        if len(calls) == 3:  # the server ends in the middle of the turn
+            return await stream(request, BEGUN)
+        if len(calls) == 4:
+            away = {"type": "abort", "message": "the queue is full", "status_code": 503}
+            return await stream(request, {**ANSWER, "meta_info": {**ANSWER["meta_info"], "finish_reason": away}})
+        return await stream_turn(request)
 
-    assert ask(handler).version == 12
-    assert len(calls) == 3
+    assert ask(handler) == TURN
+    assert len(calls) == 5
 
 
 def test_what_does_not_pass_is_an_engine_error() -> None:
@@ -80,27 +130,55 @@ def test_what_does_not_pass_is_an_engine_error() -> None:
         calls.append(1)
         return web.Response(status=500, text="broken\nfor good")
 
-    with pytest.raises(EngineError, match="status 500: broken for good"):
+    with pytest.raises(EngineError, match="status 500: broken for good") as error:
         ask(handler)
+    assert not isinstance(error.value, ServerGone)
     assert len(calls) == sglang.ATTEMPTS
 
 
-def test_a_refused_request_is_not_repeated() -> None:
+def test_a_server_that_breaks_every_connection_is_gone() -> None:
+    async def handler(request: web.Request) -> web.StreamResponse:
+        return await stream(request, BEGUN)
+
+    with pytest.raises(ServerGone, match="/generate: ClientPayloadError: the stream ended before the turn"):
+        ask(handler)
+
+
+ERROR = {"error": {"message": "too long", "type": "invalid_request_error", "code": 400, "retryable": False}}
+AWAY = {**ANSWER, "meta_info": {"finish_reason": {"type": "abort", "message": "too long", "status_code": 400}}}
+
+
+@pytest.mark.parametrize("event", [None, ERROR, AWAY])
+def test_a_refused_request_is_not_repeated(event: dict[str, Any] | None) -> None:
     calls = []
 
-    async def handler(request: web.Request) -> web.Response:
+    async def handler(request: web.Request) -> web.StreamResponse:
         calls.append(1)
-        return web.Response(status=400, text="too long")
+        return await stream(request, event) if event else web.Response(status=400, text="too long")
 
     with pytest.raises(EngineError, match="status 400: too long"):
         ask(handler)
     assert len(calls) == 1
 
 
+def test_an_aborted_turn_is_a_turn_and_not_counted() -> None:
+    meta = {"weight_version": "12", "finish_reason": {"type": "abort"}, "output_token_logprobs": []}
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        return await stream(request, {"text": "", "output_ids": [], "meta_info": meta})
+
+    async def use(client: SGLangClient) -> Turn:
+        turn = await turn_of(client)
+        assert not client.counters
+        return turn
+
+    assert served(handler, use) == Turn((4, 5, 6), (), (), 12, Finish.ABORT, "")
+
+
 def test_silence_is_an_engine_error_that_names_the_setting() -> None:
-    async def handler(request: web.Request) -> web.Response:
+    async def handler(request: web.Request) -> web.StreamResponse:
         await asyncio.sleep(5)
-        return web.json_response(ANSWER)
+        return await stream_turn(request)
 
     with pytest.raises(EngineError, match=r"rollout\.turn_timeout=0\.2"):
         ask(handler, timeout=0.2)
@@ -108,11 +186,90 @@ def test_silence_is_an_engine_error_that_names_the_setting() -> None:
 
 def test_no_server_is_an_engine_error() -> None:
     async def run() -> None:
-        client = SGLangClient("http://127.0.0.1:9", "secret", 1.0)
+        client = SGLangClient("http://127.0.0.1:9", "secret", RolloutConfig(turn_timeout=1.0))
         try:
-            await client.generate((4,), max_new_tokens=1, temperature=1.0, seed=0)
+            await turn_of(client)
         finally:
             await client.close()
 
-    with pytest.raises(EngineError, match=r"127\.0\.0\.1:9"):
+    with pytest.raises(ServerGone, match=r"127\.0\.0\.1:9"):
         asyncio.run(run())
+
+
+def test_of_the_same_prompt_at_once_one_goes_ahead_until_it_has_been_read() -> None:
+    seen: list[list[int]] = []
+    gate = asyncio.Event()
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        seen.append((await request.json())["input_ids"])
+        if len(seen) <= 2:
+            await gate.wait()
+        return await stream_turn(request)
+
+    async def use(client: SGLangClient) -> list[Turn]:
+        asked = [asyncio.create_task(turn_of(client, prompt)) for prompt in [(1, 2)] * 8 + [(3, 4)]]
+        while len(seen) < 2:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.05)
+        assert sorted(seen) == [[1, 2], [3, 4]]
+        gate.set()
+        return await asyncio.gather(*asked)
+
+    assert [turn.token_ids for turn in served(handler, use)] == [(7, 8, 2)] * 9
+    assert len(seen) == 9
+
+
+def test_the_others_go_on_at_the_first_token_and_all_at_once() -> None:
+    answered = 0
+    all_asked = asyncio.Event()
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        nonlocal answered
+        answered += 1
+        if answered == 8:
+            all_asked.set()
+        return await stream(request, BEGUN, ANSWER, then=all_asked)
+
+    async def use(client: SGLangClient) -> list[Turn]:
+        return await asyncio.gather(*(turn_of(client) for _ in range(8)))
+
+    assert served(handler, use) == [TURN] * 8
+
+
+def test_one_that_fails_ahead_does_not_hold_up_the_others() -> None:
+    calls = []
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        calls.append(1)
+        return web.Response(status=400, text="no") if len(calls) == 1 else await stream_turn(request)
+
+    async def use(client: SGLangClient) -> list[Any]:
+        return await asyncio.gather(*(turn_of(client) for _ in range(3)), return_exceptions=True)
+
+    first, *others = served(handler, use)
+    assert isinstance(first, EngineError)
+    assert others == [TURN, TURN]
+
+
+def test_prompt_tokens_are_counted_as_computed_or_cached() -> None:
+    async def use(client: SGLangClient) -> dict[str, int]:
+        await asyncio.gather(turn_of(client), turn_of(client))
+        return dict(client.counters)
+
+    assert served(stream_turn, use) == {"prefill_tokens": 2, "cached_tokens": 4}
+
+
+def test_calls_of_tools_are_what_the_engine_finds() -> None:
+    seen: list[Any] = []
+    schema = {"type": "function", "function": {"name": "add", "parameters": {}}}
+
+    async def handler(request: web.Request) -> web.Response:
+        seen.extend([request.path, await request.json()])
+        calls = [{"name": "add", "parameters": '{"a": 1}'}, {"name": "add", "parameters": "[1]"}]
+        return web.json_response({"normal_text": "", "calls": calls})
+
+    async def use(client: SGLangClient) -> list[ToolCall]:
+        return await client.tool_calls("text", [schema])
+
+    assert served(handler, use) == [ToolCall("add", {"a": 1}), ToolCall("add", {"arguments": [1]})]
+    assert seen == ["/parse_function_call", {"text": "text", "tools": [schema], "tool_call_parser": "qwen25"}]

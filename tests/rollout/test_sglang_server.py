@@ -11,14 +11,18 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import numpy as np
 import pytest
 
+from megatron_collab.config import RolloutConfig, SamplingConfig
 from megatron_collab.rollout.sglang import EngineError, ServerError, SGLangClient, SGLangServer
+from megatron_collab.rollout.tools import ToolCall
 from megatron_collab.types import Finish, Turn
 from tests.conftest import Served, serving_config
 from tests.helpers import make_model
@@ -27,22 +31,56 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PROMPTS = [tuple(row) for row in np.random.default_rng(0).integers(3, 500, (40, 24)).tolist()]
 
 
-def sample(
-    server: SGLangServer, requests: list[tuple[tuple[int, ...], int]], at_once: bool, tokens: int = 12
-) -> list[Turn]:
-    """One turn for each (prompt, seed), all in flight together or one after the other."""
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+SCHEMA = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 
-    async def run() -> list[Turn]:
-        client = SGLangClient(server.url, server.api_key, 60.0)
-        calls = [
-            client.generate(prompt, max_new_tokens=tokens, temperature=1.0, seed=seed) for prompt, seed in requests
-        ]
+
+def with_client(server: SGLangServer, use: Callable[[SGLangClient], Awaitable[Any]]) -> Any:
+    async def run() -> Any:
+        client = SGLangClient(server.url, server.api_key, RolloutConfig(turn_timeout=60.0))
         try:
-            return await asyncio.gather(*calls) if at_once else [await call for call in calls]
+            return await use(client)
         finally:
             await client.close()
 
     return asyncio.run(run())
+
+
+def sample(
+    server: SGLangServer,
+    requests: list[tuple[tuple[int, ...], int]],
+    at_once: bool,
+    tokens: int = 12,
+    sampling: SamplingConfig | None = None,
+) -> list[Turn]:
+    """One turn for each (prompt, seed), all in flight together or one after the other."""
+    return sample_and_count(server, requests, at_once, tokens, sampling)[0]
+
+
+def sample_and_count(
+    server: SGLangServer,
+    requests: list[tuple[tuple[int, ...], int]],
+    at_once: bool,
+    tokens: int = 12,
+    sampling: SamplingConfig | None = None,
+) -> tuple[list[Turn], Counter[str]]:
+    """As `sample`, and how many tokens of the prompts were computed and how many were cached."""
+
+    async def use(client: SGLangClient) -> tuple[list[Turn], Counter[str]]:
+        calls = [
+            client.generate(prompt, max_new_tokens=tokens, sampling=sampling or SamplingConfig(), seed=seed)
+            for prompt, seed in requests
+        ]
+        turns = await asyncio.gather(*calls) if at_once else [await call for call in calls]
+        return turns, client.counters
+
+    return with_client(server, use)
+
+
+def flush(server: SGLangServer) -> None:
+    headers = {"Authorization": f"Bearer {server.api_key}"}
+    with urlopen(Request(server.url + "/flush_cache", b"", headers), timeout=10) as answer:
+        assert answer.status == 200
 
 
 @pytest.fixture
@@ -63,9 +101,43 @@ def test_a_seed_decides_the_sample_whatever_the_batch(server: SGLangServer) -> N
 def test_a_seed_decides_the_sample_whatever_is_cached(server: SGLangServer) -> None:
     first = sample(server, [(prompt, i) for i, prompt in enumerate(PROMPTS)], at_once=True)
     longer = [(turn.prompt_ids + turn.token_ids + (9, 9), i) for i, turn in enumerate(first)]
-    after_their_prefix = sample(server, longer, at_once=True)
-    sample(server, [(prompt[::-1], 7) for prompt in PROMPTS], at_once=True)
-    assert sample(server, longer, at_once=True) == after_their_prefix
+    from_the_cache, warm = sample_and_count(server, longer, at_once=True)
+    flush(server)
+    from_nothing, cold = sample_and_count(server, longer, at_once=True)
+    # equal to the last bit, log-probs included
+    assert from_the_cache == from_nothing
+    # all but what is new: the last token sampled, which was never read, and the two after it
+    assert warm["prefill_tokens"] == 3 * len(PROMPTS)
+    assert cold["cached_tokens"] < 0.05 * cold["prefill_tokens"]
+
+
+def test_a_prompt_asked_for_at_once_is_read_once(server: SGLangServer) -> None:
+    flush(server)
+    turns, tokens = sample_and_count(server, [(PROMPTS[2], seed) for seed in range(8)], at_once=True)
+    assert len({turn.token_ids for turn in turns}) == 8
+    # SGLang reads the last token of a prompt anew for every request
+    assert tokens["prefill_tokens"] == len(PROMPTS[2]) + 7
+
+
+def test_sampling_is_what_was_asked_for(server: SGLangServer) -> None:
+    requests = [(PROMPTS[0], seed) for seed in range(40)]
+    greedy = sample(server, requests, at_once=True, sampling=SamplingConfig(top_k=1))
+    assert len({turn.token_ids for turn in greedy}) == 1
+    few = sample(server, requests, at_once=True, tokens=1, sampling=SamplingConfig(top_k=3))
+    assert len({turn.token_ids for turn in few}) == 3
+    nucleus = SamplingConfig(top_p=0.5)
+    likely = sample(server, requests, at_once=True, tokens=1, sampling=nucleus)
+    assert likely == sample(server, requests[::-1], at_once=True, tokens=1, sampling=nucleus)[::-1]
+    distinct = {turn.token_ids: math.exp(turn.log_probs[0]) for turn in likely}
+    assert sum(distinct.values()) - min(distinct.values()) < 0.5
+
+
+def test_the_engine_finds_calls_of_tools_known_or_not(server: SGLangServer) -> None:
+    async def use(client: SGLangClient) -> list[list[ToolCall]]:
+        texts = [f"so: {CALL}", "no call", CALL.replace("add", "subtract")]
+        return [await client.tool_calls(text, [SCHEMA]) for text in texts]
+
+    assert with_client(server, use) == [[ToolCall("add", {"a": 1})], [], [ToolCall("subtract", {"a": 1})]]
 
 
 def test_another_seed_gives_another_sample(server: SGLangServer) -> None:
@@ -114,9 +186,9 @@ def test_nothing_is_served_without_the_key(server: SGLangServer, path: str, head
 
 def test_a_wrong_key_is_an_engine_error(server: SGLangServer) -> None:
     async def run() -> None:
-        client = SGLangClient(server.url, "wrong", 10.0)
+        client = SGLangClient(server.url, "wrong", RolloutConfig(turn_timeout=10.0))
         try:
-            await client.generate((5, 6), max_new_tokens=1, temperature=1.0, seed=0)
+            await client.generate((5, 6), max_new_tokens=1, sampling=SamplingConfig(), seed=0)
         finally:
             await client.close()
 

@@ -1,0 +1,202 @@
+"""Where conversations go: the choice as a pure function, and the router with servers that come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_collab.config import RolloutConfig, SamplingConfig
+from megatron_collab.rollout import sglang
+from megatron_collab.rollout.router import LOAD_FACTOR, Router, choose
+from megatron_collab.rollout.sglang import EngineError, ServerGone
+from megatron_collab.types import Turn
+from tests.rollout.test_sglang_client import stream_turn
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+NAMES = [f"train-3-{i}" for i in range(400)]
+
+loads = st.lists(st.integers(0, 50), min_size=1, max_size=8)
+
+
+@given(st.text(), loads, st.data())
+def test_the_chosen_server_lives_and_holds_less_than_its_share(
+    affinity: str, in_flight: list[int], data: st.DataObject
+) -> None:
+    servers = range(len(in_flight))
+    gone = data.draw(st.sets(st.sampled_from(servers), max_size=len(in_flight) - 1))
+    chosen = choose(affinity, in_flight, gone)
+    alive = [in_flight[server] for server in servers if server not in gone]
+    assert chosen not in gone
+    assert in_flight[chosen] < math.ceil(LOAD_FACTOR * (sum(alive) + 1) / len(alive))
+
+
+@given(st.text(), st.integers(1, 8))
+def test_an_affinity_has_one_server_while_nothing_is_in_flight(affinity: str, servers: int) -> None:
+    assert choose(affinity, [0] * servers) == choose(affinity, [0] * servers)
+
+
+@given(st.text(), st.integers(2, 8), st.data())
+def test_a_server_that_goes_moves_only_what_was_on_it(affinity: str, servers: int, data: st.DataObject) -> None:
+    lost = data.draw(st.integers(0, servers - 1))
+    before, after = choose(affinity, [0] * servers), choose(affinity, [0] * servers, {lost})
+    assert after == before or before == lost
+
+
+def test_affinities_are_spread_evenly() -> None:
+    counts = Counter(choose(name, [0] * 4) for name in NAMES)
+    assert all(70 <= counts[server] <= 130 for server in range(4))
+
+
+def test_groups_that_come_at_once_are_spread_by_their_load() -> None:
+    in_flight = [0] * 4
+    for name in NAMES:
+        in_flight[choose(name, in_flight)] += 8
+    assert max(in_flight) <= LOAD_FACTOR * sum(in_flight) / 4 + 8
+
+
+@pytest.fixture(autouse=True)
+def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang, "BACKOFF_SECONDS", 0.001)
+
+
+class Servers:
+    """Stand-ins for servers; `asked` is the server of each request, in order."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+        self.broken: set[int] = set()
+        self.held = asyncio.Event()
+        self.held.set()
+
+    def handler(self, server: int) -> Handler:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            if server in self.broken:
+                assert request.transport is not None
+                request.transport.close()
+                return web.Response()
+            self.asked.append(server)
+            await self.held.wait()
+            return await stream_turn(request)
+
+        return handle
+
+
+def with_servers(count: int, play: Callable[[Servers, Router], Awaitable[None]]) -> None:
+    async def run() -> None:
+        servers, found = Servers(), []
+        async with AsyncExitStack() as stack:
+            for server in range(count):
+                application = web.Application()
+                application.router.add_post("/generate", servers.handler(server))
+                running = await stack.enter_async_context(TestServer(application))
+                found.append((str(running.make_url("")).rstrip("/"), "secret"))
+            router = Router(found, RolloutConfig(turn_timeout=5.0))
+            stack.push_async_callback(router.close)
+            await play(servers, router)
+
+    asyncio.run(run())
+
+
+async def ask(router: Router, affinities: Sequence[str]) -> list[Turn]:
+    return await asyncio.gather(
+        *(
+            router.generate((7, i), max_new_tokens=4, sampling=SamplingConfig(), seed=i, affinity=affinity)
+            for i, affinity in enumerate(affinities)
+        )
+    )
+
+
+def test_an_affinity_stays_with_its_server_whatever_the_load() -> None:
+    async def play(servers: Servers, router: Router) -> None:
+        await ask(router, ["a"])
+        await ask(router, ["b", "a", "a", "a", "a", "a", "a", "a"])
+        await ask(router, ["a"] * 8)
+        of_a = servers.asked[0]
+        assert servers.asked.count(of_a) >= 1 + 7 + 8
+        assert router.in_flight == [0, 0, 0]
+
+    with_servers(3, play)
+
+
+def test_a_busy_server_is_passed_over_for_new_affinities() -> None:
+    async def play(servers: Servers, router: Router) -> None:
+        servers.held.clear()
+        first = asyncio.create_task(ask(router, ["a"] * 20))
+        await asyncio.sleep(0.01)
+        busy = max(range(2), key=lambda server: router.in_flight[server])
+        others = asyncio.create_task(ask(router, NAMES[:10]))
+        await asyncio.sleep(0.01)
+        assert router.in_flight[busy] == 20
+        assert router.in_flight[1 - busy] == 10
+        servers.held.set()
+        await asyncio.gather(first, others)
+
+    with_servers(2, play)
+
+
+def test_a_lost_server_is_left_out_and_counted() -> None:
+    async def play(servers: Servers, router: Router) -> None:
+        await ask(router, NAMES[:30])
+        servers.broken.add(1)
+        servers.asked.clear()
+        turns = await ask(router, NAMES[:30])
+        assert [turn.prompt_ids for turn in turns] == [(7, i) for i in range(30)]
+        assert set(servers.asked) == {0, 2} and len(servers.asked) == 30
+        assert router.take_counters()["servers_lost"] == 1
+        servers.broken.clear()
+        await ask(router, NAMES[:30])
+        assert 1 not in servers.asked
+        assert router.take_counters()["servers_lost"] == 0
+
+    with_servers(3, play)
+
+
+def test_no_server_left_is_an_error_and_the_next_request_tries_again() -> None:
+    async def play(servers: Servers, router: Router) -> None:
+        servers.broken = {0, 1}
+        with pytest.raises(ServerGone, match="/generate: "):
+            await ask(router, ["a"])
+        servers.broken.clear()
+        assert len(await ask(router, ["a"])) == 1
+
+    with_servers(2, play)
+
+
+def test_a_refusal_is_no_reason_to_ask_another_server() -> None:
+    asked: list[str] = []
+
+    async def refuse(request: web.Request) -> web.Response:
+        asked.append(request.path)
+        return web.Response(status=400, text="too long")
+
+    async def run() -> None:
+        application = web.Application()
+        application.router.add_post("/generate", refuse)
+        async with TestServer(application) as server:
+            router = Router([(str(server.make_url("")).rstrip("/"), "secret")] * 2, RolloutConfig())
+            try:
+                with pytest.raises(EngineError, match="too long"):
+                    await ask(router, ["a"])
+            finally:
+                await router.close()
+
+    asyncio.run(run())
+    assert len(asked) == 1
+
+
+def test_counters_add_up_over_the_servers_since_the_last_time() -> None:
+    async def play(servers: Servers, router: Router) -> None:
+        await ask(router, NAMES[:10])
+        assert router.take_counters() == {"prefill_tokens": 10 * 1, "cached_tokens": 10 * 2, "servers_lost": 0}
+        assert router.take_counters() == {"servers_lost": 0}
+
+    with_servers(2, play)
