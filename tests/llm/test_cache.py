@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_collab.llm.cache import Cache, key_of
+
+WRITER = """
+import sys
+from pathlib import Path
+from megatron_collab.llm.cache import Cache
+cache, me = Cache(Path(sys.argv[1])), sys.argv[2]
+for i in range(200):
+    cache.put(f"{me}-{i}", {"from": me, "i": i})
+    cache.put("shared", {"from": me, "i": i})
+"""
+
+
+def test_what_was_put_is_there_after_a_restart(tmp_path: Path) -> None:
+    answer = {"thought": 'quotes " and \\ and ü\n', "score": 1.0, "count": 3, "sure": True}
+    cache = Cache(tmp_path / "new" / "folder")
+    cache.put("a", answer)
+    cache.close()
+    again = Cache(tmp_path / "new" / "folder")
+    assert again.get("a") == answer
+    assert [type(value) for value in (again.get("a") or {}).values()] == [str, float, int, bool]
+    assert again.get("b") is None
+
+
+def test_processes_write_at_the_same_time(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WRITER, str(tmp_path)]
+    writers = [subprocess.Popen([*command, name]) for name in "abcd"]
+    assert [writer.wait(timeout=120) for writer in writers] == [0] * 4
+    cache = Cache(tmp_path)
+    for name in "abcd":
+        assert [cache.get(f"{name}-{i}") for i in range(200)] == [{"from": name, "i": i} for i in range(200)]
+    assert (cache.get("shared") or {})["i"] == 199
+
+
+def test_a_key_depends_on_every_part_and_on_no_order() -> None:
+    assert key_of({"a": 1, "b": [1, 2]}) == key_of({"b": [1, 2], "a": 1})
+    others = [{"a": 1, "b": [2, 1]}, {"a": "1", "b": [1, 2]}, {"a": 1}, {"a": 1, "b": [1, 2], "c": None}]
+    assert len({key_of(other) for other in [*others, {"a": 1, "b": [1, 2]}]}) == 5
+
+
+def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileExistsError):
+        Cache(tmp_path / "file")

@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import ray
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_collab.config import Config, LlmConfig
+from megatron_collab.llm import limiter as limiters
+from megatron_collab.llm.limiter import MINUTE, BudgetSpent, Ended, Limiter, LimiterDied, Line, Wish
+from megatron_collab.reward.loop import ray_session
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def begun(limiter: Limiter, *tokens: int, seconds: float = 10.0) -> int:
+    """How many calls of these tokens the limiter lets begin."""
+    return len(limiter.talk([], [Wish(count, seconds) for count in tokens]).calls)
+
+
+def test_without_limits_every_call_begins() -> None:
+    assert begun(Limiter(LlmConfig(max_concurrent=10**9)), *[10**6] * 5000) == 5000
+
+
+def test_requests_a_minute() -> None:
+    clock = Clock()
+    limiter = Limiter(LlmConfig(requests_per_minute=3), clock)
+    assert begun(limiter, 1, 1) == 2
+    clock.now += 30
+    assert begun(limiter, 1, 1) == 1
+    clock.now += 29.9
+    assert begun(limiter, 1) == 0
+    clock.now += 0.1
+    assert begun(limiter, 1, 1, 1) == 2
+
+
+def test_tokens_a_minute_are_reserved_and_then_what_was_used() -> None:
+    clock = Clock()
+    limiter = Limiter(LlmConfig(tokens_per_minute=1000), clock)
+    (first,) = limiter.talk([], [Wish(800, 10), Wish(300, 10)]).calls
+    assert len(limiter.talk([Ended(first, tokens=100)], [Wish(500, 10), Wish(400, 10), Wish(1, 10)]).calls) == 2
+    clock.now += MINUTE
+    assert begun(limiter, 1000) == 1
+
+
+def test_a_call_without_a_known_use_keeps_its_reservation() -> None:
+    limiter = Limiter(LlmConfig(tokens_per_minute=1000), Clock())
+    (first,) = limiter.talk([], [Wish(800, 10)]).calls
+    assert limiter.talk([Ended(first)], [Wish(300, 10)]).calls == ()
+
+
+def test_a_call_larger_than_the_limit_goes_alone() -> None:
+    clock = Clock()
+    limiter = Limiter(LlmConfig(tokens_per_minute=100), clock)
+    assert begun(limiter, 500, 1) == 1
+    clock.now += MINUTE
+    assert begun(limiter, 500) == 1
+
+
+def test_calls_at_once_and_those_of_the_dead() -> None:
+    clock = Clock()
+    limiter = Limiter(LlmConfig(max_concurrent=2), clock)
+    first, _ = limiter.talk([], [Wish(1, 10), Wish(1, 20), Wish(1, 10)]).calls
+    assert begun(limiter, 1) == 0
+    assert len(limiter.talk([Ended(first)], [Wish(1, 30), Wish(1, 30)]).calls) == 1
+    clock.now += 20  # nobody said that the second ended
+    assert begun(limiter, 1, 1) == 1
+
+
+def test_the_budget_stops_every_further_call_and_says_what_to_do() -> None:
+    limiter = Limiter(LlmConfig(budget_usd=1.0))
+    a, b = limiter.talk([], [Wish(1, 10), Wish(1, 10)]).calls
+    assert limiter.talk([Ended(a, 10, 0.99)], []).stop is None
+    stopped = limiter.talk([Ended(b, 10, 0.01)], [Wish(1, 10)])
+    assert stopped.calls == ()
+    assert stopped.stop == (
+        "llm.budget_usd=1 is used up: 2 calls cost 1 USD; raise it to go on from the last checkpoint"
+    )
+
+
+def test_a_checkpoint_keeps_what_was_spent() -> None:
+    before = Limiter(LlmConfig())
+    calls = before.talk([], [Wish(1, 10)] * 3).calls
+    before.talk([Ended(calls[0], 10, 0.5), Ended(calls[1], 20, None), Ended(calls[2])], [])
+    after = Limiter(LlmConfig(budget_usd=0.4))
+    after.restore(before.state())
+    assert after.spend() == {"calls": 3, "tokens": 30, "usd": 0.5, "unpriced": 1}
+    assert after.talk([], [Wish(1, 10)]).stop
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 40), st.integers(0, 60), st.integers(0, 5)), max_size=40),
+    st.integers(1, 5),
+    st.integers(1, 100),
+)
+def test_no_minute_holds_more_than_its_limits(steps: list[tuple[float, int, int]], requests: int, tokens: int) -> None:
+    """Whenever a minute is looked at; calls take what they reserved, and one may be larger than the limit."""
+    clock = Clock()
+    limiter = Limiter(LlmConfig(requests_per_minute=requests, tokens_per_minute=tokens), clock)
+    log: list[tuple[float, int]] = []
+    for pause, size, number in steps:
+        clock.now += pause
+        log += [(clock.now, size)] * begun(limiter, *[size] * number)
+        window = [used for at, used in log if clock.now - at < MINUTE]
+        assert len(window) <= requests
+        assert sum(window) <= tokens or len([used for used in window if used]) == 1
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    config = Config()
+    config.rollout.workers = config.reward.workers = 1
+    with ray_session(config):
+        yield
+
+
+@pytest.fixture
+def actor(cluster: None, request: pytest.FixtureRequest) -> Iterator[Any]:
+    handle = limiters.start(request.param)
+    yield handle
+    ray.kill(handle)
+
+
+@ray.remote(num_cpus=0.01)
+class Caller:
+    """A process that makes calls, each of which takes 20 ms and 0.01 USD."""
+
+    async def calls(self, count: int) -> int:
+        line = Line(limiters.find())
+
+        async def one() -> None:
+            call = await line.begin(Wish(10, 60.0))
+            await asyncio.sleep(0.02)
+            line.end(Ended(call, 10, 0.01))
+
+        await asyncio.gather(*(one() for _ in range(count)))
+        while line._ended or not line._talking.done():  # type: ignore[union-attr]
+            await asyncio.sleep(0.01)
+        return count
+
+
+@pytest.mark.parametrize("actor", [LlmConfig(max_concurrent=5)], indirect=True)
+def test_processes_share_one_limiter(actor: Any) -> None:
+    callers = [Caller.remote() for _ in range(3)]
+    assert ray.get([caller.calls.remote(40) for caller in callers]) == [40] * 3
+    assert ray.get(actor.spend.remote()) == {"calls": 120, "tokens": 1200, "usd": pytest.approx(1.2), "unpriced": 0}
+
+
+@pytest.mark.parametrize("actor", [LlmConfig(budget_usd=0.05, max_concurrent=2)], indirect=True)
+def test_a_spent_budget_comes_through_from_another_process(actor: Any) -> None:
+    with pytest.raises(BudgetSpent, match=r"llm.budget_usd=0.05 is used up"):
+        ray.get(Caller.remote().calls.remote(50))
+    assert ray.get(actor.spend.remote())["calls"] <= 6
+
+
+@pytest.mark.parametrize("actor", [LlmConfig(max_concurrent=1)], indirect=True)
+def test_a_dead_limiter_is_said(actor: Any) -> None:
+    async def wait_in_line() -> None:
+        line = Line(actor)
+        await line.begin(Wish(1, 60.0))
+        waiting = asyncio.create_task(line.begin(Wish(1, 60.0)))
+        await asyncio.sleep(0.05)
+        ray.kill(actor)
+        await waiting
+
+    with pytest.raises(LimiterDied):
+        asyncio.run(wait_in_line())
