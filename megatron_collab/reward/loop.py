@@ -6,9 +6,12 @@ import asyncio
 import os
 import secrets
 import subprocess
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from itertools import cycle
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -17,12 +20,13 @@ from ray.exceptions import RayActorError
 
 from megatron_collab.config import Config, RewardConfig
 from megatron_collab.reward import metrics
-from megatron_collab.reward.metrics import Metric
 from megatron_collab.types import Conversation, Ending, Missing, Score, Task
 
 Scores = dict[str, Score]
 _CUT_OFF = (Ending.ERROR, Ending.DEADLINE)
-_GATHERING = 0.02  # seconds in which ended conversations gather to share one call
+_REQUEST = 1.0  # seconds of work in one request: what waits behind it, or is done again where a worker dies
+_HANDLING = 0.005  # seconds that a job takes whatever its metrics
+_REQUESTS = 100_000  # that an actor may have at once; the rest would wait where nobody sees them
 
 
 @contextmanager
@@ -61,65 +65,231 @@ def start_actor(kind: type, *arguments: Any, name: str | None = None) -> Any:
     When its process dies it is started again, and what it was doing is done again. `name` is for others to find
     it by: a handle among the arguments could be gone when the actor is started again.
     """
-    actor = ray.remote(num_cpus=0.01, max_restarts=3, max_task_retries=3, scheduling_strategy="SPREAD")
+    options = {"num_cpus": 0.01, "max_restarts": 3, "max_task_retries": 3, "max_concurrency": _REQUESTS}
+    actor = ray.remote(**options, scheduling_strategy="SPREAD")
     return actor(kind).options(name=name).remote(*arguments)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a RewardWorker is asked: these metrics of this conversation."""
+
+    names: tuple[str, ...]
+    task: Task
+    conversation: Conversation
 
 
 class RewardWorker:
     """Applies the metrics of `reward.weights` to conversations; runs as a Ray actor."""
 
-    def __init__(self, config: RewardConfig) -> None:
-        self.timeout = config.timeout
-        self.metrics = {name: metrics.load(name) for name in config.weights}
+    def __init__(self, config: Config) -> None:
+        reward = config.reward
+        kinds = {name: metrics.split(name, reward.metrics.get(name, {})) for name in reward.weights}
+        judge: Any = _judge(config) if any(kind.judged(options) for kind, options in kinds.values()) else None
+        self.timeout = reward.timeout
+        self.metrics = {name: kind(options, judge) for name, (kind, options) in kinds.items()}
+        self._places = {name: asyncio.Semaphore(reward.concurrency) for name in kinds}  # a slow metric holds its own
 
-    async def score(self, pairs: Sequence[tuple[Task, Conversation]]) -> list[Scores]:
-        """The scores of each conversation; metrics that do not apply to its task are left out."""
-        return await asyncio.gather(*(self._score(task, conversation) for task, conversation in pairs))
+    async def ready(self) -> None:
+        """Returns once the worker can be asked."""
 
-    async def _score(self, task: Task, conversation: Conversation) -> Scores:
-        if conversation.ending in _CUT_OFF:  # half a conversation says nothing about the policy
-            return {name: Missing(conversation.error) for name in self.metrics}
-        scored = await asyncio.gather(*(self._one(metric, task, conversation) for metric in self.metrics.values()))
-        return {name: score for name, score in zip(self.metrics, scored, strict=True) if score is not None}
+    @ray.method(max_task_retries=0)  # what it leaves undone when it dies, RewardClient gives to another
+    async def score(self, jobs: Sequence[Job]) -> AsyncIterator[dict[int, Scores]]:
+        """The scores of each job by its index, as they come; metrics that do not apply to its task are left out.
 
-    async def _one(self, metric: Metric, task: Task, conversation: Conversation) -> Score | None:
+        Where none has come within reward.timeout, it yields nothing in a dict, to show that it is alive.
+        """
+        making = {asyncio.create_task(self._score(job)): index for index, job in enumerate(jobs)}
         try:
-            async with asyncio.timeout(self.timeout):
-                return await metric(task, conversation, 0)
-        except TimeoutError:
-            return Missing(f"no score within reward.timeout={self.timeout:g} s")
+            while making:
+                done, _ = await asyncio.wait(making, timeout=self.timeout, return_when=asyncio.FIRST_COMPLETED)
+                yield {making.pop(task): task.result() for task in done}
+        finally:
+            for task in making:
+                task.cancel()
+
+    async def _score(self, job: Job) -> Scores:
+        scores = await asyncio.gather(*(self._one(name, job) for name in job.names))
+        return {name: score for name, score in zip(job.names, scores, strict=True) if score is not None}
+
+    async def _one(self, name: str, job: Job) -> Score | None:
+        async with self._places[name]:
+            try:
+                async with asyncio.timeout(self.timeout) as limit:
+                    return await self.metrics[name].score(job.task, job.conversation)
+            except TimeoutError:
+                if not limit.expired():  # it is the metric's own
+                    raise
+                return Missing(f"no score within reward.timeout={self.timeout:g} s")
+
+
+def _judge(config: Config) -> Any:
+    """The Judge of `reward.judge`, which keeps to the run's limiter and remembers its answers."""
+    # Imported here: LiteLLM takes seconds to import, and most metrics do without.
+    from megatron_collab.llm import limiter
+    from megatron_collab.llm.cache import Cache
+    from megatron_collab.llm.client import LlmClient
+    from megatron_collab.reward.judge import Judge
+
+    folder = Path(config.llm.cache) if config.llm.cache else Path(config.run.dir) / "llm_cache"
+    return Judge(LlmClient(limiter.find(), Cache(folder)), config.reward.judge)
+
+
+@dataclass(eq=False)
+class _Order:
+    """A job, the seconds that it takes about, and its scores once they are there."""
+
+    job: Job
+    seconds: float
+    scores: asyncio.Future[Scores]
+
+    def fill(self, scores: Scores) -> None:
+        if not self.scores.done():  # whoever waited may have gone
+            self.scores.set_result(scores)
+
+
+@dataclass(eq=False)
+class _Worker:
+    """The handle of a RewardWorker, and the seconds of work that it was given and has not done."""
+
+    handle: Any
+    seconds: float = 0.0
 
 
 class RewardClient:
-    """Sends conversations to the RewardWorkers as they end: many in a call, the workers in turns."""
+    """Sends conversations to the RewardWorkers as they end; each has its scores as soon as they are made.
+
+    Metrics of no cost share a job, each of the others is a job of its own; `chunks` makes requests of the jobs, and
+    the worker with the least to do gets the next.
+    """
 
     def __init__(self, workers: Sequence[Any], config: RewardConfig) -> None:
-        self.deadline = 2 * config.timeout  # a worker keeps to reward.timeout unless it is stuck itself
+        """`workers`: handles of RewardWorkers."""
         self.names = tuple(config.weights)
-        self._workers = cycle(workers)
-        self._tries = len(workers)
-        self._waiting: list[tuple[Task, Conversation]] = []
-        self._call: asyncio.Task[list[Scores]] | None = None
+        self.deadline = 2 * config.timeout  # a worker says something every reward.timeout, unless it is stuck itself
+        seconds = {name: metrics.split(name, config.metrics.get(name, {}))[0].seconds for name in self.names}
+        free = tuple(name for name in self.names if not seconds[name])
+        self._parts = [(free, _HANDLING)] if free else []
+        self._parts += [((name,), _HANDLING + seconds[name]) for name in self.names if seconds[name]]
+        self._up = [_Worker(handle) for handle in workers]
+        self._down: set[asyncio.Task[None]] = set()  # each waits for a worker to come back
+        self._new: list[_Order] = []
+        self._sending: set[asyncio.Task[None]] = set()
 
     async def score(self, task: Task, conversation: Conversation) -> Scores:
-        """The scores of an ended conversation; all Missing where no worker answers."""
-        index = len(self._waiting)
-        self._waiting.append((task, conversation))
-        if self._call is None:
-            self._call = asyncio.create_task(self._gather_and_call())
-        return (await asyncio.shield(self._call))[index]
+        """The scores of an ended conversation; Missing where no worker answers.
 
-    async def _gather_and_call(self) -> list[Scores]:
-        await asyncio.sleep(_GATHERING)
-        pairs, self._waiting, self._call = self._waiting, [], None
-        why = ""
-        for _ in range(self._tries):
+        What a metric raises is raised here, BudgetSpent too.
+        """
+        if conversation.ending in _CUT_OFF:  # half a conversation says nothing about the policy
+            return {name: Missing(conversation.error) for name in self.names}
+        loop = asyncio.get_running_loop()
+        orders = [_Order(Job(names, task, conversation), cost, loop.create_future()) for names, cost in self._parts]
+        if not self._new:
+            loop.call_soon(self._send)  # with all that ends at this moment
+        self._new += orders
+        scores: Scores = {}
+        for part in await asyncio.gather(*(order.scores for order in orders)):
+            scores |= part
+        return scores
+
+    def _send(self) -> None:
+        orders, self._new = self._new, []
+        for chunk in chunks([order.seconds for order in orders]):
+            request = [orders[index] for index in chunk]
+            sending = asyncio.create_task(self._have_scored(request))
+            self._sending.add(sending)
+            sending.add_done_callback(partial(self._sent, request))
+
+    def _sent(self, orders: Sequence[_Order], sending: asyncio.Task[None]) -> None:
+        self._sending.discard(sending)
+        error = None if sending.cancelled() else sending.exception()
+        for order in orders:
+            if error and not order.scores.done():
+                order.scores.set_exception(error)
+
+    async def _have_scored(self, orders: list[_Order]) -> None:
+        """Have the jobs done by one worker after another, as long as they die before it is done."""
+        why = "no RewardWorker is there to answer"
+        while orders := [order for order in orders if not order.scores.done()]:
+            worker = await self._least_busy()
+            if worker is None:
+                return _give_up(orders, why)
             try:
-                async with asyncio.timeout(self.deadline):
-                    return await next(self._workers).score.remote(pairs)
+                await self._ask(worker, orders)
             except RayActorError as error:
-                why = f"the RewardWorkers died: {error}"
-            except TimeoutError:
-                why = f"the RewardWorker gave no answer within {self.deadline:g} s (twice reward.timeout)"
-                break
-        return [{name: Missing(why) for name in self.names} for _ in pairs]
+                why = f"the RewardWorkers died: {' '.join(str(error).split())}"
+                self._miss(worker)
+            except _Stuck as error:
+                self._miss(worker)
+                return _give_up(orders, str(error))
+
+    async def _ask(self, worker: _Worker, orders: Sequence[_Order]) -> None:
+        """Take the scores as they come. Raises RayActorError or _Stuck where they stop coming."""
+        loop, seconds = asyncio.get_running_loop(), sum(order.seconds for order in orders)
+        worker.seconds += seconds
+        try:
+            async with asyncio.timeout(self.deadline) as limit:
+                async for some in worker.handle.score.remote([order.job for order in orders]):
+                    for index, scores in (await some).items():
+                        orders[index].fill(scores)
+                    limit.reschedule(loop.time() + self.deadline)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            why = f"the RewardWorker gave no sign of life within {self.deadline:g} s (twice reward.timeout)"
+            raise _Stuck(why) from error
+        finally:
+            worker.seconds -= seconds
+
+    async def _least_busy(self) -> _Worker | None:
+        """The worker with the least to do, in turns among equals; where all are down, the first to come back."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.deadline):
+                while not self._up and self._down:
+                    await asyncio.wait(self._down, return_when=asyncio.FIRST_COMPLETED)
+        if not self._up:
+            return None
+        worker = min(self._up, key=attrgetter("seconds"))
+        self._up.remove(worker)
+        self._up.append(worker)
+        return worker
+
+    def _miss(self, worker: _Worker) -> None:
+        """Ask a worker no more until it is back."""
+        if worker in self._up:  # else another request noticed before
+            self._up.remove(worker)
+            waiting = asyncio.create_task(self._back(worker))
+            self._down.add(waiting)
+            waiting.add_done_callback(self._down.discard)
+
+    async def _back(self, worker: _Worker) -> None:
+        """Ray starts a worker again when it dies; one that died too often stays away."""
+        with suppress(RayActorError):
+            await worker.handle.ready.remote()
+            self._up.append(worker)
+
+
+class _Stuck(RuntimeError):
+    """A worker that lives and does nothing."""
+
+
+def _give_up(orders: Sequence[_Order], why: str) -> None:
+    for order in orders:
+        order.fill({name: Missing(why) for name in order.job.names})
+
+
+def chunks(seconds: Sequence[float]) -> list[list[int]]:
+    """Which jobs go in one request: their indices, the longest first. `seconds` is what each takes.
+
+    A request is a second of work at most, or one job.
+    """
+    requests: list[list[int]] = []
+    room = 0.0
+    for index in sorted(range(len(seconds)), key=lambda index: -seconds[index]):
+        if not requests or seconds[index] > room:
+            requests.append([])
+            room = _REQUEST
+        requests[-1].append(index)
+        room -= seconds[index]
+    return requests

@@ -1,0 +1,81 @@
+"""Does scoring keep its workers busy? The real RewardClient and two real RewardWorkers on Ray.
+
+4,000 futures of three turns of 200 tokens end at the same time. Their one metric awaits 20 ms, which stands for a
+call of something elsewhere; a worker makes `reward.concurrency` = 8 scores at once. At best that takes 4000 x 0.020 s
+/ (2 workers x 8) = 5 s; `time_over_ideal` is the time from the first request to the last score over that.
+`python tools/bench/reward_loop.py` prints, last, one JSON object.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+
+from megatron_collab.config import Config, RewardConfig
+from megatron_collab.reward import metrics
+from megatron_collab.reward.loop import RewardClient, RewardWorker, ray_session, start_actor
+from megatron_collab.reward.metrics import Metric, NoOptions
+from megatron_collab.types import Conversation, Ending, Finish, Message, Score, Task, Turn
+
+FUTURES, WORKERS, CONCURRENCY = 4000, 2, 8
+TURNS, TOKENS = 3, 200
+TASK = Task("t", (Message("user", "a table please"),), "goal", "answer", "nobody")
+
+
+class Waits(Metric):
+    """The number that the conversation begins with, 20 ms later."""
+
+    seconds = 0.020
+
+    async def score(self, task: Task, conversation: Conversation) -> Score | None:
+        await asyncio.sleep(self.seconds)
+        return float(conversation.token_ids[0])
+
+
+def only_waits(name: str, settings: Mapping[str, Any]) -> tuple[type[Metric], Any]:
+    return Waits, NoOptions()
+
+
+class Worker(RewardWorker):
+    """A RewardWorker whose metrics are Waits."""
+
+    def __init__(self, config: Config) -> None:
+        metrics.split = only_waits
+        super().__init__(config)
+
+
+def future(number: int) -> Conversation:
+    conversation = Conversation(TASK.messages, (number,))
+    for _ in range(TURNS):
+        turn = Turn(conversation.token_ids, tuple(range(TOKENS)), (-0.5,) * TOKENS, 0, Finish.STOP, "word " * TOKENS)
+        conversation = conversation.add_turn(turn)
+    return conversation.end(Ending.TURN_LIMIT)
+
+
+async def score_all(client: RewardClient, futures: list[Conversation]) -> None:
+    scores = await asyncio.gather(*(client.score(TASK, conversation) for conversation in futures))
+    assert scores == [{"waits": float(number)} for number in range(len(futures))]
+
+
+def main() -> None:
+    config = Config(reward=RewardConfig(weights={"waits": 1.0}, workers=WORKERS, concurrency=CONCURRENCY))
+    metrics.split = only_waits
+    futures = [future(number) for number in range(FUTURES)]
+    with ray_session(config):
+        workers = [start_actor(Worker, config) for _ in range(WORKERS)]
+        ray.get([worker.ready.remote() for worker in workers])
+        began = time.monotonic()
+        asyncio.run(score_all(RewardClient(workers, config.reward), futures))
+        seconds = time.monotonic() - began
+    ideal = FUTURES * Waits.seconds / (WORKERS * CONCURRENCY)
+    print(f"{FUTURES} scores in {seconds:.2f} s; {ideal:.2f} s at best")
+    print(json.dumps({"name": "reward_loop", "values": {"time_over_ideal": round(seconds / ideal, 3)}}))
+
+
+if __name__ == "__main__":
+    main()
