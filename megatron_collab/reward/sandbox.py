@@ -63,8 +63,9 @@ async def run(sources: Mapping[str, str], limits: Limits) -> Result:
     """Run Python sources one after the other in one module, which has the name of each while that runs.
 
     Their folder is an empty temporary one; the interpreter's packages are there, nothing else is. Raises
-    SandboxError where they could not be run.
+    SandboxError where they could not be run; nothing is run where a trial has not shown that this machine isolates.
     """
+    await asyncio.to_thread(_try_it)
     process = await asyncio.create_subprocess_exec(
         *_COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=_ENVIRONMENT, cwd="/"
     )
@@ -80,27 +81,32 @@ async def run(sources: Mapping[str, str], limits: Limits) -> Result:
     return _result(answer, errors)
 
 
-@cache
 def unavailable() -> str | None:
     """Why this machine cannot isolate code, in one line with the way out; None where a trial run shows it can."""
+    try:
+        _try_it()
+    except SandboxError as error:
+        return (
+            f"this machine cannot isolate untrusted code ({error}); allow user namespaces "
+            "(Linux 5.14 or newer on x86_64; in a container a privileged one), or take the metric out"
+        )
+    return None
+
+
+@cache  # of its success alone: what it raises is not kept
+def _try_it() -> None:
+    """SandboxError where this machine does not isolate the trial."""
     limits = Limits()
+    job = _job({"trial": _TRIAL.format(processes=limits.processes)}, limits)
     try:
         ran = subprocess.run(
-            _COMMAND,
-            input=_job({"trial": _TRIAL.format(processes=limits.processes)}, limits),
-            capture_output=True,
-            env=_ENVIRONMENT,
-            cwd="/",
-            timeout=limits.wall + _SLACK,
+            _COMMAND, input=job, capture_output=True, env=_ENVIRONMENT, cwd="/", timeout=limits.wall + _SLACK
         )
-        result = _result(ran.stdout, ran.stderr)
-        why = None if result.passed else f"{result.why}: {_last_line(result.output)}"
-    except (SandboxError, subprocess.TimeoutExpired) as error:
-        why = str(error)
-    return why and (
-        f"this machine cannot isolate untrusted code ({why}); allow user namespaces "
-        "(Linux 5.14 or newer on x86_64; in a container a privileged one), or take the metric out"
-    )
+    except subprocess.TimeoutExpired as error:
+        raise SandboxError(f"the trial gave no answer within {error.timeout:g} s") from error
+    result = _result(ran.stdout, ran.stderr)
+    if not result.passed:
+        raise SandboxError(f"the trial ended with {result.why}: {_last_line(result.output)}")
 
 
 # What must not be possible, tried. Kernels before 5.14 count the processes of a user over all of the machine.

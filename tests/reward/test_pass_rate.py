@@ -128,6 +128,7 @@ def test_tests_without_their_candidate_are_missing_and_no_zero() -> None:
 
 
 def test_a_sandbox_that_fails_is_missing_and_no_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sandbox.unavailable() is None
     monkeypatch.setattr(sandbox, "_COMMAND", ("/bin/false",))
     (missing,) = score(TWICE, reply(CODE))
     assert isinstance(missing, Missing)
@@ -173,6 +174,7 @@ def test_a_machine_that_cannot_isolate_refuses_the_metric(monkeypatch: pytest.Mo
 
 @pytest.fixture
 def local_ray() -> Iterator[None]:
+    assert sandbox.unavailable() is None  # before a fork bomb is tried
     ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="error")
     yield
     ray.shutdown()
