@@ -181,7 +181,11 @@ class RewardConfig:
     weights: dict[str, float] = option({}, "weight of each metric in the reward; 0: scored and shown only")
     metrics: dict[str, dict[str, Any]] = option({}, "settings of a metric by its name, as metrics.accuracy.judge=true")
     clamp: dict[str, float] = option({}, "largest absolute weighted part of a metric in the modes mr and single_turn")
-    malformed: float = option(-1.0, "reward of a malformed trained turn (empty, broken <think>, cut); it has no future")
+    malformed: float | None = option(
+        -1.0,
+        "reward of a malformed trained turn (empty, broken <think>, cut by its budget), which has no futures; "
+        "none: it is played on like any other",
+    )
     turn_credit: str = option(
         "equal",
         "with futures=0, what a turn is rewarded for: last (the whole, on the last turn only), equal (the whole) or "

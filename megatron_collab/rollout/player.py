@@ -27,6 +27,7 @@ class Player:
         self.sampler = Sampler(policy, renderer, users, config)
         self.rewards = rewards
         self.config = config
+        self.strict = config.reward.malformed is not None
 
     async def play(self, task: Task, stream: str) -> Group:
         """train.rollouts_per_prompt rollouts of `task`, all at once, as reward.mode and rollout.futures say.
@@ -60,7 +61,9 @@ class Player:
         """One conversation to its end, every turn of the policy trained."""
         conversation = await self._start(task, place)
         if not conversation.ending:
-            conversation = await self.sampler.play_on(conversation, task, place, self.config.rollout.turn, strict=True)
+            conversation = await self.sampler.play_on(
+                conversation, task, place, self.config.rollout.turn, strict=self.strict
+            )
         return self._rollout(conversation, [await self._scored(task, conversation)])
 
     async def _with_futures(self, task: Task, places: Sequence[Place]) -> list[Rollout]:
@@ -87,7 +90,8 @@ class Player:
         return start, await self._futures(start, task, place, range(futures))
 
     async def _start(self, task: Task, place: Place) -> Conversation:
-        return self.sampler.refuse_malformed(await self.sampler.trained_turn(task, place))
+        start = await self.sampler.trained_turn(task, place)
+        return self.sampler.refuse_malformed(start) if self.strict else start
 
     async def _futures(self, start: Conversation, task: Task, place: Place, numbers: range) -> list[Future]:
         futures = (self._future(start, task, replace(place, future=number)) for number in numbers)
@@ -105,8 +109,9 @@ class Player:
         return Future(conversation, await self.rewards.score(task, conversation))
 
     def _rollout(self, start: Conversation, futures: Sequence[Future]) -> Rollout:
-        if any(future.conversation.ending is Ending.MALFORMED for future in futures):
-            return Rollout(start, tuple(futures), Reward(self.config.reward.malformed))
+        penalty = self.config.reward.malformed
+        if penalty is not None and any(future.conversation.ending is Ending.MALFORMED for future in futures):
+            return Rollout(start, tuple(futures), Reward(penalty))
         return Rollout(start, tuple(futures), self._reward(futures))
 
     def _reward(self, futures: Sequence[Future]) -> Reward:

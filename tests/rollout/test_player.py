@@ -76,6 +76,13 @@ def test_a_malformed_turn_is_penalised_and_has_no_futures() -> None:
     assert len(rewards.asked) == 3 * (8 - len(malformed))
 
 
+def test_without_a_penalty_malformed_turns_are_played_on() -> None:
+    made = player(FakePolicy(lambda prompt, seed: ""), FakeRewards(last_is_ok))
+    made.strict = False
+    for rollout in asyncio.run(made.play(TASK, "s")).rollouts:
+        assert [len(future.conversation.turns) for future in rollout.futures] == [3, 3, 3]
+
+
 def test_an_evaluation_sees_what_a_user_would_see() -> None:
     rewards = FakeRewards(lambda conversation: float(len(conversation.turns)))
     made = player(FakePolicy(lambda prompt, seed: ""), rewards)
