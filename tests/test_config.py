@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_collab.config import future_range, load, reward_to_go_gamma
+from megatron_collab.config import ConfigError, future_range, load, reward_to_go_gamma
 
 
 @pytest.mark.parametrize(
@@ -39,3 +39,59 @@ def test_settings_of_a_metric_and_of_the_two_budgets() -> None:
     config = load(["experiment=gsm8k", "reward.metrics.accuracy.judge=false", "rollout.future.max_new_tokens=7"])
     assert config.reward.metrics == {"accuracy": {"judge": False}}
     assert (config.rollout.turn.max_new_tokens, config.rollout.future.max_new_tokens) == (32, 7)
+
+
+@pytest.mark.parametrize(
+    ("mode", "tokens", "count", "rubric"),
+    [
+        ("paper", -5e-4, "policy", "holistic"),
+        ("collabllm", -0.5, "cl100k", "holistic"),
+        ("verl", -1e-4, "words", "parts"),
+    ],
+)
+def test_a_published_reward_is_one_word(mode: str, tokens: float, count: str, rubric: str) -> None:
+    reward = load(["experiment=gsm8k", f"reward={mode}", "reward.judge.model=openai/judge"]).reward
+    assert reward.mode == mode
+    assert reward.weights == {"accuracy": 1.0, "interactivity": 1.0, "token_amount": tokens, "asks": 0.0}
+    assert (reward.metrics["token_amount"], reward.metrics["interactivity"]) == ({"count": count}, {"rubric": rubric})
+
+
+def refused(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        load(["experiment=gsm8k", *overrides])
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["reward=verl"], "reward.weights.accuracy: needs a judge; set reward.judge.model"),
+        (["rollout.futures=adaptive(1,3)"], "rollout.futures=adaptive(1,3): adaptive(min,max) needs 2 <= min < max"),
+        (["rollout.futures=some"], "rollout.futures=some: give a number"),
+        (["reward.turn_credit=reward_to_go(3)"], "reward.turn_credit=reward_to_go(3): choose last, equal"),
+        (["rollout.train_turns=all"], "rollout.train_turns=all: compares sibling futures; set rollout.futures to 2"),
+        (
+            ["rollout.train_turns=all", "rollout.futures=2", "rollout.future.temperature=0.5"],
+            "rollout.future.temperature=0.5: rollout.train_turns=all trains these turns too",
+        ),
+        (["reward.weights.turn_rewards=1"], "with rollout.futures=0 these rewards are credited to their turns already"),
+        (["rollout.tools=[oracle]"], "rollout.tools=oracle: no such tool; known are calculator"),
+        (["reward.metrics.bleu.level=token"], "reward.metrics.bleu: not in reward.weights"),
+        (["reward.metrics.accuracy.level=token"], "reward.metrics.accuracy.level: accuracy has no such setting"),
+        (["reward.weights.nice=1", "reward.metrics.nice.metric=kindness"], "reward.weights.nice: no such metric"),
+        (["reward.mode=verl", "reward.clamp.accuracy=1"], "reward.clamp: reward.mode=verl is a published formula"),
+        (["reward.clamp.bleu=1"], "reward.clamp.bleu: not in reward.weights"),
+        (["user.personas=none.txt"], "user.personas=none.txt: no such file"),
+        (["rollout.future.max_new_tokens=0"], "rollout.future.max_new_tokens=0: must be greater than 0"),
+    ],
+)
+def test_what_cannot_work_names_the_setting_and_the_way_out(overrides: list[str], said: str) -> None:
+    assert said in refused(*overrides)
+
+
+def test_one_metric_stands_twice_under_other_names() -> None:
+    config = load(
+        ["experiment=gsm8k", "reward.weights.words=0", "+reward.metrics.words={metric: token_amount, count: words}"]
+    )
+    assert config.reward.metrics["words"] == {"metric": "token_amount", "count": "words"}
