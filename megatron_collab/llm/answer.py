@@ -29,7 +29,7 @@ _QUOTES = {'"""': '"""', "'''": "'''", '"': '"', "'": "'", "`": "`", "“": "”
 _BARE = re.compile(r"[\w.+-]+")
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _CONSTANTS = {"true": True, "false": False, "null": None, "none": None}
-_ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|U(000[0-9a-fA-F]{5})|u[0-9a-fA-F]{4}|[\"\\/bfnrt'])|[\\\"]")
+_ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|U(00(?:0[0-9a-fA-F]|10)[0-9a-fA-F]{4})|u[0-9a-fA-F]{4}|[\"\\/bfnrt'])|[\\\"]")
 _KINDS = {str: "string", float: "number", int: "integer", bool: "boolean"}
 _LONGEST_SHOWN = 80  # characters of a wrong value in the reason
 
