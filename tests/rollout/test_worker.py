@@ -22,10 +22,12 @@ import ray
 from megatron_collab.config import Config
 from megatron_collab.data.prompts import ChatRenderer
 from megatron_collab.data.worlds import booking, tiny
+from megatron_collab.llm.client import LlmClient
 from megatron_collab.reward.loop import RewardClient, RewardWorker, ray_session, start_actor
 from megatron_collab.rollout.player import Player
 from megatron_collab.rollout.sglang import EngineError
-from megatron_collab.rollout.worker import start_workers
+from megatron_collab.rollout.users import Users
+from megatron_collab.rollout.worker import start_crew
 from megatron_collab.types import Ending, Group, Message, Missing, Task
 from tests.rollout.fakes import CharacterRenderer, FakePolicy, config
 
@@ -54,7 +56,7 @@ def tasks(n: int) -> list[Task]:
     for i in range(n):
         goal = {slot: values[i % len(values)] for slot, values in booking.SLOTS.items()}
         text = " ".join([booking.REQUEST, booking.say(goal, list(booking.SLOTS)[: i % 3 + 1]), "."])
-        made.append(Task(f"t{i}", (Message("user", text),), json.dumps(goal), booking.final(goal), "booking"))
+        made.append(Task(f"t{i}", (Message("user", text),), json.dumps(goal), booking.final(goal), booking.USER))
     return made
 
 
@@ -64,10 +66,10 @@ class FakeEngineWorker:
     def __init__(self, config: Config, reward_worker: str) -> None:
         policy = FakePolicy(answer, wait=0.01)
         rewards = RewardClient([ray.get_actor(reward_worker)], config.reward)
-        self.player = Player(policy, CharacterRenderer(), rewards, config)
+        self.player = Player(policy, CharacterRenderer(), Users(config, LlmClient()), rewards, config)
 
-    async def play(self, task: Task, stream: str, rollouts: int, futures: int) -> Group:
-        return await self.player.play(task, stream, rollouts, futures)
+    async def play(self, task: Task, stream: str) -> Group:
+        return await self.player.play(task, stream)
 
     async def omp_threads(self) -> str | None:
         return os.environ.get("OMP_NUM_THREADS")
@@ -77,6 +79,7 @@ class FakeEngineWorker:
 def options() -> Config:
     made = config(max_user_turns=2)
     made.reward.weights = dict(WEIGHTS)
+    made.train.rollouts_per_prompt = 4
     return made
 
 
@@ -92,7 +95,7 @@ def session(options: Config) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def rewards(session: None, options: Config) -> Any:
-    return start_actor(RewardWorker, options.reward, name="scores")
+    return start_actor(RewardWorker, options, name="scores")
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +105,7 @@ def worker(options: Config, rewards: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def groups(worker: Any) -> list[Group]:
-    return ray.get([worker.play.remote(task, f"train-0-{i}", 4, 3) for i, task in enumerate(tasks(6))], timeout=60)
+    return ray.get([worker.play.remote(task, f"train-0-{i}") for i, task in enumerate(tasks(6))], timeout=60)
 
 
 def test_groups_come_back_whole(groups: list[Group]) -> None:
@@ -110,11 +113,11 @@ def test_groups_come_back_whole(groups: list[Group]) -> None:
     assert [len(group.rollouts) for group in groups] == [4] * 6
     for group in groups:
         for rollout in group.rollouts:
-            assert len(rollout.futures) == (3 if rollout.turn.token_ids else 1)
+            assert len(rollout.futures) == (3 if rollout.start.turns else 1)
             for future in rollout.futures:
                 assert future.conversation.ending is not None
                 assert future.conversation.messages[: len(group.task.messages)] == group.task.messages
-                assert future.conversation.turns[:1] in ((rollout.turn,), ())
+                assert future.conversation.turns[:1] == rollout.start.turns
 
 
 def test_the_reward_is_that_of_the_last_replies(groups: list[Group]) -> None:
@@ -134,34 +137,23 @@ def test_the_reward_is_that_of_the_last_replies(groups: list[Group]) -> None:
 
 def test_an_outage_is_counted_and_never_a_number(groups: list[Group]) -> None:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    unplayed = [rollout for rollout in rollouts if not rollout.turn.token_ids]
+    unplayed = [rollout for rollout in rollouts if not rollout.start.turns]
     assert unplayed
     for rollout in unplayed:
         assert isinstance(rollout.reward.value, Missing)
         assert "the engine fell over" in rollout.reward.value.why
-    broken = [r for r in rollouts if r.turn.token_ids and any(f.conversation.ending is Ending.ERROR for f in r.futures)]
+    broken = [r for r in rollouts if r.start.turns and any(f.conversation.ending is Ending.ERROR for f in r.futures)]
     assert broken
     assert all(rollout.reward.missing > 0 for rollout in broken)
 
 
-def test_the_turn_alone_is_scored_where_no_futures_are_asked_for(worker: Any) -> None:
-    task = Task("t", tasks(1)[0].messages, "{}", "never", "nobody")  # a user would fail
-    group = ray.get(worker.play.remote(task, "train-1-0", 4, 0), timeout=60)
-    for rollout in group.rollouts:
-        if rollout.turn.token_ids:
-            (future,) = rollout.futures
-            assert future.conversation.ending is Ending.TURN_LIMIT
-            assert future.conversation.turns == (rollout.turn,)
-            assert rollout.reward.standard_error == 0.0
-
-
 def test_playing_again_gives_the_same_group(worker: Any, groups: list[Group]) -> None:
-    assert ray.get(worker.play.remote(groups[0].task, "train-0-0", 4, 3), timeout=60) == groups[0]
+    assert ray.get(worker.play.remote(groups[0].task, "train-0-0"), timeout=60) == groups[0]
 
 
 def test_a_reward_worker_that_dies_is_started_again(worker: Any, rewards: Any, groups: list[Group]) -> None:
     ray.kill(rewards, no_restart=False)
-    assert ray.get(worker.play.remote(groups[1].task, "train-0-1", 4, 3), timeout=60) == groups[1]
+    assert ray.get(worker.play.remote(groups[1].task, "train-0-1"), timeout=60) == groups[1]
 
 
 def test_workers_compute_in_one_thread(worker: Any) -> None:
@@ -170,7 +162,7 @@ def test_workers_compute_in_one_thread(worker: Any) -> None:
 
 def test_goals_stay_with_their_conversations(worker: Any) -> None:
     made = tasks(50)
-    pending = [worker.play.remote(task, f"train-2-{i}", 2, 2) for i, task in enumerate(made)]
+    pending = [worker.play.remote(task, f"train-2-{i}") for i, task in enumerate(made)]
     for task, group in zip(made, ray.get(pending, timeout=60), strict=True):
         goal = json.loads(task.goal)
         for rollout in group.rollouts:
@@ -201,9 +193,11 @@ class FakeServer(BaseHTTPRequestHandler):
             "weight_version": "3",
             "finish_reason": {"type": "stop"},
         }
-        answer = json.dumps({"text": "?", "output_ids": self.reply_ids, "meta_info": meta}).encode()
+        meta |= {"prompt_tokens": len(body["input_ids"]), "cached_tokens": 0}
+        event = json.dumps({"text": "?", "output_ids": self.reply_ids, "meta_info": meta})
+        answer = f"data: {event}\n\ndata: [DONE]\n\n".encode()
         self.send_response(200)
-        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Type", "text/event-stream")
         self.send_header("Content-Length", str(len(answer)))
         self.end_headers()
         self.wfile.write(answer)
@@ -231,18 +225,20 @@ def test_a_conversation_worker_speaks_to_the_server(
     FakeServer.reply_ids = list(renderer.reply("?"))
     task = tasks(1)[0]
 
-    (worker,), _ = start_workers(replace(options, model=replace(options.model, path=str(tmp_path))), server, KEY)
-    group = ray.get(worker.play.remote(task, "train-0-0", 2, 2), timeout=60)
+    crew = start_crew(replace(options, model=replace(options.model, path=str(tmp_path))), [(server, KEY)])
+    (worker,) = crew.conversations
+    group = ray.get(worker.play.remote(task, "train-0-0"), timeout=60)
 
     for rollout in group.rollouts:
-        assert rollout.turn.prompt_ids == renderer.first(task.messages)
-        assert (rollout.turn.text, rollout.turn.version, rollout.turn.log_probs) == ("?", 3, (-0.5, -0.5))
+        (turn,) = rollout.start.turns
+        assert turn.prompt_ids == renderer.first(task.messages)
+        assert (turn.text, turn.version, turn.log_probs) == ("?", 3, (-0.5, -0.5))
         assert rollout.reward.value == pytest.approx(-0.001 * 2 * 3)
         for future in rollout.futures:
             said = [message.content for message in future.conversation.messages[len(task.messages) :]]
             assert said == ["?", "please book a table ."] * 2 + ["?"]
     seeds = [body["sampling_params"]["sampling_seed"] for body in FakeServer.asked]
-    assert len(set(seeds)) == len(seeds) == 2 * (1 + 2 * 2)
+    assert len(set(seeds)) == len(seeds) == 4 * (1 + 3 * 2)
     assert KEY not in json.dumps(ray.get_runtime_context().runtime_env)
 
 
