@@ -1,0 +1,124 @@
+"""Judgements during an outage: none may differ from those of a clean run, and none may become 0.
+
+`python tools/bench/judge_outage.py` asks for 500 scores at a real HTTP endpoint on loopback, through Judge and
+LiteLLM, first while it works, then while, drawn by seed for every request, 30 % fail (status 500, 429 with
+Retry-After, a connection that is reset), 5 % hang until the client gives up, and 5 % are bad JSON, much of which
+looks like 0 or like a part of the score. Values:
+
+- wrong_scores: scores that differ from those of the clean run, Missing aside; must be 0.
+- zero_by_failure: scores of 0 where the clean run has another; must be 0.
+- missing: share of the scores that could not be had within three tries (0.4 ** 3 = 0.064 is to be expected).
+- calls: requests that the endpoint got during the outage.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+from collections import Counter
+from typing import Any
+
+from aiohttp import web
+
+from megatron_collab.config import EndpointConfig
+from megatron_collab.llm.answer import Field
+from megatron_collab.llm.client import LlmClient
+from megatron_collab.reward.judge import Judge
+from megatron_collab.types import Missing
+
+JUDGEMENTS, AT_ONCE, SEED = 500, 24, 0
+TIMEOUT = 4.0  # seconds; a call takes some 20 ms, on a busy machine more
+FIELDS = [Field("thought", str), Field("score", float, 0.0, 1.0)]
+
+Scores = list[float | Missing]
+
+
+class Endpoint:
+    """Chat completions whose score depends on the prompt alone, and whose faults on prompt and try."""
+
+    def __init__(self, broken: bool) -> None:
+        self.broken = broken
+        self.tries: Counter[str] = Counter()
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        prompt = (await request.json())["messages"][0]["content"]
+        self.tries[prompt] += 1
+        draw = random.Random(f"{SEED} {prompt} {self.tries[prompt]}")
+        score = random.Random(f"{SEED} {prompt}").choice([0.0, 1.0, *(i / 100 for i in range(100))])
+        good = json.dumps({"thought": f"it's a {score}", "score": score})
+        chance = draw.random() if self.broken else 1.0
+        if chance < 0.30:
+            return await fault(request, draw)
+        if chance < 0.35:
+            await asyncio.sleep(10 * TIMEOUT)
+        return completion(bad_json(good, draw) if chance < 0.40 else good)
+
+
+async def fault(request: web.Request, draw: random.Random) -> web.StreamResponse:
+    kind = draw.choice(["500", "429", "reset"])
+    if kind == "reset":
+        assert request.transport is not None
+        request.transport.abort()
+        return web.Response()
+    headers = {"Retry-After": "1"} if kind == "429" else {}
+    return web.json_response({"error": {"message": "out of order"}}, status=int(kind), headers=headers)
+
+
+def bad_json(good: str, draw: random.Random) -> str:
+    half = good[: draw.randrange(len(good))]
+    others = ["", "0", "null", "{}", "I would say 0.", '{"thought": "", "score": null}', '{"thought": "", "score": 11}']
+    return draw.choice([half, good[:-1], good[:-2], *others, '{"thought": "", "score": false}', '{"score": 0}'])
+
+
+def completion(text: str) -> web.Response:
+    choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
+    usage = {"prompt_tokens": 10, "completion_tokens": 10, "total_tokens": 20}
+    body = {"id": "1", "object": "chat.completion", "created": 1, "model": "judge", "choices": [choice]}
+    return web.json_response({**body, "usage": usage})
+
+
+async def judge(broken: bool) -> tuple[Scores, int]:
+    """All scores, and the requests that the endpoint got."""
+    endpoint = Endpoint(broken)
+    application = web.Application()
+    application.router.add_post("/v1/chat/completions", endpoint.answer)
+    runner = web.AppRunner(application, shutdown_timeout=0.1, handler_cancellation=True)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    asked = Judge(LlmClient(), EndpointConfig("openai/judge", url, attempts=3, timeout=TIMEOUT))
+    gate = asyncio.Semaphore(AT_ONCE)
+
+    async def one(i: int) -> float | Missing:
+        async with gate:
+            answer: dict[str, Any] | Missing = await asked.ask(f"Score conversation {i}.", FIELDS)
+        return answer if isinstance(answer, Missing) else answer["score"]
+
+    try:
+        scores = list(await asyncio.gather(*(one(i) for i in range(JUDGEMENTS))))
+    finally:
+        await runner.cleanup()
+    return scores, endpoint.tries.total()
+
+
+def main() -> None:
+    os.environ.setdefault("OPENAI_API_KEY", "none")
+    clean, _ = asyncio.run(judge(broken=False))
+    scores, calls = asyncio.run(judge(broken=True))
+    had = [(score, true) for score, true in zip(scores, clean, strict=True) if not isinstance(score, Missing)]
+    values = {
+        "wrong_scores": sum(score != true for score, true in had),
+        "zero_by_failure": sum(score == 0 != true for score, true in had),
+        "missing": sum(isinstance(score, Missing) for score in scores) / JUDGEMENTS,
+        "missing_clean": sum(isinstance(score, Missing) for score in clean) / JUDGEMENTS,
+        "calls": calls,
+    }
+    for why, count in Counter(score.why for score in scores if isinstance(score, Missing)).most_common(8):
+        print(f"{count:3} x {why}")
+    print(json.dumps({"name": "judge_outage", "values": values}))
+
+
+if __name__ == "__main__":
+    main()
