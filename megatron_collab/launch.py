@@ -41,6 +41,8 @@ def prepare(config: Config) -> None:
     Raises ConfigError; nothing has been started by then.
     """
     from megatron_collab.data import datasets, worlds
+    from megatron_collab.data.prompts import ChatRenderer
+    from megatron_collab.rollout import tools
 
     try:
         worlds.prepare(config)
@@ -52,6 +54,7 @@ def prepare(config: Config) -> None:
             if config.data.eval:
                 _check_users(config, "data.eval", datasets.load_tasks(Path(config.data.eval), "data.eval"))
         if not under_torchrun():
+            ChatRenderer(config.model.path, tools.schemas(config.rollout.tools))
             bindable("rollout.server.port", config.rollout.server.port)
     except ConfigError:
         raise
@@ -82,10 +85,11 @@ def _check_users(config: Config, setting: str, tasks: Sequence[Task]) -> None:
     """Every task needs somebody to talk to: the user that it names, or that user.name names for all."""
     from megatron_collab.rollout import users
 
-    for name in sorted({config.user.name or task.user for task in tasks}):
+    examples = {config.user.name or task.user: task.id for task in reversed(tasks)}
+    for name, example in examples.items():
         reason = users.check(name, config)
         if reason:
-            raise ConfigError(f"{setting}: {reason}")
+            raise ConfigError(f"{setting}, task {example}: {reason}")
 
 
 def _check_same_run(config: Config) -> None:

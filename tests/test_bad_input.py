@@ -137,7 +137,13 @@ def test_a_dataset_row_without_a_prompt(capsys: pytest.CaptureFixture[str], tmp_
 def test_a_task_that_nobody_plays(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path) -> None:
     rows = [{"prompt": [{"role": "user", "content": "hi"}], "goal": "g", "user": "nobody"}]
     line = refused(capsys, *given(tmp_path, model, rows, "train.stage=rl", "reward.weights={token_amount: -1}"))
-    assert "data.train: task 0 names the scripted user 'nobody'" in line and "user.model" in line
+    assert "data.train, task 0: user nobody: no such kind of user; known are llm, replay" in line
+
+
+def test_a_user_without_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path) -> None:
+    rows = [{"prompt": [{"role": "user", "content": "hi"}], "goal": "g"}]
+    line = refused(capsys, *given(tmp_path, model, rows, "train.stage=rl", "reward.weights={token_amount: -1}"))
+    assert "data.train, task 0: user llm" in line and "user.model" in line
 
 
 def test_a_metric_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:

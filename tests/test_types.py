@@ -11,10 +11,28 @@ def turn(prompt_ids: tuple[int, ...], token_ids: tuple[int, ...]) -> Turn:
 
 def test_a_conversation_holds_the_tokens_as_they_were_sampled() -> None:
     begun = Conversation((Message("user", "hi"),), token_ids=(1, 2, 3))
-    answered = begun.add_turn(turn((1, 2, 3), (7, 8))).add_user(Message("user", "go on"), (4, 5))
+    answered = begun.add_turn(turn((1, 2, 3), (7, 8))).add_messages([Message("user", "go on")], (4, 5))
     assert answered.token_ids == (1, 2, 3, 7, 8, 4, 5)
     assert [message.role for message in answered.messages] == ["user", "assistant", "user"]
     assert begun.token_ids == (1, 2, 3), "a conversation is never changed in place: futures share it"
+
+
+def test_replies_are_what_was_said_to_the_user_since_the_task() -> None:
+    history = (Message("user", "hi"), Message("assistant", "old"), Message("user", "and?"))
+    said = Conversation(history, (1,)).add_turn(Turn((1,), (2,), (-1.0,), 0, Finish.STOP, "<think>x</think>call"))
+    said = said.add_messages([Message("tool", "42")], (3,))
+    said = said.add_turn(Turn((1, 2, 3), (4,), (-1.0,), 0, Finish.STOP, "it is 42"))
+    said = said.add_messages([Message("user", "thanks")], (5,))
+    assert said.replies == ("it is 42",)
+    assert said.messages[3].content == "call"
+    assert said.add_turn(turn((1, 2, 3, 4, 5), (6,))).replies == ("it is 42", "hello")
+    assert Conversation(history, (1,)).replies == ()
+
+
+def test_rewards_are_added_to_the_last_turn() -> None:
+    first = Conversation((), (1,)).add_turn(turn((1,), (2,))).add_reward(1.0).add_reward(0.5)
+    second = first.add_messages([], (3,)).add_turn(turn((1, 2, 3), (4,))).add_reward(2.0)
+    assert (first.turn_rewards, second.turn_rewards) == ((1.5,), (1.5, 2.0))
 
 
 def test_one_changed_prompt_token_is_refused() -> None:

@@ -53,7 +53,7 @@ def stream(chat: ChatRenderer, messages: list[Message], ended: bool = True) -> t
     tokens = chat.first(messages[:1])
     for reply, message in zip(messages[1::2], messages[2::2], strict=True):
         turn = sampled(chat, tokens, reply.content, ended)
-        tokens = tokens + turn.token_ids + chat.next(message, turn)
+        tokens = tokens + turn.token_ids + chat.next([message], turn)
     return tokens
 
 
@@ -79,7 +79,7 @@ def test_sampled_tokens_are_kept_although_the_tokenizer_would_have_cut_the_text_
     assert letters != renderer.reply("which day")[:-1]
     prompt = renderer.first(SAID[:1])
     turn = Turn(prompt, (*letters, renderer.end_id), (-1.0,) * (len(letters) + 1), 0, Finish.STOP, "which day")
-    assert renderer.next(SAID[2], turn) == renderer.next(SAID[2], sampled(renderer, prompt, "which day"))
+    assert renderer.next([SAID[2]], turn) == renderer.next([SAID[2]], sampled(renderer, prompt, "which day"))
 
 
 def test_the_booking_world_as_words(tmp_path: Path) -> None:
@@ -105,3 +105,31 @@ def test_a_template_that_cannot_append_is_refused(tmp_path: Path, template: str,
 def test_a_tokenizer_without_a_template_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no chat template"):
         renderer(tmp_path, "")
+
+
+TOOLS = (
+    "{%- if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}{% endfor %}<|im_end|>\n{% endif -%}"
+    "{%- for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor -%}"
+    "{%- if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+SCHEMA = {"type": "function", "function": {"name": "calculator", "description": "computes", "parameters": {}}}
+
+
+def test_the_prompt_tells_of_tools_and_their_answers_are_appended(tmp_path: Path) -> None:
+    chat = ChatRenderer(str(renderer(tmp_path, TOOLS).model_path), [SCHEMA])
+    prompt = chat.first([Message("user", "x")])
+    assert "calculator" in chat.tokenizer.decode(prompt)
+    said = chat.next([Message("tool", "42"), Message("tool", "43")], sampled(chat, prompt, "call"))
+    shown = "\n<|im_start|>tool\n42<|im_end|>\n<|im_start|>tool\n43<|im_end|>\n<|im_start|>assistant\n<think>\n"
+    assert chat.tokenizer.decode(said) == shown
+
+
+def test_a_template_that_knows_no_tools_is_refused(tmp_path: Path) -> None:
+    folder = str(renderer(tmp_path, QWEN).model_path)
+    with pytest.raises(ValueError, match="does not tell the policy of rollout.tools"):
+        ChatRenderer(folder, [SCHEMA])
+
+
+def test_a_template_may_open_the_thought(tmp_path: Path) -> None:
+    assert renderer(tmp_path / "a", TOOLS).opens_thought
+    assert not renderer(tmp_path / "b", QWEN).opens_thought
