@@ -1,7 +1,7 @@
 """One rank of test_engine_parity.py: `publish_worker.py FOLDER`, the servers in the environment variable SERVERS.
 
-For every case a model is loaded that the server has not seen, published, trained three times and published
-again. Rank 0 writes FOLDER/found.json: what the server's log-probs differ by from the trainer's, each time.
+For every case a model is loaded that the servers have not seen, published, trained three times and published
+again. Rank 0 writes FOLDER/found.json: what the servers' log-probs differ by from the trainer's, each time.
 """
 
 from __future__ import annotations
@@ -13,19 +13,21 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.request import Request, urlopen
 
 import numpy as np
 import torch.distributed as dist
 
 from megatron_collab.actor import model as policies
 from megatron_collab.actor.actor import Actor
-from megatron_collab.config import Config
+from megatron_collab.config import Config, RolloutConfig
 from megatron_collab.publish.publisher import Publisher
 from megatron_collab.publish.transport import PublishError
 from megatron_collab.rollout.sglang import SGLangClient
 from megatron_collab.types import Batch, Sample, Turn
 
-# name: (model, tensor parallel, pipeline parallel, bytes of a bucket); data parallel is what remains of two ranks
+# name: (servers of this model, tensor parallel, pipeline parallel, bytes of a bucket); data parallel is what remains
+# of two ranks
 CASES = {
     "tp2": ("untied", 2, 1, 1 << 20),
     "tp2-many-buckets": ("untied", 2, 1, 1 << 15),
@@ -33,6 +35,7 @@ CASES = {
     "dp2": ("untied", 1, 1, 1 << 20),
     "tied-tp2": ("tied", 2, 1, 1 << 20),
     "tied-pp2": ("tied", 1, 2, 1 << 20),
+    "two-servers": ("untied-twice", 2, 1, 1 << 17),
 }
 UPDATES = 3
 TURNS, PROMPT, REPLY = 12, 20, 16
@@ -48,18 +51,18 @@ def configure(folder: Path, tp: int, pp: int) -> Config:
     return config
 
 
-def sample_turns(url: str, api_key: str, seed: int, temperature: float) -> list[Turn]:
-    """Turns of the server's own, from random prompts."""
-    prompts = np.random.default_rng(seed).integers(3, 500, (TURNS, PROMPT)).tolist()
+def sample_turns(server: dict[str, Any], seed: int, config: RolloutConfig) -> tuple[list[Turn], int]:
+    """Turns of the server's own, from the same random prompts each time, and the tokens of them it had cached."""
+    prompts = np.random.default_rng(0).integers(3, 500, (TURNS, PROMPT)).tolist()
 
-    async def sample() -> list[Turn]:
-        client = SGLangClient(url, api_key, 60.0)
+    async def sample() -> tuple[list[Turn], int]:
+        client = SGLangClient(server["url"], server["api_key"], config)
         try:
             requests = [
-                client.generate(tuple(prompt), max_new_tokens=REPLY, temperature=temperature, seed=seed * 1000 + i)
+                client.generate(tuple(prompt), max_new_tokens=REPLY, sampling=config.turn, seed=seed * 1000 + i)
                 for i, prompt in enumerate(prompts)
             ]
-            return await asyncio.gather(*requests)
+            return await asyncio.gather(*requests), client.counters["cached_tokens"]
         finally:
             await client.close()
 
@@ -74,53 +77,72 @@ def to_sample(turn: Turn, advantage: float) -> Sample:
 
 
 class Case:
-    """One model in one layout, beside the server that it is published to."""
+    """One model in one layout, beside the servers that it is published to."""
 
-    def __init__(self, config: Config, server: dict[str, Any], bucket_bytes: int) -> None:
+    def __init__(self, config: Config, servers: list[dict[str, Any]], bucket_bytes: int) -> None:
         policy, self.shape = policies.load(config)
-        self.server, self.policy, self.config = server, policy, config
+        self.servers, self.policy, self.config = servers, policy, config
         self.actor = Actor(config, policy, policies.frozen_copy(policy))
-        self.publisher = Publisher(config, policy, self.shape, self.line(), bucket_bytes)
+        self.publisher = Publisher(config, policy, self.shape, self.lines(), bucket_bytes)
         self.samples: tuple[Sample, ...] = ()
         self.seed = 0
 
-    def line(self, **changes: Any) -> Any:
-        return SimpleNamespace(**self.server | changes) if dist.get_rank() == 0 else None
+    def lines(self, **changes: Any) -> list[Any]:
+        """What the publisher is given; `changes` are made to the last of the servers."""
+        found = [*self.servers[:-1], self.servers[-1] | changes]
+        return [SimpleNamespace(**server) for server in found] if dist.get_rank() == 0 else []
 
     def measure(self) -> dict[str, Any]:
-        """Sample; the largest difference of log-probs between server and trainer, and the server's version."""
+        """Sample; the largest difference of log-probs between servers and trainer, versions, what was cached.
+
+        `alike`: whether the servers gave the same turns, to the last bit.
+        """
         self.seed += 1
         shared: list[Any] = [None]
         if dist.get_rank() == 0:
-            temperature = self.config.rollout.turn.temperature
-            shared = [sample_turns(self.server["url"], self.server["api_key"], self.seed, temperature)]
+            shared = [[sample_turns(server, self.seed, self.config.rollout) for server in self.servers]]
         dist.broadcast_object_list(shared)
-        turns = shared[0]
+        (turns, cached), *others = shared[0]
         advantages = np.random.default_rng(self.seed).normal(size=len(turns))
         self.samples = tuple(to_sample(turn, advantage) for turn, advantage in zip(turns, advantages, strict=True))
         found = self.actor.log_probs(self.samples)
         pairs = zip(found, self.samples, strict=True)
         difference = max(float(np.abs((ours - sample.log_probs) * sample.loss_mask).max()) for ours, sample in pairs)
-        return {"difference": difference, "versions": sorted({turn.version for turn in turns})}
+        return {
+            "difference": difference,
+            "versions": sorted({turn.version for turn in turns}),
+            "cached": cached,
+            "alike": all(found == turns for found, _ in others),
+        }
 
     def failures(self) -> list[list[str]]:
-        """The message of a publish with a wrong key and of one without a server, on every rank."""
+        """The message on every rank where the last server refuses the key, and where it is not there."""
         found: list[list[str]] = []
         for changes in ({"api_key": "wrong"}, {"url": "http://127.0.0.1:9"}):
-            with Publisher(self.config, self.policy, self.shape, self.line(**changes)) as publisher:
+            with Publisher(self.config, self.policy, self.shape, self.lines(**changes)) as publisher:
                 messages: list[Any] = [None] * dist.get_world_size()
                 try:
                     publisher.publish(999)
                 except PublishError as error:
                     dist.all_gather_object(messages, str(error))
                 assert publisher.version is None
+                if dist.get_rank() == 0:
+                    self.resume()
                 found.append(messages)
         return found
+
+    def resume(self) -> None:
+        """Close the update that a failed publish left open on the other server; nobody but a test does that."""
+        server = self.servers[0]
+        for path in ("/end_weight_update", "/continue_generation"):
+            headers = {"Authorization": f"Bearer {server['api_key']}", "Content-Type": "application/json"}
+            with urlopen(Request(server["url"] + path, b"{}", headers), timeout=60):
+                pass
 
 
 def run(folder: Path, name: str, servers: dict[str, Any]) -> dict[str, Any]:
     kind, tp, pp, bucket_bytes = CASES[name]
-    config = configure(folder / kind, tp, pp)
+    config = configure(folder / kind.removesuffix("-twice"), tp, pp)
     first = 10 * (1 + list(CASES).index(name))
     with policies.init_parallel(config):
         case = Case(config, servers[kind], bucket_bytes)
@@ -138,7 +160,7 @@ def run(folder: Path, name: str, servers: dict[str, Any]) -> dict[str, Any]:
             if dist.get_rank() == 0:
                 assert list(Path("/dev/shm").glob(f"torch_{os.getpid()}_*"))
                 found["pid"] = os.getpid()
-            if name == "tp2":
+            if name == "two-servers":
                 found |= {"failures": case.failures(), "after_failures": case.measure()}
     return found
 

@@ -6,14 +6,16 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.conftest import Served
+from megatron_collab.rollout.sglang import SGLangServer
+from tests.conftest import Served, serving_config
 from tests.helpers import free_port, make_model
-from tests.publish.publish_worker import CASES, UPDATES
+from tests.publish.publish_worker import CASES, PROMPT, TURNS, UPDATES
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RANKS = 2
@@ -22,12 +24,24 @@ TOLERANCE = 1e-4
 
 
 @pytest.fixture(scope="module")
-def found(servers: dict[str, Served], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def second(servers: dict[str, Served], tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangServer]:
+    """Another server of the untied model."""
+    config = serving_config(servers["untied"].folder)
+    with SGLangServer(config, tmp_path_factory.mktemp("second") / "log", index=1) as server:
+        server.wait_healthy(400.0)
+        yield server
+
+
+@pytest.fixture(scope="module")
+def found(servers: dict[str, Served], second: SGLangServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("publish")
     for kind in servers:
         make_model(folder / kind, tied=kind == "tied", seed=1)  # other weights than the server's
+    running = {kind: [served.server] for kind, served in servers.items()}
+    running["untied-twice"] = [*running["untied"], second]
     lines = {
-        kind: {"url": served.server.url, "api_key": served.server.api_key, "tp": 1} for kind, served in servers.items()
+        kind: [{"url": server.url, "api_key": server.api_key, "tp": 1} for server in alike]
+        for kind, alike in running.items()
     }
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
@@ -64,6 +78,18 @@ def test_log_probs_agree_after_every_publish_and_only_then(found: dict[str, Any]
 
 
 @pytest.mark.parametrize("case", CASES)
+def test_nothing_of_the_old_weights_stays_in_the_prefix_cache(found: dict[str, Any], case: str) -> None:
+    stale, published = found[case]["rounds"][2::2], found[case]["rounds"][1::2]
+    everything = TURNS * (PROMPT - 1)  # the last token of a prompt is always read
+    assert all(measured["cached"] == everything for measured in stale)
+    assert all(measured["cached"] < TURNS for measured in published)
+
+
+def test_every_server_samples_the_same(found: dict[str, Any]) -> None:
+    assert [measured["alike"] for measured in found["two-servers"]["rounds"][1:]] == [True] * (1 + 2 * UPDATES)
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_the_first_update_starts_from_the_policy_that_was_sampled(found: dict[str, Any], case: str) -> None:
     first = found[case]["stats"][0]
     assert first["ratio_max_deviation"] < 1e-4
@@ -72,11 +98,12 @@ def test_the_first_update_starts_from_the_policy_that_was_sampled(found: dict[st
 
 
 def test_a_failed_publish_is_an_error_on_every_rank_and_commits_nothing(found: dict[str, Any]) -> None:
-    refused, absent = found["tp2"]["failures"]
+    """One server of two fails; the other keeps its weights and their version."""
+    refused, absent = found["two-servers"]["failures"]
     assert all("status 401" in message for message in refused)
     assert all("127.0.0.1:9/" in message for message in absent)
-    after, first = found["tp2"]["after_failures"], found["tp2"]["first"]
-    assert after["versions"] == [first + UPDATES] and after["difference"] < TOLERANCE
+    after, first = found["two-servers"]["after_failures"], found["two-servers"]["first"]
+    assert after["versions"] == [first + UPDATES] and after["difference"] < TOLERANCE and after["alike"]
 
 
 @pytest.mark.parametrize("case", CASES)
