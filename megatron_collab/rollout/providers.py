@@ -1,12 +1,13 @@
 """LiteLLM providers of our own, there once this file is imported.
 
 `scripted/WORLD` answers with `reply(goal, messages)` of megatron_collab.data.worlds.WORLD, from the request alone.
-`policy/default` is the model that is trained: the run's SGLang servers, each with a key of its own, which stays in this
-process's memory.
+`policy/SAMPLE` is the model that is trained: the run's SGLang servers, each with a key of its own, which stays in this
+process's memory. What is drawn follows from SAMPLE and the messages, where the server is deterministic.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 from typing import Any
@@ -57,12 +58,13 @@ class Policy(litellm.CustomLLM):
         optional_params: dict[str, Any],
         **_: Any,
     ) -> litellm.ModelResponse:
+        drawn = hashlib.blake2b(json.dumps([model, messages]).encode(), digest_size=4)
         response = await litellm.acompletion(
-            model=f"hosted_vllm/{model}",
+            model="hosted_vllm/default",
             messages=messages,
             api_base=api_base,
             api_key=self._keys[api_base],
-            max_retries=0,
+            seed=int.from_bytes(drawn.digest()) >> 1,
             **optional_params,
         )
         response._hidden_params["response_cost"] = 0.0

@@ -97,7 +97,7 @@ class LlmUser(User):
             return await self.users.client.ask(self.endpoint, request, FIELDS)
         except LlmError as error:
             malformed = isinstance(error.__cause__, MalformedAnswer)
-            self.users.counters["user_malformed" if malformed else "user_unreachable"] += 1
+            self.users.counters["user_malformed" if malformed else "user_failed"] += 1
             raise UserError(f"user {error}") from error
 
     def _endpoint(self) -> EndpointConfig:
@@ -109,7 +109,7 @@ class LlmUser(User):
 
         # All conversations about a task begin alike: one server holds their prefix.
         url, key = random.Random(self.task.id).choice(self.users.engine)
-        return replace(config, model="policy/default", api_base=providers.POLICY.add(url, key))
+        return replace(config, model=f"policy/{self.sample}", api_base=providers.POLICY.add(url, key))
 
 
 def system_prompt(goal: str, stop: str, persona: str | None = None) -> str:

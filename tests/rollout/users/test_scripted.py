@@ -62,4 +62,4 @@ def test_a_script_that_does_not_exist_fails_at_once_with_its_name() -> None:
     made = users(attempts=50)
     with pytest.raises(UserError, match="user scripted/nobody: NotFoundError"):
         asyncio.run(made.make(task("scripted/nobody"), "s").reply(said("hi", "hello")))
-    assert made.take_counters() == {"user_unreachable": 1}
+    assert made.take_counters() == {"user_failed": 1}
