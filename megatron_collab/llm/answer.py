@@ -3,8 +3,9 @@
 An answer is one flat JSON object. What is not JSON is read with the usual slips allowed: text around the object,
 single, triple or missing quotes, commas too many or too few, Python's constants, comments, stray quotes inside a
 text. Nothing is made up for what is lacking: an answer that ends before its closing brace is refused, and so is
-one that can be read in two ways. (That is why no repair library is used: json-repair closes `{"score": 0.8`, which
-may have been 0.85, and takes the last of two objects.)
+one that can be read in two ways. That is why no repair library is used: json-repair 0.64.5 closes `{"score": 0.8`,
+which may have been 0.85, and reads 454 of the 10,000 answers of tools/bench/judge_parse.py as something that they do
+not say.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ _QUOTES = {'"""': '"""', "'''": "'''", '"': '"', "'": "'", "`": "`", "“": "”
 _BARE = re.compile(r"[\w.+-]+")
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _CONSTANTS = {"true": True, "false": False, "null": None, "none": None}
-_ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|U(00(?:0[0-9a-fA-F]|10)[0-9a-fA-F]{4})|u[0-9a-fA-F]{4}|[\"\\/bfnrt'])|[\\\"]")
+_ESCAPE = re.compile(
+    r"\\(?:x([0-9a-fA-F]{2})|U(00(?:0[0-9a-fA-F]|10)[0-9a-fA-F]{4})|u[0-9a-fA-F]{4}|[\"\\/bfnrt'])|[\\\"]"
+)
 _KINDS = {str: "string", float: "number", int: "integer", bool: "boolean"}
 _LONGEST_SHOWN = 80  # characters of a wrong value in the reason
 

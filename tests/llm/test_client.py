@@ -131,6 +131,12 @@ def test_all_tries_together_keep_to_the_deadline() -> None:
     assert len(requests) == 2
 
 
+def test_the_deadline_ends_a_try_before_its_timeout() -> None:
+    error, requests = ask(hangs(), timeout=50.0, deadline=0.2)
+    assert str(error) == "openai/m: TimeoutError: no answer within 0.2 s"
+    assert len(requests) == 1
+
+
 def test_a_malformed_answer_is_asked_again_with_the_error() -> None:
     answer, (_, second, third) = ask(says("eleven out of ten"), says({"score": 11}), GOOD)
     assert answer == {"score": 0.5}
