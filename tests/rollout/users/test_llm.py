@@ -257,7 +257,7 @@ def addresses(servers: dict[str, Served]) -> list[tuple[str, str]]:
 
 
 def test_the_trained_model_is_held_to_the_schema_and_cut_by_its_tokens(servers: dict[str, Served]) -> None:
-    replies, counted = play_policy(addresses(servers), 8, max_tokens=60)
+    replies, counted = play_policy(addresses(servers), 8, max_tokens=250)
     assert counted == {"user_malformed": 8}
     assert [str(reply) for reply in replies if "MalformedAnswer: not JSON: " not in str(reply)] == []
 
