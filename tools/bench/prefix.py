@@ -1,0 +1,145 @@
+"""How much of what shares a prefix is computed again: the real SGLang, two servers, the real router and sampler.
+
+`python tools/bench/prefix.py` makes a random Qwen3 of 0.5 million parameters and plays 4 prompts at once, each with 8
+trained turns x 3 futures x 2 user turns. Simulated are the texts alone: a system prompt of 64 words that all prompts
+share, 32 to 64 words of a task, user messages of 16 to 48 random words, a token each, turns of 48 tokens at most. They
+are played twice: users who say something else in every future, as language models do (`prefill_over_tree`), and users
+who say the same in all futures of a turn, as scripted ones may (`same_replies_prefill_over_tree`).
+
+The tree holds every distinct prefix of all token streams once: a node is a token after all that came before it. What
+was decoded needs no prefill, except the last token of a turn, which was sampled and never read. So
+
+    prefill_over_tree = tokens of prompts that the servers computed / nodes that no decoding step computed
+
+over all prompts and both servers; at best 1. Above it are: the last token of a prompt, which SGLang computes for each
+request anew; what opens the user's message in futures that start together; the system prompt, once a server and
+wherever prompts start together. `without_cache` is the same with every prompt computed as a whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from megatron_collab.config import Config
+from megatron_collab.data.prompts import ChatRenderer
+from megatron_collab.data.worlds import tiny
+from megatron_collab.rollout.router import Router
+from megatron_collab.rollout.sampler import Place, Sampler
+from megatron_collab.rollout.sglang import SGLangServer
+from megatron_collab.rollout.users import User, UserReply
+from megatron_collab.types import Conversation, Message, Task
+
+SERVERS, PROMPTS, TURNS, FUTURES, USER_TURNS = 2, 4, 8, 3, 2
+WORDS = [f"word{i}" for i in range(500)]
+
+
+class RandomUser(User):
+    """Says 16 to 48 words that follow from `sample` and the number of its turn."""
+
+    async def reply(self, conversation: Conversation) -> UserReply:
+        drawn = random.Random(f"{self.sample}/{len(conversation.turns)}")
+        return UserReply(Message("user", words(drawn, drawn.randint(16, 48))), done=False)
+
+
+class RandomUsers:
+    """Users by the name of their conversation, or where they are `alike` by that of its trained turn."""
+
+    def __init__(self, alike: bool) -> None:
+        self.alike = alike
+
+    def make(self, task: Task, sample: str) -> User:
+        return RandomUser(task, "", sample.rpartition("/")[0] if self.alike else sample, self)
+
+
+def main() -> None:
+    with TemporaryDirectory() as folder, ExitStack() as stack:
+        config = configure(Path(folder) / "model")
+        tiny.save(Path(config.model.path), tiny.word_tokenizer(WORDS), seed=0, context=config.rollout.context_length)
+        logs = [Path(folder) / f"sglang-{index}.log" for index in range(SERVERS)]
+        servers = [stack.enter_context(SGLangServer(config, log, index)) for index, log in enumerate(logs)]
+        for server in servers:
+            server.wait_healthy(config.rollout.server.start_timeout)
+        endpoints = [(server.url, server.api_key) for server in servers]
+        began = time.monotonic()
+        values = asyncio.run(measure(config, endpoints, "distinct", alike=False))
+        seconds = time.monotonic() - began
+        same = asyncio.run(measure(config, endpoints, "same", alike=True))
+    values |= {f"same_replies_{name}": value for name, value in same.items()} | {"seconds": seconds}
+    print(json.dumps({"name": "prefix", "values": {name: round(value, 4) for name, value in values.items()}}))
+
+
+def configure(model: Path) -> Config:
+    config = Config()
+    config.launch.device, config.model.path, config.model.dtype = "cpu", str(model), "float32"
+    config.rollout.futures, config.rollout.max_user_turns, config.rollout.max_assistant_turns = FUTURES, USER_TURNS, 3
+    config.rollout.turn.max_new_tokens = config.rollout.future.max_new_tokens = 48
+    config.rollout.context_length = 1024
+    config.rollout.server.replicas, config.rollout.server.max_total_tokens = SERVERS, 2**16
+    return config
+
+
+async def measure(config: Config, endpoints: list[tuple[str, str]], name: str, alike: bool) -> dict[str, float]:
+    """Play all prompts at once; `name` sets their texts apart from those that the servers have seen."""
+    router = Router(endpoints, config.rollout)
+    sampler = Sampler(router, ChatRenderer(config.model.path), RandomUsers(alike), config)
+    places = [Place(f"{name}-{prompt}", turn) for prompt in range(PROMPTS) for turn in range(TURNS)]
+    try:
+        played = await asyncio.gather(*(play(sampler, task(name, place.stream), place) for place in places))
+    finally:
+        await router.close()
+    conversations = [conversation for futures in played for conversation in futures]
+    computed = router.take_counters()["prefill_tokens"]
+    needed = tree_tokens(conversations)
+    turns = {(turn.prompt_ids, turn.token_ids) for conversation in conversations for turn in conversation.turns}
+    return {
+        "prefill_over_tree": computed / needed,
+        "without_cache": sum(len(prompt) for prompt, _ in turns) / needed,
+        "tree_tokens": needed,
+    }
+
+
+async def play(sampler: Sampler, task: Task, place: Place) -> list[Conversation]:
+    """A trained turn and its futures."""
+    start = await sampler.trained_turn(task, place)
+    places = [Place(place.stream, place.rollout, future) for future in range(FUTURES)]
+    futures = [sampler.play_on(start, task, place, sampler.config.future) for place in places]
+    played = await asyncio.gather(*futures)
+    assert all(len(conversation.turns) == 1 + USER_TURNS for conversation in played), played
+    return played
+
+
+def task(name: str, stream: str) -> Task:
+    drawn = random.Random(stream)
+    system = Message("system", words(random.Random(name), 64))
+    return Task(stream, (system, Message("user", words(drawn, drawn.randint(32, 64)))), "", "", "")
+
+
+def words(drawn: random.Random, count: int) -> str:
+    return " ".join(drawn.choices(WORDS, k=count))
+
+
+def tree_tokens(conversations: Iterable[Conversation]) -> int:
+    """The nodes of the tree of all token streams that no decoding step computed."""
+    nodes: set[tuple[int, ...]] = set()
+    decoded: set[tuple[int, ...]] = set()
+    for conversation in conversations:
+        stream = conversation.token_ids
+        # What follows the last turn was never sent, nor its last token.
+        last = conversation.turns[-1]
+        end = len(last.prompt_ids) + len(last.token_ids) - 1
+        nodes |= {stream[:length] for length in range(1, end + 1)}
+        for turn in conversation.turns:
+            whole = turn.prompt_ids + turn.token_ids
+            decoded |= {whole[:length] for length in range(len(turn.prompt_ids) + 1, len(whole))}
+    return len(nodes - decoded)
+
+
+if __name__ == "__main__":
+    main()
