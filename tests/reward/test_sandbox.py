@@ -11,6 +11,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -37,6 +38,19 @@ def below_here() -> list[psutil.Process]:
     return psutil.Process().children(recursive=True)
 
 
+def programs(process: psutil.Process) -> list[psutil.Process]:
+    """Those below `process` that are in a PID namespace of their own."""
+
+    def space(pid: int) -> str:
+        return os.readlink(f"/proc/{pid}/ns/pid")
+
+    found = []
+    for below in process.children(recursive=True):
+        with suppress(FileNotFoundError):  # it has just ended
+            found += [below] if space(below.pid) != space(os.getpid()) else []
+    return found
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     """After every test no process and no mount is left, and a right program still passes.
@@ -53,7 +67,7 @@ def nothing_is_left() -> Iterator[None]:
 
 
 def test_a_right_program_passes() -> None:
-    source = "from __future__ import annotations\nimport dataclasses, json\nassert json.loads('[1]') == [1]\n"
+    source = "import json\nassert json.loads('[1]') == [1]\ndef f(x: int): ...\nassert f.__annotations__ == {'x': int}"
     assert run(source) == Result(True, "", "")
 
 
@@ -285,30 +299,38 @@ def test_there_is_no_way_to_gain_rights(source: str) -> None:
 def test_a_run_that_is_cancelled_ends_its_program() -> None:
     async def cancelled() -> None:
         task = asyncio.create_task(sandbox.run({"solution": "import signal\nsignal.pause()"}, NEVER))
-        while len(below_here()) < 2:  # the launcher and the program
+        while not (started := programs(psutil.Process())):
             await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        while below_here():
-            await asyncio.sleep(0.01)
+        assert_ended(started)
 
     asyncio.run(cancelled())
 
 
 def test_the_program_ends_with_a_worker_that_is_killed() -> None:
-    code = (
-        "import asyncio\nfrom megatron_collab.reward import sandbox\n"
-        "source = {'x': 'import signal\\nsignal.pause()'}\n"
-        "asyncio.run(sandbox.run(source, sandbox.Limits(wall=600.0)))\n"
-    )
-    with subprocess.Popen([sys.executable, "-c", code]) as worker:
-        while len(psutil.Process(worker.pid).children(recursive=True)) < 2:
+    code = """
+        import asyncio
+        from megatron_collab.reward import sandbox
+        print(sandbox.unavailable(), flush=True)
+        asyncio.run(sandbox.run({"x": "import signal\\nsignal.pause()"}, sandbox.Limits(wall=600.0)))
+    """
+    with subprocess.Popen([sys.executable, "-c", unindented(code)], stdout=subprocess.PIPE, text=True) as worker:
+        assert worker.stdout and worker.stdout.readline() == "None\n"  # the trial is over
+        while not programs(psutil.Process(worker.pid)):
             time.sleep(0.01)
         started = psutil.Process(worker.pid).children(recursive=True)
         worker.kill()
-    psutil.wait_procs(started, timeout=60)
-    assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in started)
+    assert_ended(started)
+
+
+def assert_ended(processes: list[psutil.Process]) -> None:
+    _, running = psutil.wait_procs(processes, timeout=60)
+    left = [process for process in running if process.status() != psutil.STATUS_ZOMBIE]
+    for process in left:
+        process.kill()
+    assert left == []
 
 
 def test_a_sandbox_that_dies_is_an_error_and_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
