@@ -232,14 +232,29 @@ def test_no_socket_can_be_opened() -> None:
     assert "PermissionError" in run("import socket\nsocket.socket(socket.AF_UNIX).connect('\\0abstract')").output
 
 
+def changed_child(folder: Path, old: str, new: str) -> tuple[str, ...]:
+    """The sandbox's command with one place of its child changed."""
+    child = Path(sandbox.__file__).with_name("sandbox_child.py").read_text()
+    assert child.count(old) == 1
+    file = folder / "child.py"
+    file.write_text(child.replace(old, new))
+    return (*sandbox._COMMAND[:-1], str(file))
+
+
 def test_without_its_filter_the_network_is_empty_all_the_same(tmp_path: Path) -> None:
     """Two walls: with `socket` allowed, nothing is reached from the network namespace."""
-    child = Path(sandbox.__file__).with_name("sandbox_child.py").read_text()
-    (tmp_path / "child.py").write_text(child.replace('    "socket": 41,\n', ""))
     with socket.create_server(("127.0.0.1", 0)) as server, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sandbox, "_COMMAND", (*sandbox._COMMAND[:-1], str(tmp_path / "child.py")))
+        patch.setattr(sandbox, "_COMMAND", changed_child(tmp_path, '    "socket": 41,\n', ""))
         result = run(f"import socket\nsocket.create_connection(('127.0.0.1', {server.getsockname()[1]}))")
     assert "Network is unreachable" in result.output
+
+
+def test_leaving_before_the_launcher_looks_is_a_failure_of_the_program(tmp_path: Path) -> None:
+    """Were it taken for one of the sandbox, a policy could turn a 0 into a missing score."""
+    slow = "    secret = secrets.token_bytes(16)\n"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sandbox, "_COMMAND", changed_child(tmp_path, slow, f"    time.sleep(0.5)\n{slow}"))
+        assert run("import os\nos._exit(0)") == Result(False, "exit 0", "")
 
 
 def test_much_output_ends_the_program_and_only_its_end_is_kept() -> None:
