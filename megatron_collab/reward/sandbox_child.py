@@ -207,7 +207,8 @@ def watch(program: int, output: int, limits: Mapping[str, Any]) -> tuple[str, by
     code = os.waitstatus_to_exitcode(status)
     if not why and code < 0:
         computed = used.ru_utime + used.ru_stime
-        why = "time" if computed > 0.9 * limits["cpu"] else f"signal {-code}"  # the limit counts in coarser ticks
+        # The limit counts by samples, which overrate a program on busy cores.
+        why = "time" if computed > 0.5 * limits["cpu"] else f"signal {-code}"
     return why or (f"exit {code}" if code else ""), tail
 
 
