@@ -12,6 +12,7 @@ import pytest
 
 from megatron_collab.config import LlmConfig
 from megatron_collab.llm import client as clients
+from megatron_collab.llm import limiter as limiters
 from megatron_collab.llm.answer import Field, json_schema
 from megatron_collab.llm.cache import Cache
 from megatron_collab.llm.client import BudgetSpent, LlmClient, LlmError, Messages, retry_after
@@ -363,6 +364,16 @@ def test_calls_at_once_are_limited_and_waiting_is_not_held_against_them() -> Non
     assert answers == [{"score": 0.5}] * 30
     assert most == 3
     assert limiter.spend()["calls"] == 30
+
+
+def test_a_place_that_is_free_is_taken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limiters, "_POLL", 3600.0)
+
+    async def questions(client: LlmClient, endpoint: Endpoint) -> Any:
+        async with asyncio.timeout(60):
+            return await asyncio.gather(*(client.ask(endpoint.config(), QUESTION, SCORE) for _ in range(3)))
+
+    assert with_limiter(LlmConfig(max_concurrent=1), questions, GOOD)[0] == [{"score": 0.5}] * 3
 
 
 def test_calls_share_the_talks_to_the_limiter() -> None:
