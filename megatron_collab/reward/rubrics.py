@@ -31,7 +31,7 @@ def prompt(rubric: str, task: Task, conversation: Conversation, fields: Sequence
         "answer": task.answer,
         "question": task.messages[-1].content,
     }
-    filled = _PLACEHOLDER.sub(lambda found: values.get(found[1], found[0]), rubric)
+    filled = _PLACEHOLDER.sub(lambda found: values[found[1]], rubric)
     return f"{filled}\n\n{_answer_format(fields)}"
 
 
