@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_collab.config import Config, LlmConfig
 from megatron_collab.llm import limiter as limiters
-from megatron_collab.llm.limiter import MINUTE, BudgetSpent, Ended, Limiter, LimiterDied, Line, Wish
+from megatron_collab.llm.limiter import MINUTE, Admission, BudgetSpent, Ended, Limiter, LimiterDied, Line, Wish
 from megatron_collab.reward.loop import ray_session
 
 
@@ -116,6 +116,63 @@ def test_no_minute_holds_more_than_its_limits(steps: list[tuple[float, int, int]
         window = [used for at, used in log if clock.now - at < MINUTE]
         assert len(window) <= requests
         assert sum(window) <= tokens or len([used for used in window if used]) == 1
+
+
+class Slow:
+    """A Limiter's handle without Ray, whose answer comes when `answer` is set."""
+
+    def __init__(self, config: LlmConfig) -> None:
+        self.limiter = Limiter(config)
+        self.talk = self
+        self.answer = asyncio.Event()
+
+    async def remote(self, ended: list[Ended], wishes: list[Wish]) -> Admission:
+        admission = self.limiter.talk(ended, wishes)
+        await self.answer.wait()
+        return admission
+
+
+async def settled(line: Line) -> None:
+    """Until the line has nothing more to say."""
+    while line._talking is not None and not line._talking.done():
+        await asyncio.sleep(0)
+
+
+def test_a_call_that_was_cancelled_while_it_was_let_through_holds_no_place() -> None:
+    async def cancel_during_the_talk() -> dict[int, float]:
+        slow = Slow(LlmConfig())
+        line = Line(slow)
+        call = asyncio.create_task(line.begin(Wish(1, 60.0)))
+        while not slow.limiter._running:
+            await asyncio.sleep(0)
+        call.cancel()
+        await asyncio.sleep(0)
+        slow.answer.set()
+        await settled(line)
+        return slow.limiter._running
+
+    assert asyncio.run(cancel_during_the_talk()) == {}
+
+
+def test_a_call_that_was_cancelled_after_it_was_let_through_holds_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def cancel_after_the_talk() -> dict[int, float]:
+        slow = Slow(LlmConfig())
+        slow.answer.set()
+        line = Line(slow)
+        call = asyncio.create_task(line.begin(Wish(1, 60.0)))
+        admit = line._admit
+
+        def admit_and_cancel(admission: Admission, asked: int) -> None:
+            admit(admission, asked)
+            call.cancel()
+
+        monkeypatch.setattr(line, "_admit", admit_and_cancel)
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await settled(line)
+        return slow.limiter._running
+
+    assert asyncio.run(cancel_after_the_talk()) == {}
 
 
 @pytest.fixture(scope="module")
