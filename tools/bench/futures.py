@@ -1,0 +1,218 @@
+"""How close a step's conversations come to the time they cannot beat, and how much longer the published order takes.
+
+`python tools/bench/futures.py [--seeds 0 1 2 3 4]`: 16 tasks x 8 trained turns x 3 futures of 2 user turns on the real
+Player and Sampler. Engine, user and judge are simulated, at most CONCURRENCY of each kind at once. A call takes MEDIAN
+seconds times a factor of its own, times one of its task where it is engine or user (some problems need long answers);
+both are lognormal, and the tail is heavy: one task in a hundred takes ten times the median. Time is virtual: the event
+loop jumps to the next timer, so no clock is read and a seed gives the same values everywhere.
+
+`makespan_over_bound` = makespan / max(longest chain, work / concurrency of each kind), where a chain is the calls that
+one future needs one after the other; the worst over the seeds. `serial_over_ours` = the same calls in the order of
+the published recipe (all trained turns at once, the futures of each one after the other, judging once all are
+played) / ours; the mean over the seeds. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import random
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from megatron_collab.config import Config, SamplingConfig
+from megatron_collab.rollout.player import Player
+from megatron_collab.rollout.sampler import Place, Sampler
+from megatron_collab.rollout.users import UserReply
+from megatron_collab.types import Conversation, Finish, Message, Score, Task, Turn
+
+TASKS, ROLLOUTS, FUTURES, USER_TURNS = 16, 8, 3, 2
+MEDIAN = {"engine": 2.0, "user": 6.0, "judge": 2.0}  # seconds
+OWN, OF_TASK = 0.2, 1.0  # sigmas of the factors' logarithms
+CONCURRENCY = {"engine": 256, "user": 256, "judge": 256}
+
+_Result = TypeVar("_Result")
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop whose time jumps to the next timer as soon as nothing else is left to do."""
+
+    now = 0.0
+
+    def time(self) -> float:
+        return self.now
+
+    def _run_once(self) -> None:
+        if not self._ready and self._scheduled:  # type: ignore[attr-defined]
+            self.now = max(self.now, self._scheduled[0]._when)  # type: ignore[attr-defined]
+        super()._run_once()  # type: ignore[misc]
+
+
+class Simulation:
+    """Calls that take their time; `work` sums the seconds of each kind."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.places = {kind: asyncio.Semaphore(count) for kind, count in CONCURRENCY.items()}
+        self.work: dict[str, float] = defaultdict(float)
+
+    def seconds(self, kind: str, name: str, task: str = "") -> float:
+        own = random.Random(f"{self.seed}/{kind}/{name}").gauss(0.0, OWN)
+        of_task = random.Random(f"{self.seed}/{task}").gauss(0.0, OF_TASK) if task else 0.0
+        return MEDIAN[kind] * math.exp(own + of_task)
+
+    async def call(self, kind: str, name: str, task: str = "") -> None:
+        seconds = self.seconds(kind, name, task)
+        async with self.places[kind]:
+            self.work[kind] += seconds
+            await asyncio.sleep(seconds)
+
+
+class Engine:
+    """A policy whose turns take time and say one token."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self.simulation = simulation
+
+    async def generate(
+        self, prompt_ids: tuple[int, ...], *, max_new_tokens: int, sampling: SamplingConfig, seed: int, affinity: str
+    ) -> Turn:
+        await self.simulation.call("engine", str(seed), affinity)
+        return Turn(prompt_ids, (seed,), (-1.0,), 0, Finish.STOP, str(seed))
+
+    async def tool_calls(self, text: str, schemas: Sequence[Any]) -> list[Any]:
+        return []
+
+
+class Renderer:
+    opens_thought = False
+
+    def first(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        return (0,)
+
+    def next(self, messages: Sequence[Message], turn: Turn) -> tuple[int, ...]:
+        return (0,)
+
+
+class User:
+    """A user whose replies take time."""
+
+    def __init__(self, simulation: Simulation, task: Task, sample: str) -> None:
+        self.simulation = simulation
+        self.task = task
+        self.sample = sample
+
+    async def start(self, conversation: Conversation) -> None:
+        """Nothing to set up."""
+
+    async def reply(self, conversation: Conversation) -> UserReply:
+        await self.simulation.call("user", f"{self.sample}/{len(conversation.turns)}", self.task.id)
+        return UserReply(Message("user", "and?"), done=False)
+
+    async def finish(self, conversation: Conversation) -> float:
+        return 0.0
+
+
+class Users:
+    def __init__(self, simulation: Simulation) -> None:
+        self.simulation = simulation
+
+    def make(self, task: Task, sample: str) -> User:
+        return User(self.simulation, task, sample)
+
+
+class Judge:
+    """Scores that take time."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self.simulation = simulation
+
+    async def score(self, task: Task, conversation: Conversation) -> dict[str, Score]:
+        await self.simulation.call("judge", str(conversation.token_ids))
+        return {"judged": 1.0}
+
+
+def options() -> Config:
+    config = Config()
+    config.rollout.futures, config.rollout.max_user_turns = FUTURES, USER_TURNS
+    config.rollout.deadline = 1e6
+    config.train.rollouts_per_prompt = ROLLOUTS
+    config.reward.weights = {"judged": 1.0}
+    return config
+
+
+def tasks() -> list[Task]:
+    return [Task(f"t{i}", (Message("user", "hi"),), "", "", "") for i in range(TASKS)]
+
+
+async def ours(simulation: Simulation) -> list[Conversation]:
+    player = Player(Engine(simulation), Renderer(), Users(simulation), Judge(simulation), options())  # type: ignore[arg-type]
+    groups = await asyncio.gather(*(player.play(task, task.id) for task in tasks()))
+    return [f.conversation for group in groups for rollout in group.rollouts for f in rollout.futures]
+
+
+async def serial(simulation: Simulation) -> list[Conversation]:
+    """The published order: futures of a turn one after the other, judging when all are played."""
+    config = options()
+    sampler = Sampler(Engine(simulation), Renderer(), Users(simulation), config)  # type: ignore[arg-type]
+
+    async def turn(task: Task, rollout: int) -> list[Conversation]:
+        start = await sampler.trained_turn(task, Place(task.id, rollout))
+        places = [Place(task.id, rollout, number) for number in range(FUTURES)]
+        return [await sampler.play_on(start, task, place, config.rollout.future) for place in places]
+
+    played = await asyncio.gather(*(turn(task, rollout) for task in tasks() for rollout in range(ROLLOUTS)))
+    conversations = [conversation for futures in played for conversation in futures]
+    judge = Judge(simulation)
+    await asyncio.gather(*(judge.score(tasks()[0], conversation) for conversation in conversations))
+    return conversations
+
+
+def run(play: Callable[[Simulation], Coroutine[Any, Any, _Result]], seed: int) -> tuple[float, Simulation, _Result]:
+    """The virtual seconds that `play` takes, what it used, and what it made."""
+    loop = VirtualLoop()
+    try:
+        simulation = Simulation(seed)
+        result = loop.run_until_complete(play(simulation))
+        return loop.time(), simulation, result
+    finally:
+        loop.close()
+
+
+def longest_chain(simulation: Simulation, conversations: Sequence[Conversation]) -> float:
+    """The seconds of the future that has to wait longest when nothing is ever busy; futures in the order of `ours`."""
+    places = [Place(task.id, i, j) for task in tasks() for i in range(ROLLOUTS) for j in range(FUTURES)]
+    chains = []
+    for place, conversation in zip(places, conversations, strict=True):
+        engine = [simulation.seconds("engine", turn.text, place.stream) for turn in conversation.turns]
+        users = [simulation.seconds("user", f"{place.name}/{turn}", place.stream) for turn in range(1, USER_TURNS + 1)]
+        chains.append(sum(engine) + sum(users) + simulation.seconds("judge", str(conversation.token_ids)))
+    return max(chains)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(5)))
+    over_bound, over_ours = [], []
+    for seed in parser.parse_args().seeds:
+        seconds, simulation, conversations = run(ours, seed)
+        chain = longest_chain(simulation, conversations)
+        bounds = {kind: simulation.work[kind] / CONCURRENCY[kind] for kind in CONCURRENCY}
+        published, _, same = run(serial, seed)
+        assert sorted(c.token_ids for c in same) == sorted(c.token_ids for c in conversations)
+        over_bound.append(seconds / max(chain, *bounds.values()))
+        over_ours.append(published / seconds)
+        shown = ", ".join(f"{kind} {bound:.1f}" for kind, bound in bounds.items())
+        print(f"seed {seed}: ours {seconds:.1f} s, published order {published:.1f} s; chain {chain:.1f}, work {shown}")
+    values = {
+        "makespan_over_bound": round(max(over_bound), 4),
+        "serial_over_ours": round(sum(over_ours) / len(over_ours), 4),
+    }
+    print(json.dumps({"name": "futures", "values": values}))
+
+
+if __name__ == "__main__":
+    main()
