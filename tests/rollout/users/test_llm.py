@@ -163,6 +163,18 @@ def test_a_model_that_does_not_answer_ends_in_an_error(reply: Reply) -> None:
     assert fail(reply, match="user openai/m: ", attempts=2, timeout=0.3)[1] == {"user_failed": 1}
 
 
+def test_a_cancelled_reply_leaves_a_user_that_can_finish() -> None:
+    async def play(made: Users) -> float:
+        user = made.make(task("llm"), "s")
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await user.reply(said("hi", "hello"))
+        return await user.finish(said("hi", "hello"))
+
+    reward, _, counted = with_endpoint(hangs(), play=play)
+    assert reward == 0.0 and counted == {}
+
+
 def test_a_spent_budget_is_no_error_of_the_user() -> None:
     class Broke:
         async def ask(self, *_: Any) -> None:
