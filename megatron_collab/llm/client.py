@@ -179,8 +179,9 @@ def _wish(endpoint: EndpointConfig, messages: Messages) -> Wish:
 
 
 def _bill(number: int, answer: Any) -> Ended:
-    """What an answer took; LiteLLM gives 0 tokens where the endpoint does not say."""
-    tokens = answer.usage.total_tokens or None
+    """What an answer took; where the endpoint does not say, LiteLLM gives 0 tokens, or no usage at all."""
+    usage = getattr(answer, "usage", None)
+    tokens = (usage.total_tokens or None) if usage else None
     return Ended(number, tokens, answer._hidden_params.get("response_cost") if tokens else None)
 
 
