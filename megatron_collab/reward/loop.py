@@ -6,9 +6,10 @@ import asyncio
 import os
 import secrets
 import subprocess
+from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -26,6 +27,8 @@ Scores = dict[str, Score]
 _CUT_OFF = (Ending.ERROR, Ending.DEADLINE)
 _REQUEST = 1.0  # seconds of work in one request: what waits behind it, or is done again where a worker dies
 _HANDLING = 0.005  # seconds that a job takes whatever its metrics
+_GATHERING = 0.005  # seconds in which conversations that end share requests
+_AHEAD = 4  # times the scores that the workers make at once is sent; the rest waits to see who has the least to do
 _REQUESTS = 100_000  # that an actor may have at once; the rest would wait where nobody sees them
 
 
@@ -149,6 +152,27 @@ class _Order:
 
 
 @dataclass(eq=False)
+class _Part:
+    """Metrics that are asked for in one job: the seconds that takes about, how many more jobs may be sent now, and
+    those that wait for it."""
+
+    names: tuple[str, ...]
+    seconds: float
+    room: int
+    waiting: deque[_Order] = field(default_factory=deque)
+
+    def take(self) -> list[_Order]:
+        """The orders that go now."""
+        taken: list[_Order] = []
+        while self.waiting and self.room > 0:
+            order = self.waiting.popleft()
+            if not order.scores.done():  # else whoever waited is gone
+                taken.append(order)
+                self.room -= 1
+        return taken
+
+
+@dataclass(eq=False)
 class _Worker:
     """The handle of a RewardWorker, and the seconds of work that it was given and has not done."""
 
@@ -169,11 +193,13 @@ class RewardClient:
         self.deadline = 2 * config.timeout  # a worker says something every reward.timeout, unless it is stuck itself
         seconds = {name: metrics.split(name, config.metrics.get(name, {}))[0].seconds for name in self.names}
         free = tuple(name for name in self.names if not seconds[name])
-        self._parts = [(free, _HANDLING)] if free else []
-        self._parts += [((name,), _HANDLING + seconds[name]) for name in self.names if seconds[name]]
+        parts = [free] if free else []
+        parts += [(name,) for name in self.names if seconds[name]]
+        room = _AHEAD * config.concurrency * len(workers)
+        self._parts = [_Part(names, _HANDLING + sum(seconds[name] for name in names), room) for names in parts]
         self._up = [_Worker(handle) for handle in workers]
         self._down: set[asyncio.Task[None]] = set()  # each waits for a worker to come back
-        self._new: list[_Order] = []
+        self._gathering = False
         self._sending: set[asyncio.Task[None]] = set()
 
     async def score(self, task: Task, conversation: Conversation) -> Scores:
@@ -183,23 +209,37 @@ class RewardClient:
         """
         if conversation.ending in _CUT_OFF:  # half a conversation says nothing about the policy
             return {name: Missing(conversation.error) for name in self.names}
-        loop = asyncio.get_running_loop()
-        orders = [_Order(Job(names, task, conversation), cost, loop.create_future()) for names, cost in self._parts]
-        if not self._new:
-            loop.call_soon(self._send)  # with all that ends at this moment
-        self._new += orders
-        scores: Scores = {}
-        for part in await asyncio.gather(*(order.scores for order in orders)):
-            scores |= part
+        scores = await asyncio.gather(*(self._order(part, task, conversation) for part in self._parts))
+        return {name: score for some in scores for name, score in some.items()}
+
+    def _order(self, part: _Part, task: Task, conversation: Conversation) -> asyncio.Future[Scores]:
+        scores: asyncio.Future[Scores] = asyncio.get_running_loop().create_future()
+        part.waiting.append(_Order(Job(part.names, task, conversation), part.seconds, scores))
+        self._gather()
         return scores
 
+    def _gather(self) -> None:
+        if not self._gathering:
+            self._gathering = True
+            asyncio.get_running_loop().call_later(_GATHERING, self._send)
+
     def _send(self) -> None:
-        orders, self._new = self._new, []
+        self._gathering = False
+        orders = []
+        for part in self._parts:
+            for order in part.take():
+                order.scores.add_done_callback(partial(self._make_room, part))
+                orders.append(order)
         for chunk in chunks([order.seconds for order in orders]):
             request = [orders[index] for index in chunk]
             sending = asyncio.create_task(self._have_scored(request))
             self._sending.add(sending)
             sending.add_done_callback(partial(self._sent, request))
+
+    def _make_room(self, part: _Part, scores: asyncio.Future[Scores]) -> None:
+        part.room += 1
+        if part.waiting:
+            self._gather()
 
     def _sent(self, orders: Sequence[_Order], sending: asyncio.Task[None]) -> None:
         self._sending.discard(sending)
@@ -219,9 +259,9 @@ class RewardClient:
                 await self._ask(worker, orders)
             except RayActorError as error:
                 why = f"the RewardWorkers died: {' '.join(str(error).split())}"
-                self._miss(worker)
+                self._lose(worker)
             except _Stuck as error:
-                self._miss(worker)
+                self._lose(worker)
                 return _give_up(orders, str(error))
 
     async def _ask(self, worker: _Worker, orders: Sequence[_Order]) -> None:
@@ -255,7 +295,7 @@ class RewardClient:
         self._up.append(worker)
         return worker
 
-    def _miss(self, worker: _Worker) -> None:
+    def _lose(self, worker: _Worker) -> None:
         """Ask a worker no more until it is back."""
         if worker in self._up:  # else another request noticed before
             self._up.remove(worker)
