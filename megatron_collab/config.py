@@ -141,7 +141,9 @@ class RolloutConfig:
     deadline: float = option(900.0, "seconds one future may take; then it ends without a score")
     tools: list[str] = option([], "tools of the policy: modules of rollout/tools")
     tool_parser: str = option("qwen25", "SGLang's parser of the policy's tool calls: qwen25, llama3, mistral, …")
-    max_tool_calls: int = option(8, "tool calls within one turn of the policy; then the conversation ends")
+    max_tool_calls: int = option(
+        8, "rounds of tool calls within one turn of the policy; what it says then is its reply"
+    )
     workers: int = option(1, "Ray ConversationWorkers")
     turn_timeout: float = option(300.0, "seconds one request to the server may take")
     server: ServerConfig = field(default_factory=ServerConfig)

@@ -95,8 +95,8 @@ class Sampler:
     async def _turn(
         self, conversation: Conversation, task: Task, place: Place, sampling: SamplingConfig
     ) -> Conversation:
-        """One turn of the policy: generations until one calls no tool; the last one is the reply."""
-        for _ in range(self.config.max_tool_calls + 1):
+        """One turn of the policy: generations until one calls no tool, or may call none any more; that is the reply."""
+        for _ in range(self.config.max_tool_calls if self.config.tools else 0):
             conversation = await self._generate(conversation, place, sampling)
             if conversation.ending:
                 return conversation
@@ -106,10 +106,11 @@ class Sampler:
                 return conversation.end(Ending.ERROR, str(error))
             if not answers:
                 return conversation
-            conversation = self._hear(conversation.add_reward(reward), answers)
-            if conversation.ending:
-                return conversation
-        return conversation.end(Ending.LENGTH)
+            heard = self._hear(conversation.add_reward(reward), answers)
+            if heard.ending:  # no room for the answers: the call is the last word
+                return conversation.end(heard.ending)
+            conversation = heard
+        return await self._generate(conversation, place, sampling)
 
     async def _generate(self, conversation: Conversation, place: Place, sampling: SamplingConfig) -> Conversation:
         length = self.config.context_length

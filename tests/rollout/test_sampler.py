@@ -206,11 +206,19 @@ def test_tools_answer_within_a_turn_and_the_user_after_it() -> None:
     assert second.prompt_ids == first.prompt_ids + first.token_ids + encode("<tool>42<assistant>")
 
 
-def test_calls_without_end_are_ended() -> None:
-    policy = says('call calculator {"expression": "1"}')
-    (conversation,) = play(policy, tools=["calculator"], max_tool_calls=3)
+def test_calls_without_end_are_ended_and_the_last_one_is_the_reply() -> None:
+    call = 'call calculator {"expression": "1"}'
+    (conversation,) = play(says(call), tools=["calculator"], max_tool_calls=3, max_user_turns=1)
+    assert len(conversation.turns) == 2 * 4
+    assert conversation.replies == (call, call)
+
+
+def test_without_room_for_a_tools_answer_the_call_is_the_last_word() -> None:
+    call = 'call calculator {"expression": "1"}'
+    length = len(encode("<user>hi<assistant>")) + len(call) + 5
+    (conversation,) = play(says(call), tools=["calculator"], context_length=length)
     assert conversation.ending is Ending.LENGTH
-    assert len(conversation.turns) == 4
+    assert conversation.replies == (call,)
 
 
 def test_thoughts_are_seen_by_nobody_and_stay_in_the_tokens() -> None:
