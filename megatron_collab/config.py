@@ -195,8 +195,8 @@ class RewardConfig:
     )
     judge: EndpointConfig = field(default_factory=EndpointConfig)
     workers: int = option(1, "Ray RewardWorkers")
-    concurrency: int = option(256, "scores that a RewardWorker makes at once")
-    timeout: float = option(120.0, "seconds until a score that has not come counts as missing")
+    concurrency: int = option(256, "scores of one metric that a RewardWorker makes at once")
+    timeout: float = option(120.0, "seconds one score may take; judged ones have reward.judge.deadline instead")
     max_missing: float = option(0.2, "share of scores that may be missing in a step before the run stops")
 
 
@@ -332,6 +332,7 @@ def check(config: Config) -> None:
     if config.train.stage == "rl":
         _check_reward(config.reward)
         _check_rollout(config)
+        _check_budget(config)
     _require(
         not uses_wandb(config.run) or find_spec("wandb") is not None,
         f"run.wandb_project={config.run.wandb_project}: WANDB_API_KEY is set, but wandb is not installed; "
@@ -365,6 +366,20 @@ def _check_reward(reward: RewardConfig) -> None:
         not reward.clamp or reward.mode in ("mr", "single_turn"),
         f"reward.clamp: reward.mode={reward.mode} is a published formula; remove one of them",
     )
+
+
+def _check_budget(config: Config) -> None:
+    """A budget holds only where the prices are known; the run's own model and scripted users cost nothing."""
+    if config.llm.budget_usd is None:
+        return
+    from megatron_collab.llm.client import priced
+
+    for setting, model in (("user.model", config.user.model), ("reward.judge.model", config.reward.judge.model)):
+        _require(
+            model is None or model == "policy" or priced(model),
+            f"llm.budget_usd={config.llm.budget_usd:g}: LiteLLM knows no price of {setting}={model}, so the budget "
+            f"cannot be held; choose a model with a price, or set llm.budget_usd=null",
+        )
 
 
 def _check_rollout(config: Config) -> None:

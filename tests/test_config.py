@@ -83,11 +83,19 @@ def refused(*overrides: str) -> str:
         (["reward.mode=verl", "reward.clamp.accuracy=1"], "reward.clamp: reward.mode=verl is a published formula"),
         (["reward.clamp.bleu=1"], "reward.clamp.bleu: not in reward.weights"),
         (["user.personas=none.txt"], "user.personas=none.txt: no such file"),
+        (
+            ["llm.budget_usd=5", "user.model=openai/nobody-knows", "user.api_base=http://127.0.0.1:1/v1"],
+            "llm.budget_usd=5: LiteLLM knows no price of user.model=openai/nobody-knows",
+        ),
         (["rollout.future.max_new_tokens=0"], "rollout.future.max_new_tokens=0: must be greater than 0"),
     ],
 )
 def test_what_cannot_work_names_the_setting_and_the_way_out(overrides: list[str], said: str) -> None:
     assert said in refused(*overrides)
+
+
+def test_a_budget_is_held_where_prices_are_known() -> None:
+    assert load(["experiment=gsm8k", "llm.budget_usd=5", "user.model=openai/gpt-4o-mini"]).llm.budget_usd == 5
 
 
 def test_one_metric_stands_twice_under_other_names() -> None:

@@ -36,6 +36,11 @@ litellm.telemetry = False
 litellm.suppress_debug_info = True
 
 
+def priced(model: str) -> bool:
+    """Whether LiteLLM knows what a call of `model` costs."""
+    return model in litellm.model_cost or model.partition("/")[2] in litellm.model_cost
+
+
 class LlmError(RuntimeError):
     """The model gave no usable answer; the text is the reason, on one line."""
 

@@ -91,6 +91,10 @@ class RewardWorker:
         judge: Any = _judge(config) if any(kind.judged(options) for kind, options in kinds.values()) else None
         self.timeout = reward.timeout
         self.metrics = {name: kind(options, judge) for name, (kind, options) in kinds.items()}
+        # A judge keeps to its own deadline, in which waiting for the limiter does not count.
+        self._limits = {
+            name: None if kind.judged(options) else reward.timeout for name, (kind, options) in kinds.items()
+        }
         self._places = {name: asyncio.Semaphore(reward.concurrency) for name in kinds}  # a slow metric holds its own
 
     async def ready(self) -> None:
@@ -118,7 +122,7 @@ class RewardWorker:
     async def _one(self, name: str, job: Job) -> Score | None:
         async with self._places[name]:
             try:
-                async with asyncio.timeout(self.timeout) as limit:
+                async with asyncio.timeout(self._limits.get(name, self.timeout)) as limit:
                     return await self.metrics[name].score(job.task, job.conversation)
             except TimeoutError:
                 if not limit.expired():  # it is the metric's own

@@ -126,7 +126,7 @@ def test_the_prompt_tells_of_tools_and_their_answers_are_appended(tmp_path: Path
 
 def test_a_template_that_knows_no_tools_is_refused(tmp_path: Path) -> None:
     folder = str(renderer(tmp_path, QWEN).model_path)
-    with pytest.raises(ValueError, match="does not tell the policy of rollout.tools"):
+    with pytest.raises(ValueError, match=r"does not tell the policy of rollout\.tools"):
         ChatRenderer(folder, [SCHEMA])
 
 

@@ -1,10 +1,10 @@
 """What training the later turns of the futures gains (rollout.train_turns=all against first), in the booking world.
 
-`python tools/bench/train_turns.py [--seeds 0 1] [--steps 80] [--root runs/train_turns]` trains from the supervised model
-on tasks that all begin with the user's first message, so that second turns are seen in futures alone. Both runs sample
-the same number of conversations under the same budgets. `right_once_told`: of the conversations whose first reply asks
-for exactly what is missing, the share that ends with the right booking: how good the turns after the first are. Prints
-a table and, last, one JSON object with the means over the seeds.
+`python tools/bench/train_turns.py [--seeds 0 1] [--steps 80] [--root runs/train_turns]` trains from the supervised
+model on tasks that all begin with the user's first message, so that second turns are seen in futures alone. Both runs
+sample the same number of conversations under the same budgets. `right_once_told`: of the conversations whose first
+reply asks for exactly what is missing, the share that ends with the right booking: how good the turns after the first
+are. Prints a table and, last, one JSON object with the means over the seeds.
 """
 
 from __future__ import annotations
