@@ -113,7 +113,6 @@ class ServerConfig:
     port: int = option(0, "port of the first SGLang server, the others follow; 0: free ones")
     max_running_requests: int = option(256, "requests a server decodes at once")
     max_total_tokens: int | None = option(None, "tokens in a server's KV cache; none: SGLang decides")
-    prefix_cache: bool = option(True, "keep the KV of shared prefixes; on CPU false is exact when a run resumes")
     start_timeout: float = option(600.0, "seconds until the servers must be healthy")
 
 
