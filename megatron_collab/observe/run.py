@@ -32,6 +32,7 @@ from megatron_collab import __version__, launch
 from megatron_collab.config import Config, uses_wandb
 from megatron_collab.observe import report
 from megatron_collab.observe.progress import progress
+from megatron_collab.thoughts import visible
 from megatron_collab.types import Future, Group, Missing
 
 # What result.json calls a metric; of several, the one that the run's tasks have.
@@ -209,7 +210,10 @@ def _rows(groups: Sequence[Group]) -> list[dict[str, Any]]:
 
 def _future(future: Future) -> dict[str, Any]:
     conversation = future.conversation
+    raw = [turn.text for turn in conversation.turns]
     return {
+        **({"turns": raw} if any(text != visible(text) for text in raw) else {}),  # with their thoughts
+        **({"turn_rewards": conversation.turn_rewards} if any(conversation.turn_rewards) else {}),
         "ending": conversation.ending,
         "error": conversation.error,
         "messages": [message.as_dict() for message in conversation.messages],

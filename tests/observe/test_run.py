@@ -49,11 +49,11 @@ def config(folder: Path) -> Config:
 
 
 def group(right: Score = 1.0, reply: str = "which day ?") -> Group:
-    task = Task("t-1", (Message("user", "a table ."),), "goal", "answer", "booking")
+    task = Task("t-1", (Message("user", "a table ."),), "goal", "answer", "scripted/booking")
     turn = Turn((1, 2), (3, 4), (-0.5, -0.25), 7, Finish.STOP, reply)
     played = Conversation(task.messages, (1, 2)).add_turn(turn).end(Ending.USER_DONE)
     future = Future(played, {"booking_right": right, "ask_when_missing": 1.0})
-    return Group(task, (Rollout(turn, (future,), Reward(right)),))
+    return Group(task, (Rollout(played, (future,), Reward(right)),))
 
 
 def rows(file: Path) -> list[dict]:
@@ -192,3 +192,12 @@ def test_the_stopwatch_parts_a_step_into_stages(monkeypatch: pytest.MonkeyPatch)
     assert clock.read() == {"seconds/rollout": 2.25, "seconds/update": 0.5}
     clock.lap("save")
     assert clock.read() == {"seconds/save": 7.25}
+
+
+def test_transcripts_show_what_others_saw_and_apart_from_it_the_thoughts(tmp_path: Path) -> None:
+    with Run(config(tmp_path), 0, {}) as run:
+        run.transcripts(0, [group(reply="<think>ask</think>which day ?"), group()])
+    thinking, plain = rows(tmp_path / "transcripts.jsonl")
+    assert thinking["messages"][-1]["content"] == "which day ?"
+    assert thinking["turns"] == ["<think>ask</think>which day ?"]
+    assert "turns" not in plain and "turn_rewards" not in plain
