@@ -1,0 +1,55 @@
+"""How a run that cannot go on ends."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+import torch.distributed as dist
+
+from megatron_collab import launch, train
+from megatron_collab.llm.limiter import BudgetSpent
+from megatron_collab.processes import RunStopped
+from megatron_collab.rollout.collector import TooManyMissing, _from_leader
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A process group of one rank."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def refuse(error: Exception) -> NoReturn:
+    raise error
+
+
+def test_a_budget_that_is_used_up_stops_the_run(alone: None) -> None:
+    with pytest.raises(RunStopped, match=r"llm\.budget_usd=5 is used up"):
+        _from_leader(lambda: refuse(BudgetSpent("llm.budget_usd=5 is used up")))
+
+
+def test_other_failures_are_what_they_are(alone: None) -> None:
+    with pytest.raises(KeyError):
+        _from_leader(lambda: refuse(KeyError("bug")))
+    with pytest.raises(TooManyMissing):
+        _from_leader(lambda: refuse(TooManyMissing("9 of 9")))
+    assert _from_leader(lambda: 7) == 7
+
+
+def test_a_stopped_run_says_why_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(train, "fit", lambda config: refuse(RunStopped("llm.budget_usd=5 is used up")))
+    monkeypatch.setattr(train, "die_with_parent", lambda parent: None)
+    monkeypatch.setattr(train.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(launch, "prepare", lambda config: None)
+    monkeypatch.setattr(launch, "under_torchrun", lambda: True)
+    code = train.main(["experiment=booking_sft", f"run.dir={tmp_path}/run", f"data.dir={tmp_path}/world"])
+    assert code == train.EXIT_STOPPED == 3
+    assert capsys.readouterr().err == "megatron-collab: llm.budget_usd=5 is used up\n"
+    assert "RANK" not in os.environ
