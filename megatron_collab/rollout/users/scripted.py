@@ -28,4 +28,4 @@ class ScriptedUser(LlmUser):
     def _endpoint(self) -> EndpointConfig:
         import megatron_collab.rollout.providers  # noqa: F401  makes the name `scripted/…` known to LiteLLM
 
-        return replace(self.users.config.user, model=f"scripted/{self.argument}", api_base=None)
+        return replace(self.users.config.user, model=f"scripted/{self.argument}")

@@ -48,9 +48,10 @@ def test_concurrent_conversations_keep_their_own_goals() -> None:
     assert len({tuple(each) for each in expected}) > 100
 
 
-def test_what_the_script_says_is_refused_by_no_gate() -> None:
-    repeated = Conversation((*TASK.messages, Message("assistant", "please book a table .")), ())
-    assert asyncio.run(users().make(TASK, "s").reply(repeated)).message.content == "please book a table ."
+def test_what_the_script_says_is_refused_by_no_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(booking, "reply", lambda goal, messages: "Assistant: how can I help you?")
+    reply = asyncio.run(users().make(TASK, "s").reply(said("please book a table .", "which day ?")))
+    assert reply.message.content == "Assistant: how can I help you?"
 
 
 def test_an_endpoint_of_the_llm_users_is_none_of_the_scripted_ones() -> None:
