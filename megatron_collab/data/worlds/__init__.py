@@ -1,7 +1,7 @@
-"""Shipped worlds: each makes a small random model and its data on the spot, and scripts its user.
+"""Shipped worlds: each makes a small random model and its data on the spot.
 
-A world is a module with `make(folder, seed, source)`, which writes model/ and JSONL files, and
-`reply(goal, messages)`, the scripted user.
+A world is a module with `make(folder, seed, source)`, which writes model/ and JSONL files. One with a user of its own
+scripts it in `reply(goal, messages)`, the user `scripted/WORLD`.
 """
 
 from __future__ import annotations
