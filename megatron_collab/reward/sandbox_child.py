@@ -273,7 +273,7 @@ def run(sources: Mapping[str, str]) -> None:
 
 
 def new_root(disk: int) -> None:
-    """A root folder with nothing in it but what Python needs, read-only; /tmp of `disk` bytes to write into.
+    """A root folder with nothing in it but what Python needs, read-only; /tmp of `disk` bytes to write into, /tmp/run.
 
     The folders that are bound keep their paths. The new root is mounted over /proc, which is on every machine.
     """
@@ -282,8 +282,10 @@ def new_root(disk: int) -> None:
     mount(None, "/", None, MS_REC | MS_PRIVATE)
     mount("tmpfs", "/proc", "tmpfs", MS_NOSUID, "size=1m,mode=755")
     os.chdir("/proc")
+    os.mkdir("tmp")  # before the folders: the interpreter may lie in /tmp
+    mount("tmpfs", "tmp", "tmpfs", MS_NOSUID | MS_NODEV, f"size={disk},nr_inodes=4096,mode=1777")
     for folder in outermost(["/usr", sys.prefix, sys.base_prefix]):
-        os.makedirs(f".{folder}")
+        os.makedirs(f".{folder}", exist_ok=True)
         mount(folder, f".{folder}", None, MS_BIND | MS_REC)
     for folder in ("/bin", "/sbin", "/lib", "/lib64"):
         if os.path.islink(folder):
@@ -296,13 +298,15 @@ def new_root(disk: int) -> None:
         os.close(os.open(f"dev/{device}", os.O_CREAT))
         mount(f"/dev/{device}", f"dev/{device}", None, MS_BIND)
     os.symlink("/tmp", "dev/shm")  # semaphores of multiprocessing
-    os.makedirs("tmp", exist_ok=True)
     read_only = struct.pack("QQQQ", MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID, 0, 0, 0)
     call("syscall", SYS_MOUNT_SETATTR, AT_FDCWD, b".", AT_RECURSIVE, read_only, len(read_only))
-    mount("tmpfs", "tmp", "tmpfs", MS_NOSUID | MS_NODEV, f"size={disk},nr_inodes=4096,mode=1777")
+    writable = struct.pack("QQQQ", 0, MOUNT_ATTR_RDONLY, 0, 0)
+    call("syscall", SYS_MOUNT_SETATTR, AT_FDCWD, b"tmp", 0, writable, len(writable))
+    os.mkdir("tmp/run")
+    os.chmod("tmp/run", 0o777)  # for the user that it will run as
     call("pivot_root", b".", b".")
     call("umount2", b".", MNT_DETACH)
-    os.chdir("/tmp")
+    os.chdir("/tmp/run")
 
 
 def outermost(folders: Sequence[str]) -> list[str]:
