@@ -59,5 +59,6 @@ setup(
         "cpu": pinned(CPU, "cpu.lock"),
         "gpu": lines("gpu.in"),  # resolved, never run: see requirements/gpu.in
         "dev": pinned(DEV, "dev.lock"),
+        "bench": lines("bench.lock"),
     },
 )

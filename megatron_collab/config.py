@@ -1,4 +1,4 @@
-"""Every option: one owner, one default, one line of help. Hydra composes, `check` refuses what cannot run.
+"""Every option: one owner, one default, one line of help. Hydra composes, checks.py refuses what cannot run.
 
 The dataclasses are the schema; `conf/` holds only what differs from them. `load` raises `ConfigError` with
 one line that names the setting and the way out, before any process is started.
@@ -6,13 +6,10 @@ one line that names the setting and the way out, before any process is started.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from importlib.util import find_spec
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +19,6 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-
-from megatron_collab import device
-from megatron_collab.reward import metrics
-from megatron_collab.rollout import tools
 
 WORLDS = ("booking", "gsm8k")  # modules of data/worlds
 MODES = ("mr", "single_turn", "paper", "collabllm", "verl")
@@ -57,6 +50,7 @@ class RunConfig:
 @dataclass
 class LaunchConfig:
     nproc_per_node: int = option(1, "trainer ranks on this node, started under torchrun")
+    nodes: int = option(1, "nodes of the run; on more than one, torchrun is started on each of them")
     device: str = option("auto", "auto, cpu or cuda")
     timeout: float = option(600.0, "seconds any collective may take before the run ends")
 
@@ -66,13 +60,24 @@ class ModelConfig:
     path: str = option(MISSING, "Hugging Face folder of the policy: config, tokenizer, safetensors")
     dtype: str = option("bfloat16", "bfloat16 or float32: parameters of trainer and server")
     fp8: str | None = option(None, "TransformerEngine FP8 format: hybrid or e4m3")
+    fp8_recipe: str = option("delayed", "how FP8 is scaled: delayed, tensorwise, blockwise or mxfp8")
+    fp8_params: bool = option(False, "keep the trained parameters in FP8 between steps, with float32 masters")
+    fp8_skip_first: int = option(0, "first layers that stay in bfloat16")
+    fp8_skip_last: int = option(0, "last layers that stay in bfloat16")
 
 
 @dataclass
 class ParallelConfig:
     tp: int = option(1, "tensor parallel size of the trainer")
     pp: int = option(1, "pipeline parallel size of the trainer; data parallel is what remains of the ranks")
+    vpp: int = option(1, "virtual pipeline stages of a rank (interleaved schedule); needs pp > 1")
+    cp: int = option(1, "context parallel size: a sequence is cut over that many ranks; needs TransformerEngine")
+    ep: int = option(1, "expert parallel size: ranks that the experts of a layer are spread over")
     sequence_parallel: bool = option(False, "split norms and dropout over the tensor parallel ranks; needs tp > 1")
+    recompute: str = option(
+        "none", "activations made anew in the backward pass: none, selective (attention) or full (layers)"
+    )
+    offload: bool = option(False, "optimizer and gradients leave the device while rollouts are sampled")
 
 
 @dataclass
@@ -88,10 +93,31 @@ class OptimConfig:
 
 @dataclass
 class AlgoConfig:
-    clip_low: float = option(0.2, "PPO clip of the importance ratio below 1")
-    clip_high: float = option(0.2, "PPO clip of the importance ratio above 1")
-    kl_coef: float = option(1e-3, "weight of the k3 KL to the frozen first policy; 0: no reference model is kept")
+    advantage: str = option(
+        "grpo",
+        "grpo, dr_grpo, rloo (compared within a group), reinforce++ (within the batch) or gae (a critic's values)",
+    )
+    loss: str = option("ppo", "ppo (token ratios, clipped), gspo (sequence ratios) or cispo (clipped weights)")
+    average: str = option("token", "mean of the loss over all trained tokens, or over sequences: token or sequence")
+    clip_low: float = option(0.2, "clip of the importance ratio below 1")
+    clip_high: float = option(0.2, "clip of the importance ratio above 1; wider than clip_low is DAPO's clip-higher")
+    kl_coef: float = option(1e-3, "weight of the KL to the frozen first policy; 0: no reference model is kept")
+    kl: str = option("k3", "estimate of that KL: k1, k2 or k3 (low_var_kl is k3)")
+    kl_in: str = option("loss", "where the KL enters: loss or reward")
+    entropy_coef: float = option(0.0, "weight of the entropy, which is raised")
+    correction: str = option(
+        "none", "importance correction from the engine's to the trainer's log-probs: none, truncated or masked"
+    )
+    correction_low: float = option(0.5, "masked: tokens with a smaller weight are left out")
+    correction_high: float = option(2.0, "truncated: largest weight; masked: tokens with a larger one are left out")
     mini_batches: int = option(1, "optimizer steps per batch of rollouts")
+    dynamic_sampling: int = option(
+        0, "times a step samples new tasks for those whose rewards were all equal (DAPO); 0: they stay"
+    )
+    gamma: float = option(1.0, "gae: discount by trained token")
+    gae_lambda: float = option(0.95, "gae: lambda")
+    critic_lr: float = option(1e-5, "gae: learning rate of the critic")
+    critic_clip: float = option(0.2, "gae: how far a value may move from the old one before its loss is clipped")
 
 
 @dataclass
@@ -100,7 +126,9 @@ class TrainConfig:
     steps: int = option(100, "steps of the run")
     prompts_per_step: int = option(16, "tasks a step (rl) or conversations a step (sft)")
     rollouts_per_prompt: int = option(8, "trained turns sampled for each task: the group of GRPO")
-    tokens_per_micro_batch: int = option(8192, "padded tokens a rank takes through the model at once")
+    tokens_per_micro_batch: int = option(
+        8192, "tokens a rank takes through the model at once, sequences packed; a longer sequence goes alone"
+    )
     checkpoint_every: int = option(50, "steps between checkpoints; the last step always saves one")
     keep_checkpoints: int = option(2, "how many checkpoints stay on disk")
     eval_tasks: int = option(256, "tasks played before and after training; 0: none")
@@ -250,6 +278,8 @@ def load(overrides: Sequence[str]) -> Config:
 
     Raises ConfigError for an unknown option, a value of the wrong type, or a combination that cannot work.
     """
+    from megatron_collab import checks  # which imports this module
+
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
@@ -263,7 +293,7 @@ def load(overrides: Sequence[str]) -> Config:
     if missing:
         raise ConfigError(f"{missing[0]}: not set; give {missing[0]}=VALUE or an experiment=NAME that sets it")
     assert isinstance(config, Config)
-    check(config)
+    checks.check(config)
     return config
 
 
@@ -303,188 +333,6 @@ def describe(config: Any = Config, prefix: str = "") -> list[str]:
     return lines
 
 
-def _require(holds: bool, message: str) -> None:
-    if not holds:
-        raise ConfigError(message)
-
-
-def _one_of(setting: str, value: Any, choices: Sequence[Any]) -> None:
-    allowed = ", ".join("null" if choice is None else str(choice) for choice in choices)
-    _require(value in choices, f"{setting}={value}: choose one of {allowed}")
-
-
-def check(config: Config) -> None:
-    """Cross-checks that need no process and no model in memory."""
-    _one_of("train.stage", config.train.stage, ["rl", "sft"])
-    _one_of("launch.device", config.launch.device, device.SETTINGS)
-    _one_of("model.dtype", config.model.dtype, ["bfloat16", "float32"])
-    _one_of("model.fp8", config.model.fp8, [None, "hybrid", "e4m3"])
-    _one_of("optim.schedule", config.optim.schedule, ["constant", "linear"])
-    _one_of("reward.mode", config.reward.mode, MODES)
-    _one_of("rollout.train_turns", config.rollout.train_turns, ["first", "all"])
-    _one_of("data.world", config.data.world, [None, *WORLDS])
-    for setting, value in _positive(config):
-        _require(value > 0, f"{setting}={value}: must be greater than 0")
-    _check_device(config)
-    _check_layout(config)
-    _check_files(config)
-    if config.train.stage == "rl":
-        _check_reward(config.reward)
-        _check_rollout(config)
-        _check_budget(config)
-    _require(
-        not uses_wandb(config.run) or find_spec("wandb") is not None,
-        f"run.wandb_project={config.run.wandb_project}: WANDB_API_KEY is set, but wandb is not installed; "
-        f"pip install wandb, or set run.wandb_project=null",
-    )
-
-
 def uses_wandb(run: RunConfig) -> bool:
     """Whether the run reports to Weights & Biases."""
     return run.wandb_project is not None and bool(os.environ.get("WANDB_API_KEY"))
-
-
-def _check_reward(reward: RewardConfig) -> None:
-    weights = reward.weights
-    _require(any(weights.values()), "reward.weights: no metric has a weight; give one, as in reward.weights.accuracy=1")
-    for setting, names in (("reward.metrics", reward.metrics), ("reward.clamp", reward.clamp)):
-        for name in names:
-            _require(name in weights, f"{setting}.{name}: not in reward.weights; add reward.weights.{name}=WEIGHT")
-    for name in weights:
-        try:
-            metric, settings = metrics.split(name, reward.metrics.get(name, {}))
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
-        reason = metric.unavailable(settings)
-        _require(reason is None, f"reward.weights.{name}: {reason}")
-        needs_judge = metric.judged(settings) and not (reward.judge.model or getattr(settings, "model", None))
-        _require(
-            not needs_judge, f"reward.weights.{name}: needs a judge; set reward.judge.model to a model of LiteLLM's"
-        )
-    _require(
-        not reward.clamp or reward.mode in ("mr", "single_turn"),
-        f"reward.clamp: reward.mode={reward.mode} is a published formula; remove one of them",
-    )
-
-
-def _check_budget(config: Config) -> None:
-    """A budget holds only where the prices are known; the run's own model and scripted users cost nothing."""
-    if config.llm.budget_usd is None:
-        return
-    from megatron_collab.llm.client import priced
-
-    for setting, model in (("user.model", config.user.model), ("reward.judge.model", config.reward.judge.model)):
-        _require(
-            model is None or model == "policy" or priced(model),
-            f"llm.budget_usd={config.llm.budget_usd:g}: LiteLLM knows no price of {setting}={model}, so the budget "
-            f"cannot be held; choose a model with a price, or set llm.budget_usd=null",
-        )
-
-
-def _check_rollout(config: Config) -> None:
-    rollout, reward = config.rollout, config.reward
-    try:
-        futures, _ = future_range(rollout.futures)
-    except ValueError as error:
-        raise ConfigError(f"rollout.futures={rollout.futures}: {error}") from error
-    try:
-        reward_to_go_gamma(reward.turn_credit)
-    except ValueError as error:
-        raise ConfigError(f"reward.turn_credit={reward.turn_credit}: {error}") from error
-    if rollout.train_turns == "all":
-        _require(futures > 1, "rollout.train_turns=all: compares sibling futures; set rollout.futures to 2 or more")
-        _require(
-            rollout.turn.temperature == rollout.future.temperature,
-            f"rollout.future.temperature={rollout.future.temperature}: rollout.train_turns=all trains these turns too; "
-            f"set it to rollout.turn.temperature={rollout.turn.temperature}",
-        )
-    if futures == 0:
-        _require(
-            not reward.weights.get("turn_rewards"),
-            "reward.weights.turn_rewards: with rollout.futures=0 these rewards are credited to their turns already; "
-            "set it to 0",
-        )
-    for name in rollout.tools:
-        _require(name in tools.known(), f"rollout.tools={name}: no such tool; known are {', '.join(tools.known())}")
-    if config.user.personas is not None:
-        _require(Path(config.user.personas).is_file(), f"user.personas={config.user.personas}: no such file")
-
-
-def _positive(config: Config) -> list[tuple[str, float]]:
-    names = {
-        "launch": ["nproc_per_node", "timeout"],
-        "parallel": ["tp", "pp"],
-        "optim": ["lr", "clip_grad"],
-        "algo": ["mini_batches"],
-        "train": ["steps", "prompts_per_step", "rollouts_per_prompt", "tokens_per_micro_batch", "checkpoint_every"],
-        "rollout": ["max_user_turns", "max_assistant_turns", "deadline", "workers", "context_length"],
-        "rollout.turn": ["max_new_tokens", "temperature", "top_p"],
-        "rollout.future": ["max_new_tokens", "temperature", "top_p"],
-        "rollout.server": ["tp", "replicas"],
-        "user": ["attempts", "max_tokens", "timeout", "deadline"],
-        "reward": ["workers", "concurrency", "timeout"],
-        "reward.judge": ["attempts", "max_tokens", "timeout", "deadline"],
-        "llm": ["max_concurrent"],
-    }
-    return [(f"{group}.{name}", attrgetter(f"{group}.{name}")(config)) for group in names for name in names[group]]
-
-
-def _check_device(config: Config) -> None:
-    try:
-        device.check(config.launch.device)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    if config.model.fp8:
-        found, detail = device.probe("transformer_engine").found, device.probe("transformer_engine").detail
-        _require(found, f"model.fp8={config.model.fp8}: needs TransformerEngine ({detail}); set model.fp8=null")
-
-
-def _check_layout(config: Config) -> None:
-    tp, pp, ranks = config.parallel.tp, config.parallel.pp, config.launch.nproc_per_node
-    _require(
-        ranks % (tp * pp) == 0,
-        f"parallel.tp={tp} x parallel.pp={pp} does not divide launch.nproc_per_node={ranks}; "
-        f"set launch.nproc_per_node to a multiple of {tp * pp}",
-    )
-    _require(
-        not config.parallel.sequence_parallel or tp > 1,
-        "parallel.sequence_parallel=true: needs parallel.tp > 1; set parallel.sequence_parallel=false",
-    )
-    if config.data.world is None or Path(config.model.path).exists():
-        check_model(config)
-
-
-def check_model(config: Config) -> None:
-    """The model folder against the layout; reads config.json only."""
-    from megatron_collab.publish import hf_map
-
-    folder, tp, pp = Path(config.model.path), config.parallel.tp, config.parallel.pp
-    file = folder / "config.json"
-    hint = "; experiment=booking_sft makes the one that booking starts from" if config.data.world == "booking" else ""
-    _require(
-        file.is_file(), f"model.path={folder}: no config.json there; give the folder of a Hugging Face model{hint}"
-    )
-    hf = json.loads(file.read_text())
-    family = hf.get("model_type")
-    _require(
-        family in hf_map.FAMILIES,
-        f"model.path={folder}: unknown model family {family!r}; known are {', '.join(sorted(hf_map.FAMILIES))}",
-    )
-    try:
-        shape = hf_map.ModelShape.from_hf(hf)
-    except ValueError as error:
-        raise ConfigError(f"model.path={folder}: {error}; give another model") from error
-    heads, layers = shape.heads, shape.layers
-    sizes = {"attention heads": heads, "key/value heads": shape.kv_heads, "feed-forward width": shape.ffn}
-    for what, count in sizes.items():
-        _require(count % tp == 0, f"parallel.tp={tp}: does not divide the model's {count} {what}; choose a divisor")
-    _require(pp <= layers, f"parallel.pp={pp}: the model has only {layers} layers; choose at most {layers}")
-    server = config.rollout.server.tp
-    _require(heads % server == 0, f"rollout.server.tp={server}: does not divide the model's {heads} attention heads")
-
-
-def _check_files(config: Config) -> None:
-    if config.data.world is not None:
-        return
-    for setting, value in (("data.train", config.data.train), ("data.eval", config.data.eval)):
-        _require(value is None or Path(value).is_file(), f"{setting}={value}: no such file")

@@ -112,6 +112,16 @@ def _slurm() -> Probe:
     return Probe("slurm", found, detail, "sbatch on a cluster", "torchrun on this machine")
 
 
+@cache
+def capability() -> tuple[int, int] | None:
+    """CUDA compute capability of the weakest visible device, as (9, 0); None where there is no device."""
+    if not probe("cuda").found:
+        return None
+    import torch
+
+    return min(torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count()))
+
+
 def check(setting: str) -> None:
     """ValueError where launch.device asks for a device that is not there."""
     if setting == "cuda" and not probe("cuda").found:

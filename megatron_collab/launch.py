@@ -10,7 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_collab.config import Config, ConfigError, check_model
+from megatron_collab.checks import check_model
+from megatron_collab.config import Config, ConfigError
 from megatron_collab.ports import bindable
 from megatron_collab.types import Task
 

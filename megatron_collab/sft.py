@@ -45,5 +45,4 @@ def render(renderer: ChatRenderer, messages: Sequence[Message]) -> Sample:
         token_ids += reply + between
         mask += [1.0] * len(reply) + [0.0] * len(between)
     loss_mask = np.array(mask, np.float32)
-    zeros = np.zeros_like(loss_mask)
-    return Sample(np.array(token_ids, np.int64), loss_mask, zeros, zeros)
+    return Sample(np.array(token_ids, np.int64), loss_mask, np.zeros_like(loss_mask))

@@ -24,6 +24,7 @@ def fit(config: Config) -> None:
     from megatron_collab.actor import model
     from megatron_collab.actor.actor import Actor
     from megatron_collab.actor.checkpoint import Checkpoints
+    from megatron_collab.actor.critic import Critic
     from megatron_collab.observe.progress import Stopwatch
     from megatron_collab.observe.run import Run
     from megatron_collab.rollout.engine import Engine
@@ -35,8 +36,11 @@ def fit(config: Config) -> None:
         stack.enter_context(model.init_parallel(config))
         policy, shape = model.load(config)
         reference = model.frozen_copy(policy) if sampling and config.algo.kl_coef > 0 else None
-        actor = Actor(config, policy, reference)
-        checkpoints = Checkpoints(Path(config.run.dir) / "checkpoints", config.train.keep_checkpoints)
+        critic = Critic(config) if sampling and config.algo.advantage == "gae" else None
+        actor = Actor(config, policy, reference, critic)
+        checkpoints = stack.enter_context(
+            Checkpoints(Path(config.run.dir) / "checkpoints", config.train.keep_checkpoints, config.launch.timeout)
+        )
         start, state = checkpoints.load_latest(actor) or (0, {})
         run = stack.enter_context(Run(config, start, state))
         publisher = stack.enter_context(engine.publisher(policy, shape)) if engine else None
@@ -49,7 +53,8 @@ def fit(config: Config) -> None:
         clock = Stopwatch()
         for step in range(start, config.train.steps):
             try:
-                batch = source.next(step)
+                with actor.offloaded():
+                    batch = source.next(step)
             except RunStopped:
                 if step > start:  # what was learned since the last checkpoint
                     checkpoints.save(step, actor, run.state())
@@ -64,6 +69,7 @@ def fit(config: Config) -> None:
             if (step + 1) % config.train.checkpoint_every == 0 or step + 1 == config.train.steps:
                 checkpoints.save(step + 1, actor, run.state())
                 clock.lap("save")
+        checkpoints.finish()
         source.evaluate("after", step=config.train.steps)
         model.save_hf(policy, Path(config.run.dir) / "hf", Path(config.model.path), shape)
         run.finish()

@@ -192,17 +192,32 @@ class Group:
 
 
 @dataclass(frozen=True)
+class Credit:
+    """What some trained tokens of a sample are worth together, and with what that is compared.
+
+    `spans` are their (start, stop) in the sample's tokens; `value` is their return. Credits with the same `peers`
+    are compared with each other (the baseline); credits with the same `scale` share a measure of spread, which is
+    that of the peers where the two are equal. Without spans it trains nothing and is only compared with.
+    """
+
+    spans: tuple[tuple[int, int], ...]
+    value: float
+    peers: str
+    scale: str
+
+
+@dataclass(frozen=True)
 class Sample:
     """One sequence for the loss. All arrays have length S, the number of tokens of the sequence.
 
-    `token_ids` int64; `loss_mask` float32, 1 where the token is trained; `advantages` float32, one a token;
-    `log_probs` float32, the engine's log-probability of each token (0 where not trained).
+    `token_ids` int64; `loss_mask` float32, 1 where the token is trained; `log_probs` float32, the engine's
+    log-probability of each token (0 where not trained); `credits` say what the trained tokens are worth, none in sft.
     """
 
     token_ids: np.ndarray
     loss_mask: np.ndarray
-    advantages: np.ndarray
     log_probs: np.ndarray
+    credits: tuple[Credit, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
 CORPUS = [
     "the quick brown fox jumps over the lazy dog 0123456789 + - * / = ( ) user assistant system hello world\n",
     "a table for four people on friday evening at seven, please; how many people, which day, what time?\n",
@@ -42,8 +43,11 @@ def make_model(
     heads: int = 4,
     kv_heads: int = 2,
     head_dim: int = 16,
+    **settings: object,
 ) -> Path:
-    """Write a random fp32 model of `family` (qwen3, qwen2, llama, mistral) with tokenizer; return `folder`.
+    """Write a random fp32 model of `family` (qwen3, qwen2, llama, mistral, qwen3_moe) with tokenizer; return `folder`.
+
+    `settings` are further fields of config.json; a model with experts has four of width 16, two for a token.
 
     Weights are wide enough (0.2) that log-probs differ clearly between seeds; norms and biases are perturbed,
     so that a weight that lands in the wrong place is noticed.
@@ -53,6 +57,7 @@ def make_model(
 
     tokenizer = byte_level_tokenizer(vocab)
     tokenizer.save_pretrained(folder)
+    fields = {"rope_theta": 10000.0, **(EXPERTS if family == "qwen3_moe" else {}), **settings}
     config = AutoConfig.for_model(
         family,
         vocab_size=vocab,
@@ -65,11 +70,11 @@ def make_model(
         max_position_embeddings=2048,
         tie_word_embeddings=tied,
         initializer_range=0.2,
-        rope_theta=10000.0,
         sliding_window=None,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
+        **fields,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_collab import config, launch
+from megatron_collab import checks, launch
 from megatron_collab.train import EXIT_BAD_INPUT, main
 
 
@@ -160,7 +160,7 @@ def test_a_wandb_key_without_wandb(
     capsys: pytest.CaptureFixture[str], booking: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "key")
-    monkeypatch.setattr(config, "find_spec", lambda name: None)
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
     line = refused(capsys, *booking)
     assert "run.wandb_project=megatron-collab: WANDB_API_KEY is set" in line and "run.wandb_project=null" in line
 

@@ -8,6 +8,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_collab import device
 
@@ -16,8 +17,10 @@ from megatron_collab import device
 def fresh_probes():
     """Probes are cached for the life of a process; these tests change what is there."""
     device.probe.cache_clear()
+    device.capability.cache_clear()
     yield
     device.probe.cache_clear()
+    device.capability.cache_clear()
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, folder: Path, distribution: str, version: str, code: str) -> None:
@@ -86,6 +89,19 @@ def test_cuda_where_there_is_none_names_the_setting(monkeypatch: pytest.MonkeyPa
     assert device.select("auto") == device.select("cpu") == device.Device("cpu", "gloo")
     with pytest.raises(ValueError, match=r"launch\.device=cuda: .* use launch\.device=cpu"):
         device.select("cuda")
+
+
+def test_the_weakest_device_decides_the_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_cuda(monkeypatch, True)
+    found = [(9, 0), (8, 9), (10, 0)]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(found))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: found[index])
+    assert device.capability() == (8, 9)
+
+
+def test_without_a_device_there_is_no_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_cuda(monkeypatch, False)
+    assert device.capability() is None
 
 
 def test_importing_the_module_imports_no_library() -> None:

@@ -82,7 +82,7 @@ def refused(done: subprocess.CompletedProcess[str]) -> str:
     return lines[0]
 
 
-@pytest.mark.parametrize("lock", ["cpu.lock", "dev.lock", "gpu.lock"])
+@pytest.mark.parametrize("lock", ["cpu.lock", "dev.lock", "gpu.lock", "bench.lock"])
 def test_every_line_of_a_lock_is_one_version(lock: str) -> None:
     lines = [line for line in (ROOT / "requirements" / lock).read_text().splitlines() if not line.startswith("#")]
     for line in lines:
@@ -96,7 +96,7 @@ def test_extras_are_requirements_and_gpu_pins_its_set(monkeypatch: pytest.Monkey
     monkeypatch.setattr(setuptools, "setup", lambda **arguments: given.update(arguments))
     runpy.run_path(str(ROOT / "setup.py"))
     extras = {name: [Requirement(line) for line in lines] for name, lines in given["extras_require"].items()}
-    assert set(extras) == {"cpu", "gpu", "dev"}
+    assert set(extras) == {"cpu", "gpu", "dev", "bench"}
     for requirement in extras["cpu"] + extras["dev"]:
         assert str(requirement.specifier).startswith("==")
     gpu = {requirement.name: requirement for requirement in extras["gpu"]}

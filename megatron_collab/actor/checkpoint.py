@@ -1,140 +1,214 @@
-"""Checkpoints of the actor: model, optimizer, RNG of every rank, and the caller's state, in step_N folders.
+"""Checkpoints of the trained networks: weights, optimizers, RNG of every rank, and the caller's state.
 
-A folder is written as step_N.tmp and renamed when every rank is done, then `latest` names it. So a run that
-is killed at any point finds a whole checkpoint, or none. All ranks must see the same file system.
+`save` copies to CPU memory and returns; a thread of each rank writes beside the next training steps. Files and
+folders are storage.py's. All ranks must see the same file system.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import random
 import re
 import shutil
 import sys
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
-    TorchDistSaveShardedStrategy,
-    _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
-)
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.tensor_parallel import random as device_random
 from torch.distributed import checkpoint as torch_checkpoint
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.utils import _DistWrapper
 
-from megatron_collab.actor.actor import Actor
+from megatron_collab.actor import storage
+from megatron_collab.actor.blocks import SaveBlocks
+from megatron_collab.actor.sharded import MAIN, Snapshot, Trainable, restore, restore_weights, snapshot
+from megatron_collab.processes import RunStopped
 
-LATEST = "latest"
-# Written last, so that a folder that has it is whole.
-STATE = "state.json"
-_FOLDER = re.compile(r"step_(\d+)")
+COMMON = "common.pt"
+_OWNED = re.compile(r"__(\d+)_\d+\.distcp|random_(\d+)\.pkl")
+
+
+class Trained(Protocol):
+    """Whoever holds the trained networks by name, the main one as "policy", and counts the updates."""
+
+    step: int
+
+    @property
+    def trainables(self) -> Mapping[str, Trainable]: ...
+
+
+@dataclass(frozen=True)
+class _Content:
+    """What one rank writes, nothing of it shared with the training that goes on."""
+
+    step: int
+    networks: Snapshot
+    random: bytes
+    state: str
 
 
 class Checkpoints:
-    """The checkpoints in `folder`; the newest `keep` stay on disk."""
+    """The checkpoints in `folder`; the newest `keep` stay on disk.
 
-    def __init__(self, folder: Path, keep: int) -> None:
-        self.folder = folder
-        self.keep = keep
-
-    def save(self, step: int, actor: Actor, state: dict[str, Any]) -> None:
-        """Write the checkpoint of `step` finished updates; collective. `state` (JSON) is that of rank 0."""
-        final = self.folder / f"step_{step}"
-        temporary = final.with_suffix(".tmp")
-        if dist.get_rank() == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-        dist.barrier()
-        dist_checkpointing.save(_sharded(actor, loading=False), str(temporary), _WriteInProcess("torch_dist", 1))
-        _random_file(temporary).write_bytes(pickle.dumps(_random_state()))
-        dist.barrier()
-        if dist.get_rank() == 0:
-            _write(temporary / STATE, json.dumps({"step": step, "ranks": dist.get_world_size(), "state": state}))
-            shutil.rmtree(final, ignore_errors=True)
-            temporary.rename(final)
-            _write(self.folder / LATEST, final.name)
-            self._discard(step)
-        dist.barrier()
-
-    def load_latest(self, actor: Actor) -> tuple[int, dict[str, Any]] | None:
-        """Load the newest whole checkpoint into `actor`: its step and state on every rank, None where there is none.
-
-        Collective. On another number of ranks the checkpoint is loaded all the same, but for the RNG states.
-        """
-        chosen: list[Path | None] = [self._newest() if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(chosen, src=0)
-        folder = chosen[0]
-        if folder is None:
-            return None
-        saved = json.loads((folder / STATE).read_text())
-        for optimizer in actor.optimizer.chained_optimizers:
-            optimizer._init_optimizer_states_with_dummy_values()  # there must be state for the load to fill
-        loaded = dist_checkpointing.load(_sharded(actor, loading=True), str(folder))
-        actor.policy.load_state_dict(loaded["model"])
-        actor.optimizer.load_state_dict(loaded["optimizer"])
-        actor.step = saved["step"]
-        if saved["ranks"] == dist.get_world_size():
-            _restore_random_state(pickle.loads(_random_file(folder).read_bytes()))
-        else:
-            _say(f"{folder}: was written by {saved['ranks']} ranks; their random states are not restored")
-        return saved["step"], saved["state"]
-
-    def _newest(self) -> Path | None:
-        """The folder that `latest` names, or else the whole one with most steps."""
-        folders = {folder: _step(folder) for folder in self.folder.glob("step_*") if _FOLDER.fullmatch(folder.name)}
-        whole = [folder for folder in sorted(folders, key=folders.__getitem__) if (folder / STATE).is_file()]
-        for torn in folders.keys() - set(whole):
-            _say(f"{torn}: has no {STATE}, so it is not whole; ignored")
-        latest = self.folder / LATEST
-        named = self.folder / latest.read_text().strip() if latest.is_file() else None
-        if named in whole:
-            return named
-        if named is not None:
-            _say(f"{latest}: names {named.name}, which is not there as a whole; taking the newest that is")
-        return whole[-1] if whole else None
-
-    def _discard(self, step: int) -> None:
-        for leftover in self.folder.glob("step_*.tmp"):
-            shutil.rmtree(leftover)
-        older = [folder for folder in self.folder.glob("step_*") if _step(folder) < step]
-        for folder in sorted(older, key=_step, reverse=True)[self.keep - 1 :]:
-            shutil.rmtree(folder)
-
-
-class _WriteInProcess(TorchDistSaveShardedStrategy):
-    """Megatron's torch_dist format, written by the rank itself.
-
-    The stock strategy hands the bytes to forked writers and a spawned manager. That costs seconds a save,
-    and a fork of a process that holds threads (Ray, gloo) may never come back.
+    Made, and called, by all ranks together. The writing threads talk to each other in a process group of their
+    own, in which nobody else does and one save at a time: their collectives cannot meet those of the training.
+    A rank that is later than the others by more than `timeout` seconds ends the run.
     """
 
-    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
-        renamed, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
-        torch_checkpoint.save(
-            mcore_to_pyt_state_dict(renamed, False),
-            storage_writer=torch_checkpoint.FileSystemWriter(checkpoint_dir),
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+    def __init__(self, folder: Path, keep: int, timeout: float) -> None:
+        self.folder = folder
+        self.keep = keep
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Wait for what is being written, whatever ended the block."""
+        self.finish()
+        self._thread.shutdown()
+
+    def save(self, step: int, actor: Trained, state: dict[str, Any]) -> None:
+        """Begin to write the checkpoint of `step` finished updates. `state` (JSON) is that of rank 0.
+
+        Waits for the save before; RunStopped if that one failed. Until it is written, a rank keeps in CPU memory
+        what it writes: the first rank of a data parallel group the weights of its shard, each its part of the
+        optimizer's state (12 bytes for every parameter of the shard, over the data parallel ranks).
+        """
+        self.finish()
+        content = _Content(step, snapshot(actor.trainables), pickle.dumps(_random_state()), json.dumps(state))
+        self._writing = self._thread.submit(self._write, content)
+
+    def finish(self) -> None:
+        """Wait until the last save is on disk; RunStopped if it failed, and then nothing of it is left there."""
+        if self._writing is None:
+            return
+        writing, self._writing = self._writing, None
+        try:
+            writing.result()
+        except CheckpointException as error:
+            rank, (cause, _) = min(error.failures.items())
+            if not isinstance(cause, OSError):
+                raise
+            raise RunStopped(
+                f"{self.folder}: rank {rank} could not write the checkpoint: {cause}; make room there, or lower "
+                "train.keep_checkpoints; the same command goes on from the checkpoint before"
+            ) from error
+
+    def load_latest(self, actor: Trained) -> tuple[int, dict[str, Any]] | None:
+        """Load the newest whole checkpoint into `actor`: its step and state on every rank, None where there is none.
+
+        One with a missing, short or corrupt file is named, and the one before is taken; RunStopped where none is
+        whole. On another number of ranks the RNG states are not restored.
+        """
+        self.finish()
+        found = _from_rank_0(lambda: storage.candidates(self.folder))
+        for checkpoint in found:
+            saved, damage = self._inspect(checkpoint)
+            if saved is not None and not damage:
+                return _load(checkpoint, saved, actor)
+            _say(f"{checkpoint}: is not whole ({'; '.join(damage)}); taking the one before")
+        if found:
+            raise RunStopped(f"{self.folder}: no checkpoint there is whole; restore one, or remove the folder")
+        return None
+
+    def _inspect(self, checkpoint: Path) -> tuple[dict[str, Any] | None, list[str]]:
+        """What state.json says and what is wrong with the files, of which each rank reads its part."""
+        saved = _from_rank_0(lambda: storage.read_state(checkpoint))
+        if saved is None:
+            return None, [f"no valid {storage.STATE}"]
+        recorded = sorted(saved.get("files", {}).items())  # checkpoints of earlier versions recorded none
+        mine = dict(recorded[dist.get_rank() :: dist.get_world_size()])
+        damage: list[list[str]] = [[]] * dist.get_world_size()
+        dist.all_gather_object(damage, storage.damage(checkpoint, mine))
+        return saved, [one for some in damage for one in some]
+
+    def _write(self, content: _Content) -> None:
+        """In the thread: write this rank's files; rank 0 makes them a checkpoint once every rank has.
+
+        An error of one rank is raised on all of them.
+        """
+        ranks = _DistWrapper(self._group, use_dist=True, coordinator_rank=0)
+        temporary = self.folder / f"step_{content.step}.tmp"
+        try:
+            ranks.broadcast("prepare", lambda: storage.begin(self.folder, content.step))
+            torch_checkpoint.save(
+                {},  # the planner has it all
+                storage_writer=_Writer(temporary, per_thread_copy_ahead=0),
+                planner=SaveBlocks(content.networks.blocks, content.networks.objects),
+                process_group=self._group,
+            )
+            ranks.all_reduce(
+                "commit",
+                lambda: _write_rest(temporary, content),
+                lambda files: self._commit(temporary, content, files),
+            )
+        except CheckpointException:
+            if dist.get_rank() == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
+
+    def _commit(self, temporary: Path, content: _Content, files: list[storage.Files]) -> None:
+        state = {"step": content.step, "ranks": len(files), "state": json.loads(content.state)}
+        storage.commit(temporary, state, {name: sums for some in files for name, sums in some.items()})
+        storage.discard(self.folder, content.step, self.keep)
+
+
+class _Writer(torch_checkpoint.FileSystemWriter):
+    """Writes a rank's file, and says what the operating system said when it cannot."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            # torch.save hides a full disk behind an error about its own format.
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from error
+            raise
+
+
+def _write_rest(folder: Path, content: _Content) -> storage.Files:
+    """Write what is no tensor; the checksums of all files that are this rank's."""
+    rank = dist.get_rank()
+    _random_file(folder).write_bytes(content.random)
+    if rank == 0:
+        torch.save(content.networks.common, folder / COMMON)
+        save_config(CheckpointingConfig("torch_dist"), str(folder))
+    return storage.checksums(file for file in folder.iterdir() if _owner(file.name) == rank)
+
+
+def _owner(name: str) -> int:
+    match = _OWNED.fullmatch(name)
+    return int(match[1] or match[2]) if match else 0
+
+
+def _load(checkpoint: Path, saved: Mapping[str, Any], actor: Trained) -> tuple[int, dict[str, Any]]:
+    if saved.get("weights_only"):
+        _say(f"{checkpoint}: holds weights alone; the optimizer begins anew, at step {saved['step']}")
+        restore_weights(actor.trainables[MAIN], checkpoint)
+    else:
+        restore(actor.trainables, checkpoint)
+    actor.step = saved["step"]
+    if saved["ranks"] == dist.get_world_size():
+        _restore_random_state(pickle.loads(_random_file(checkpoint).read_bytes()))
+    elif not saved.get("weights_only"):
+        _say(
+            f"{checkpoint}: was written by {saved['ranks']} ranks; "
+            "their random states are not restored, they follow anew from run.seed"
         )
-
-
-def _sharded(actor: Actor, loading: bool) -> dict[str, Any]:
-    """Model and optimizer as Megatron's sharded tensors: any layout can load what another has saved."""
-    metadata = {
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "singleton_local_shards": False,
-        "chained_optim_avoid_prefix": True,
-        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-    }
-    model = actor.policy.sharded_state_dict(metadata=metadata)
-    return {"model": model, "optimizer": actor.optimizer.sharded_state_dict(model, loading, metadata=metadata)}
+    return saved["step"], saved["state"]
 
 
 def _random_file(folder: Path) -> Path:
@@ -159,20 +233,10 @@ def _restore_random_state(state: dict[str, Any]) -> None:
     get_cuda_rng_tracker().set_states(state["megatron"])
 
 
-def _write(file: Path, text: str) -> None:
-    """Replace `file` as a whole: what is read is the old text or the new one, whenever the machine stops."""
-    temporary = file.with_name(file.name + ".tmp")
-    with temporary.open("w") as out:
-        out.write(text)
-        out.flush()
-        os.fsync(out.fileno())
-    temporary.replace(file)
-
-
-def _step(folder: Path) -> int:
-    match = _FOLDER.match(folder.name)
-    assert match is not None
-    return int(match[1])
+def _from_rank_0(find: Callable[[], Any]) -> Any:
+    found = [find() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found, src=0)
+    return found[0]
 
 
 def _say(message: str) -> None:

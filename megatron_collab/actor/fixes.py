@@ -1,4 +1,4 @@
-"""Faults of Megatron-Core 0.16.1 where TransformerEngine, or both it and apex, are missing, on any device.
+"""Faults of Megatron-Core 0.16.1, on any device, most where TransformerEngine or apex are missing.
 
 Each is repaired by what is missing, not by the device. Remove a repair once the pinned version has it.
 """
@@ -14,11 +14,16 @@ import torch
 def install() -> None:
     """Repair what this environment needs; later calls change nothing."""
     from megatron.core.optimizer import distrib_optimizer
+    from megatron.core.tensor_parallel import layers
     from megatron.core.transformer.moe import moe_utils
 
     if not moe_utils.HAVE_TE:
         # The router reads this name to see whether to use it; without TransformerEngine it is never bound.
         moe_utils.te_general_gemm = None
+    if moe_utils.HAVE_TE:
+        # The constructor of Megatron's linear layer asks for apex. TransformerEngine's layers accumulate without
+        # it, and the one layer left of Megatron's own, the head, is never called.
+        layers._grad_accum_fusion_available = True
     optimizer = distrib_optimizer.DistributedOptimizer
     if not distrib_optimizer.HAVE_APEX_OR_TE and "_keeps_step" not in vars(optimizer):
         optimizer._keeps_step = True
@@ -56,3 +61,14 @@ def _unshare_step(optimizer: Any) -> None:
                 state["step"] = state["step"].clone()
 
     optimizer.load_state_dict = load_and_unshare
+
+
+def reduce_experts(policy: torch.nn.Module) -> None:
+    """Have the gradients of experts summed over all ranks that hold them.
+
+    Megatron-Core 0.16.1 does that only where experts are spread (ep > 1). Tensor-parallel ranks that each hold
+    every expert, uncut, see different tokens: each would go its own way, without a word.
+    """
+    for name, parameter in policy.named_parameters():
+        if ".experts." in name:
+            parameter.allreduce = False

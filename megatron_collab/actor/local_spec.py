@@ -5,16 +5,37 @@ The stock fallbacks refuse sequence parallelism (norm) and packed sequences (att
 
 from __future__ import annotations
 
-from itertools import pairwise
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+
+@dataclass
+class Rotated(PackedSeqParams):
+    """Packed sequences, their lengths, and the rotation of each token.
+
+    `cos` and the signed `sin` are [t, 1, d] in the model's dtype.
+    """
+
+    lengths: list[int] = field(kw_only=True)
+    cos: Tensor = field(kw_only=True)
+    sin: Tensor = field(kw_only=True)
+
+
+def rotated(packing: PackedSeqParams, positions: Tensor, inverse_frequencies: Tensor, dtype: torch.dtype) -> Rotated:
+    """`packing` with the rotation to `positions` int64 [1, t]; made once for all layers."""
+    angles = positions.reshape(-1, 1, 1) * inverse_frequencies.to(positions.device)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    lengths = packing.cu_seqlens_q.diff().tolist()
+    return Rotated(**vars(packing), lengths=lengths, cos=torch.cat((cos, cos), -1), sin=torch.cat((-sin, sin), -1))
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -25,53 +46,60 @@ class RMSNorm(torch.nn.RMSNorm):
         # Each rank sees a part of the sequence: Megatron sums the gradients of parameters marked so.
         self.weight.sequence_parallel = config.sequence_parallel
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.weight * F.rms_norm(x.float(), self.normalized_shape, eps=self.eps).to(x.dtype)
 
 
 class CausalAttention(MegatronModule):
-    """Causal scaled dot-product attention; with packed sequences, causal within each."""
+    """Rotary embedding and causal scaled dot-product attention within each packed sequence."""
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__(config=config)
-        if config.context_parallel_size > 1:
-            raise ValueError("context parallelism needs TransformerEngine")
         self.scale = softmax_scale
 
     def forward(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        attn_mask_type: object = None,
-        attention_bias: torch.Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
-    ) -> torch.Tensor:
-        """query [s, b, n, d], key and value [s, b, g, d] -> [s, b, n * d]; packed: [t, n, d] -> [t, n * d]."""
-        if packed_seq_params is None:
-            q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-            return self._attend(q, k, v).permute(2, 0, 1, 3).flatten(2)
-        bounds = packed_seq_params.cu_seqlens_q.tolist()
-        q, k, v = (x.transpose(0, 1) for x in (query, key, value))
-        parts = [self._attend(q[:, start:end], k[:, start:end], v[:, start:end]) for start, end in pairwise(bounds)]
-        return torch.cat(parts, dim=1).transpose(0, 1).flatten(1)
-
-    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: None = None,
+        *,
+        packed_seq_params: Rotated,
+        **_: Any,
+    ) -> Tensor:
+        """query [t, n, d], key and value [t, g, d], not yet rotated -> [t, n * d]."""
+        packing = packed_seq_params
+        # Splitting, unlike slicing, needs no buffer of zeros for the gradient of every sequence.
+        q, k, v = (
+            x.transpose(0, 1)[None].split(packing.lengths, dim=2)
+            for x in (_rotate(query, packing), _rotate(key, packing), value)
+        )
+        parts = [
+            F.scaled_dot_product_attention(*one, is_causal=True, scale=self.scale, enable_gqa=True)[0].transpose(0, 1)
+            for one in zip(q, k, v, strict=True)
+        ]
+        return torch.cat(parts).flatten(1)
 
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
         return {}
 
 
-def block(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage and the final norm."""
-    layer = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
-    )
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-    attention = layer.submodules.self_attention.submodules
-    attention.core_attention = CausalAttention
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
+def _rotate(x: Tensor, packing: Rotated) -> Tensor:
+    """x [t, n, d]: each pair of dimensions (i, i + d/2) turned by its angle."""
+    return torch.addcmul(x * packing.cos, x.roll(x.shape[-1] // 2, dims=-1), packing.sin)
+
+
+def fill_in(block: TransformerBlockSubmodules, config: TransformerConfig) -> TransformerBlockSubmodules:
+    """Megatron's local layers with our norms and our attention; changes `block`, which it returns."""
+    for layer in block.layer_specs:
+        modules = layer.submodules
+        modules.input_layernorm = modules.pre_mlp_layernorm = RMSNorm
+        attention = modules.self_attention.submodules
+        attention.core_attention = CausalAttention
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = RMSNorm
+        if modules.mlp.module is MoELayer:
+            # Checkpoints name this norm as with TransformerEngine, which cannot fuse it into the experts.
+            modules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
+    block.layer_norm = RMSNorm
+    return block

@@ -1,15 +1,196 @@
 """Log-probabilities and entropy where the vocabulary is cut over the tensor-parallel ranks.
 
-The vocabulary is padded to a multiple of the ranks; no padded entry enters a softmax here.
+`head_log_probs` never makes the logits [N, V]: they pass by in tiles, and once more in the backward pass. The
+vocabulary is padded to a multiple of the ranks; no padded entry enters a softmax here.
+
+With hidden states h_i, rows w_v of the head and temperature T, the logits are x_iv = h_i . w_v / T, and for label l
+
+    log p_il = x_il - log Z_i,   Z_i = sum_v exp(x_iv),   p_iv = exp(x_iv) / Z_i,   H_i = -sum_v p_iv log p_iv.
+
+From d log p_il / d x_iv = [v = l] - p_iv and d H_i / d x_iv = -p_iv (log p_iv + H_i), and with g and e the gradients
+that arrive for log p and H, the loss has
+
+    d / d x_iv = g_i [v = l] - p_iv (g_i + e_i (log p_iv + H_i)),
+    d / d h_i = sum_v (d / d x_iv) w_v / T,   d / d w_v = sum_i (d / d x_iv) h_i / T.
+
+Of a tile only m_i (its largest x_iv), s_i = sum exp(x_iv - m_i) and u_i = sum exp(x_iv - m_i) (x_iv - m_i) are kept,
+which can be merged with those of other tiles and other ranks (the online softmax of Milakov and Gimelshein 2018,
+arXiv:1805.02867; u is added for the entropy). Of the whole vocabulary, log Z = m + log s and H = log s - u / s.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from torch import Tensor
+
+# Logits of a tile, by device type; two buffers hold as many float32. A CPU wants them in its cache (4 MB each, and
+# 64 MB took 8 % longer), a GPU wants few launches (64 MB each).
+TILE = {"cpu": 1 << 20, "cuda": 1 << 24}
+_LOG2_E = 1.0 / math.log(2.0)
+
+
+def head_log_probs(
+    hidden: Tensor, head: Tensor, labels: Tensor, temperature: float, vocab_size: int
+) -> tuple[Tensor, Tensor]:
+    """Natural log-probability of each label and entropy in nats, at `temperature`: float32 [N] each.
+
+    `hidden` [N, h] are the states after the final norm, the same on every tensor-parallel rank, `head` [V/tp, h] this
+    rank's rows of the output layer, both of one dtype; `labels` int64 [N] < `vocab_size`, the number of real entries.
+    N may be 0. Both results are the same on every rank and differentiable in `hidden` and `head`.
+
+    The gradient of `hidden` is this rank's part of a sum over the ranks, which the region before (Megatron's copy or
+    gather) makes. Where `head` has a `main_grad` (float32 [V/tp, h], the buffer of Megatron's
+    DistributedDataParallel), its gradient is added there and autograd gets none.
+
+    Computed in float32 whatever the dtype. Where the operands are bfloat16 on a GPU, the gradient of the logits is
+    rounded to bfloat16 before it is multiplied, as it is with Megatron's own output layer; sums stay float32.
+    """
+    return _HeadLogProbs.apply(hidden, head, labels, temperature, vocab_size)
+
+
+class _HeadLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, temperature: float, vocab_size: int
+    ) -> tuple[Tensor, Tensor]:
+        first = parallel_state.get_tensor_model_parallel_rank() * len(head)
+        labels = labels - first  # those of other ranks lie outside of [0, len(head))
+        ctx.entries = min(max(vocab_size - first, 0), len(head))
+        ctx.temperature = temperature
+        ctx.main_grad = getattr(head, "main_grad", None)
+        ctx.set_materialize_grads(False)
+
+        states, buffers = _operand(hidden), _buffers(hidden)
+        # m, s, u and the label's logit. The lowest finite m, not -inf: 0 times it is not nan.
+        stats = torch.zeros(4, len(hidden), device=hidden.device)
+        stats[0] = torch.finfo(torch.float32).min
+        for rows, columns in _tiles(len(hidden), ctx.entries, hidden.device.type):
+            logits, weight = _tile(buffers, rows, columns)
+            _product(logits, states[rows], _operand(head[columns]).t(), alpha=1 / temperature, beta=0.0)
+            index, inside = _in_tile(labels[rows], columns)
+            label = logits.gather(1, index[:, None])[:, 0] * inside
+            largest = logits.amax(1)
+            _exp(logits.sub_(largest[:, None]), out=weight)
+            found = torch.stack([largest, weight.sum(1), weight.mul_(logits).sum(1), label])
+            stats[:, rows] = _merged(torch.stack([stats[:, rows], found]))
+        m, s, u, label = _merged(_gathered(stats))
+        entropy = s.log() - u / s
+        ctx.save_for_backward(hidden, head, labels, m, s, entropy)
+        return label - m - s.log(), entropy
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, head, labels, m, s, entropy = ctx.saved_tensors
+        of_log_prob, of_entropy = gradients
+        if of_log_prob is None:
+            of_log_prob = torch.zeros_like(m)
+        # p = exp(x - m) / s has the factor slope (x - m) + constant in the gradient; both hold the 1 / s.
+        constant, slope = of_log_prob / s, None
+        if of_entropy is not None and of_entropy.any():
+            constant = (of_log_prob + of_entropy * (entropy - s.log())) / s
+            slope = of_entropy / s
+        alpha = 1 / ctx.temperature
+
+        hidden_grad = torch.zeros(hidden.shape, device=hidden.device) if ctx.needs_input_grad[0] else None
+        head_grad = ctx.main_grad if ctx.needs_input_grad[1] else None
+        if ctx.needs_input_grad[1] and ctx.main_grad is None:
+            head_grad = torch.zeros(head.shape, device=head.device)
+
+        states, buffers = _operand(hidden), _buffers(hidden)
+        for rows, columns in _tiles(len(hidden), ctx.entries, hidden.device.type):
+            logits, weight = _tile(buffers, rows, columns)
+            head_rows = _operand(head[columns])
+            _product(logits, states[rows], head_rows.t(), alpha=alpha, beta=0.0)
+            _exp(logits.sub_(m[rows, None]), out=weight)
+            factor = constant[rows, None]
+            if slope is not None:
+                factor = logits.mul_(slope[rows, None]).add_(factor)
+            index, inside = _in_tile(labels[rows], columns)
+            weight.mul_(factor).scatter_add_(1, index[:, None], (-of_log_prob[rows] * inside)[:, None])
+            minus_gradient = weight.to(states.dtype)  # of the tile's logits
+            if hidden_grad is not None:
+                _product(hidden_grad[rows], minus_gradient, head_rows, alpha=-alpha, beta=1.0)
+            if head_grad is not None:
+                _product(head_grad[columns], minus_gradient.t(), states[rows], alpha=-alpha, beta=1.0)
+        return (
+            None if hidden_grad is None else hidden_grad.to(hidden.dtype),
+            None if head_grad is None or ctx.main_grad is not None else head_grad.to(head.dtype),
+            None,
+            None,
+            None,
+        )
+
+
+def _tiles(tokens: int, entries: int, device_type: str) -> Iterator[tuple[slice, slice]]:
+    """Rows and columns of the tiles: nearly square, since that moves the fewest bytes of hidden states and head."""
+    if tokens == 0:
+        return
+    size = TILE[device_type]
+    height = math.ceil(tokens / math.ceil(tokens / math.isqrt(size)))  # equal heights: no thin last row of tiles
+    width = size // height
+    for top in range(0, tokens, height):
+        for left in range(0, entries, width):
+            yield slice(top, min(top + height, tokens)), slice(left, min(left + width, entries))
+
+
+def _buffers(hidden: Tensor) -> Tensor:
+    """Memory of two tiles, the same for all tiles of a pass: on a CPU the first touch of a page is dear."""
+    return torch.empty(2, TILE[hidden.device.type], device=hidden.device)
+
+
+def _tile(buffers: Tensor, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
+    shape = rows.stop - rows.start, columns.stop - columns.start
+    logits, weight = buffers[:, : shape[0] * shape[1]].view(2, *shape)
+    return logits, weight
+
+
+def _operand(matrix: Tensor) -> Tensor:
+    """What a product takes: a CPU multiplies no bfloat16 into a float32 result."""
+    return matrix.float() if matrix.device.type == "cpu" else matrix
+
+
+def _product(out: Tensor, left: Tensor, right: Tensor, *, alpha: float, beta: float) -> None:
+    """out = beta out + alpha left @ right, with a float32 `out` whatever the operands are."""
+    if left.dtype == torch.float32:
+        torch.addmm(out, left, right, alpha=alpha, beta=beta, out=out)
+    else:
+        torch.addmm(out, left, right, torch.float32, alpha=alpha, beta=beta, out=out)
+
+
+def _exp(x: Tensor, out: Tensor) -> Tensor:
+    """exp(x) into `out`, as a power of 2: torch computes that three times as fast as exp on a CPU."""
+    return torch.mul(x, _LOG2_E, out=out).exp2_()
+
+
+def _in_tile(labels: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+    """Column of each label within the tile (0 where it is not there), and 1.0 where it is, else 0.0."""
+    inside = (labels >= columns.start) & (labels < columns.stop)
+    return (labels - columns.start).where(inside, 0), inside.float()
+
+
+def _merged(parts: Tensor) -> Tensor:
+    """The statistics [4, n] of a vocabulary from those of its parts [k, 4, n]."""
+    m = parts[:, 0].amax(0)
+    below = parts[:, 0] - m
+    weight = below.exp()
+    s = weight * parts[:, 1]
+    u = weight * (parts[:, 2] + below * parts[:, 1])
+    return torch.stack([m, s.sum(0), u.sum(0), parts[:, 3].sum(0)])
+
+
+def _gathered(stats: Tensor) -> Tensor:
+    """The statistics [4, N] of every tensor-parallel rank, [tp, 4, N]."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    found = stats.new_empty(dist.get_world_size(group), *stats.shape)
+    dist.all_gather(list(found), stats, group)
+    return found
 
 
 def token_log_probs(logits: Tensor, labels: Tensor, temperature: float, vocab_size: int) -> Tensor:

@@ -1,40 +1,159 @@
-"""Losses per token, on log-probabilities of any shape. Masks, sums and denominators are the caller's."""
+"""Losses per trained token. Which tokens, their weights in the mean and the sum are the caller's.
+
+All tensors are float [N], one number a trained token of a micro-batch, log-probabilities natural ones; what is not
+trained is left out before.
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+from megatron_collab.config import AlgoConfig
 
 
 class PolicyTerms(NamedTuple):
-    """Per token: the loss, the importance ratio, and 1 where the clip holds the gradient back, else 0."""
+    """Per token: the loss, the importance ratio, and 1 where the clip holds the gradient back, else 0.
+
+    The ratio has no gradient.
+    """
 
     loss: Tensor
     ratio: Tensor
     clipped: Tensor
 
 
-def policy_loss(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
+class ValueTerms(NamedTuple):
+    """Per token: the loss, and 1 where the clip holds the gradient back, else 0."""
+
+    loss: Tensor
+    clipped: Tensor
+
+
+def policy_terms(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, sequence: Tensor, sequences: int, algo: AlgoConfig
 ) -> PolicyTerms:
+    """The policy loss that algo.loss names, with its clip.
+
+    `sequence` is int64 [N], the number of the sequence that a token belongs to, below `sequences`; no sequence is
+    spread over micro-batches.
+    """
+    if algo.loss == "gspo":
+        return gspo(log_probs, old_log_probs, advantages, sequence, sequences, algo.clip_low, algo.clip_high)
+    return (ppo if algo.loss == "ppo" else cispo)(log_probs, old_log_probs, advantages, algo.clip_low, algo.clip_high)
+
+
+def ppo(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> PolicyTerms:
     """PPO's clipped surrogate: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = exp(log_probs - old).
 
-    Schulman et al. 2017, arXiv:1707.06347, equation 7; two clip widths as in DAPO, arXiv:2503.14476.
+    Schulman et al. 2017, arXiv:1707.06347, equation 7; two clip widths as in DAPO, arXiv:2503.14476, equation 8.
     """
-    ratio = (log_probs - old_log_probs).exp()
+    return _surrogate((log_probs - old_log_probs).exp(), advantages, clip_low, clip_high)
+
+
+def gspo(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    sequence: Tensor,
+    sequences: int,
+    clip_low: float,
+    clip_high: float,
+) -> PolicyTerms:
+    """PPO's surrogate with one ratio s_i a sequence: -min(s_it A_t, clip(s_it, 1 - clip_low, 1 + clip_high) A_t).
+
+    s_i = exp(mean over the trained tokens of log_probs - old), s_it = sg[s_i] exp(log_prob - sg[log_prob]): GSPO-token
+    (Zheng et al. 2025, arXiv:2507.18071, section 4.3). Where all tokens of a sequence have one advantage and one
+    weight, its value, clip and gradient are those of the sequence form (equation 5), and only there that form is
+    defined; a turn with an advantage of its own keeps it here. The paper's widths are 3e-4 and 4e-4.
+    """
+    with torch.no_grad():
+        log_ratio = log_probs - old_log_probs
+        sums = torch.zeros(sequences, dtype=log_ratio.dtype, device=log_ratio.device).index_add(0, sequence, log_ratio)
+        ratio = (sums / sequence.bincount(minlength=sequences).clamp(min=1)).exp()[sequence]
+    return _surrogate(ratio * (log_probs - log_probs.detach()).exp(), advantages, clip_low, clip_high)
+
+
+def cispo(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
+) -> PolicyTerms:
+    """REINFORCE with a clipped weight: -sg[clip(r, 1 - clip_low, 1 + clip_high)] A log_prob, r = exp(log_probs - old).
+
+    MiniMax-M1, arXiv:2506.13585, equations 4 and 5; clip_low=1 leaves out the lower bound, as the paper does. Every
+    token keeps a gradient: where `clipped` is 1, one of bounded weight.
+    """
+    ratio = (log_probs - old_log_probs).detach().exp()
+    weight = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    return PolicyTerms(-weight * advantages * log_probs, ratio, (weight != ratio).to(ratio.dtype))
+
+
+def _surrogate(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> PolicyTerms:
     free = -ratio * advantages
     held = -ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
-    return PolicyTerms(free.maximum(held), ratio, (held > free).to(ratio.dtype))
+    return PolicyTerms(free.maximum(held), ratio.detach(), (held > free).to(ratio.dtype))
+
+
+def importance_weights(old_log_probs: Tensor, engine_log_probs: Tensor, algo: AlgoConfig) -> Tensor:
+    """What the policy loss of each token is multiplied with, since the engine sampled it and not the trainer; detached.
+
+    With w = exp(old - engine) and the bounds of algo.correction_low and _high:
+
+    none       1
+    truncated  min(w, high): TIS (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
+               Training", fengyao.notion.site/off-policy-rl)
+    masked     w within [low, high], else 0: IcePop (Ring-1T, arXiv:2510.18855)
+
+    A token's weight multiplies its own term of any policy loss, in gspo that with the ratio of its whole sequence,
+    and not the KL to the reference. A masked token still counts in the mean's denominator.
+    """
+    if algo.correction == "none":
+        return torch.ones_like(old_log_probs)
+    weights = (old_log_probs - engine_log_probs).detach().exp()
+    if algo.correction == "truncated":
+        return weights.clamp(max=algo.correction_high)
+    return weights.where((weights >= algo.correction_low) & (weights <= algo.correction_high), 0.0)
+
+
+def kl(log_probs: Tensor, reference_log_probs: Tensor, estimate: str) -> Tensor:
+    """The estimate k1, k2 or k3 of KL(policy || reference), for the loss.
+
+    On the policy's own samples the mean gradient of k2 is that of the KL of the next token, the mean gradient of k3
+    that of KL(reference || policy), the same near the reference. The mean gradient of k1 is 0: in the loss it holds
+    nothing back, it belongs into the reward (Tang and Munos 2025, arXiv:2506.09477).
+    """
+    return {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}[estimate](log_probs, reference_log_probs)
+
+
+def kl_k1(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
+    """Unbiased estimate of KL(policy || reference) from the policy's samples: log policy / reference.
+
+    Schulman 2020, joschu.net/blog/kl-approx.html, as k2 and k3.
+    """
+    return log_probs - reference_log_probs
+
+
+def kl_k2(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
+    """Biased estimate of KL(policy || reference) of little variance: (log policy / reference)^2 / 2."""
+    return (log_probs - reference_log_probs).square() / 2.0
 
 
 def kl_k3(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
-    """Estimate of KL(policy || reference) from the policy's samples: (q - 1) - log q, q = reference / policy.
-
-    Never negative and unbiased: k3 of Schulman 2020, joschu.net/blog/kl-approx.html.
-    """
+    """Unbiased estimate of KL(policy || reference), never negative: (q - 1) - log q, q = reference / policy."""
     log_q = reference_log_probs - log_probs
     return log_q.exp() - 1.0 - log_q
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> ValueTerms:
+    """Squared error of the critic, no better than with a step of at most `clip` from the old values.
+
+    max((V - R)^2, (old + clip(V - old, -clip, clip) - R)^2) / 2: PPO (arXiv:1707.06347, equation 9) with the clipped
+    value of OpenAI's baselines (Huang et al. 2022, The 37 implementation details of PPO, detail 9).
+    """
+    free = (values - returns).square() / 2.0
+    held = (old_values + (values - old_values).clamp(-clip, clip) - returns).square() / 2.0
+    return ValueTerms(free.maximum(held), (held > free).to(values.dtype))
 
 
 def sft_loss(log_probs: Tensor) -> Tensor:

@@ -8,33 +8,40 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
 from megatron_collab import device
-from megatron_collab.actor import cpu, local_spec
+from megatron_collab.actor import cpu, fixes
+from megatron_collab.actor.local_spec import rotated
+from megatron_collab.actor.megatron_config import DTYPES, backend_spec, transformer_config
+from megatron_collab.actor.rope import inverse_frequencies
 from megatron_collab.actor.weights import load_hf, named_shards, save_hf, unwrap
 from megatron_collab.config import Config
 from megatron_collab.publish import hf_map
 from megatron_collab.publish.hf_map import ModelShape
 
 __all__ = [
+    "DTYPES",
     "Policy",
     "build",
     "frozen_copy",
@@ -47,7 +54,6 @@ __all__ = [
     "unwrap",
 ]
 
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _GROUPS = count()
 
 
@@ -76,6 +82,10 @@ def init_parallel(config: Config) -> Iterator[None]:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=config.parallel.tp,
             pipeline_model_parallel_size=config.parallel.pp,
+            virtual_pipeline_model_parallel_size=config.parallel.vpp if config.parallel.vpp > 1 else None,
+            context_parallel_size=config.parallel.cp,
+            expert_model_parallel_size=config.parallel.ep,
+            expert_tensor_parallel_size=1,
             distributed_timeout_minutes=timeout.total_seconds() / 60,
         )
         tensor_parallel.model_parallel_cuda_manual_seed(config.run.seed)
@@ -85,107 +95,101 @@ def init_parallel(config: Config) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def transformer_config(config: Config, shape: ModelShape) -> TransformerConfig:
-    """Megatron's configuration for a model of this shape in the configured layout and precision."""
-    dtype = DTYPES[config.model.dtype]
-    return TransformerConfig(
-        num_layers=shape.layers,
-        hidden_size=shape.hidden,
-        ffn_hidden_size=shape.ffn,
-        num_attention_heads=shape.heads,
-        num_query_groups=shape.kv_heads,
-        kv_channels=shape.head_dim,
-        normalization="RMSNorm",
-        layernorm_epsilon=shape.norm_eps,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        add_qkv_bias=shape.qkv_bias,
-        qk_layernorm=shape.qk_norm,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        tensor_model_parallel_size=config.parallel.tp,
-        pipeline_model_parallel_size=config.parallel.pp,
-        pipeline_model_parallel_layout=_uneven_layout(shape.layers, config.parallel.pp),
-        sequence_parallel=config.parallel.sequence_parallel,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype is torch.bfloat16,
-        fp8=config.model.fp8,
-        # The weights are always loaded, but Megatron's initialisation also marks the parameters that are cut
-        # over the ranks; unmarked ones would be left out of the gradient norm.
-        perform_initialization=True,
-    )
-
-
-def _uneven_layout(layers: int, stages: int) -> list[list[str]] | None:
-    """Layers of each stage where the stages do not divide them: the first stages take one more."""
-    each, rest = divmod(layers, stages)
-    if rest == 0:
-        return None
-    layout = [["decoder"] * (each + (stage < rest)) for stage in range(stages)]
-    return [["embedding", *layout[0]], *layout[1:-1], [*layout[-1], "loss"]]
-
-
-def _layers(config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmodules:
-    if device.probe("transformer_engine").found:
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-    return local_spec.block(config)
-
-
 class Policy(GPTModel):
-    """This rank's part of the policy, weights uninitialised.
+    """One part of the policy on this rank, weights uninitialised: a (virtual) pipeline stage.
 
-    `policy(token_ids, position_ids, None)`, both int64 [b, s], gives the last pipeline stage's logits
-    [b, s, V/tp]: the vocabulary is cut over the tensor-parallel ranks and its last rows may be padding, which
-    whoever takes a softmax must leave out. Positions count from 0 in every row. With sequence parallelism s
-    must be a multiple of tp.
+    `policy(token_ids, position_ids, None, packed_seq_params=...)`, both int64 [1, t], sequences packed ("thd"),
+    gives the last stage's hidden states after the final norm, [1, t, h] in the model's dtype, complete on every
+    tensor-parallel rank. Their gradient is summed over these ranks, so that each may bring that of its own
+    rows of `head`. Positions count from 0 in every sequence. With sequence parallelism t must be a multiple of tp.
     """
 
-    def __init__(self, config: TransformerConfig, shape: ModelShape) -> None:
+    def __init__(self, config: TransformerConfig, shape: ModelShape, vp_stage: int | None = None) -> None:
         super().__init__(
             config,
-            _layers(config),
+            backend_spec(config, vp_stage),
             vocab_size=hf_map.padded_vocab(shape, config.tensor_model_parallel_size),
             max_sequence_length=shape.max_positions,
-            pre_process=parallel_state.is_pipeline_first_stage(),
-            post_process=parallel_state.is_pipeline_last_stage(),
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
             parallel_output=True,
             share_embeddings_and_output_weights=shape.tied,
-            position_embedding_type="rope",
-            rotary_base=shape.rope_theta,
-            rope_scaling=shape.rope_factor is not None,
-            rope_scaling_factor=shape.rope_factor or 1.0,
+            # Our own attention rotates by itself.
+            position_embedding_type="rope" if config.apply_rope_fusion else "none",
+            vp_stage=vp_stage,
         )
         self.shape = shape
+        # No buffer: those are rounded where the model is.
+        self.inverse_frequencies = inverse_frequencies(shape.rope, shape.head_dim)
+        if config.apply_rope_fusion:
+            self.rotary_pos_emb.inv_freq = self.inverse_frequencies
+
+    @property
+    def head(self) -> Tensor:
+        """Weight of the output layer [V/tp, h], on the last stage; rows past the vocabulary are padding."""
+        return self.shared_embedding_or_output_weight() if self.shape.tied else self.output_layer.weight
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        position_ids: Tensor,
+        attention_mask: None,
+        packed_seq_params: PackedSeqParams,
+    ) -> Tensor:
+        packing = packed_seq_params
+        if not self.config.apply_rope_fusion:
+            packing = rotated(packing, position_ids, self.inverse_frequencies, self.config.params_dtype)
+        return super().forward(token_ids, position_ids, attention_mask, packed_seq_params=packing)
+
+    def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
+        """The hidden states where Megatron would go on to logits; of its output layer only the weight is used."""
+        if not self.post_process:
+            return hidden_states
+        complete = (
+            gather_from_sequence_parallel_region
+            if self.config.sequence_parallel
+            else copy_to_tensor_model_parallel_region
+        )
+        return complete(hidden_states).transpose(0, 1)
 
 
-def build(config: Config, shape: ModelShape) -> torch.nn.Module:
-    """This rank's part of the model on its device, weights uninitialised; in bf16, inside Float16Module."""
-    policy = Policy(transformer_config(config, shape), shape)
-    return _in_precision(policy.to(device.select(config.launch.device).type))
+class _BFloat16(Float16Module):
+    """The model's parameters in bfloat16; hidden states stay what they are, whoever needs float32 makes it."""
+
+    def forward(self, *inputs: Any, **options: Any) -> Tensor:
+        return super().forward(*inputs, fp32_output=False, **options)
 
 
-def _in_precision(policy: Policy) -> torch.nn.Module:
-    return Float16Module(policy.config, policy) if policy.config.bf16 else policy
+def build(config: Config, shape: ModelShape) -> list[torch.nn.Module]:
+    """This rank's parts of the model on its device, weights uninitialised: one for each virtual pipeline stage."""
+    return _build(transformer_config(config, shape), shape, torch.device(device.select(config.launch.device).type))
 
 
-def load(config: Config) -> tuple[torch.nn.Module, ModelShape]:
+def _build(config: TransformerConfig, shape: ModelShape, where: torch.device) -> list[torch.nn.Module]:
+    stages = range(config.virtual_pipeline_model_parallel_size or 0)
+    policies = [Policy(config, shape, vp_stage=stage) for stage in stages or [None]]
+    for policy in policies:
+        fixes.reduce_experts(policy)
+        policy.to(where)
+    return [_BFloat16(config, policy) if config.bf16 else policy for policy in policies]
+
+
+def load(config: Config) -> tuple[list[torch.nn.Module], ModelShape]:
     """The model of model.path, loaded, and its shape."""
     folder = Path(config.model.path)
     shape = ModelShape.from_hf(json.loads((folder / "config.json").read_text()))
-    model = build(config, shape)
-    load_hf(model, folder, shape)
-    return model, shape
+    chunks = build(config, shape)
+    load_hf(chunks, folder, shape)
+    return chunks, shape
 
 
-def frozen_copy(model: torch.nn.Module) -> torch.nn.Module:
+def frozen_copy(chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
     """A second model with the same weights, which is never trained."""
-    policy = unwrap(model)
-    assert isinstance(policy, Policy)
+    policy = unwrap(chunks[0])
     # A configuration of its own: an optimizer hangs its functions on the trained model's.
-    twin = _in_precision(Policy(copy.copy(policy.config), policy.shape).to(next(policy.parameters()).device))
-    twin.requires_grad_(False)
-    for target, source in zip(twin.parameters(), model.parameters(), strict=True):
-        target.copy_(source.detach())
-    return twin.eval()
+    twins = _build(copy.copy(policy.config), policy.shape, next(policy.parameters()).device)
+    for twin, chunk in zip(twins, chunks, strict=True):
+        twin.requires_grad_(False)
+        for target, source in zip(twin.parameters(), chunk.parameters(), strict=True):
+            target.copy_(source.detach())
+    return [twin.eval() for twin in twins]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer import get_standard_config_overrides as no_decay_for_norms_and_biases
@@ -10,11 +12,11 @@ from megatron_collab.actor.model import DTYPES
 from megatron_collab.config import Config, OptimConfig
 
 
-def build_optimizer(config: Config, model: DistributedDataParallel) -> MegatronOptimizer:
-    """AdamW over the parameters of `model`, its state cut over the data parallel ranks."""
+def build_optimizer(config: Config, chunks: Sequence[DistributedDataParallel], lr: float) -> MegatronOptimizer:
+    """AdamW over the parameters of `chunks`, its state cut over the data parallel ranks."""
     options = OptimizerConfig(
         optimizer="adam",
-        lr=config.optim.lr,
+        lr=lr,
         adam_beta1=config.optim.beta1,
         adam_beta2=config.optim.beta2,
         weight_decay=config.optim.weight_decay,
@@ -23,16 +25,16 @@ def build_optimizer(config: Config, model: DistributedDataParallel) -> MegatronO
         params_dtype=DTYPES[config.model.dtype],
         use_distributed_optimizer=True,
     )
-    _count_padding(model)
-    return get_megatron_optimizer(options, [model], no_decay_for_norms_and_biases(options))
+    for chunk in chunks:
+        _count_padding(chunk)
+    return get_megatron_optimizer(options, list(chunks), no_decay_for_norms_and_biases(options))
 
 
 def _count_padding(model: DistributedDataParallel) -> None:
-    """Keep the padding between buckets in what Megatron 0.16.1 gathers for a checkpoint.
+    """Count the padding between buckets in what Megatron 0.16.1 sets aside to load a checkpoint into.
 
-    It drops that padding but goes on to cut by positions that count it: every parameter after the first
-    bucket would be saved shifted, with no more than a warning. Tied embeddings on the last pipeline stage
-    have a bucket of their own, so such a model has two.
+    It leaves that padding out but goes on to cut by positions that count it, so that the last parameters lie
+    beyond the end. Tied embeddings on the last pipeline stage have a bucket of their own, so such a model has two.
     """
     for buffer in [*model.buffers, *model.expert_parallel_buffers]:
         for bucket in buffer.buckets:

@@ -1,71 +1,178 @@
-"""Micro-batches: which samples go through the model together, on which rank, in which padded shape.
+"""Micro-batches: which samples go through the model together, on which rank, and their arrays, packed end to end.
 
 `plan` is pure: from lengths alone, so every rank computes the same plan and takes its own part of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil
+from itertools import pairwise
+from math import lcm
+from typing import Any
 
 import numpy as np
 
-from megatron_collab.types import Sample
-
 MicroBatch = tuple[int, ...]
+
+# Length at which attention costs as much as the rest of a layer: 12 times a hidden size of 4,096; see `cost`.
+_EVEN_LENGTH = 12 * 4096
 
 
 @dataclass(frozen=True)
 class Plan:
-    """`ranks[d]` are the micro-batches (sample indices) of data parallel rank d, equally many on every rank.
-
-    All have the padded shape [rows, width]; one with fewer samples than `rows` is filled with padding rows.
-    Pipeline stages exchange activations of one fixed shape, hence one shape for all.
-    """
+    """`ranks[d]` are the micro-batches (sample indices) of data-parallel rank d, equally many on every rank."""
 
     ranks: tuple[tuple[MicroBatch, ...], ...]
-    rows: int
-    width: int
 
 
-def plan(lengths: Sequence[int], data_parallel: int, token_budget: int, multiple: int = 1) -> Plan:
-    """Spread samples of `lengths` positions over the data parallel ranks in micro-batches.
+def positions(tokens: int) -> int:
+    """Positions a sample of `tokens` tokens takes in the model: all but the last predict their successors."""
+    return max(1, tokens - 1)
 
-    A micro-batch holds at most `token_budget` padded tokens, or a single sequence where one is longer than
-    that. The width is the longest length rounded up to a `multiple` (sequence parallelism cuts it evenly).
+
+def cost(lengths: np.ndarray) -> np.ndarray:
+    """What sequences of `lengths` positions cost, in positions of a sequence without attention; float64.
+
+    A layer of hidden size h has about 12 h^2 parameters, so a position takes 24 h^2 FLOPs forward, and 2 h S more for
+    causal attention in a sequence of S: S (1 + S / (12 h)) in all (Narayanan et al. 2021, arXiv:2104.04473, appendix,
+    with half of the attention for the causal mask). h is taken as 4,096.
     """
-    width = ceil(max(lengths) / multiple) * multiple
-    most = max(1, token_budget // width)
-    count = ceil(len(lengths) / (most * data_parallel))
-    rows = ceil(len(lengths) / (count * data_parallel))
-    chunks = [tuple(range(len(lengths))[start : start + rows]) for start in range(0, len(lengths), rows)]
-    chunks += [()] * (count * data_parallel - len(chunks))
-    return Plan(tuple(tuple(chunks[rank::data_parallel]) for rank in range(data_parallel)), rows, width)
+    return lengths * (1.0 + lengths / _EVEN_LENGTH)
 
 
-def positions(sample: Sample) -> int:
-    """Positions a sample takes in the model: every token but the last predicts its successor."""
-    return max(1, len(sample.token_ids) - 1)
+def plan(lengths: Sequence[int], ranks: int, budget: int, *, align: int = 1, multiple_of: int = 1) -> Plan:
+    """Spread samples of `lengths` positions over `ranks` data-parallel ranks in micro-batches.
 
+    A micro-batch holds at most `budget` positions, each sequence counted up to a multiple of `align`, or a single
+    sequence where one is longer than that. Each rank has a multiple of `multiple_of` micro-batches (an interleaved
+    pipeline needs that); what is missing comes from splitting the costliest ones. Micro-batches are empty only where
+    there are fewer samples than micro-batches.
 
-def collate(samples: Sequence[Sample], indices: MicroBatch, shape: tuple[int, int]) -> dict[str, np.ndarray]:
-    """One micro-batch, padded with zeros to `shape` [b, s].
-
-    `token_ids`, `labels` (the next token) and `position_ids` are int64 [b, s]; `loss_mask`, `advantages` and
-    `log_probs` float32 [b, s], shifted so that position i speaks of label i. ValueError where a sequence's
-    first token is to be trained: nothing predicts it.
+    Micro-batches are dealt in rounds from the costliest down, each round one to a rank, the costliest to the rank with
+    the least so far. So the ranks' totals differ by no more than the costs in some one round, and the ranks work on
+    alike micro-batches at the same time, which expert parallelism wants. On a rank, costs rise and then fall: pipeline
+    stages work on neighbouring micro-batches at once and wait for the costliest, and all wait while the first and the
+    last one run through, so neighbours are alike and the ends cheap.
     """
-    batch: dict[str, np.ndarray] = {name: np.zeros(shape, np.int64) for name in ("token_ids", "labels")}
-    batch |= {name: np.zeros(shape, np.float32) for name in ("loss_mask", "advantages", "log_probs")}
-    for row, index in enumerate(indices):
-        sample = samples[index]
-        if sample.loss_mask[0] != 0:
+    rounded = -(-np.asarray(lengths, np.int64) // align) * align
+    costs = cost(rounded).tolist()
+    step = ranks * multiple_of
+    bins = _best_fit_decreasing(rounded, budget)
+    count = max(1, -(-len(bins) // step)) * step
+    ordered = sorted(_split(bins, costs, count), key=lambda weighed: -weighed[0])
+
+    totals = [0.0] * ranks
+    dealt: list[list[MicroBatch]] = [[] for _ in range(ranks)]
+    for start in range(0, count, ranks):
+        poorest_first = sorted(range(ranks), key=totals.__getitem__)
+        for rank, (total, indices) in zip(poorest_first, ordered[start : start + ranks], strict=True):
+            totals[rank] += total
+            dealt[rank].append(tuple(indices))
+    return Plan(tuple(tuple([*falling[::-2], *falling[len(falling) % 2 :: 2]]) for falling in dealt))
+
+
+def _best_fit_decreasing(lengths: np.ndarray, budget: int) -> list[list[int]]:
+    """Indices by bin: the longest first, each into the bin with the least room that takes it."""
+    order = np.argsort(-lengths, kind="stable")
+    bins: list[list[int]] = []
+    rooms: list[int] = []  # room and number of the bins with room left, in one integer, ascending
+    for index, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        at = bisect_left(rooms, length * len(lengths))
+        if at < len(rooms):
+            room, number = divmod(rooms.pop(at), len(lengths))
+        else:
+            room, number = budget, len(bins)
+            bins.append([])
+        bins[number].append(index)
+        if room > length:
+            insort(rooms, (room - length) * len(lengths) + number)
+    return bins
+
+
+def _split(bins: list[list[int]], costs: list[float], count: int) -> list[tuple[float, list[int]]]:
+    """`count` bins with their costs: the costliest ones that can be split are, then empty ones are added."""
+    whole = [(sum(costs[index] for index in indices), indices) for indices in bins]
+    heap = [(-total, number) for number, (total, indices) in enumerate(whole) if len(indices) > 1]
+    heapq.heapify(heap)
+    while heap and len(whole) < count:
+        number = heapq.heappop(heap)[1]
+        halves: list[list[int]] = [[], []]
+        totals = [0.0, 0.0]
+        for index in whole[number][1]:  # the longest first
+            lighter = int(totals[1] < totals[0])
+            halves[lighter].append(index)
+            totals[lighter] += costs[index]
+        whole[number] = (totals[0], halves[0])
+        whole.append((totals[1], halves[1]))
+        for half in (number, len(whole) - 1):
+            if len(whole[half][1]) > 1:
+                heapq.heappush(heap, (-whole[half][0], half))
+    return whole + [(0.0, [])] * (count - len(whole))
+
+
+def collate(
+    columns: Mapping[str, Sequence[np.ndarray]], indices: MicroBatch, align: int = 1, total: int = 1
+) -> dict[str, Any]:
+    """One micro-batch: the samples `indices`, one after the other in T positions.
+
+    `columns` holds arrays [S_i] of every sample: `token_ids` int64, any others float32. A sample of S tokens takes
+    S - 1 positions, at least 1, padded with zeros to a multiple of `align`; T is a multiple of both `align` and
+    `total`, if need be by a last sequence of padding alone, which is all of an empty micro-batch.
+
+    Gives `token_ids`, `labels` (the next token) and `position_ids` int64 [1, T]; each other column float32 [T],
+    shifted so that position i speaks of label i; `sequence` int64 [T], the place in `indices` of the sample that
+    position i predicts a token of, -1 in padding; `cu_seqlens` int32, where each sequence starts and the last one
+    ends, padding included; `max_seqlen`, an int, the longest of them. ValueError where a sample's first token is to
+    be trained by `loss_mask`: nothing predicts it.
+    """
+    samples = [columns["token_ids"][index] for index in indices]
+    for index in indices if "loss_mask" in columns else ():
+        if columns["loss_mask"][index][0] != 0:
             raise ValueError(f"sample {index}: its first token is to be trained, but nothing stands before it")
-        filled = (row, slice(0, len(sample.token_ids) - 1))
-        batch["token_ids"][filled] = sample.token_ids[:-1]
-        batch["labels"][filled] = sample.token_ids[1:]
-        for name in ("loss_mask", "advantages", "log_probs"):
-            batch[name][filled] = getattr(sample, name)[1:]
-    batch["position_ids"] = np.broadcast_to(np.arange(shape[1]), shape).copy()
-    return batch
+    sizes = [-(-positions(len(sample)) // align) * align for sample in samples]
+    whole = lcm(align, total)
+    padding = -sum(sizes) % whole or (0 if sizes else whole)
+    if padding:
+        sizes.append(padding)
+    starts = np.cumsum([0, *sizes])
+    length = int(starts[-1])
+
+    packed: dict[str, Any] = {name: np.zeros(length, np.float32) for name in columns if name != "token_ids"}
+    token_ids, labels = np.zeros((2, 1, length), np.int64)
+    sequence: np.ndarray = np.full(length, -1, np.int64)
+    for place, (index, sample, start) in enumerate(zip(indices, samples, starts.tolist(), strict=False)):
+        filled = slice(start, start + len(sample) - 1)
+        token_ids[0, filled] = sample[:-1]
+        labels[0, filled] = sample[1:]
+        sequence[filled] = place
+        for name in packed:
+            packed[name][filled] = columns[name][index][1:]
+    return packed | {
+        "token_ids": token_ids,
+        "labels": labels,
+        "position_ids": (np.arange(length) - np.repeat(starts[:-1], sizes))[None],
+        "sequence": sequence,
+        "cu_seqlens": starts.astype(np.int32),
+        "max_seqlen": max(sizes),
+    }
+
+
+def context_slice(cu_seqlens: np.ndarray, cp: int, cp_rank: int) -> np.ndarray:
+    """Positions that a context-parallel rank keeps, int64 [T / cp], in the order in which TransformerEngine wants them.
+
+    Each sequence is cut into 2 cp chunks, of which rank r keeps r and 2 cp - 1 - r: under a causal mask all ranks then
+    have the same work. `cu_seqlens` as from `collate`; ValueError where a sequence is no multiple of 2 cp.
+    """
+    return np.concatenate(list(_kept(cu_seqlens, cp, cp_rank)))
+
+
+def _kept(cu_seqlens: np.ndarray, cp: int, cp_rank: int) -> Iterator[np.ndarray]:
+    for start, end in pairwise(cu_seqlens.tolist()):
+        chunk, rest = divmod(end - start, 2 * cp)
+        if rest:
+            raise ValueError(f"a sequence of {end - start} positions cannot be cut into 2 x {cp} chunks")
+        for number in (cp_rank, 2 * cp - 1 - cp_rank):
+            yield np.arange(start + number * chunk, start + (number + 1) * chunk)

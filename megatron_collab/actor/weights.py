@@ -5,29 +5,28 @@ What belongs where is said by publish/hf_map.py alone.
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from safetensors import safe_open
+from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
 from safetensors.torch import save_file
 
+from megatron_collab.actor.hf_folder import HFTensors, plan_files, write_rest
 from megatron_collab.publish import hf_map
-from megatron_collab.publish.hf_map import Entry, ModelShape, Piece, Shape
+from megatron_collab.publish.hf_map import Entry, ModelShape, Piece, Place
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 FILE_BYTES = 4 << 30
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-_WEIGHT_FILE = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|h5|msgpack|index\.json)$")
-# Buffers that old checkpoints hold; every implementation computes them anew.
-_COMPUTED = re.compile(r".*rotary_emb\.inv_freq$")
+# local_experts.N.linear_fc1.weight, or with TransformerEngine's grouped GEMM linear_fc1.weightN
+_EXPERT = re.compile(
+    r"mlp\.experts\.(?:local_experts\.(?P<local>\d+)\.)?(?P<linear>linear_fc[12])\.weight(?P<grouped>\d*)"
+)
 
 
 def unwrap(model: torch.nn.Module) -> torch.nn.Module:
@@ -37,64 +36,62 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def named_shards(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """This rank's parameters, under the names that `hf_map.table` gives them (global layer numbers)."""
-    inner = unwrap(model)
-    offset = inner.decoder.layers[0].layer_number - 1
-    for name, parameter in inner.named_parameters():
-        layer = _LAYER.fullmatch(name)
-        if layer:
-            local = hf_map.FUSED_NAMES.get(layer[2], layer[2])
-            name = f"decoder.layers.{int(layer[1]) + offset}.{local}"
-        yield name, parameter
+def named_shards(chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """This rank's parameters, under the names that `hf_map.table` gives them: layers and experts counted globally."""
+    for chunk in chunks:
+        policy = unwrap(chunk)
+        for name, parameter in policy.named_parameters():
+            layer = _LAYER.fullmatch(name)
+            if layer:
+                module = policy.decoder.layers[int(layer[1])]
+                name = f"decoder.layers.{module.layer_number - 1}.{_name_in_layer(module, layer[2])}"
+            yield name, parameter
 
 
-def load_hf(model: torch.nn.Module, folder: Path, shape: ModelShape) -> None:
+def _name_in_layer(layer: torch.nn.Module, name: str) -> str:
+    """TransformerEngine names some parameters otherwise, and experts are counted from the rank's first one."""
+    expert = _EXPERT.fullmatch(name)
+    if not expert:
+        return hf_map.FUSED_NAMES.get(name, name)
+    number = layer.mlp.local_expert_indices[int(expert["local"] or expert["grouped"])]
+    return f"mlp.experts.{number}.{expert['linear']}.weight"
+
+
+def values(shard: torch.nn.Parameter) -> torch.Tensor:
+    """What a parameter stands for: itself without its gradient, out of FP8 where it is kept in that."""
+    return dequantize_fp8_tensor(shard.detach()) if is_float8tensor(shard) else shard.detach()
+
+
+def place() -> Place:
+    """Where this rank stands in the layout."""
+    return Place(
+        tp=parallel_state.get_tensor_model_parallel_world_size(),
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        replicas=parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+        replica=parallel_state.get_data_parallel_rank(with_context_parallel=True),
+        expert_replicas=parallel_state.get_expert_data_parallel_world_size(),
+        expert_replica=parallel_state.get_expert_data_parallel_rank(),
+    )
+
+
+def load_hf(chunks: Iterable[torch.nn.Module], folder: Path, shape: ModelShape) -> None:
     """Fill this rank's parameters from `folder`; only the rank's own slices are read.
 
     ValueError if the folder lacks a tensor, has one too many or one of another shape. The padding of the
     vocabulary becomes zero.
     """
     tp, tp_rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
-    files = _open(folder)
-    _check_tensors(folder, files, shape)
+    tensors = HFTensors(folder, shape)
     entries = {entry.megatron: entry for entry in hf_map.table(shape)}
     with torch.no_grad():
-        for name, parameter in named_shards(model):
+        for name, parameter in named_shards(chunks):
             entry = entries[name]
             _check_shard(entry, parameter, tp)
-            parameter.zero_()
+            # Made in full before it is copied: FP8 parameters are scaled as a whole.
+            shard = torch.zeros(parameter.shape, dtype=parameter.dtype)
             for piece in hf_map.pieces(entry, shape, tp, tp_rank):
-                parameter[piece.shard_index] = files[piece.hf].get_slice(piece.hf)[piece.hf_index].to(parameter)
-
-
-def _open(folder: Path) -> dict[str, safe_open]:
-    """Tensor name -> the opened file that holds it."""
-    if (folder / INDEX).is_file():
-        names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
-    else:
-        names = [SINGLE]
-    absent = [name for name in names if not (folder / name).is_file()]
-    if absent:
-        raise ValueError(f"model.path={folder}: no {absent[0]} there; give a complete folder of safetensors")
-    opened = [safe_open(folder / name, framework="pt", device="cpu") for name in names]
-    return {tensor: file for file in opened for tensor in file.keys()}  # noqa: SIM118 (not a mapping)
-
-
-def _check_tensors(folder: Path, files: Mapping[str, safe_open], shape: ModelShape) -> None:
-    expected = hf_map.hf_shapes(shape)
-    missing = sorted(expected.keys() - files.keys())
-    if missing:
-        raise ValueError(f"model.path={folder}: {len(missing)} tensors are missing, the first is {missing[0]}")
-    extra = {name for name in files.keys() - expected.keys() if not _COMPUTED.fullmatch(name)}
-    if shape.tied:
-        extra.discard("lm_head.weight")  # the same tensor, written out a second time
-    if extra:
-        raise ValueError(f"model.path={folder}: {len(extra)} tensors are unexpected, the first is {min(extra)}")
-    for name, wanted in expected.items():
-        found = tuple(files[name].get_slice(name).get_shape())
-        if found != wanted:
-            raise ValueError(f"model.path={folder}: {name} has shape {found}, config.json asks for {wanted}")
+                shard[piece.shard_index] = tensors.read(piece.hf, piece.hf_index)
+            parameter.copy_(shard)
 
 
 def _check_shard(entry: Entry, parameter: torch.Tensor, tp: int) -> None:
@@ -103,38 +100,38 @@ def _check_shard(entry: Entry, parameter: torch.Tensor, tp: int) -> None:
         raise ValueError(f"{entry.megatron} has shape {tuple(parameter.shape)}, the table says {wanted}")
 
 
-def save_hf(model: torch.nn.Module, folder: Path, source: Path, shape: ModelShape) -> None:
-    """Write `model` as a Hugging Face folder; collective. `folder` is replaced only once all is written.
+def save_hf(chunks: Iterable[torch.nn.Module], folder: Path, source: Path, shape: ModelShape) -> None:
+    """Write the model as a Hugging Face folder; collective. `folder` is replaced only once all is written.
 
     Rank 0 receives the tensors one by one and holds one file of them at a time. config.json, tokenizer and
     other small files come from `source`.
     """
-    tp, tp_rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
-    shards = {name: parameter.detach() for name, parameter in named_shards(model)}
-    first_replica = parallel_state.get_data_parallel_rank() == 0
+    own = place()
+    shards = dict(named_shards(chunks))
+    example = next(iter(shards.values()))
     offers = {
-        entry.megatron: tp_rank
-        for entry in hf_map.table(shape)
-        if first_replica and entry.megatron in shards and hf_map.writes(entry, tp_rank)
+        entry.megatron: own.tp_rank for entry in hf_map.table(shape) if entry.megatron in shards and own.writes(entry)
     }
     if dist.get_rank() == 0:
         offered: list[dict[str, int]] = [{}] * dist.get_world_size()
         dist.gather_object(offers, offered)
-        example = next(iter(shards.values()))
         writer = _Writer(folder, source, shape, example.dtype)
         for entry in hf_map.table(shape):
             for rank, owned in enumerate(offered):
                 if entry.megatron not in owned:
                     continue
-                shard = shards[entry.megatron] if rank == 0 else example.new_empty(hf_map.shard_shape(entry, tp))
-                if rank != 0:
+                if rank == 0:
+                    shard = values(shards[entry.megatron])
+                else:
+                    wanted = hf_map.shard_shape(entry, own.tp)
+                    shard = torch.empty(wanted, dtype=example.dtype, device=example.device)
                     dist.recv(shard, rank)
-                writer.fill(shard, hf_map.pieces(entry, shape, tp, owned[entry.megatron]))
+                writer.fill(shard, hf_map.pieces(entry, shape, own.tp, owned[entry.megatron]))
         writer.finish()
     else:
         dist.gather_object(offers)
         for name in offers:  # in the order of the table, as rank 0 asks for them
-            dist.send(shards[name].contiguous(), 0)
+            dist.send(values(shards[name]).contiguous(), 0)
     dist.barrier()
 
 
@@ -145,59 +142,34 @@ class _Writer:
         self.folder, self.source, self.dtype = folder, source, dtype
         self.partial = folder.with_name(f".{folder.name}.partial")
         self.shapes = hf_map.hf_shapes(shape)
-        self.files = _plan_files(self.shapes, dtype.itemsize)
-        self.missing = {name: prod(wanted) for name, wanted in self.shapes.items()}
+        self.files = plan_files(self.shapes, dtype.itemsize, FILE_BYTES)
+        self.file_of = {name: file for file, names in self.files.items() for name in names}
+        self.missing = {file: sum(prod(self.shapes[name]) for name in names) for file, names in self.files.items()}
         self.open: dict[str, torch.Tensor] = {}
         shutil.rmtree(self.partial, ignore_errors=True)
         self.partial.mkdir(parents=True)
 
-    def fill(self, shard: torch.Tensor, pieces: Iterable[Piece]) -> None:
-        """Copy the pieces of one shard into their tensors."""
+    def fill(self, shard: torch.Tensor, pieces: Sequence[Piece]) -> None:
+        """Copy the pieces of one shard into their tensors; write the files that they complete."""
         for piece in pieces:
             if piece.hf not in self.open:
                 self.open[piece.hf] = torch.empty(self.shapes[piece.hf], dtype=self.dtype)
             part = shard[piece.shard_index]
             self.open[piece.hf][piece.hf_index] = part.cpu()
-            self.missing[piece.hf] -= part.numel()
-        self._write_complete_files()
-
-    def _write_complete_files(self) -> None:
-        for file in {self.files[name] for name in self.open}:
-            names = [name for name, where in self.files.items() if where == file]
-            if not any(self.missing[name] for name in names):
-                save_file({name: self.open.pop(name) for name in names}, self.partial / file, {"format": "pt"})
+            self.missing[self.file_of[piece.hf]] -= part.numel()
+        for file in {self.file_of[piece.hf] for piece in pieces}:
+            if self.missing[file] == 0:
+                tensors = {name: self.open.pop(name) for name in self.files[file]}
+                save_file(tensors, self.partial / file, {"format": "pt"})
 
     def finish(self) -> None:
         """Add what is no weight, and put the folder into its place."""
         if self.open:
             raise RuntimeError(f"{self.folder}: tensors were not complete, the first is {min(self.open)}")
-        for file in self.source.iterdir():
-            if file.is_file() and not _WEIGHT_FILE.fullmatch(file.name):
-                shutil.copy2(file, self.partial)
-        config = json.loads((self.source / "config.json").read_text())
-        config.pop("torch_dtype", None)  # how transformers 4 wrote it
-        config["dtype"] = str(self.dtype).removeprefix("torch.")
-        (self.partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        if len(set(self.files.values())) > 1:
-            total = sum(prod(wanted) for wanted in self.shapes.values()) * self.dtype.itemsize
-            index = {"metadata": {"total_size": total}, "weight_map": self.files}
-            (self.partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        write_rest(self.partial, self.source, self.dtype, self.files)
         old = self.folder.with_name(f".{self.folder.name}.old")
         shutil.rmtree(old, ignore_errors=True)
         if self.folder.exists():
             self.folder.rename(old)
         self.partial.rename(self.folder)
         shutil.rmtree(old, ignore_errors=True)
-
-
-def _plan_files(shapes: Mapping[str, Shape], item_bytes: int) -> dict[str, str]:
-    """Tensor name -> file name; files of at most FILE_BYTES, larger tensors alone."""
-    numbers, number, filled = {}, 1, 0
-    for name, wanted in shapes.items():
-        size = prod(wanted) * item_bytes
-        if filled and filled + size > FILE_BYTES:
-            number, filled = number + 1, 0
-        numbers[name], filled = number, filled + size
-    if number == 1:
-        return dict.fromkeys(shapes, SINGLE)
-    return {name: f"model-{i:05d}-of-{number:05d}.safetensors" for name, i in numbers.items()}

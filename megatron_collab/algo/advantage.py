@@ -1,24 +1,183 @@
-"""From the rewards of a group to the advantages of its rollouts."""
+"""From the credits of a batch to one advantage a trained token."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
 import numpy as np
 
+from megatron_collab.config import AlgoConfig
+from megatron_collab.types import Credit, Sample
+
+GROUPED = ("grpo", "dr_grpo", "rloo")  # compare a credit with its peers; the others need none
 EPSILON = 1e-6
 
 
-def grpo(rewards_G: np.ndarray, epsilon: float = EPSILON) -> np.ndarray:
-    """Group-relative advantages: (r_i - mean(r)) / (std(r) + epsilon), float64 [G].
+class Advantages(NamedTuple):
+    """For each sample float32 [S], 0 where no token is trained; `returns`, what a critic learns, with gae alone."""
+
+    advantages: list[np.ndarray]
+    returns: list[np.ndarray] | None
+
+
+def assign(
+    samples: Sequence[Sample],
+    algo: AlgoConfig,
+    kl: Sequence[np.ndarray] | None = None,
+    values: Sequence[np.ndarray] | None = None,
+) -> Advantages:
+    """The advantages of a whole batch, as algo.advantage says.
+
+    `kl`, given where algo.kl_in=reward: for each sample log pi_old - log pi_ref of its tokens, float [S]; their
+    estimate algo.kl times algo.kl_coef is taken off the reward. `values`, needed by gae: for each sample what the
+    critic expects from each token on, before that token is chosen, float [S]. What stands outside the trained tokens
+    is never read. ValueError on a credit that is no finite number.
+    """
+    worth = [credit.value for sample in samples for credit in sample.credits]
+    if not np.isfinite(worth).all():
+        raise ValueError(f"rewards must be finite numbers, not {worth}; leave out what has no reward")
+    costs = [np.zeros(np.count_nonzero(sample.loss_mask)) for sample in samples]
+    if kl is not None:
+        costs = [algo.kl_coef * kl_estimate(row, algo.kl) for row in _trained(samples, kl)]
+    if algo.advantage in GROUPED:
+        return Advantages(_placed(samples, _compared(samples, costs, algo.advantage)), None)
+    if algo.advantage == "reinforce++":
+        raw = [returns_to_go(*pair) for pair in zip(samples, costs, strict=True)]
+        return Advantages(_placed(samples, _normalised(raw)), None)
+    assert values is not None
+    expected = _trained(samples, values)
+    rewards = [_rewards(sample) - cost for sample, cost in zip(samples, costs, strict=True)]
+    raw = [gae(r, v, algo.gamma, algo.gae_lambda) for r, v in zip(rewards, expected, strict=True)]
+    returns = [a + v for a, v in zip(raw, expected, strict=True)]
+    return Advantages(_placed(samples, _normalised(raw)), _placed(samples, returns))
+
+
+def grpo(values: np.ndarray, peers: Sequence[str], scale: Sequence[str]) -> np.ndarray:
+    """(v - mean(peers)) / (std(same scale) + 1e-6) for C credits, float64 [C]; exactly 0 where the peers are equal.
 
     Outcome supervision of GRPO, with the population standard deviation (Shao et al. 2024, DeepSeekMath,
-    arXiv:2402.03300, section 4.1.2). `epsilon` keeps a group without spread, whose advantages are all zero,
-    from dividing by zero. Rollouts without a reward are left out before; ValueError on a reward that is no
-    finite number.
+    arXiv:2402.03300, section 4.1.2). There peers and scale are both the group.
     """
-    rewards_G = np.asarray(rewards_G, np.float64)
-    if not np.isfinite(rewards_G).all():
-        raise ValueError(f"rewards must be finite numbers, not {rewards_G.tolist()}; leave out what has no reward")
-    centred_G = rewards_G - rewards_G.mean()
-    if np.ptp(rewards_G) == 0:  # the mean of equal floats may differ from them in the last bit
-        return np.zeros_like(rewards_G)
-    return centred_G / (rewards_G.std() + epsilon)
+    return dr_grpo(values, peers) / (_over(scale, np.std, values) + EPSILON)
+
+
+def dr_grpo(values: np.ndarray, peers: Sequence[str]) -> np.ndarray:
+    """v - mean(peers) for C credits, float64 [C]; exactly 0 where the peers are equal.
+
+    Liu et al. 2025, Understanding R1-Zero-Like Training, arXiv:2503.20783, section 3.2.
+    """
+    # The mean of equal floats may differ from them in the last bit.
+    return np.where(_over(peers, np.ptp, values) == 0, 0.0, values - _over(peers, np.mean, values))
+
+
+def rloo(values: np.ndarray, peers: Sequence[str]) -> np.ndarray:
+    """v - mean(the other peers) for C credits, float64 [C]; 0 where there is no other.
+
+    REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv:2402.14740, section 3). Of n peers the mean of the others is
+    (n mean - v) / (n - 1), so this is n / (n - 1) (v - mean).
+    """
+    n = _over(peers, len, values)
+    return dr_grpo(values, peers) * n / np.maximum(n - 1, 1)
+
+
+def returns_to_go(sample: Sample, costs: np.ndarray) -> np.ndarray:
+    """A_t = r - sum_{k >= t} cost_k, float64 [T], for the T trained tokens of a sample and what each of them costs.
+
+    REINFORCE++ before its normalisation, cost_k = beta KL_k (Hu et al. 2025, arXiv:2501.03262). r is the value of
+    the token's credit: the paper has one reward a sequence, and of several credits each is a return already, so
+    they are not added up. The costs run on to the end of the sample.
+    """
+    worth = np.zeros_like(costs)
+    for credit in sample.credits:
+        worth[_tokens(sample, credit)] = credit.value
+    return worth - costs[::-1].cumsum()[::-1]
+
+
+def gae(rewards: np.ndarray, values: np.ndarray, gamma: float, gae_lambda: float) -> np.ndarray:
+    """Generalised advantage estimates, float64 [T], from rewards and values [T] of a sequence's trained tokens.
+
+    A_t = d_t + gamma lambda A_{t+1}, d_t = r_t + gamma V_{t+1} - V_t, with V and A 0 after the last token (Schulman
+    et al. 2015, arXiv:1506.02438, equation 16). A trained token is a step, whatever was said between two.
+    """
+    deltas = rewards + gamma * np.append(values[1:], 0.0) - values
+    backwards = accumulate(deltas[::-1].tolist(), lambda following, delta: delta + gamma * gae_lambda * following)
+    return np.array([*backwards], np.float64)[::-1]
+
+
+def whitened(advantages: np.ndarray) -> np.ndarray:
+    """(A - mean) / (std + 1e-6) over all trained tokens of a batch, float64 [T]; exactly 0 where all are equal.
+
+    The global normalisation of REINFORCE++ (arXiv:2501.03262), and what PPO on language models does to estimates of
+    GAE once the critic's returns are made (as in the code of Ziegler et al. 2019, arXiv:1909.08593).
+    """
+    if np.ptp(advantages) == 0:
+        return np.zeros_like(advantages)
+    return (advantages - advantages.mean()) / (advantages.std() + EPSILON)
+
+
+def kl_estimate(log_ratio: np.ndarray, estimate: str) -> np.ndarray:
+    """k1, k2 or k3 of KL(pi || ref) from log pi - log ref (Schulman 2020, joschu.net/blog/kl-approx.html)."""
+    if estimate == "k1":
+        return log_ratio
+    return log_ratio**2 / 2 if estimate == "k2" else np.expm1(-log_ratio) + log_ratio
+
+
+def _compared(samples: Sequence[Sample], costs: Sequence[np.ndarray], advantage: str) -> list[np.ndarray]:
+    """Every credit beside its peers, at its tokens; it is lowered by the costs from its first token to the end."""
+    rows = [np.zeros_like(cost) for cost in costs]
+    owned = [
+        (credit, _tokens(sample, credit), cost, row)
+        for sample, cost, row in zip(samples, costs, rows, strict=True)
+        for credit in sample.credits
+    ]
+    values = np.array([credit.value - (cost[own[0] :].sum() if own.size else 0.0) for credit, own, cost, _ in owned])
+    peers = [credit.peers for credit, *_ in owned]
+    if advantage == "grpo":
+        found = grpo(values, peers, [credit.scale for credit, *_ in owned])
+    else:
+        found = (rloo if advantage == "rloo" else dr_grpo)(values, peers)
+    for (_, own, _, row), value in zip(owned, found, strict=True):
+        row[own] = value
+    return rows
+
+
+def _rewards(sample: Sample) -> np.ndarray:
+    """Of each trained token: the value of the credit that ends there, else 0."""
+    rewards = np.zeros(np.count_nonzero(sample.loss_mask))
+    for credit in sample.credits:
+        rewards[_tokens(sample, credit)[-1:]] = credit.value
+    return rewards
+
+
+def _tokens(sample: Sample, credit: Credit) -> np.ndarray:
+    """Where the credit's tokens stand among the trained tokens of its sample, int64, in order."""
+    own: np.ndarray = np.zeros(len(sample.loss_mask), bool)
+    for start, stop in credit.spans:
+        own[start:stop] = True
+    return np.flatnonzero(own[sample.loss_mask > 0])
+
+
+def _over(labels: Sequence[str], statistic: Callable[[np.ndarray], float], values: np.ndarray) -> np.ndarray:
+    """At each value: `statistic` of all values with its label."""
+    names, index = np.unique(np.array(labels), return_inverse=True)
+    return np.array([statistic(values[index == name]) for name in range(len(names))])[index]
+
+
+def _normalised(rows: Sequence[np.ndarray]) -> list[np.ndarray]:
+    ends = np.cumsum([len(row) for row in rows])[:-1]
+    return np.split(whitened(np.concatenate(rows)), ends)
+
+
+def _trained(samples: Sequence[Sample], rows: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """The trained tokens of rows [S], float64."""
+    return [row[sample.loss_mask > 0].astype(np.float64) for sample, row in zip(samples, rows, strict=True)]
+
+
+def _placed(samples: Sequence[Sample], rows: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Rows of the trained tokens, float32 [S] each, 0 elsewhere."""
+    placed = [np.zeros_like(sample.loss_mask) for sample in samples]
+    for sample, whole, row in zip(samples, placed, rows, strict=True):
+        whole[sample.loss_mask > 0] = row
+    return placed

@@ -12,135 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+
+from megatron_collab.publish.hf_config import Experts, ModelShape
 
 Shape = tuple[int, ...]
 Index = tuple[slice, ...]
-
-
-@dataclass(frozen=True)
-class Family:
-    """What sets a model family apart: biases on q/k/v, RMSNorm on the heads of q and k."""
-
-    qkv_bias: bool = False
-    qk_norm: bool = False
-
-
-FAMILIES: Mapping[str, Family] = {
-    "llama": Family(),
-    "mistral": Family(),
-    "qwen2": Family(qkv_bias=True),
-    "qwen3": Family(qk_norm=True),
-}
-
-_REQUIRED = (
-    "hidden_size",
-    "intermediate_size",
-    "max_position_embeddings",
-    "num_attention_heads",
-    "num_hidden_layers",
-    "rms_norm_eps",
-    "vocab_size",
-)
-
-# Settings of config.json that change the computation, with the values that leave it as we compute it.
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "attention_bias": (None, False),
-    "attention_dropout": (None, 0, 0.0),
-    "hidden_act": (None, "silu"),
-    "mlp_bias": (None, False),
-    "partial_rotary_factor": (None, 1, 1.0),
-    "quantization_config": (None,),
-    "use_sliding_window": (None, False),
-}
-
-# Megatron-Core's RoPE scaling has these numbers of Llama 3 built in; only the factor is free.
-_LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """What config.json says about a decoder-only transformer: sizes, and what its family adds.
-
-    `rope_factor` is the factor of Llama 3's RoPE scaling, None for plain RoPE.
-    """
-
-    family: str
-    layers: int
-    hidden: int
-    ffn: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    tied: bool
-    qkv_bias: bool
-    qk_norm: bool
-    norm_eps: float
-    rope_theta: float
-    rope_factor: float | None
-    max_positions: int
-
-    @classmethod
-    def from_hf(cls, hf: Mapping[str, Any]) -> ModelShape:
-        """From the dictionary in config.json; ValueError names a field that is missing or not supported."""
-        name = str(hf.get("model_type"))
-        if name not in FAMILIES:
-            raise ValueError(f"config.json: model_type={name!r} is not known; known are {', '.join(sorted(FAMILIES))}")
-        family = FAMILIES[name]
-        absent = [field for field in _REQUIRED if field not in hf]
-        if absent:
-            raise ValueError(f"config.json: {absent[0]} is missing")
-        _check_neutral(hf, name)
-        rope_theta, rope_factor = _rope(hf)
-        heads = hf["num_attention_heads"]
-        return cls(
-            family=name,
-            layers=hf["num_hidden_layers"],
-            hidden=hf["hidden_size"],
-            ffn=hf["intermediate_size"],
-            heads=heads,
-            kv_heads=hf.get("num_key_value_heads") or heads,
-            head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
-            vocab=hf["vocab_size"],
-            tied=bool(hf.get("tie_word_embeddings", False)),
-            qkv_bias=family.qkv_bias,
-            qk_norm=family.qk_norm,
-            norm_eps=hf["rms_norm_eps"],
-            rope_theta=rope_theta,
-            rope_factor=rope_factor,
-            max_positions=hf["max_position_embeddings"],
-        )
-
-
-def _check_neutral(hf: Mapping[str, Any], family: str) -> None:
-    for field, neutral in _NEUTRAL.items():
-        if hf.get(field) not in neutral:
-            raise ValueError(f"config.json: {field}={hf[field]!r} is not supported; only {neutral[-1]!r} is")
-    # Qwen writes a window that use_sliding_window then switches off; elsewhere the number alone decides.
-    window = hf.get("sliding_window") if "use_sliding_window" not in hf else None
-    if window is not None and window < hf["max_position_embeddings"]:
-        raise ValueError(f"config.json: sliding_window={window!r} is not supported by {family}; only null is")
-    if set(hf.get("layer_types") or ()) - {"full_attention"}:
-        raise ValueError("config.json: layer_types has layers that are not full_attention; these are not supported")
-
-
-def _rope(hf: Mapping[str, Any]) -> tuple[float, float | None]:
-    """(base, Llama 3 factor or None); transformers 5 keeps both in rope_parameters, older ones apart."""
-    field = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
-    rope = hf.get(field) or {}
-    theta = rope.get("rope_theta", hf.get("rope_theta", 10000.0))
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"config.json: {field}.partial_rotary_factor={rope['partial_rotary_factor']} is not supported")
-    if kind == "default":
-        return float(theta), None
-    if kind != "llama3":
-        raise ValueError(f"config.json: {field}.rope_type={kind!r} is not supported; default and llama3 are")
-    for name, built_in in _LLAMA3_ROPE.items():
-        if rope.get(name) != built_in:
-            raise ValueError(f"config.json: {field}.{name}={rope.get(name)!r} is not supported; only {built_in} is")
-    return float(theta), float(rope["factor"])
 
 
 class Cut(Enum):
@@ -165,7 +41,8 @@ class Entry:
     """One Megatron parameter: `hf` names and `shapes` are the tensors it is made of, in `join` order.
 
     `exported` is False for a second copy (the output layer of a tied model's last pipeline stage): it is
-    filled on loading, never written out.
+    filled on loading, never written out. `expert`: a weight of one expert; these are spread over the
+    expert-parallel ranks as they are, never cut.
     """
 
     megatron: str
@@ -174,6 +51,29 @@ class Entry:
     cut: Cut
     join: Join = Join.ONE
     exported: bool = True
+    expert: bool = False
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank's place in the layout: its tensor-parallel rank, and which replica of what it holds it is.
+
+    Dense parameters are replicated over the data (and context) parallel ranks, experts over their own ones.
+    """
+
+    tp: int = 1
+    tp_rank: int = 0
+    replicas: int = 1
+    replica: int = 0
+    expert_replicas: int = 1
+    expert_replica: int = 0
+
+    def writes(self, entry: Entry, turn: int = 0) -> bool:
+        """Whether this rank, which holds `entry`, is the one that exports its pieces; replicas take turns."""
+        if entry.expert:
+            return turn % self.expert_replicas == self.expert_replica
+        first = entry.cut is not Cut.WHOLE or self.tp_rank == 0
+        return entry.exported and first and turn % self.replicas == self.replica
 
 
 @dataclass(frozen=True)
@@ -203,7 +103,7 @@ def _entries(shape: ModelShape) -> Iterator[Entry]:
     embedding = "model.embed_tokens.weight"
     yield Entry("embedding.word_embeddings.weight", (embedding,), (vocabulary,), Cut.VOCABULARY)
     for layer in range(shape.layers):
-        yield from _layer(shape, f"decoder.layers.{layer}.", f"model.layers.{layer}.")
+        yield from _layer(shape, layer)
     yield Entry("decoder.final_layernorm.weight", ("model.norm.weight",), (norm,), Cut.WHOLE)
     if shape.tied:
         yield Entry("output_layer.weight", (embedding,), (vocabulary,), Cut.VOCABULARY, exported=False)
@@ -211,10 +111,11 @@ def _entries(shape: ModelShape) -> Iterator[Entry]:
         yield Entry("output_layer.weight", ("lm_head.weight",), (vocabulary,), Cut.VOCABULARY)
 
 
-def _layer(shape: ModelShape, megatron: str, hf: str) -> Iterator[Entry]:
+def _layer(shape: ModelShape, layer: int) -> Iterator[Entry]:
+    megatron, hf = f"decoder.layers.{layer}.", f"model.layers.{layer}."
     norm, head_norm = (shape.hidden,), (shape.head_dim,)
     rows = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.kv_heads * shape.head_dim)
-    attention, mlp = hf + "self_attn.", hf + "mlp."
+    attention = hf + "self_attn."
 
     def qkv(what: str) -> tuple[str, ...]:
         return tuple(f"{attention}{x}_proj.{what}" for x in "qkv")
@@ -234,10 +135,23 @@ def _layer(shape: ModelShape, megatron: str, hf: str) -> Iterator[Entry]:
         megatron + "self_attention.linear_proj.weight", (attention + "o_proj.weight",), (projection,), Cut.COLUMNS
     )
     yield Entry(megatron + "pre_mlp_layernorm.weight", (hf + "post_attention_layernorm.weight",), (norm,), Cut.WHOLE)
-    gate_up = (mlp + "gate_proj.weight", mlp + "up_proj.weight")
-    yield Entry(megatron + "mlp.linear_fc1.weight", gate_up, ((shape.ffn, shape.hidden),) * 2, Cut.ROWS, Join.STACK)
-    down = (shape.hidden, shape.ffn)
-    yield Entry(megatron + "mlp.linear_fc2.weight", (mlp + "down_proj.weight",), (down,), Cut.COLUMNS)
+    if shape.experts is not None and layer in shape.experts.layers:
+        yield from _experts(shape.hidden, shape.experts, megatron + "mlp.", hf + "mlp.")
+    else:
+        gate_up = (hf + "mlp.gate_proj.weight", hf + "mlp.up_proj.weight")
+        yield Entry(megatron + "mlp.linear_fc1.weight", gate_up, ((shape.ffn, shape.hidden),) * 2, Cut.ROWS, Join.STACK)
+        down = (shape.hidden, shape.ffn)
+        yield Entry(megatron + "mlp.linear_fc2.weight", (hf + "mlp.down_proj.weight",), (down,), Cut.COLUMNS)
+
+
+def _experts(hidden: int, experts: Experts, megatron: str, hf: str) -> Iterator[Entry]:
+    yield Entry(megatron + "router.weight", (hf + "gate.weight",), ((experts.count, hidden),), Cut.WHOLE)
+    up, down = (experts.ffn, hidden), (hidden, experts.ffn)
+    for number in range(experts.count):
+        expert, source = f"{megatron}experts.{number}.", f"{hf}experts.{number}."
+        gate_up = (source + "gate_proj.weight", source + "up_proj.weight")
+        yield Entry(expert + "linear_fc1.weight", gate_up, (up, up), Cut.WHOLE, Join.STACK, expert=True)
+        yield Entry(expert + "linear_fc2.weight", (source + "down_proj.weight",), (down,), Cut.WHOLE, expert=True)
 
 
 def hf_shapes(shape: ModelShape) -> dict[str, Shape]:
@@ -263,11 +177,6 @@ def _rows(entry: Entry, hf: Shape, tp: int) -> int:
 def padded_vocab(shape: ModelShape, tp: int) -> int:
     """Rows of the embedding over all tensor-parallel ranks: the vocabulary, rounded up to a multiple of tp."""
     return -(-shape.vocab // tp) * tp
-
-
-def writes(entry: Entry, tp_rank: int) -> bool:
-    """Whether this tensor-parallel rank is the one that exports its pieces of the entry."""
-    return entry.exported and (entry.cut is not Cut.WHOLE or tp_rank == 0)
 
 
 def pieces(entry: Entry, shape: ModelShape, tp: int, tp_rank: int) -> tuple[Piece, ...]:

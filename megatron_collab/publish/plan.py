@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import prod
 
 from megatron_collab.publish import hf_map
-from megatron_collab.publish.hf_map import Index, ModelShape, Shape
+from megatron_collab.publish.hf_map import Index, ModelShape, Place, Shape
 
 # Offsets of tensors are multiples of this many bytes, so that any dtype can be viewed in place.
 ALIGNMENT = 64
@@ -60,25 +60,18 @@ def buckets(shape: ModelShape, item_bytes: int, bucket_bytes: int) -> tuple[Buck
 
 
 def writes(
-    layout: tuple[Bucket, ...],
-    shape: ModelShape,
-    held: Collection[str],
-    *,
-    tp: int,
-    tp_rank: int,
-    dp: int = 1,
-    dp_rank: int = 0,
+    layout: tuple[Bucket, ...], shape: ModelShape, held: Collection[str], place: Place
 ) -> tuple[tuple[Write, ...], ...]:
-    """What one rank writes, a tuple a bucket.
+    """What the rank at `place` writes, a tuple a bucket.
 
-    `held` are the Megatron parameters of its pipeline stage, under their global names. Data-parallel ranks
-    hold the same weights and take turns. Over all ranks every element of every tensor is written once.
+    `held` are the Megatron parameters it has, under their global names. Ranks that hold the same ones take
+    turns. Over all ranks every element of every tensor is written once.
     """
     bucket_of = {tensor.name: number for number, bucket in enumerate(layout) for tensor in bucket.tensors}
     found: list[list[Write]] = [[] for _ in layout]
     for number, entry in enumerate(hf_map.table(shape)):
-        if entry.megatron in held and number % dp == dp_rank and hf_map.writes(entry, tp_rank):
-            for piece in hf_map.pieces(entry, shape, tp, tp_rank):
+        if entry.megatron in held and place.writes(entry, turn=number):
+            for piece in hf_map.pieces(entry, shape, place.tp, place.tp_rank):
                 write = Write(piece.hf, piece.hf_index, entry.megatron, piece.shard_index)
                 found[bucket_of[piece.hf]].append(write)
     return tuple(tuple(bucket) for bucket in found)

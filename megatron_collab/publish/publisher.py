@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import groupby
+from operator import attrgetter
 from types import TracebackType
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
-from megatron_collab.actor.model import DTYPES, named_shards
+from megatron_collab.actor.model import DTYPES
+from megatron_collab.actor.weights import named_shards, place, values
 from megatron_collab.config import Config
 from megatron_collab.publish import plan, transport
 from megatron_collab.publish.hf_map import ModelShape
@@ -26,25 +28,20 @@ class Publisher:
     def __init__(
         self,
         config: Config,
-        model: torch.nn.Module,
+        chunks: Sequence[torch.nn.Module],
         shape: ModelShape,
         servers: Sequence[SGLangServer],
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        """Collective. `servers` must be healthy at the first publish; ranks other than 0 pass none."""
+        """Collective. `chunks` are this rank's parts of the policy.
+
+        `servers` must be healthy at the first publish; ranks other than 0 pass none.
+        """
         self.version: int | None = None
         self._dtype = DTYPES[config.model.dtype]
-        self._shards = dict(named_shards(model))
+        self._shards = dict(named_shards(chunks))
         self._buckets = plan.buckets(shape, self._dtype.itemsize, bucket_bytes)
-        self._writes = plan.writes(
-            self._buckets,
-            shape,
-            self._shards.keys(),
-            tp=parallel_state.get_tensor_model_parallel_world_size(),
-            tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-            dp=parallel_state.get_data_parallel_world_size(),
-            dp_rank=parallel_state.get_data_parallel_rank(),
-        )
+        self._writes = plan.writes(self._buckets, shape, self._shards.keys(), place())
         # Two segments: one is written while the servers read the other.
         count = min(2, len(self._buckets))
         self._segments = transport.shared_segments(count, max(bucket.size for bucket in self._buckets))
@@ -79,8 +76,10 @@ class Publisher:
 
     def _fill(self, segment: torch.Tensor, number: int) -> None:
         targets = transport.views(segment, self._buckets[number], self._dtype)
-        for write in self._writes[number]:
-            targets[write.target][write.target_index].copy_(self._shards[write.source][write.source_index])
+        for source, writes in groupby(self._writes[number], attrgetter("source")):
+            shard = values(self._shards[source])
+            for write in writes:
+                targets[write.target][write.target_index].copy_(shard[write.source_index])
 
     def _start(self, call: Callable[..., None], *arguments: object) -> list[Future[None]]:
         """Begin a call to every server in the background; none where another rank makes it."""

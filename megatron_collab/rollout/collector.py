@@ -15,7 +15,7 @@ import numpy as np
 import ray
 import torch.distributed as dist
 
-from megatron_collab.algo.credit import samples_of
+from megatron_collab.algo.credit import samples_of, teaches
 from megatron_collab.config import Config
 from megatron_collab.data.datasets import Cursor, load_tasks
 from megatron_collab.llm.limiter import BudgetSpent
@@ -23,7 +23,7 @@ from megatron_collab.observe.progress import progress
 from megatron_collab.observe.run import Run
 from megatron_collab.processes import RunStopped
 from megatron_collab.rollout.worker import Crew
-from megatron_collab.types import Batch, Group, Missing, Task
+from megatron_collab.types import Batch, Group, Missing, Sample, Task
 
 
 class TooManyMissing(RunStopped):
@@ -33,8 +33,8 @@ class TooManyMissing(RunStopped):
 class Collector:
     """Batches of rollouts, by step.
 
-    Which tasks a step plays and which seeds it samples with follow from (run.seed, step) alone, so a run
-    that starts again at a step collects what it would have collected.
+    Which tasks a step plays and which seeds it samples with follow from (run.seed, step) alone, the tasks of a
+    refill from its number too, so a run that starts again at a step collects what it would have collected.
     """
 
     def __init__(self, config: Config, crew: Crew | None, run: Run) -> None:
@@ -45,7 +45,6 @@ class Collector:
         self.leader = dist.get_rank() == 0
         if self.leader:
             self.tasks = load_tasks(Path(config.data.train))
-            self.cursor = Cursor(len(self.tasks), config.run.seed)
             self._ledger = Path(config.run.dir) / "spend.json"
             self._spent = self._restore_spend()
 
@@ -58,15 +57,39 @@ class Collector:
         _from_leader(lambda: self._evaluate(name, step))
 
     def _collect(self, step: int) -> Batch:
-        train = self.config.train
-        tasks = [self.tasks[i] for i in self.cursor.batch(step, train.prompts_per_step)]
-        groups = self._play("play", tasks, f"train-{step}", f"step {step} rollouts")
-        refuse_missing(groups, self.config.reward.max_missing)
-        self.run.transcripts(step, groups)
-        samples = [sample for group in groups for sample in samples_of(group, self.config)]
+        """Play the step's tasks; with algo.dynamic_sampling others for the groups that teach nothing, that often.
+
+        DAPO, arXiv:2503.14476, section 3.2. Groups that are not trained stay in the transcripts and in the means.
+        """
+        wanted, refills = self.config.train.prompts_per_step, self.config.algo.dynamic_sampling
+        played: list[Group] = []
+        kept: list[list[Sample]] = []
+        for refill in range(refills + 1):
+            stream = f"train-{step}.{refill}" if refill else f"train-{step}"
+            title = f"step {step} refill {refill}" if refill else f"step {step} rollouts"
+            groups = self._play("play", self._tasks(step, refill)[: wanted - len(kept)], stream, title)
+            made = [samples_of(group, self.config, number) for number, group in enumerate(groups, start=len(played))]
+            kept += [samples for samples in made if teaches(samples)] if refills else made
+            played += groups
+            refuse_missing(played, self.config.reward.max_missing)
+            if len(kept) == wanted:
+                break
+        self.run.transcripts(step, played)
+        samples = [sample for made in kept for sample in made]
         if not samples:
-            raise TooManyMissing(f"step {step}: no group has two rollouts with a reward, so nothing can be learned")
-        return Batch(tuple(samples), {**summary(groups), **self._counted()})
+            lacking = "different rewards" if refills else "a reward"
+            raise RunStopped(f"step {step}: no group has two rollouts with {lacking}, so nothing can be learned")
+        counts = {"kept": len(kept), "dropped": len(played) - len(kept), "refills": refill}
+        dynamic = {f"dynamic/{name}": float(count) for name, count in counts.items()} if refills else {}
+        return Batch(tuple(samples), {**summary(played), **dynamic, **self._counted()})
+
+    def _tasks(self, step: int, refill: int) -> list[Task]:
+        """The tasks that a step plays first, or what its refill takes from; every refill has an order of its own."""
+        seed = self.config.run.seed
+        if refill:
+            seed = int(np.random.SeedSequence((seed, refill)).generate_state(1)[0])
+        rows = Cursor(len(self.tasks), seed).batch(step, self.config.train.prompts_per_step)
+        return [self.tasks[row] for row in rows]
 
     def _evaluate(self, name: str, step: int) -> None:
         if self.config.data.eval is None or self.config.train.eval_tasks == 0:

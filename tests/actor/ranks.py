@@ -10,13 +10,14 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
 
 from megatron_collab.config import Config
 from megatron_collab.publish import hf_map
-from megatron_collab.types import Sample
+from megatron_collab.types import Credit, Sample
 from tests.helpers import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -26,7 +27,7 @@ HF = {
     "vocab_size": 301,  # not divisible by 2: with tensor parallelism there is a row of padding
     "hidden_size": 32,
     "intermediate_size": 64,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 8,
@@ -96,14 +97,16 @@ def make_samples(count: int, seed: int) -> tuple[Sample, ...]:
     """Random sequences of 6 to 24 tokens; what is trained begins anywhere after the first token."""
     rng = np.random.default_rng(seed)
     samples = []
-    for length in rng.integers(6, 25, size=count):
-        mask = (np.arange(length) >= rng.integers(1, length)).astype(np.float32)
+    for number, length in enumerate(rng.integers(6, 25, size=count)):
+        first = int(rng.integers(1, length))
+        mask = (np.arange(length) >= first).astype(np.float32)
+        group = str(number % 2)
         samples.append(
             Sample(
                 token_ids=rng.integers(0, HF["vocab_size"], size=length),
                 loss_mask=mask,
-                advantages=mask * np.float32(rng.normal()),
                 log_probs=mask * -rng.exponential(size=length).astype(np.float32),
+                credits=(Credit(((first, int(length)),), float(rng.normal()), peers=group, scale=group),),
             )
         )
     return tuple(samples)
@@ -123,3 +126,16 @@ def make_config(folder: Path, settings: Mapping[str, object]) -> Config:
         assert hasattr(getattr(config, group), option), name
         setattr(getattr(config, group), option, value)
     return config
+
+
+def hidden_states(chunk: Any, token_ids: np.ndarray) -> Any:
+    """The policy's states [T, h] for one sequence int64 [T] alone, without schedule, packing plan or padding."""
+    import torch
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    length = len(token_ids)
+    bounds = torch.tensor([0, length], dtype=torch.int32)
+    packing = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=length, max_seqlen_kv=length
+    )
+    return chunk(torch.from_numpy(token_ids)[None], torch.arange(length)[None], None, packed_seq_params=packing)[0]

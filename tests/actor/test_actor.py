@@ -13,9 +13,10 @@ import torch
 
 from megatron_collab.actor import model as policies
 from megatron_collab.actor.actor import Actor
+from megatron_collab.algo.advantage import assign
 from megatron_collab.config import Config
 from megatron_collab.types import Batch, Sample
-from tests.actor.ranks import make_config, make_model, make_samples, run_ranks
+from tests.actor.ranks import hidden_states, make_config, make_model, make_samples, run_ranks
 from tests.actor.update_worker import LAYOUTS, STAGES, train
 
 SAMPLES = make_samples(11, seed=1)
@@ -51,13 +52,15 @@ def make_actor(folder: Path, one_rank: Config) -> Maker:
 
 
 def assert_same_training(found: dict, expected: dict) -> None:
-    # Adam divides by the gradient's own size, so differences of the last bit grow with the steps.
-    for tolerance, updated, wanted in zip((2e-6, 1e-5, 1e-5), found["metrics"], expected["metrics"], strict=True):
+    """The first update to the last bits; afterwards Adam, which divides by the gradient's own size, makes them grow."""
+    for number, (updated, wanted) in enumerate(zip(found["metrics"], expected["metrics"], strict=True)):
         assert updated.keys() == wanted.keys()
         for name in wanted:
-            assert updated[name] == pytest.approx(wanted[name], rel=tolerance, abs=2e-6), name
+            # The largest of all ratios moves most, and with mini-batches there have been optimizer steps before it.
+            tolerance = 1e-6 if number == 0 and name != "ratio_max_deviation" else 2e-5
+            assert updated[name] == pytest.approx(wanted[name], rel=tolerance, abs=tolerance), (number, name)
     for row, wanted in zip(found["log_probs"], expected["log_probs"], strict=True):
-        np.testing.assert_allclose(row, wanted, atol=2e-5)
+        np.testing.assert_allclose(row, wanted, atol=5e-4)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -66,9 +69,10 @@ def test_every_layout_trains_the_same(layouts: dict, alone: dict, layout: str, s
     assert_same_training(layouts[f"{layout} {stage}"], alone[stage])
 
 
+@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("budget", [1, 60])
-def test_micro_batches_do_not_matter(folder: Path, alone: dict, budget: int) -> None:
-    assert_same_training(train(folder, {"train.tokens_per_micro_batch": budget}), alone["rl"])
+def test_packing_does_not_matter(folder: Path, alone: dict, budget: int, stage: str) -> None:
+    assert_same_training(train(folder, STAGES[stage] | {"train.tokens_per_micro_batch": budget}), alone[stage])
 
 
 def test_training_moves_the_policy_and_the_clip_is_met(alone: dict) -> None:
@@ -82,24 +86,26 @@ def test_training_moves_the_policy_and_the_clip_is_met(alone: dict) -> None:
 
 def torch_log_probs(actor: Actor, sample: Sample, temperature: float) -> torch.Tensor:
     """Log-probs of tokens 1… of one sequence, without Megatron's schedule, cross-entropy or padding."""
-    tokens = torch.from_numpy(sample.token_ids)[None]
-    logits = actor.policy(tokens[:, :-1], torch.arange(tokens.shape[1] - 1)[None], None)
-    return (logits / temperature).log_softmax(-1).gather(-1, tokens[:, 1:, None])[0, :, 0]
+    (chunk,) = actor.policy.chunks
+    logits = hidden_states(chunk, sample.token_ids[:-1]) @ policies.unwrap(chunk).head.T
+    return (logits / temperature).log_softmax(-1).gather(-1, torch.from_numpy(sample.token_ids)[1:, None])[:, 0]
 
 
 def gradient_norm(actor: Actor, loss: torch.Tensor) -> float:
-    actor.model.zero_grad_buffer()
+    (chunk,) = actor.policy.chunks
+    chunk.zero_grad_buffer()
     loss.backward()
-    return torch.stack([parameter.main_grad.norm() for parameter in actor.policy.parameters()]).norm().item()
+    return torch.stack([parameter.main_grad.norm() for parameter in chunk.parameters()]).norm().item()
 
 
 def test_policy_update_is_that_of_the_token_mean(make_actor: Maker) -> None:
     actor = make_actor()
     found = [torch_log_probs(actor, sample, temperature=0.8) for sample in SAMPLES]
-    mask, advantages, engine = (
+    mask, engine = (
         torch.cat([torch.from_numpy(getattr(sample, name)[1:]) for sample in SAMPLES])
-        for name in ("loss_mask", "advantages", "log_probs")
+        for name in ("loss_mask", "log_probs")
     )
+    advantages = torch.cat([torch.from_numpy(values[1:]) for values in assign(SAMPLES, actor.config.algo).advantages])
     log_probs = torch.cat(found)
     loss = (-(log_probs - log_probs.detach()).exp() * advantages * mask).sum() / mask.sum()
     expected = gradient_norm(actor, loss)
@@ -165,7 +171,7 @@ def test_without_a_reference_there_is_no_kl(make_actor: Maker) -> None:
 
 
 def test_nothing_to_train_is_refused(make_actor: Maker) -> None:
-    idle = Sample(*(np.zeros(5, dtype) for dtype in (np.int64, np.float32, np.float32, np.float32)))
+    idle = Sample(*(np.zeros(5, dtype) for dtype in (np.int64, np.float32, np.float32)))
     with pytest.raises(ValueError, match="no trained token"):
         make_actor().update(Batch((idle, idle)))
 
@@ -173,6 +179,6 @@ def test_nothing_to_train_is_refused(make_actor: Maker) -> None:
 def test_a_gradient_that_is_not_finite_ends_the_run(make_actor: Maker) -> None:
     actor = make_actor()
     with torch.no_grad():
-        next(actor.policy.parameters()).fill_(float("nan"))
+        next(actor.policy.chunks[0].parameters()).fill_(float("nan"))
     with pytest.raises(FloatingPointError, match=r"optim\.lr"):
         actor.update(Batch(SAMPLES))

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megatron_collab.actor import model as policies
+from megatron_collab.actor import storage
 from megatron_collab.actor.actor import Actor
 from megatron_collab.actor.checkpoint import Checkpoints
+from megatron_collab.actor.stored import Stored
 from megatron_collab.config import Config
+from megatron_collab.processes import RunStopped
 from megatron_collab.types import Batch
-from tests.actor.checkpoint_worker import LAYOUTS
+from tests.actor.checkpoint_worker import LAYOUTS, RESHARDED
 from tests.actor.ranks import make_config, make_model, make_samples, run_ranks
 
 
@@ -23,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoint")
     make_model(folder / "model")
     run_ranks("checkpoint_worker", 2, ["first", str(folder)], groups=len(LAYOUTS))
-    run_ranks("checkpoint_worker", 2, ["second", str(folder)], groups=len(LAYOUTS) + 1)
+    run_ranks("checkpoint_worker", 2, ["second", str(folder)], groups=len(LAYOUTS) + len(RESHARDED) + 1)
     return folder
 
 
@@ -35,13 +41,16 @@ def test_resumed_is_undisturbed_bit_for_bit(folder: Path, layout: str) -> None:
         undisturbed, resumed = (np.load(folder / f"{layout}-{life}-rank{rank}.npz") for life in ("first", "second"))
         assert resumed.files == undisturbed.files
         assert {"python", "numpy", "torch"} < set(resumed.files) and len(resumed.files) > 30
+        assert any(name.startswith("critic") for name in resumed.files) == (layout == "dp2")
         for name in undisturbed.files:
             np.testing.assert_array_equal(resumed[name], undisturbed[name], err_msg=name)
 
 
-def test_another_layout_goes_on_from_it(folder: Path) -> None:
+@pytest.mark.parametrize("name", RESHARDED)
+def test_another_layout_goes_on_from_it(folder: Path, name: str) -> None:
     undisturbed, resharded = (
-        json.loads((folder / name).read_text()) for name in ("tp2-first.json", "resharded-second.json")
+        json.loads((folder / file).read_text())
+        for file in (f"{name.partition('-')[0]}-first.json", f"{name}-second.json")
     )
     for found, expected in zip(resharded, undisturbed, strict=True):
         assert found == pytest.approx(expected, rel=1e-5, abs=2e-6)
@@ -53,30 +62,125 @@ def test_old_checkpoints_are_discarded(folder: Path, layout: str) -> None:
     assert (folder / layout / "latest").read_text() == "step_3"
 
 
+def test_all_ranks_learn_that_one_could_not_write(folder: Path) -> None:
+    told = [(folder / f"full-rank{rank}.txt").read_text() for rank in range(2)]
+    assert told[0] == told[1]
+    assert told[0].startswith(f"{folder / 'full'}: rank 1 could not write the checkpoint: [Errno 27] File too large;")
+    assert {file.name for file in (folder / "full").iterdir()} == {"step_1", "latest"}
+
+
 @pytest.fixture(scope="module")
 def saved(folder: Path, one_rank: Config, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Actor]:
     """Checkpoints of steps 1 and 2, and the actor that saved them."""
     config = make_config(folder / "model", {"algo.kl_coef": 0.0})
     policy, _ = policies.load(config)
     actor = Actor(config, policy)
-    checkpoints = Checkpoints(tmp_path_factory.mktemp("saved"), keep=2)
-    for step in (1, 2):
-        actor.update(Batch(make_samples(4, step)))
-        checkpoints.save(step, actor, {"saved": step})
+    with open_in(tmp_path_factory.mktemp("saved")) as checkpoints:
+        for step in (1, 2):
+            actor.update(Batch(make_samples(4, step)))
+            checkpoints.save(step, actor, {"saved": step})
     return checkpoints.folder, actor
 
 
+def open_in(folder: Path) -> Checkpoints:
+    return Checkpoints(folder, keep=2, timeout=60.0)
+
+
 @pytest.fixture
-def copied(saved: tuple[Path, Actor], tmp_path: Path) -> tuple[Checkpoints, Actor]:
-    return Checkpoints(Path(shutil.copytree(saved[0], tmp_path / "checkpoints")), keep=2), saved[1]
+def copied(saved: tuple[Path, Actor], tmp_path: Path) -> Iterator[tuple[Checkpoints, Actor]]:
+    with open_in(Path(shutil.copytree(saved[0], tmp_path / "checkpoints"))) as checkpoints:
+        yield checkpoints, saved[1]
 
 
-def test_a_torn_checkpoint_is_ignored_with_a_message(copied: tuple, capsys: pytest.CaptureFixture[str]) -> None:
+def weights(actor: Actor) -> dict[str, np.ndarray]:
+    return {name: shard.detach().clone().numpy() for name, shard in policies.named_shards(actor.policy.chunks)}
+
+
+def test_training_goes_on_while_what_was_is_written(copied: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints, actor = copied
-    (checkpoints.folder / "step_2" / "state.json").unlink()
+    before, trained = weights(actor), threading.Event()
+
+    def begin_late(folder: Path, step: int) -> Path:
+        assert trained.wait(60.0)
+        return begin(folder, step)
+
+    begin = storage.begin
+    monkeypatch.setattr(storage, "begin", begin_late)
+    checkpoints.save(3, actor, {"saved": 3})
+    assert not (checkpoints.folder / "step_3").exists()
+    first = actor.update(Batch(make_samples(4, 3)))
+    trained.set()
+    assert checkpoints.load_latest(actor) == (3, {"saved": 3})
+    stored = Stored(checkpoints.folder / "step_3")
+    np.testing.assert_equal({name: stored.read(name).numpy() for name in before}, before)
+    np.testing.assert_equal(weights(actor), before)
+    assert actor.update(Batch(make_samples(4, 3))) == first  # the optimizer's state is that of then, too
+
+
+@pytest.mark.parametrize("room", [10_000, 20_000, 40_000])  # torch.save fails in several ways
+def test_a_full_disk_ends_the_run_with_one_line(copied: tuple, room: int) -> None:
+    checkpoints, actor = copied
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+    try:
+        checkpoints.save(3, actor, {"saved": 3})
+        with pytest.raises(
+            RunStopped, match=r"rank 0 could not write the checkpoint: .*File too large; make room"
+        ) as told:
+            checkpoints.save(4, actor, {"saved": 4})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "\n" not in str(told.value)
+    assert {file.name for file in checkpoints.folder.iterdir()} == {"step_1", "step_2", "latest"}
+    assert checkpoints.load_latest(actor) == (2, {"saved": 2})
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def shorten(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize(
+    ("damage", "name", "said"),
+    [
+        (flip, "__0_0.distcp", "__0_0.distcp is corrupt"),
+        (shorten, "__0_0.distcp", "__0_0.distcp has "),
+        (Path.unlink, "common.pt", "common.pt is missing"),
+        (Path.unlink, "state.json", "no valid state.json"),
+        (shorten, "state.json", "no valid state.json"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(
+    copied: tuple, capsys: pytest.CaptureFixture[str], damage: object, name: str, said: str
+) -> None:
+    checkpoints, actor = copied
+    damage(checkpoints.folder / "step_2" / name)  # type: ignore[operator]
     assert checkpoints.load_latest(actor) == (1, {"saved": 1})
     assert actor.step == 1
-    assert "step_2: has no state.json" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert f"step_2: is not whole ({said}" in told and told.count("\n") == 1
+
+
+def test_where_none_is_whole_the_run_does_not_begin_anew(copied: tuple) -> None:
+    checkpoints, actor = copied
+    for step in (1, 2):
+        flip(checkpoints.folder / f"step_{step}" / "__0_0.distcp")
+    with pytest.raises(RunStopped, match="no checkpoint there is whole"):
+        checkpoints.load_latest(actor)
+
+
+def test_checkpoints_that_recorded_no_files_are_taken_as_they_are(copied: tuple) -> None:
+    checkpoints, actor = copied
+    file = checkpoints.folder / "step_2" / "state.json"
+    state = json.loads(file.read_text())
+    del state["files"]
+    file.write_text(json.dumps(state))
+    assert checkpoints.load_latest(actor) == (2, {"saved": 2})
 
 
 def test_killed_between_the_two_renames(copied: tuple) -> None:
@@ -92,6 +196,7 @@ def test_a_half_written_folder_is_no_checkpoint(copied: tuple) -> None:
     (checkpoints.folder / "step_2").rename(checkpoints.folder / "step_3.tmp")
     assert checkpoints.load_latest(actor) == (1, {"saved": 1})
     checkpoints.save(3, actor, {"saved": 3})
+    checkpoints.finish()
     assert {file.name for file in checkpoints.folder.iterdir()} == {"step_1", "step_3", "latest"}
     assert checkpoints.load_latest(actor) == (3, {"saved": 3})
 
@@ -103,4 +208,4 @@ def test_a_step_is_saved_again_over_what_was_there(copied: tuple) -> None:
 
 
 def test_nothing_saved_is_nothing_loaded(copied: tuple, tmp_path: Path) -> None:
-    assert Checkpoints(tmp_path / "empty", keep=1).load_latest(copied[1]) is None
+    assert open_in(tmp_path / "empty").load_latest(copied[1]) is None

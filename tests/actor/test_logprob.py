@@ -1,33 +1,81 @@
-"""Log-probs, their gradient and the entropy, on one rank and cut over two, against float64."""
+"""Log-probs, entropy and the gradients of both, on one rank and cut over two, against float64."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_collab.actor import logprob
+from megatron_collab.actor import model as policies
+from megatron_collab.actor.logprob import head_log_probs
 from megatron_collab.config import Config
-from tests.actor.logprob_worker import compute
+from tests.actor.logprob_worker import TEMPERATURES, compute
 from tests.actor.ranks import run_ranks
+from tests.helpers import free_port
 
-VOCAB, PADDED = 13, 20  # the second of two ranks has 3 real entries and 7 of padding
+TOKENS, HIDDEN, VOCAB, PADDED = 7, 6, 13, 20  # the second of two ranks has 3 real entries and 7 of padding
+RESULTS = ("log_probs", "entropy", "hidden_grad", "head_grad")
 
 
 @pytest.fixture(scope="module")
 def given() -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
-    logits = rng.normal(scale=4, size=(3, 5, PADDED)).astype(np.float32)
-    logits[..., VOCAB:] = 50.0  # padding that would take all the probability
-    labels = rng.integers(0, VOCAB, size=(3, 5))
-    labels[0] = [0, 9, 10, 11, 12]
-    return {"logits": logits, "labels": labels, "weights": rng.normal(size=(3, 5)).astype(np.float32), "vocab": VOCAB}
+    head = rng.normal(scale=2, size=(PADDED, HIDDEN)).astype(np.float32)
+    head[VOCAB:] *= 50.0  # padding that would take all the probability
+    return {
+        "hidden": rng.normal(size=(TOKENS, HIDDEN)).astype(np.float32),
+        "head": head,
+        "labels": np.array([0, 9, 10, 11, 12, 3, 3]),
+        "of_log_prob": rng.normal(size=TOKENS).astype(np.float32),
+        "of_entropy": rng.normal(size=TOKENS).astype(np.float32),
+        "vocab": np.array(VOCAB),
+    }
 
 
-@pytest.fixture(scope="module")
-def alone(given: dict[str, np.ndarray], one_rank: Config) -> dict[str, np.ndarray]:
-    return compute(**given)
+def expected(given: Mapping[str, np.ndarray], temperature: float) -> dict[str, np.ndarray]:
+    """The same from the full logits in float64, by autograd."""
+    hidden, head, of_log_prob, of_entropy = (
+        torch.tensor(given[name], dtype=torch.float64) for name in ("hidden", "head", "of_log_prob", "of_entropy")
+    )
+    hidden.requires_grad_()
+    head.requires_grad_()
+    scores = (hidden @ head[: int(given["vocab"])].t() / temperature).log_softmax(-1)
+    log_probs = scores.gather(-1, torch.from_numpy(given["labels"])[:, None])[:, 0]
+    entropy = -(scores.exp() * scores).sum(-1)
+    ((log_probs * of_log_prob) + (entropy * of_entropy)).sum().backward()
+    found = {"log_probs": log_probs, "entropy": entropy, "hidden_grad": hidden.grad, "head_grad": head.grad}
+    return {name: value.detach().numpy() for name, value in found.items()}
+
+
+def compare(found: Mapping[str, np.ndarray], wanted: Mapping[str, np.ndarray], **tolerance: float) -> None:
+    for name in RESULTS:
+        np.testing.assert_allclose(found[name], wanted[name], err_msg=name, **tolerance)
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_one_rank(given: dict, one_rank: Config, temperature: float) -> None:
+    found = compute(given, temperature)
+    compare(found, expected(given, temperature), atol=1e-5)
+    assert (found["head_grad"][VOCAB:] == 0).all(), "padding must not be trained"
+
+
+@pytest.mark.parametrize("silent", ["of_log_prob", "of_entropy"])
+def test_one_result_alone(given: dict, one_rank: Config, silent: str) -> None:
+    alone = given | {silent: np.zeros(TOKENS, np.float32)}
+    compare(compute(alone, 0.7), expected(alone, 0.7), atol=1e-5)
+
+    hidden, head, labels = (torch.from_numpy(given[name]) for name in ("hidden", "head", "labels"))
+    hidden.requires_grad_()
+    log_probs, entropy = head_log_probs(hidden, head, labels, 0.7, VOCAB)
+    used, weight = (entropy, "of_entropy") if silent == "of_log_prob" else (log_probs, "of_log_prob")
+    (used * torch.from_numpy(given[weight])).sum().backward()
+    np.testing.assert_allclose(hidden.grad, expected(alone, 0.7)["hidden_grad"], atol=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -38,30 +86,114 @@ def cut(given: dict[str, np.ndarray], tmp_path_factory: pytest.TempPathFactory) 
     return [dict(np.load(folder / f"rank{rank}.npz")) for rank in range(2)]
 
 
-def expected(given: dict[str, np.ndarray], temperature: float) -> dict[str, np.ndarray]:
-    logits = torch.tensor(given["logits"], dtype=torch.float64, requires_grad=True)
-    scores = (logits[..., :VOCAB] / temperature).log_softmax(-1)
-    log_probs = scores.gather(-1, torch.from_numpy(given["labels"])[..., None])[..., 0]
-    (log_probs * torch.from_numpy(given["weights"])).sum().backward()
-    entropy = -(scores.exp() * scores).sum(-1)
-    found = {"log_probs": log_probs, "gradient": logits.grad, "entropy": entropy}
-    return {name: value.detach().numpy() for name, value in found.items()}
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("what", ["log_probs", "gradient", "entropy"])
-def test_one_rank(given: dict, alone: dict, what: str, temperature: float) -> None:
-    found = alone[f"{what} {temperature}"]
-    assert found.dtype == np.float32
-    np.testing.assert_allclose(found, expected(given, temperature)[what], atol=1e-5)
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("temperature", TEMPERATURES)
 def test_two_ranks(given: dict, cut: list[dict], temperature: float) -> None:
-    wanted = expected(given, temperature)
-    for rank in cut:
-        np.testing.assert_allclose(rank[f"log_probs {temperature}"], wanted["log_probs"], atol=1e-5)
-        np.testing.assert_allclose(rank[f"entropy {temperature}"], wanted["entropy"], atol=1e-5)
-    gradient = np.concatenate([rank[f"gradient {temperature}"] for rank in cut], axis=-1)
-    np.testing.assert_allclose(gradient, wanted["gradient"], atol=1e-5)
-    assert (gradient[..., VOCAB:] == 0).all(), "padding must not be trained"
+    ranks = [{name: rank[f"{name} {temperature}"] for name in RESULTS} for rank in cut]
+    for name in ("log_probs", "entropy"):
+        np.testing.assert_array_equal(ranks[0][name], ranks[1][name], "the same on every rank")
+    joined = ranks[0] | {
+        "hidden_grad": ranks[0]["hidden_grad"] + ranks[1]["hidden_grad"],
+        "head_grad": np.concatenate([rank["head_grad"] for rank in ranks]),
+    }
+    compare(joined, expected(given, temperature), atol=1e-5)
+    assert (joined["head_grad"][VOCAB:] == 0).all(), "padding must not be trained"
+
+
+def test_no_tokens(given: dict, one_rank: Config, cut: list[dict]) -> None:
+    for found in (compute(given, 1.0, tokens=0), *({name: rank[f"{name} empty"] for name in RESULTS} for rank in cut)):
+        assert found["log_probs"].shape == found["entropy"].shape == (0,)
+        assert found["hidden_grad"].shape == (0, HIDDEN)
+        assert (found["head_grad"] == 0).all()
+
+
+@pytest.mark.parametrize("size", [1, 5, 12, 16, 30])
+def test_tiles_of_any_size(given: dict, one_rank: Config, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(logprob.TILE, "cpu", size)
+    compare(compute(given, 0.7), expected(given, 0.7), atol=1e-5)
+
+
+def test_main_grad_takes_what_autograd_would_get(given: dict, one_rank: Config) -> None:
+    compare(compute(given, 0.7, main_grad=True), compute(given, 0.7), atol=1e-6)
+
+
+def test_bfloat16_is_computed_in_float32(given: dict, one_rank: Config) -> None:
+    rounded = {name: array for name, array in given.items()}
+    for name in ("hidden", "head"):
+        rounded[name] = torch.from_numpy(given[name]).bfloat16().float().numpy()
+    wanted = expected(rounded, 0.7)
+    found = compute(given, 0.7, dtype=torch.bfloat16)
+    for name in ("log_probs", "entropy"):
+        np.testing.assert_allclose(found[name], wanted[name], atol=1e-5)
+    for name in ("hidden_grad", "head_grad"):  # returned in bfloat16: half a unit in the last place is 2**-9
+        np.testing.assert_allclose(found[name], wanted[name], rtol=2**-8, atol=1e-5)
+    main_grad = compute(given, 0.7, dtype=torch.bfloat16, main_grad=True)["head_grad"]
+    np.testing.assert_allclose(main_grad, wanted["head_grad"], atol=1e-5, err_msg="added up in float32")
+
+
+def test_extreme_logits(given: dict, one_rank: Config) -> None:
+    """Logits of +-10,000, exact in float32, beside ones that differ from them by little."""
+    head = np.zeros((PADDED, HIDDEN), np.float32)
+    head[:VOCAB, 0] = [1e4, 1e4 - 1, 1e4 - 3, -1e4, -1e4, 0, 1, 2, 9990, -5, 1e4 - 2, 100, -1e4]
+    hidden = np.zeros((TOKENS, HIDDEN), np.float32)
+    hidden[:, 0] = [1, 1, 1, -1, -1, 0, 1]
+    extreme = given | {"head": head, "hidden": hidden, "labels": np.array([0, 1, 3, 3, 4, 5, 10])}
+    found, wanted = compute(extreme, 1.0), expected(extreme, 1.0)
+    for name in ("log_probs", "entropy", "head_grad"):
+        np.testing.assert_allclose(found[name], wanted[name], rtol=1e-5, atol=1e-5, err_msg=name)
+    # A sum of probabilities times 10,000, whose last place in float32 is 1e-3.
+    np.testing.assert_allclose(found["hidden_grad"], wanted["hidden_grad"], atol=4e-3)
+
+
+def test_without_gradients(given: dict, one_rank: Config) -> None:
+    hidden, head, labels = (torch.from_numpy(given[name]) for name in ("hidden", "head", "labels"))
+    with torch.no_grad():
+        results = head_log_probs(hidden.clone().requires_grad_(), head, labels, 0.7, VOCAB)
+    for result, name in zip(results, ("log_probs", "entropy"), strict=True):
+        assert result.dtype == torch.float32 and not result.requires_grad
+        np.testing.assert_allclose(result, expected(given, 0.7)[name], atol=1e-5)
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that a tensor made under this mode has."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.untyped_storage().nbytes() // tensor.element_size())
+        return result
+
+
+def test_full_logits_are_never_made(one_rank: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(logprob.TILE, "cpu", 256)
+    hidden, head = torch.randn(64, 4, requires_grad=True), torch.randn(500, 4, requires_grad=True)
+    with Largest() as largest:
+        log_probs, entropy = head_log_probs(hidden, head, torch.arange(64), 1.0, 500)
+        (log_probs + entropy).sum().backward()
+    assert largest.elements == head.numel(), "nothing is larger than the gradient of the head"
+
+
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": free_port()}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    config = Config()
+    config.launch.device = "cuda"
+    with policies.init_parallel(config):
+        yield
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu(given: dict, one_gpu: None, dtype: torch.dtype) -> None:
+    rounded = {name: array for name, array in given.items()}
+    for name in ("hidden", "head"):
+        rounded[name] = torch.from_numpy(given[name]).to(dtype).float().numpy()
+    found, wanted = compute(given, 0.7, dtype=dtype, device="cuda"), expected(rounded, 0.7)
+    for name in ("log_probs", "entropy"):
+        np.testing.assert_allclose(found[name], wanted[name], atol=1e-4)
+    for name in ("hidden_grad", "head_grad"):
+        np.testing.assert_allclose(found[name], wanted[name], rtol=2**-7, atol=2**-7 * np.abs(wanted[name]).max())

@@ -1,56 +1,224 @@
-"""Every loss against a float64 reference written from its formula, one token at a time."""
+"""Every loss and its gradient against a float64 reference written from its formula, one token at a time."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
+import pytest
 import torch
+from torch import Tensor
 
-from megatron_collab.actor.loss import kl_k3, policy_loss, sft_loss
+from megatron_collab.actor.loss import (
+    PolicyTerms,
+    importance_weights,
+    kl,
+    kl_k1,
+    kl_k2,
+    kl_k3,
+    policy_terms,
+    sft_loss,
+    value_loss,
+)
+from megatron_collab.config import AlgoConfig
 
+N, SEQUENCES = 60, 7
 RNG = np.random.default_rng(0)
-NEW, OLD, ADVANTAGES = -RNG.exponential(size=(3, 50)), -RNG.exponential(size=(3, 50)), RNG.normal(size=(3, 50))
+OLD, ADVANTAGES = -RNG.exponential(size=N), RNG.normal(size=N)
+NEW = OLD + RNG.normal(size=N) * 0.4
+SEQUENCE = np.sort(RNG.integers(0, SEQUENCES - 1, N))  # one of them has no token here
+PPO = AlgoConfig(loss="ppo", clip_low=0.2, clip_high=0.28)
+GSPO = AlgoConfig(loss="gspo", clip_low=0.1, clip_high=0.15)
+CISPO = AlgoConfig(loss="cispo", clip_low=0.3, clip_high=0.5)
 
 
-def test_policy_loss():
-    clip_low, clip_high = 0.2, 0.28
-    terms = policy_loss(*map(torch.tensor, (NEW, OLD, ADVANTAGES)), clip_low, clip_high)
-    clipped_somewhere = 0
-    for i in np.ndindex(NEW.shape):
-        ratio = math.exp(NEW[i] - OLD[i])
-        held = min(max(ratio, 1 - clip_low), 1 + clip_high)
-        expected = -min(ratio * ADVANTAGES[i], held * ADVANTAGES[i])
-        assert math.isclose(terms.loss[i], expected, rel_tol=1e-12)
-        assert math.isclose(terms.ratio[i], ratio, rel_tol=1e-12)
-        clipped = held * ADVANTAGES[i] < ratio * ADVANTAGES[i]
-        assert terms.clipped[i] == clipped
-        clipped_somewhere += clipped
-    assert 0 < clipped_somewhere < NEW.size
-
-
-def test_policy_gradient_stops_exactly_where_clipped():
+def terms_of(algo: AlgoConfig, advantages: np.ndarray, weights: np.ndarray) -> tuple[PolicyTerms, np.ndarray]:
+    """The terms, and the gradient in the log-probs of the sum of weights * loss."""
     log_probs = torch.tensor(NEW, requires_grad=True)
-    terms = policy_loss(log_probs, torch.tensor(OLD), torch.tensor(ADVANTAGES), 0.2, 0.2)
+    old, advantage, sequence = map(torch.tensor, (OLD, advantages, SEQUENCE))
+    terms = policy_terms(log_probs, old, advantage, sequence, SEQUENCES, algo)
+    assert not terms.ratio.requires_grad and not terms.clipped.requires_grad
+    (terms.loss * torch.tensor(weights)).sum().backward()
+    assert log_probs.grad is not None
+    return terms._replace(loss=terms.loss.detach()), log_probs.grad.numpy()
+
+
+def differences(loss: Callable[[np.ndarray], float], at: np.ndarray, step: float = 1e-6) -> np.ndarray:
+    """The gradient of `loss` by central differences."""
+    moved = np.eye(len(at)) * step
+    return np.array([(loss(at + move) - loss(at - move)) / (2 * step) for move in moved])
+
+
+def clip(ratio: float, algo: AlgoConfig) -> float:
+    return min(max(ratio, 1 - algo.clip_low), 1 + algo.clip_high)
+
+
+def ppo_token(new: float, old: float, advantage: float) -> float:
+    ratio = math.exp(new - old)
+    return -min(ratio * advantage, clip(ratio, PPO) * advantage)
+
+
+def test_ppo_equals_its_formula() -> None:
+    weights = RNG.uniform(size=N)
+    terms, gradient = terms_of(PPO, ADVANTAGES, weights)
+    ratios = [math.exp(new - old) for new, old in zip(NEW, OLD, strict=True)]
+    np.testing.assert_allclose(terms.loss, list(map(ppo_token, NEW, OLD, ADVANTAGES)), rtol=1e-12)
+    np.testing.assert_allclose(terms.ratio, ratios, rtol=1e-12)
+    clipped = [clip(r, PPO) * a < r * a for r, a in zip(ratios, ADVANTAGES, strict=True)]
+    assert 0 < sum(clipped) < N and terms.clipped.tolist() == clipped
+    reference = differences(lambda new: float(weights @ list(map(ppo_token, new, OLD, ADVANTAGES))), NEW)
+    np.testing.assert_allclose(gradient, reference, rtol=1e-6, atol=1e-8)
+    assert (gradient[np.array(clipped)] == 0).all()
+
+
+def sequence_form(new: np.ndarray, advantage: np.ndarray, weight: np.ndarray) -> float:
+    """Equation 5 of GSPO, an advantage and a weight for each sequence."""
+    loss = 0.0
+    for i in set(SEQUENCE.tolist()):
+        own = np.equal(SEQUENCE, i)
+        ratio = math.exp(sum(new[own] - OLD[own]) / sum(own))
+        loss -= weight[i] * min(ratio * advantage[i], clip(ratio, GSPO) * advantage[i])
+    return loss
+
+
+def test_gspo_equals_its_sequence_form() -> None:
+    advantage, weight = RNG.normal(size=SEQUENCES), RNG.uniform(size=SEQUENCES)
+    lengths = np.bincount(SEQUENCE, minlength=SEQUENCES).clip(1)
+    weights = (weight / lengths)[SEQUENCE]
+    terms, gradient = terms_of(GSPO, advantage[SEQUENCE], weights)
+    assert 0 < terms.clipped.sum() < N
+    assert float(terms.loss @ torch.tensor(weights)) == pytest.approx(sequence_form(NEW, advantage, weight))
+    reference = differences(lambda new: sequence_form(new, advantage, weight), NEW)
+    np.testing.assert_allclose(gradient, reference, rtol=1e-6, atol=1e-8)
+
+
+def test_gspo_keeps_the_advantage_of_each_token() -> None:
+    weights = RNG.uniform(size=N)
+    terms, gradient = terms_of(GSPO, ADVANTAGES, weights)
+    for t in range(N):
+        own = np.equal(SEQUENCE, SEQUENCE[t])
+        ratio = math.exp(np.mean(NEW[own] - OLD[own]))
+        held = clip(ratio, GSPO)
+        assert math.isclose(terms.ratio[t], ratio, rel_tol=1e-12)
+        assert math.isclose(terms.loss[t], -min(ratio * ADVANTAGES[t], held * ADVANTAGES[t]), rel_tol=1e-12)
+        clipped = held * ADVANTAGES[t] < ratio * ADVANTAGES[t]
+        assert terms.clipped[t] == clipped
+        # Of GSPO-token the gradient in a token's log-prob is s_i A_t.
+        assert math.isclose(gradient[t], 0.0 if clipped else -weights[t] * ratio * ADVANTAGES[t], rel_tol=1e-12)
+
+
+def test_cispo_equals_its_formula() -> None:
+    weights = RNG.uniform(size=N)
+    terms, gradient = terms_of(CISPO, ADVANTAGES, weights)
+    for t in range(N):
+        ratio = math.exp(NEW[t] - OLD[t])
+        held = clip(ratio, CISPO)
+        assert math.isclose(terms.ratio[t], ratio, rel_tol=1e-12)
+        assert math.isclose(terms.loss[t], -held * ADVANTAGES[t] * NEW[t], rel_tol=1e-12)
+        assert terms.clipped[t] == (held != ratio)
+        assert math.isclose(gradient[t], -weights[t] * held * ADVANTAGES[t], rel_tol=1e-12)  # never 0
+    assert 0 < terms.clipped.sum() < N
+
+
+@pytest.mark.parametrize("algo", [PPO, GSPO, CISPO], ids=lambda algo: algo.loss)
+def test_on_policy_every_loss_is_the_policy_gradient(algo: AlgoConfig) -> None:
+    log_probs = torch.tensor(NEW, requires_grad=True)
+    terms = policy_terms(
+        log_probs, log_probs.detach(), torch.tensor(ADVANTAGES), torch.tensor(SEQUENCE), SEQUENCES, algo
+    )
     terms.loss.sum().backward()
-    expected = -terms.ratio.detach() * torch.tensor(ADVANTAGES) * (1 - terms.clipped)
-    torch.testing.assert_close(log_probs.grad, expected, rtol=1e-12, atol=0)
+    assert (terms.ratio == 1).all() and (terms.clipped == 0).all()
+    np.testing.assert_allclose(log_probs.grad, -ADVANTAGES, rtol=1e-12)
 
 
-def test_kl_k3():
-    found = kl_k3(torch.tensor(NEW), torch.tensor(OLD))
-    for i in np.ndindex(NEW.shape):
+@pytest.mark.parametrize("algo", [PPO, GSPO, CISPO], ids=lambda algo: algo.loss)
+def test_a_rank_without_trained_tokens(algo: AlgoConfig) -> None:
+    empty = torch.zeros(0, requires_grad=True)
+    terms = policy_terms(empty, empty.detach(), empty.detach(), torch.zeros(0, dtype=torch.int64), 1, algo)
+    terms.loss.sum().backward()
+    assert terms.loss.shape == terms.ratio.shape == terms.clipped.shape == (0,)
+
+
+def test_importance_weights() -> None:
+    engine = torch.tensor(NEW, requires_grad=True)
+    old = torch.tensor(OLD, requires_grad=True)
+    ratios = np.exp(OLD - NEW)
+    assert (ratios < 0.8).any() and (ratios > 1.3).any()
+    masked = [ratio if 0.8 <= ratio <= 1.3 else 0.0 for ratio in ratios]
+    expected = {"none": np.ones(N), "truncated": np.minimum(ratios, 1.3), "masked": masked}
+    for correction, wanted in expected.items():
+        algo = AlgoConfig(correction=correction, correction_low=0.8, correction_high=1.3)
+        weights = importance_weights(old, engine, algo)
+        assert not weights.requires_grad
+        np.testing.assert_allclose(weights, wanted, rtol=1e-12)
+
+
+def test_importance_weights_do_not_overflow() -> None:
+    old, engine = torch.tensor([0.0, -1000.0]), torch.tensor([-1000.0, 0.0])
+    assert importance_weights(old, engine, AlgoConfig(correction="truncated")).tolist() == [2.0, 0.0]
+    assert importance_weights(old, engine, AlgoConfig(correction="masked")).tolist() == [0.0, 0.0]
+
+
+def test_kl_estimates() -> None:
+    found = {name: kl(torch.tensor(NEW), torch.tensor(OLD), name) for name in ("k1", "k2", "k3")}
+    for i in range(N):
         q = math.exp(OLD[i]) / math.exp(NEW[i])
-        assert math.isclose(found[i], q - 1 - math.log(q), rel_tol=1e-9, abs_tol=1e-12)
+        assert math.isclose(found["k1"][i], -math.log(q), rel_tol=1e-9)
+        assert math.isclose(found["k2"][i], math.log(q) ** 2 / 2, rel_tol=1e-9)
+        assert math.isclose(found["k3"][i], q - 1 - math.log(q), rel_tol=1e-9, abs_tol=1e-12)
     assert (kl_k3(torch.tensor(NEW), torch.tensor(NEW)) == 0).all()
 
 
-def test_kl_k3_is_unbiased():
-    policy, reference = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.2, 0.6])
-    exact = (policy * np.log(policy / reference)).sum()
-    estimate = (policy * kl_k3(torch.tensor(policy).log(), torch.tensor(reference).log()).numpy()).sum()
-    assert math.isclose(estimate, exact, rel_tol=1e-12)
+POLICY, REFERENCE = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.2, 0.6])
 
 
-def test_sft_loss():
+@pytest.mark.parametrize("estimate", [kl_k1, kl_k3])
+def test_k1_and_k3_are_unbiased(estimate: Callable[[Tensor, Tensor], Tensor]) -> None:
+    exact = (POLICY * np.log(POLICY / REFERENCE)).sum()
+    found = (POLICY * estimate(torch.tensor(POLICY).log(), torch.tensor(REFERENCE).log()).numpy()).sum()
+    assert math.isclose(found, exact, rel_tol=1e-12)
+
+
+def test_mean_gradients_of_the_kl_estimates() -> None:
+    """Over the policy's own samples: k1 has none, k2 that of KL(policy || reference), k3 that of the reverse."""
+    reference = torch.tensor(REFERENCE).log()
+
+    def gradient(loss: Callable[[Tensor], Tensor]) -> Tensor:
+        logits = torch.tensor(POLICY).log().requires_grad_()
+        loss(logits.log_softmax(0)).backward()
+        assert logits.grad is not None
+        return logits.grad
+
+    def mean(estimate: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        return gradient(lambda log_probs: (torch.tensor(POLICY) * estimate(log_probs, reference)).sum())
+
+    exact = gradient(lambda log_probs: (log_probs.exp() * (log_probs - reference)).sum())
+    reverse = gradient(lambda log_probs: (reference.exp() * (reference - log_probs)).sum())
+    assert exact.abs().min() > 0.01
+    torch.testing.assert_close(mean(kl_k1), torch.zeros(3, dtype=torch.float64))
+    torch.testing.assert_close(mean(kl_k2), exact)
+    torch.testing.assert_close(mean(kl_k3), reverse)
+
+
+def test_value_loss() -> None:
+    limit = 0.2
+    old, returns = RNG.normal(size=N), RNG.normal(size=N)
+    start = old + RNG.normal(size=N) * 0.3
+
+    def token(value: float, before: float, wanted: float) -> float:
+        near = before + min(max(value - before, -limit), limit)
+        return max((value - wanted) ** 2, (near - wanted) ** 2) / 2
+
+    values = torch.tensor(start, requires_grad=True)
+    terms = value_loss(values, torch.tensor(old), torch.tensor(returns), limit)
+    terms.loss.sum().backward()
+    np.testing.assert_allclose(terms.loss.detach(), list(map(token, start, old, returns)), rtol=1e-12)
+    reference = differences(lambda at: sum(map(token, at, old, returns)), start)
+    np.testing.assert_allclose(values.grad, reference, rtol=1e-6, atol=1e-8)
+    assert values.grad is not None and 0 < terms.clipped.sum() < N
+    assert (values.grad[terms.clipped > 0] == 0).all() and (values.grad[terms.clipped == 0] != 0).all()
+
+
+def test_sft_loss() -> None:
     np.testing.assert_array_equal(sft_loss(torch.tensor(NEW)).numpy(), -NEW)

@@ -1,4 +1,4 @@
-"""The parts that the model is built from, on one rank: layout of the stages, norm, attention, repairs."""
+"""The model on one rank: what its parts give and how they are marked, redirects and repairs."""
 
 from __future__ import annotations
 
@@ -10,29 +10,20 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
-from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.moe.moe_utils import router_gating_linear
 
 from megatron_collab import device
-from megatron_collab.actor import cpu, fixes, local_spec
+from megatron_collab.actor import cpu, fixes
 from megatron_collab.actor import model as policies
 from megatron_collab.config import Config
-from megatron_collab.publish.hf_map import Cut, ModelShape, table
+from megatron_collab.publish.hf_map import Cut, table
+from tests.actor.shapes import EXPERTS, SHAPE, shape_of
 
-SHAPE = ModelShape.from_hf(
-    {
-        "model_type": "qwen3",
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "vocab_size": 50,
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 128,
-    }
-)
+
+def packed(length: int) -> tuple[torch.Tensor, torch.Tensor, None, PackedSeqParams]:
+    """What a chunk takes, for one sequence of the tokens 0, 1, 2 …"""
+    tokens, bounds = torch.arange(length)[None], torch.tensor([0, length], dtype=torch.int32)
+    return tokens, tokens, None, PackedSeqParams("thd", bounds, bounds, max_seqlen_q=length, max_seqlen_kv=length)
 
 
 def test_what_is_cut_is_marked_for_the_gradient_norm(one_rank: Config) -> None:
@@ -43,51 +34,48 @@ def test_what_is_cut_is_marked_for_the_gradient_norm(one_rank: Config) -> None:
         assert cut is Cut.WHOLE or parameter.partition_dim == (1 if cut is Cut.COLUMNS else 0), name
 
 
-@pytest.mark.parametrize(("layers", "stages"), [(3, 2), (10, 4), (7, 3), (13, 8), (5, 5), (8, 2)])
-def test_stages_share_the_layers_evenly(one_rank: Config, layers: int, stages: int) -> None:
-    wide = Config()
-    wide.model.dtype = "float32"
-    wide.parallel.pp = stages
-    made = policies.transformer_config(wide, ModelShape(**{**vars(SHAPE), "layers": layers}))
-    layout = made.pipeline_model_parallel_layout
-    if layers % stages == 0:
-        assert layout is None
-        return
-    counts = [layout.get_num_layers_to_build(LayerType.decoder, pp_rank=rank) for rank in range(stages)]
-    assert sum(counts) == layers
-    assert max(counts) - min(counts) == 1
+def test_hidden_states_stay_in_the_models_precision(one_rank: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(one_rank.model, "dtype", "bfloat16")
+    (chunk,) = policies.build(one_rank, SHAPE)
+    hidden = chunk(*packed(12))
+    assert hidden.shape == (1, 12, 32) and hidden.dtype is torch.bfloat16
+    # rounded frequencies would turn late tokens elsewhere
+    assert policies.unwrap(chunk).inverse_frequencies.dtype is torch.float32
 
 
-def test_norm_follows_its_formula(one_rank: Config) -> None:
-    norm = local_spec.RMSNorm(policies.transformer_config(one_rank, SHAPE), 32, eps=1e-6)
-    torch.nn.init.normal_(norm.weight)
-    x = torch.randn(5, 2, 32)
-    wide = x.double()
-    expected = wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight.double()
-    assert torch.allclose(norm(x).double(), expected, atol=1e-6)
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_head_is_the_weight_that_makes_logits(one_rank: Config, tied: bool) -> None:
+    shape = shape_of(tie_word_embeddings=tied)
+    chunks = policies.build(one_rank, shape)
+    names = {id(parameter): name for name, parameter in policies.named_shards(chunks)}
+    name = "embedding.word_embeddings.weight" if tied else "output_layer.weight"
+    assert names[id(chunks[0].head)] == name
 
 
-def test_packed_sequences_do_not_see_each_other(one_rank: Config) -> None:
-    attention = local_spec.CausalAttention(policies.transformer_config(one_rank, SHAPE))
-    lengths = [3, 7, 2]
-    query, key, value = torch.randn(12, 4, 8), torch.randn(12, 2, 8), torch.randn(12, 2, 8)
-    bounds = torch.tensor([0, 3, 10, 12], dtype=torch.int32)
-    packing = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
-    packed = attention(query, key, value, None, packed_seq_params=packing)
-    alone = [
-        attention(q[:, None], k[:, None], v[:, None], None)[:, 0]
-        for q, k, v in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
-    ]
-    assert torch.allclose(packed, torch.cat(alone), atol=1e-6)
+def test_checkpoints_name_what_megatrons_own_model_does(one_rank: Config) -> None:
+    """The head is used by hand, but saved like any output layer, so that other layouts can load it."""
+    (chunk,) = policies.build(one_rank, SHAPE)
+    head = chunk.sharded_state_dict()["output_layer.weight"]
+    assert head.key == "output_layer.weight" and head.global_shape == (50, 32) and head.allow_shape_mismatch
 
 
-def test_attention_is_causal_and_grouped(one_rank: Config) -> None:
-    attention = local_spec.CausalAttention(policies.transformer_config(one_rank, SHAPE))
-    query, key, value = torch.randn(6, 1, 4, 8), torch.randn(6, 1, 2, 8), torch.randn(6, 1, 2, 8)
-    scores = torch.einsum("sbnd,tbnd->bnst", query, key.repeat_interleave(2, dim=2)) / 8**0.5
-    scores = scores.masked_fill(torch.ones(6, 6).triu(1).bool(), float("-inf"))
-    expected = torch.einsum("bnst,tbnd->sbnd", scores.softmax(-1), value.repeat_interleave(2, dim=2)).flatten(2)
-    assert torch.allclose(attention(query, key, value, None), expected, atol=1e-6)
+def test_a_frozen_copy_is_apart(one_rank: Config) -> None:
+    chunks = policies.build(one_rank, SHAPE)
+    twins = policies.frozen_copy(chunks)
+    before = chunks[0](*packed(9)).detach()
+    assert torch.equal(twins[0](*packed(9)), before)
+    assert policies.unwrap(twins[0]).config is not policies.unwrap(chunks[0]).config
+    with torch.no_grad():
+        for parameter in chunks[0].parameters():
+            parameter.zero_()
+    assert torch.equal(twins[0](*packed(9)), before)
+    assert not any(parameter.requires_grad for parameter in twins[0].parameters())
+
+
+def test_every_expert_is_reduced_over_the_ranks_that_hold_it(one_rank: Config) -> None:
+    chunks = policies.build(one_rank, shape_of(model_type="qwen3_moe", **EXPERTS))
+    apart = {name for name, parameter in policies.named_shards(chunks) if not getattr(parameter, "allreduce", True)}
+    assert apart == {entry.megatron for entry in table(policies.unwrap(chunks[0]).shape) if entry.expert}
 
 
 def test_device_names_reach_the_device(one_rank: Config) -> None:
@@ -124,16 +112,15 @@ def test_router_works_without_transformer_engine() -> None:
 
 def trained_optimizer(config: Config) -> DistributedOptimizer:
     """A distributed optimizer after two steps."""
-    model = policies.build(config, SHAPE)
+    (model,) = policies.build(config, SHAPE)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     settings = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
     model = DistributedDataParallel(model.config, settings, model)
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-3, use_distributed_optimizer=True), [model])
-    tokens = torch.arange(16).reshape(2, 8)
     for _ in range(2):
         model.zero_grad_buffer()
-        model(tokens, tokens, None).square().mean().backward()
+        model(*packed(8)).square().mean().backward()
         model.finish_grad_sync()
         optimizer.step()
     (inner,) = optimizer.chained_optimizers

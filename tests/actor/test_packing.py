@@ -1,52 +1,156 @@
+"""Plans of micro-batches, their packed arrays, and the part of them that a context-parallel rank keeps."""
+
 from __future__ import annotations
+
+from itertools import pairwise
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from megatron_collab.actor.packing import collate, plan
-from megatron_collab.types import Sample
+from megatron_collab.actor.packing import collate, context_slice, cost, plan, positions
 
 
-def test_plan_over_random_lengths():
+@given(
+    lengths=st.lists(st.integers(1, 300), max_size=80),
+    ranks=st.integers(1, 5),
+    budget=st.integers(1, 600),
+    align=st.sampled_from([1, 2, 8]),
+    multiple_of=st.integers(1, 4),
+)
+def test_plan(lengths: list[int], ranks: int, budget: int, align: int, multiple_of: int) -> None:
+    made = plan(lengths, ranks, budget, align=align, multiple_of=multiple_of)
+    micro_batches = [micro_batch for rank in made.ranks for micro_batch in rank]
+    rounded = [-(-length // align) * align for length in lengths]
+
+    assert sorted(index for micro_batch in micro_batches for index in micro_batch) == list(range(len(lengths)))
+    assert len(made.ranks) == ranks
+    (each,) = {len(rank) for rank in made.ranks}
+    assert each % multiple_of == 0 and each > 0
+    for micro_batch in micro_batches:
+        assert len(micro_batch) == 1 or sum(rounded[index] for index in micro_batch) <= budget
+    assert sum(not micro_batch for micro_batch in micro_batches) == max(0, len(micro_batches) - len(lengths))
+
+    costs = cost(np.array(rounded, dtype=np.int64))
+    weights = [[sum(costs[index] for index in micro_batch) for micro_batch in rank] for rank in made.ranks]
+    totals = [sum(rank) for rank in weights]
+    together = list(zip(*weights, strict=True))
+    assert max(totals) - min(totals) <= max(max(alike) - min(alike) for alike in together) + 1e-6
+    for alike, others in pairwise(sorted(together, key=lambda alike: (max(alike), min(alike)))):
+        assert max(alike) <= min(others) + 1e-6, "ranks work on alike micro-batches at the same time"
+    for rank in weights:
+        peak = rank.index(max(rank))
+        assert rank[: peak + 1] == sorted(rank[: peak + 1]) and rank[peak:] == sorted(rank[peak:], reverse=True)
+    assert made == plan(lengths, ranks, budget, align=align, multiple_of=multiple_of)
+
+
+def test_plan_by_hand() -> None:
+    assert plan([4, 6, 5, 5, 3], 1, 10).ranks == (((4,), (1, 0), (2, 3)),), "6 + 4 costs most: up to it and down again"
+    assert plan([6, 3, 6, 4], 1, 10).ranks == (((2, 1), (0, 3)),), "4 goes where 6 leaves 4, 3 beside the other 6"
+    assert plan([3, 3, 3], 1, 8, align=4).ranks == (((2,), (0, 1)),), "each counts as 4"
+    assert plan([5, 4, 3], 3, 100).ranks == (((0,),), ((1,),), ((2,),)), "one would do, three ranks need three"
+
+
+def test_few_micro_batches() -> None:
+    """4,096 lognormal lengths: as few micro-batches as the sum of the lengths allows, within 1 %."""
+    lengths = np.random.default_rng(0).lognormal(6.0, 0.8, 4096).round().clip(16, 8192).astype(int)
+    assert np.ceil(lengths.sum() / 8192) / len(plan(lengths.tolist(), 1, 8192).ranks[0]) >= 0.99
+
+
+def test_attention_costs() -> None:
+    """A sequence costs more than its halves, and at 12 x 4,096 positions twice what it would without attention."""
+    assert cost(np.array([100])) > 2 * cost(np.array([50]))
+    assert cost(np.array([49152])) == 2 * 49152
+
+
+SAMPLES = [np.array([5, 6, 7]), np.array([1, 2, 3, 4, 5, 6]), np.array([9])]
+
+
+def test_collate_by_hand() -> None:
+    columns = {"token_ids": SAMPLES, "weights": [np.arange(len(sample), dtype=np.float32) for sample in SAMPLES]}
+    batch = collate(columns, (1, 0), align=4, total=16)
+    assert batch["token_ids"].tolist() == [[1, 2, 3, 4, 5, 0, 0, 0, 5, 6, 0, 0, 0, 0, 0, 0]]
+    assert batch["labels"].tolist() == [[2, 3, 4, 5, 6, 0, 0, 0, 6, 7, 0, 0, 0, 0, 0, 0]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 0, 1, 2, 3]]
+    assert batch["weights"].tolist() == [1, 2, 3, 4, 5, 0, 0, 0, 1, 2, 0, 0, 0, 0, 0, 0]
+    assert batch["sequence"].tolist() == [0, 0, 0, 0, 0, -1, -1, -1, 1, 1, -1, -1, -1, -1, -1, -1]
+    assert batch["cu_seqlens"].tolist() == [0, 8, 12, 16]
+    assert batch["max_seqlen"] == 8
+    whole = {name: batch[name].dtype.str for name in batch if name != "max_seqlen"}
+    assert whole.pop("weights") == "<f4" and whole.pop("cu_seqlens") == "<i4" and set(whole.values()) == {"<i8"}
+
+
+def test_collate_without_samples_or_labels() -> None:
+    empty = collate({"token_ids": SAMPLES, "weights": SAMPLES}, (), align=4, total=6)
+    assert empty["cu_seqlens"].tolist() == [0, 12] and empty["max_seqlen"] == 12
+    assert (empty["sequence"] == -1).all() and empty["token_ids"].shape == (1, 12) and empty["weights"].shape == (12,)
+    single = collate({"token_ids": SAMPLES}, (2,))
+    assert single["token_ids"].tolist() == [[0]] and single["sequence"].tolist() == [-1]
+
+
+def test_a_first_token_cannot_be_trained() -> None:
+    columns = {"token_ids": [np.array([5, 6])] * 2, "loss_mask": [np.array([0.0, 1.0]), np.ones(2)]}
+    collate(columns, (0,))
+    with pytest.raises(ValueError, match="sample 1: its first token"):
+        collate(columns, (0, 1))
+
+
+@given(
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=12),
+    align=st.sampled_from([1, 2, 4, 6]),
+    total=st.sampled_from([1, 2, 16]),
+    seed=st.integers(0, 1000),
+)
+def test_collate_loses_nothing(sizes: list[int], align: int, total: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    columns = {
+        "token_ids": [rng.integers(1, 1000, size) for size in sizes],
+        "values": [rng.normal(size=size).astype(np.float32) for size in sizes],
+    }
+    indices = tuple(rng.permutation(len(sizes))[: rng.integers(1, len(sizes) + 1)].tolist())
+    batch = collate(columns, indices, align, total)
+
+    length = batch["token_ids"].shape[1]
+    assert length % align == 0 and length % total == 0 and batch["cu_seqlens"][-1] == length
+    kept = batch["sequence"] >= 0
+    for place, index in enumerate(indices):
+        here = batch["sequence"] == place
+        start = batch["cu_seqlens"][place]
+        assert here[start : start + sizes[index] - 1].all() and here.sum() == sizes[index] - 1
+        np.testing.assert_array_equal(batch["token_ids"][0, here], columns["token_ids"][index][:-1])
+        np.testing.assert_array_equal(batch["labels"][0, here], columns["token_ids"][index][1:])
+        np.testing.assert_array_equal(batch["values"][here], columns["values"][index][1:])
+    for name in ("token_ids", "labels", "values"):
+        assert (batch[name].reshape(-1)[~kept] == 0).all(), "padding is zero"
+    spans = list(pairwise(batch["cu_seqlens"].tolist()))
+    assert len(spans) - len(indices) in (0, 1) and all(start < end for start, end in spans)
+    assert all((end - start) % align == 0 for start, end in spans)
+    assert batch["max_seqlen"] == max(end - start for start, end in spans)
+    restarted = np.concatenate([np.arange(end - start) for start, end in spans])
+    np.testing.assert_array_equal(batch["position_ids"], [restarted])
+
+
+def test_a_plan_fits_its_micro_batches() -> None:
     rng = np.random.default_rng(0)
-    for _ in range(500):
-        lengths = rng.integers(1, rng.integers(2, 300), size=rng.integers(1, 60)).tolist()
-        data_parallel, budget = int(rng.integers(1, 5)), int(rng.integers(1, 2000))
-        multiple = int(rng.choice([1, 2, 8]))
-        made = plan(lengths, data_parallel, budget, multiple)
-
-        indices = [index for rank in made.ranks for micro_batch in rank for index in micro_batch]
-        assert sorted(indices) == list(range(len(lengths))), "every sample exactly once"
-        assert len(made.ranks) == data_parallel
-        assert len({len(rank) for rank in made.ranks}) == 1, "equally many micro-batches on every rank"
-        assert max(len(micro_batch) for rank in made.ranks for micro_batch in rank) <= made.rows
-        assert made.width % multiple == 0 and max(lengths) <= made.width < max(lengths) + multiple
-        assert made.rows * made.width <= budget or made.rows == 1, "the budget holds, or one sequence stands alone"
+    tokens = [rng.integers(0, 9, size) for size in rng.integers(1, 50, 40)]
+    for micro_batch in plan([positions(len(sample)) for sample in tokens], 1, 128, align=4).ranks[0]:
+        assert collate({"token_ids": tokens}, micro_batch, align=4)["token_ids"].shape[1] <= 128
 
 
-def test_plan_wastes_no_rows():
-    made = plan([10] * 9, data_parallel=2, token_budget=80)
-    assert (made.rows, len(made.ranks[0])) == (5, 1), "9 rows of at most 8 on two ranks are 5 + 4, not 8 + 1"
+def test_context_slice_by_hand() -> None:
+    cu_seqlens = np.array([0, 8, 12], np.int32)
+    assert context_slice(cu_seqlens, 2, 0).tolist() == [0, 1, 6, 7, 8, 11]
+    assert context_slice(cu_seqlens, 2, 1).tolist() == [2, 3, 4, 5, 9, 10]
+    assert context_slice(cu_seqlens, 1, 0).tolist() == list(range(12))
+    with pytest.raises(ValueError, match="4 positions"):
+        context_slice(cu_seqlens, 4, 0)
 
 
-def test_position_i_speaks_of_label_i():
-    sample = Sample(
-        token_ids=np.array([5, 6, 7], np.int64),
-        loss_mask=np.array([0, 0, 1], np.float32),
-        advantages=np.array([0, 0, 2.5], np.float32),
-        log_probs=np.array([0, 0, -1.5], np.float32),
-    )
-    batch = collate([sample], (0,), (2, 4))
-    assert batch["token_ids"].tolist() == [[5, 6, 0, 0], [0, 0, 0, 0]]
-    assert batch["labels"].tolist() == [[6, 7, 0, 0], [0, 0, 0, 0]]
-    assert batch["loss_mask"].tolist() == [[0, 1, 0, 0], [0, 0, 0, 0]]
-    assert batch["advantages"].tolist() == [[0, 2.5, 0, 0], [0, 0, 0, 0]]
-    assert batch["log_probs"].tolist() == [[0, -1.5, 0, 0], [0, 0, 0, 0]]
-    assert batch["position_ids"].tolist() == [[0, 1, 2, 3], [0, 1, 2, 3]]
-    assert {array.dtype.str for array in batch.values()} == {"<i8", "<f4"}
-
-
-def test_a_first_token_cannot_be_trained():
-    sample = Sample(np.array([5, 6], np.int64), *(np.ones(2, np.float32) for _ in range(3)))
-    with pytest.raises(ValueError, match="first token"):
-        collate([sample], (0,), (1, 1))
+@given(chunks=st.lists(st.integers(1, 5), min_size=1, max_size=6), cp=st.integers(1, 4))
+def test_context_ranks_share_positions_and_work(chunks: list[int], cp: int) -> None:
+    cu_seqlens = np.cumsum([0, *(2 * cp * chunk for chunk in chunks)]).astype(np.int32)
+    slices = [context_slice(cu_seqlens, cp, rank) for rank in range(cp)]
+    assert sorted(np.concatenate(slices).tolist()) == list(range(cu_seqlens[-1]))
+    position = np.concatenate([np.arange(2 * cp * chunk) for chunk in chunks])
+    assert len({position[kept].sum() for kept in slices}) == 1, "a query at position i sees i + 1 keys"

@@ -71,8 +71,6 @@ def test_bfloat16_rounds_once_and_says_so(config: Config, source: Path, tmp_path
         model, shape = policies.load(config)
     finally:
         config.model.dtype = "float32"
-    tokens = torch.arange(12).reshape(1, 12)
-    assert model(tokens, tokens, None).dtype is torch.float32
     policies.save_hf(model, tmp_path / "hf", source, shape)
     expected, found = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "hf"))
     assert all(torch.equal(found[name], expected[name].bfloat16()) for name in expected)
@@ -88,8 +86,8 @@ def rewrite(folder: Path, change: dict[str, torch.Tensor | None]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model.norm.weight": None}, r"1 tensors are missing, the first is model\.norm\.weight"),
-        ({"model.extra.weight": torch.zeros(2)}, r"1 tensors are unexpected, the first is model\.extra\.weight"),
+        ({"model.norm.weight": None}, r"model\.norm\.weight is missing"),
+        ({"model.extra.weight": torch.zeros(2)}, r"model\.extra\.weight is unexpected"),
         ({"model.norm.weight": torch.zeros(3)}, r"model\.norm\.weight has shape \(3,\), config\.json asks for \(64,\)"),
     ],
 )

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megatron_collab.actor import model as policies
 from megatron_collab.actor.actor import Actor
+from megatron_collab.actor.critic import Critic
 from megatron_collab.types import Batch
 from tests.actor.ranks import make_config, make_samples, process_group
 
@@ -18,11 +19,15 @@ LAYOUTS: dict[str, dict[str, object]] = {
     "tp2": {"parallel.tp": 2},
     "tp2-sp": {"parallel.tp": 2, "parallel.sequence_parallel": True, "train.tokens_per_micro_batch": 80},
     "pp2": {"parallel.pp": 2, "train.tokens_per_micro_batch": 80},
+    "pp2-vpp2": {"parallel.pp": 2, "parallel.vpp": 2, "train.tokens_per_micro_batch": 40},
     "dp2": {"train.tokens_per_micro_batch": 50},
 }
 STAGES: dict[str, dict[str, object]] = {
     "rl": {},
     "rl-mini": {"algo.mini_batches": 3, "algo.clip_low": 0.01, "algo.clip_high": 0.02},
+    "gspo": {"algo.loss": "gspo", "algo.average": "sequence", "algo.advantage": "rloo", "algo.mini_batches": 2},
+    "cispo": {"algo.loss": "cispo", "algo.correction": "truncated", "algo.kl": "k2", "algo.entropy_coef": 0.01},
+    "gae": {"algo.advantage": "gae", "algo.kl_in": "reward", "algo.kl": "k1", "algo.critic_lr": 1e-3},
     "sft": {"train.stage": "sft"},
 }
 
@@ -31,7 +36,8 @@ def train(folder: Path, settings: Mapping[str, object]) -> dict[str, object]:
     """Inside a process group: metrics of three updates on two batches, and the log-probs after them."""
     config = make_config(folder, settings)
     policy, _ = policies.load(config)
-    actor = Actor(config, policy, policies.frozen_copy(policy))
+    critic = Critic(config) if config.algo.advantage == "gae" else None
+    actor = Actor(config, policy, policies.frozen_copy(policy), critic)
     batches = [Batch(make_samples(11, seed)) for seed in (1, 2, 1)]
     metrics = [actor.update(batch) for batch in batches]
     found = {"metrics": metrics, "log_probs": [row.tolist() for row in actor.log_probs(batches[0].samples)]}

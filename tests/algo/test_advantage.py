@@ -1,29 +1,220 @@
+"""Every estimator against a float64 reference written from its paper's formula, one token at a time, and by hand."""
+
 from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 
-from megatron_collab.algo.advantage import grpo
+from megatron_collab.algo.advantage import assign
+from megatron_collab.config import AlgoConfig
+from megatron_collab.types import Credit, Sample
 
 
-def test_by_hand():
+def sample(length: int, *credits: Credit) -> Sample:
+    """A sequence of `length` tokens, trained where a credit says so."""
+    mask = np.zeros(length, np.float32)
+    for credit in credits:
+        for start, stop in credit.spans:
+            mask[start:stop] = 1.0
+    return Sample(np.arange(length), mask, np.zeros_like(mask), credits)
+
+
+def worth(value: float, *spans: tuple[int, int], peers: str = "a", scale: str | None = None) -> Credit:
+    return Credit(spans, value, peers, scale or peers)
+
+
+def one_credit(*values: float, group: str = "a") -> list[Sample]:
+    """A group: a sequence of 3 tokens for each value, the last two trained."""
+    return [sample(3, worth(value, (1, 3), peers=group)) for value in values]
+
+
+def trained(samples: Sequence[Sample], rows: Sequence[np.ndarray]) -> list[list[float]]:
+    """What stands on the trained tokens, having checked that nothing stands elsewhere."""
+    for one, row in zip(samples, rows, strict=True):
+        assert row.dtype == np.float32 and row.shape == one.loss_mask.shape
+        assert (row[one.loss_mask == 0] == 0).all()
+    return [row[one.loss_mask > 0].tolist() for one, row in zip(samples, rows, strict=True)]
+
+
+def advantages(samples: Sequence[Sample], algo: AlgoConfig, **more: Sequence[np.ndarray]) -> list[list[float]]:
+    return trained(samples, assign(samples, algo, **more).advantages)
+
+
+def random_batch(rng: np.random.Generator) -> list[Sample]:
+    """Four groups of one to five samples with one to three credits each, compared within a group or a part of it."""
+    made = []
+    for group in range(4):
+        for _ in range(rng.integers(1, 6)):
+            credits, at = [], 0
+            for _ in range(rng.integers(1, 4)):
+                start = at + int(rng.integers(1, 4))
+                at = start + int(rng.integers(1, 5))
+                peers = f"{group}/{rng.integers(2)}"
+                credits.append(Credit(((start, at),), float(rng.normal()), peers, str(group)))
+            made.append(sample(at + int(rng.integers(0, 3)), *credits))
+    return made
+
+
+def garbage(rng: np.random.Generator, samples: Sequence[Sample], scale: float = 1.0) -> list[np.ndarray]:
+    """Random numbers on the trained tokens, not a number elsewhere."""
+    return [np.where(s.loss_mask > 0, rng.normal(size=len(s.loss_mask)) * scale, np.nan) for s in samples]
+
+
+def test_grpo_by_hand() -> None:
     # mean 2, population variance (1 + 0 + 1 + 4 + 4) / 5 = 2
-    np.testing.assert_allclose(grpo(np.array([1.0, 2.0, 3.0, 0.0, 4.0]), epsilon=0.0) * np.sqrt(2), [-1, 0, 1, -2, 2])
+    found = advantages(one_credit(1, 2, 3, 0, 4), AlgoConfig())
+    expected = [[value / (math.sqrt(2) + 1e-6)] * 2 for value in (-1, 0, 1, -2, 2)]
+    np.testing.assert_allclose(found, expected, rtol=1e-7)
 
 
-def test_invariant_to_shift_and_scale():
-    rewards = np.random.default_rng(0).normal(size=8)
-    np.testing.assert_allclose(grpo(rewards * 7 - 3), grpo(rewards), atol=1e-5)
-    assert abs(grpo(rewards).mean()) < 1e-12
-    assert grpo(rewards).std() == pytest.approx(1.0, abs=1e-5)
+def test_dr_grpo_and_rloo_by_hand() -> None:
+    # Mean 2 of all; the others of 1 are 2, 3, 2 with the mean 7/3, those of 3 are 1, 2, 2 with the mean 5/3.
+    samples = one_credit(1, 2, 3, 2)
+    assert advantages(samples, AlgoConfig(advantage="dr_grpo")) == [[-1, -1], [0, 0], [1, 1], [0, 0]]
+    found = advantages(samples, AlgoConfig(advantage="rloo"))
+    np.testing.assert_allclose(found, [[-4 / 3] * 2, [0, 0], [4 / 3] * 2, [0, 0]], rtol=1e-7)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_grouped_estimators_equal_their_formulas(seed: int) -> None:
+    samples = random_batch(np.random.default_rng(seed))
+    credits = [credit for one in samples for credit in one.credits]
+
+    def group(one: Credit, what: str) -> list[float]:
+        return [credit.value for credit in credits if getattr(credit, what) == getattr(one, what)]
+
+    def others(one: Credit) -> list[float]:
+        return [credit.value for credit in credits if credit.peers == one.peers and credit is not one]
+
+    def centred(one: Credit) -> float:
+        return one.value - statistics.fmean(group(one, "peers"))
+
+    formulas: dict[str, Callable[[Credit], float]] = {
+        "grpo": lambda one: centred(one) / (statistics.pstdev(group(one, "scale")) + 1e-6),
+        "dr_grpo": centred,
+        "rloo": lambda one: one.value - statistics.fmean(others(one)) if others(one) else 0.0,
+    }
+    for name, formula in formulas.items():
+        found = assign(samples, AlgoConfig(advantage=name))
+        assert found.returns is None
+        for one, row in zip(samples, found.advantages, strict=True):
+            expected = np.zeros(len(row))
+            for credit in one.credits:
+                for start, stop in credit.spans:
+                    expected[start:stop] = formula(credit)
+            np.testing.assert_allclose(row, expected, rtol=1e-6, atol=1e-9, err_msg=name)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "reinforce++"])
 @pytest.mark.parametrize("reward", [0.0, 0.1, 1 / 3, 1e6])
-def test_a_group_without_spread_teaches_nothing(reward):
-    assert (grpo(np.full(7, reward)) == 0).all()
+def test_equal_rewards_teach_nothing_at_all(name: str, reward: float) -> None:
+    assert advantages(one_credit(*[reward] * 7), AlgoConfig(advantage=name)) == [[0.0, 0.0]] * 7
+
+
+def test_a_credit_without_tokens_is_compared_with_and_trains_nothing() -> None:
+    samples = [
+        sample(4, worth(1, (1, 2), peers="a"), worth(5, (2, 4), peers="b"), worth(3, peers="b")),
+        sample(3, worth(0, (1, 3))),
+    ]
+    assert advantages(samples, AlgoConfig(advantage="dr_grpo")) == [[0.5, 1, 1], [-0.5, -0.5]]
+
+
+def test_groups_are_not_mixed() -> None:
+    samples = one_credit(1, 0, group="a") + one_credit(10, 20, group="b")
+    assert advantages(samples, AlgoConfig(advantage="dr_grpo")) == [[0.5] * 2, [-0.5] * 2, [-5] * 2, [5] * 2]
+
+
+def test_reinforce_plus_plus_by_hand() -> None:
+    # Rewards 1 and 0, KL 0.5 and 0.25 | 0 and 0.5, beta 2: returns 1 - 1.5, 1 - 0.5 | -1, -1 with the mean -0.5 and
+    # the variance (0 + 1 + 0.25 + 0.25) / 4.
+    algo = AlgoConfig(advantage="reinforce++", kl_in="reward", kl="k1", kl_coef=2.0)
+    kl = [np.array([9, 0.5, 0.25]), np.array([9, 0, 0.5])]
+    scale = math.sqrt(1.5 / 4) + 1e-6
+    found = advantages(one_credit(1, 0), algo, kl=kl)
+    np.testing.assert_allclose(found, [[0, 1 / scale], [-0.5 / scale, -0.5 / scale]], rtol=1e-7, atol=1e-9)
+
+
+def reference_kl(log_ratio: float, estimate: str) -> float:
+    """Of pi / ref = exp(log_ratio)."""
+    q = 1 / math.exp(log_ratio)
+    return {"k1": -math.log(q), "k2": 0.5 * math.log(q) ** 2, "k3": (q - 1) - math.log(q)}[estimate]
+
+
+@pytest.mark.parametrize("estimate", ["k1", "k2", "k3"])
+def test_reinforce_plus_plus_equals_its_formula(estimate: str) -> None:
+    rng = np.random.default_rng(7)
+    samples = random_batch(rng)
+    kl = garbage(rng, samples)
+    algo = AlgoConfig(advantage="reinforce++", kl_in="reward", kl=estimate, kl_coef=0.3)
+    raw = []
+    for one, row in zip(samples, kl, strict=True):
+        for credit in one.credits:
+            for t in range(*credit.spans[0]):
+                later = [u for u in range(t, len(row)) if one.loss_mask[u] > 0]
+                raw.append(credit.value - 0.3 * sum(reference_kl(row[u], estimate) for u in later))
+    expected = (np.array(raw) - statistics.fmean(raw)) / (statistics.pstdev(raw) + 1e-6)
+    np.testing.assert_allclose(np.concatenate(advantages(samples, algo, kl=kl)), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("estimate", ["k1", "k2", "k3"])
+def test_kl_in_the_reward_of_a_group_counts_the_credits_tokens_and_what_follows(estimate: str) -> None:
+    rng = np.random.default_rng(3)
+    samples = [
+        sample(9, worth(2, (1, 3), (4, 5)), worth(1, (6, 9))),  # interrupted by what a user says
+        sample(4, worth(0, (2, 4)), worth(0.5)),
+    ]
+    kl = garbage(rng, samples)
+    first, second = ([reference_kl(x, estimate) if x == x else 0.0 for x in row] for row in kl)
+    values = [2 - 0.1 * sum(first[1:]), 1 - 0.1 * sum(first[6:]), 0 - 0.1 * sum(second[2:]), 0.5]
+    mean = sum(values) / 4
+    algo = AlgoConfig(advantage="dr_grpo", kl_in="reward", kl=estimate, kl_coef=0.1)
+    found = advantages(samples, algo, kl=kl)
+    expected = [[values[0] - mean] * 3 + [values[1] - mean] * 3, [values[2] - mean] * 2]
+    for row, wanted in zip(found, expected, strict=True):
+        np.testing.assert_allclose(row, wanted, rtol=1e-6)
+
+
+def test_gae_by_hand() -> None:
+    # gamma 0.5, lambda 0.5; one credit over two turns, its reward 1 at the end, values 1, 2, 4. Backwards:
+    # A_3 = 1 - 4 = -3; A_2 = (0 + 2 - 2) - 3/4 = -3/4; A_1 = (0 + 1 - 1) - 3/16. Returns -3/16 + 1, -3/4 + 2, -3 + 4.
+    samples = [sample(6, worth(1, (1, 3), (5, 6)))]
+    algo = AlgoConfig(advantage="gae", gamma=0.5, gae_lambda=0.5)
+    found = assign(samples, algo, values=[np.array([np.nan, 1, 2, np.nan, np.nan, 4])])
+    assert found.returns is not None
+    assert trained(samples, found.returns) == [[13 / 16, 5 / 4, 1.0]]
+    raw = np.array([-3 / 16, -3 / 4, -3])
+    expected = (raw - raw.mean()) / (raw.std() + 1e-6)
+    np.testing.assert_allclose(trained(samples, found.advantages), [expected], rtol=1e-6)
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 1.0), (0.99, 0.0), (0.97, 0.8)])
+def test_gae_equals_its_formula(gamma: float, lam: float) -> None:
+    rng = np.random.default_rng(11)
+    samples = random_batch(rng)
+    values, kl = garbage(rng, samples), garbage(rng, samples)
+    raw, returns = [], []
+    for one, value, ratio in zip(samples, values, kl, strict=True):
+        at = [t for t in range(len(value)) if one.loss_mask[t] > 0]
+        ends = {credit.spans[-1][1] - 1: credit.value for credit in one.credits}
+        reward = [ends.get(t, 0.0) - 0.2 * reference_kl(ratio[t], "k2") for t in at]
+        v = [*(value[t] for t in at), 0.0]
+        delta = [reward[i] + gamma * v[i + 1] - v[i] for i in range(len(at))]
+        for i in range(len(at)):  # A_t = sum over l of (gamma lambda)^l delta_{t+l}
+            raw.append(sum((gamma * lam) ** k * d for k, d in enumerate(delta[i:])))
+            returns.append(raw[-1] + v[i])
+    algo = AlgoConfig(advantage="gae", gamma=gamma, gae_lambda=lam, kl_in="reward", kl="k2", kl_coef=0.2)
+    found = assign(samples, algo, kl=kl, values=values)
+    assert found.returns is not None
+    np.testing.assert_allclose(np.concatenate(trained(samples, found.returns)), returns, rtol=1e-5, atol=1e-6)
+    expected = (np.array(raw) - statistics.fmean(raw)) / (statistics.pstdev(raw) + 1e-6)
+    np.testing.assert_allclose(np.concatenate(trained(samples, found.advantages)), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("reward", [np.nan, np.inf])
-def test_a_missing_reward_is_refused(reward):
+def test_a_missing_reward_is_refused(reward: float) -> None:
     with pytest.raises(ValueError, match="finite"):
-        grpo(np.array([1.0, reward]))
+        assign(one_credit(1.0, reward), AlgoConfig())

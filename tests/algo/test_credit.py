@@ -1,14 +1,19 @@
+"""Which tokens are trained, with which credits, and what grpo makes of them: numbers worked out by hand."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from megatron_collab.algo.credit import samples_of, turn_credits
+from megatron_collab.algo.advantage import assign
+from megatron_collab.algo.credit import samples_of, teaches, whole
 from megatron_collab.config import Config
 from megatron_collab.types import (
     Conversation,
+    Credit,
     Ending,
     Finish,
     Future,
@@ -31,7 +36,8 @@ def config(**settings: object) -> Config:
     made = Config()
     made.reward.weights = {"right": 1.0}
     for name, value in settings.items():
-        setattr(made.reward if name in ("mode", "turn_credit") else made.rollout, name, value)
+        owner = next(part for part in (made.reward, made.rollout, made.algo) if hasattr(part, name))
+        setattr(owner, name, value)
     return made
 
 
@@ -60,39 +66,47 @@ def branched(*values: Score, turns: int = 2) -> Rollout:
     return Rollout(conversation(1), futures, Reward(sum(known) / len(known)))
 
 
-def whole(value: float, rewards: Sequence[float]) -> Rollout:
+def played(value: float, rewards: Sequence[float]) -> Rollout:
     """A whole conversation with a reward for each turn, and one at its end."""
     start = conversation(len(rewards), rewards=rewards).end(Ending.TURN_LIMIT)
     return Rollout(start, (Future(start, {"right": value}),), Reward(value))
 
 
-def trained(sample: Sample) -> list[float]:
-    """The advantages of the trained tokens, in their order."""
-    return sample.advantages[sample.loss_mask > 0].tolist()
+def learned(samples: Sequence[Sample]) -> list[list[float]]:
+    """The advantages (GRPO) of the trained tokens of each sample, in their order."""
+    rows = assign(samples, Config().algo).advantages
+    return [row[sample.loss_mask > 0].tolist() for row, sample in zip(rows, samples, strict=True)]
 
 
 def test_a_sample_is_the_prompt_and_the_turn_with_a_loss_on_the_turn_alone() -> None:
-    first, second = samples_of(Group(TASK, (rollout(1.0), rollout(0.0, length=3))), config())
-    assert first.token_ids.tolist() == [1, 2, 3, 10, 11]
-    assert first.loss_mask.tolist() == [0, 0, 0, 1, 1]
-    assert first.log_probs.tolist() == [0, 0, 0, -0.25, -0.25]
-    assert (first.advantages[:3] == 0).all()
-    assert first.advantages[3] == pytest.approx(1.0, abs=1e-3)
-    assert second.advantages[3:] == pytest.approx(np.full(3, -1.0), abs=1e-3)
+    samples = samples_of(Group(TASK, (rollout(1.0), rollout(0.0, length=3))), config(), 5)
+    assert samples[0].token_ids.tolist() == [1, 2, 3, 10, 11]
+    assert samples[0].loss_mask.tolist() == [0, 0, 0, 1, 1]
+    assert samples[0].log_probs.tolist() == [0, 0, 0, -0.25, -0.25]
+    assert samples[0].credits == (Credit(((3, 5),), 1.0, "5/t", "5/t"),)
+    assert learned(samples) == [pytest.approx([1.0] * 2, abs=1e-3), pytest.approx([-1.0] * 3, abs=1e-3)]
+
+
+def test_the_same_task_twice_is_two_groups() -> None:
+    group = Group(TASK, (rollout(1.0), rollout(0.0)))
+    first, second = (samples_of(group, config(train_turns="all"), number) for number in (0, 1))
+    assert {c.peers for s in first for c in s.credits}.isdisjoint(c.peers for s in second for c in s.credits)
 
 
 def test_a_rollout_without_a_reward_leaves_its_group() -> None:
-    with_outage = samples_of(Group(TASK, (rollout(1.0), rollout(Missing("judge is down")), rollout(0.0))), config())
-    without = samples_of(Group(TASK, (rollout(1.0), rollout(0.0))), config())
-    assert [s.advantages.tolist() for s in with_outage] == [s.advantages.tolist() for s in without]
+    outage = rollout(Missing("judge is down"))
+    with_outage = samples_of(Group(TASK, (rollout(1.0), outage, rollout(0.0))), config(), 0)
+    assert learned(with_outage) == learned(samples_of(Group(TASK, (rollout(1.0), rollout(0.0))), config(), 0))
 
 
-def test_a_group_with_one_reward_teaches_nothing() -> None:
-    assert samples_of(Group(TASK, (rollout(1.0), rollout(Missing("judge is down")))), config()) == []
+@pytest.mark.parametrize(("advantage", "samples"), [("grpo", 0), ("rloo", 0), ("reinforce++", 1), ("gae", 1)])
+def test_one_reward_teaches_only_where_rollouts_are_not_compared(advantage: str, samples: int) -> None:
+    group = Group(TASK, (rollout(1.0), rollout(Missing("judge is down"))))
+    assert len(samples_of(group, config(advantage=advantage), 0)) == samples
 
 
 def test_what_is_said_between_two_trained_turns_is_not_trained() -> None:
-    samples = samples_of(Group(TASK, (whole(1.0, [0, 0]), whole(0.0, [0, 0]))), config(futures=0))
+    samples = samples_of(Group(TASK, (played(1.0, [0, 0]), played(0.0, [0, 0]))), config(futures=0), 0)
     for sample, log_probs in zip(samples, ([0, 0, 0, -0.25, -0.25, 0, 0, -1.25, -1.25],) * 2, strict=True):
         assert sample.token_ids.tolist() == [1, 2, 3, 10, 11, *BETWEEN, 10, 11]
         assert sample.loss_mask.tolist() == [0, 0, 0, 1, 1, 0, 0, 1, 1]
@@ -102,57 +116,90 @@ def test_what_is_said_between_two_trained_turns_is_not_trained() -> None:
 @pytest.mark.parametrize(
     ("credit", "expected"),
     [
-        ("last", [None, None, 4.5]),
-        ("equal", [4.5, 4.5, 4.5]),
-        ("reward_to_go(1)", [4.5, 3.5, 3.0]),
+        ("last", {((11, 13),): 4.5}),
+        ("equal", {((3, 5), (7, 9), (11, 13)): 4.5}),
+        ("reward_to_go(1)", {((3, 5),): 4.5, ((7, 9),): 3.5, ((11, 13),): 3.0}),
         # 3 at the end, 0.5 for the second turn, 1 for the first: 3; 0.5 + 3 / 2; 1 + 2 / 2
-        ("reward_to_go(0.5)", [2.0, 2.0, 3.0]),
-        ("reward_to_go(0)", [1.0, 0.5, 3.0]),
+        ("reward_to_go(0.5)", {((3, 5),): 2.0, ((7, 9),): 2.0, ((11, 13),): 3.0}),
+        ("reward_to_go(0)", {((3, 5),): 1.0, ((7, 9),): 0.5, ((11, 13),): 3.0}),
     ],
 )
-def test_credits_worked_out_by_hand(credit: str, expected: list[float | None]) -> None:
-    assert turn_credits(whole(1.0, [1.0, 0.5, 2.0]), credit) == expected
+def test_credits_worked_out_by_hand(credit: str, expected: dict[tuple[tuple[int, int], ...], float]) -> None:
+    found = whole(played(1.0, [1.0, 0.5, 2.0]), credit, "g")
+    assert found == [Credit(spans, value, "g", "g") for spans, value in expected.items()]
 
 
 def test_equal_credit_compares_conversations() -> None:
-    good, bad = samples_of(Group(TASK, (whole(1.0, [0, 0]), whole(0.0, [0, 0, 0]))), config(futures=0))
-    assert trained(good) == pytest.approx([1.0] * 4, abs=1e-3)
-    assert trained(bad) == pytest.approx([-1.0] * 6, abs=1e-3)
+    samples = samples_of(Group(TASK, (played(1.0, [0, 0]), played(0.0, [0, 0, 0]))), config(futures=0), 0)
+    assert learned(samples) == [pytest.approx([1.0] * 4, abs=1e-3), pytest.approx([-1.0] * 6, abs=1e-3)]
 
 
 def test_last_credit_trains_the_last_turn_alone() -> None:
     options = config(futures=0, turn_credit="last")
-    good, _ = samples_of(Group(TASK, (whole(1.0, [0, 0]), whole(0.0, [0, 0]))), options)
+    good, _ = samples_of(Group(TASK, (played(1.0, [0, 0]), played(0.0, [0, 0]))), options, 0)
     assert good.loss_mask.tolist() == [0, 0, 0, 0, 0, 0, 0, 1, 1]
 
 
 def test_reward_to_go_compares_all_turns_of_the_group() -> None:
     options = config(futures=0, turn_credit="reward_to_go(1)")
-    samples = samples_of(Group(TASK, (whole(1.0, [1.0, 0]), whole(0.0, [0, 0]))), options)
+    good, bad = learned(samples_of(Group(TASK, (played(1.0, [1.0, 0]), played(0.0, [0, 0]))), options, 0))
     # Credits 2, 1 and 0, 0: mean 0.75, standard deviation sqrt(0.6875).
     expected = (np.array([2, 1, 0, 0]) - 0.75) / np.sqrt(0.6875)
-    assert trained(samples[0]) + trained(samples[1]) == pytest.approx(np.repeat(expected, 2).tolist(), abs=1e-4)
+    assert good + bad == pytest.approx(np.repeat(expected, 2).tolist(), abs=1e-4)
 
 
 def test_later_turns_are_compared_with_their_siblings_on_the_scale_of_the_group() -> None:
     group = Group(TASK, (branched(1.0, 0.0), branched(1.0, 1.0)))
-    assert len(samples_of(group, config())) == 2  # the trained turns alone
-    first, second, *later = samples_of(group, config(train_turns="all"))
-    assert (trained(first), trained(second)) == (pytest.approx([-1, -1], abs=1e-4), pytest.approx([1, 1], abs=1e-4))
+    assert len(samples_of(group, config(), 0)) == 2  # the trained turns alone
+    samples = samples_of(group, config(train_turns="all"), 0)
+    first, second, *later = learned(samples)
+    assert (first, second) == (pytest.approx([-1, -1], abs=1e-4), pytest.approx([1, 1], abs=1e-4))
     # Values 1, 0 | 1, 1: standard deviation sqrt(3/16); the means of the siblings are 0.5 and 1.
     scale = np.sqrt(3 / 16)
-    expected = [0.5 / scale, -0.5 / scale, 0.0, 0.0]
-    assert [trained(sample)[0] for sample in later] == pytest.approx(expected, abs=1e-3)
-    for sample in later:
+    assert [row[0] for row in later] == pytest.approx([0.5 / scale, -0.5 / scale, 0.0, 0.0], abs=1e-3)
+    for sample in samples[2:]:
         assert sample.loss_mask.tolist() == [0, 0, 0, 0, 0, 0, 0, 1, 1]
+
+
+def test_a_future_that_ends_at_once_is_compared_with_and_not_trained() -> None:
+    ended = Future(conversation(1).end(Ending.USER_DONE), {"right": 1.0})
+    parted = branched(0.0)
+    group = Group(TASK, (replace(parted, futures=(*parted.futures, ended), reward=Reward(0.5)), branched(0.0, 1.0)))
+    samples = samples_of(group, config(train_turns="all"), 0)
+    # Values 0, 1 | 0, 1: means 0.5, standard deviation 0.5.
+    assert [row[0] for row in learned(samples)] == pytest.approx([0, 0, -1, -1, 1], abs=1e-4)
 
 
 def test_a_later_turn_without_a_score_is_not_trained() -> None:
     group = Group(TASK, (branched(1.0, Missing("down"), 0.0), branched(1.0, Missing("down"))))
-    _, _, *later = samples_of(group, config(train_turns="all"))
-    assert len(later) == 2  # those with a score and a sibling that has one
+    _, _, *later = learned(samples_of(group, config(train_turns="all"), 0))
+    # Those with a score and a sibling that has one; the score of the one without is part of the scale: 1, 0, 1.
+    assert [row[0] for row in later] == pytest.approx(np.array([0.5, -0.5]) / np.sqrt(2 / 9), abs=1e-4)
+
+
+def test_a_critic_needs_no_sibling() -> None:
+    group = Group(TASK, (branched(1.0, Missing("down")), branched(1.0)))
+    assert len(samples_of(group, config(train_turns="all", advantage="gae"), 0)) == 2 + 2
 
 
 def test_a_trained_turn_that_ended_the_conversation_has_no_later_turns() -> None:
     group = Group(TASK, (rollout(0.0), branched(1.0, 0.0)))
-    assert len(samples_of(group, config(train_turns="all"))) == 2 + 2
+    assert len(samples_of(group, config(train_turns="all"), 0)) == 2 + 2
+
+
+def test_a_group_teaches_where_something_differs_from_what_it_is_compared_with() -> None:
+    def taught(*rollouts: Rollout, **settings: object) -> bool:
+        return teaches(samples_of(Group(TASK, rollouts), config(**settings), 0))
+
+    assert taught(rollout(1.0), rollout(1.0), rollout(0.0))
+    assert not taught(rollout(1.0), rollout(1.0))
+    assert not taught(rollout(1.0), rollout(Missing("down")))
+    # Equal means, and later turns that differ.
+    alike = branched(1.0, 0.0), branched(0.0, 1.0)
+    assert not taught(*alike) and taught(*alike, train_turns="all")
+    # Futures that differ, but end with the trained turn.
+    ended = tuple(Future(conversation(1).end(Ending.USER_DONE), {"right": value}) for value in (1.0, 0.0))
+    at_once = Rollout(conversation(1), ended, Reward(0.5))
+    assert not taught(at_once, at_once, train_turns="all")
+    # Equal rewards at the end, and turns that users rewarded differently.
+    assert taught(played(1.0, [0, 1]), played(1.0, [0, 0]), futures=0)

@@ -24,7 +24,7 @@ from megatron_collab.config import Config, RolloutConfig
 from megatron_collab.publish.publisher import Publisher
 from megatron_collab.publish.transport import PublishError
 from megatron_collab.rollout.sglang import SGLangClient
-from megatron_collab.types import Batch, Sample, Turn
+from megatron_collab.types import Batch, Credit, Sample, Turn
 
 # name: (servers of this model, tensor parallel, pipeline parallel, bytes of a bucket); data parallel is what remains
 # of two ranks
@@ -69,11 +69,12 @@ def sample_turns(server: dict[str, Any], seed: int, config: RolloutConfig) -> tu
     return asyncio.run(sample())
 
 
-def to_sample(turn: Turn, advantage: float) -> Sample:
+def to_sample(turn: Turn, value: float) -> Sample:
     length = len(turn.prompt_ids) + len(turn.token_ids)
     log_probs, mask = np.zeros(length, np.float32), np.zeros(length, np.float32)
     log_probs[len(turn.prompt_ids) :], mask[len(turn.prompt_ids) :] = turn.log_probs, 1.0
-    return Sample(np.array(turn.prompt_ids + turn.token_ids, np.int64), mask, mask * np.float32(advantage), log_probs)
+    credit = Credit(((len(turn.prompt_ids), length),), value, peers="all", scale="all")
+    return Sample(np.array(turn.prompt_ids + turn.token_ids, np.int64), mask, log_probs, (credit,))
 
 
 class Case:
@@ -103,8 +104,8 @@ class Case:
             shared = [[sample_turns(server, self.seed, self.config.rollout) for server in self.servers]]
         dist.broadcast_object_list(shared)
         (turns, cached), *others = shared[0]
-        advantages = np.random.default_rng(self.seed).normal(size=len(turns))
-        self.samples = tuple(to_sample(turn, advantage) for turn, advantage in zip(turns, advantages, strict=True))
+        values = np.random.default_rng(self.seed).normal(size=len(turns))
+        self.samples = tuple(to_sample(turn, value) for turn, value in zip(turns, values, strict=True))
         found = self.actor.log_probs(self.samples)
         pairs = zip(found, self.samples, strict=True)
         difference = max(float(np.abs((ours - sample.log_probs) * sample.loss_mask).max()) for ours, sample in pairs)

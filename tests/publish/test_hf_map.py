@@ -9,7 +9,8 @@ from itertools import product
 import pytest
 
 from megatron_collab.publish import hf_map
-from megatron_collab.publish.hf_map import Cut, Index, ModelShape
+from megatron_collab.publish.hf_config import FAMILIES
+from megatron_collab.publish.hf_map import Cut, Index, ModelShape, Place
 
 LLAMA = {
     "model_type": "llama",
@@ -25,7 +26,7 @@ LLAMA = {
 
 
 def random_shape(rng: random.Random, tp: int) -> ModelShape:
-    family = rng.choice(sorted(hf_map.FAMILIES))
+    family = rng.choice(sorted(FAMILIES))
     kv_heads = tp * rng.randint(1, 3)
     config = {
         **LLAMA,
@@ -38,6 +39,10 @@ def random_shape(rng: random.Random, tp: int) -> ModelShape:
         "head_dim": 2 * rng.randint(1, 3),
         "vocab_size": rng.randint(1, 20),
         "tie_word_embeddings": rng.random() < 0.5,
+        "num_experts": rng.randint(1, 4),
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": rng.randint(1, 3),
+        "mlp_only_layers": [0] if rng.random() < 0.5 else [],
     }
     return ModelShape.from_hf(config)
 
@@ -60,7 +65,7 @@ def test_every_element_is_exported_once_and_every_shard_is_filled(seed: int) -> 
                 source, target = cells(piece.hf_index), cells(piece.shard_index)
                 assert len(source) == len(target)
                 filled.update(target)
-                if hf_map.writes(entry, rank):
+                if Place(tp=tp, tp_rank=rank, expert_replicas=tp, expert_replica=rank).writes(entry):
                     exported.update((piece.hf, cell) for cell in source)
             expected = set(product(*(range(n) for n in shard)))
             if entry.cut is Cut.VOCABULARY:
@@ -84,42 +89,22 @@ def test_tied_output_layer_is_loaded_but_not_exported() -> None:
     shape = ModelShape.from_hf(LLAMA | {"tie_word_embeddings": True})
     output = hf_map.table(shape)[-1]
     assert output.hf == ("model.embed_tokens.weight",)
-    assert not hf_map.writes(output, 0)
+    assert not Place().writes(output)
     assert "lm_head.weight" not in hf_map.hf_shapes(shape)
 
 
-def test_rope_of_old_and_new_configs() -> None:
-    llama3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    old = ModelShape.from_hf(LLAMA | {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", **llama3}})
-    new = ModelShape.from_hf(LLAMA | {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **llama3}})
-    assert old == new
-    assert (new.rope_theta, new.rope_factor) == (5e5, 8.0)
-    assert ModelShape.from_hf(LLAMA).rope_factor is None
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"model_type": "gpt2"}, "model_type"),
-        ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"attention_bias": True}, "attention_bias"),
-        ({"mlp_bias": True}, "mlp_bias"),
-        ({"sliding_window": 16}, "sliding_window"),
-        ({"use_sliding_window": True}, "use_sliding_window"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type"),
-        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0}}, "low_freq_factor"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
-    ],
-)
-def test_an_unsupported_field_is_named(change: dict[str, object], named: str) -> None:
-    with pytest.raises(ValueError, match=named):
-        ModelShape.from_hf(LLAMA | change)
-
-
-def test_a_missing_field_is_named() -> None:
-    with pytest.raises(ValueError, match="vocab_size is missing"):
-        ModelShape.from_hf({field: value for field, value in LLAMA.items() if field != "vocab_size"})
+def test_experts_are_whole_and_have_a_router() -> None:
+    experts = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 5, "mlp_only_layers": [0]}
+    table = hf_map.table(ModelShape.from_hf(LLAMA | {"model_type": "qwen3_moe", **experts}))
+    entries = {entry.megatron: entry for entry in table}
+    assert (
+        "decoder.layers.0.mlp.linear_fc1.weight" in entries and "decoder.layers.1.mlp.linear_fc1.weight" not in entries
+    )
+    assert entries["decoder.layers.1.mlp.router.weight"].hf == ("model.layers.1.mlp.gate.weight",)
+    up = entries["decoder.layers.1.mlp.experts.2.linear_fc1.weight"]
+    assert up.hf == tuple(f"model.layers.1.mlp.experts.2.{x}_proj.weight" for x in ("gate", "up"))
+    assert hf_map.shard_shape(up, 2) == (10, 8)
+    assert sum(entry.expert for entry in table) == 2 * 3
 
 
 def test_a_size_that_tp_does_not_divide_is_refused() -> None:

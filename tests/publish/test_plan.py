@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import random
+from itertools import product
 
 import numpy as np
 import pytest
 
 from megatron_collab.publish import hf_map, plan
-from megatron_collab.publish.hf_map import ModelShape
+from megatron_collab.publish.hf_config import Experts, ModelShape, Rope
+from megatron_collab.publish.hf_map import Place
 
 
 def random_shape(rng: random.Random, tp: int) -> ModelShape:
     kv_heads = tp * rng.randint(1, 2)
+    layers = rng.randint(1, 4)
+    sparse = tuple(layer for layer in range(layers) if rng.random() < 0.5)
     return ModelShape(
         family="qwen3",
-        layers=rng.randint(1, 4),
+        layers=layers,
         hidden=rng.randint(2, 6),
         ffn=tp * rng.randint(1, 4),
         heads=kv_heads * rng.randint(1, 3),
@@ -26,46 +30,53 @@ def random_shape(rng: random.Random, tp: int) -> ModelShape:
         qkv_bias=rng.random() < 0.5,
         qk_norm=rng.random() < 0.5,
         norm_eps=1e-6,
-        rope_theta=1e4,
-        rope_factor=None,
+        rope=Rope(1e4),
         max_positions=64,
+        experts=Experts(4, 2, rng.randint(1, 3), True, sparse) if sparse else None,
     )
 
 
-def stages(shape: ModelShape, pp: int) -> list[set[str]]:
-    """Parameters of each pipeline stage, layers cut anywhere; a tied model has its embedding on both ends."""
-    held: list[set[str]] = [set() for _ in range(pp)]
+def held(shape: ModelShape, chunks: int, pp: int, pp_rank: int, ep: int, ep_rank: int) -> set[str]:
+    """Parameters of a rank, layers cut anywhere into `chunks` that go round over the pipeline stages.
+
+    A tied model has its embedding on both ends; an expert-parallel rank has its share of the experts.
+    """
+    found = set()
     for entry in hf_map.table(shape):
         if entry.megatron.startswith("decoder.layers."):
-            layer = int(entry.megatron.split(".")[2])
-            held[layer * pp // shape.layers].add(entry.megatron)
+            chunk = int(entry.megatron.split(".")[2]) * chunks // shape.layers
         else:
-            held[0 if entry.megatron.startswith("embedding") else -1].add(entry.megatron)
-    return held
+            chunk = 0 if entry.megatron.startswith("embedding") else chunks - 1
+        expert = int(entry.megatron.split(".")[5]) * ep // 4 if entry.expert else ep_rank
+        if chunk % pp == pp_rank and expert == ep_rank:
+            found.add(entry.megatron)
+    return found
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_every_element_is_written_once_to_its_place(seed: int) -> None:
     rng = random.Random(seed)
-    tp, dp = rng.choice([1, 2, 4]), rng.choice([1, 2, 3])
+    tp, dp = rng.choice([1, 2, 4]), rng.choice([1, 2, 4])
     shape = random_shape(rng, tp)
     pp = rng.randint(1, min(3, shape.layers))
+    chunks = pp * rng.randint(1, shape.layers // pp)
+    ep = rng.choice([size for size in (1, 2, 4) if tp * dp % size == 0])
     limit = rng.choice([1, 200, 1000, 10**6])
     layout = plan.buckets(shape, 4, limit)
 
     placed = [tensor.name for bucket in layout for tensor in bucket.tensors]
     assert placed == list(hf_map.hf_shapes(shape))
     written = {name: np.zeros(dimensions, int) for name, dimensions in hf_map.hf_shapes(shape).items()}
-    for held in stages(shape, pp):
-        for tp_rank in range(tp):
-            for dp_rank in range(dp):
-                writes = plan.writes(layout, shape, held, tp=tp, tp_rank=tp_rank, dp=dp, dp_rank=dp_rank)
-                assert len(writes) == len(layout)
-                for bucket, found in zip(layout, writes, strict=True):
-                    assert {write.target for write in found} <= {tensor.name for tensor in bucket.tensors}
-                    for write in found:
-                        assert write.source in held
-                        written[write.target][write.target_index] += 1
+    for pp_rank, rank in product(range(pp), range(tp * dp)):
+        own = held(shape, chunks, pp, pp_rank, ep, rank % ep)
+        place = Place(tp, rank % tp, dp, rank // tp, tp * dp // ep, rank // ep)
+        writes = plan.writes(layout, shape, own, place)
+        assert len(writes) == len(layout)
+        for bucket, found in zip(layout, writes, strict=True):
+            assert {write.target for write in found} <= {tensor.name for tensor in bucket.tensors}
+            for write in found:
+                assert write.source in own
+                written[write.target][write.target_index] += 1
     assert all((count == 1).all() for count in written.values())
 
 

@@ -183,8 +183,9 @@ def local_ray() -> Iterator[None]:
 def test_a_ray_worker_outlives_what_it_runs(local_ray: None) -> None:
     worker = ray.remote(num_cpus=0)(PassRate).remote(PassRate.Options(cpu_seconds=2), None)
     bomb = "import os\nwhile True:\n    os.fork()\n"
-    texts = [reply(code) for code in (bomb, "while True:\n    pass\n", "import os\nos.kill(os.getppid(), 9)\n", CODE)]
-    assert ray.get([worker.score.remote(*played(TWICE, text)) for text in texts]) == [0.0, 0.0, 0.0, 1.0]
+    harmful = [reply(code) for code in (bomb, "while True:\n    pass\n", "import os\nos.kill(os.getppid(), 9)\n")]
+    assert ray.get([worker.score.remote(*played(TWICE, text)) for text in harmful]) == [0.0, 0.0, 0.0]
+    assert ray.get(worker.score.remote(*played(TWICE, reply(CODE)))) == 1.0
 
 
 PROBLEMS = [json.loads(line) for line in gzip.decompress(HUMAN_EVAL.read_bytes()).splitlines()]

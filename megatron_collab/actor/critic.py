@@ -1,0 +1,72 @@
+"""The critic of PPO: the policy's network with a value for every token, trained apart from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megatron_collab.actor import loss as losses
+from megatron_collab.actor import model
+from megatron_collab.actor.model import unwrap
+from megatron_collab.actor.share import Columns, MicroBatch, Share, make_share
+from megatron_collab.actor.trainable import Trainable, infer
+from megatron_collab.config import Config
+
+
+class Critic:
+    """Values of tokens: at the position that predicts a token, what the return from that token on will be.
+
+    It starts as model.path with a head of zeros, in the policy's layout, and has an optimizer of its own.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.network = Trainable(config, _with_value_head(model.load(config)[0]), config.algo.critic_lr)
+
+    def values(self, columns: Columns) -> list[np.ndarray]:
+        """The value of each token, float32 [S] for each sample on every rank; collective. Untrained ones are 0."""
+        network = self.network
+        share = make_share(self.config, columns, next(network.chunks[0].parameters()).device, ask="loss_mask")
+        return share.collect(infer(network.chunks, share, self._predict))
+
+    def update(self, share: Share) -> dict[str, float]:
+        """One optimizer step towards the column `returns`, held near the column `values`; collective."""
+
+        def loss(micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
+            columns, values = micro_batch.columns, self._predict(micro_batch, hidden)
+            terms = losses.value_loss(values, columns["values"], columns["returns"], self.config.algo.critic_clip)
+            total = (terms.loss * columns["weights"]).sum()
+            clipped = (terms.clipped * columns["weights"]).sum()
+            return total, torch.stack([total.detach(), clipped])
+
+        reports, norm = self.network.step(share, loss, self.config.algo.critic_lr)
+        sums = torch.zeros(2, device=share.micro_batches[0].token_ids.device)
+        if parallel_state.get_tensor_model_parallel_rank() == 0:  # its peers report the same tokens
+            sums += sum(reports)
+        dist.all_reduce(sums)
+        total, clipped = sums.tolist()
+        return {"critic/loss": total, "critic/clip_fraction": clipped, "critic/grad_norm": norm}
+
+    def _predict(self, micro_batch: MicroBatch, hidden: Tensor) -> Tensor:
+        """Float32 [N]; the same on every tensor-parallel rank, whose gradients of `hidden` are summed."""
+        asked = hidden[0].index_select(0, micro_batch.positions)
+        ranks = parallel_state.get_tensor_model_parallel_world_size()
+        shared = asked / ranks + asked.detach() * (1.0 - 1.0 / ranks)
+        return unwrap(self.network.chunks[-1]).value_head(shared).float()[:, 0]
+
+
+def _with_value_head(chunks: Sequence[torch.nn.Module]) -> Sequence[torch.nn.Module]:
+    """Give the last stage a value head instead of its output layer, which stays as it is where it is a tensor apart."""
+    last = unwrap(chunks[-1])
+    if last.post_process:
+        example = next(last.parameters())
+        last.value_head = torch.nn.Linear(last.config.hidden_size, 1, bias=False).to(example)
+        torch.nn.init.zeros_(last.value_head.weight)
+        if not last.shape.tied:
+            last.output_layer.requires_grad_(False)
+    return chunks

@@ -1,0 +1,143 @@
+"""Megatron's configuration of the policy: a pure function of the settings, the model and what this machine has.
+
+The only place that decides which fused kernel is used, and whether the layers are TransformerEngine's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_collab import device
+from megatron_collab.actor import local_spec, rope
+from megatron_collab.config import Config, ModelConfig, ParallelConfig
+from megatron_collab.publish.hf_config import Experts, ModelShape
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+_RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+
+
+def transformer_config(config: Config, shape: ModelShape) -> TransformerConfig:
+    """Megatron's configuration for a model of this shape in the configured layout and precision."""
+    dtype = DTYPES[config.model.dtype]
+    factor = rope.attention_factor(shape.rope)
+    return TransformerConfig(
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        ffn_hidden_size=shape.ffn,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.kv_heads,
+        kv_channels=shape.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
+        qk_layernorm=shape.qk_norm,
+        # Queries and keys times a factor are scores times its square; the fused rotation knows no factor.
+        softmax_scale=None if factor == 1.0 else factor**2 / shape.head_dim**0.5,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        # The weights are always loaded, but Megatron's initialisation also marks the parameters that are cut
+        # over the ranks; unmarked ones would be left out of the gradient norm.
+        perform_initialization=True,
+        **_layout(config.parallel, shape.layers),
+        **_RECOMPUTE[config.parallel.recompute],
+        **_fp8(config.model),
+        **_experts(shape.experts, shape.layers),
+        **_fusions(shape.experts is not None),
+    )
+
+
+def _layout(parallel: ParallelConfig, layers: int) -> dict[str, Any]:
+    return {
+        "tensor_model_parallel_size": parallel.tp,
+        "sequence_parallel": parallel.sequence_parallel,
+        "pipeline_model_parallel_size": parallel.pp,
+        "virtual_pipeline_model_parallel_size": parallel.vpp if parallel.vpp > 1 else None,
+        "pipeline_model_parallel_layout": _uneven_stages(layers, parallel.pp * parallel.vpp),
+        "context_parallel_size": parallel.cp,
+        "expert_model_parallel_size": parallel.ep,
+        "expert_tensor_parallel_size": 1,
+        # Every packed micro-batch has its own length. Megatron wants alltoall for that, even in a dense model.
+        "variable_seq_lengths": parallel.pp > 1,
+        "moe_token_dispatcher_type": "alltoall",
+        # With virtual stages anything else gives wrong gradients without a word (gloo, Megatron-Core 0.16.1).
+        "overlap_p2p_comm": parallel.vpp > 1,
+        "batch_p2p_comm": parallel.vpp == 1,
+    }
+
+
+def _uneven_stages(layers: int, stages: int) -> list[list[str]] | None:
+    """Layers of each stage where the stages do not divide them: the first stages take one more.
+
+    Virtual stages are stages here, in the order in which a token passes them.
+    """
+    each, rest = divmod(layers, stages)
+    if rest == 0:
+        return None
+    layout = [["decoder"] * (each + (stage < rest)) for stage in range(stages)]
+    return [["embedding", *layout[0]], *layout[1:-1], [*layout[-1], "loss"]]
+
+
+def _fp8(model: ModelConfig) -> dict[str, Any]:
+    if model.fp8 is None:
+        return {}
+    return {
+        "fp8": model.fp8,
+        "fp8_recipe": model.fp8_recipe,
+        "fp8_param": model.fp8_params,
+        "first_last_layers_bf16": model.fp8_skip_first + model.fp8_skip_last > 0,
+        "num_layers_at_start_in_bf16": model.fp8_skip_first,
+        "num_layers_at_end_in_bf16": model.fp8_skip_last,
+    }
+
+
+def _experts(experts: Experts | None, layers: int) -> dict[str, Any]:
+    """Routed as transformers does it: softmax in float32, the best ones, divided by their sum where the model says."""
+    if experts is None:
+        return {}
+    sparse = [int(layer in experts.layers) for layer in range(layers)]
+    return {
+        "num_moe_experts": experts.count,
+        "moe_router_topk": experts.per_token,
+        "moe_ffn_hidden_size": experts.ffn,
+        # A softmax over the best ones alone is the softmax over all of them, divided by the sum of the best.
+        "moe_router_pre_softmax": not experts.normalised,
+        "moe_router_load_balancing_type": "none",
+        "moe_layer_freq": 1 if all(sparse) else sparse,
+    }
+
+
+def _fusions(experts: bool) -> dict[str, bool]:
+    engine, apex = device.probe("transformer_engine").found, device.probe("apex").found
+    return {
+        "apply_rope_fusion": engine,
+        # Compiled on CUDA; on CPU the same formula uncompiled takes twice as long as plain SwiGLU.
+        "bias_activation_fusion": device.probe("cuda").found,
+        "gradient_accumulation_fusion": engine or apex,
+        # For attention and norms that are used neither with TransformerEngine nor without.
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+        **({"moe_grouped_gemm": engine, "moe_permute_fusion": engine} if experts else {}),
+    }
+
+
+def backend_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """The layers of this rank's (virtual) pipeline stage: TransformerEngine's where it is there, else ours."""
+    engine = device.probe("transformer_engine").found
+    block = get_gpt_decoder_block_spec(config, engine, normalization="RMSNorm", vp_stage=vp_stage)
+    return block if engine else local_spec.fill_in(block, config)

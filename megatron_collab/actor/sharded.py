@@ -1,0 +1,184 @@
+"""The trained networks as global tensors: copied to CPU memory for a checkpoint, and filled from one.
+
+Keys are Megatron-Core's (`fully_reshardable`), so any layout loads what another has saved. Megatron would gather
+the optimizer's state on one rank of each data parallel group before anything is written; here each rank writes
+the part that it holds.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory, is_main_replica
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding, force_all_tensors_to_non_fp8
+from megatron.core.optimizer import MegatronOptimizer
+from torch import Tensor
+
+from megatron_collab.actor.blocks import Block, rectangles
+from megatron_collab.actor.weights import unwrap
+
+MAIN = "policy"  # its keys in a checkpoint have no prefix
+_SHARDING = "fully_reshardable"
+
+
+class Trainable(Protocol):
+    """A trained network on this rank: its chunks (one, or one a virtual pipeline stage) and their optimizer."""
+
+    chunks: list[torch.nn.Module]
+    optimizer: MegatronOptimizer
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What this rank writes, in CPU memory, and what is common to all ranks; nothing is shared with the training."""
+
+    blocks: list[Block]
+    objects: dict[str, bytes]
+    common: dict[str, Any]
+
+
+def snapshot(trainables: Mapping[str, Trainable]) -> Snapshot:
+    """A copy of the networks as they are; no rank waits for another."""
+    found = Snapshot([], {}, {})
+    for name, trainable in trainables.items():
+        prefix = "" if name == MAIN else f"{name}."
+        chunks = _sharded_chunks(trainable.chunks)
+        shards = {entry.data: entry for entry in nested_values(chunks) if not isinstance(entry, ShardedObject)}
+        optimizers = trainable.optimizer.chained_optimizers
+        for optimizer in optimizers:
+            found.blocks.extend(_optimizer_blocks(optimizer, shards, prefix))
+        force_all_tensors_to_non_fp8(chunks)
+        for entry in nested_values(chunks):
+            if isinstance(entry, ShardedObject):
+                if is_main_replica(entry.replica_id):
+                    found.objects[prefix + entry.unique_key] = _serialised([entry.data])
+            else:
+                found.blocks.extend(_weight_blocks(entry, prefix))
+        states = [{**optimizer.state_dict(), "param_state_sharding_type": _SHARDING} for optimizer in optimizers]
+        common = {"optimizer": copy.deepcopy(states[0] if len(states) == 1 else dict(enumerate(states)))}
+        found.common.update(common if name == MAIN else {name: common})
+    return found
+
+
+def _weight_blocks(entry: ShardedTensor | ShardedTensorFactory, prefix: str) -> Iterator[Block]:
+    for part in _parts(entry):
+        if is_main_replica(part.replica_id):
+            tensor = part.data.detach().to("cpu", copy=True).reshape(_stacked(part, part.local_shape))
+            yield Block(prefix + part.key, part.global_shape, part.global_offset, tensor)
+
+
+def _optimizer_blocks(
+    optimizer: MegatronOptimizer, shards: Mapping[Tensor, ShardedTensor | ShardedTensorFactory], prefix: str
+) -> Iterator[Block]:
+    """This rank's part of the float32 weights and the moments: a range of elements of each parameter's shard."""
+    buckets = [bucket for buffer in optimizer.gbuf_ranges for one_dtype in buffer.values() for bucket in one_dtype]
+    for parameter, ranges in ((parameter, r) for bucket in buckets for parameter, r in bucket["param_map"].items()):
+        *replica, _ = shards[parameter].replica_id  # the last counts data parallel ranks: each has another range
+        if not is_main_replica(tuple(replica)):
+            continue
+        start, end = ranges["param"].start, ranges["param"].end
+        for kind, state in optimizer._get_main_param_and_optimizer_states(parameter).items():
+            if kind == "step":  # torch's AdamW; Megatron keeps it with the groups
+                continue
+            copied = state.detach().to("cpu", torch.float32, copy=True)
+            done = 0  # elements of the shard in the parts before
+            for part in _parts(shards[parameter]):
+                size = part.data.numel()
+                first, last = (min(max(at - done, 0), size) for at in (start, end))
+                for offsets, sizes in rectangles(first, last, part.local_shape):
+                    count = torch.Size(sizes).numel()
+                    tensor, copied = copied[:count].reshape(_stacked(part, sizes)), copied[count:]
+                    where = [a + b for a, b in zip(part.global_offset, _stacked(part, offsets, 0), strict=True)]
+                    yield Block(f"{prefix}optimizer.state.{kind}.{part.key}", part.global_shape, where, tensor)
+                done += size
+
+
+def _parts(entry: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
+    """The global tensors that a parameter lies in, in the order of its rows: gate and up are apart."""
+    return entry.build() if isinstance(entry, ShardedTensorFactory) else [entry]
+
+
+def _stacked(part: ShardedTensor, sizes: Sequence[int], before: int = 1) -> tuple[int, ...]:
+    """`sizes` with the axes before them along which Megatron stacks layers and experts."""
+    return (before,) * part.prepend_axis_num + tuple(sizes)
+
+
+def _serialised(content: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer.getvalue()
+
+
+def restore(trainables: Mapping[str, Trainable], checkpoint: Path) -> None:
+    """Fill networks and optimizers from `checkpoint`; collective."""
+    wanted: dict[str, Any] = {}
+    for name, trainable in trainables.items():
+        for optimizer in trainable.optimizer.chained_optimizers:
+            optimizer._init_optimizer_states_with_dummy_values()  # there must be state for the load to fill
+        chunks = _sharded_chunks(trainable.chunks)
+        optimizer_state = trainable.optimizer.sharded_state_dict(chunks, is_loading=True, metadata=_metadata())
+        parts = {**chunks, "optimizer": optimizer_state}
+        if name == MAIN:
+            wanted |= parts
+        else:
+            add_prefix_for_sharding(parts, f"{name}.")
+            wanted[name] = parts
+    loaded = dist_checkpointing.load(wanted, str(checkpoint))
+    for name, trainable in trainables.items():
+        parts = loaded if name == MAIN else loaded[name]
+        _load(trainable.chunks, parts)
+        trainable.optimizer.load_state_dict(parts["optimizer"])
+
+
+def restore_weights(trainable: Trainable, checkpoint: Path) -> None:
+    """Fill one network from the main one of `checkpoint`; its optimizer takes the weights and is new. Collective."""
+    load_weights(trainable.chunks, checkpoint)
+    trainable.optimizer.reload_model_params()
+
+
+def load_weights(chunks: Sequence[torch.nn.Module], checkpoint: Path) -> None:
+    """Fill the chunks of a model from the main network of `checkpoint`; collective.
+
+    What TransformerEngine keeps beside weights (scales of FP8) stays as it is: a converted checkpoint has none.
+    """
+    wanted = _sharded_chunks(chunks)
+    kept = {
+        key: {n: part.data for n, part in parts.items() if isinstance(part, ShardedObject)}
+        for key, parts in wanted.items()
+    }
+    weights = {key: {n: part for n, part in parts.items() if n not in kept[key]} for key, parts in wanted.items()}
+    loaded = dist_checkpointing.load(weights, str(checkpoint))
+    _load(chunks, {key: {**loaded[key], **kept[key]} for key in wanted})
+
+
+def _load(chunks: Sequence[torch.nn.Module], parts: Mapping[str, Any]) -> None:
+    for key, model in _models(chunks).items():
+        model.load_state_dict(parts[key])
+
+
+def _sharded_chunks(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
+    return {key: model.sharded_state_dict(metadata=_metadata()) for key, model in _models(chunks).items()}
+
+
+def _models(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Module]:
+    """The GPT models in `chunks` under Megatron's names: `model`, or `model0`, `model1`, …"""
+    models = [unwrap(chunk) for chunk in chunks]
+    return {"model": models[0]} if len(models) == 1 else {f"model{i}": model for i, model in enumerate(models)}
+
+
+def _metadata() -> dict[str, Any]:
+    return {
+        "distrib_optim_sharding_type": _SHARDING,
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }

@@ -1,0 +1,111 @@
+"""Folders of checkpoints on disk: which there are, whether one is whole, which may go. Files only, no ranks.
+
+A checkpoint is a folder step_N. It is written as step_N.tmp and renamed when it is whole; then the file `latest`
+names it. `state.json` is written last in the folder and records size and CRC-32 of every other file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+LATEST = "latest"
+STATE = "state.json"
+_FOLDER = re.compile(r"step_(\d+)")
+_READ_BYTES = 1 << 20
+
+Files = dict[str, tuple[int, int]]
+
+
+def write(file: Path, text: str) -> None:
+    """Replace `file` as a whole: what is read is the old text or the new one, whenever the machine stops."""
+    temporary = file.with_name(file.name + ".tmp")
+    with temporary.open("w") as out:
+        out.write(text)
+        out.flush()
+        os.fsync(out.fileno())
+    temporary.replace(file)
+
+
+def checksums(files: Iterable[Path]) -> Files:
+    """Name -> size in bytes and CRC-32 of each file."""
+    return {file.name: _checksum(file) for file in files}
+
+
+def _checksum(file: Path) -> tuple[int, int]:
+    size = crc = 0
+    with file.open("rb") as content:
+        while block := content.read(_READ_BYTES):
+            size, crc = size + len(block), zlib.crc32(block, crc)
+    return size, crc
+
+
+def begin(folder: Path, step: int) -> Path:
+    """An empty step_N.tmp."""
+    temporary = folder / f"step_{step}.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    return temporary
+
+
+def commit(temporary: Path, state: Mapping[str, Any], files: Files) -> Path:
+    """Make step_N.tmp, in which all `files` are written, the newest checkpoint; the folder it is now."""
+    write(temporary / STATE, json.dumps({**state, "files": files}))
+    final = temporary.with_suffix("")
+    shutil.rmtree(final, ignore_errors=True)
+    temporary.rename(final)
+    write(final.parent / LATEST, final.name)
+    return final
+
+
+def discard(folder: Path, step: int, keep: int) -> None:
+    """Remove what was left half-written, and of the checkpoints before `step` all but the newest `keep` - 1."""
+    for leftover in folder.glob("step_*.tmp"):
+        shutil.rmtree(leftover)
+    older = [found for found in _folders(folder) if _step(found) < step]
+    for old in sorted(older, key=_step, reverse=True)[keep - 1 :]:
+        shutil.rmtree(old)
+
+
+def candidates(folder: Path) -> list[Path]:
+    """The checkpoints in `folder`, the one that `latest` names first, then from the newest to the oldest."""
+    found = sorted(_folders(folder), key=_step, reverse=True)
+    latest = folder / LATEST
+    named = latest.read_text().strip() if latest.is_file() else None
+    return sorted(found, key=lambda one: one.name != named)
+
+
+def read_state(checkpoint: Path) -> dict[str, Any] | None:
+    """What `state.json` says; None where there is none, or one that was cut short."""
+    try:
+        return dict(json.loads((checkpoint / STATE).read_text()))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+
+
+def damage(checkpoint: Path, files: Mapping[str, Iterable[int]]) -> list[str]:
+    """What is wrong with those of the recorded `files`, a few words each; empty where nothing is."""
+    found = []
+    for name, (size, crc) in files.items():
+        file = checkpoint / name
+        if not file.is_file():
+            found.append(f"{name} is missing")
+        elif file.stat().st_size != size:
+            found.append(f"{name} has {file.stat().st_size} of {size} bytes")
+        elif _checksum(file)[1] != crc:
+            found.append(f"{name} is corrupt")
+    return found
+
+
+def _folders(folder: Path) -> list[Path]:
+    return [found for found in folder.glob("step_*") if _FOLDER.fullmatch(found.name)]
+
+
+def _step(folder: Path) -> int:
+    return int(folder.name.removeprefix("step_"))

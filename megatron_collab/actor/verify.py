@@ -1,0 +1,80 @@
+"""One model in two forms, a checkpoint and a Hugging Face folder, gives the same log-probabilities."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from megatron_collab.actor import model as policies
+from megatron_collab.actor.hf_folder import read_shape
+from megatron_collab.actor.sharded import load_weights
+from megatron_collab.config import Config
+from megatron_collab.ports import HOST, bindable
+from megatron_collab.sglang_cpu import parts
+
+SEQUENCES, LENGTH = 4, 64
+# Both compute in float32 with equal weights; what is left is the order of sums. A tensor in a wrong place: > 0.1.
+TOLERANCE = 1e-3
+
+
+def largest_difference(checkpoint: Path, folder: Path, dtype: torch.dtype | None) -> float:
+    """Largest difference of the log-probabilities (nats) of random tokens, Megatron-Core's to transformers'.
+
+    Both run on the CPU in float32, one after the other: memory for one model in float32 is needed. The weights of
+    both are rounded to `dtype`, to which one may have been converted from the other.
+    """
+    vocab = read_shape(folder).vocab
+    tokens = torch.randint(vocab, (SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(0))
+    expected = _transformers(folder, dtype, tokens)
+    found = _megatron(checkpoint, folder, dtype, tokens)
+    return float((found - expected).abs().max())
+
+
+@torch.no_grad()
+def _transformers(folder: Path, dtype: torch.dtype | None, tokens: torch.Tensor) -> torch.Tensor:
+    parts.install_torchvision_operators()
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    _round(model, dtype)
+    return _of_labels(model(tokens).logits, tokens)
+
+
+@torch.no_grad()
+def _megatron(checkpoint: Path, folder: Path, dtype: torch.dtype | None, tokens: torch.Tensor) -> torch.Tensor:
+    config = Config()
+    config.launch.device, config.model.dtype = "cpu", "float32"
+    os.environ |= {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": HOST,
+        "MASTER_PORT": str(bindable("--verify", 0)),
+    }
+    shape = read_shape(folder)
+    with policies.init_parallel(config):
+        chunks = policies.build(config, shape)
+        load_weights(chunks, checkpoint)
+        policy = policies.unwrap(chunks[0]).eval()
+        _round(policy, dtype)
+        bounds = torch.arange(0, tokens.numel() + 1, LENGTH, dtype=torch.int32)
+        packing = PackedSeqParams("thd", bounds, bounds, max_seqlen_q=LENGTH, max_seqlen_kv=LENGTH)
+        positions = torch.arange(LENGTH).repeat(SEQUENCES)[None]
+        hidden = policy(tokens.reshape(1, -1), positions, None, packed_seq_params=packing)
+        logits = (hidden @ policy.head.T)[..., : shape.vocab].unflatten(1, tokens.shape)[0]
+        return _of_labels(logits, tokens)
+
+
+def _of_labels(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities [b, s - 1] of each token after the first."""
+    return logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
+
+
+def _round(model: torch.nn.Module, dtype: torch.dtype | None) -> None:
+    for parameter in model.parameters() if dtype else ():
+        parameter.copy_(parameter.to(dtype))

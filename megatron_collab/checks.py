@@ -1,0 +1,218 @@
+"""What cannot run, refused before any process is started: ConfigError with one line that names the setting."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from operator import attrgetter
+from pathlib import Path
+
+from megatron_collab import device, layout_checks
+from megatron_collab.algo.advantage import GROUPED
+from megatron_collab.config import (
+    MODES,
+    WORLDS,
+    Config,
+    ConfigError,
+    RewardConfig,
+    future_range,
+    reward_to_go_gamma,
+    uses_wandb,
+)
+from megatron_collab.publish.hf_config import FAMILIES, ModelShape
+from megatron_collab.refuse import one_of, require
+from megatron_collab.reward import metrics
+from megatron_collab.rollout import tools
+
+
+def check(config: Config) -> None:
+    """Cross-checks that need no process and no model in memory."""
+    one_of("train.stage", config.train.stage, ["rl", "sft"])
+    one_of("launch.device", config.launch.device, device.SETTINGS)
+    one_of("model.dtype", config.model.dtype, ["bfloat16", "float32"])
+    one_of("optim.schedule", config.optim.schedule, ["constant", "linear"])
+    one_of("reward.mode", config.reward.mode, MODES)
+    one_of("rollout.train_turns", config.rollout.train_turns, ["first", "all"])
+    one_of("data.world", config.data.world, [None, *WORLDS])
+    for setting, value in _positive(config):
+        require(value > 0, f"{setting}={value}: must be greater than 0")
+    _check_device(config)
+    layout_checks.check(config)
+    if config.data.world is None or Path(config.model.path).exists():
+        check_model(config)
+    _check_files(config)
+    if config.train.stage == "rl":
+        _check_reward(config.reward)
+        _check_rollout(config)
+        _check_algo(config)
+        _check_budget(config)
+    require(
+        not uses_wandb(config.run) or find_spec("wandb") is not None,
+        f"run.wandb_project={config.run.wandb_project}: WANDB_API_KEY is set, but wandb is not installed; "
+        f"pip install wandb, or set run.wandb_project=null",
+    )
+
+
+def _check_reward(reward: RewardConfig) -> None:
+    weights = reward.weights
+    require(any(weights.values()), "reward.weights: no metric has a weight; give one, as in reward.weights.accuracy=1")
+    for setting, names in (("reward.metrics", reward.metrics), ("reward.clamp", reward.clamp)):
+        for name in names:
+            require(name in weights, f"{setting}.{name}: not in reward.weights; add reward.weights.{name}=WEIGHT")
+    for name in weights:
+        try:
+            metric, settings = metrics.split(name, reward.metrics.get(name, {}))
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        reason = metric.unavailable(settings)
+        require(reason is None, f"reward.weights.{name}: {reason}")
+        needs_judge = metric.judged(settings) and not (reward.judge.model or getattr(settings, "model", None))
+        require(
+            not needs_judge, f"reward.weights.{name}: needs a judge; set reward.judge.model to a model of LiteLLM's"
+        )
+    require(
+        not reward.clamp or reward.mode in ("mr", "single_turn"),
+        f"reward.clamp: reward.mode={reward.mode} is a published formula; remove one of them",
+    )
+
+
+def _check_budget(config: Config) -> None:
+    """A budget holds only where the prices are known; the run's own model and scripted users cost nothing."""
+    if config.llm.budget_usd is None:
+        return
+    from megatron_collab.llm.client import priced
+
+    for setting, model in (("user.model", config.user.model), ("reward.judge.model", config.reward.judge.model)):
+        require(
+            model is None or model == "policy" or priced(model),
+            f"llm.budget_usd={config.llm.budget_usd:g}: LiteLLM knows no price of {setting}={model}, so the budget "
+            f"cannot be held; choose a model with a price, or set llm.budget_usd=null",
+        )
+
+
+def _check_rollout(config: Config) -> None:
+    rollout, reward = config.rollout, config.reward
+    try:
+        futures, _ = future_range(rollout.futures)
+    except ValueError as error:
+        raise ConfigError(f"rollout.futures={rollout.futures}: {error}") from error
+    try:
+        reward_to_go_gamma(reward.turn_credit)
+    except ValueError as error:
+        raise ConfigError(f"reward.turn_credit={reward.turn_credit}: {error}") from error
+    if rollout.train_turns == "all":
+        require(futures > 1, "rollout.train_turns=all: compares sibling futures; set rollout.futures to 2 or more")
+        require(
+            rollout.turn.temperature == rollout.future.temperature,
+            f"rollout.future.temperature={rollout.future.temperature}: rollout.train_turns=all trains these turns too; "
+            f"set it to rollout.turn.temperature={rollout.turn.temperature}",
+        )
+    if futures == 0:
+        require(
+            not reward.weights.get("turn_rewards"),
+            "reward.weights.turn_rewards: with rollout.futures=0 these rewards are credited to their turns already; "
+            "set it to 0",
+        )
+    for name in rollout.tools:
+        require(name in tools.known(), f"rollout.tools={name}: no such tool; known are {', '.join(tools.known())}")
+    if config.user.personas is not None:
+        require(Path(config.user.personas).is_file(), f"user.personas={config.user.personas}: no such file")
+
+
+def _check_algo(config: Config) -> None:
+    algo = config.algo
+    one_of("algo.advantage", algo.advantage, [*GROUPED, "reinforce++", "gae"])
+    one_of("algo.loss", algo.loss, ["ppo", "gspo", "cispo"])
+    one_of("algo.average", algo.average, ["token", "sequence"])
+    require(algo.kl != "low_var_kl", "algo.kl=low_var_kl: it is called k3 here; set algo.kl=k3")
+    one_of("algo.kl", algo.kl, ["k1", "k2", "k3"])
+    one_of("algo.kl_in", algo.kl_in, ["loss", "reward"])
+    one_of("algo.correction", algo.correction, ["none", "truncated", "masked"])
+    for name in ("clip_low", "gamma", "gae_lambda"):
+        value = getattr(algo, name)
+        require(0 <= value <= 1, f"algo.{name}={value}: must be from 0 to 1")
+    for name in ("clip_high", "kl_coef", "entropy_coef", "correction_low", "dynamic_sampling"):
+        value = getattr(algo, name)
+        require(value >= 0, f"algo.{name}={value}: must be 0 or greater")
+    for name in ("critic_lr", "critic_clip"):
+        value = getattr(algo, name)
+        require(value > 0, f"algo.{name}={value}: must be greater than 0")
+    require(
+        algo.correction_low < algo.correction_high,
+        f"algo.correction_low={algo.correction_low}: must be less than algo.correction_high={algo.correction_high}",
+    )
+    require(
+        algo.kl_in == "loss" or algo.kl_coef > 0,
+        "algo.kl_in=reward: algo.kl_coef=0 leaves no KL; set algo.kl_coef above 0, or algo.kl_in=loss",
+    )
+    require(
+        algo.advantage not in GROUPED or config.train.rollouts_per_prompt > 1,
+        f"algo.advantage={algo.advantage}: compares the rollouts of a task; set train.rollouts_per_prompt to 2 or more",
+    )
+    require(
+        algo.advantage in GROUPED or algo.dynamic_sampling == 0,
+        f"algo.dynamic_sampling={algo.dynamic_sampling}: with algo.advantage={algo.advantage} groups of equal rewards "
+        f"teach as well; set it to 0",
+    )
+    require(
+        algo.advantage != "gae" or reward_to_go_gamma(config.reward.turn_credit) is None,
+        f"reward.turn_credit={config.reward.turn_credit}: algo.advantage=gae makes the returns itself, from algo.gamma "
+        f"and the critic; set it to equal or last",
+    )
+
+
+def _positive(config: Config) -> list[tuple[str, float]]:
+    names = {
+        "launch": ["nproc_per_node", "timeout"],
+        "parallel": ["tp", "pp", "vpp", "cp", "ep"],
+        "optim": ["lr", "clip_grad"],
+        "algo": ["mini_batches"],
+        "train": ["steps", "prompts_per_step", "rollouts_per_prompt", "tokens_per_micro_batch", "checkpoint_every"],
+        "rollout": ["max_user_turns", "max_assistant_turns", "deadline", "workers", "context_length"],
+        "rollout.turn": ["max_new_tokens", "temperature", "top_p"],
+        "rollout.future": ["max_new_tokens", "temperature", "top_p"],
+        "rollout.server": ["tp", "replicas"],
+        "user": ["attempts", "max_tokens", "timeout", "deadline"],
+        "reward": ["workers", "concurrency", "timeout"],
+        "reward.judge": ["attempts", "max_tokens", "timeout", "deadline"],
+        "llm": ["max_concurrent"],
+    }
+    return [(f"{group}.{name}", attrgetter(f"{group}.{name}")(config)) for group in names for name in names[group]]
+
+
+def _check_device(config: Config) -> None:
+    try:
+        device.check(config.launch.device)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def check_model(config: Config) -> None:
+    """The model folder against the layout; reads config.json only."""
+    folder = Path(config.model.path)
+    file = folder / "config.json"
+    hint = "; experiment=booking_sft makes the one that booking starts from" if config.data.world == "booking" else ""
+    require(file.is_file(), f"model.path={folder}: no config.json there; give the folder of a Hugging Face model{hint}")
+    hf = json.loads(file.read_text())
+    family = hf.get("model_type")
+    require(
+        family in FAMILIES,
+        f"model.path={folder}: unknown model family {family!r}; known are {', '.join(sorted(FAMILIES))}",
+    )
+    try:
+        shape = ModelShape.from_hf(hf)
+    except ValueError as error:
+        raise ConfigError(f"model.path={folder}: {error}; give another model") from error
+    server = config.rollout.server.tp
+    require(
+        shape.heads % server == 0,
+        f"rollout.server.tp={server}: does not divide the model's {shape.heads} attention heads",
+    )
+    layout_checks.check_shape(config, shape)
+
+
+def _check_files(config: Config) -> None:
+    if config.data.world is not None:
+        return
+    for setting, value in (("data.train", config.data.train), ("data.eval", config.data.eval)):
+        require(value is None or Path(value).is_file(), f"{setting}={value}: no such file")

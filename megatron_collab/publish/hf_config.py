@@ -1,0 +1,235 @@
+"""What config.json of a Hugging Face folder says about a model, as far as it changes what is computed.
+
+Nothing here imports a framework. What is not supported is named and refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Family:
+    """What sets a model family apart: biases on q/k/v, RMSNorm on the heads of q and k, experts."""
+
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    experts: bool = False
+
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(),
+    "mistral": Family(),
+    "qwen2": Family(qkv_bias=True),
+    "qwen3": Family(qk_norm=True),
+    "qwen3_moe": Family(qk_norm=True, experts=True),
+}
+
+_REQUIRED = (
+    "hidden_size",
+    "intermediate_size",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "rms_norm_eps",
+    "vocab_size",
+)
+
+# Settings of config.json that change the computation, with the values that leave it as we compute it.
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "attention_bias": (None, False),
+    "attention_dropout": (None, 0, 0.0),
+    "hidden_act": (None, "silu"),
+    "mlp_bias": (None, False),
+    "partial_rotary_factor": (None, 1, 1.0),
+    "quantization_config": (None,),
+    "use_sliding_window": (None, False),
+}
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Position interpolation (arXiv 2306.15595): all positions divided by `factor`."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class Llama3:
+    """Llama 3.1's scaling: long waves divided by `factor`, short ones kept, those between interpolated."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_positions: int
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """YaRN (arXiv 2309.00071); `attention_factor` multiplies the rotated queries and keys."""
+
+    factor: float
+    attention_factor: float
+    beta_fast: float
+    beta_slow: float
+    truncate: bool
+    original_positions: int
+
+
+Scaling = Linear | Llama3 | Yarn
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding: the base of its wavelengths, and how these are stretched for longer contexts."""
+
+    theta: float
+    scaling: Scaling | None = None
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Experts of the layers `layers`, each of width `ffn`; `per_token` of `count` are taken for a token.
+
+    `normalised`: the weights of the taken ones are divided by their sum.
+    """
+
+    count: int
+    per_token: int
+    ffn: int
+    normalised: bool
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What config.json says about a decoder-only transformer: sizes, and what its family adds."""
+
+    family: str
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool
+    qkv_bias: bool
+    qk_norm: bool
+    norm_eps: float
+    rope: Rope
+    max_positions: int
+    experts: Experts | None = None
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any]) -> ModelShape:
+        """From the dictionary in config.json; ValueError names a field that is missing or not supported."""
+        name = str(hf.get("model_type"))
+        if name not in FAMILIES:
+            raise ValueError(f"config.json: model_type={name!r} is not known; known are {', '.join(sorted(FAMILIES))}")
+        family = FAMILIES[name]
+        _require(hf, *_REQUIRED)
+        _check_neutral(hf, name)
+        heads = hf["num_attention_heads"]
+        return cls(
+            family=name,
+            layers=hf["num_hidden_layers"],
+            hidden=hf["hidden_size"],
+            ffn=hf["intermediate_size"],
+            heads=heads,
+            kv_heads=hf.get("num_key_value_heads") or heads,
+            head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
+            vocab=hf["vocab_size"],
+            tied=bool(hf.get("tie_word_embeddings", False)),
+            qkv_bias=family.qkv_bias,
+            qk_norm=family.qk_norm,
+            norm_eps=hf["rms_norm_eps"],
+            rope=_rope(hf),
+            max_positions=hf["max_position_embeddings"],
+            experts=_experts(hf) if family.experts else None,
+        )
+
+
+def _require(settings: Mapping[str, Any], *names: str, group: str = "") -> None:
+    absent = [name for name in names if settings.get(name) is None]
+    if absent:
+        raise ValueError(f"config.json: {group}{absent[0]} is missing")
+
+
+def _check_neutral(hf: Mapping[str, Any], family: str) -> None:
+    for field, neutral in _NEUTRAL.items():
+        if hf.get(field) not in neutral:
+            raise ValueError(f"config.json: {field}={hf[field]!r} is not supported; only {neutral[-1]!r} is")
+    # Qwen writes a window that use_sliding_window then switches off; elsewhere the number alone decides.
+    window = hf.get("sliding_window") if "use_sliding_window" not in hf else None
+    if window is not None and window < hf["max_position_embeddings"]:
+        raise ValueError(f"config.json: sliding_window={window!r} is not supported by {family}; only null is")
+    if set(hf.get("layer_types") or ()) - {"full_attention"}:
+        raise ValueError("config.json: layer_types has layers that are not full_attention; these are not supported")
+
+
+def _rope(hf: Mapping[str, Any]) -> Rope:
+    """transformers 5 keeps base and scaling in rope_parameters, older versions apart."""
+    field = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
+    rope = dict(hf.get(field) or {})
+    theta = float(rope.get("rope_theta", hf.get("rope_theta", 10000.0)))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(f"config.json: {field}.partial_rotary_factor={rope['partial_rotary_factor']} is not supported")
+    if kind == "default":
+        return Rope(theta)
+    # As transformers reads it: a field beside the scaling comes first, the whole context is the last resort.
+    beside = hf.get("original_max_position_embeddings")
+    positions = beside or rope.get("original_max_position_embeddings") or hf["max_position_embeddings"]
+    if kind == "yarn":
+        _require(rope, "factor", group=f"{field}.")
+        return Rope(theta, _yarn(rope, positions))
+    if kind == "linear":
+        _require(rope, "factor", group=f"{field}.")
+        return Rope(theta, Linear(float(rope["factor"])))
+    if kind == "llama3":
+        _require(rope, "factor", "low_freq_factor", "high_freq_factor", group=f"{field}.")
+        factor, low, high = (float(rope[name]) for name in ("factor", "low_freq_factor", "high_freq_factor"))
+        return Rope(theta, Llama3(factor, low, high, positions))
+    raise ValueError(f"config.json: {field}.rope_type={kind!r} is not supported; default, linear, llama3 and yarn are")
+
+
+def _yarn(rope: Mapping[str, Any], positions: int) -> Yarn:
+    factor = float(rope["factor"])
+
+    def magnitude(scale: float = 1.0) -> float:
+        """0.1 ln(factor) + 1, the paper's fit; `scale` is an addition of later models."""
+        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    attention_factor = rope.get("attention_factor")
+    if attention_factor is None:
+        numerator, denominator = rope.get("mscale"), rope.get("mscale_all_dim")
+        attention_factor = magnitude(numerator) / magnitude(denominator) if numerator and denominator else magnitude()
+    return Yarn(
+        factor=factor,
+        attention_factor=float(attention_factor),
+        beta_fast=float(rope.get("beta_fast") or 32),
+        beta_slow=float(rope.get("beta_slow") or 1),
+        truncate=bool(rope.get("truncate", True)),
+        original_positions=positions,
+    )
+
+
+def _experts(hf: Mapping[str, Any]) -> Experts | None:
+    """None where every layer is dense after all."""
+    count = hf.get("num_local_experts", hf.get("num_experts"))  # transformers 5 writes the first, reads both
+    _require({**hf, "num_experts": count}, "num_experts", "num_experts_per_tok", "moe_intermediate_size")
+    dense, step = set(hf.get("mlp_only_layers") or ()), hf.get("decoder_sparse_step", 1)
+    layers = tuple(layer for layer in range(hf["num_hidden_layers"]) if layer not in dense and (layer + 1) % step == 0)
+    if not count or not layers:
+        return None
+    per_token, normalised = hf["num_experts_per_tok"], bool(hf.get("norm_topk_prob", False))
+    if per_token == 1 and normalised:
+        raise ValueError(
+            "config.json: num_experts_per_tok=1 with norm_topk_prob=true is not supported: the weight of the one "
+            "expert is always 1, and its router could not learn"
+        )
+    return Experts(count, per_token, hf["moe_intermediate_size"], normalised, layers)

@@ -1,0 +1,65 @@
+"""The critic: its values from first principles, and that it learns them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_collab.actor import model as policies
+from megatron_collab.actor.actor import Actor
+from megatron_collab.actor.critic import Critic
+from megatron_collab.actor.model import unwrap
+from megatron_collab.config import Config
+from megatron_collab.types import Batch
+from tests.actor.ranks import hidden_states, make_config, make_model, make_samples
+
+SAMPLES = make_samples(6, seed=3)
+COLUMNS = {name: [getattr(sample, name) for sample in SAMPLES] for name in ("token_ids", "loss_mask")}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("critic") / "model")
+
+
+@pytest.fixture
+def config(folder: Path, one_rank: Config) -> Config:
+    return make_config(folder, {"algo.advantage": "gae", "algo.kl_coef": 0.0, "algo.critic_lr": 3e-3})
+
+
+def test_an_untrained_critic_expects_nothing(config: Config) -> None:
+    assert all((values == 0.0).all() for values in Critic(config).values(COLUMNS))
+
+
+def test_values_are_those_of_the_states_before_the_tokens(config: Config) -> None:
+    critic = Critic(config)
+    network = unwrap(critic.network.chunks[-1])
+    weight = torch.linspace(-1.0, 1.0, network.config.hidden_size)
+    with torch.no_grad():
+        network.value_head.weight.copy_(weight[None])
+    policy = policies.load(config)[0][0]
+    for values, sample in zip(critic.values(COLUMNS), SAMPLES, strict=True):
+        expected = np.zeros(len(values), np.float32)
+        expected[1:] = (hidden_states(policy, sample.token_ids[:-1]) @ weight).detach().numpy()
+        np.testing.assert_allclose(values, expected * sample.loss_mask, atol=2e-5)
+
+
+def test_it_learns_what_follows(config: Config) -> None:
+    """Every sample is worth 2: after some updates every value is near it, and the advantages are those of a critic."""
+    samples = tuple(
+        replace(sample, credits=tuple(replace(credit, value=2.0) for credit in sample.credits)) for sample in SAMPLES
+    )
+    critic = Critic(config)
+    config.optim.lr = 1e-6  # the policy hardly moves
+    config.algo.gae_lambda = 1.0
+    config.algo.critic_clip = 10.0
+    actor = Actor(config, policies.load(config)[0], critic=critic)
+    losses = [actor.update(Batch(samples))["critic/loss"] for _ in range(30)]
+    assert losses[0] == pytest.approx(2.0)  # (0 - 2)^2 / 2
+    assert losses[-1] < 0.05
+    trained = np.concatenate([v[s.loss_mask > 0] for v, s in zip(critic.values(COLUMNS), SAMPLES, strict=True)])
+    np.testing.assert_allclose(trained, 2.0, atol=0.6)

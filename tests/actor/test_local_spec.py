@@ -1,0 +1,85 @@
+"""Norm and attention of the layers without TransformerEngine, against their formulas in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from megatron_collab.actor import local_spec, rope
+from megatron_collab.actor.megatron_config import transformer_config
+from megatron_collab.config import Config
+from megatron_collab.publish.hf_config import ModelShape, Rope, Yarn
+from tests.actor.shapes import SHAPE
+
+LENGTHS = [3, 7, 1]
+
+
+@pytest.fixture(scope="module")
+def attention(one_rank: Config) -> local_spec.CausalAttention:
+    return local_spec.CausalAttention(transformer_config(one_rank, SHAPE))
+
+
+def packing(positions: torch.Tensor | None = None) -> local_spec.Rotated:
+    bounds = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    plain = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
+    if positions is None:
+        positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    return local_spec.rotated(plain, positions, rope.inverse_frequencies(SHAPE.rope, 8), torch.float32)
+
+
+def inputs() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(sum(LENGTHS), heads, 8, generator=generator, requires_grad=True) for heads in (4, 2, 2)]
+
+
+def turned(x: torch.Tensor) -> torch.Tensor:
+    """x [t, n, 8] of one sequence: each pair (i, i + 4) as a complex number, times exp(i position angle)."""
+    angles = torch.outer(torch.arange(len(x)), 1e4 ** -(torch.arange(4) / 4)).double()
+    pairs = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones_like(angles), angles)[:, None]
+    return torch.cat((pairs.real, pairs.imag), dim=-1)
+
+
+def expected(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    found = []
+    for q, k, v in zip(*(x.double().split(LENGTHS) for x in (query, key, value)), strict=True):
+        k, v = turned(k).repeat_interleave(2, dim=1), v.repeat_interleave(2, dim=1)
+        scores = torch.einsum("snd,tnd->nst", turned(q), k) * scale
+        scores = scores.masked_fill(torch.ones(scores.shape[1:]).triu(1).bool(), float("-inf"))
+        found.append(torch.einsum("nst,tnd->snd", scores.softmax(-1), v).flatten(1))
+    return torch.cat(found)
+
+
+def test_attention_rotates_and_sees_the_past_of_its_own_sequence(attention: local_spec.CausalAttention) -> None:
+    found, wanted = inputs(), inputs()
+    ours, reference = attention(*found, packed_seq_params=packing()), expected(*wanted, scale=8**-0.5)
+    assert torch.allclose(ours.double(), reference, atol=1e-6)
+    weights = torch.randn(ours.shape, generator=torch.Generator().manual_seed(1))
+    (ours * weights).sum().backward()
+    (reference * weights).sum().backward()
+    assert all(torch.allclose(x.grad, y.grad, atol=1e-5) for x, y in zip(found, wanted, strict=True))
+
+
+def test_positions_count_as_they_are_given(attention: local_spec.CausalAttention) -> None:
+    """Only distances matter: a sequence that begins elsewhere attends alike, one that is stretched does not."""
+    positions = torch.cat([torch.arange(length) + 5 for length in LENGTHS])[None]
+    plain = attention(*inputs(), packed_seq_params=packing())
+    assert torch.allclose(attention(*inputs(), packed_seq_params=packing(positions)), plain, atol=1e-5)
+    assert not torch.allclose(attention(*inputs(), packed_seq_params=packing(2 * positions)), plain, atol=1e-3)
+
+
+def test_the_factor_of_yarn_multiplies_queries_and_keys(one_rank: Config) -> None:
+    stretched = Rope(1e4, Yarn(1.0, 1.5, 32.0, 1.0, True, 64))
+    config = transformer_config(one_rank, ModelShape(**{**vars(SHAPE), "rope": stretched}))
+    attention = local_spec.CausalAttention(config, softmax_scale=config.softmax_scale)
+    found = attention(*inputs(), packed_seq_params=packing())
+    assert torch.allclose(found.double(), expected(*inputs(), scale=1.5**2 * 8**-0.5), atol=1e-6)
+
+
+def test_norm_follows_its_formula(one_rank: Config) -> None:
+    norm = local_spec.RMSNorm(transformer_config(one_rank, SHAPE), 32, eps=1e-6)
+    torch.nn.init.normal_(norm.weight)
+    x = torch.randn(5, 2, 32)
+    wide = x.double()
+    wanted = wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight.double()
+    assert torch.allclose(norm(x).double(), wanted, atol=1e-6)

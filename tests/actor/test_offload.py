@@ -1,0 +1,59 @@
+"""Optimizer state and gradients leave the device and come back as they were."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_collab.actor import model as policies
+from megatron_collab.actor.actor import Actor
+from megatron_collab.config import Config
+from megatron_collab.types import Batch
+from tests.actor.ranks import make_config, make_model, make_samples
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def actors(request: pytest.FixtureRequest, one_rank: Config, tmp_path_factory: pytest.TempPathFactory) -> list[Actor]:
+    """Two actors that have trained the same step, the first with parallel.offload."""
+    folder = make_model(tmp_path_factory.mktemp("offload") / "model")
+    found = []
+    for offload in (True, False):
+        config = make_config(folder, {"parallel.offload": offload, "model.dtype": request.param, "algo.kl_coef": 0.0})
+        found.append(Actor(config, policies.load(config)[0]))
+        found[-1].update(Batch(make_samples(4, seed=1)))
+    return found
+
+
+def bytes_held(actor: Actor) -> int:
+    """Of optimizer state, masters and gradients."""
+    inner = [part.optimizer for part in actor.policy.optimizer.chained_optimizers]
+    tensors = [value for one in inner for state in one.state.values() for value in state.values()]
+    tensors += [tensor for one in inner for group in one.param_groups for tensor in group["params"]]
+    tensors += [buffer.grad_data for chunk in actor.policy.chunks for buffer in chunk.buffers]
+    weights = {p.untyped_storage().data_ptr() for chunk in actor.policy.chunks for p in chunk.parameters()}
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+    return sum(storage.nbytes() for storage in storages.values() if storage.data_ptr() not in weights)
+
+
+def test_the_memory_is_free_while_offloaded(actors: list[Actor]) -> None:
+    offloading, keeping = actors
+    parameters = sum(p.numel() for chunk in offloading.policy.chunks for p in chunk.parameters())
+    assert bytes_held(offloading) >= 12 * parameters  # two moments and the gradient, float32
+    with offloading.offloaded(), keeping.offloaded():
+        assert bytes_held(offloading) == 0
+        assert bytes_held(keeping) >= 12 * parameters
+    assert bytes_held(offloading) == bytes_held(keeping)
+
+
+def test_training_goes_on_as_if_nothing_had_been_moved(actors: list[Actor]) -> None:
+    offloading, keeping = actors
+    with pytest.raises(ZeroDivisionError), offloading.offloaded():
+        _ = 1 / 0
+    batch = Batch(make_samples(4, seed=2))
+    assert offloading.update(batch) == keeping.update(batch)
+    for ours, theirs in zip(offloading.policy.chunks, keeping.policy.chunks, strict=True):
+        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert torch.equal(a, b)
+    rows = zip(offloading.log_probs(batch.samples), keeping.log_probs(batch.samples), strict=True)
+    assert all(np.array_equal(ours, theirs) for ours, theirs in rows)

@@ -1,0 +1,63 @@
+"""Settings of the algorithm that cannot work are refused in one line, with the way out."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_collab.config import ConfigError, load
+
+
+def refused(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        load(["experiment=gsm8k", *overrides])
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["algo.advantage=ppo"], "algo.advantage=ppo: choose one of grpo, dr_grpo, rloo, reinforce++, gae"),
+        (["algo.loss=grpo"], "algo.loss=grpo: choose one of ppo, gspo, cispo"),
+        (["algo.average=group"], "algo.average=group: choose one of token, sequence"),
+        (["algo.kl=k4"], "algo.kl=k4: choose one of k1, k2, k3"),
+        (["algo.kl=low_var_kl"], "algo.kl=low_var_kl: it is called k3 here; set algo.kl=k3"),
+        (["algo.kl_in=both"], "algo.kl_in=both: choose one of loss, reward"),
+        (["algo.correction=tis"], "algo.correction=tis: choose one of none, truncated, masked"),
+        (["algo.clip_low=1.5"], "algo.clip_low=1.5: must be from 0 to 1"),
+        (["algo.clip_high=-0.1"], "algo.clip_high=-0.1: must be 0 or greater"),
+        (["algo.kl_coef=-1"], "algo.kl_coef=-1.0: must be 0 or greater"),
+        (["algo.gamma=1.01"], "algo.gamma=1.01: must be from 0 to 1"),
+        (["algo.gae_lambda=-0.5"], "algo.gae_lambda=-0.5: must be from 0 to 1"),
+        (["algo.critic_lr=0"], "algo.critic_lr=0.0: must be greater than 0"),
+        (["algo.dynamic_sampling=-1"], "algo.dynamic_sampling=-1: must be 0 or greater"),
+        (["algo.correction_low=3"], "algo.correction_low=3.0: must be less than algo.correction_high=2.0"),
+        (["algo.kl_in=reward", "algo.kl_coef=0"], "algo.kl_in=reward: algo.kl_coef=0 leaves no KL"),
+        (["train.rollouts_per_prompt=1"], "algo.advantage=grpo: compares the rollouts of a task; set train.rollouts"),
+        (
+            ["algo.advantage=reinforce++", "algo.dynamic_sampling=3"],
+            "algo.dynamic_sampling=3: with algo.advantage=reinforce++ groups of equal rewards teach as well",
+        ),
+        (
+            ["algo.advantage=gae", "reward.turn_credit=reward_to_go(0.9)"],
+            "reward.turn_credit=reward_to_go(0.9): algo.advantage=gae makes the returns itself",
+        ),
+    ],
+)
+def test_what_cannot_work_names_the_setting_and_the_way_out(overrides: list[str], said: str) -> None:
+    assert said in refused(*overrides)
+
+
+@pytest.mark.parametrize("advantage", ["reinforce++", "gae"])
+def test_one_rollout_a_task_is_enough_where_rollouts_are_not_compared(advantage: str) -> None:
+    config = load(["experiment=gsm8k", f"algo.advantage={advantage}", "train.rollouts_per_prompt=1"])
+    assert (config.algo.advantage, config.train.rollouts_per_prompt) == (advantage, 1)
+
+
+def test_a_critic_learns_from_later_turns_too() -> None:
+    algo = load(["experiment=gsm8k", "algo.advantage=gae", "rollout.futures=2", "rollout.train_turns=all"]).algo
+    assert algo.advantage == "gae"
+
+
+def test_the_supervised_stage_has_no_advantages() -> None:
+    assert load(["experiment=booking_sft", "algo.kl_in=reward", "algo.kl_coef=0"]).train.stage == "sft"

@@ -1,0 +1,104 @@
+"""What config.json says: sizes, RoPE, experts; what is not supported is named."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from megatron_collab.publish.hf_config import Experts, Linear, Llama3, ModelShape, Rope, Yarn
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 11,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 64,
+}
+MOE = LLAMA | {
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 6,
+    "norm_topk_prob": True,
+}
+
+
+def test_rope_of_old_and_new_configs() -> None:
+    llama3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    old = ModelShape.from_hf(LLAMA | {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", **llama3}})
+    new = ModelShape.from_hf(LLAMA | {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **llama3}})
+    assert old == new
+    assert new.rope == Rope(5e5, Llama3(8.0, 1.0, 4.0, 8192))
+    assert ModelShape.from_hf(LLAMA).rope == Rope(1e4)
+
+
+@pytest.mark.parametrize(
+    ("rope", "scaling"),
+    [
+        ({"rope_type": "linear", "factor": 2}, Linear(2.0)),
+        (
+            {"rope_type": "llama3", "factor": 4, "low_freq_factor": 2, "high_freq_factor": 3},
+            Llama3(4.0, 2.0, 3.0, 64),
+        ),
+        (
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+            Yarn(4.0, 0.1 * math.log(4) + 1, 32.0, 1.0, True, 16),
+        ),
+        (
+            {"rope_type": "yarn", "factor": 1.0, "beta_fast": 16, "beta_slow": 2, "truncate": False},
+            Yarn(1.0, 1.0, 16.0, 2.0, False, 64),
+        ),
+        ({"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.5}, Yarn(4.0, 1.5, 32.0, 1.0, True, 64)),
+        (
+            {"rope_type": "yarn", "factor": math.e, "mscale": 2.0, "mscale_all_dim": 1.0},
+            Yarn(math.e, 1.2 / 1.1, 32.0, 1.0, True, 64),
+        ),
+    ],
+)
+def test_scalings_of_rope(rope: dict[str, object], scaling: object) -> None:
+    assert ModelShape.from_hf(LLAMA | {"rope_parameters": {"rope_theta": 1e4, **rope}}).rope == Rope(1e4, scaling)
+
+
+def test_experts_of_every_layer_and_of_some() -> None:
+    assert ModelShape.from_hf(LLAMA).experts is None
+    assert ModelShape.from_hf(MOE).experts == Experts(8, 2, 6, True, (0, 1, 2, 3))
+    some = MOE | {"decoder_sparse_step": 2, "norm_topk_prob": False}
+    assert ModelShape.from_hf(some).experts == Experts(8, 2, 6, False, (1, 3))
+    assert ModelShape.from_hf(some | {"mlp_only_layers": [3]}).experts.layers == (1,)
+    assert ModelShape.from_hf(some | {"mlp_only_layers": [1, 3]}).experts is None
+    renamed = {("num_local_experts" if name == "num_experts" else name): value for name, value in MOE.items()}
+    assert ModelShape.from_hf(renamed) == ModelShape.from_hf(MOE)  # as transformers 5 writes it
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"model_type": "gpt2"}, "model_type"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"sliding_window": 16}, "sliding_window"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "rope_scaling.rope_type='longrope'"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0}}, "high_freq_factor"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "rope_parameters.factor is missing"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters.factor is missing"),
+        (MOE | {"num_experts": None}, "num_experts is missing"),
+        (MOE | {"num_experts_per_tok": 1}, "num_experts_per_tok=1 with norm_topk_prob=true"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    ],
+)
+def test_an_unsupported_field_is_named(change: dict[str, object], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        ModelShape.from_hf(LLAMA | change)
+
+
+def test_a_missing_field_is_named() -> None:
+    with pytest.raises(ValueError, match="vocab_size is missing"):
+        ModelShape.from_hf({field: value for field, value in LLAMA.items() if field != "vocab_size"})

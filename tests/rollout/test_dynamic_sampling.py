@@ -1,0 +1,210 @@
+"""Dynamic sampling: groups that teach nothing make room for others, the same ones whenever the step is done."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from megatron_collab.config import Config
+from megatron_collab.processes import RunStopped
+from megatron_collab.rollout import collector
+from megatron_collab.rollout.collector import Collector, TooManyMissing
+from megatron_collab.rollout.worker import Crew
+from megatron_collab.types import (
+    Conversation,
+    Ending,
+    Finish,
+    Future,
+    Group,
+    Message,
+    Missing,
+    Reward,
+    Rollout,
+    Score,
+    Task,
+    Turn,
+)
+
+TASKS, PROMPTS = 40, 6
+EQUAL, DIFFERENT, LOST = [1.0, 1.0, 1.0], [1.0, 0.0, 1.0], [1.0, Missing("down"), Missing("down")]
+Rewards = Callable[[int], Sequence[Score]]  # of a task
+
+
+def rollout(value: Score) -> Rollout:
+    turn = Turn((1, 2, 3), (10, 11), (-0.25, -0.5), 4, Finish.STOP, "x")
+    conversation = Conversation((Message("user", "hi"),), (1, 2, 3)).add_turn(turn).end(Ending.USER_DONE)
+    return Rollout(conversation, (Future(conversation, {"right": value}),), Reward(value))
+
+
+class Reference:
+    """What a call of a Ray actor returns; the answer is there at once."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class Method:
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.call = call
+
+    def remote(self, *arguments: Any) -> Reference:
+        return Reference(self.call(*arguments))
+
+
+class FakeRay:
+    """What was asked last is done first."""
+
+    def get(self, asked: Any) -> Any:
+        return [one.value for one in asked] if isinstance(asked, list) else asked.value
+
+    def wait(self, pending: list[Reference], num_returns: int) -> tuple[list[Reference], list[Reference]]:
+        return pending[-num_returns:], pending[:-num_returns]
+
+
+class World:
+    """A collector whose only worker gives `rewards`; `played` are places and their tasks, `written` the transcripts."""
+
+    def __init__(self, folder: Path, rewards: Rewards, refills: int) -> None:
+        config = Config()
+        config.run.dir, config.run.seed, config.data.train = str(folder), 3, str(folder / "tasks.jsonl")
+        config.train.prompts_per_step, config.algo.dynamic_sampling = PROMPTS, refills
+        config.reward.max_missing = 0.5
+        rows = [{"prompt": [{"role": "user", "content": "hi"}], "goal": "g", "id": str(i)} for i in range(TASKS)]
+        (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        self.rewards = rewards
+        self.played: dict[str, int] = {}
+        self.written: list[Group] = []
+        actor = SimpleNamespace(
+            play=Method(self._play),
+            take_counters=Method(lambda: {"asked": 1}),
+            spend=Method(lambda: {"usd": 0.0}),
+            restore=Method(lambda spent: None),
+        )
+        run: Any = SimpleNamespace(transcripts=lambda step, groups: self.written.extend(groups))
+        self.collector = Collector(config, Crew([actor], [], actor), run)
+        self.next = self.collector.next
+
+    def _play(self, task: Task, stream: str) -> Group:
+        assert stream not in self.played
+        self.played[stream] = int(task.id)
+        return Group(task, tuple(map(rollout, self.rewards(int(task.id)))))
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., World]]:
+    monkeypatch.setattr(collector, "ray", FakeRay())
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield lambda rewards, refills: World(tmp_path, rewards, refills)
+    dist.destroy_process_group()
+
+
+def by_task(task: int) -> Sequence[Score]:
+    """Every second task teaches something; of the others, every third has too few rewards."""
+    return DIFFERENT if task % 2 else (LOST if task % 3 == 0 else EQUAL)
+
+
+def tasks_of(world: World, prefix: str) -> list[int]:
+    return [task for stream, task in world.played.items() if stream.startswith(prefix)]
+
+
+def test_without_it_groups_of_equal_rewards_stay(world: Callable[..., World]) -> None:
+    made = world(by_task, 0)
+    batch = made.next(4)
+    assert list(made.played) == [f"train-4-{i}" for i in range(PROMPTS)]
+    teaching = [task for task in made.played.values() if by_task(task) is not LOST]
+    assert len(batch.samples) == 3 * len(teaching)
+    assert not [name for name in batch.metrics if name.startswith("dynamic/")]
+
+
+def test_groups_that_teach_nothing_are_replaced(world: Callable[..., World]) -> None:
+    made = world(by_task, 8)
+    batch = made.next(4)
+    first = tasks_of(made, "train-4-")
+    assert len(first) == PROMPTS and {by_task(task) is DIFFERENT for task in first} == {True, False}
+    kept = [task for task in made.played.values() if by_task(task) is DIFFERENT]
+    assert len(kept) == PROMPTS
+    assert [len(values) for values in grouped(batch.samples).values()] == [3] * PROMPTS
+    assert all(values == {0.0, 1.0} for values in map(set, grouped(batch.samples).values()))
+    refills = {stream.split("-")[1] for stream in made.played} - {"4"}
+    assert batch.metrics["dynamic/kept"] == PROMPTS
+    assert batch.metrics["dynamic/dropped"] == len(made.played) - PROMPTS > 0
+    assert batch.metrics["dynamic/refills"] == len(refills) > 0
+    # Nothing is played that is not missing: each refill is as long as what was lacking before it.
+    assert refills == {f"4.{number + 1}" for number in range(len(refills))}
+    lacking = PROMPTS
+    for name in ("4", *sorted(refills)):
+        played = tasks_of(made, f"train-{name}-")
+        assert len(played) == lacking
+        lacking -= sum(by_task(task) is DIFFERENT for task in played)
+
+
+def grouped(samples: Sequence[Any]) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {}
+    for sample in samples:
+        (credit,) = sample.credits
+        found.setdefault(credit.peers, []).append(credit.value)
+    return found
+
+
+def test_everything_played_is_written_and_counted(world: Callable[..., World]) -> None:
+    made = world(by_task, 8)
+    batch = made.next(4)
+    assert [int(group.task.id) for group in made.written] == list(made.played.values())
+    scores = [score for task in made.played.values() for score in by_task(task) if not isinstance(score, Missing)]
+    assert batch.metrics["reward"] == pytest.approx(np.mean(scores))
+    assert batch.metrics["count/asked"] == 1.0
+
+
+def test_what_is_still_lacking_after_the_last_refill_is_said(world: Callable[..., World]) -> None:
+    made = world(lambda task: DIFFERENT if task == first_task(made, 0) else EQUAL, 2)
+    batch = made.next(0)
+    assert len(made.played) == PROMPTS + 2 * (PROMPTS - 1)
+    assert len(batch.samples) == 3
+    found = [batch.metrics[f"dynamic/{name}"] for name in ("kept", "dropped", "refills")]
+    assert found == [1, PROMPTS + 2 * (PROMPTS - 1) - 1, 2]
+
+
+def first_task(made: World, step: int) -> int:
+    return made.played[f"train-{step}-0"]
+
+
+def test_a_step_done_again_plays_the_same(world: Callable[..., World]) -> None:
+    undisturbed = world(by_task, 8)
+    for step in range(3):
+        undisturbed.next(step)
+    resumed = world(by_task, 8)
+    resumed.next(2)
+    assert resumed.played and resumed.played.items() <= undisturbed.played.items()
+
+
+def test_refills_do_not_depend_on_what_was_dropped(world: Callable[..., World]) -> None:
+    """Their tasks follow from seed, step and number alone; how many of them are played does not."""
+    few = world(by_task, 2)
+    few.next(1)
+    many = world(lambda task: DIFFERENT if task == first_task(many, 1) else EQUAL, 2)
+    many.next(1)
+    for number in (1, 2):
+        short, long = (tasks_of(made, f"train-1.{number}-") for made in (few, many))
+        assert 0 < len(short) < len(long) and long[: len(short)] == short
+    assert tasks_of(many, "train-1.1-") != tasks_of(many, "train-1.2-")
+
+
+def test_a_step_in_which_nothing_differs_stops_the_run(world: Callable[..., World]) -> None:
+    made = world(lambda task: EQUAL, 2)
+    with pytest.raises(RunStopped, match=r"^step 0: no group has two rollouts with different rewards, so nothing can"):
+        made.next(0)
+    assert len(made.written) == 3 * PROMPTS
+
+
+def test_an_outage_is_not_refilled(world: Callable[..., World]) -> None:
+    made = world(lambda task: LOST, 8)
+    with pytest.raises(TooManyMissing, match=r"12 of 18 rollouts have no reward"):
+        made.next(0)
+    assert len(made.played) == PROMPTS

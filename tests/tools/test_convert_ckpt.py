@@ -1,0 +1,211 @@
+"""Checkpoints become Hugging Face folders and come from them, bit for bit, in little memory."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+from safetensors.torch import load_file
+
+from megatron_collab.config import RolloutConfig, SamplingConfig
+from megatron_collab.publish import hf_map
+from megatron_collab.rollout.sglang import SGLangClient, SGLangServer
+from tests.actor.convert_worker import FAMILIES, LAYOUTS, TIED
+from tests.actor.ranks import HF, run_ranks
+from tests.conftest import serving_config
+from tests.helpers import make_model
+
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
+PROMPT = [[7, 250, 31, 4, 99, 120, 18, 3]]
+
+
+@pytest.fixture(scope="module")
+def tool() -> Callable[..., int]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(TOOLS))
+        import convert_ckpt
+
+        return lambda *arguments: convert_ckpt.main([str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def folder(tool: Callable[..., int], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For each family the models source and other, the checkpoints start, and those of training in each layout."""
+    folder = tmp_path_factory.mktemp("convert")
+    for family in FAMILIES:
+        for name, seed in (("source", 0), ("other", 1)):
+            make_model(folder / family / name, family=family, seed=seed, vocab=301, tied=family in TIED)
+        assert (
+            tool(folder / family / "source", folder / family / "start", "--to-megatron", "--shard-size", "100KB") == 0
+        )
+    run_ranks("convert_worker", 2, [str(folder)], groups=len(LAYOUTS))
+    return folder
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_round_trip_is_bit_equal(
+    folder: Path, tool: Callable[..., int], tmp_path: Path, family: str, layout: str
+) -> None:
+    source = folder / family / "source"
+    assert json.loads((folder / family / f"{layout}.json").read_text()) == [0, {}]
+    out = tmp_path / "out"
+    assert tool(folder / family / layout, out, "--model", source, "--shard-size", "100KB") == 0
+    expected, found = tensors(source), tensors(out)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    sizes = [file.stat().st_size for file in out.glob("*.safetensors")]
+    assert len(sizes) > 3 and max(sizes) < 110_000
+    assert {file.name for file in source.iterdir() if file.suffix != ".safetensors"} <= {
+        file.name for file in out.iterdir()
+    }
+    assert greedy(out) == greedy(source)
+
+
+def greedy(folder: Path) -> list[int]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokens = model.generate(torch.tensor(PROMPT), max_new_tokens=12, do_sample=False)
+    return [int(token) for token in tokens[0]]
+
+
+def test_another_dtype_is_the_rounded_model(folder: Path, tool: Callable[..., int], tmp_path: Path) -> None:
+    source = folder / "qwen3" / "source"
+    assert tool(folder / "qwen3" / "tp2", tmp_path / "out", "--model", source, "--dtype", "bfloat16") == 0
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    found = tensors(tmp_path / "out")
+    assert all(torch.equal(found[name], tensor.bfloat16()) for name, tensor in tensors(source).items())
+
+
+def test_verify_compares_with_transformers(folder: Path, tmp_path: Path) -> None:
+    source = folder / "qwen3" / "source"
+    checkpoint = folder / "qwen3" / "tp2"
+    same = run_tool(checkpoint, tmp_path / "out", "--model", source, "--dtype", "bfloat16", "--verify")
+    assert same.returncode == 0, same.stderr
+    assert float(same.stdout.split("log-probs: ")[1].split(",")[0]) < 1e-4
+    (tmp_path / "patched.py").write_text(WRONG_TABLE)
+    other = run_tool(source, tmp_path / "start", "--to-megatron", "--verify", script=tmp_path / "patched.py")
+    assert other.returncode == 1, other.stderr
+    assert "ABOVE" in other.stdout
+
+
+# gate and up change places
+WRONG_TABLE = f"""
+import sys
+sys.path.insert(0, {str(TOOLS)!r})
+from dataclasses import replace
+from megatron_collab.publish import hf_map
+right = hf_map.table
+hf_map.table = lambda shape: tuple(
+    replace(entry, hf=entry.hf[::-1]) if "linear_fc1" in entry.megatron else entry for entry in right(shape)
+)
+import convert_ckpt
+sys.exit(convert_ckpt.main())
+"""
+
+
+def run_tool(*arguments: object, script: Path = TOOLS / "convert_ckpt.py") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(script), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+SHARD = 12 << 20
+MEASURE = """
+import sys
+from pathlib import Path
+from megatron_collab.actor import convert
+
+def resident(field):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
+
+def extra(run):
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = resident("VmRSS")
+    run()
+    return resident("VmHWM") - before
+
+folder, shard = Path(sys.argv[1]), int(sys.argv[2])
+print(extra(lambda: convert.to_checkpoint(folder / "hf", folder / "checkpoints", None, shard)))
+print(extra(lambda: convert.to_hf(folder / "checkpoints" / "step_0", folder / "out", folder / "hf", None, shard)))
+"""
+
+
+def test_a_model_larger_than_the_memory_it_takes(tmp_path: Path) -> None:
+    hf = {**HF, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 32, "head_dim": 64}
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(hf))
+    rng = np.random.default_rng(0)
+    shapes = hf_map.hf_shapes(hf_map.ModelShape.from_hf(hf))
+    model = {name: rng.random(shape, dtype=np.float32) for name, shape in shapes.items()}
+    size = sum(tensor.nbytes for tensor in model.values())
+    assert size > 9 * SHARD
+    safetensors.numpy.save_file(model, tmp_path / "hf" / "model.safetensors")
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(tmp_path), str(SHARD)], capture_output=True, text=True, check=True
+    )
+    peaks = [int(line) for line in done.stdout.split()]
+    assert len(peaks) == 2 and max(peaks) < 2 * SHARD, peaks
+    found = tensors(tmp_path / "out")
+    assert all(np.array_equal(found[name].numpy(), tensor) for name, tensor in model.items())
+
+
+def test_bad_input_is_one_line_and_exit_2(
+    folder: Path, tool: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, checkpoint = folder / "qwen3" / "source", folder / "qwen3" / "tp2" / "step_1"
+    torn = Path(shutil.copytree(checkpoint, tmp_path / "step_1"))
+    (torn / "__1_0.distcp").unlink()
+    smaller = Path(shutil.copytree(source, tmp_path / "smaller"))
+    config = json.loads((smaller / "config.json").read_text())
+    (smaller / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2, "layer_types": None}))
+    (tmp_path / "no weights").mkdir()
+    (tmp_path / "no weights" / "config.json").write_text(json.dumps(config))
+    out = tmp_path / "out"
+    for arguments, told in [
+        ((tmp_path / "none", out, "--model", source), "none: no checkpoint there; give a step_N folder"),
+        ((tmp_path / "step_9", out, "--model", source), "step_9: no checkpoint there"),
+        ((torn, out, "--model", source), "step_1: is not whole (__1_0.distcp is missing); give another checkpoint"),
+        ((checkpoint, out, "--model", folder / "qwen2" / "source"), "--model="),
+        ((checkpoint, out, "--model", smaller), "has 2 layers, the checkpoint has more"),
+        ((checkpoint, out, "--model", tmp_path), "no config.json there"),
+        ((checkpoint, tmp_path, "--model", source), f"{tmp_path}: exists; give another folder"),
+        ((tmp_path / "no weights", out, "--to-megatron"), "no model.safetensors there"),
+    ]:
+        assert tool(*arguments) == 2, told
+        error = capsys.readouterr().err
+        assert told in error and error.count("\n") == 1, error
+        assert not out.exists()
+
+
+@pytest.mark.slow
+def test_sglang_samples_what_the_source_samples(folder: Path, tool: Callable[..., int], tmp_path: Path) -> None:
+    source = folder / "qwen3" / "source"
+    assert tool(folder / "qwen3" / "pp2", tmp_path / "out", "--model", source) == 0
+
+    async def sample(server: SGLangServer) -> list[int]:
+        client = SGLangClient(server.url, server.api_key, RolloutConfig(turn_timeout=60.0))
+        try:
+            turn = await client.generate(tuple(PROMPT[0]), max_new_tokens=12, sampling=SamplingConfig(top_k=1), seed=0)
+        finally:
+            await client.close()
+        return [*PROMPT[0], *turn.token_ids]
+
+    with SGLangServer(serving_config(tmp_path / "out"), tmp_path / "server.log") as server:
+        server.wait_healthy(400.0)
+        assert asyncio.run(sample(server)) == greedy(source)

@@ -1,0 +1,68 @@
+"""How full micro-batches are, how even the ranks' work, and how long planning takes.
+
+`python tools/bench/packing.py [--seeds 0 1 2 3 4]`: 4,096 samples, at most 8,192 positions a micro-batch. Lengths are
+lognormal, rounded and clipped to [16, 8192]: `exp(6.0 + 0.8 z)`, median 403, as of conversations of a few turns; and
+harder, `exp(7.8 + 0.6 z)`, median 2,441, where few sequences fit into a micro-batch.
+
+    fill_over_bound = ceil(sum of lengths / 8192) / micro-batches, on one rank: 1 where no fewer could do;
+    ms = CPU milliseconds of one plan for one rank, the median of 21;
+    rank_cost_over_mean = the work of the busiest of 8 ranks (`packing.cost`) / the mean, in plans for 8 ranks with
+                          multiples of 4 micro-batches each.
+
+Over the seeds: the worst fill and balance, the median time. `hard_…` are those of the harder lengths. The last line is
+one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from statistics import median
+
+import numpy as np
+
+from megatron_collab.actor import packing
+
+SAMPLES, BUDGET, SHORTEST = 4096, 8192, 16
+RANKS, MULTIPLE_OF, REPEATS = 8, 4, 21
+DISTRIBUTIONS = {"": (6.0, 0.8), "hard_": (7.8, 0.6)}  # mean and standard deviation of the logarithm
+
+
+def lengths_of(seed: int, mean: float, sigma: float) -> list[int]:
+    drawn = np.random.default_rng(seed).lognormal(mean, sigma, SAMPLES)
+    return np.clip(drawn.round(), SHORTEST, BUDGET).astype(int).tolist()
+
+
+def measure(lengths: list[int]) -> tuple[float, float, float]:
+    """Fill over the bound, CPU milliseconds, cost of the busiest rank over the mean."""
+    times = []
+    for _ in range(REPEATS):
+        began = time.process_time()
+        alone = packing.plan(lengths, 1, BUDGET)
+        times.append(1e3 * (time.process_time() - began))
+    fill = math.ceil(sum(lengths) / BUDGET) / len(alone.ranks[0])
+    costs = packing.cost(np.array(lengths))
+    dealt = packing.plan(lengths, RANKS, BUDGET, multiple_of=MULTIPLE_OF)
+    totals = [sum(costs[index] for micro_batch in rank for index in micro_batch) for rank in dealt.ranks]
+    return fill, median(times), max(totals) / (sum(totals) / RANKS)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(5)))
+    seeds = parser.parse_args().seeds
+    values = {}
+    for name, (mean, sigma) in DISTRIBUTIONS.items():
+        fills, times, balances = zip(*(measure(lengths_of(seed, mean, sigma)) for seed in seeds), strict=True)
+        values |= {
+            f"{name}fill_over_bound": min(fills),
+            f"{name}ms": median(times),
+            f"{name}rank_cost_over_mean": max(balances),
+        }
+    print(json.dumps({"name": "packing", "values": {name: round(value, 4) for name, value in values.items()}}))
+
+
+if __name__ == "__main__":
+    main()

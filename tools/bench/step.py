@@ -1,0 +1,198 @@
+"""One update of a small Qwen3, against TRL's GRPOTrainer doing the same update on the same tokens.
+
+    .venv/bin/python -m pip install --no-deps -r requirements/bench.lock
+    .venv/bin/python tools/bench/step.py
+
+A random Qwen3 of 25 million parameters; 128 sequences, a prompt and a reply each, with lognormal lengths; GRPO with
+the token mean, no reference, AdamW, clipped gradient; float32, one process, one thread. Both sides take the padded
+or packed batch as they would in a run and do forward, backward, clipping and the optimizer's step. They alternate,
+TRL with the micro-batch size that was faster in its first update. `trl_over_ours` is the ratio of the median times,
+`loss_diff` the difference of the losses of the first update, `norm_diff` the relative one of the gradient norms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from megatron_collab.sglang_cpu import parts
+
+warnings.filterwarnings("ignore")
+parts.install_torchvision_operators()
+
+import torch  # noqa: E402
+from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
+
+from megatron_collab.actor import model as policies  # noqa: E402
+from megatron_collab.actor.actor import Actor  # noqa: E402
+from megatron_collab.algo import advantage  # noqa: E402
+from megatron_collab.config import Config  # noqa: E402
+from megatron_collab.ports import bindable  # noqa: E402
+from megatron_collab.types import Batch, Credit, Sample  # noqa: E402
+
+SEQUENCES, GROUP, VOCAB, LR, CLIP = 128, 8, 32_768, 1e-5, 1.0
+MEAN_LOG, SIGMA, SHORTEST, LONGEST = 3.7, 0.8, 8, 1024
+TRL_MICRO_BATCHES = (8, 32)
+
+
+def make_model(folder: Path) -> int:
+    """A random Qwen3 in `folder`; its number of parameters."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=384,
+        intermediate_size=1024,
+        num_hidden_layers=7,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=64,
+        tie_word_embeddings=True,
+        max_position_embeddings=2048,
+    )
+    model = Qwen3ForCausalLM(config).float()
+    model.save_pretrained(folder)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def make_samples() -> list[Sample]:
+    """Sequences of which the second half is the reply; rewards are compared within groups of eight."""
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(MEAN_LOG, SIGMA, SEQUENCES), SHORTEST, LONGEST).astype(int)
+    samples = []
+    for number, length in enumerate(lengths):
+        prompt = int(length) // 2
+        mask = (np.arange(length) >= prompt).astype(np.float32)
+        group = str(number // GROUP)
+        credit = Credit(((prompt, int(length)),), float(rng.normal()), peers=group, scale=group)
+        samples.append(Sample(rng.integers(0, VOCAB, length), mask, np.zeros(length, np.float32), (credit,)))
+    return samples
+
+
+def ours(folder: Path, samples: list[Sample]) -> Callable[[], dict[str, float]]:
+    config = Config()
+    config.launch.device, config.model.dtype, config.model.path = "cpu", "float32", str(folder)
+    config.optim.lr, config.optim.clip_grad, config.algo.kl_coef = LR, CLIP, 0.0
+    actor = Actor(config, policies.load(config)[0])
+    return lambda: actor.update(Batch(tuple(samples)))
+
+
+def trl(folder: Path, samples: list[Sample], micro_batch: int) -> Callable[[], dict[str, float]]:
+    """TRL's trainer on the batch that it would make of the samples: prompts padded left, replies right."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+    from trl import GRPOConfig, GRPOTrainer
+
+    tokenizer = Tokenizer(models.WordLevel({"[PAD]": 0, "[EOS]": 1}, unk_token="[PAD]"))
+    steps = SEQUENCES // micro_batch
+    trainer = GRPOTrainer(
+        model=Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        args=GRPOConfig(
+            output_dir=str(folder / "trl"),
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            learning_rate=LR,
+            max_grad_norm=CLIP,
+            adam_beta2=0.95,
+            weight_decay=0.0,
+            beta=0.0,
+            loss_type="dapo",
+            num_generations=GROUP,
+            per_device_train_batch_size=micro_batch,
+            gradient_accumulation_steps=steps,
+            report_to=[],
+        ),
+        train_dataset=Dataset.from_list([{"prompt": "a"}] * SEQUENCES),
+        processing_class=PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", eos_token="[EOS]"),
+    )
+    trainer.create_optimizer()
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = steps
+    inputs = padded(samples)
+    parts = [
+        {name: value[start : start + micro_batch] if value.dim() else value for name, value in inputs.items()}
+        for start in range(0, SEQUENCES, micro_batch)
+    ]
+
+    def update() -> dict[str, float]:
+        total = 0.0
+        for part in parts:
+            loss = trainer._compute_loss(trainer.model, part)
+            trainer.accelerator.backward(loss)  # the loss is divided by the tokens of the whole batch already
+            total += loss.item()
+        norm = trainer.accelerator.clip_grad_norm_(trainer.model.parameters(), CLIP)
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
+        return {"loss": total, "grad_norm": float(norm)}
+
+    return update
+
+
+def padded(samples: list[Sample]) -> dict[str, torch.Tensor]:
+    """What GRPOTrainer's loss takes."""
+    assigned = advantage.assign(samples, Config().algo).advantages
+    prompts = [int(np.flatnonzero(sample.loss_mask)[0]) for sample in samples]
+    replies = [len(sample.token_ids) - prompt for sample, prompt in zip(samples, prompts, strict=True)]
+    found = {name: torch.zeros(SEQUENCES, max(prompts), dtype=torch.long) for name in ("prompt_ids", "prompt_mask")}
+    found |= {
+        name: torch.zeros(SEQUENCES, max(replies), dtype=torch.long) for name in ("completion_ids", "completion_mask")
+    }
+    for row, (sample, prompt, reply) in enumerate(zip(samples, prompts, replies, strict=True)):
+        token_ids = torch.from_numpy(sample.token_ids)
+        found["prompt_ids"][row, max(prompts) - prompt :] = token_ids[:prompt]
+        found["prompt_mask"][row, max(prompts) - prompt :] = 1
+        found["completion_ids"][row, :reply] = token_ids[prompt:]
+        found["completion_mask"][row, :reply] = 1
+    advantages = torch.tensor([float(values[-1]) for values in assigned])
+    return found | {"advantages": advantages, "num_items_in_batch": torch.tensor(sum(replies))}
+
+
+def timed(update: Callable[[], dict[str, float]]) -> tuple[dict[str, float], float]:
+    """What an update reports, and its seconds."""
+    start = time.perf_counter()
+    return update(), time.perf_counter() - start
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--rounds", type=int, default=2, help="timed updates of each side")
+    rounds = options.parse_args().rounds
+    torch.set_num_threads(1)
+    rank = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
+    os.environ |= {name: str(value) for name, value in rank.items()}
+    os.environ["MASTER_PORT"] = str(bindable("MASTER_PORT", 0))
+    config = Config()
+    config.launch.device = "cpu"
+    with tempfile.TemporaryDirectory() as scratch, policies.init_parallel(config):
+        folder = Path(scratch) / "model"
+        parameters = make_model(folder)
+        samples = make_samples()
+        lengths = [len(sample.token_ids) for sample in samples]
+        print(f"{parameters / 1e6:.1f} M parameters, {sum(lengths)} tokens, the longest {max(lengths)}", flush=True)
+        update = ours(folder, samples)
+        peers = {size: trl(folder, samples, size) for size in TRL_MICRO_BATCHES}
+        first, _ = timed(update)
+        theirs = {size: timed(peer) for size, peer in peers.items()}
+        fastest = min(theirs, key=lambda size: theirs[size][1])
+        times = [(timed(update)[1], timed(peers[fastest])[1]) for _ in range(rounds)]
+    mine, other = (statistics.median(column) for column in zip(*times, strict=True))
+    print(f"ours {mine:.2f} s, TRL {other:.2f} s with micro-batches of {fastest}")
+    differences = [abs(first["loss"] - peer["loss"]) for peer, _ in theirs.values()]
+    norms = [abs(first["grad_norm"] / peer["grad_norm"] - 1) for peer, _ in theirs.values()]
+    values = {"trl_over_ours": other / mine, "loss_diff": max(differences), "norm_diff": max(norms)}
+    print(json.dumps({"name": "step", "values": {name: round(value, 8) for name, value in values.items()}}))
+
+
+if __name__ == "__main__":
+    main()
