@@ -12,7 +12,7 @@ parameters of the model:
                                                    for the embedding, one for the gradient before the head
     with sequence parallel  (t-1) T a (10 L + 4)   for each all-reduce a gather and a scatter, and 2 gathers of the
                                                    inputs of qkv and fc1 for the gradient of their weights
-    vocabulary              2 (t-1) 16 N           the statistics of the log-probs: a maximum and three sums
+    vocabulary              t (t-1) 16 N           four statistics of the log-probs, gathered by every rank
     pipeline                2 (p v - 1) T a s      activations and gradients over p v - 1 boundaries; s = t ranks send
                                                    the same tokens, with sequence parallel s = 1
     data parallel           2 (d-1) 4 P'           float32 gradients scattered, parameters gathered; P': what a data
@@ -130,7 +130,7 @@ def formula(parallel: Any, dp: int, shape: Any, tokens: int, trained: int, param
         tensor = 2 * (t - 1) * tokens * a * (4 * layers + 2)
     parts = {
         "tensor": tensor,
-        "vocabulary": 2 * (t - 1) * 16 * trained,
+        "vocabulary": t * (t - 1) * 16 * trained,
         "pipeline": 2 * (parallel.pp * parallel.vpp - 1) * tokens * a * (1 if parallel.sequence_parallel else t),
         "data": 2 * (dp - 1) * 4 * parameters,
         "experts": 2 * tokens * CHOSEN * (2 * a + 4) * layers if parallel.ep > 1 else 0,
@@ -170,9 +170,9 @@ def counted() -> Any:
         match name:
             case "allreduce_" | "allreduce_coalesced_":
                 return int(2 * ring * size(args[0]))
-            case "_allgather_base_" | "allgather_":
+            case "_allgather_base_" | "allgather_" | "allgather_into_tensor_coalesced_":
                 return int(ring * size(args[0]))
-            case "_reduce_scatter_base_" | "reduce_scatter_":
+            case "_reduce_scatter_base_" | "reduce_scatter_" | "reduce_scatter_tensor_coalesced_":
                 return int(ring * size(args[1]))
             case "alltoall_base_" | "alltoall_":
                 return size(args[1])
