@@ -27,6 +27,18 @@ from megatron_collab.rollout import tools
 
 def check(config: Config) -> None:
     """Cross-checks that need no process and no model in memory."""
+    _check_values(config)
+    _check_machine(config)
+    _check_stage(config)
+
+
+def check_settings(config: Config) -> None:
+    """Those of `check` that would fail on any machine."""
+    _check_values(config)
+    _check_stage(config)
+
+
+def _check_values(config: Config) -> None:
     one_of("train.stage", config.train.stage, ["rl", "sft"])
     one_of("launch.device", config.launch.device, device.SETTINGS)
     one_of("model.dtype", config.model.dtype, ["bfloat16", "float32"])
@@ -36,21 +48,29 @@ def check(config: Config) -> None:
     one_of("data.world", config.data.world, [None, *WORLDS])
     for setting, value in _positive(config):
         require(value > 0, f"{setting}={value}: must be greater than 0")
-    _check_device(config)
     layout_checks.check(config)
+
+
+def _check_machine(config: Config) -> None:
+    """Devices, libraries and files."""
+    _check_device(config)
+    layout_checks.check_machine(config)
     if config.data.world is None or Path(config.model.path).exists():
         check_model(config)
     _check_files(config)
-    if config.train.stage == "rl":
-        _check_reward(config.reward)
-        _check_rollout(config)
-        _check_algo(config)
-        _check_budget(config)
     require(
         not uses_wandb(config.run) or find_spec("wandb") is not None,
         f"run.wandb_project={config.run.wandb_project}: WANDB_API_KEY is set, but wandb is not installed; "
         f"pip install wandb, or set run.wandb_project=null",
     )
+
+
+def _check_stage(config: Config) -> None:
+    if config.train.stage == "rl":
+        _check_reward(config.reward)
+        _check_rollout(config)
+        _check_algo(config)
+        _check_budget(config)
 
 
 def _check_reward(reward: RewardConfig) -> None:
@@ -115,8 +135,6 @@ def _check_rollout(config: Config) -> None:
         )
     for name in rollout.tools:
         require(name in tools.known(), f"rollout.tools={name}: no such tool; known are {', '.join(tools.known())}")
-    if config.user.personas is not None:
-        require(Path(config.user.personas).is_file(), f"user.personas={config.user.personas}: no such file")
 
 
 def _check_algo(config: Config) -> None:
@@ -124,8 +142,7 @@ def _check_algo(config: Config) -> None:
     one_of("algo.advantage", algo.advantage, [*GROUPED, "reinforce++", "gae"])
     one_of("algo.loss", algo.loss, ["ppo", "gspo", "cispo"])
     one_of("algo.average", algo.average, ["token", "sequence"])
-    require(algo.kl != "low_var_kl", "algo.kl=low_var_kl: it is called k3 here; set algo.kl=k3")
-    one_of("algo.kl", algo.kl, ["k1", "k2", "k3"])
+    one_of("algo.kl", algo.kl, ["k1", "k2", "k3", "low_var_kl"])
     one_of("algo.kl_in", algo.kl_in, ["loss", "reward"])
     one_of("algo.correction", algo.correction, ["none", "truncated", "masked"])
     for name in ("clip_low", "gamma", "gae_lambda"):
@@ -155,6 +172,11 @@ def _check_algo(config: Config) -> None:
         f"teach as well; set it to 0",
     )
     require(
+        algo.loss != "gspo" or config.parallel.cp == 1,
+        f"algo.loss=gspo: needs whole sequences on a rank, and parallel.cp={config.parallel.cp} cuts them; set "
+        "parallel.cp=1, or algo.loss=ppo",
+    )
+    require(
         algo.advantage != "gae" or reward_to_go_gamma(config.reward.turn_credit) is None,
         f"reward.turn_credit={config.reward.turn_credit}: algo.advantage=gae makes the returns itself, from algo.gamma "
         f"and the critic; set it to equal or last",
@@ -163,7 +185,7 @@ def _check_algo(config: Config) -> None:
 
 def _positive(config: Config) -> list[tuple[str, float]]:
     names = {
-        "launch": ["nproc_per_node", "timeout"],
+        "launch": ["nproc_per_node", "nodes", "timeout"],
         "parallel": ["tp", "pp", "vpp", "cp", "ep"],
         "optim": ["lr", "clip_grad"],
         "algo": ["mini_batches"],
@@ -187,10 +209,10 @@ def _check_device(config: Config) -> None:
         raise ConfigError(str(error)) from error
 
 
-def check_model(config: Config) -> None:
-    """The model folder against the layout; reads config.json only."""
+def check_model(config: Config, described: Path | None = None) -> ModelShape:
+    """The model against the layout, from config.json in its folder or from the file `described`; its shape."""
     folder = Path(config.model.path)
-    file = folder / "config.json"
+    file = described or folder / "config.json"
     hint = "; experiment=booking_sft makes the one that booking starts from" if config.data.world == "booking" else ""
     require(file.is_file(), f"model.path={folder}: no config.json there; give the folder of a Hugging Face model{hint}")
     hf = json.loads(file.read_text())
@@ -209,10 +231,12 @@ def check_model(config: Config) -> None:
         f"rollout.server.tp={server}: does not divide the model's {shape.heads} attention heads",
     )
     layout_checks.check_shape(config, shape)
+    return shape
 
 
 def _check_files(config: Config) -> None:
-    if config.data.world is not None:
-        return
-    for setting, value in (("data.train", config.data.train), ("data.eval", config.data.eval)):
+    files = {"data.train": config.data.train, "data.eval": config.data.eval} if config.data.world is None else {}
+    if config.train.stage == "rl":
+        files["user.personas"] = config.user.personas
+    for setting, value in files.items():
         require(value is None or Path(value).is_file(), f"{setting}={value}: no such file")

@@ -102,7 +102,7 @@ class AlgoConfig:
     clip_low: float = option(0.2, "clip of the importance ratio below 1")
     clip_high: float = option(0.2, "clip of the importance ratio above 1; wider than clip_low is DAPO's clip-higher")
     kl_coef: float = option(1e-3, "weight of the KL to the frozen first policy; 0: no reference model is kept")
-    kl: str = option("k3", "estimate of that KL: k1, k2 or k3 (low_var_kl is k3)")
+    kl: str = option("k3", "estimate of that KL: k1, k2 or k3, which is also called low_var_kl")
     kl_in: str = option("loss", "where the KL enters: loss or reward")
     entropy_coef: float = option(0.0, "weight of the entropy, which is raised")
     correction: str = option(
@@ -274,12 +274,19 @@ ConfigStore.instance().store(name="schema", node=_schema())
 
 
 def load(overrides: Sequence[str]) -> Config:
-    """Compose `conf/config.yaml` with Hydra overrides, refuse what cannot run.
-
-    Raises ConfigError for an unknown option, a value of the wrong type, or a combination that cannot work.
-    """
+    """The settings of a run on this machine: as `parse`; ConfigError also for what cannot run here."""
     from megatron_collab import checks  # which imports this module
 
+    config = parse(overrides)
+    checks.check(config)
+    return config
+
+
+def parse(overrides: Sequence[str]) -> Config:
+    """Compose `conf/config.yaml` with Hydra overrides, unchecked.
+
+    Raises ConfigError for an unknown option, a value of the wrong type, or a required one that is not set.
+    """
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
@@ -293,7 +300,6 @@ def load(overrides: Sequence[str]) -> Config:
     if missing:
         raise ConfigError(f"{missing[0]}: not set; give {missing[0]}=VALUE or an experiment=NAME that sets it")
     assert isinstance(config, Config)
-    checks.check(config)
     return config
 
 

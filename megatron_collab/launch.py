@@ -45,6 +45,12 @@ def prepare(config: Config) -> None:
     from megatron_collab.data.prompts import ChatRenderer
     from megatron_collab.rollout import tools
 
+    nodes = config.launch.nodes
+    if nodes > 1 and not under_torchrun():
+        raise ConfigError(
+            f"launch.nodes={nodes}: only the ranks of this node could be started from here; start torchrun "
+            f"--nnodes {nodes} --nproc-per-node {config.launch.nproc_per_node} on each node, or set launch.nodes=1"
+        )
     try:
         worlds.prepare(config)
         check_model(config)

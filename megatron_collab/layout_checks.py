@@ -9,7 +9,7 @@ from megatron_collab.refuse import one_of, require
 
 
 def check(config: Config) -> None:
-    """What can be said without the model."""
+    """What can be said without the model and without this machine."""
     one_of("model.fp8", config.model.fp8, [None, "hybrid", "e4m3"])
     one_of("model.fp8_recipe", config.model.fp8_recipe, list(layout.FP8_MULTIPLE))
     one_of("parallel.recompute", config.parallel.recompute, ["none", "selective", "full"])
@@ -19,9 +19,16 @@ def check(config: Config) -> None:
         for setting, off in (("fp8_params", False), ("fp8_skip_first", 0), ("fp8_skip_last", 0)):
             value = getattr(config.model, setting)
             require(value == off, f"model.{setting}={value}: needs model.fp8; set model.fp8=hybrid")
+    _check_layout(config)
+
+
+def check_machine(config: Config) -> None:
+    """What TransformerEngine and the device of this machine must be able to do."""
     if config.parallel.cp > 1:
         _needs_engine(f"parallel.cp={config.parallel.cp}", "set parallel.cp=1")
-    _check_layout(config)
+    if config.model.fp8:
+        _needs_engine(f"model.fp8={config.model.fp8}", "set model.fp8=null")
+        _check_capability(config.model.fp8_recipe)
 
 
 def check_shape(config: Config, shape: ModelShape) -> None:
@@ -77,16 +84,9 @@ _FP8_DEVICES: dict[str, tuple[tuple[int, int], tuple[int, int], str]] = {
 
 
 def _check_fp8(model: ModelConfig) -> None:
-    asked = f"model.fp8={model.fp8}"
-    _needs_engine(asked, "set model.fp8=null")
-    require(model.dtype == "bfloat16", f"{asked}: needs model.dtype=bfloat16, not {model.dtype}; set model.fp8=null")
-    first, end, reason = _FP8_DEVICES[model.fp8_recipe]
-    found = device.capability()
     require(
-        found is not None and first <= found < end,
-        f"model.fp8_recipe={model.fp8_recipe}: needs a device of compute capability {first[0]}.{first[1]} or higher "
-        f"({reason}), here is {'none' if found is None else f'one of {found[0]}.{found[1]}'}; "
-        "choose another recipe, or set model.fp8=null",
+        model.dtype == "bfloat16",
+        f"model.fp8={model.fp8}: needs model.dtype=bfloat16, not {model.dtype}; set model.fp8=null",
     )
     skipped = model.fp8_skip_first + model.fp8_skip_last
     require(
@@ -97,6 +97,17 @@ def _check_fp8(model: ModelConfig) -> None:
     for setting in ("fp8_skip_first", "fp8_skip_last"):
         value = getattr(model, setting)
         require(value >= 0, f"model.{setting}={value}: must not be negative")
+
+
+def _check_capability(recipe: str) -> None:
+    first, end, reason = _FP8_DEVICES[recipe]
+    found = device.capability()
+    require(
+        found is not None and first <= found < end,
+        f"model.fp8_recipe={recipe}: needs a device of compute capability {first[0]}.{first[1]} or higher "
+        f"({reason}), here is {'none' if found is None else f'one of {found[0]}.{found[1]}'}; "
+        "choose another recipe, or set model.fp8=null",
+    )
 
 
 def _check_cuts(parallel: ParallelConfig, shape: ModelShape) -> None:

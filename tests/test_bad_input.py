@@ -166,7 +166,7 @@ def test_a_wandb_key_without_wandb(
 
 
 def test_fp8_without_transformer_engine(capsys: pytest.CaptureFixture[str], booking: list[str]) -> None:
-    line = refused(capsys, *booking, "model.fp8=hybrid")
+    line = refused(capsys, *booking, "model.fp8=hybrid", "model.dtype=bfloat16")
     assert "model.fp8=hybrid: needs TransformerEngine" in line and "model.fp8=null" in line
 
 

@@ -52,6 +52,7 @@ def refused(settings: dict[str, Any], shape: dict[str, Any] | None = None) -> st
     config = configure(settings)
     with pytest.raises(ConfigError) as error:
         layout_checks.check(config)
+        layout_checks.check_machine(config)
         if shape:
             layout_checks.check_shape(config, ModelShape.from_hf(shape))
     assert "\n" not in str(error.value)
@@ -118,7 +119,7 @@ def test_recipes_of_fp8_need_their_devices(
     monkeypatch.setattr(device, "capability", lambda: capability)
     settings = {"model.fp8": "hybrid", "model.fp8_recipe": recipe}
     if allowed:
-        layout_checks.check(configure(settings))
+        layout_checks.check_machine(configure(settings))
         return
     line = refused(settings)
     assert line.startswith(f"model.fp8_recipe={recipe}: needs a device of compute capability")
@@ -199,6 +200,7 @@ def test_what_does_not_suit_the_model(engine: None, settings: dict[str, Any], sh
 def test_what_works_is_let_through(engine: None, settings: dict[str, Any], shape: dict[str, Any]) -> None:
     config = configure(settings)
     layout_checks.check(config)
+    layout_checks.check_machine(config)
     layout_checks.check_shape(config, ModelShape.from_hf(shape))
 
 

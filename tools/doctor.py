@@ -1,15 +1,26 @@
-"""What this machine has, what that enables, and what is used where something is missing.
+"""What this machine has, or what memory a run would need.
 
-`python tools/doctor.py` prints one row a probe, the same probes that decide at run time. Exit code 1 where
-something is missing that nothing replaces.
+`python tools/doctor.py` prints one row a probe: what is there, what that enables and what is used where something is
+missing; the same probes decide at run time. Exit code 1 where something is missing that nothing replaces.
+
+`python tools/doctor.py --plan experiment=NAME [option=value …]` takes the options of megatron_collab.train and prints
+the memory of the fullest GPU by part. Nothing of the run need be there: the model's shape comes from model.path, else
+from conf/shapes. Exit code 1 where the run does not fit, 2 for settings that cannot work.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_collab import device
+from megatron_collab.config import CONF, Config, ConfigError, parse
+
+if TYPE_CHECKING:
+    from megatron_collab.memory import Plan
 
 TITLES = {
     "cuda": "CUDA device",
@@ -22,9 +33,24 @@ TITLES = {
     "ray": "Ray",
     "slurm": "Slurm",
 }
+EXIT_BAD_INPUT = 2
 
 
-def main() -> int:
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plan", nargs="+", metavar="OPTION=VALUE", help="print the memory that this run needs")
+    parser.add_argument("--gpu-gib", type=float, default=80.0, help="memory of a GPU in GiB [80]")
+    given = parser.parse_args(arguments)
+    if given.plan is None:
+        return probe()
+    try:
+        return planned(given.plan, given.gpu_gib)
+    except ConfigError as error:
+        print(f"megatron-collab: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+
+
+def probe() -> int:
     found = device.probes()
     print(table(found))
     lacking = [TITLES[probe.name] for probe in found if not probe.found and not probe.fallback]
@@ -48,5 +74,65 @@ def table(found: Sequence[device.Probe]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
+def planned(overrides: Sequence[str], gpu_gib: float) -> int:
+    from megatron_collab import checks
+    from megatron_collab.memory import GIB, plan
+
+    config = parse(overrides)
+    checks.check_settings(config)
+    found = plan(config, checks.check_model(config, _described(Path(config.model.path))))
+    print(report(config, found))
+    need = found.peak(found.fullest) / GIB
+    if need > gpu_gib:
+        print(f"Does not fit a GPU of {gpu_gib:g} GiB: {need - gpu_gib:.1f} GiB too much.")
+        return 1
+    print(
+        f"Fits a GPU of {gpu_gib:g} GiB: {gpu_gib - need:.1f} GiB are left for what is not counted "
+        "(CUDA contexts, NCCL, SGLang's graphs and workspace, the moments of a pass)."
+    )
+    return 0
+
+
+def _described(folder: Path) -> Path:
+    """The file that says what shape the model of `folder` has; ConfigError where there is none."""
+    choices = [folder / "config.json", CONF / "shapes" / f"{folder.name}.json"]
+    for file in choices:
+        if file.is_file():
+            return file
+    raise ConfigError(
+        f"model.path={folder}: neither {choices[0]} nor conf/shapes/{folder.name}.json is there; give the folder of a "
+        "Hugging Face model, or write its config.json to conf/shapes"
+    )
+
+
+def report(config: Config, found: Plan) -> str:
+    """The plan as text: the GPUs, the parts of the fullest one, the sums of the others, the host's memory."""
+    from megatron_collab.memory import GIB
+
+    launch, parallel = config.launch, config.parallel
+    parts = found.stages[found.fullest]
+    rows = [(part.name, part.training, part.sampling) for part in parts]
+    sums = ("sum", sum(part.training for part in parts), sum(part.sampling for part in parts))
+    lines = [
+        f"{Path(config.model.path).name} on {found.gpus} GPUs: launch.nodes={launch.nodes} x "
+        f"launch.nproc_per_node={launch.nproc_per_node}",
+        f"tp={parallel.tp} pp={parallel.pp} vpp={parallel.vpp} cp={parallel.cp} ep={parallel.ep}, "
+        f"data parallel {found.dp}, recompute={parallel.recompute}",
+        "",
+        f"{f'GiB on a GPU of pipeline stage {found.fullest}':34}  training  sampling",
+        *(f"{name:34}  {training / GIB:8.2f}  {sampling / GIB:8.2f}" for name, training, sampling in [*rows, sums]),
+        "",
+        "at most, by pipeline stage: "
+        + ", ".join(f"{found.peak(stage) / GIB:.1f}" for stage in range(len(found.stages))),
+    ]
+    host = sum(part.host for part in parts) * launch.nproc_per_node
+    if host:
+        lines.append(f"on the host of each node, while sampling: {host / GIB:.1f} GiB of optimizer")
+    if found.segments:
+        lines.append(f"on the host of each node, shared, for publishing: {found.segments / GIB:.1f} GiB")
+    largest = max(parts, key=lambda part: max(part.training, part.sampling))
+    return "\n".join([*lines, f"The largest part is {largest.name}."])
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -117,13 +117,14 @@ def importance_weights(old_log_probs: Tensor, engine_log_probs: Tensor, algo: Al
 
 
 def kl(log_probs: Tensor, reference_log_probs: Tensor, estimate: str) -> Tensor:
-    """The estimate k1, k2 or k3 of KL(policy || reference), for the loss.
+    """The estimate k1, k2 or k3 (also called low_var_kl) of KL(policy || reference), for the loss.
 
     On the policy's own samples the mean gradient of k2 is that of the KL of the next token, the mean gradient of k3
     that of KL(reference || policy), the same near the reference. The mean gradient of k1 is 0: in the loss it holds
     nothing back, it belongs into the reward (Tang and Munos 2025, arXiv:2506.09477).
     """
-    return {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}[estimate](log_probs, reference_log_probs)
+    estimates = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3, "low_var_kl": kl_k3}
+    return estimates[estimate](log_probs, reference_log_probs)
 
 
 def kl_k1(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:

@@ -81,15 +81,20 @@ def _layout(parallel: ParallelConfig, layers: int) -> dict[str, Any]:
     }
 
 
-def _uneven_stages(layers: int, stages: int) -> list[list[str]] | None:
-    """Layers of each stage where the stages do not divide them: the first stages take one more.
+def stage_layers(layers: int, stages: int) -> list[int]:
+    """How many layers each pipeline stage has; where the stages do not divide them, the first take one more.
 
-    Virtual stages are stages here, in the order in which a token passes them.
+    Virtual stages are stages here, in the order in which a token passes them: rank r of p has r, r + p, …
     """
     each, rest = divmod(layers, stages)
-    if rest == 0:
+    return [each + (stage < rest) for stage in range(stages)]
+
+
+def _uneven_stages(layers: int, stages: int) -> list[list[str]] | None:
+    """The layout in Megatron's words, which it needs where the stages do not divide the layers."""
+    if layers % stages == 0:
         return None
-    layout = [["decoder"] * (each + (stage < rest)) for stage in range(stages)]
+    layout = [["decoder"] * count for count in stage_layers(layers, stages)]
     return [["embedding", *layout[0]], *layout[1:-1], [*layout[-1], "loss"]]
 
 

@@ -161,7 +161,8 @@ def test_importance_weights_do_not_overflow() -> None:
 
 
 def test_kl_estimates() -> None:
-    found = {name: kl(torch.tensor(NEW), torch.tensor(OLD), name) for name in ("k1", "k2", "k3")}
+    found = {name: kl(torch.tensor(NEW), torch.tensor(OLD), name) for name in ("k1", "k2", "k3", "low_var_kl")}
+    assert torch.equal(found["low_var_kl"], found["k3"])
     for i in range(N):
         q = math.exp(OLD[i]) / math.exp(NEW[i])
         assert math.isclose(found["k1"][i], -math.log(q), rel_tol=1e-9)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_collab.config import ConfigError, load
+from megatron_collab import checks
+from megatron_collab.config import ConfigError, load, parse
 
 
 def refused(*overrides: str) -> str:
@@ -20,8 +21,7 @@ def refused(*overrides: str) -> str:
         (["algo.advantage=ppo"], "algo.advantage=ppo: choose one of grpo, dr_grpo, rloo, reinforce++, gae"),
         (["algo.loss=grpo"], "algo.loss=grpo: choose one of ppo, gspo, cispo"),
         (["algo.average=group"], "algo.average=group: choose one of token, sequence"),
-        (["algo.kl=k4"], "algo.kl=k4: choose one of k1, k2, k3"),
-        (["algo.kl=low_var_kl"], "algo.kl=low_var_kl: it is called k3 here; set algo.kl=k3"),
+        (["algo.kl=k4"], "algo.kl=k4: choose one of k1, k2, k3, low_var_kl"),
         (["algo.kl_in=both"], "algo.kl_in=both: choose one of loss, reward"),
         (["algo.correction=tis"], "algo.correction=tis: choose one of none, truncated, masked"),
         (["algo.clip_low=1.5"], "algo.clip_low=1.5: must be from 0 to 1"),
@@ -46,6 +46,12 @@ def refused(*overrides: str) -> str:
 )
 def test_what_cannot_work_names_the_setting_and_the_way_out(overrides: list[str], said: str) -> None:
     assert said in refused(*overrides)
+
+
+def test_gspo_does_not_cut_sequences() -> None:
+    config = parse(["experiment=gsm8k", "algo.loss=gspo", "parallel.tp=1", "parallel.cp=2"])
+    with pytest.raises(ConfigError, match=r"algo\.loss=gspo: needs whole sequences .* set parallel\.cp=1"):
+        checks.check_settings(config)
 
 
 @pytest.mark.parametrize("advantage", ["reinforce++", "gae"])

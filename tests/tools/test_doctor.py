@@ -1,10 +1,13 @@
-"""The doctor's table says what is there, what it enables and what replaces it."""
+"""The doctor says what is there and what replaces what is not, and what memory a run would need."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
+
+import pytest
 
 from megatron_collab.device import Probe, probes
 
@@ -25,13 +28,67 @@ def test_every_probe_has_a_row(tmp_path: Path) -> None:
     assert "launch.device=auto takes" in rows[-1]
 
 
-def test_what_is_required_and_missing_ends_in_1(monkeypatch, capsys) -> None:
+@pytest.fixture
+def doctor(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(DOCTOR.parent))
     import doctor
 
+    return doctor
+
+
+def test_what_is_required_and_missing_ends_in_1(
+    doctor: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     lacking = [Probe("ray", False, "not installed", "conversations and scoring", "")]
     monkeypatch.setattr(doctor.device, "probes", lambda: lacking)
-    assert doctor.main() == 1
+    assert doctor.main([]) == 1
     printed = capsys.readouterr().out
     assert "missing: not installed" in printed and "-> nothing: required" in printed
     assert "Required and missing: Ray. Run make setup." in printed
+
+
+def test_a_plan_needs_nothing_of_the_run(doctor: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither model nor data nor devices nor TransformerEngine, which this run would use."""
+    assert doctor.main(["--plan", "experiment=train_70b", "launch.device=cuda", "model.fp8=hybrid"]) == 0
+    printed = capsys.readouterr().out
+    assert "on 64 GPUs: launch.nodes=8 x launch.nproc_per_node=8" in printed
+    rows = {line[:34].strip(): line[34:].split() for line in printed.splitlines()}
+    names = ["parameters", "gradients", "optimizer", "reference", "activations", "server: weights", "server: KV cache"]
+    for column in range(2):
+        assert float(rows["sum"][column]) == pytest.approx(sum(float(rows[name][column]) for name in names), abs=0.05)
+    assert "The largest part is server: weights." in printed and "Fits a GPU of 80 GiB" in printed
+
+
+def test_a_plan_that_does_not_fit_ends_in_1(doctor: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main(["--gpu-gib", "40", "--plan", "experiment=train_70b", "parallel.offload=true"]) == 1
+    printed = capsys.readouterr().out
+    assert "Does not fit a GPU of 40 GiB" in printed
+    assert "on the host of each node, while sampling: 101.5 GiB of optimizer" in printed
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("model.path=models/unknown", "model.path=models/unknown: neither"),
+        ("parallel.tp=16", "parallel.tp=16: does not divide the model's 8 key/value heads"),
+        ("parallel.pp=3", "x parallel.pp=3 x parallel.cp=1 does not divide the 64 ranks"),
+        ("parallel.pq=3", "parallel.pq"),
+    ],
+)
+def test_a_plan_of_what_cannot_be(
+    doctor: ModuleType, capsys: pytest.CaptureFixture[str], override: str, said: str
+) -> None:
+    assert doctor.main(["--plan", "experiment=train_70b", override]) == 2
+    printed, line = capsys.readouterr()
+    assert printed == "" and line.count("\n") == 1 and said in line
+
+
+def test_the_folder_of_the_model_comes_before_the_known_shapes(
+    doctor: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "Llama-3.3-70B-Instruct"
+    folder.mkdir()
+    smaller = (DOCTOR.parents[1] / "conf/shapes/Llama-3.1-8B-Instruct.json").read_text()
+    (folder / "config.json").write_text(smaller)
+    assert doctor.main(["--plan", "experiment=train_70b", f"model.path={folder}", "--gpu-gib", "30"]) == 0
+    assert "Fits a GPU of 30 GiB" in capsys.readouterr().out

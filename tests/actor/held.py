@@ -1,0 +1,131 @@
+"""What one step of training really holds: storages of the state, and of activations while they are needed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from unittest import mock
+from weakref import finalize
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from megatron_collab.actor import megatron_config
+from megatron_collab.actor import model as policies
+from megatron_collab.actor.critic import _with_value_head
+from megatron_collab.actor.model import unwrap
+from megatron_collab.actor.share import make_share
+from megatron_collab.actor.trainable import Trainable
+from megatron_collab.config import Config
+from megatron_collab.publish.hf_map import ModelShape
+
+
+class Holder:
+    """Adds up the storages of what it is given, each once, while anybody keeps it."""
+
+    def __init__(self, ignored: Iterable[Tensor]) -> None:
+        self.most = 0
+        self._held = 0
+        self._users: Counter[int] = Counter()
+        self._ignored = {tensor.untyped_storage().data_ptr() for tensor in ignored}
+
+    def keep(self, tensor: Tensor, holder: object) -> None:
+        """Count `tensor` as long as `holder` lives."""
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() in self._ignored:
+            return
+        key, size = storage._cdata, storage.nbytes()
+        self._users[key] += 1
+        if self._users[key] == 1:
+            self._held += size
+            self.most = max(self.most, self._held)
+        finalize(holder, self._release, key, size)
+
+    def _release(self, key: int, size: int) -> None:
+        self._users[key] -= 1
+        if self._users[key] == 0:
+            self._held -= size
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Count what autograd saves, and the rotation, which recomputation keeps without saving it."""
+        real = policies.rotated
+
+        def rotated(*arguments: object) -> object:
+            made = real(*arguments)
+            self.keep(made.cos, made)
+            self.keep(made.sin, made)
+            return made
+
+        with (
+            saved_tensors_hooks(self._pack, lambda saved: saved.tensor),
+            mock.patch.object(policies, "rotated", rotated),
+        ):
+            yield
+
+    def _pack(self, tensor: Tensor) -> _Saved:
+        saved = _Saved(tensor)
+        self.keep(tensor, saved)
+        return saved
+
+    def between_stages(self, policy: torch.nn.Module, inputs: object, output: Tensor) -> None:
+        """Forward hook: what the schedule keeps of a stage's input and output."""
+        if policy.decoder.input_tensor is not None:
+            self.keep(policy.decoder.input_tensor, policy.decoder.input_tensor)
+        if not policy.post_process:
+            self.keep(output, output)
+
+
+class _Saved:
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def held(config: Config, hf: dict[str, object], micro_batches: int, critic: bool = False) -> dict[str, int]:
+    """Bytes of parameters, gradients, optimizer and activations of this rank in one step.
+
+    Each data parallel rank takes so many micro-batches, of two sequences each, that fill them. The SwiGLU is the
+    fused one, as on a GPU.
+    """
+    shape = ModelShape.from_hf(hf)
+    fused = megatron_config._fusions(shape.experts is not None) | {"bias_activation_fusion": True}
+    with mock.patch.object(megatron_config, "_fusions", lambda _: fused):
+        chunks = policies.build(config, shape)
+    chunks = _with_value_head(chunks) if critic else chunks
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            torch.nn.init.normal_(parameter, std=0.05)
+    trainable = Trainable(config, chunks, lr=1e-3)
+    tokens, parallel = config.train.tokens_per_micro_batch, config.parallel
+    ranks = config.launch.nproc_per_node // (parallel.tp * parallel.pp)
+    rng = np.random.default_rng(0)
+    lengths = [tokens // 4 + 1, tokens - tokens // 4 + 1] * micro_batches * ranks  # a position less each
+    columns = {"token_ids": [rng.integers(0, shape.vocab, size=length) for length in lengths]}
+    share = make_share(config, columns, torch.device("cpu"))
+    assert [batch.token_ids.shape[1] for batch in share.micro_batches] == [tokens] * micro_batches
+
+    parameters = [parameter for chunk in trainable.chunks for parameter in chunk.parameters()]
+    holder = Holder(parameters)
+    for chunk in trainable.chunks:
+        unwrap(chunk).register_forward_hook(holder.between_stages)
+    with holder.saving():
+        trainable.step(share, lambda _, hidden: (hidden.float().sum(), None), lr=1e-3)
+
+    buffers = [b for chunk in trainable.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    inner = [part.optimizer for part in trainable.optimizer.chained_optimizers]
+    state = [value for one in inner for values in one.state.values() for value in values.values()]
+    masters = [tensor for one in inner for group in one.param_groups for tensor in group["params"]]
+    own = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+    return {
+        "parameters": _size(parameters),
+        "gradients": _size(buffer.grad_data for buffer in buffers),
+        "optimizer": _size(t for t in (*state, *masters) if t.untyped_storage().data_ptr() not in own),
+        "activations": holder.most,
+    }
+
+
+def _size(tensors: Iterable[Tensor]) -> int:
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())

@@ -1,0 +1,150 @@
+"""The plan of a run's memory against what small models really allocate, part by part, within a tenth."""
+
+from __future__ import annotations
+
+import json
+from itertools import accumulate
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from megatron_collab import memory
+from megatron_collab.actor import logprob
+from megatron_collab.actor.activations import in_flight
+from megatron_collab.actor.objective import Head
+from megatron_collab.config import CONF, Config, parse
+from megatron_collab.publish.hf_config import ModelShape
+from tests.actor.held import held
+from tests.actor.memory_worker import LAYOUTS, MOE, layout
+from tests.actor.ranks import run_ranks
+
+DENSE = {name: value for name, value in MOE.items() if "expert" not in name}
+SHAPES = {
+    "qwen3": {**DENSE, "model_type": "qwen3"},
+    "llama": {**DENSE, "model_type": "llama", "num_key_value_heads": 8, "tie_word_embeddings": True},
+    "qwen3_moe": MOE,
+}
+TENTH = 0.1
+
+
+def planned(config: Config, hf: dict[str, object], stage: int = 0) -> dict[str, float]:
+    parts = memory.plan(config, ModelShape.from_hf(hf)).stages[stage]
+    return {part.name: part.training for part in parts}
+
+
+def shape_of(name: str) -> ModelShape:
+    return ModelShape.from_hf(json.loads((CONF / "shapes" / f"{name}.json").read_text()))
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", SHAPES)
+def test_one_rank(one_rank: Config, family: str, dtype: str, recompute: str) -> None:
+    config = layout({"model.dtype": dtype, "parallel.recompute": recompute, "launch.nproc_per_node": 1})
+    plan = planned(config, SHAPES[family])
+    for part, size in held(config, SHAPES[family], micro_batches=1).items():
+        assert plan[part] == pytest.approx(size, rel=TENTH), part
+
+
+def test_a_critic_trains_no_output_layer(one_rank: Config) -> None:
+    config = layout({"algo.advantage": "gae", "launch.nproc_per_node": 1})
+    plan = planned(config, SHAPES["qwen3"])
+    found = held(config, SHAPES["qwen3"], micro_batches=1, critic=True)
+    assert plan["gradients"] - plan["critic: gradients"] == pytest.approx(4 * 1000 * 256, rel=TENTH)
+    for part in ("parameters", "gradients", "optimizer"):
+        assert plan[f"critic: {part}"] == pytest.approx(found[part], rel=0.01)
+
+
+def test_the_head(one_rank: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The most that the allocator gave out from the hidden states to their gradient."""
+    monkeypatch.setattr(logprob, "TILE", {"cpu": 1 << 14, "cuda": 1 << 14})
+    shape, tokens = ModelShape.from_hf(SHAPES["qwen3"]), 1024
+    weight = torch.randn(shape.vocab, shape.hidden, requires_grad=True)
+    weight.main_grad = torch.zeros_like(weight)
+    micro_batch = SimpleNamespace(positions=torch.arange(tokens), labels=torch.randint(0, shape.vocab, (tokens,)))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        hidden = torch.randn(1, tokens, shape.hidden, requires_grad=True)
+        log_probs, _ = Head(SimpleNamespace(head=weight), shape.vocab, 1.0)(micro_batch, hidden)
+        log_probs.sum().backward()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    most = max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+    assert memory.head(layout({}), shape, tokens) == pytest.approx(most, rel=TENTH)
+
+
+def test_ranks(tmp_path: Path) -> None:
+    """Each rank of every layout, among them pipelines with several micro-batches under way."""
+    run_ranks("memory_worker", ranks=2, arguments=[str(tmp_path)], groups=len(LAYOUTS))
+    for name, (settings, hf) in LAYOUTS.items():
+        config = layout(settings)
+        for rank in range(2):
+            plan = planned(config, hf, stage=rank if config.parallel.pp > 1 else 0)
+            for part, size in json.loads((tmp_path / f"{name}-{rank}.json").read_text()).items():
+                assert plan[part] == pytest.approx(size, rel=TENTH), (name, rank, part)
+
+
+def test_micro_batches_under_way() -> None:
+    assert [in_flight([1.0], 4, rank) for rank in range(4)] == [4, 3, 2, 1]
+    assert in_flight([1.0], 1, 0) == 1
+    # 2 (p - r - 1) + (v - 1) p + 1 of the schedule's own count
+    assert [in_flight([1.0, 1.0], 4, rank) for rank in range(4)] == [11, 9, 7, 5]
+    # Two virtual stages of different sizes: three passes of the first and two of the second are under way.
+    assert in_flight([1.0, 10.0], 2, 0) == 2 + 2 * 10 + 1
+
+
+def test_the_server_takes_what_sglang_takes() -> None:
+    """A token of Llama 70B on 8 GPUs: keys and values of 80 layers, one head of 128, 2 bytes."""
+    config, shape = parse(["experiment=train_70b"]), shape_of("Llama-3.3-70B-Instruct")
+    assert memory.kv_cache(config, shape) == 262144 * 40960
+    config.rollout.server.max_total_tokens = None
+    assert memory.kv_cache(config, shape) == 256 * 8192 * 40960
+    config.rollout.server.tp = 16  # a head that cannot be cut is kept on two GPUs
+    assert memory.kv_cache(config, shape) == 256 * 8192 * 40960
+    assert memory.server_weights(config, shape) == pytest.approx(2 * 70.55e9 / 16, rel=0.001)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("Llama-3.3-70B-Instruct", 70.55),
+        ("Llama-3.1-8B-Instruct", 8.03),
+        ("Qwen3-8B", 8.19),
+        ("Qwen3-30B-A3B", 30.53),
+    ],
+)
+def test_the_shapes_have_the_published_sizes(name: str, billions: float) -> None:
+    config = layout({"launch.nproc_per_node": 1})
+    assert memory.network(config, shape_of(name), 0).parameters == pytest.approx(4e9 * billions, rel=0.001)
+
+
+def test_what_is_where_in_the_two_phases() -> None:
+    shape = shape_of("Llama-3.3-70B-Instruct")
+    parts = {part.name: part for part in memory.plan(parse(["experiment=train_70b"]), shape).stages[0]}
+    for part in parts.values():
+        assert part.host == 0
+        assert part.sampling == (0 if part.name == "activations" else part.training)
+    away = parse(["experiment=train_70b", "parallel.offload=true", "algo.kl_coef=0"])
+    parts = {part.name: part for part in memory.plan(away, shape).stages[0]}
+    assert "reference" not in parts
+    assert parts["optimizer"].sampling == parts["gradients"].sampling == parts["gradients"].host == 0
+    assert parts["optimizer"].host == parts["optimizer"].training
+    supervised = parse(["experiment=train_70b", "train.stage=sft"])
+    names = {part.name for part in memory.plan(supervised, shape).stages[3]}
+    assert names == {"parameters", "gradients", "optimizer", "activations", "head"}
+
+
+def test_servers_stand_on_the_first_gpus() -> None:
+    one_node = parse(["experiment=train_70b", "rollout.server.replicas=1"])
+    stages = memory.plan(one_node, shape_of("Llama-3.3-70B-Instruct")).stages
+    assert [any(part.name == "server: weights" for part in parts) for parts in stages] == [True, False, False, False]
+
+
+def test_train_70b_fits_64_gpus_of_80_gib_with_room() -> None:
+    config = parse(["experiment=train_70b"])
+    found = memory.plan(config, shape_of("Llama-3.3-70B-Instruct"))
+    assert (found.gpus, found.dp) == (64, 2)
+    assert all(found.peak(stage) < 65 * memory.GIB for stage in range(4))
+    config.parallel.recompute = "none"
+    assert memory.plan(config, shape_of("Llama-3.3-70B-Instruct")).peak(0) > 80 * memory.GIB
