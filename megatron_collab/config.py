@@ -77,7 +77,9 @@ class ParallelConfig:
     recompute: str = option(
         "none", "activations made anew in the backward pass: none, selective (attention) or full (layers)"
     )
-    offload: bool = option(False, "optimizer and gradients leave the device while rollouts are sampled")
+    offload: bool = option(
+        False, "optimizer and gradients leave the device while rollouts are sampled (SGLang keeps what it took)"
+    )
 
 
 @dataclass
@@ -116,7 +118,7 @@ class AlgoConfig:
     )
     gamma: float = option(1.0, "gae: discount by trained token")
     gae_lambda: float = option(0.95, "gae: lambda")
-    critic_lr: float = option(1e-5, "gae: learning rate of the critic")
+    critic_lr: float = option(1e-5, "gae: peak learning rate of the critic, with the warm-up and schedule of optim")
     critic_clip: float = option(0.2, "gae: how far a value may move from the old one before its loss is clipped")
 
 

@@ -49,14 +49,15 @@ def fit(config: Config) -> None:
         if publisher:
             publisher.publish(version=start)
         if start == 0:
-            source.evaluate("before", step=0)
+            with actor.offloaded():
+                source.evaluate("before", step=0)
         clock = Stopwatch()
         for step in range(start, config.train.steps):
             try:
                 with actor.offloaded():
                     batch = source.next(step)
             except RunStopped:
-                if step > start:  # what was learned since the last checkpoint
+                if step > start and step % config.train.checkpoint_every:  # what was learned since the last one
                     checkpoints.save(step, actor, run.state())
                 raise
             clock.lap("rollout")
@@ -70,7 +71,8 @@ def fit(config: Config) -> None:
                 checkpoints.save(step + 1, actor, run.state())
                 clock.lap("save")
         checkpoints.finish()
-        source.evaluate("after", step=config.train.steps)
+        with actor.offloaded():
+            source.evaluate("after", step=config.train.steps)
         model.save_hf(policy, Path(config.run.dir) / "hf", Path(config.model.path), shape)
         run.finish()
 

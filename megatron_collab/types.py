@@ -222,7 +222,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Batch:
-    """The samples of one optimizer step, the same on every rank; `metrics` describe where they came from."""
+    """The samples of one update, the same on every rank; `metrics` describe where they came from."""
 
     samples: tuple[Sample, ...]
     metrics: Mapping[str, float] = field(default_factory=dict)

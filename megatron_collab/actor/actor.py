@@ -77,6 +77,7 @@ class Actor:
         nothing is trained, FloatingPointError where the gradient is not finite.
         """
         lr = learning_rate(self.config.optim, self.config.train.steps, self.step)
+        critic_lr = self.config.algo.critic_lr * lr / self.config.optim.lr
         columns = self._columns(batch.samples)
         reports: list[Report] = []
         metrics: list[dict[str, float]] = []
@@ -84,7 +85,7 @@ class Actor:
             share = make_share(self.config, self._weighted(columns, rows), self.device, ask="loss_mask")
             found, norm = self.policy.step(share, self._loss, lr)
             reports += found
-            metrics.append({"grad_norm": norm} | (self.critic.update(share) if self.critic else {}))
+            metrics.append({"grad_norm": norm} | (self.critic.update(share, critic_lr) if self.critic else {}))
         self.step += 1
         means = {name: float(np.mean([part[name] for part in metrics])) for name in metrics[0]}
         return {

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core import parallel_state
 from torch import Tensor
 
@@ -34,7 +35,7 @@ class Critic:
         share = make_share(self.config, columns, next(network.chunks[0].parameters()).device, ask="loss_mask")
         return share.collect(infer(network.chunks, share, self._predict))
 
-    def update(self, share: Share) -> dict[str, float]:
+    def update(self, share: Share, lr: float) -> dict[str, float]:
         """One optimizer step towards the column `returns`, held near the column `values`; collective."""
 
         def loss(micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -44,7 +45,7 @@ class Critic:
             clipped = (terms.clipped * columns["weights"]).sum()
             return total, torch.stack([total.detach(), clipped])
 
-        reports, norm = self.network.step(share, loss, self.config.algo.critic_lr)
+        reports, norm = self.network.step(share, loss, lr)
         sums = torch.zeros(2, device=share.micro_batches[0].token_ids.device)
         if parallel_state.get_tensor_model_parallel_rank() == 0:  # its peers report the same tokens
             sums += sum(reports)
@@ -57,7 +58,7 @@ class Critic:
         asked = hidden[0].index_select(0, micro_batch.positions)
         ranks = parallel_state.get_tensor_model_parallel_world_size()
         shared = asked / ranks + asked.detach() * (1.0 - 1.0 / ranks)
-        return unwrap(self.network.chunks[-1]).value_head(shared).float()[:, 0]
+        return F.linear(shared.float(), unwrap(self.network.chunks[-1]).value_head.weight.float())[:, 0]
 
 
 def _with_value_head(chunks: Sequence[torch.nn.Module]) -> Sequence[torch.nn.Module]:

@@ -68,7 +68,7 @@ class Share:
         device = self.micro_batches[0].token_ids.device
         flat = torch.zeros(sum(self.lengths), device=device)
         if parallel_state.get_tensor_model_parallel_rank() == 0:  # its peers found the same
-            for micro_batch, values in zip(self.micro_batches, found, strict=False):
+            for micro_batch, values in zip(self.micro_batches, found, strict=True) if found else ():
                 flat[torch.from_numpy(micro_batch.where).to(device)] = values.float()
         dist.all_reduce(flat)
         return np.split(flat.cpu().numpy(), np.cumsum(self.lengths)[:-1])

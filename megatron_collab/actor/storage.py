@@ -57,16 +57,18 @@ def begin(folder: Path, step: int) -> Path:
 def commit(temporary: Path, state: Mapping[str, Any], files: Files) -> Path:
     """Make step_N.tmp, in which all `files` are written, the newest checkpoint; the folder it is now."""
     write(temporary / STATE, json.dumps({**state, "files": files}))
-    final = temporary.with_suffix("")
-    shutil.rmtree(final, ignore_errors=True)
+    final, before = temporary.with_suffix(""), temporary.with_suffix(".old")
+    if final.exists():  # a step that is saved again; removed only once the new one stands in its place
+        final.rename(before)
     temporary.rename(final)
     write(final.parent / LATEST, final.name)
+    shutil.rmtree(before, ignore_errors=True)
     return final
 
 
 def discard(folder: Path, step: int, keep: int) -> None:
     """Remove what was left half-written, and of the checkpoints before `step` all but the newest `keep` - 1."""
-    for leftover in folder.glob("step_*.tmp"):
+    for leftover in [*folder.glob("step_*.tmp"), *folder.glob("step_*.old")]:
         shutil.rmtree(leftover)
     older = [found for found in _folders(folder) if _step(found) < step]
     for old in sorted(older, key=_step, reverse=True)[keep - 1 :]:

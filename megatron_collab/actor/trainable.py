@@ -31,12 +31,11 @@ class Trainable:
         options = DistributedDataParallelConfig(
             use_distributed_optimizer=True, grad_reduce_in_fp32=True, fp8_param_gather=config.model.fp8_params
         )
-        # Only the first chunk's gradients are cut into buckets: those of the others are needed late anyway.
-        self.chunks = [
-            DistributedDataParallel(megatron, options, chunk, disable_bucketing=number > 0)
-            for number, chunk in enumerate(chunks)
-        ]
+        self.chunks = [DistributedDataParallel(megatron, options, chunk) for chunk in chunks]
+        self._settings = config.optim
         self.optimizer = build_optimizer(config, self.chunks, lr)
+        if config.model.fp8_params:
+            self.optimizer.reload_model_params()  # the masters hold what the parameters were before they were loaded
         self._offload = Offload(self.chunks, self.optimizer) if config.parallel.offload else None
         megatron.finalize_model_grads_func = finalize_model_grads
         megatron.grad_scale_func = self.optimizer.scale_loss
@@ -47,8 +46,7 @@ class Trainable:
         The gradient is that of the sum of `loss` over all micro-batches of all ranks. FloatingPointError where it
         is not finite.
         """
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        self._configure(lr)
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -64,6 +62,16 @@ class Trainable:
         if not math.isfinite(norm):
             raise FloatingPointError(f"the gradient norm is {norm}; lower the learning rate (optim.lr)")
         return reports, float(norm)
+
+    def _configure(self, lr: float) -> None:
+        """Set what Megatron leaves to its scheduler, which is not used, and what a checkpoint would bring back.
+
+        Norms and biases are in groups whose `wd_mult` is 0.
+        """
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+            group["weight_decay"] = self._settings.weight_decay * group["wd_mult"]
+            group["betas"] = (self._settings.beta1, self._settings.beta2)
 
     def offload(self) -> None:
         """Free the device of optimizer state and gradients until `onload`, where parallel.offload asks for it."""

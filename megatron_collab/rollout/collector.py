@@ -1,4 +1,4 @@
-"""From tasks to a batch: play the groups of a step on Ray workers, turn rewards into advantages.
+"""From tasks to a batch: play the groups of a step on Ray workers, turn rewards into credits.
 
 Rank 0 asks the workers and hands the batch to every rank; the other ranks wait for it.
 """
@@ -50,11 +50,19 @@ class Collector:
 
     def next(self, step: int) -> Batch:
         """The batch of `step`, the same on every rank; collective."""
-        return _from_leader(lambda: self._collect(step))
+        return _from_leader(lambda: self._accounted(self._collect, step))
 
     def evaluate(self, name: str, step: int) -> None:
         """Play `train.eval_tasks` tasks of data.eval to their end, once each, and record the scores; collective."""
-        _from_leader(lambda: self._evaluate(name, step))
+        _from_leader(lambda: self._accounted(self._evaluate, name, step))
+
+    def _accounted(self, play: Callable[..., Any], *arguments: Any) -> Any:
+        """What `play` gives; what was spent is on disk afterwards, however it ends, so that the budget holds."""
+        assert self.crew is not None
+        try:
+            return play(*arguments)
+        finally:
+            self._ledger.write_text(json.dumps(ray.get(self.crew.limiter.spend.remote())))
 
     def _collect(self, step: int) -> Batch:
         """Play the step's tasks; with algo.dynamic_sampling others for the groups that teach nothing, that often.
@@ -71,14 +79,14 @@ class Collector:
             made = [samples_of(group, self.config, number) for number, group in enumerate(groups, start=len(played))]
             kept += [samples for samples in made if teaches(samples)] if refills else made
             played += groups
+            self.run.transcripts(step, groups)
             refuse_missing(played, self.config.reward.max_missing)
             if len(kept) == wanted:
                 break
-        self.run.transcripts(step, played)
         samples = [sample for made in kept for sample in made]
         if not samples:
-            lacking = "different rewards" if refills else "a reward"
-            raise RunStopped(f"step {step}: no group has two rollouts with {lacking}, so nothing can be learned")
+            lacking = "rewards that differ" if refills else "rewards"
+            raise RunStopped(f"step {step}: no group has enough {lacking}, so nothing can be learned")
         counts = {"kept": len(kept), "dropped": len(played) - len(kept), "refills": refill}
         dynamic = {f"dynamic/{name}": float(count) for name, count in counts.items()} if refills else {}
         return Batch(tuple(samples), {**summary(played), **dynamic, **self._counted()})
@@ -121,7 +129,6 @@ class Collector:
         for taken in ray.get([worker.take_counters.remote() for worker in self.crew.conversations]):
             counts.update(taken)
         spent = ray.get(self.crew.limiter.spend.remote())
-        self._ledger.write_text(json.dumps(spent))
         step = {f"llm/{name}": float(value - self._spent[name]) for name, value in sorted(spent.items())}
         self._spent = spent
         return {**{f"count/{name}": float(count) for name, count in sorted(counts.items())}, **step}

@@ -54,7 +54,7 @@ class Engine:
     ) -> None:
         self._stack.close()
 
-    def publisher(self, policy: torch.nn.Module, shape: ModelShape) -> Publisher:
+    def publisher(self, policy: list[torch.nn.Module], shape: ModelShape) -> Publisher:
         """What carries the weights of `policy` to every server; on every rank."""
         return Publisher(self.config, policy, shape, self.servers)
 

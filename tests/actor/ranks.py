@@ -82,12 +82,13 @@ def process_group(config: Config) -> Iterator[None]:
         yield
 
 
-def make_model(folder: Path, seed: int = 0) -> Path:
+def make_model(folder: Path, seed: int = 0, tied: bool = True) -> Path:
     """Write a random Hugging Face folder, weights only."""
+    hf = HF | {"tie_word_embeddings": tied}
     rng = np.random.default_rng(seed)
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(HF))
-    shapes = hf_map.hf_shapes(hf_map.ModelShape.from_hf(HF))
+    (folder / "config.json").write_text(json.dumps(hf))
+    shapes = hf_map.hf_shapes(hf_map.ModelShape.from_hf(hf))
     tensors = {name: rng.normal(float(len(s) == 1), 0.2, s).astype(np.float32) for name, s in shapes.items()}
     save_file(tensors, folder / "model.safetensors")
     return folder

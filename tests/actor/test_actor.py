@@ -120,6 +120,77 @@ def test_policy_update_is_that_of_the_token_mean(make_actor: Maker) -> None:
     assert metrics["mismatch/k3"] == pytest.approx(k3, rel=1e-5)
 
 
+TERMS: dict[str, dict[str, object]] = {
+    "kl-in-loss": {"algo.kl": "k3", "algo.kl_coef": 0.7},
+    "kl-in-reward": {"algo.kl": "k1", "algo.kl_coef": 0.7, "algo.kl_in": "reward", "algo.advantage": "dr_grpo"},
+    "entropy": {"algo.kl_coef": 0.0, "algo.entropy_coef": 0.5},
+    "truncated": {"algo.kl_coef": 0.0, "algo.correction": "truncated", "algo.correction_high": 1.5},
+    "masked": {"algo.kl_coef": 0.0, "algo.correction": "masked"},
+    "sequence-mean": {"algo.kl_coef": 0.0, "algo.average": "sequence"},
+}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("term", TERMS)
+def test_every_term_of_the_objective_is_in_the_update(
+    one_rank: Config, tmp_path_factory: pytest.TempPathFactory, term: str, tied: bool
+) -> None:
+    """Loss and gradient of an update against whole logits, the reference being another model than the policy."""
+    of_run = [make_model(tmp_path_factory.mktemp(term) / "model", seed=seed, tied=tied) for seed in (0, 1)]
+    policy, reference = (make_config(path, TERMS[term]) for path in of_run)
+    algo = policy.algo
+    frozen = policies.frozen_copy(policies.load(reference)[0])
+    actor = Actor(policy, policies.load(policy)[0], frozen if algo.kl_coef else None)
+    other = Actor(reference, policies.load(reference)[0])
+    terms = []
+    log_ratios = []
+    for sample in SAMPLES:
+        mask = torch.from_numpy(sample.loss_mask)[1:] > 0
+        full = distributions(actor, sample)[mask]
+        labels = torch.from_numpy(sample.token_ids)[1:][mask][:, None]
+        log_probs = full.gather(-1, labels)[:, 0]
+        entropy = -(full.exp() * full).sum(-1)
+        engine = torch.from_numpy(sample.log_probs)[1:][mask]
+        ratio = log_probs.detach() - distributions(other, sample)[mask].gather(-1, labels)[:, 0].detach()
+        log_ratios.append(ratio)
+        terms.append((log_probs, entropy, engine, ratio))
+    kl_of = [float(ratio.sum()) for ratio in log_ratios]
+    values = np.array([sample.credits[0].value for sample in SAMPLES])
+    groups = np.array([sample.credits[0].peers for sample in SAMPLES])
+    if algo.kl_in == "reward":
+        values = values - algo.kl_coef * np.array(kl_of)
+    expected = torch.zeros(())
+    trained = sum(len(term[0]) for term in terms)
+    for value, group, (log_probs, entropy, engine, ratio) in zip(values, groups, terms, strict=True):
+        peers = values[groups == group]
+        advantage = value - peers.mean()
+        if algo.advantage == "grpo":
+            advantage = advantage / (peers.std() + 1e-6)
+        loss = -(log_probs - log_probs.detach()).exp() * float(advantage)
+        weight = (log_probs.detach() - engine).exp()
+        if algo.correction == "truncated":
+            loss = loss * weight.clamp(max=1.5)
+        if algo.correction == "masked":
+            loss = loss * weight * ((weight >= 0.5) & (weight <= 2.0))
+        if algo.kl_coef and algo.kl_in == "loss":
+            log_q = log_probs.detach() - ratio - log_probs
+            loss = loss + 0.7 * (log_q.exp() - 1 - log_q)
+        loss = loss - algo.entropy_coef * entropy
+        share = 1 / (len(SAMPLES) * len(log_probs)) if algo.average == "sequence" else 1 / trained
+        expected = expected + share * loss.sum()
+    norm = gradient_norm(actor, expected)
+    metrics = actor.update(Batch(SAMPLES))
+    assert metrics["loss"] == pytest.approx(expected.item(), rel=1e-5, abs=1e-6)
+    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+def distributions(actor: Actor, sample: Sample) -> torch.Tensor:
+    """Log-probs [S - 1, V] of all tokens after each token of a sequence, at the temperature of make_config."""
+    (chunk,) = actor.policy.chunks
+    head = policies.unwrap(chunk).head
+    return ((hidden_states(chunk, sample.token_ids[:-1]) @ head.T) / 0.8).log_softmax(-1)
+
+
 def test_supervised_update_is_that_of_the_token_mean(make_actor: Maker) -> None:
     actor = make_actor(train__stage="sft")
     mask = torch.cat([torch.from_numpy(sample.loss_mask[1:]) for sample in SAMPLES])
@@ -153,6 +224,17 @@ def test_equal_engine_and_trainer_mismatch_is_nothing(make_actor: Maker) -> None
     metrics = actor.update(Batch(tuple(as_sampled(actor))))
     assert metrics["mismatch/max_abs"] < 1e-5
     assert abs(metrics["mismatch/k3"]) < 1e-6
+
+
+def test_norms_and_biases_do_not_decay(make_actor: Maker) -> None:
+    """An update whose advantages are all 0 moves by decay alone: matrices shrink, norms stay."""
+    equal = [replace(sample, credits=tuple(replace(c, value=1.0) for c in sample.credits)) for sample in SAMPLES]
+    actor = make_actor(optim__lr=0.5, optim__warmup_steps=0, optim__weight_decay=0.1, algo__kl_coef=0.0)
+    before = {name: shard.detach().clone() for name, shard in policies.named_shards(actor.policy.chunks)}
+    assert actor.update(Batch(tuple(equal)))["grad_norm"] == 0.0
+    for name, shard in policies.named_shards(actor.policy.chunks):
+        factor = 1.0 if "norm" in name else 1.0 - 0.5 * 0.1
+        torch.testing.assert_close(shard.detach(), before[name] * factor, msg=name)
 
 
 def test_one_changed_token_is_a_mismatch(make_actor: Maker) -> None:

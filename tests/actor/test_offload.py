@@ -46,6 +46,15 @@ def test_the_memory_is_free_while_offloaded(actors: list[Actor]) -> None:
     assert bytes_held(offloading) == bytes_held(keeping)
 
 
+def test_the_first_step_may_come_after(actors: list[Actor]) -> None:
+    """Then there is no optimizer state yet, and in float32 nothing but gradients to take away."""
+    config = actors[0].config
+    fresh = Actor(config, policies.load(config)[0])
+    with fresh.offloaded():
+        pass
+    assert fresh.update(Batch(make_samples(4, seed=1)))["grad_norm"] > 0
+
+
 def test_training_goes_on_as_if_nothing_had_been_moved(actors: list[Actor]) -> None:
     offloading, keeping = actors
     with pytest.raises(ZeroDivisionError), offloading.offloaded():
