@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
@@ -19,7 +18,8 @@ from megatron_collab.config import (
     reward_to_go_gamma,
     uses_wandb,
 )
-from megatron_collab.publish.hf_config import FAMILIES, ModelShape
+from megatron_collab.publish import hf_config
+from megatron_collab.publish.hf_config import ModelShape
 from megatron_collab.refuse import one_of, require
 from megatron_collab.reward import metrics
 from megatron_collab.rollout import tools
@@ -48,6 +48,11 @@ def _check_values(config: Config) -> None:
     one_of("data.world", config.data.world, [None, *WORLDS])
     for setting, value in _positive(config):
         require(value > 0, f"{setting}={value}: must be greater than 0")
+    for name in ("beta1", "beta2"):
+        beta = getattr(config.optim, name)
+        require(0 <= beta < 1, f"optim.{name}={beta}: must be from 0 to below 1")
+    warmup = config.optim.warmup_steps
+    require(warmup >= 0, f"optim.warmup_steps={warmup}: must be 0 or greater")
     layout_checks.check(config)
 
 
@@ -189,7 +194,14 @@ def _positive(config: Config) -> list[tuple[str, float]]:
         "parallel": ["tp", "pp", "vpp", "cp", "ep"],
         "optim": ["lr", "clip_grad"],
         "algo": ["mini_batches"],
-        "train": ["steps", "prompts_per_step", "rollouts_per_prompt", "tokens_per_micro_batch", "checkpoint_every"],
+        "train": [
+            "steps",
+            "prompts_per_step",
+            "rollouts_per_prompt",
+            "tokens_per_micro_batch",
+            "checkpoint_every",
+            "keep_checkpoints",
+        ],
         "rollout": ["max_user_turns", "max_assistant_turns", "deadline", "workers", "context_length"],
         "rollout.turn": ["max_new_tokens", "temperature", "top_p"],
         "rollout.future": ["max_new_tokens", "temperature", "top_p"],
@@ -207,6 +219,13 @@ def _check_device(config: Config) -> None:
         device.check(config.launch.device)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    server = config.rollout.server
+    if config.train.stage == "rl" and device.select(config.launch.device).type == "cuda":
+        require(
+            server.replicas * server.tp <= device.count(),
+            f"rollout.server.replicas={server.replicas} x rollout.server.tp={server.tp}: needs more than the "
+            f"{device.count()} GPUs of this node, on which all servers run; lower one of them",
+        )
 
 
 def check_model(config: Config, described: Path | None = None) -> ModelShape:
@@ -215,14 +234,8 @@ def check_model(config: Config, described: Path | None = None) -> ModelShape:
     file = described or folder / "config.json"
     hint = "; experiment=booking_sft makes the one that booking starts from" if config.data.world == "booking" else ""
     require(file.is_file(), f"model.path={folder}: no config.json there; give the folder of a Hugging Face model{hint}")
-    hf = json.loads(file.read_text())
-    family = hf.get("model_type")
-    require(
-        family in FAMILIES,
-        f"model.path={folder}: unknown model family {family!r}; known are {', '.join(sorted(FAMILIES))}",
-    )
     try:
-        shape = ModelShape.from_hf(hf)
+        shape = hf_config.read(file)
     except ValueError as error:
         raise ConfigError(f"model.path={folder}: {error}; give another model") from error
     server = config.rollout.server.tp

@@ -166,7 +166,7 @@ class RolloutConfig:
     train_turns: str = option("first", "first (the trained turn alone) or all (the later turns of its futures too)")
     turn: SamplingConfig = field(default_factory=SamplingConfig)
     future: SamplingConfig = field(default_factory=SamplingConfig)
-    context_length: int = option(8196, "longest token stream of a conversation, reply included")
+    context_length: int = option(8192, "longest token stream of a conversation, reply included")
     deadline: float = option(900.0, "seconds one future may take; then it ends without a score")
     tools: list[str] = option([], "tools of the policy: modules of rollout/tools")
     tool_parser: str = option("qwen25", "SGLang's parser of the policy's tool calls: qwen25, llama3, mistral, …")
@@ -297,7 +297,8 @@ def parse(overrides: Sequence[str]) -> Config:
         missing = sorted(OmegaConf.missing_keys(node))
         config = None if missing else OmegaConf.to_object(node)
     except (HydraException, OmegaConfBaseException) as error:
-        reason = " ".join(str(error).split())
+        cause = f": {str(error.__cause__).splitlines()[0]}" if error.__cause__ else ""
+        reason = " ".join(f"{error}{cause}".split())
         raise ConfigError(f"{reason} (all options: python -m megatron_collab.train --help)") from error
     if missing:
         raise ConfigError(f"{missing[0]}: not set; give {missing[0]}=VALUE or an experiment=NAME that sets it")

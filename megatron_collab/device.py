@@ -112,6 +112,15 @@ def _slurm() -> Probe:
     return Probe("slurm", found, detail, "sbatch on a cluster", "torchrun on this machine")
 
 
+def count() -> int:
+    """How many CUDA devices are visible."""
+    if not probe("cuda").found:
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
 @cache
 def capability() -> tuple[int, int] | None:
     """CUDA compute capability of the weakest visible device, as (9, 0); None where there is no device."""

@@ -16,9 +16,9 @@ def check(config: Config) -> None:
     if config.model.fp8:
         _check_fp8(config.model)
     else:
-        for setting, off in (("fp8_params", False), ("fp8_skip_first", 0), ("fp8_skip_last", 0)):
+        for setting in ("fp8_recipe", "fp8_params", "fp8_skip_first", "fp8_skip_last"):
             value = getattr(config.model, setting)
-            require(value == off, f"model.{setting}={value}: needs model.fp8; set model.fp8=hybrid")
+            require(value == getattr(ModelConfig, setting), f"model.{setting}={value}: needs model.fp8; set model.fp8=hybrid")
     _check_layout(config)
 
 
@@ -87,6 +87,11 @@ def _check_fp8(model: ModelConfig) -> None:
     require(
         model.dtype == "bfloat16",
         f"model.fp8={model.fp8}: needs model.dtype=bfloat16, not {model.dtype}; set model.fp8=null",
+    )
+    require(
+        model.fp8_recipe != "mxfp8" or not model.fp8_params,
+        "model.fp8_params=true: with model.fp8_recipe=mxfp8, Megatron-Core needs a layout of its buffers that is not "
+        "set up here; set model.fp8_params=false, or choose another recipe",
     )
     skipped = model.fp8_skip_first + model.fp8_skip_last
     require(

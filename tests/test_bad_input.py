@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from megatron_collab import checks, launch
+from megatron_collab import checks, device, launch
+from megatron_collab.config import parse
 from megatron_collab.train import EXIT_BAD_INPUT, main
 
 
@@ -75,11 +77,41 @@ def test_an_unknown_experiment(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_value_of_the_wrong_type(capsys: pytest.CaptureFixture[str], booking: list[str]) -> None:
-    assert "many" in refused(capsys, *booking, "train.steps=many")
+    line = refused(capsys, *booking, "train.steps=many")
+    assert "train.steps=many: Value 'many' of type 'str' could not be converted to Integer" in line
 
 
 def test_a_value_that_cannot_be(capsys: pytest.CaptureFixture[str], booking: list[str]) -> None:
     assert "optim.lr=-1.0: must be greater than 0" in refused(capsys, *booking, "optim.lr=-1")
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("optim.beta1=1", "optim.beta1=1.0: must be from 0 to below 1"),
+        ("optim.beta2=-0.1", "optim.beta2=-0.1: must be from 0 to below 1"),
+        ("optim.warmup_steps=-1", "optim.warmup_steps=-1: must be 0 or greater"),
+        ("train.keep_checkpoints=0", "train.keep_checkpoints=0: must be greater than 0"),
+    ],
+)
+def test_a_value_out_of_its_range(
+    capsys: pytest.CaptureFixture[str], booking: list[str], setting: str, said: str
+) -> None:
+    assert said in refused(capsys, *booking, setting)
+
+
+def test_more_servers_than_gpus(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only where servers run, and on GPUs."""
+    monkeypatch.setattr(device, "probe", lambda name: SimpleNamespace(found=True, detail=""))
+    monkeypatch.setattr(device, "count", lambda: 3)
+    settings = given(tmp_path, model, [ROW], "rollout.server.tp=2", "rollout.server.replicas=2", "launch.device=cuda")
+    rl = [*settings, "train.stage=rl", "reward.weights={token_amount: -1}"]
+    line = refused(capsys, *rl)
+    assert "rollout.server.replicas=2 x rollout.server.tp=2: needs more than the 3 GPUs of this node" in line
+    for allowed in (settings, [*rl, "launch.device=cpu"], [*rl, "rollout.server.replicas=1"]):
+        checks.check(parse(allowed))
 
 
 def test_a_required_option_that_is_not_set(capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,7 +149,7 @@ def test_a_model_of_an_unknown_family(capsys: pytest.CaptureFixture[str], tmp_pa
     config = json.loads((model / "config.json").read_text()) | {"model_type": "rwkv"}
     (model / "config.json").write_text(json.dumps(config))
     line = refused(capsys, *given(tmp_path, model, [ROW]))
-    assert "unknown model family 'rwkv'" in line and "qwen3" in line
+    assert "unknown model family model_type='rwkv'" in line and "qwen3" in line
 
 
 def test_a_model_with_an_unsupported_feature(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path) -> None:
@@ -125,6 +157,24 @@ def test_a_model_with_an_unsupported_feature(capsys: pytest.CaptureFixture[str],
     (model / "config.json").write_text(json.dumps(config))
     line = refused(capsys, *given(tmp_path, model, [ROW]))
     assert "model.path" in line and "use_sliding_window" in line
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "config.json: cannot be read as JSON"),
+        ("[1]", "config.json: holds a list"),
+        ('"hidden_size": "64"', "config.json: hidden_size='64' is no whole number greater than 0"),
+        ('"num_key_value_heads": 3', "num_attention_heads=4 is no multiple of num_key_value_heads=3"),
+    ],
+)
+def test_a_broken_description_of_a_model(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path, text: str, said: str
+) -> None:
+    file = model / "config.json"
+    file.write_text(file.read_text()[:-1] + f", {text}}}" if text.startswith('"') else text)
+    line = refused(capsys, *given(tmp_path, model, [ROW]))
+    assert f"model.path={model}: " in line and said in line and "give another model" in line
 
 
 def test_a_dataset_row_without_a_prompt(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path) -> None:

@@ -67,6 +67,7 @@ def refused(settings: dict[str, Any], shape: dict[str, Any] | None = None) -> st
         ({"parallel.recompute": "some"}, "parallel.recompute=some: choose one of none, selective, full"),
         ({"model.fp8": "hybrid"}, "model.fp8=hybrid: needs TransformerEngine (not installed); set model.fp8=null"),
         ({"model.fp8_params": True}, "model.fp8_params=True: needs model.fp8"),
+        ({"model.fp8_recipe": "tensorwise"}, "model.fp8_recipe=tensorwise: needs model.fp8; set model.fp8=hybrid"),
         ({"model.fp8_skip_first": 1}, "model.fp8_skip_first=1: needs model.fp8"),
         ({"parallel.cp": 2, "launch.nproc_per_node": 2}, "parallel.cp=2: needs TransformerEngine (not installed)"),
         (
@@ -133,6 +134,10 @@ def test_recipes_of_fp8_need_their_devices(
         (
             {"model.fp8": "hybrid", "model.fp8_skip_first": 1},
             "model.fp8_recipe=delayed: keeps no layers in bfloat16; choose model.fp8_recipe=tensorwise",
+        ),
+        (
+            {**FP8, "model.fp8_recipe": "mxfp8", "model.fp8_params": True},
+            "model.fp8_params=true: with model.fp8_recipe=mxfp8",
         ),
         ({**FP8, "model.fp8_skip_last": -1}, "model.fp8_skip_last=-1: must not be negative"),
         ({**FP8, "train.tokens_per_micro_batch": 100}, "must be a multiple of 16"),

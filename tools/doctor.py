@@ -11,6 +11,7 @@ from conf/shapes. Exit code 1 where the run does not fit, 2 for settings that ca
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from megatron_collab import device
 from megatron_collab.config import CONF, Config, ConfigError, parse
+from megatron_collab.refuse import ArgumentParser
 
 if TYPE_CHECKING:
     from megatron_collab.memory import Plan
@@ -37,9 +39,9 @@ EXIT_BAD_INPUT = 2
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plan", nargs="+", metavar="OPTION=VALUE", help="print the memory that this run needs")
-    parser.add_argument("--gpu-gib", type=float, default=80.0, help="memory of a GPU in GiB [80]")
+    parser.add_argument("--gpu-gib", type=_gib, default=80.0, help="memory of a GPU in GiB [80]")
     given = parser.parse_args(arguments)
     if given.plan is None:
         return probe()
@@ -48,6 +50,16 @@ def main(arguments: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"megatron-collab: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
+
+
+def _gib(text: str) -> float:
+    try:
+        size = float(text)
+    except ValueError:
+        size = 0.0
+    if not 0 < size < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no memory of a GPU; give its GiB, as 80")
+    return size
 
 
 def probe() -> int:

@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megatron_collab.config import ConfigError
+from megatron_collab.publish import hf_config
 from megatron_collab.publish.hf_map import Index, ModelShape, Shape, hf_shapes
 
 INDEX = "model.safetensors.index.json"
@@ -27,7 +28,7 @@ def read_shape(folder: Path) -> ModelShape:
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder}: no config.json there; give the folder of a Hugging Face model")
     try:
-        return ModelShape.from_hf(json.loads((folder / "config.json").read_text()))
+        return hf_config.read(folder / "config.json")
     except ValueError as error:
         raise ConfigError(f"{folder}: {error}; give another model") from error
 
@@ -37,10 +38,8 @@ class HFTensors:
 
     def __init__(self, folder: Path, shape: ModelShape) -> None:
         """ConfigError where a file or a tensor is missing, one is too many, or has not the shape of config.json."""
-        index = folder / INDEX
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else [SINGLE]
         self._file_of: dict[str, safe_open] = {}
-        for name in names:
+        for name in _files(folder):
             if not (folder / name).is_file():
                 raise ConfigError(f"{folder}: no {name} there; give a complete folder of safetensors")
             try:
@@ -66,6 +65,18 @@ class HFTensors:
         opened = self._file_of[tensor]
         found: torch.Tensor = opened.get_tensor(tensor) if index is None else opened.get_slice(tensor)[index]
         return found
+
+
+def _files(folder: Path) -> list[str]:
+    """The names of the files with tensors; ConfigError where the index does not say them."""
+    index = folder / INDEX
+    if not index.is_file():
+        return [SINGLE]
+    try:
+        names = {str(name) for name in json.loads(index.read_text())["weight_map"].values()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{folder}: {INDEX} has no valid weight_map; give a complete folder of safetensors") from error
+    return sorted(names)
 
 
 def plan_files(shapes: Mapping[str, Shape], item_bytes: int, file_bytes: int) -> dict[str, list[str]]:

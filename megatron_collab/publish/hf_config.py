@@ -5,9 +5,11 @@ Nothing here imports a framework. What is not supported is named and refused.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 
@@ -35,6 +37,22 @@ _REQUIRED = (
     "num_attention_heads",
     "num_hidden_layers",
     "rms_norm_eps",
+    "vocab_size",
+)
+
+_COUNTS = (
+    "decoder_sparse_step",
+    "head_dim",
+    "hidden_size",
+    "intermediate_size",
+    "max_position_embeddings",
+    "moe_intermediate_size",
+    "num_attention_heads",
+    "num_experts_per_tok",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "original_max_position_embeddings",
+    "sliding_window",
     "vocab_size",
 )
 
@@ -126,37 +144,76 @@ class ModelShape:
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> ModelShape:
-        """From the dictionary in config.json; ValueError names a field that is missing or not supported."""
+        """From the dictionary in config.json; ValueError names a field that is missing, wrong or not supported."""
         name = str(hf.get("model_type"))
         if name not in FAMILIES:
-            raise ValueError(f"config.json: model_type={name!r} is not known; known are {', '.join(sorted(FAMILIES))}")
+            raise ValueError(f"config.json: unknown model family model_type={name!r}; known are {', '.join(sorted(FAMILIES))}")
         family = FAMILIES[name]
         _require(hf, *_REQUIRED)
+        _check_types(hf)
         _check_neutral(hf, name)
         heads = hf["num_attention_heads"]
+        kv_heads = hf.get("num_key_value_heads") or heads
+        if heads % kv_heads:
+            raise ValueError(
+                f"config.json: num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}"
+            )
         return cls(
             family=name,
             layers=hf["num_hidden_layers"],
             hidden=hf["hidden_size"],
             ffn=hf["intermediate_size"],
             heads=heads,
-            kv_heads=hf.get("num_key_value_heads") or heads,
+            kv_heads=kv_heads,
             head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
             vocab=hf["vocab_size"],
             tied=bool(hf.get("tie_word_embeddings", False)),
             qkv_bias=family.qkv_bias,
             qk_norm=family.qk_norm,
-            norm_eps=hf["rms_norm_eps"],
+            norm_eps=_number(hf, "rms_norm_eps"),
             rope=_rope(hf),
             max_positions=hf["max_position_embeddings"],
             experts=_experts(hf) if family.experts else None,
         )
 
 
+def read(file: Path) -> ModelShape:
+    """What `file`, a config.json, says; ValueError with one line where it cannot be read or is not supported."""
+    try:
+        hf = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"config.json: cannot be read as JSON ({error})") from error
+    if not isinstance(hf, dict):
+        raise ValueError(f"config.json: holds a {type(hf).__name__}, not the settings of a model")
+    return ModelShape.from_hf(hf)
+
+
 def _require(settings: Mapping[str, Any], *names: str, group: str = "") -> None:
     absent = [name for name in names if settings.get(name) is None]
     if absent:
         raise ValueError(f"config.json: {group}{absent[0]} is missing")
+
+
+def _check_types(hf: Mapping[str, Any]) -> None:
+    for field in _COUNTS:
+        value = hf.get(field)
+        if value is not None and (type(value) is not int or value < 1):
+            raise ValueError(f"config.json: {field}={value!r} is no whole number greater than 0")
+    for kind, what, fields in (
+        (list, "list", ("layer_types", "mlp_only_layers")),
+        (dict, "group of settings", ("rope_parameters", "rope_scaling")),
+    ):
+        for field in fields:
+            if not isinstance(hf.get(field) or kind(), kind):
+                raise ValueError(f"config.json: {field}={hf[field]!r} is no {what}")
+
+
+def _number(settings: Mapping[str, Any], name: str, default: float | None = None, group: str = "") -> float:
+    value = settings.get(name)
+    value = default if value is None else value
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise ValueError(f"config.json: {group}{name}={value!r} is no number greater than 0")
+    return float(value)
 
 
 def _check_neutral(hf: Mapping[str, Any], family: str) -> None:
@@ -175,44 +232,45 @@ def _rope(hf: Mapping[str, Any]) -> Rope:
     """transformers 5 keeps base and scaling in rope_parameters, older versions apart."""
     field = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
     rope = dict(hf.get(field) or {})
-    theta = float(rope.get("rope_theta", hf.get("rope_theta", 10000.0)))
+    theta = _number(rope, "rope_theta", _number(hf, "rope_theta", 10000.0), f"{field}.")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(f"config.json: {field}.partial_rotary_factor={rope['partial_rotary_factor']} is not supported")
     if kind == "default":
         return Rope(theta)
     # As transformers reads it: a field beside the scaling comes first, the whole context is the last resort.
-    beside = hf.get("original_max_position_embeddings")
-    positions = beside or rope.get("original_max_position_embeddings") or hf["max_position_embeddings"]
+    name = "original_max_position_embeddings"
+    positions = hf.get(name) or int(_number(rope, name, hf["max_position_embeddings"], f"{field}."))
     if kind == "yarn":
         _require(rope, "factor", group=f"{field}.")
-        return Rope(theta, _yarn(rope, positions))
+        return Rope(theta, _yarn(rope, positions, f"{field}."))
     if kind == "linear":
         _require(rope, "factor", group=f"{field}.")
-        return Rope(theta, Linear(float(rope["factor"])))
+        return Rope(theta, Linear(_number(rope, "factor", group=f"{field}.")))
     if kind == "llama3":
-        _require(rope, "factor", "low_freq_factor", "high_freq_factor", group=f"{field}.")
-        factor, low, high = (float(rope[name]) for name in ("factor", "low_freq_factor", "high_freq_factor"))
+        names = ("factor", "low_freq_factor", "high_freq_factor")
+        _require(rope, *names, group=f"{field}.")
+        factor, low, high = (_number(rope, name, group=f"{field}.") for name in names)
         return Rope(theta, Llama3(factor, low, high, positions))
     raise ValueError(f"config.json: {field}.rope_type={kind!r} is not supported; default, linear, llama3 and yarn are")
 
 
-def _yarn(rope: Mapping[str, Any], positions: int) -> Yarn:
-    factor = float(rope["factor"])
+def _yarn(rope: Mapping[str, Any], positions: int, group: str) -> Yarn:
+    factor = _number(rope, "factor", group=group)
 
     def magnitude(scale: float = 1.0) -> float:
         """0.1 ln(factor) + 1, the paper's fit; `scale` is an addition of later models."""
         return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    attention_factor = rope.get("attention_factor")
-    if attention_factor is None:
-        numerator, denominator = rope.get("mscale"), rope.get("mscale_all_dim")
-        attention_factor = magnitude(numerator) / magnitude(denominator) if numerator and denominator else magnitude()
+    usual = magnitude()
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        numerator, denominator = (_number(rope, name, group=group) for name in ("mscale", "mscale_all_dim"))
+        usual = magnitude(numerator) / magnitude(denominator)
     return Yarn(
         factor=factor,
-        attention_factor=float(attention_factor),
-        beta_fast=float(rope.get("beta_fast") or 32),
-        beta_slow=float(rope.get("beta_slow") or 1),
+        attention_factor=_number(rope, "attention_factor", usual, group),
+        beta_fast=_number(rope, "beta_fast", 32.0, group),
+        beta_slow=_number(rope, "beta_slow", 1.0, group),
         truncate=bool(rope.get("truncate", True)),
         original_positions=positions,
     )
@@ -222,11 +280,15 @@ def _experts(hf: Mapping[str, Any]) -> Experts | None:
     """None where every layer is dense after all."""
     count = hf.get("num_local_experts", hf.get("num_experts"))  # transformers 5 writes the first, reads both
     _require({**hf, "num_experts": count}, "num_experts", "num_experts_per_tok", "moe_intermediate_size")
-    dense, step = set(hf.get("mlp_only_layers") or ()), hf.get("decoder_sparse_step", 1)
+    if type(count) is not int or count < 0:
+        raise ValueError(f"config.json: num_experts={count!r} is no whole number")
+    dense, step = hf.get("mlp_only_layers") or (), hf.get("decoder_sparse_step") or 1
     layers = tuple(layer for layer in range(hf["num_hidden_layers"]) if layer not in dense and (layer + 1) % step == 0)
     if not count or not layers:
         return None
     per_token, normalised = hf["num_experts_per_tok"], bool(hf.get("norm_topk_prob", False))
+    if per_token > count:
+        raise ValueError(f"config.json: num_experts_per_tok={per_token}: the model has only {count} experts")
     if per_token == 1 and normalised:
         raise ValueError(
             "config.json: num_experts_per_tok=1 with norm_topk_prob=true is not supported: the weight of the one "

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 
-from megatron_collab.publish.hf_config import Experts, Linear, Llama3, ModelShape, Rope, Yarn
+from megatron_collab.publish.hf_config import Experts, Linear, Llama3, ModelShape, Rope, Yarn, read
 
 LLAMA = {
     "model_type": "llama",
@@ -91,6 +93,18 @@ def test_experts_of_every_layer_and_of_some() -> None:
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters.factor is missing"),
         (MOE | {"num_experts": None}, "num_experts is missing"),
         (MOE | {"num_experts_per_tok": 1}, "num_experts_per_tok=1 with norm_topk_prob=true"),
+        (MOE | {"num_experts_per_tok": 9}, "num_experts_per_tok=9: the model has only 8 experts"),
+        (MOE | {"num_experts": "8"}, "num_experts='8'"),
+        (MOE | {"decoder_sparse_step": 0}, "decoder_sparse_step=0"),
+        (MOE | {"mlp_only_layers": 3}, "mlp_only_layers=3 is no list"),
+        ({"hidden_size": "64"}, "hidden_size='64'"),
+        ({"vocab_size": True}, "vocab_size=True"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps='1e-6'"),
+        ({"num_key_value_heads": 3}, "num_attention_heads=4 is no multiple of num_key_value_heads=3"),
+        ({"rope_scaling": [4.0]}, r"rope_scaling=\[4.0\]"),
+        ({"rope_parameters": {"rope_theta": "big"}}, "rope_parameters.rope_theta='big'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": "4"}}, "rope_scaling.factor='4'"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ],
 )
@@ -102,3 +116,20 @@ def test_an_unsupported_field_is_named(change: dict[str, object], named: str) ->
 def test_a_missing_field_is_named() -> None:
     with pytest.raises(ValueError, match="vocab_size is missing"):
         ModelShape.from_hf({field: value for field, value in LLAMA.items() if field != "vocab_size"})
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("{", "cannot be read as JSON"), ("[]", "holds a list"), ("\xff", "cannot be read as JSON"), (None, "cannot be")],
+)
+def test_a_file_that_describes_no_model(tmp_path: Path, text: str | None, said: str) -> None:
+    file = tmp_path / "config.json"
+    if text is not None:
+        file.write_text(text, encoding="latin-1")
+    with pytest.raises(ValueError, match=f"^config.json: {said}.*$"):
+        read(file)
+
+
+def test_a_file_that_describes_a_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MOE))
+    assert read(tmp_path / "config.json") == ModelShape.from_hf(MOE)

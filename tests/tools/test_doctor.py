@@ -83,6 +83,38 @@ def test_a_plan_of_what_cannot_be(
     assert printed == "" and line.count("\n") == 1 and said in line
 
 
+@pytest.mark.parametrize("text", ["{", "[]", '{"model_type": "llama", "hidden_size": "64"}'])
+def test_a_plan_of_a_broken_description(
+    doctor: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str
+) -> None:
+    (tmp_path / "config.json").write_text(text)
+    assert doctor.main(["--plan", "experiment=train_70b", f"model.path={tmp_path}"]) == 2
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1 and f"model.path={tmp_path}: config.json: " in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--gpu-gib", "0"], "--gpu-gib: '0' is no memory of a GPU"),
+        (["--gpu-gib", "-1"], "--gpu-gib: '-1' is no memory of a GPU"),
+        (["--gpu-gib", "nan"], "--gpu-gib: 'nan' is no memory of a GPU"),
+        (["--gpu-gib", "much"], "--gpu-gib: 'much' is no memory of a GPU"),
+        (["--plan"], "--plan: expected at least one argument"),
+        (["--pan"], "unrecognized arguments: --pan"),
+    ],
+    ids=str,
+)
+def test_wrong_options_of_the_doctor(
+    doctor: ModuleType, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        doctor.main(arguments)
+    printed, line = capsys.readouterr()
+    assert ended.value.code == 2 and printed == ""
+    assert line.startswith("megatron-collab: ") and line.count("\n") == 1 and said in line
+
+
 def test_the_folder_of_the_model_comes_before_the_known_shapes(
     doctor: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
