@@ -17,8 +17,8 @@ def check(config: Config) -> None:
         _check_fp8(config.model)
     else:
         for setting in ("fp8_recipe", "fp8_params", "fp8_skip_first", "fp8_skip_last"):
-            value = getattr(config.model, setting)
-            require(value == getattr(ModelConfig, setting), f"model.{setting}={value}: needs model.fp8; set model.fp8=hybrid")
+            value, default = getattr(config.model, setting), getattr(ModelConfig, setting)
+            require(value == default, f"model.{setting}={value}: needs model.fp8; set model.fp8=hybrid")
     _check_layout(config)
 
 

@@ -15,6 +15,7 @@ import warnings
 from pathlib import Path
 
 from megatron_collab.config import ConfigError
+from megatron_collab.refuse import ArgumentParser
 
 EXIT_BAD_INPUT, EXIT_DIFFERENT = 2, 1
 DTYPES = ("bfloat16", "float32")
@@ -22,7 +23,7 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path, help="checkpoint, folder of checkpoints, or Hugging Face folder")
     parser.add_argument("out", type=Path, help="folder to make")
     parser.add_argument("--model", type=Path, help="Hugging Face folder the run began with: config and tokenizer")
@@ -35,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("give --model HF for a checkpoint, or --to-megatron for a Hugging Face folder")
     try:
         return convert(given)
-    except ConfigError as error:
+    except (ConfigError, OSError) as error:
         print(f"megatron-collab: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import FileSystemWriter, SavePlan
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
@@ -27,6 +28,7 @@ from megatron_collab.config import ConfigError
 from megatron_collab.publish import hf_map
 from megatron_collab.publish.hf_map import Cut, Entry, ModelShape
 
+METADATA = ".metadata"  # of torch.distributed.checkpoint: which tensor lies where
 EMBEDDING = "embedding.word_embeddings.weight"
 
 
@@ -111,7 +113,12 @@ def _check_free(folder: Path) -> None:
 
 def _check_whole(checkpoint: Path) -> None:
     saved = storage.read_state(checkpoint)
-    damage = [f"no valid {storage.STATE}"] if saved is None else storage.damage(checkpoint, saved.get("files", {}))
+    if saved is None:
+        damage = [f"no valid {storage.STATE}"]
+    elif not (checkpoint / METADATA).is_file():
+        damage = [f"{METADATA} is missing"]
+    else:
+        damage = storage.damage(checkpoint, saved.get("files", {}))
     if damage:
         raise ConfigError(f"{checkpoint}: is not whole ({'; '.join(damage)}); give another checkpoint")
 
@@ -132,12 +139,20 @@ def _check_model(stored: Stored, shape: ModelShape, source: Path) -> None:
 
 
 def _make(folder: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a folder that becomes `folder` once it is done."""
+    """Let `write` fill a folder that becomes `folder` once it is done; ConfigError where the disk refuses it."""
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    write(partial)
-    partial.rename(folder)
+    try:
+        partial.mkdir(parents=True)
+        write(partial)
+        partial.rename(folder)
+    except (OSError, SafetensorError, RuntimeError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        # torch.save meets the full disk, then fails once more while it closes its file.
+        reason = error.__context__ if isinstance(error, RuntimeError) else error
+        if not isinstance(reason, OSError | SafetensorError):
+            raise
+        raise ConfigError(f"{folder}: cannot be written ({reason}); give another folder, or make room") from error
 
 
 class _Convert(DefaultSavePlanner):

@@ -75,7 +75,9 @@ def _files(folder: Path) -> list[str]:
     try:
         names = {str(name) for name in json.loads(index.read_text())["weight_map"].values()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{folder}: {INDEX} has no valid weight_map; give a complete folder of safetensors") from error
+        raise ConfigError(
+            f"{folder}: {INDEX} has no valid weight_map; give a complete folder of safetensors"
+        ) from error
     return sorted(names)
 
 

@@ -84,11 +84,12 @@ def candidates(folder: Path) -> list[Path]:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any] | None:
-    """What `state.json` says; None where there is none, or one that was cut short."""
+    """What `state.json` says; None where there is none, or one that is not whole."""
     try:
-        return dict(json.loads((checkpoint / STATE).read_text()))
-    except (FileNotFoundError, json.JSONDecodeError):
+        state = json.loads((checkpoint / STATE).read_text())
+    except (FileNotFoundError, ValueError):
         return None
+    return state if isinstance(state, dict) else None
 
 
 def damage(checkpoint: Path, files: Mapping[str, Iterable[int]]) -> list[str]:

@@ -147,7 +147,8 @@ class ModelShape:
         """From the dictionary in config.json; ValueError names a field that is missing, wrong or not supported."""
         name = str(hf.get("model_type"))
         if name not in FAMILIES:
-            raise ValueError(f"config.json: unknown model family model_type={name!r}; known are {', '.join(sorted(FAMILIES))}")
+            known = ", ".join(sorted(FAMILIES))
+            raise ValueError(f"config.json: unknown model family model_type={name!r}; known are {known}")
         family = FAMILIES[name]
         _require(hf, *_REQUIRED)
         _check_types(hf)
@@ -211,7 +212,7 @@ def _check_types(hf: Mapping[str, Any]) -> None:
 def _number(settings: Mapping[str, Any], name: str, default: float | None = None, group: str = "") -> float:
     value = settings.get(name)
     value = default if value is None else value
-    if type(value) not in (int, float) or not 0 < value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ValueError(f"config.json: {group}{name}={value!r} is no number greater than 0")
     return float(value)
 

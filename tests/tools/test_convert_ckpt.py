@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 import shutil
 import subprocess
 import sys
@@ -191,6 +192,120 @@ def test_bad_input_is_one_line_and_exit_2(
         error = capsys.readouterr().err
         assert told in error and error.count("\n") == 1, error
         assert not out.exists()
+
+
+def broken(folder: Path, tmp_path: Path, file: str, content: str | None) -> Path:
+    """A copy of `folder` whose `file` has other `content`; None: it is not there."""
+    copy = Path(shutil.copytree(folder, tmp_path / folder.name))
+    (copy / file).unlink(missing_ok=True)
+    if content is not None:
+        (copy / file).write_text(content)
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "told"),
+    [
+        ("state.json", "[1]", "is not whole (no valid state.json)"),
+        ("state.json", "{", "is not whole (no valid state.json)"),
+        ("state.json", '{"step": 1}', ".metadata is missing"),
+    ],
+)
+def test_a_checkpoint_that_is_not_whole(
+    folder: Path,
+    tool: Callable[..., int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    file: str,
+    content: str,
+    told: str,
+) -> None:
+    checkpoint = broken(folder / "qwen3" / "tp2" / "step_1", tmp_path, file, content)
+    (checkpoint / ".metadata").unlink()
+    assert tool(checkpoint, tmp_path / "out", "--model", folder / "qwen3" / "source") == 2
+    error = capsys.readouterr().err
+    assert told in error and "give another checkpoint" in error and error.count("\n") == 1, error
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "told"),
+    [
+        ("config.json", "{", "config.json: cannot be read as JSON"),
+        ("config.json", "[]", "config.json: holds a list"),
+        ("config.json", '{"model_type": "llama", "hidden_size": "64"}', "config.json: "),
+        ("model.safetensors.index.json", "{", "model.safetensors.index.json has no valid weight_map"),
+        ("model.safetensors.index.json", "{}", "model.safetensors.index.json has no valid weight_map"),
+        ("model.safetensors.index.json", "[]", "model.safetensors.index.json has no valid weight_map"),
+        ("model.safetensors.index.json", '{"weight_map": [1]}', "model.safetensors.index.json has no valid weight_map"),
+        ("model.safetensors.index.json", '{"weight_map": {"a": 1}}', "no 1 there"),
+    ],
+)
+def test_a_model_that_cannot_be_read(
+    tool: Callable[..., int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    file: str,
+    content: str,
+    told: str,
+) -> None:
+    make_model(tmp_path / "made" / "model", vocab=301)
+    model = broken(tmp_path / "made" / "model", tmp_path, file, content)
+    capsys.readouterr()
+    assert tool(model, tmp_path / "out", "--to-megatron") == 2
+    error = capsys.readouterr().err
+    assert told in error and "; give a" in error and error.count("\n") == 1, error
+
+
+def test_a_folder_that_cannot_be_made(
+    tool: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_model(tmp_path / "model", vocab=301)
+    (tmp_path / "file").write_text("")
+    capsys.readouterr()
+    assert tool(tmp_path / "model", tmp_path / "file" / "out", "--to-megatron") == 2
+    error = capsys.readouterr().err
+    assert "out: cannot be written (" in error and "give another folder" in error and error.count("\n") == 1, error
+
+
+@pytest.mark.parametrize("to_megatron", [True, False])
+def test_a_full_disk(
+    tool: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str], to_megatron: bool
+) -> None:
+    """A limit on the size of a file stands in for it: writing fails half-way. Nothing is left behind."""
+    make_model(tmp_path / "model", vocab=301)
+    assert tool(tmp_path / "model", tmp_path / "start", "--to-megatron") == 0
+    model = tmp_path / "model"
+    arguments = [model, "--to-megatron"] if to_megatron else [tmp_path / "start", "--model", model]
+    capsys.readouterr()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        assert tool(*arguments, tmp_path / "out") == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    error = capsys.readouterr().err
+    assert "out: cannot be written (" in error and "make room" in error and error.count("\n") == 1, error
+    assert {found.name for found in tmp_path.iterdir()} == {"model", "start"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "the following arguments are required: source, out"),
+        (("a", "b"), "give --model HF for a checkpoint, or --to-megatron"),
+        (("a", "b", "--to-megatron", "--dtype", "int8"), "--dtype: invalid choice: 'int8'"),
+        (("a", "b", "--to-megatron", "--shard-size", "0"), "--shard-size: '0' is no size; give one such as 5GB"),
+    ],
+    ids=str,
+)
+def test_wrong_options(
+    tool: Callable[..., int], capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        tool(*arguments)
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and error.startswith("megatron-collab: ") and error.count("\n") == 1
+    assert said in error
 
 
 @pytest.mark.slow
