@@ -131,7 +131,7 @@ def _fusions(experts: bool) -> dict[str, bool]:
     engine, apex = device.probe("transformer_engine").found, device.probe("apex").found
     return {
         "apply_rope_fusion": engine,
-        # Compiled on CUDA; on CPU the same formula uncompiled takes twice as long as plain SwiGLU.
+        # Compiled on CUDA; on CPU the same formula uncompiled is slower than plain SwiGLU.
         "bias_activation_fusion": device.probe("cuda").found,
         "gradient_accumulation_fusion": engine or apex,
         # For attention and norms that are used neither with TransformerEngine nor without.
