@@ -46,6 +46,11 @@ def prepare(config: Config) -> None:
     from megatron_collab.rollout import tools
 
     nodes = config.launch.nodes
+    if nodes > 1 and config.train.stage == "rl":
+        raise ConfigError(
+            f"launch.nodes={nodes}: weights reach the servers through the memory of one node in this version; set "
+            "launch.nodes=1, or train.stage=sft"
+        )
     if nodes > 1 and not under_torchrun():
         raise ConfigError(
             f"launch.nodes={nodes}: only the ranks of this node could be started from here; start torchrun "

@@ -6,7 +6,6 @@ What a Hugging Face folder holds goes in and out through weights.py.
 from __future__ import annotations
 
 import copy
-import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -37,7 +36,7 @@ from megatron_collab.actor.megatron_config import DTYPES, backend_spec, transfor
 from megatron_collab.actor.rope import inverse_frequencies
 from megatron_collab.actor.weights import load_hf, named_shards, save_hf, unwrap
 from megatron_collab.config import Config
-from megatron_collab.publish import hf_map
+from megatron_collab.publish import hf_config, hf_map
 from megatron_collab.publish.hf_map import ModelShape
 
 __all__ = [
@@ -177,7 +176,7 @@ def _build(config: TransformerConfig, shape: ModelShape, where: torch.device) ->
 def load(config: Config) -> tuple[list[torch.nn.Module], ModelShape]:
     """The model of model.path, loaded, and its shape."""
     folder = Path(config.model.path)
-    shape = ModelShape.from_hf(json.loads((folder / "config.json").read_text()))
+    shape = hf_config.read(folder / "config.json")
     chunks = build(config, shape)
     load_hf(chunks, folder, shape)
     return chunks, shape
