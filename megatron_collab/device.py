@@ -48,7 +48,8 @@ _LIBRARIES = {
         "FP8, fused layers, context parallelism",
         "Megatron's local layers with torch attention; no FP8",
     ),
-    "apex": ("apex", "apex", "fused Adam and gradient accumulation", "torch AdamW"),
+    # Without its CUDA extensions apex is of no use; this is one of them.
+    "apex": ("fused_weight_gradient_mlp_cuda", "apex", "fused Adam and gradient accumulation", "torch AdamW"),
     "flash_attn": ("flash_attn", "flash-attn", "FlashAttention in the trainer", "torch scaled_dot_product_attention"),
     "sglang": ("sglang", "sglang", "rollouts", ""),
     "ray": ("ray", "ray", "conversations and scoring", ""),

@@ -42,7 +42,17 @@ def test_probe_of_what_is_installed_gives_its_version() -> None:
 
 
 def test_probe_of_a_working_library_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    installed(monkeypatch, tmp_path, "flash-attn", "2.8.3", "")
+    assert device.probe("flash_attn").found and device.probe("flash_attn").detail == "2.8.3"
+
+
+def test_apex_counts_where_it_was_built_with_its_cuda_extensions(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     installed(monkeypatch, tmp_path, "apex", "0.1", "")
+    assert not device.probe("apex").found
+    device.probe.cache_clear()
+    (tmp_path / "fused_weight_gradient_mlp_cuda.py").write_text("")
     assert device.probe("apex") == device.Probe(
         "apex", True, "0.1", "fused Adam and gradient accumulation", "torch AdamW"
     )
