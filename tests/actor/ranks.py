@@ -82,9 +82,18 @@ def process_group(config: Config) -> Iterator[None]:
         yield
 
 
-def make_model(folder: Path, seed: int = 0, tied: bool = True) -> Path:
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "moe_intermediate_size": 16,
+}
+
+
+def make_model(folder: Path, seed: int = 0, tied: bool = True, experts: bool = False) -> Path:
     """Write a random Hugging Face folder, weights only."""
-    hf = HF | {"tie_word_embeddings": tied}
+    hf = HF | {"tie_word_embeddings": tied} | (EXPERTS if experts else {})
     rng = np.random.default_rng(seed)
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(hf))

@@ -17,7 +17,7 @@ from megatron_collab.algo.advantage import assign
 from megatron_collab.config import Config
 from megatron_collab.types import Batch, Sample
 from tests.actor.ranks import hidden_states, make_config, make_model, make_samples, run_ranks
-from tests.actor.update_worker import LAYOUTS, STAGES, train
+from tests.actor.update_worker import EXPERT_LAYOUTS, LAYOUTS, STAGES, train
 
 SAMPLES = make_samples(11, seed=1)
 Maker = Callable[..., Actor]
@@ -25,14 +25,16 @@ Maker = Callable[..., Actor]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("update") / "model")
+    folder = tmp_path_factory.mktemp("update")
+    make_model(folder / "experts", experts=True)
+    return make_model(folder / "model")
 
 
 @pytest.fixture(scope="module")
 def layouts(folder: Path) -> dict[str, dict]:
     """By layout and stage, what `train` found on two ranks."""
     out = folder.parent / "found.json"
-    run_ranks("update_worker", 2, [str(folder), str(out)], groups=len(LAYOUTS))
+    run_ranks("update_worker", 2, [str(folder), str(out)], groups=len(LAYOUTS) + len(EXPERT_LAYOUTS))
     return json.loads(out.read_text())
 
 
@@ -67,6 +69,11 @@ def assert_same_training(found: dict, expected: dict) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_trains_the_same(layouts: dict, alone: dict, layout: str, stage: str) -> None:
     assert_same_training(layouts[f"{layout} {stage}"], alone[stage])
+
+
+@pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
+def test_experts_train_the_same_wherever_they_are(layouts: dict, folder: Path, one_rank: Config, layout: str) -> None:
+    assert_same_training(layouts[layout], train(folder.with_name("experts"), {}))
 
 
 @pytest.mark.parametrize("stage", STAGES)

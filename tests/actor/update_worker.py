@@ -22,6 +22,11 @@ LAYOUTS: dict[str, dict[str, object]] = {
     "pp2-vpp2": {"parallel.pp": 2, "parallel.vpp": 2, "train.tokens_per_micro_batch": 40},
     "dp2": {"train.tokens_per_micro_batch": 50},
 }
+# Those of a model with experts, which lies in the folder `experts` beside the other.
+EXPERT_LAYOUTS: dict[str, dict[str, object]] = {
+    "ep2": {"parallel.ep": 2, "train.tokens_per_micro_batch": 50},
+    "tp2-sp-ep2": {"parallel.tp": 2, "parallel.sequence_parallel": True, "parallel.ep": 2},
+}
 STAGES: dict[str, dict[str, object]] = {
     "rl": {},
     "rl-mini": {"algo.mini_batches": 3, "algo.clip_low": 0.01, "algo.clip_high": 0.02},
@@ -53,6 +58,9 @@ def main(folder: Path, out: Path) -> None:
         with process_group(make_config(folder, settings)):
             found |= {f"{layout} {stage}": train(folder, settings | STAGES[stage]) for stage in STAGES}
             leader = dist.get_rank() == 0
+    for layout, settings in EXPERT_LAYOUTS.items():
+        with process_group(make_config(folder, settings)):
+            found[layout] = train(folder.with_name("experts"), settings)
     if leader:
         out.write_text(json.dumps(found))
 
