@@ -6,7 +6,6 @@ workspaces of SGLang, what lives for a moment within a pass, and fragments; leav
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from dataclasses import dataclass
 from math import prod
@@ -14,13 +13,13 @@ from math import prod
 from megatron_collab.actor import activations, logprob
 from megatron_collab.actor.megatron_config import DTYPES, stage_layers
 from megatron_collab.config import Config
+from megatron_collab.layout import ranks
 from megatron_collab.publish import hf_map
 from megatron_collab.publish import plan as publishing
 from megatron_collab.publish.hf_config import ModelShape
 from megatron_collab.publish.publisher import BUCKET_BYTES
 
 GIB = float(1 << 30)
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -72,12 +71,11 @@ def plan(config: Config, shape: ModelShape) -> Plan:
     activations are counted once. SGLang keeps its weights and its cache while the run trains.
     """
     parallel = config.parallel
-    gpus = config.launch.nodes * config.launch.nproc_per_node
+    gpus, tokens = ranks(config), micro_batch_tokens(config)
     sampling = config.train.stage == "rl"
     stages = []
     for rank in range(parallel.pp):
         policy = network(config, shape, rank)
-        tokens = micro_batch_tokens(config)
         parts = [
             Part("parameters", policy.parameters, policy.parameters),
             _away("gradients", policy.gradients, config, host=False),
@@ -129,7 +127,7 @@ def network(config: Config, shape: ModelShape, rank: int, critic: bool = False) 
     parallel, model = config.parallel, config.model
     item = DTYPES[model.dtype].itemsize
     state = 8 if item == 4 else 12
-    stage_ranks = config.launch.nodes * config.launch.nproc_per_node // parallel.pp
+    stage_ranks = ranks(config) // parallel.pp
     dense, experts, eight_bit, frozen = _counts(config, shape, rank, critic)
     trained = dense + experts
     copies = (2 - item if model.fp8_params else 2) * eight_bit
@@ -147,7 +145,7 @@ def _counts(config: Config, shape: ModelShape, rank: int, critic: bool) -> tuple
     stage_of = [stage for stage, count in enumerate(stage_layers(shape.layers, stages)) for _ in range(count)]
     found: Counter[str] = Counter()
     for entry in hf_map.table(shape):
-        layer = _LAYER.match(entry.megatron)
+        layer = hf_map.LAYER.fullmatch(entry.megatron)
         number = int(layer[1]) if layer else -1
         stage = stage_of[number] if layer else 0 if entry.megatron.startswith("embedding") else stages - 1
         copy = not entry.exported and stages == 1  # of a tied embedding, which the same rank has

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from megatron_collab.config import Config, ConfigError, load
 from megatron_collab.sglang_cpu import parts
 
 CHAT_TEMPLATE = (
@@ -21,6 +24,23 @@ CORPUS = [
     "the quick brown fox jumps over the lazy dog 0123456789 + - * / = ( ) user assistant system hello world\n",
     "a table for four people on friday evening at seven, please; how many people, which day, what time?\n",
 ]
+
+
+def configured(config: Config, settings: Mapping[str, object]) -> Config:
+    """`config` with `settings` by their dotted names."""
+    for name, value in settings.items():
+        group, option = name.split(".")
+        assert hasattr(getattr(config, group), option), name
+        setattr(getattr(config, group), option, value)
+    return config
+
+
+def refused(*overrides: str) -> str:
+    """What is said of overrides of experiment=gsm8k that cannot work: one line."""
+    with pytest.raises(ConfigError) as error:
+        load(["experiment=gsm8k", *overrides])
+    assert "\n" not in str(error.value)
+    return str(error.value)
 
 
 def free_port() -> int:

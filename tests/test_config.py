@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_collab.config import ConfigError, future_range, load, reward_to_go_gamma
+from megatron_collab.config import future_range, load, reward_to_go_gamma
+from tests.helpers import refused
 
 
 @pytest.mark.parametrize(
@@ -54,13 +55,6 @@ def test_a_published_reward_is_one_word(mode: str, tokens: float, count: str, ru
     assert reward.mode == mode
     assert reward.weights == {"accuracy": 1.0, "interactivity": 1.0, "token_amount": tokens, "asks": 0.0}
     assert (reward.metrics["token_amount"], reward.metrics["interactivity"]) == ({"count": count}, {"rubric": rubric})
-
-
-def refused(*overrides: str) -> str:
-    with pytest.raises(ConfigError) as error:
-        load(["experiment=gsm8k", *overrides])
-    assert "\n" not in str(error.value)
-    return str(error.value)
 
 
 @pytest.mark.parametrize(

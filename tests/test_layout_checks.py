@@ -10,6 +10,7 @@ import pytest
 from megatron_collab import device, layout, layout_checks
 from megatron_collab.config import Config, ConfigError
 from megatron_collab.publish.hf_config import ModelShape
+from tests.helpers import configured
 
 DENSE = {
     "model_type": "qwen3",
@@ -33,12 +34,7 @@ FP8 = {"model.fp8": "hybrid", "model.fp8_recipe": "tensorwise"}
 
 
 def configure(settings: dict[str, Any]) -> Config:
-    config = Config()
-    for name, value in settings.items():
-        group, option = name.split(".")
-        assert hasattr(getattr(config, group), option), name
-        setattr(getattr(config, group), option, value)
-    return config
+    return configured(Config(), settings)
 
 
 @pytest.fixture

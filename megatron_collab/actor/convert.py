@@ -23,10 +23,10 @@ from torch.distributed.checkpoint.planner import WriteItem
 from megatron_collab.actor import hf_folder, storage
 from megatron_collab.actor.blocks import write_item
 from megatron_collab.actor.hf_folder import HFTensors
-from megatron_collab.actor.stored import FUSED, LAYER, Location, Stored, locate
+from megatron_collab.actor.stored import FUSED, Location, Stored, locate
 from megatron_collab.config import ConfigError
 from megatron_collab.publish import hf_map
-from megatron_collab.publish.hf_map import Cut, Entry, ModelShape
+from megatron_collab.publish.hf_map import LAYER, Cut, Entry, ModelShape
 
 METADATA = ".metadata"  # of torch.distributed.checkpoint: which tensor lies where
 EMBEDDING = "embedding.word_embeddings.weight"

@@ -18,9 +18,8 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron_collab.publish import hf_map
-from megatron_collab.publish.hf_map import Shape
+from megatron_collab.publish.hf_map import LAYER, Shape
 
-LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 FUSED = {norm: fused for fused, norm in hf_map.FUSED_NAMES.items()}
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(.+)")
 

@@ -22,7 +22,6 @@ from megatron_collab.publish import hf_map
 from megatron_collab.publish.hf_map import Entry, ModelShape, Piece, Place
 
 FILE_BYTES = 4 << 30
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 # local_experts.N.linear_fc1.weight, or with TransformerEngine's grouped GEMM linear_fc1.weightN
 _EXPERT = re.compile(
     r"mlp\.experts\.(?:local_experts\.(?P<local>\d+)\.)?(?P<linear>linear_fc[12])\.weight(?P<grouped>\d*)"
@@ -41,7 +40,7 @@ def named_shards(chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[str, torch
     for chunk in chunks:
         policy = unwrap(chunk)
         for name, parameter in policy.named_parameters():
-            layer = _LAYER.fullmatch(name)
+            layer = hf_map.LAYER.fullmatch(name)
             if layer:
                 module = policy.decoder.layers[int(layer[1])]
                 name = f"decoder.layers.{module.layer_number - 1}.{_name_in_layer(module, layer[2])}"

@@ -9,6 +9,7 @@ imports a framework: shapes are tuples, slices are slices.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -84,6 +85,9 @@ class Piece:
     hf_index: Index
     shard_index: Index
 
+
+# A parameter of a layer: the layer's global number, and the name within it.
+LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 # TransformerEngine fuses a norm into the linear layer that follows; the table knows the norms by their own names.
 FUSED_NAMES: Mapping[str, str] = {

@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 from megatron_collab.config import Config
 from megatron_collab.publish import hf_map
 from megatron_collab.types import Credit, Sample
-from tests.helpers import free_port
+from tests.helpers import configured, free_port
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TIMEOUT = 150
@@ -131,11 +131,7 @@ def make_config(folder: Path, settings: Mapping[str, object]) -> Config:
     config.rollout.turn.temperature = 0.8
     config.optim.lr, config.optim.warmup_steps, config.optim.weight_decay = 1e-3, 2, 0.1
     config.optim.clip_grad, config.algo.kl_coef = 0.5, 0.1
-    for name, value in settings.items():
-        group, option = name.split(".")
-        assert hasattr(getattr(config, group), option), name
-        setattr(getattr(config, group), option, value)
-    return config
+    return configured(config, settings)
 
 
 def hidden_states(chunk: Any, token_ids: np.ndarray) -> Any:

@@ -25,17 +25,13 @@ from megatron_collab.actor.megatron_config import backend_spec, transformer_conf
 from megatron_collab.config import Config
 from megatron_collab.publish.hf_config import ModelShape
 from tests.actor.shapes import EXPERTS, SHAPE, shape_of
+from tests.helpers import configured
 
 MOE = shape_of(model_type="qwen3_moe", **EXPERTS)
 
 
 def configure(settings: dict[str, Any]) -> Config:
-    config = Config()
-    for name, value in settings.items():
-        group, option = name.split(".")
-        assert hasattr(getattr(config, group), option), name
-        setattr(getattr(config, group), option, value)
-    return config
+    return configured(Config(), settings)
 
 
 @pytest.fixture

@@ -6,13 +6,7 @@ import pytest
 
 from megatron_collab import checks
 from megatron_collab.config import ConfigError, load, parse
-
-
-def refused(*overrides: str) -> str:
-    with pytest.raises(ConfigError) as error:
-        load(["experiment=gsm8k", *overrides])
-    assert "\n" not in str(error.value)
-    return str(error.value)
+from tests.helpers import refused
 
 
 @pytest.mark.parametrize(
