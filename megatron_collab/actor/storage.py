@@ -7,7 +7,6 @@ names it. `state.json` is written last in the folder and records size and CRC-32
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import zlib
@@ -15,22 +14,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_collab.files import replace
+
 LATEST = "latest"
 STATE = "state.json"
 _FOLDER = re.compile(r"step_(\d+)")
 _READ_BYTES = 1 << 20
 
 Files = dict[str, tuple[int, int]]
-
-
-def write(file: Path, text: str) -> None:
-    """Replace `file` as a whole: what is read is the old text or the new one, whenever the machine stops."""
-    temporary = file.with_name(file.name + ".tmp")
-    with temporary.open("w") as out:
-        out.write(text)
-        out.flush()
-        os.fsync(out.fileno())
-    temporary.replace(file)
 
 
 def checksums(files: Iterable[Path]) -> Files:
@@ -56,12 +47,12 @@ def begin(folder: Path, step: int) -> Path:
 
 def commit(temporary: Path, state: Mapping[str, Any], files: Files) -> Path:
     """Make step_N.tmp, in which all `files` are written, the newest checkpoint; the folder it is now."""
-    write(temporary / STATE, json.dumps({**state, "files": files}))
+    replace(temporary / STATE, json.dumps({**state, "files": files}))
     final, before = temporary.with_suffix(""), temporary.with_suffix(".old")
     if final.exists():  # a step that is saved again; removed only once the new one stands in its place
         final.rename(before)
     temporary.rename(final)
-    write(final.parent / LATEST, final.name)
+    replace(final.parent / LATEST, final.name)
     shutil.rmtree(before, ignore_errors=True)
     return final
 

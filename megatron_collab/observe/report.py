@@ -13,6 +13,8 @@ from jinja2 import Environment, PackageLoader
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
+from megatron_collab import files
+
 CONVERSATIONS = 10
 Rows = Sequence[Mapping[str, Any]]
 Series = dict[str, list[tuple[int, float]]]
@@ -32,9 +34,9 @@ def write(folder: Path) -> Path:
         curves=[(title, _svg(series, metrics)) for title, series in curves(metrics)],
         pairs=pairs(before, after),
     )
-    draft = folder / "report.html.tmp"
-    draft.write_text(html)
-    return draft.replace(folder / "report.html")
+    report = folder / "report.html"
+    files.replace(report, html)
+    return report
 
 
 def table(before: Rows, after: Rows) -> list[tuple[str, str, str]]:

@@ -28,7 +28,7 @@ import psutil
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from megatron_collab import __version__, launch
+from megatron_collab import __version__, files, launch
 from megatron_collab.config import Config, uses_wandb
 from megatron_collab.observe import report
 from megatron_collab.observe.progress import progress
@@ -171,7 +171,7 @@ class Run:
         """The name of this run over all its starts."""
         file = self.folder / "wandb_id"
         if not file.exists():
-            file.write_text(uuid4().hex)
+            files.replace(file, uuid4().hex)
         return file.read_text()
 
 
@@ -237,10 +237,7 @@ def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _replace(file: Path, content: Mapping[str, Any]) -> None:
-    """Write JSON such that a reader, or a next start, finds the old or the new file, never half of one."""
-    draft = file.with_suffix(".tmp")
-    draft.write_text(json.dumps(content, indent=2) + "\n")
-    draft.replace(file)
+    files.replace(file, json.dumps(content, indent=2) + "\n")
 
 
 def _keep(file: Path, holds: Callable[[dict[str, Any]], bool]) -> None:
@@ -255,6 +252,4 @@ def _keep(file: Path, holds: Callable[[dict[str, Any]], bool]) -> None:
             continue
         if holds(row):
             kept.append(text)
-    draft = file.with_suffix(".tmp")
-    draft.write_text("".join(text + "\n" for text in kept))
-    draft.replace(file)
+    files.replace(file, "".join(text + "\n" for text in kept))

@@ -15,6 +15,7 @@ import numpy as np
 import ray
 import torch.distributed as dist
 
+from megatron_collab import files
 from megatron_collab.algo.credit import samples_of, teaches
 from megatron_collab.config import Config
 from megatron_collab.data.datasets import Cursor, load_tasks
@@ -62,7 +63,7 @@ class Collector:
         try:
             return play(*arguments)
         finally:
-            self._ledger.write_text(json.dumps(ray.get(self.crew.limiter.spend.remote())))
+            files.replace(self._ledger, json.dumps(ray.get(self.crew.limiter.spend.remote())))
 
     def _collect(self, step: int) -> Batch:
         """Play the step's tasks; with algo.dynamic_sampling others for the groups that teach nothing, that often.

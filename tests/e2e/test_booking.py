@@ -47,6 +47,10 @@ class Program:
     def wait(self, timeout: float = 300) -> int:
         return self.process.wait(timeout)
 
+    def finish(self) -> None:
+        """Wait for the end, which has to be a good one."""
+        assert self.wait() == 0, self.log.read_text()[-5000:]
+
     def when(self, holds: Callable[[], bool], timeout: float = 300) -> None:
         deadline = time.monotonic() + timeout
         while not holds():
@@ -102,7 +106,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def supervised(root: Path) -> Path:
     """The undisturbed supervised run; later stages start from its model."""
     program = Program([*SFT, f"run.dir={root}/sft", f"data.dir={root}/world"], root / "sft.log")
-    assert program.wait() == 0, program.log.read_text()[-3000:]
+    program.finish()
     return root / "sft"
 
 
@@ -110,7 +114,7 @@ def supervised(root: Path) -> Path:
 def trained(root: Path, supervised: Path) -> Path:
     """The undisturbed run on multiturn-aware reward."""
     program = Program(rl(root, "rl"), root / "rl.log")
-    assert program.wait() == 0, program.log.read_text()[-3000:]
+    program.finish()
     assert program.gone() == []
     return root / "rl"
 
@@ -161,7 +165,7 @@ def test_supervised_training_killed_three_times_ends_with_the_same_parameters(
     after_a_checkpoint = start(arguments)
     after_a_checkpoint.when(lambda: steps_done(run) >= 47)
     kill(after_a_checkpoint)
-    assert start(arguments).wait() == 0
+    start(arguments).finish()
     assert [line["step"] for line in lines(run / "metrics.jsonl")] == list(range(60))
     assert parameters(run) == parameters(supervised)
 
@@ -183,7 +187,7 @@ def test_pipeline_and_data_parallel_train_the_same(
 ) -> None:
     """Two ranks as PP2 and as DP2: same samples, same update as TP2."""
     name = "layout_" + "_".join(layout).replace("=", "")
-    assert start([*rl(root, name), "train.steps=2", "train.eval_tasks=0", *layout]).wait() == 0
+    start([*rl(root, name), "train.steps=2", "train.eval_tasks=0", *layout]).finish()
     for ours, theirs in zip(lines(root / name / "metrics.jsonl"), lines(trained / "metrics.jsonl")[:2], strict=True):
         assert ours["mismatch/max_abs"] <= 1e-4
         assert ours["reward"] == theirs["reward"]
@@ -214,7 +218,7 @@ def test_training_killed_three_times_ends_with_the_same_parameters(
     in_the_update = start(rl(root, "rl_killed"))
     in_the_update.when(lambda: any(line["step"] == 3 for line in lines(run / "transcripts.jsonl")))
     kill(in_the_update)
-    assert start(rl(root, "rl_killed")).wait() == 0
+    start(rl(root, "rl_killed")).finish()
     assert [line["step"] for line in lines(run / "metrics.jsonl")] == [0, 1, 2, 3]
     assert parameters(run) == parameters(trained)
 

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_collab import files
+
+WRITER = """
+import json, sys
+from pathlib import Path
+from megatron_collab import files
+file, n = Path(sys.argv[1]), 0
+while True:
+    files.replace(file, json.dumps([n] * 50_000))
+    n += 1
+"""
+
+
+def test_a_file_is_whole_whenever_its_writer_is_killed(tmp_path: Path) -> None:
+    file = tmp_path / "spend.json"
+    files.replace(file, "[]")
+    for kill in range(8):
+        writer = subprocess.Popen([sys.executable, "-c", WRITER, str(file)])
+        before = file.stat().st_ino
+        while file.stat().st_ino == before:
+            time.sleep(0.001)
+        time.sleep(0.0013 * kill)
+        writer.kill()
+        writer.wait()
+        assert len(set(json.loads(file.read_text()))) == 1
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
+    file = tmp_path / "spend.json"
+    files.replace(file, "old")
+    with pytest.raises(UnicodeEncodeError):
+        files.replace(file, "new \ud800")  # fails in the middle of writing
+    assert file.read_text() == "old"
