@@ -45,6 +45,8 @@ def _check_values(config: Config) -> None:
     one_of("optim.schedule", config.optim.schedule, ["constant", "linear"])
     one_of("reward.mode", config.reward.mode, MODES)
     one_of("rollout.train_turns", config.rollout.train_turns, ["first", "all"])
+    one_of("publish.transport", config.publish.transport, ["auto", "memory", "network", "disk"])
+    require(config.publish.verify >= 0, f"publish.verify={config.publish.verify}: must be 0 or greater")
     one_of("data.world", config.data.world, [None, *WORLDS])
     for setting, value in _positive(config):
         require(value > 0, f"{setting}={value}: must be greater than 0")
@@ -74,6 +76,8 @@ def _check_stage(config: Config) -> None:
     if config.train.stage == "rl":
         _check_reward(config.reward)
         _check_rollout(config)
+        _check_staleness(config)
+        _check_server(config)
         _check_algo(config)
         _check_budget(config)
 
@@ -142,6 +146,42 @@ def _check_rollout(config: Config) -> None:
         require(name in tools.known(), f"rollout.tools={name}: no such tool; known are {', '.join(tools.known())}")
 
 
+def _check_staleness(config: Config) -> None:
+    """Sampling ahead needs devices of its own, and a loss that knows which weights have sampled."""
+    stale = config.rollout.max_staleness
+    require(stale >= 0, f"rollout.max_staleness={stale}: must be 0 or greater")
+    if stale == 0:
+        return
+    require(
+        not config.rollout.server.colocated,
+        f"rollout.max_staleness={stale}: servers that sample while the trainer trains need devices of their own; set "
+        "rollout.server.colocated=false, or rollout.max_staleness=0",
+    )
+    require(
+        config.algo.correction != "none",
+        f"rollout.max_staleness={stale}: samples of older weights need an importance correction; set "
+        "algo.correction=truncated, or rollout.max_staleness=0",
+    )
+
+
+def _check_server(config: Config) -> None:
+    server, publish = config.rollout.server, config.publish
+    require(
+        server.tp % server.ep == 0,
+        f"rollout.server.ep={server.ep}: does not divide rollout.server.tp={server.tp}; choose a divisor",
+    )
+    require(
+        server.colocated or not config.parallel.offload,
+        "parallel.offload=true: makes room for servers on the trainer's devices; set parallel.offload=false, or "
+        "rollout.server.colocated=true",
+    )
+    require(
+        publish.transport != "memory" or config.launch.nodes == 1,
+        f"publish.transport=memory: is shared within one node, and launch.nodes={config.launch.nodes}; set "
+        "publish.transport=auto",
+    )
+
+
 def _check_algo(config: Config) -> None:
     algo = config.algo
     one_of("algo.advantage", algo.advantage, [*GROUPED, "reinforce++", "gae"])
@@ -205,7 +245,7 @@ def _positive(config: Config) -> list[tuple[str, float]]:
         "rollout": ["max_user_turns", "max_assistant_turns", "deadline", "workers", "context_length"],
         "rollout.turn": ["max_new_tokens", "temperature", "top_p"],
         "rollout.future": ["max_new_tokens", "temperature", "top_p"],
-        "rollout.server": ["tp", "replicas"],
+        "rollout.server": ["tp", "ep", "replicas"],
         "user": ["attempts", "max_tokens", "timeout", "deadline"],
         "reward": ["workers", "concurrency", "timeout"],
         "reward.judge": ["attempts", "max_tokens", "timeout", "deadline"],

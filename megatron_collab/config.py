@@ -139,6 +139,12 @@ class TrainConfig:
 @dataclass
 class ServerConfig:
     tp: int = option(1, "tensor parallel size of an SGLang server")
+    ep: int = option(1, "expert parallel size of an SGLang server: a divisor of its tp, over which experts are spread")
+    fp8: bool = option(False, "servers hold the linear layers in FP8 (blocks of 128 x 128), quantised by the trainer")
+    colocated: bool = option(
+        True,
+        "servers share the trainer's devices and give their memory back while it trains; false: devices of their own",
+    )
     replicas: int = option(1, "SGLang servers; the conversations of a prompt stay on one of them")
     port: int = option(0, "port of the first SGLang server, the others follow; 0: free ones")
     max_running_requests: int = option(256, "requests a server decodes at once")
@@ -174,6 +180,11 @@ class RolloutConfig:
         8, "rounds of tool calls within one turn of the policy; what it says then is its reply"
     )
     workers: int = option(1, "Ray ConversationWorkers")
+    max_staleness: int = option(
+        0,
+        "versions that the weights of a sample may lag behind those it trains; 0: sampling and training take turns, "
+        "k: sampling runs up to k steps ahead",
+    )
     turn_timeout: float = option(300.0, "seconds one request to the server may take")
     server: ServerConfig = field(default_factory=ServerConfig)
 
@@ -241,6 +252,16 @@ class LlmConfig:
 
 
 @dataclass
+class PublishConfig:
+    transport: str = option(
+        "auto",
+        "how weights reach the servers: memory (shared, on one node), network (point to point), disk, or auto: memory "
+        "on one node, else network",
+    )
+    verify: int = option(0, "every that many publishes, servers prove by checksums what they hold; 0: never")
+
+
+@dataclass
 class DataConfig:
     world: str | None = option(None, "shipped world that makes model and data on the spot: booking or gsm8k")
     dir: str | None = option(None, "folder where the world is made")
@@ -262,6 +283,7 @@ class Config:
     user: UserConfig = field(default_factory=UserConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     llm: LlmConfig = field(default_factory=LlmConfig)
+    publish: PublishConfig = field(default_factory=PublishConfig)
     data: DataConfig = field(default_factory=DataConfig)
 
 

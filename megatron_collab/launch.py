@@ -21,6 +21,7 @@ _PARENT = "MEGATRON_COLLAB_TORCHRUN"  # its process id, for the ranks
 MAY_CHANGE = (
     "launch.",
     "llm.",
+    "publish.",
     "train.checkpoint_every",
     "train.keep_checkpoints",
     "run.wandb_project",

@@ -40,7 +40,7 @@ def render(renderer: ChatRenderer, messages: Sequence[Message]) -> Sample:
     mask = [0.0] * len(token_ids)
     for i in range(first, len(messages), 2):
         reply = renderer.reply(messages[i].content)
-        turn = Turn(token_ids, reply, (0.0,) * len(reply), 0, Finish.STOP, messages[i].content)
+        turn = Turn(token_ids, reply, (0.0,) * len(reply), (0,) * len(reply), Finish.STOP, messages[i].content)
         between = renderer.next(messages[i + 1 : i + 2], turn) if i + 1 < len(messages) else ()
         token_ids += reply + between
         mask += [1.0] * len(reply) + [0.0] * len(between)

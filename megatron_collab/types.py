@@ -58,20 +58,22 @@ class Turn:
     """One generation of the policy, exactly as the engine sampled it.
 
     `prompt_ids` and `token_ids` are token ids; `log_probs[i]` is the natural log-probability of
-    `token_ids[i]` under the sampling distribution (temperature folded in); `version` is the number of the
-    weights that sampled it. `text` is the decoded reply, thoughts included, without its end-of-turn token.
+    `token_ids[i]` under the sampling distribution (temperature folded in); `versions[i]` is the number of the
+    weights that sampled it, which may change in the middle of a turn. `text` is the decoded reply, thoughts
+    included, without its end-of-turn token.
     """
 
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
     log_probs: tuple[float, ...]
-    version: int
+    versions: tuple[int, ...]
     finish: Finish
     text: str
 
     def __post_init__(self) -> None:
-        if len(self.token_ids) != len(self.log_probs):
-            raise ValueError(f"a turn of {len(self.token_ids)} tokens has {len(self.log_probs)} log-probs")
+        for name in ("log_probs", "versions"):
+            if len(getattr(self, name)) != len(self.token_ids):
+                raise ValueError(f"a turn of {len(self.token_ids)} tokens has {len(getattr(self, name))} {name}")
 
 
 class Ending(StrEnum):
@@ -211,13 +213,15 @@ class Sample:
     """One sequence for the loss. All arrays have length S, the number of tokens of the sequence.
 
     `token_ids` int64; `loss_mask` float32, 1 where the token is trained; `log_probs` float32, the engine's
-    log-probability of each token (0 where not trained); `credits` say what the trained tokens are worth, none in sft.
+    log-probability of each token (0 where not trained); `credits` say what the trained tokens are worth, none in sft;
+    `version` is that of the oldest weights which sampled a trained token (0 in sft).
     """
 
     token_ids: np.ndarray
     loss_mask: np.ndarray
     log_probs: np.ndarray
     credits: tuple[Credit, ...] = ()
+    version: int = 0
 
 
 @dataclass(frozen=True)

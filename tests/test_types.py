@@ -6,7 +6,7 @@ from megatron_collab.types import Conversation, Finish, Message, Turn
 
 
 def turn(prompt_ids: tuple[int, ...], token_ids: tuple[int, ...]) -> Turn:
-    return Turn(prompt_ids, token_ids, (-0.5,) * len(token_ids), 0, Finish.STOP, "hello")
+    return Turn(prompt_ids, token_ids, (-0.5,) * len(token_ids), (0,) * len(token_ids), Finish.STOP, "hello")
 
 
 def test_a_conversation_holds_the_tokens_as_they_were_sampled() -> None:
@@ -19,9 +19,9 @@ def test_a_conversation_holds_the_tokens_as_they_were_sampled() -> None:
 
 def test_replies_are_what_was_said_to_the_user_since_the_task() -> None:
     history = (Message("user", "hi"), Message("assistant", "old"), Message("user", "and?"))
-    said = Conversation(history, (1,)).add_turn(Turn((1,), (2,), (-1.0,), 0, Finish.STOP, "<think>x</think>call"))
+    said = Conversation(history, (1,)).add_turn(Turn((1,), (2,), (-1.0,), (0,), Finish.STOP, "<think>x</think>call"))
     said = said.add_messages([Message("tool", "42")], (3,))
-    said = said.add_turn(Turn((1, 2, 3), (4,), (-1.0,), 0, Finish.STOP, "it is 42"))
+    said = said.add_turn(Turn((1, 2, 3), (4,), (-1.0,), (0,), Finish.STOP, "it is 42"))
     said = said.add_messages([Message("user", "thanks")], (5,))
     assert said.replies == ("it is 42",)
     assert said.messages[3].content == "call"
@@ -41,6 +41,8 @@ def test_one_changed_prompt_token_is_refused() -> None:
         begun.add_turn(turn((1, 9, 3), (7, 8)))
 
 
-def test_a_turn_needs_a_log_prob_for_each_token() -> None:
-    with pytest.raises(ValueError, match="2 tokens has 1 log-probs"):
-        Turn((1,), (7, 8), (-0.5,), 0, Finish.STOP, "hello")
+def test_a_turn_needs_a_log_prob_and_a_version_for_each_token() -> None:
+    with pytest.raises(ValueError, match="2 tokens has 1 log_probs"):
+        Turn((1,), (7, 8), (-0.5,), (0, 0), Finish.STOP, "hello")
+    with pytest.raises(ValueError, match="2 tokens has 3 versions"):
+        Turn((1,), (7, 8), (-0.5, -0.5), (0, 0, 1), Finish.STOP, "hello")

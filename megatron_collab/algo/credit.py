@@ -67,10 +67,12 @@ def sample(conversation: Conversation, credits: Sequence[Credit]) -> Sample:
     mask: np.ndarray = np.zeros(len(token_ids), np.float32)
     log_probs = np.zeros_like(mask)
     trained = {span for credit in credits for span in credit.spans}
-    for turn in conversation.turns:
-        if (span := _span(turn)) in trained:
-            mask[slice(*span)], log_probs[slice(*span)] = 1.0, turn.log_probs
-    return Sample(token_ids, mask, log_probs, tuple(credits))
+    turns = [turn for turn in conversation.turns if _span(turn) in trained]
+    for turn in turns:
+        span = slice(*_span(turn))
+        mask[span], log_probs[span] = 1.0, turn.log_probs
+    oldest = min((version for turn in turns for version in turn.versions), default=0)
+    return Sample(token_ids, mask, log_probs, tuple(credits), oldest)
 
 
 def _with_futures(rollouts: Sequence[Rollout], config: Config, name: str) -> list[Sample]:

@@ -248,7 +248,7 @@ class SGLangClient:
             prompt_ids=tuple(prompt_ids),
             token_ids=tuple(answer["output_ids"]),
             log_probs=tuple(entry[0] for entry in meta["output_token_logprobs"]),
-            version=int(meta["weight_version"]),
+            versions=_versions(meta, len(answer["output_ids"])),
             finish=finish,
             text=answer["text"],
         )
@@ -344,6 +344,12 @@ async def _last_event(response: aiohttp.ClientResponse, began: Callable[[], None
     if finish.get("status_code"):  # SGLang's scheduler turned the request away
         raise _Refused(finish["status_code"], finish["message"])
     return answer
+
+
+def _versions(meta: Mapping[str, Any], tokens: int) -> tuple[int, ...]:
+    """The version of the weights of each of a turn's `tokens`; spans of them where it changed on the way."""
+    spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": tokens}]
+    return tuple(int(span["version"]) for span in spans for _ in range(span["start"], span["end"]))
 
 
 def _arguments_of(call: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -48,7 +48,7 @@ def conversation(turns: int, length: int = 2, rewards: Sequence[float] = ()) -> 
         if number:
             made = made.add_messages([Message("user", "go on")], BETWEEN)
         ids = tuple(range(10, 10 + length))
-        made = made.add_turn(Turn(made.token_ids, ids, (-0.25 - number,) * length, 4, Finish.STOP, "x"))
+        made = made.add_turn(Turn(made.token_ids, ids, (-0.25 - number,) * length, (4,) * length, Finish.STOP, "x"))
         made = made.add_reward(rewards[number] if rewards else 0.0)
     return made
 

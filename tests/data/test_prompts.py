@@ -45,7 +45,9 @@ def chat(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[ChatRenderer, 
 
 def sampled(chat: ChatRenderer, prompt: tuple[int, ...], text: str, ended: bool = True) -> Turn:
     tokens = chat.reply(text) if ended else chat.reply(text)[:-1]
-    return Turn(prompt, tokens, (-1.0,) * len(tokens), 0, Finish.STOP if ended else Finish.LENGTH, text)
+    return Turn(
+        prompt, tokens, (-1.0,) * len(tokens), (0,) * len(tokens), Finish.STOP if ended else Finish.LENGTH, text
+    )
 
 
 def stream(chat: ChatRenderer, messages: list[Message], ended: bool = True) -> tuple[int, ...]:
@@ -78,7 +80,14 @@ def test_sampled_tokens_are_kept_although_the_tokenizer_would_have_cut_the_text_
     letters = tuple(token for letter in "which day" for token in renderer.reply(letter)[:-1])
     assert letters != renderer.reply("which day")[:-1]
     prompt = renderer.first(SAID[:1])
-    turn = Turn(prompt, (*letters, renderer.end_id), (-1.0,) * (len(letters) + 1), 0, Finish.STOP, "which day")
+    turn = Turn(
+        prompt,
+        (*letters, renderer.end_id),
+        (-1.0,) * (len(letters) + 1),
+        (0,) * (len(letters) + 1),
+        Finish.STOP,
+        "which day",
+    )
     assert renderer.next([SAID[2]], turn) == renderer.next([SAID[2]], sampled(renderer, prompt, "which day"))
 
 

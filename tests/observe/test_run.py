@@ -50,7 +50,7 @@ def config(folder: Path) -> Config:
 
 def group(right: Score = 1.0, reply: str = "which day ?") -> Group:
     task = Task("t-1", (Message("user", "a table ."),), "goal", "answer", "scripted/booking")
-    turn = Turn((1, 2), (3, 4), (-0.5, -0.25), 7, Finish.STOP, reply)
+    turn = Turn((1, 2), (3, 4), (-0.5, -0.25), (7, 7), Finish.STOP, reply)
     played = Conversation(task.messages, (1, 2)).add_turn(turn).end(Ending.USER_DONE)
     future = Future(played, {"booking_right": right, "ask_when_missing": 1.0})
     return Group(task, (Rollout(played, (future,), Reward(right)),))

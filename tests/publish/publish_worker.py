@@ -111,7 +111,7 @@ class Case:
         difference = max(float(np.abs((ours - sample.log_probs) * sample.loss_mask).max()) for ours, sample in pairs)
         return {
             "difference": difference,
-            "versions": sorted({turn.version for turn in turns}),
+            "versions": sorted({version for turn in turns for version in turn.versions}),
             "cached": cached,
             "alike": all(found == turns for found, _ in others),
         }

@@ -44,7 +44,7 @@ def play(task: Task, *said: str) -> Conversation:
             conversation = conversation.add_messages([Message("user", text)], (2,))
         else:
             ids = tuple(range(len(text.split()) + 1))
-            turn = Turn(conversation.token_ids, ids, (-1.0,) * len(ids), 0, Finish.STOP, text)
+            turn = Turn(conversation.token_ids, ids, (-1.0,) * len(ids), (0,) * len(ids), Finish.STOP, text)
             conversation = conversation.add_turn(turn)
     return conversation
 

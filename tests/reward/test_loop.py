@@ -28,7 +28,7 @@ WEIGHTS = {"asks": 1.0, "token_amount": -0.1}
 
 def ended(text: str, ending: Ending = Ending.TURN_LIMIT, error: str = "") -> Conversation:
     ids = tuple(range(len(text)))
-    turn = Turn((1,), ids, (-1.0,) * len(ids), 0, Finish.STOP, text)
+    turn = Turn((1,), ids, (-1.0,) * len(ids), (0,) * len(ids), Finish.STOP, text)
     return Conversation(TASK.messages, (1,)).add_turn(turn).end(ending, error)
 
 

@@ -31,7 +31,7 @@ def metric(**options: Any) -> PassRate:
 
 def played(metadata: Mapping[str, Any], text: str) -> tuple[Task, Conversation]:
     task = Task("t", (Message("user", "hi"),), "goal", "", "llm", metadata)
-    return task, Conversation(task.messages, (1,)).add_turn(Turn((1,), (2,), (-1.0,), 0, Finish.STOP, text))
+    return task, Conversation(task.messages, (1,)).add_turn(Turn((1,), (2,), (-1.0,), (0,), Finish.STOP, text))
 
 
 def score(metadata: Mapping[str, Any], *texts: str) -> list[Score | None]:

@@ -79,7 +79,7 @@ class FakePolicy:
         whole = (*encode(text), END)
         ids = whole[:max_new_tokens]
         finish = Finish.STOP if len(ids) == len(whole) else Finish.LENGTH
-        return Turn(prompt_ids, ids, (-0.5,) * len(ids), 7, finish, decode(ids))
+        return Turn(prompt_ids, ids, (-0.5,) * len(ids), (7,) * len(ids), finish, decode(ids))
 
     async def tool_calls(self, text: str, schemas: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
         if not text.startswith("call "):

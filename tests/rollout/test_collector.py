@@ -24,7 +24,7 @@ TASK = Task("t", (Message("user", "hi"),), "goal", "answer", "scripted/booking")
 
 
 def rollout(value: Score, length: int = 2, missing: int = 0) -> Rollout:
-    turn = Turn((1, 2, 3), tuple(range(10, 10 + length)), (-0.25,) * length, 4, Finish.STOP, "x")
+    turn = Turn((1, 2, 3), tuple(range(10, 10 + length)), (-0.25,) * length, (4,) * length, Finish.STOP, "x")
     conversation = Conversation(TASK.messages, (1, 2, 3)).add_turn(turn).end(Ending.USER_DONE)
     return Rollout(conversation, (Future(conversation, {"right": value}),), Reward(value, 0.1, missing=missing))
 

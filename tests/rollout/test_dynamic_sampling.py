@@ -38,7 +38,7 @@ Rewards = Callable[[int], Sequence[Score]]  # of a task
 
 
 def rollout(value: Score) -> Rollout:
-    turn = Turn((1, 2, 3), (10, 11), (-0.25, -0.5), 4, Finish.STOP, "x")
+    turn = Turn((1, 2, 3), (10, 11), (-0.25, -0.5), (4, 4), Finish.STOP, "x")
     conversation = Conversation((Message("user", "hi"),), (1, 2, 3)).add_turn(turn).end(Ending.USER_DONE)
     return Rollout(conversation, (Future(conversation, {"right": value}),), Reward(value))
 

@@ -152,7 +152,7 @@ def test_a_failing_engine_ends_the_future_with_the_reason() -> None:
 def test_an_aborted_turn_is_an_error() -> None:
     class Aborting(FakePolicy):
         async def generate(self, prompt_ids: tuple[int, ...], **options: Any) -> Turn:
-            return Turn(prompt_ids, (), (), 7, Finish.ABORT, "")
+            return Turn(prompt_ids, (), (), (), Finish.ABORT, "")
 
     (conversation,) = play(Aborting(lambda prompt, seed: ""))
     assert conversation.ending is Ending.ERROR

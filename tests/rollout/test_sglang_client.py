@@ -29,7 +29,7 @@ ANSWER = {
     },
 }
 BEGUN = {"text": "h", "output_ids": [7], "meta_info": {"weight_version": "12", "finish_reason": None}}
-TURN = Turn((4, 5, 6), (7, 8, 2), (-0.5, -0.25, -0.125), 12, Finish.STOP, "hello")
+TURN = Turn((4, 5, 6), (7, 8, 2), (-0.5, -0.25, -0.125), (12, 12, 12), Finish.STOP, "hello")
 SAMPLING = SamplingConfig(temperature=0.7, top_p=0.9, top_k=5)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -172,7 +172,7 @@ def test_an_aborted_turn_is_a_turn_and_not_counted() -> None:
         assert not client.counters
         return turn
 
-    assert served(handler, use) == Turn((4, 5, 6), (), (), 12, Finish.ABORT, "")
+    assert served(handler, use) == Turn((4, 5, 6), (), (), (), Finish.ABORT, "")
 
 
 def test_silence_is_an_engine_error_that_names_the_setting() -> None:

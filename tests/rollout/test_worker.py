@@ -232,7 +232,7 @@ def test_a_conversation_worker_speaks_to_the_server(
     for rollout in group.rollouts:
         (turn,) = rollout.start.turns
         assert turn.prompt_ids == renderer.first(task.messages)
-        assert (turn.text, turn.version, turn.log_probs) == ("?", 3, (-0.5, -0.5))
+        assert (turn.text, turn.versions, turn.log_probs) == ("?", (3, 3), (-0.5, -0.5))
         assert rollout.reward.value == pytest.approx(-0.001 * 2 * 3)
         for future in rollout.futures:
             said = [message.content for message in future.conversation.messages[len(task.messages) :]]
