@@ -1,13 +1,14 @@
 """`python -m megatron_collab.sglang_cpu.serve <SGLang's arguments>`: SGLang's HTTP server.
 
-On a machine without a GPU the missing parts are installed first. SGLang spawns its processes, and a spawned
-process imports the main module again: what is done here is done in all of them.
+On a machine without a GPU the missing parts are installed first, and SGLang's processes are forked. Otherwise it
+spawns them, and a spawned process imports the main module again: what is done here is done in all of them.
 """
 # ruff: noqa: E402 (the order of the imports is the point)
 
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import signal
 import sys
@@ -15,11 +16,16 @@ import sys
 from megatron_collab.processes import die_with_parent
 from megatron_collab.sglang_cpu.key import KEY_VARIABLE
 
-if __name__ == "__mp_main__":
-    # SGLang's processes see to this themselves, but only after imports that take many seconds.
+
+def _end_with_parent() -> None:
+    """SGLang's processes see to this themselves, but only after imports that take many seconds."""
     die_with_parent()
     if os.getsid(os.getppid()) != os.getsid(0):  # the parent had ended already, and somebody else took its place
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__mp_main__":
+    _end_with_parent()
 
 # Looking for garbage among what the imports make is a quarter of the start-up, and of some requests later on.
 gc.disable()
@@ -29,6 +35,11 @@ from megatron_collab.sglang_cpu import parts
 parts.install()
 
 if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+    # Spawned processes would import everything again: two thirds of the start-up. CUDA could not be forked.
+    start_method = multiprocessing.set_start_method
+    multiprocessing.set_start_method = lambda method, force=False: start_method("fork", force)
+    os.register_at_fork(after_in_child=_end_with_parent)
+
     from megatron_collab.sglang_cpu import deterministic
 
     deterministic.allow()
