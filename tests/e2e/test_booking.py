@@ -223,6 +223,24 @@ def test_training_killed_three_times_ends_with_the_same_parameters(
     assert parameters(run) == parameters(trained)
 
 
+def test_a_server_that_is_killed_is_replaced_and_the_run_ends_with_the_same_parameters(
+    root: Path, trained: Path, start: Callable[[list[str]], Program]
+) -> None:
+    run = root / "server_killed"
+    program = start(rl(root, "server_killed"))
+    program.when(lambda: steps_done(run) == 1)
+    (server,) = {p.pid for p in program.left() if "--weight-version" in p.cmdline() and os.getsid(p.pid) == p.pid}
+    os.kill(server, signal.SIGKILL)
+    program.finish()
+    console = program.log.read_text()
+    assert "engine: SGLang server 0 is left out and started again: it ended with code -9" in console
+    assert "engine: SGLang server 0 is back (start 2)" in console
+    metrics = lines(run / "metrics.jsonl")
+    assert sum(line["servers/lost"] for line in metrics) == sum(line["servers/back"] for line in metrics) == 1
+    assert sum(line["missing"] for line in metrics) == 0
+    assert parameters(run) == parameters(trained)
+
+
 def test_ctrl_c_leaves_no_process_behind(root: Path, supervised: Path, start: Callable[[list[str]], Program]) -> None:
     program = start(rl(root, "interrupted"))
     program.when(lambda: steps_done(root / "interrupted") >= 1)
