@@ -17,8 +17,7 @@ from megatron_collab import launch
 from megatron_collab.config import Config
 from megatron_collab.observe.run import Run
 from megatron_collab.publish.hf_map import ModelShape
-from megatron_collab.publish.publisher import Publisher
-from megatron_collab.publish.transport import PublishError
+from megatron_collab.publish.publisher import Publisher, PublishError
 from megatron_collab.reward.loop import ray_session
 from megatron_collab.rollout.collector import Collector
 from megatron_collab.rollout.fleet import Fleet

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_collab.config import Config
 from megatron_collab.processes import RunStopped
-from megatron_collab.publish.transport import PublishError
+from megatron_collab.publish.publisher import PublishError
 from megatron_collab.rollout.engine import Engine
 from megatron_collab.rollout.fleet import Fleet
 from megatron_collab.rollout.sglang import ServerError
