@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 
-from megatron_collab import device, layout_checks
+from megatron_collab import device, layout_checks, server_checks
 from megatron_collab.algo.advantage import GROUPED
 from megatron_collab.config import (
     MODES,
@@ -62,6 +62,7 @@ def _check_machine(config: Config) -> None:
     """Devices, libraries and files."""
     _check_device(config)
     layout_checks.check_machine(config)
+    server_checks.check_machine(config)
     if config.data.world is None or Path(config.model.path).exists():
         check_model(config)
     _check_files(config)
@@ -76,8 +77,7 @@ def _check_stage(config: Config) -> None:
     if config.train.stage == "rl":
         _check_reward(config.reward)
         _check_rollout(config)
-        _check_staleness(config)
-        _check_server(config)
+        server_checks.check(config)
         _check_algo(config)
         _check_budget(config)
 
@@ -144,42 +144,6 @@ def _check_rollout(config: Config) -> None:
         )
     for name in rollout.tools:
         require(name in tools.known(), f"rollout.tools={name}: no such tool; known are {', '.join(tools.known())}")
-
-
-def _check_staleness(config: Config) -> None:
-    """Sampling ahead needs devices of its own, and a loss that knows which weights have sampled."""
-    stale = config.rollout.max_staleness
-    require(stale >= 0, f"rollout.max_staleness={stale}: must be 0 or greater")
-    if stale == 0:
-        return
-    require(
-        not config.rollout.server.colocated,
-        f"rollout.max_staleness={stale}: servers that sample while the trainer trains need devices of their own; set "
-        "rollout.server.colocated=false, or rollout.max_staleness=0",
-    )
-    require(
-        config.algo.correction != "none",
-        f"rollout.max_staleness={stale}: samples of older weights need an importance correction; set "
-        "algo.correction=truncated, or rollout.max_staleness=0",
-    )
-
-
-def _check_server(config: Config) -> None:
-    server, publish = config.rollout.server, config.publish
-    require(
-        server.tp % server.ep == 0,
-        f"rollout.server.ep={server.ep}: does not divide rollout.server.tp={server.tp}; choose a divisor",
-    )
-    require(
-        server.colocated or not config.parallel.offload,
-        "parallel.offload=true: makes room for servers on the trainer's devices; set parallel.offload=false, or "
-        "rollout.server.colocated=true",
-    )
-    require(
-        publish.transport != "memory" or config.launch.nodes == 1,
-        f"publish.transport=memory: is shared within one node, and launch.nodes={config.launch.nodes}; set "
-        "publish.transport=auto",
-    )
 
 
 def _check_algo(config: Config) -> None:
@@ -259,13 +223,6 @@ def _check_device(config: Config) -> None:
         device.check(config.launch.device)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    server = config.rollout.server
-    if config.train.stage == "rl" and device.select(config.launch.device).type == "cuda":
-        require(
-            server.replicas * server.tp <= device.count(),
-            f"rollout.server.replicas={server.replicas} x rollout.server.tp={server.tp}: needs more than the "
-            f"{device.count()} GPUs of this node, on which all servers run; lower one of them",
-        )
 
 
 def check_model(config: Config, described: Path | None = None) -> ModelShape:
@@ -278,12 +235,8 @@ def check_model(config: Config, described: Path | None = None) -> ModelShape:
         shape = hf_config.read(file)
     except ValueError as error:
         raise ConfigError(f"model.path={folder}: {error}; give another model") from error
-    server = config.rollout.server.tp
-    require(
-        shape.heads % server == 0,
-        f"rollout.server.tp={server}: does not divide the model's {shape.heads} attention heads",
-    )
     layout_checks.check_shape(config, shape)
+    server_checks.check_shape(config, shape)
     return shape
 
 

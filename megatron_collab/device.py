@@ -52,6 +52,12 @@ _LIBRARIES = {
     "apex": ("fused_weight_gradient_mlp_cuda", "apex", "fused Adam and gradient accumulation", "torch AdamW"),
     "flash_attn": ("flash_attn", "flash-attn", "FlashAttention in the trainer", "torch scaled_dot_product_attention"),
     "sglang": ("sglang", "sglang", "rollouts", ""),
+    "memory_saver": (
+        "torch_memory_saver",
+        "torch-memory-saver",
+        "servers that give their GPU memory back while the trainer trains",
+        "servers on GPUs of their own",
+    ),
     "ray": ("ray", "ray", "conversations and scoring", ""),
 }
 
@@ -61,7 +67,7 @@ _NOT_IMPORTED = ("megatron.core", "sglang")
 
 @cache
 def probe(name: str) -> Probe:
-    """Look for `name`: cuda, torch, megatron, transformer_engine, apex, flash_attn, sglang, ray or slurm."""
+    """Look for `name`: cuda, slurm, or one of _LIBRARIES."""
     if name == "cuda":
         return _cuda()
     if name == "slurm":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -28,6 +29,10 @@ class Supervised:
 
     def evaluate(self, name: str, step: int) -> None:
         """The supervised stage is judged by its loss alone; conversations are played where they are sampled."""
+
+    def state(self) -> dict[str, Any]:
+        """Nothing that a checkpoint would have to keep: the batches follow from the step."""
+        return {}
 
 
 def render(renderer: ChatRenderer, messages: Sequence[Message]) -> Sample:

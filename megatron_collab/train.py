@@ -1,14 +1,16 @@
 """Entry and loop: `python -m megatron_collab.train experiment=NAME [option=value …]`.
 
 Checks the configuration, starts itself under torchrun unless torchrun started it, and trains. Every rank
-runs `fit`; rank 0 also holds the SGLang server and the Ray workers.
+runs `fit`; rank 0 also holds the SGLang servers and the Ray workers.
 """
 
 from __future__ import annotations
 
 import signal
 import sys
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 
 from megatron_collab import config as options
@@ -27,51 +29,53 @@ def fit(config: Config) -> None:
     from megatron_collab.actor.critic import Critic
     from megatron_collab.observe.progress import Stopwatch
     from megatron_collab.observe.run import Run
+    from megatron_collab.rollout.collector import Collector
     from megatron_collab.rollout.engine import Engine
     from megatron_collab.sft import Supervised
 
-    sampling = config.train.stage == "rl"
+    supervised = config.train.stage == "sft"
     with ExitStack() as stack:
-        engine = stack.enter_context(Engine(config)) if sampling else None
+        engine = None if supervised else stack.enter_context(Engine(config))
         stack.enter_context(model.init_parallel(config))
         policy, shape = model.load(config)
-        reference = model.frozen_copy(policy) if sampling and config.algo.kl_coef > 0 else None
-        critic = Critic(config) if sampling and config.algo.advantage == "gae" else None
+        reference = model.frozen_copy(policy) if engine and config.algo.kl_coef > 0 else None
+        critic = Critic(config) if engine and config.algo.advantage == "gae" else None
         actor = Actor(config, policy, reference, critic)
         checkpoints = stack.enter_context(
             Checkpoints(Path(config.run.dir) / "checkpoints", config.train.keep_checkpoints, config.launch.timeout)
         )
         start, state = checkpoints.load_latest(actor) or (0, {})
         run = stack.enter_context(Run(config, start, state))
-        publisher = stack.enter_context(engine.publisher(policy, shape)) if engine else None
-        source = engine.collector(run) if engine else Supervised(config)
+        if engine:
+            publisher = stack.enter_context(engine.publisher(policy, shape))
+            source: Collector | Supervised = engine.collector(run, publisher, state.get("collector", {}))
+            sampling: Callable[[int], AbstractContextManager[object]] = partial(engine.sampling, publisher)
+        else:
+            source, sampling = Supervised(config), nullcontext
 
-        if publisher:
-            publisher.publish(version=start)
-        if start == 0:
-            with actor.offloaded():
-                source.evaluate("before", step=0)
         clock = Stopwatch()
         for step in range(start, config.train.steps):
             try:
-                with actor.offloaded():
+                with actor.offloaded(), sampling(step):  # servers hold the weights of `step`
+                    clock.lap("publish")
+                    if step == 0:
+                        source.evaluate("before", step=0)
+                        clock.lap("evaluation")
                     batch = source.next(step)
+                    clock.lap("rollout")
             except RunStopped:
                 if step > start and step % config.train.checkpoint_every:  # what was learned since the last one
-                    checkpoints.save(step, actor, run.state())
+                    checkpoints.save(step, actor, {**run.state(), "collector": source.state()})
                 raise
-            clock.lap("rollout")
+            clock.lap("publish")  # memory that moves between servers and trainer counts as that
             stats = actor.update(batch)
             clock.lap("update")
-            if publisher:
-                publisher.publish(version=step + 1)
-                clock.lap("publish")
-            run.record(step, {**batch.metrics, **stats, **clock.read()})
+            run.record(step, {**batch.metrics, **stats, **(engine.take_counters() if engine else {}), **clock.read()})
             if (step + 1) % config.train.checkpoint_every == 0 or step + 1 == config.train.steps:
-                checkpoints.save(step + 1, actor, run.state())
+                checkpoints.save(step + 1, actor, {**run.state(), "collector": source.state()})
                 clock.lap("save")
         checkpoints.finish()
-        with actor.offloaded():
+        with actor.offloaded(), sampling(config.train.steps):
             source.evaluate("after", step=config.train.steps)
         model.save_hf(policy, Path(config.run.dir) / "hf", Path(config.model.path), shape)
         run.finish()

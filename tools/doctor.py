@@ -32,6 +32,7 @@ TITLES = {
     "apex": "apex",
     "flash_attn": "flash-attn",
     "sglang": "SGLang",
+    "memory_saver": "torch-memory-saver",
     "ray": "Ray",
     "slurm": "Slurm",
 }

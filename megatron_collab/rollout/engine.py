@@ -1,34 +1,42 @@
-"""What rank 0 holds while sampling: the SGLang servers and the Ray workers that talk to them."""
+"""What samples: on rank 0 the SGLang servers and the Ray workers that talk to them, and when they may."""
 
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
+import ray
 import torch
 
 from megatron_collab import launch
 from megatron_collab.config import Config
 from megatron_collab.observe.run import Run
 from megatron_collab.publish.hf_map import ModelShape
-from megatron_collab.publish.publisher import Publisher
+from megatron_collab.publish.publisher import Publisher, PublishError
 from megatron_collab.reward.loop import ray_session
 from megatron_collab.rollout.collector import Collector
-from megatron_collab.rollout.sglang import SGLangServer
+from megatron_collab.rollout.fleet import Fleet
+from megatron_collab.rollout.sglang import ServerError, SGLangServer
 from megatron_collab.rollout.worker import Crew, start_crew
+
+PUBLISHES = 3  # tries to publish a version before the run ends: all servers may fail at once
 
 
 class Engine:
     """Context manager; on ranks other than 0 it holds nothing.
 
-    The servers are started first and awaited last: they load while Ray and its workers come up.
+    The servers are started first and awaited last: they load while Ray and its workers come up. Colocated ones have
+    given their memory back when it is entered, so that the trainer can take it.
     """
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.servers: list[SGLangServer] = []
+        self.fleet: Fleet | None = None
         self.crew: Crew | None = None
         self._stack = ExitStack()
 
@@ -38,13 +46,12 @@ class Engine:
                 options, began = self.config.rollout.server, time.monotonic()
                 logs = [Path(self.config.run.dir) / f"sglang-{index}.log" for index in range(options.replicas)]
                 print(f"engine: starting SGLang (log: {', '.join(map(str, logs))}) and the Ray workers", flush=True)
-                for index, log in enumerate(logs):
-                    self.servers.append(self._stack.enter_context(SGLangServer(self.config, log, index)))
+                started = (SGLangServer(self.config, log, index) for index, log in enumerate(logs))
+                servers = [self._stack.enter_context(server) for server in started]
                 self._stack.enter_context(ray_session(self.config))
-                endpoints = [(server.url, server.api_key) for server in self.servers]
-                self.crew = start_crew(self.config, endpoints)
-                for server in self.servers:
-                    server.wait_healthy(options.start_timeout)
+                self.crew = start_crew(self.config, [(server.url, server.api_key) for server in servers])
+                self.fleet = Fleet(servers, options, partial(_tell, self.crew))
+                self.fleet.begin()
                 print(f"engine: ready after {time.monotonic() - began:.0f} s", flush=True)
                 self._stack = self._stack.pop_all()
         return self
@@ -56,8 +63,65 @@ class Engine:
 
     def publisher(self, policy: list[torch.nn.Module], shape: ModelShape) -> Publisher:
         """What carries the weights of `policy` to every server; on every rank."""
-        return Publisher(self.config, policy, shape, self.servers)
+        return Publisher(self.config, policy, shape, self.fleet)
 
-    def collector(self, run: Run) -> Collector:
-        """What asks the workers for batches; on every rank."""
-        return Collector(self.config, self.crew, run)
+    def collector(self, run: Run, publisher: Publisher, state: Mapping[str, Any]) -> Collector:
+        """What asks the workers for batches; on every rank. `state` is what a checkpoint kept of it."""
+        return Collector(self.config, self.crew, run, self.lacking, partial(self.revive, publisher), state)
+
+    @contextmanager
+    def sampling(self, publisher: Publisher, version: int) -> Iterator[None]:
+        """Within it the servers sample from the policy's present weights, which are `version`; collective.
+
+        Colocated servers have their memory within it only. With rollout.max_staleness they go on sampling after it.
+        """
+        self._publish(publisher, version)
+        if self.fleet and not self.config.rollout.max_staleness:
+            self.fleet.recover()  # nothing was in flight by then
+        try:
+            yield
+        except Exception:
+            if self.fleet:
+                with suppress(ServerError):  # what ends the run counts, and the trainer may need the memory to save
+                    self.fleet.release()
+            raise
+        if self.fleet:
+            self.fleet.rest()
+
+    def lacking(self) -> bool:
+        """On rank 0: whether there was a time, since the last `revive`, when no server was left that could sample.
+
+        Without staleness that is since `sampling` was entered.
+        """
+        assert self.fleet is not None
+        self.fleet.watch()
+        return self.fleet.lacked
+
+    def revive(self, publisher: Publisher) -> None:
+        """While sampling: wait for a server that was started again and give it the present version; collective."""
+        assert publisher.version is not None
+        self._publish(publisher, publisher.version)
+        if self.fleet:
+            self.fleet.recover()
+
+    def take_counters(self) -> dict[str, float]:
+        """What happened to servers since the last call, as metrics of a step; on rank 0."""
+        return self.fleet.take_counters() if self.fleet else {}
+
+    def _publish(self, publisher: Publisher, version: int) -> None:
+        """Publish, again where all servers were lost on the way, and have the workers ask who has the weights."""
+        for tried in range(1, PUBLISHES + 1):
+            if self.fleet:
+                self.fleet.wake()
+            try:
+                publisher.publish(version)
+                break
+            except PublishError:
+                if tried == PUBLISHES:
+                    raise
+        if self.fleet:
+            self.fleet.serve()
+
+
+def _tell(crew: Crew, servers: Sequence[int]) -> None:
+    ray.get([worker.use_servers.remote(servers) for worker in crew.conversations])

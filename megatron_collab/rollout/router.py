@@ -40,7 +40,8 @@ def _weight(affinity: str, server: int) -> bytes:
 class Router:
     """The policy of a worker: a client for each SGLang server, and which conversations are on which.
 
-    `in_flight` is the requests that each server is answering, `gone` the servers that are left out.
+    `in_flight` is the requests that each server is answering, `gone` the servers that are left out: those that may
+    not be asked now, and those that were lost meanwhile.
     """
 
     def __init__(self, servers: Sequence[tuple[str, str]], config: RolloutConfig) -> None:
@@ -48,8 +49,14 @@ class Router:
         self.clients = [SGLangClient(url, key, config) for url, key in servers]
         self.in_flight = [0] * len(self.clients)
         self.gone: set[int] = set()
+        self._allowed = frozenset(range(len(self.clients)))
         self._lost = 0
         self._places: dict[str, int] = {}
+
+    def use(self, servers: Collection[int]) -> None:
+        """From now on ask these servers and no others, those that were lost before included."""
+        self._allowed = frozenset(servers)
+        self.gone = self._barred()
 
     async def generate(
         self, prompt_ids: tuple[int, ...], *, max_new_tokens: int, sampling: SamplingConfig, seed: int, affinity: str
@@ -79,8 +86,10 @@ class Router:
 
     async def _ask(self, affinity: str | None, request: Callable[[SGLangClient], Awaitable[_Answer]]) -> _Answer:
         """Have the server of `affinity` answer, or where it is gone the next; ServerGone once all were tried."""
-        failure: ServerGone | None = None
-        for _ in self.clients:
+        failure = ServerGone("no SGLang server may be asked at present")
+        for _ in self._allowed:
+            if not self._allowed:  # since the last try
+                break
             server = self._place(affinity)
             self.in_flight[server] += 1
             try:
@@ -90,7 +99,6 @@ class Router:
                 self._lose(server)
             finally:
                 self.in_flight[server] -= 1
-        assert failure is not None
         raise failure
 
     def _place(self, affinity: str | None) -> int:
@@ -108,4 +116,7 @@ class Router:
             self._lost += 1
             self.gone.add(server)
         if len(self.gone) == len(self.clients):  # nothing is left to choose from: later requests try all again
-            self.gone.clear()
+            self.gone = self._barred()
+
+    def _barred(self) -> set[int]:
+        return set(range(len(self.clients))) - self._allowed

@@ -19,6 +19,7 @@ from http.client import HTTPException
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
+from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import aiohttp
@@ -37,6 +38,20 @@ _Answer = TypeVar("_Answer")
 
 # Left to itself, SGLang fills nearly all memory of the machine with its cache, and touches every page of it.
 CPU_CACHE_TOKENS = 2**18
+
+UNPUBLISHED = -1  # version of the weights that a server starts with: none of the run's
+HEALTH_SECONDS = 30  # that a server may take to say that it is healthy
+IDLE_SECONDS = 60  # that a server may take until the requests that it aborts have ended
+
+# Linear layers in FP8, as SGLang's Fp8Config reads them from config.json.
+FP8_BLOCKS = {
+    "quantization_config": {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    }
+}
 
 _TORCHRUN_VARIABLES = re.compile(r"(LOCAL_|GROUP_|ROLE_|TORCHELASTIC_|MASTER_)|(RANK|WORLD_SIZE)$")
 
@@ -59,7 +74,9 @@ class SGLangServer:
     """An SGLang server on this machine, started by the constructor; leaving the context ends all of it.
 
     It listens on the loopback interface only and serves whoever knows `api_key`, which is made for this run.
-    It ends with the process that started it, however that ends.
+    It ends with the thread that started it, however that ends.
+    `index` is its number in the run, `tp` its tensor-parallel size, `generation` how often it was started again, and
+    `released` what of its memory it has given back: kv_cache, weights.
     """
 
     def __init__(self, config: Config, log: Path, index: int = 0) -> None:
@@ -67,21 +84,27 @@ class SGLangServer:
 
         Raises ServerError for a busy port.
         """
-        self.config = config
+        self.config, self.log, self.index = config, log, index
         self.tp = config.rollout.server.tp
         self.api_key = secrets.token_hex(32)
-        self.log = log
+        self.generation = 0
         first = config.rollout.server.port
         try:
             port = bindable("rollout.server.port", first + index if first else 0)
         except ValueError as error:
             raise ServerError(str(error)) from error
         self.url = f"http://{HOST}:{port}"
+        self._arguments = _arguments(config, port, index)
         log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as output:
+        self._start()
+
+    def _start(self) -> None:
+        self.released: set[str] = set()
+        self._ready = False
+        with self.log.open("ab") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "megatron_collab.sglang_cpu.serve", *_arguments(config, port, index)],
-                env=_environment(config, self.api_key, index),
+                [sys.executable, "-m", "megatron_collab.sglang_cpu.serve", *self._arguments],
+                env=_environment(self.config, self.api_key, self.index),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -100,21 +123,53 @@ class SGLangServer:
     def alive(self) -> bool:
         return self.process.poll() is None
 
+    def healthy(self) -> bool:
+        """Whether requests are served."""
+        try:
+            with urlopen(f"{self.url}/health", timeout=HEALTH_SECONDS):
+                pass
+            if not self._ready:
+                # What start-up made is for good; looking through it again and again would stall requests.
+                self._call("/freeze_gc")
+                self._ready = True
+        except (OSError, HTTPException, ServerError):
+            return False
+        return True
+
     def wait_healthy(self, timeout: float) -> None:
         """Return once requests are served; ServerError if the server ends first or needs longer than `timeout` s."""
         deadline = time.monotonic() + timeout
-        while not self._answers():
+        while not self.healthy():
             if not self.alive():
-                raise ServerError(f"SGLang ended with code {self.process.returncode}; {self._last_words()}")
+                raise ServerError(f"SGLang ended with code {self.process.returncode}; {self.last_words()}")
             if time.monotonic() > deadline:
                 raise ServerError(
-                    f"SGLang was not healthy after rollout.server.start_timeout={timeout:g} s; {self._last_words()}"
+                    f"SGLang was not healthy after rollout.server.start_timeout={timeout:g} s; {self.last_words()}"
                 )
             time.sleep(0.1)
-        # What start-up made is for good; looking through it again and again would stall requests.
-        request = Request(f"{self.url}/freeze_gc", b"", {"Authorization": f"Bearer {self.api_key}"})
-        with urlopen(request, timeout=timeout):
-            pass
+
+    def release(self) -> None:
+        """Give the memory of KV cache and weights back, and with it what they hold; ServerError where that fails.
+
+        Requests under way are aborted, and later ones wait until the server is told to continue.
+        """
+        self._call("/pause_generation", mode="abort")
+        self._call(f"/flush_cache?timeout={IDLE_SECONDS}")  # waits until it is idle: a busy server dies of a release
+        for tag in ("kv_cache", "weights"):
+            self._call("/release_memory_occupation", tags=[tag])
+            self.released.add(tag)
+
+    def resume(self, tag: str) -> None:
+        """Take the memory of `tag` again, if it was released: its contents are lost. ServerError where that fails."""
+        if tag in self.released:
+            self._call("/resume_memory_occupation", tags=[tag])
+            self.released.remove(tag)
+
+    def restart(self) -> None:
+        """End what is left of the server and start it again, with the same address and key."""
+        self.stop()
+        self.generation += 1
+        self._start()
 
     def stop(self) -> None:
         """End the server with all its processes."""
@@ -125,16 +180,22 @@ class SGLangServer:
         for segment in segments:
             segment.unlink(missing_ok=True)
 
-    def _answers(self) -> bool:
-        try:
-            with urlopen(f"{self.url}/health", timeout=5) as answer:
-                return answer.status == 200
-        except (OSError, HTTPException):
-            return False
-
-    def _last_words(self) -> str:
+    def last_words(self) -> str:
+        """The end of its log."""
         lines = self.log.read_text(errors="replace").splitlines()[-15:]
         return "\n  ".join([f"the end of {self.log}:", *lines])
+
+    def _call(self, path: str, **body: Any) -> None:
+        headers = {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"}
+        try:
+            request = Request(self.url + path, json.dumps(body).encode(), headers)
+            with urlopen(request, timeout=self.config.launch.timeout) as answer:
+                answer.read()
+        except HTTPError as error:
+            reason = " ".join(error.read().decode(errors="replace").split())
+            raise ServerError(f"{self.url}{path}: status {error.code}: {reason[:300]}") from error
+        except (OSError, HTTPException) as error:
+            raise ServerError(f"{self.url}{path}: {error}") from error
 
 
 def _arguments(config: Config, port: int, index: int) -> list[str]:
@@ -144,10 +205,11 @@ def _arguments(config: Config, port: int, index: int) -> list[str]:
         "host": HOST,
         "port": port,
         "tp-size": server.tp,
+        "ep-size": server.ep,
         "dtype": config.model.dtype,
         "max-running-requests": server.max_running_requests,
         "random-seed": config.run.seed,
-        "weight-version": 0,
+        "weight-version": UNPUBLISHED,
         "log-level": "warning",
     }
     on_cpu = device.select(config.launch.device).type == "cpu"
@@ -159,7 +221,10 @@ def _arguments(config: Config, port: int, index: int) -> list[str]:
         options |= {"device": "cpu", "attention-backend": "torch_native", "sampling-backend": "pytorch"}
         flags += ["disable-overlap-schedule", "disable-cuda-graph", "enable-deterministic-inference"]
     else:
-        options["base-gpu-id"] = index * server.tp
+        options["base-gpu-id"] = index * server.tp + (0 if server.colocated else config.launch.nproc_per_node)
+        flags += ["enable-memory-saver"] if server.colocated else []
+    if server.fp8:  # the weights in model.path are not in FP8: what is served comes from the trainer
+        options |= {"load-format": "dummy", "json-model-override-args": json.dumps(FP8_BLOCKS)}
     pairs = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     return pairs + [f"--{flag}" for flag in flags]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ class ConversationWorker:
         from megatron_collab.rollout.router import Router
         from megatron_collab.rollout.users import Users
 
+        self.servers = servers
         self.policy = Router(servers, config.rollout)
         renderer = ChatRenderer(config.model.path, schemas(config.rollout.tools))
         self.users = Users(config, LlmClient(limiter.find()), servers)
@@ -41,6 +43,12 @@ class ConversationWorker:
     async def evaluate(self, task: Task, stream: str) -> Group:
         """See Player.evaluate."""
         return await self.player.evaluate(task, stream)
+
+    async def use_servers(self, servers: Sequence[int]) -> None:
+        """From now on ask these of the servers, by their numbers, and no others."""
+        self.policy.use(servers)
+        if servers:  # without any, conversations fail before their users are asked
+            self.users.engine = tuple(self.servers[index] for index in servers)
 
     async def take_counters(self) -> dict[str, int]:
         """What users, tools and connections to the servers counted since the last call."""

@@ -223,6 +223,25 @@ def test_training_killed_three_times_ends_with_the_same_parameters(
     assert parameters(run) == parameters(trained)
 
 
+def test_a_server_that_is_killed_is_replaced_and_the_steps_stay_the_same(
+    root: Path, trained: Path, start: Callable[[list[str]], Program]
+) -> None:
+    run = root / "server_killed"
+    program = start([*rl(root, "server_killed"), "train.steps=2", "train.eval_tasks=0"])
+    program.when(lambda: steps_done(run) == 1)
+    (server,) = (p.pid for p in program.left() if "--weight-version" in p.cmdline() and os.getsid(p.pid) == p.pid)
+    os.kill(server, signal.SIGKILL)
+    program.finish()
+    console = program.log.read_text()
+    assert "engine: SGLang server 0 is left out and started again: " in console
+    assert "engine: SGLang server 0 is back (start 2)" in console
+    metrics = lines(run / "metrics.jsonl")
+    assert [(line["servers/lost"], line["servers/back"]) for line in metrics] == [(0, 0), (1, 1)]
+    for ours, theirs in zip(metrics, lines(trained / "metrics.jsonl")[:2], strict=True):
+        assert ours["missing"] == 0
+        assert all(ours[name] == theirs[name] for name in ("reward", "turn_tokens", "loss", "grad_norm"))
+
+
 def test_ctrl_c_leaves_no_process_behind(root: Path, supervised: Path, start: Callable[[list[str]], Program]) -> None:
     program = start(rl(root, "interrupted"))
     program.when(lambda: steps_done(root / "interrupted") >= 1)

@@ -160,6 +160,48 @@ def test_a_lost_server_is_left_out_and_counted() -> None:
     with_servers(3, play)
 
 
+def test_only_servers_that_may_be_asked_are_asked() -> None:
+    async def play(servers: Servers, router: Router) -> None:
+        router.use([0, 2])
+        await ask(router, NAMES[:30])
+        assert set(servers.asked) == {0, 2}
+        servers.broken = {0, 2}
+        with pytest.raises(ServerGone):
+            await ask(router, NAMES[:1])
+        assert 1 not in servers.asked
+        servers.broken = set()
+        await ask(router, NAMES[:30])
+        assert 1 not in servers.asked
+
+    with_servers(3, play)
+
+
+def test_a_server_that_came_back_is_asked_again() -> None:
+    async def play(servers: Servers, router: Router) -> None:
+        servers.broken = {1}
+        await ask(router, NAMES[:30])
+        router.use([0])
+        servers.broken = set()
+        servers.asked.clear()
+        await ask(router, NAMES[:30])
+        assert set(servers.asked) == {0}
+        router.use([0, 1])
+        await ask(router, NAMES[30:90])
+        assert set(servers.asked) == {0, 1}
+
+    with_servers(2, play)
+
+
+def test_without_a_server_requests_fail_at_once() -> None:
+    async def play(servers: Servers, router: Router) -> None:
+        router.use([])
+        with pytest.raises(ServerGone, match="no SGLang server may be asked"):
+            await ask(router, ["a"])
+        assert servers.asked == []
+
+    with_servers(2, play)
+
+
 def test_no_server_left_is_an_error_and_the_next_request_tries_again() -> None:
     async def play(servers: Servers, router: Router) -> None:
         servers.broken = {0, 1}

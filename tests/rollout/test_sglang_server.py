@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import os
 import signal
@@ -12,6 +13,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -20,7 +22,9 @@ from urllib.request import Request, urlopen
 import numpy as np
 import pytest
 
-from megatron_collab.config import RolloutConfig, SamplingConfig
+from megatron_collab import device
+from megatron_collab.config import Config, RolloutConfig, SamplingConfig
+from megatron_collab.rollout import sglang
 from megatron_collab.rollout.sglang import EngineError, ServerError, SGLangClient, SGLangServer
 from megatron_collab.rollout.tools import ToolCall
 from megatron_collab.types import Finish, Turn
@@ -203,6 +207,61 @@ def test_the_key_is_in_no_argument_and_no_log(servers: dict[str, Served]) -> Non
         for process in group(server.process.pid):
             assert server.api_key not in Path(f"/proc/{process}/cmdline").read_text()
         assert server.api_key not in server.log.read_text()
+
+
+@pytest.fixture
+def on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "select", lambda setting: device.Device("cuda", "nccl"))
+
+
+def arguments(index: int, **server: object) -> dict[str, str | None]:
+    """Arguments of a server, by name; None: a flag."""
+    config = Config()
+    config.model.path, config.launch.nproc_per_node = "/model", 4
+    for name, value in server.items():
+        setattr(config.rollout.server, name, value)
+    words = sglang._arguments(config, 30000, index)
+    return {
+        word[2:]: None if following.startswith("--") else following
+        for word, following in pairwise([*words, "--"])
+        if word.startswith("--")
+    }
+
+
+def test_arguments_on_gpus(on_gpus: None) -> None:
+    expected = {
+        "model-path": "/model",
+        "host": "127.0.0.1",
+        "port": "30000",
+        "tp-size": "2",
+        "ep-size": "2",
+        "dtype": "bfloat16",
+        "max-running-requests": "256",
+        "random-seed": "0",
+        "weight-version": "-1",
+        "log-level": "warning",
+        "base-gpu-id": "2",
+        "sleep-on-idle": None,
+        "skip-server-warmup": None,
+        "enable-memory-saver": None,
+    }
+    assert arguments(1, tp=2, ep=2) == expected
+    del expected["enable-memory-saver"]
+    assert arguments(1, tp=2, ep=2, colocated=False) == expected | {"base-gpu-id": "6"}
+
+
+def test_a_server_in_fp8_is_told_its_blocks_and_loads_no_weights(on_gpus: None) -> None:
+    added = dict(arguments(0, fp8=True).items() - arguments(0).items())
+    blocks = json.loads(added.pop("json-model-override-args") or "")
+    assert added == {"load-format": "dummy"}
+    assert blocks == {
+        "quantization_config": {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+        }
+    }
 
 
 def test_a_busy_port_is_one_line_that_names_the_setting(tmp_path: Path) -> None:

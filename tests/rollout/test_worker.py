@@ -29,6 +29,7 @@ from megatron_collab.rollout.sglang import EngineError
 from megatron_collab.rollout.users import Users
 from megatron_collab.rollout.worker import start_crew
 from megatron_collab.types import Ending, Group, Message, Missing, Task
+from tests.helpers import free_port
 from tests.rollout.fakes import CharacterRenderer, FakePolicy, config
 
 WEIGHTS = {"booking_right": 1.0, "token_amount": -0.001, "ask_when_missing": 0.0, "ask_when_complete": 0.0}
@@ -225,8 +226,12 @@ def test_a_conversation_worker_speaks_to_the_server(
     FakeServer.reply_ids = list(renderer.reply("?"))
     task = tasks(1)[0]
 
-    crew = start_crew(replace(options, model=replace(options.model, path=str(tmp_path))), [(server, KEY)])
+    nobody = f"http://127.0.0.1:{free_port()}"
+    crew = start_crew(
+        replace(options, model=replace(options.model, path=str(tmp_path))), [(nobody, KEY), (server, KEY)]
+    )
     (worker,) = crew.conversations
+    ray.get(worker.use_servers.remote([1]), timeout=60)
     group = ray.get(worker.play.remote(task, "train-0-0"), timeout=60)
 
     for rollout in group.rollouts:
@@ -239,6 +244,7 @@ def test_a_conversation_worker_speaks_to_the_server(
             assert said == ["?", "please book a table ."] * 2 + ["?"]
     seeds = [body["sampling_params"]["sampling_seed"] for body in FakeServer.asked]
     assert len(set(seeds)) == len(seeds) == 4 * (1 + 3 * 2)
+    assert ray.get(worker.take_counters.remote(), timeout=60)["servers_lost"] == 0
     assert KEY not in json.dumps(ray.get_runtime_context().runtime_env)
 
 

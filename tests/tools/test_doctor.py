@@ -18,7 +18,16 @@ def test_every_probe_has_a_row(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, DOCTOR], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     rows = done.stdout.splitlines()
-    libraries = ["torch", "Megatron-Core", "TransformerEngine", "apex", "flash-attn", "SGLang", "Ray"]
+    libraries = [
+        "torch",
+        "Megatron-Core",
+        "TransformerEngine",
+        "apex",
+        "flash-attn",
+        "SGLang",
+        "torch-memory-saver",
+        "Ray",
+    ]
     titles = ["CUDA device", *libraries, "Slurm"]
     assert [row[: len(title)] for row, title in zip(rows[1:], titles, strict=False)] == titles
     for row, probe in zip(rows[1:], probes(), strict=False):

@@ -1,0 +1,140 @@
+"""SGLang servers that cannot run on this machine, with this model or beside this trainer, refused in one line."""
+
+from __future__ import annotations
+
+from megatron_collab import device
+from megatron_collab.config import Config
+from megatron_collab.publish.hf_config import ModelShape
+from megatron_collab.refuse import require
+
+# Before Ada SGLang repacks FP8 weights for a kernel without FP8 units; from Blackwell on it changes their scales.
+_FP8_FIRST, _FP8_END = (8, 9), (10, 0)
+_FP8_BLOCK = 128
+
+
+def check(config: Config) -> None:
+    """What can be said without the model and without this machine."""
+    server, publish = config.rollout.server, config.publish
+    require(
+        server.tp % server.ep == 0,
+        f"rollout.server.ep={server.ep}: does not divide rollout.server.tp={server.tp}; choose a divisor",
+    )
+    require(
+        server.colocated or not config.parallel.offload,
+        "parallel.offload=true: makes room for servers on the trainer's devices; set parallel.offload=false, or "
+        "rollout.server.colocated=true",
+    )
+    require(
+        publish.transport != "memory" or config.launch.nodes == 1,
+        f"publish.transport=memory: is shared within one node, and launch.nodes={config.launch.nodes}; set "
+        "publish.transport=auto",
+    )
+    if server.fp8:
+        require(
+            config.model.dtype == "bfloat16",
+            f"rollout.server.fp8=true: needs model.dtype=bfloat16, not {config.model.dtype}; set it, or "
+            "rollout.server.fp8=false",
+        )
+        require(
+            publish.transport != "disk",
+            "publish.transport=disk: carries the weights as they are trained, and rollout.server.fp8=true needs them "
+            "in FP8; set publish.transport=auto, or rollout.server.fp8=false",
+        )
+    _check_staleness(config)
+
+
+def _check_staleness(config: Config) -> None:
+    """Sampling ahead needs devices of its own, and a loss that knows which weights have sampled."""
+    stale = config.rollout.max_staleness
+    require(stale >= 0, f"rollout.max_staleness={stale}: must be 0 or greater")
+    if stale == 0:
+        return
+    require(
+        not config.rollout.server.colocated,
+        f"rollout.max_staleness={stale}: servers that sample while the trainer trains need devices of their own; set "
+        "rollout.server.colocated=false, or rollout.max_staleness=0",
+    )
+    require(
+        config.algo.correction != "none",
+        f"rollout.max_staleness={stale}: samples of older weights need an importance correction; set "
+        "algo.correction=truncated, or rollout.max_staleness=0",
+    )
+
+
+def check_machine(config: Config) -> None:
+    """The devices and libraries that the servers need."""
+    if config.train.stage != "rl":
+        return
+    on_gpus = device.select(config.launch.device).type == "cuda"
+    if config.rollout.server.fp8:
+        found = device.capability() if on_gpus else None
+        require(
+            found is not None and _FP8_FIRST <= found < _FP8_END,
+            f"rollout.server.fp8=true: needs GPUs of compute capability {_number(_FP8_FIRST)} to below "
+            f"{_number(_FP8_END)}, here is {'none' if found is None else f'one of {_number(found)}'}; "
+            "set rollout.server.fp8=false",
+        )
+    if on_gpus:
+        _check_gpus(config)
+
+
+def _check_gpus(config: Config) -> None:
+    server, trainer, found = config.rollout.server, config.launch.nproc_per_node, device.count()
+    servers = f"rollout.server.replicas={server.replicas} x rollout.server.tp={server.tp}"
+    if server.colocated:
+        require(
+            server.replicas * server.tp <= found,
+            f"{servers}: needs more than the {found} GPUs of this node, on which all servers run; lower one of them",
+        )
+        saver = device.probe("memory_saver")
+        require(
+            saver.found,
+            f"rollout.server.colocated=true: needs torch-memory-saver ({saver.detail}) for servers to give their "
+            "memory back; install it, or set rollout.server.colocated=false",
+        )
+    else:
+        require(
+            trainer + server.replicas * server.tp <= found,
+            f"{servers}: with rollout.server.colocated=false they need GPUs beside launch.nproc_per_node={trainer}, "
+            f"more than the {found} of this node; lower one of them, or set rollout.server.colocated=true",
+        )
+
+
+def check_shape(config: Config, shape: ModelShape) -> None:
+    """The sizes of the model against the layout of a server."""
+    server = config.rollout.server
+    require(
+        shape.heads % server.tp == 0,
+        f"rollout.server.tp={server.tp}: does not divide the model's {shape.heads} attention heads",
+    )
+    if server.ep > 1:
+        require(shape.experts is not None, f"rollout.server.ep={server.ep}: the model has no experts; set it to 1")
+        assert shape.experts is not None
+        require(
+            shape.experts.count % server.ep == 0,
+            f"rollout.server.ep={server.ep}: does not divide the model's {shape.experts.count} experts; choose a "
+            "divisor",
+        )
+    if server.fp8:
+        _check_fp8_sizes(config, shape)
+
+
+def _check_fp8_sizes(config: Config, shape: ModelShape) -> None:
+    """SGLang cuts a matrix over the ranks of a server, and joins matrices in a layer, at the borders of blocks only."""
+    tp, ep = config.rollout.server.tp, config.rollout.server.ep
+    sizes = {
+        "width of queries": shape.heads // tp * shape.head_dim,
+        "width of keys": max(1, shape.kv_heads // tp) * shape.head_dim,
+        "feed-forward width": shape.ffn // tp,
+        "width of an expert": shape.experts.ffn * ep // tp if shape.experts else _FP8_BLOCK,
+    }
+    for what, size in sizes.items():
+        require(
+            size % _FP8_BLOCK == 0,
+            f"rollout.server.fp8=true: the {what} on a rank of a server, {size}, is no multiple of {_FP8_BLOCK}; lower "
+            "rollout.server.tp, or set rollout.server.fp8=false",
+        )
+
+
+def _number(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"

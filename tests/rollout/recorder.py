@@ -1,0 +1,92 @@
+"""SGLang servers in this process: they record what they are told, and die of what SGLang dies of."""
+
+from __future__ import annotations
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from megatron_collab.config import Config
+from megatron_collab.rollout.sglang import SGLangServer
+
+
+class Recorded(SGLangServer):
+    """Writes calls to `events`, which others may write to as well, as "server 0: /path argument"."""
+
+    def __init__(self, config: Config, folder: Path, index: int, events: list[str]) -> None:
+        self.events = events
+        self.starts = True  # it comes up when it is started again
+        super().__init__(config, folder / f"{index}.log", index)
+
+    def _start(self) -> None:
+        self.released, self._ready = set(), False
+        self.process = SimpleNamespace(returncode=None, poll=lambda: self.process.returncode)  # type: ignore[assignment]
+        self.log.write_text("out of memory\n")
+        self.gone: set[str] = set()
+        self.busy = False  # it has a request that does not end
+        self.paused = self.idle = False
+        self.note(f"start {self.generation}")
+        if self.starts:
+            port = int(self.url.rpartition(":")[2])
+            self.http = ThreadingHTTPServer(("127.0.0.1", port), self._handler())
+            threading.Thread(target=self.http.serve_forever, args=(0.01,)).start()
+        else:
+            self.process.returncode = 1  # type: ignore[misc]
+
+    def die(self) -> None:
+        self.process.returncode = -9  # type: ignore[misc]
+        self.http.shutdown()
+        self.http.server_close()
+
+    def stop(self) -> None:
+        if self.alive():
+            self.die()
+
+    def note(self, event: str) -> None:
+        self.events.append(f"server {self.index}: {event}")
+
+    def answer(self, path: str, body: dict[str, Any]) -> int:
+        """What SGLang does with a call, and the status of its answer."""
+        tags = set(body.get("tags", ()))
+        path = path.partition("?")[0]
+        if path not in ("/health", "/freeze_gc"):
+            self.note(" ".join([path, *tags, *filter(None, [body.get("mode")])]))
+        match path:
+            case "/pause_generation":
+                self.paused = True
+            case "/flush_cache":
+                self.idle = not self.busy
+                return 200 if self.idle else 400
+            case "/release_memory_occupation":
+                if not (self.paused and self.idle) or tags & self.gone:  # an assertion in SGLang's scheduler
+                    self.process.returncode = 1  # type: ignore[misc]
+                    return 500
+                self.gone |= tags
+            case "/resume_memory_occupation":
+                if not tags <= self.gone:  # a KeyError there
+                    self.process.returncode = 1  # type: ignore[misc]
+                    return 500
+                self.gone -= tags
+        return 200
+
+    def _handler(server) -> type[BaseHTTPRequestHandler]:
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
+                authorized = self.headers["Authorization"] == f"Bearer {server.api_key}"
+                self.send_response(server.answer(self.path, body) if authorized else 401)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+            def do_GET(self) -> None:
+                self.send_response(200)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+            def log_message(self, format: str, *args: Any) -> None:
+                """Quiet."""
+
+        return Handler

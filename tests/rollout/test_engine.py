@@ -1,0 +1,305 @@
+"""In what order servers, publisher and workers are told, when servers share the trainer's devices and when not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from megatron_collab.config import Config
+from megatron_collab.processes import RunStopped
+from megatron_collab.publish.publisher import PublishError
+from megatron_collab.rollout.engine import Engine
+from megatron_collab.rollout.fleet import Fleet
+from megatron_collab.rollout.sglang import ServerError
+from tests.rollout.recorder import Recorded
+
+RELEASE = [
+    "/pause_generation abort",
+    "/flush_cache",
+    "/release_memory_occupation kv_cache",
+    "/release_memory_occupation weights",
+]
+
+
+class FakePublisher:
+    """Publishes to whoever is present, unless `failures` says which servers fail, try by try."""
+
+    def __init__(self, fleet: Fleet, events: list[str]) -> None:
+        self.fleet, self.events = fleet, events
+        self.version: int | None = None
+        self.failures: list[set[int]] = []
+
+    def publish(self, version: int) -> None:
+        present = self.fleet.present()
+        failing = self.failures.pop(0) if self.failures else set()
+        self.events.append(f"publish {version} to {[server.index for server in present]}")
+        for server in present:
+            if server.index in failing:
+                self.fleet.lost(server, "the bucket did not arrive")
+            else:
+                server.paused = False
+        if failing.issuperset(server.index for server in present):
+            raise PublishError("no server has the weights")
+        self.version = version
+
+
+class Stage:
+    """An engine of rank 0 with recorded servers and a fake publisher; `events` is what was told to whom."""
+
+    def __init__(self, folder: Path, replicas: int, colocated: bool, staleness: int) -> None:
+        self.events: list[str] = []
+        config = Config()
+        config.launch.device = "cpu"
+        config.rollout.server.colocated, config.rollout.max_staleness = colocated, staleness
+        config.rollout.server.start_timeout = 20.0
+        self.servers = [Recorded(config, folder, index, self.events) for index in range(replicas)]
+        self.engine = Engine(config)
+        self.fleet = self.engine.fleet = Fleet(self.servers, config.rollout.server, self.tell)
+        self.publisher = FakePublisher(self.fleet, self.events)
+
+    def tell(self, servers: Sequence[int]) -> None:
+        self.events.append(f"workers: ask {list(servers)}")
+
+    def begin(self) -> None:
+        self.fleet.begin()
+        self.events.clear()
+
+    def phase(self, version: int, play: Callable[[], None] = lambda: None) -> list[str]:
+        """One sampling phase; what was told in it."""
+        self.events.clear()
+        with self.engine.sampling(self.publisher, version):  # type: ignore[arg-type]
+            self.events.append("sampling")
+            play()
+        return self.of_phase()
+
+    def of_phase(self) -> list[str]:
+        return [event.removeprefix("server 0: ") if len(self.servers) == 1 else event for event in self.events]
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Callable[..., Stage]]:
+    stages: list[Stage] = []
+
+    def make(replicas: int = 1, colocated: bool = True, staleness: int = 0) -> Stage:
+        stages.append(Stage(tmp_path, replicas, colocated, staleness))
+        return stages[-1]
+
+    yield make
+    for made in stages:
+        for server in made.servers:
+            server.stop()
+
+
+def test_colocated_servers_have_their_memory_only_while_they_sample(stage: Callable[..., Stage]) -> None:
+    run = stage()
+    run.fleet.begin()
+    assert run.of_phase() == ["start 0", *RELEASE], "the trainer is built next"
+    for version in (0, 1):
+        assert run.phase(version) == [
+            "/resume_memory_occupation weights",
+            f"publish {version} to [0]",
+            "/resume_memory_occupation kv_cache",
+            "sampling",
+            *RELEASE,
+        ]
+    assert run.servers[0].alive() and run.servers[0].generation == 0
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_servers_on_devices_of_their_own_keep_their_memory(stage: Callable[..., Stage], staleness: int) -> None:
+    run = stage(colocated=False, staleness=staleness)
+    run.begin()
+    assert run.phase(3) == ["publish 3 to [0]", "sampling"]
+
+
+def test_several_servers_take_turns_and_workers_hear_only_of_changes(stage: Callable[..., Stage]) -> None:
+    run = stage(replicas=2)
+    run.begin()
+    told = run.phase(0)
+    at = told.index("publish 0 to [0, 1]")
+    assert told[:at] == [f"server {index}: /resume_memory_occupation weights" for index in (0, 1)]
+    assert told[at + 1 : at + 3] == [f"server {index}: /resume_memory_occupation kv_cache" for index in (0, 1)]
+    assert not any(event.startswith("workers") for event in told)
+
+
+@pytest.mark.parametrize("stuck", [False, True])
+def test_a_run_that_stops_gives_the_trainer_its_memory_to_save(stage: Callable[..., Stage], stuck: bool) -> None:
+    run = stage()
+    run.begin()
+
+    def play() -> None:
+        run.servers[0].busy = stuck
+        run.servers[0].starts = False
+        raise RunStopped("the budget is used up")
+
+    with pytest.raises(RunStopped, match="budget"):
+        run.phase(0, play)
+    assert run.of_phase()[4:] == (
+        ["/pause_generation abort", "/flush_cache", "workers: ask []", "start 1"] if stuck else RELEASE
+    )
+
+
+def test_a_server_that_does_not_become_idle_is_not_released_but_started_again(stage: Callable[..., Stage]) -> None:
+    run = stage(replicas=2)
+    run.begin()
+
+    def play() -> None:
+        run.servers[1].busy = True
+
+    run.phase(0, play)
+    told = [event for event in run.events if event.startswith(("server 1", "workers"))]
+    again = told.index("server 1: start 1")
+    assert told[again - 3 : again] == [
+        "server 1: /pause_generation abort",
+        "server 1: /flush_cache",
+        "workers: ask [0]",
+    ]
+
+
+def test_a_lost_server_is_left_out_at_once_and_taken_back_by_the_next_publish(stage: Callable[..., Stage]) -> None:
+    run = stage(replicas=2, colocated=False)
+    run.begin()
+    assert run.engine.take_counters() == {"servers/lost": 0.0, "servers/back": 0.0}
+
+    def play() -> None:
+        run.servers[1].die()
+        assert not run.engine.lacking(), "the other one lives, nobody waits"
+
+    assert run.phase(0, play) == [
+        "publish 0 to [0, 1]",
+        "sampling",
+        "workers: ask [0]",  # before the new process can answer: it has other weights
+        "server 1: start 1",
+    ]
+    assert run.phase(1) == ["publish 1 to [0, 1]", "workers: ask [0, 1]", "sampling"]
+    assert run.engine.take_counters() == {"servers/lost": 1.0, "servers/back": 1.0}
+    assert run.servers[1].generation == 1
+
+
+def test_a_colocated_server_that_comes_back_is_awaited_and_gives_its_memory_back(stage: Callable[..., Stage]) -> None:
+    run = stage()
+    run.begin()
+
+    def play() -> None:
+        run.servers[0].die()
+        assert run.engine.lacking()
+
+    told = run.phase(0, play)
+    assert told[told.index("sampling") + 1 :] == ["workers: ask []", "start 1", *RELEASE]
+    assert run.phase(1)[:4] == [
+        "/resume_memory_occupation weights",
+        "publish 1 to [0]",
+        "/resume_memory_occupation kv_cache",
+        "workers: ask [0]",
+    ]
+    assert not run.engine.lacking(), "nothing was in flight when it came back"
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_revived_servers_get_the_present_version(stage: Callable[..., Stage], staleness: int) -> None:
+    run = stage(replicas=2, colocated=False, staleness=staleness)
+    run.begin()
+
+    def play() -> None:
+        for server in run.servers:
+            server.die()
+        assert run.engine.lacking()
+        run.engine.revive(run.publisher)  # type: ignore[arg-type]
+        assert not run.engine.lacking()
+
+    told = run.phase(5, play)
+    assert told[told.index("sampling") + 1 :] == [
+        "workers: ask [1]",
+        "server 0: start 1",
+        "workers: ask []",
+        "server 1: start 1",
+        "publish 5 to [0, 1]",
+        "workers: ask [0, 1]",
+    ]
+
+
+def test_what_was_in_flight_when_all_servers_were_lost_is_still_known_after_a_publish(
+    stage: Callable[..., Stage],
+) -> None:
+    run = stage(colocated=False, staleness=1)
+    run.begin()
+    run.phase(0)
+    run.servers[0].die()  # while the trainer trains, and conversations go on
+    run.phase(1)
+    assert run.events == ["workers: ask []", "server 0: start 1", "publish 1 to [0]", "workers: ask [0]", "sampling"]
+    assert run.engine.lacking()
+
+
+def test_a_server_lost_in_a_publish_is_left_out_and_the_others_sample(stage: Callable[..., Stage]) -> None:
+    run = stage(replicas=2, colocated=False)
+    run.begin()
+    run.publisher.failures = [{0}]
+    assert run.phase(0) == ["publish 0 to [0, 1]", "workers: ask [1]", "server 0: start 1", "sampling"]
+
+
+def test_a_server_that_came_back_is_not_asked_before_it_has_the_weights(stage: Callable[..., Stage]) -> None:
+    run = stage(replicas=2, colocated=False, staleness=1)
+    run.begin()
+
+    def play() -> None:
+        run.servers[1].die()
+        assert not run.engine.lacking()
+
+    run.phase(0, play)
+    run.publisher.failures = [{0, 1}]
+    assert run.phase(1) == [
+        "publish 1 to [0, 1]",
+        "workers: ask []",  # and not [1], which is there again
+        "server 0: start 1",
+        "server 1: start 2",
+        "publish 1 to [0, 1]",
+        "workers: ask [0, 1]",
+        "sampling",
+    ]
+
+
+def test_a_version_that_reaches_nobody_ends_the_run(stage: Callable[..., Stage]) -> None:
+    run = stage(colocated=False)
+    run.begin()
+    run.publisher.failures = [{0}] * 9
+    with pytest.raises(PublishError):
+        run.phase(0)
+    assert [event for event in run.events if event.startswith("publish")] == ["publish 0 to [0]"] * 3
+
+
+def test_a_server_that_does_not_start_any_more_ends_the_run(
+    stage: Callable[..., Stage], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = stage(replicas=2, colocated=False)
+    run.begin()
+    run.phase(0)
+    run.servers[0].die()
+    run.servers[0].starts = False
+    with pytest.raises(
+        ServerError, match=r"server 0 failed after 3 new starts too: it ended with code 1; (.|\n)*out of memory"
+    ):
+        for _ in range(9):
+            run.engine.lacking()
+    assert run.servers[0].generation == 3
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "engine: SGLang server 0 is left out and started again: it ended with code -9"
+    assert len(printed) == 3
+
+
+def test_failures_count_in_a_row(stage: Callable[..., Stage]) -> None:
+    run = stage(colocated=False)
+    run.begin()
+    for version in range(6):
+        run.phase(version)
+        run.servers[0].die()
+        assert run.engine.lacking()
+    assert run.servers[0].generation == 6
+
+
+def test_the_first_start_of_a_server_is_not_tried_twice(stage: Callable[..., Stage]) -> None:
+    run = stage()
+    run.servers[0].die()
+    with pytest.raises(ServerError, match="SGLang ended with code -9; the end of"):
+        run.fleet.begin()

@@ -1,0 +1,72 @@
+"""A fleet of one real server: killed, it is back at the same address; released, it samples again afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+
+import pytest
+
+from megatron_collab.config import SamplingConfig, ServerConfig
+from megatron_collab.rollout.fleet import Fleet
+from megatron_collab.rollout.sglang import UNPUBLISHED, EngineError, SGLangClient, SGLangServer
+from tests.conftest import Served
+from tests.rollout.test_sglang_server import PROMPTS, sample, with_client
+
+ASKED = [(prompt, seed) for seed, prompt in enumerate(PROMPTS[:4])]
+
+
+def fleet_of(server: SGLangServer, told: list[Sequence[int]], colocated: bool) -> Fleet:
+    server_options = ServerConfig(colocated=colocated, start_timeout=400.0)
+    return Fleet([server], server_options, told.append)
+
+
+def test_a_released_server_samples_what_it_sampled_before(servers: dict[str, Served]) -> None:
+    server = servers["untied"].server
+    before = sample(server, ASKED, at_once=True)
+    fleet = fleet_of(server, [], colocated=True)
+    fleet.begin()
+    assert server.released == {"kv_cache", "weights"}
+    with pytest.raises(EngineError, match="no answer within"):
+        with_client(server, impatient)
+    fleet.wake()
+    assert server.released == {"kv_cache"}
+    server._call("/continue_generation")  # as a publish does at its end
+    fleet.serve()
+    assert server.released == set() and server.alive()
+    assert sample(server, ASKED, at_once=True) == before
+    fleet.rest()  # requests have been served, and it was idle
+    fleet.wake()
+    server._call("/continue_generation")
+    fleet.serve()
+    assert sample(server, ASKED, at_once=True) == before
+
+
+async def impatient(client: SGLangClient) -> None:
+    client.timeout = 1.0
+    await client.generate(PROMPTS[0], max_new_tokens=1, sampling=SamplingConfig(), seed=0)
+
+
+def test_a_killed_server_is_started_again_at_the_same_address(servers: dict[str, Served]) -> None:
+    server = servers["tied"].server
+    address, generation = (server.url, server.api_key), server.generation
+    told: list[Sequence[int]] = []
+    fleet = fleet_of(server, told, colocated=False)
+    fleet.begin()
+    killed = server.process.pid
+    os.kill(killed, signal.SIGKILL)
+    while not told:
+        fleet.watch()
+        time.sleep(0.01)
+    assert fleet.lacked and told == [[]]
+    assert fleet.present() == [], "it takes its time, and nobody waits for it"
+    fleet.wake()
+    fleet.serve()
+    assert told == [[], [0]]
+    assert (server.url, server.api_key) == address
+    assert server.generation == generation + 1 and server.process.pid != killed
+    assert fleet.take_counters() == {"servers/lost": 1.0, "servers/back": 1.0}
+    turns = sample(server, ASKED, at_once=True)
+    assert {version for turn in turns for version in turn.versions} == {UNPUBLISHED}, "nobody may train on them"

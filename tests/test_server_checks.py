@@ -1,0 +1,142 @@
+"""Servers that cannot run: on these GPUs, beside this trainer, with this model."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_collab import device, server_checks
+from megatron_collab.config import Config, ConfigError
+from megatron_collab.publish.hf_config import ModelShape
+
+DENSE = {
+    "model_type": "qwen3",
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 50,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 128,
+}
+EXPERTS = DENSE | {
+    "model_type": "qwen3_moe",
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+}
+
+
+class Machine:
+    """What the probes say; a Hopper node of 8 GPUs unless a test says otherwise."""
+
+    gpus = 8
+    saver = True
+    capability: tuple[int, int] | None = (9, 0)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    found = Machine()
+    probes = {"cuda": lambda: found.gpus > 0, "memory_saver": lambda: found.saver}
+    monkeypatch.setattr(device, "probe", lambda name: SimpleNamespace(found=probes[name](), detail="not installed"))
+    monkeypatch.setattr(device, "count", lambda: found.gpus)
+    monkeypatch.setattr(device, "capability", lambda: found.capability)
+    return found
+
+
+def configure(nproc: int = 1, **server: Any) -> Config:
+    config = Config()
+    config.launch.nproc_per_node = nproc
+    for name, value in server.items():
+        assert hasattr(config.rollout.server, name)
+        setattr(config.rollout.server, name, value)
+    return config
+
+
+def refused(check: Any, config: Config, *shape: ModelShape) -> str:
+    with pytest.raises(ConfigError) as error:
+        check(config, *shape)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_colocated_servers_fit_the_gpus_of_the_node(machine: Machine) -> None:
+    server_checks.check_machine(configure(nproc=8, replicas=4, tp=2))
+    said = refused(server_checks.check_machine, configure(nproc=8, replicas=5, tp=2))
+    assert said.startswith("rollout.server.replicas=5 x rollout.server.tp=2: needs more than the 8 GPUs")
+
+
+def test_servers_of_their_own_need_gpus_beside_the_trainer(machine: Machine) -> None:
+    server_checks.check_machine(configure(nproc=4, replicas=2, tp=2, colocated=False))
+    said = refused(server_checks.check_machine, configure(nproc=5, replicas=2, tp=2, colocated=False))
+    assert "beside launch.nproc_per_node=5, more than the 8 of this node" in said
+
+
+def test_colocated_servers_on_gpus_need_the_memory_saver(machine: Machine) -> None:
+    machine.saver = False
+    said = refused(server_checks.check_machine, configure())
+    assert "needs torch-memory-saver (not installed)" in said and "set rollout.server.colocated=false" in said
+    server_checks.check_machine(configure(colocated=False))
+    machine.gpus = 0
+    server_checks.check_machine(configure())
+
+
+@pytest.mark.parametrize(
+    ("gpus", "capability", "said"),
+    [(0, None, "here is none"), (8, (8, 0), "here is one of 8.0"), (8, (10, 0), "here is one of 10.0")],
+)
+def test_fp8_needs_a_device_that_multiplies_it(
+    machine: Machine, gpus: int, capability: tuple[int, int] | None, said: str
+) -> None:
+    server_checks.check_machine(configure(fp8=True))
+    machine.gpus, machine.capability = gpus, capability
+    line = refused(server_checks.check_machine, configure(fp8=True))
+    assert (
+        line.startswith("rollout.server.fp8=true: needs GPUs of compute capability 8.9 to below 10.0") and said in line
+    )
+
+
+def test_gpus_matter_only_where_servers_run(machine: Machine) -> None:
+    config = configure(replicas=9, fp8=True)
+    config.train.stage = "sft"
+    machine.capability = (8, 0)
+    server_checks.check_machine(config)
+
+
+def test_fp8_needs_bfloat16_and_a_transport_that_quantises() -> None:
+    config = configure(fp8=True)
+    server_checks.check(config)
+    config.publish.transport = "disk"
+    assert refused(server_checks.check, config).startswith("publish.transport=disk: ")
+    config.publish.transport, config.model.dtype = "auto", "float32"
+    assert "needs model.dtype=bfloat16, not float32" in refused(server_checks.check, config)
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "said"),
+    [
+        (DENSE, {"tp": 3}, "rollout.server.tp=3: does not divide the model's 8 attention heads"),
+        (DENSE, {"tp": 2, "ep": 2}, "rollout.server.ep=2: the model has no experts"),
+        (EXPERTS, {"tp": 4, "ep": 4}, "rollout.server.ep=4: does not divide the model's 6 experts"),
+        (DENSE, {"tp": 8, "fp8": True}, "the width of queries on a rank of a server, 64, is no multiple of 128"),
+        (DENSE, {"tp": 4, "fp8": True}, "the width of keys on a rank of a server, 64, is no multiple of 128"),
+        (
+            DENSE | {"intermediate_size": 1152},
+            {"tp": 2, "fp8": True},
+            "the feed-forward width on a rank of a server, 576",
+        ),
+        (EXPERTS | {"moe_intermediate_size": 192}, {"tp": 2, "ep": 2, "fp8": True}, "the width of an expert"),
+    ],
+)
+def test_a_model_that_cannot_be_cut_like_that(model: dict[str, Any], settings: dict[str, Any], said: str) -> None:
+    assert said in refused(server_checks.check_shape, configure(**settings), ModelShape.from_hf(model))
+
+
+def test_models_that_can_be_cut() -> None:
+    server_checks.check_shape(configure(tp=2, fp8=True), ModelShape.from_hf(DENSE))
+    server_checks.check_shape(configure(tp=2, ep=2, fp8=True), ModelShape.from_hf(EXPERTS))
