@@ -6,15 +6,14 @@ import json
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from megatron_collab.processes import RunStopped
 from megatron_collab.rollout.ahead import Slot, window
-from megatron_collab.types import Batch, Ending, Group, Missing, Task
+from megatron_collab.types import Ending, Group, Missing, Task
 from tests.actor.ranks import run_ranks
 from tests.rollout.simulated import DIFFERENT, EQUAL, PROMPTS, FakeRay, World, rollout
 
@@ -246,3 +245,11 @@ def test_an_evaluation_survives_an_outage_too(world: Maker) -> None:
     assert made.revived == 1
     assert [int(group.task.id) for group in made.evaluated] == [0, 1, 2, 3]
     assert all(group.rollouts[0].start.ending is Ending.USER_DONE for group in made.evaluated)
+
+
+def test_all_ranks_revive_the_servers_and_have_the_batch(tmp_path: Path) -> None:
+    run_ranks("collector_worker", 2, [str(tmp_path)])
+    found = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    assert [one.pop("asked") for one in found] == [2 * PROMPTS + 1, 0]
+    assert found[0] == found[1]
+    assert found[0]["revived"] == 1 and len(found[0]["trained"]) == PROMPTS
