@@ -194,6 +194,30 @@ def test_a_restart_plays_what_was_in_flight_first_and_trains_nothing_twice(world
     assert after.peak == (then + 1) * PROMPTS
 
 
+def test_a_run_that_starts_again_at_every_step_trains_all_once(world: Maker) -> None:
+    """Each time with another staleness: what cannot be begun yet stays in the state."""
+    trained: list[str] = []
+    made = make(world, 2)
+    for step, ahead in enumerate([2, 0, 1, 0, 2]):
+        made = resumed(world, made, step, ahead)
+        made.next(step)
+        trained += [name for name in made.played if name not in outstanding(made)]
+        assert made.peak == window(step, STEPS, PROMPTS, ahead)
+    assert sorted(trained) == sorted(name for step in range(STEPS) for name in own(step))
+
+
+def test_a_batch_is_in_the_order_of_the_slots(world: Maker, fake_ray: FakeRay) -> None:
+    """Not in that in which the groups were finished."""
+    fake_ray.youngest_first = True
+    made = make(world, 1, refills=1)
+    made.rewards = lambda task: DIFFERENT if task % 2 else EQUAL
+    trained = made.trained(made.next(0))  # the groups of step 1, and the refill of step 0, which stands before them
+    odd = sorted(slot for slot in slots([*made.played]) if made.played[slot.stream] % 2)
+    expected = [slot for slot in odd if slot.refill or slot.step == 1]
+    assert trained == [made.played[slot.stream] for slot in expected]
+    assert expected[0].refill == 1 and expected[-1].step == 1
+
+
 def test_a_step_that_fails_is_done_again_from_its_beginning(world: Maker) -> None:
     made = make(world, 1)
     made.next(0)
