@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -36,6 +36,14 @@ def teaches(samples: Sequence[Sample]) -> bool:
     for credit in _credits(samples):
         values[credit.peers].add(credit.value)
     return any(credit.spans and len(values[credit.peers]) > 1 for credit in _credits(samples))
+
+
+def fresh(samples: Sequence[Sample], oldest: int, config: Config) -> list[Sample]:
+    """The samples of a group whose weights are of version `oldest` or newer, and that still have enough peers."""
+    young = [sample for sample in samples if sample.version >= oldest]
+    peers = Counter(credit.peers for credit in _credits(young))
+    fewest = _fewest(config)
+    return [s for s in young if any(credit.spans and peers[credit.peers] >= fewest for credit in s.credits)]
 
 
 def whole(rollout: Rollout, turn_credit: str, name: str) -> list[Credit]:

@@ -1,4 +1,4 @@
-"""From tasks to a batch: play the groups of a step on Ray workers, turn rewards into credits.
+"""From tasks to a batch: have groups played on Ray workers, take those of a step, turn rewards into credits.
 
 Rank 0 asks the workers and hands the batch to every rank; the other ranks wait for it.
 """
@@ -7,24 +7,26 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import ray
 import torch.distributed as dist
 
 from megatron_collab import files
-from megatron_collab.algo.credit import samples_of, teaches
+from megatron_collab.algo.credit import fresh, samples_of, teaches
 from megatron_collab.config import Config
 from megatron_collab.data.datasets import Cursor, load_tasks
 from megatron_collab.llm.limiter import BudgetSpent
-from megatron_collab.observe.progress import progress
 from megatron_collab.observe.run import Run
 from megatron_collab.processes import RunStopped
+from megatron_collab.rollout.ahead import Asked, Flight, Slot, window
 from megatron_collab.rollout.worker import Crew
-from megatron_collab.types import Batch, Group, Missing, Sample, Task
+from megatron_collab.types import Batch, Group, Missing, Sample
+
+_Result = TypeVar("_Result")
 
 
 class TooManyMissing(RunStopped):
@@ -32,96 +34,164 @@ class TooManyMissing(RunStopped):
 
 
 class Collector:
-    """Batches of rollouts, by step.
+    """Batches of rollouts, by step. Sampling runs up to rollout.max_staleness steps ahead of the step that trains.
 
-    Which tasks a step plays and which seeds it samples with follow from (run.seed, step) alone, the tasks of a
-    refill from its number too, so a run that starts again at a step collects what it would have collected.
+    Which tasks are played and which seeds they are sampled with follow from (run.seed, slot) alone. Without
+    staleness the slots of a step follow from the step, so a run that starts again at a step collects what it would
+    have collected; else they follow from `state` too, and those that were in flight are played again first.
     """
 
-    def __init__(self, config: Config, crew: Crew | None, run: Run) -> None:
-        """`crew`: on rank 0 the workers to ask."""
+    def __init__(
+        self,
+        config: Config,
+        crew: Crew | None,
+        run: Run,
+        lacking: Callable[[], bool],
+        revive: Callable[[], None],
+        state: Mapping[str, Any],
+    ) -> None:
+        """`crew`: on rank 0 the workers to ask.
+
+        `lacking`, asked on rank 0: whether there was, since the last `revive`, a time when no server was left.
+        `revive`, collective: returns when servers sample from the present version again. `state`: what `state()` gave
+        an earlier start of the run, {} if there was none.
+        """
         self.config = config
         self.crew = crew
         self.run = run
+        self.lacking = lacking
+        self.revive = revive
         self.leader = dist.get_rank() == 0
+        self._state = dict(state)
         if self.leader:
+            assert crew is not None
             self.tasks = load_tasks(Path(config.data.train))
+            self._flight = Flight(crew.conversations, lacking)
+            self._left = [Slot(*slot) for slot in state.get("in_flight", ())]
+            self._next = Slot(*state["next"]) if state else None
             self._ledger = Path(config.run.dir) / "spend.json"
             self._spent = self._restore_spend()
 
     def next(self, step: int) -> Batch:
-        """The batch of `step`, the same on every rank; collective."""
-        return _from_leader(lambda: self._accounted(self._collect, step))
+        """The batch of `step`, the same on every rank, while the servers have version `step`; collective."""
+        return self._together(self._collect(step))
 
     def evaluate(self, name: str, step: int) -> None:
         """Play `train.eval_tasks` tasks of data.eval to their end, once each, and record the scores; collective."""
-        _from_leader(lambda: self._accounted(self._evaluate, name, step))
+        self._together(self._evaluate(name, step))
 
-    def _accounted(self, play: Callable[..., Any], *arguments: Any) -> Any:
-        """What `play` gives; what was spent is on disk afterwards, however it ends, so that the budget holds."""
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint, as of the last batch: what is begun next, and what was in flight; JSON, on rank 0."""
+        return self._state
+
+    def _together(self, play: Generator[None, None, _Result]) -> _Result:
+        """What `play` gives on rank 0, on every rank; where it yields, no server is left, and all ranks revive them."""
+        while True:
+            ended, result = _from_leader(lambda: self._accounted(play))
+            if ended:
+                return result
+            self.revive()
+
+    def _accounted(self, play: Generator[None, None, _Result]) -> tuple[bool, _Result | None]:
+        """Go on with `play`: whether it has ended, and with what.
+
+        What was spent is on disk afterwards, however it ends, so that the budget holds.
+        """
         assert self.crew is not None
         try:
-            return play(*arguments)
+            next(play)
+            return False, None
+        except StopIteration as end:
+            return True, end.value
         finally:
             files.replace(self._ledger, json.dumps(ray.get(self.crew.limiter.spend.remote())))
 
-    def _collect(self, step: int) -> Batch:
-        """Play the step's tasks; with algo.dynamic_sampling others for the groups that teach nothing, that often.
+    def _collect(self, step: int) -> Generator[None, None, Batch]:
+        """Take the groups of a step, and others for those that cannot be trained.
 
-        DAPO, arXiv:2503.14476, section 3.2. Groups that are not trained stay in the transcripts and in the means.
+        Samples that are older than rollout.max_staleness are dropped, and a group of which nothing is left to compare
+        is replaced. Only what was in flight before the step can be that old, hence the number of rounds. With
+        algo.dynamic_sampling groups that teach nothing are replaced too, that often (DAPO, arXiv:2503.14476, section
+        3.2). Groups that are not trained stay in the transcripts and in the means.
         """
-        wanted, refills = self.config.train.prompts_per_step, self.config.algo.dynamic_sampling
+        wanted, ahead = self.config.train.prompts_per_step, self.config.rollout.max_staleness
+        refills = self.config.algo.dynamic_sampling
         played: list[Group] = []
-        kept: list[list[Sample]] = []
-        for refill in range(refills + 1):
-            stream = f"train-{step}.{refill}" if refill else f"train-{step}"
+        kept: dict[Slot, list[Sample]] = {}
+        lacking, idle, dropped = wanted, 0, 0
+        self._fill(step)
+        for refill in range(refills + 1 + ahead * wanted):
+            if refill:
+                for number in range(lacking):
+                    self._begin(Slot(step, refill, number))
             title = f"step {step} refill {refill}" if refill else f"step {step} rollouts"
-            groups = self._play("play", self._tasks(step, refill)[: wanted - len(kept)], stream, title)
-            made = [samples_of(group, self.config, number) for number, group in enumerate(groups, start=len(played))]
-            kept += [samples for samples in made if teaches(samples)] if refills else made
-            played += groups
-            self.run.transcripts(step, groups)
+            groups = yield from self._flight.take(lacking, title)
+            lacking = 0
+            for slot, group in groups.items():
+                samples = samples_of(group, self.config, len(played))
+                young = fresh(samples, step - ahead, self.config)
+                played.append(group)
+                dropped += len(samples) - len(young)
+                if samples and not young:
+                    lacking += 1
+                elif refills and not teaches(young):
+                    idle += 1
+                    lacking += refill < refills
+                else:
+                    kept[slot] = young
+            self.run.transcripts(step, list(groups.values()))
             refuse_missing(played, self.config.reward.max_missing)
-            if len(kept) == wanted:
+            if not lacking:
                 break
-        samples = [sample for made in kept for sample in made]
+        samples = [sample for slot in sorted(kept) for sample in kept[slot]]
         if not samples:
-            lacking = "rewards that differ" if refills else "rewards"
-            raise RunStopped(f"step {step}: no group has enough {lacking}, so nothing can be learned")
-        counts = {"kept": len(kept), "dropped": len(played) - len(kept), "refills": refill}
-        dynamic = {f"dynamic/{name}": float(count) for name, count in counts.items()} if refills else {}
-        return Batch(tuple(samples), {**summary(played), **dynamic, **self._counted()})
+            reason = "rewards that differ" if refills else "rewards"
+            age = f" of version {step - ahead} or newer" if ahead else ""
+            raise RunStopped(f"step {step}: no group has enough {reason}{age}, so nothing can be learned")
+        counts: dict[str, float] = {}
+        if refills:
+            counts = {"dynamic/kept": len(kept), "dynamic/dropped": idle, "dynamic/refills": refill}
+        if ahead:
+            ages = [float(step - sample.version) for sample in samples]
+            counts |= {"staleness/mean": _mean(ages), "staleness/max": max(ages), "staleness/dropped": dropped}
+            counts |= {"staleness/groups_dropped": len(played) - len(kept) - idle, "staleness/groups_lacking": lacking}
+        counted = {name: float(count) for name, count in counts.items()} | self._counted()
+        self._state = {"next": self._next, "in_flight": self._flight.slots + self._left}
+        return Batch(tuple(samples), {**summary(played), **counted})
 
-    def _tasks(self, step: int, refill: int) -> list[Task]:
-        """The tasks that a step plays first, or what its refill takes from; every refill has an order of its own."""
+    def _fill(self, step: int) -> None:
+        """Begin what may be in flight at `step`: first what an earlier start of the run left there."""
+        if self._next is None:
+            self._next = Slot(step, 0, 0)
+        prompts = self.config.train.prompts_per_step
+        room = window(step, self.config.train.steps, prompts, self.config.rollout.max_staleness)
+        while len(self._flight) < room:
+            if self._left:
+                self._begin(self._left.pop(0))
+            else:
+                self._begin(self._next)
+                self._next = self._next.after(prompts)
+
+    def _begin(self, slot: Slot) -> None:
+        """Have a group played, of the task that follows from its slot: every refill has an order of its own."""
         seed = self.config.run.seed
-        if refill:
-            seed = int(np.random.SeedSequence((seed, refill)).generate_state(1)[0])
-        rows = Cursor(len(self.tasks), seed).batch(step, self.config.train.prompts_per_step)
-        return [self.tasks[row] for row in rows]
+        if slot.refill:
+            seed = int(np.random.SeedSequence((seed, slot.refill)).generate_state(1)[0])
+        at = slot.step * self.config.train.prompts_per_step + slot.number
+        (row,) = Cursor(len(self.tasks), seed).batch(at, 1)
+        self._flight.begin(Asked(slot, slot.stream, "play", self.tasks[row]))
 
-    def _evaluate(self, name: str, step: int) -> None:
+    def _evaluate(self, name: str, step: int) -> Generator[None, None, None]:
         if self.config.data.eval is None or self.config.train.eval_tasks == 0:
             return
-        tasks = load_tasks(Path(self.config.data.eval))[: self.config.train.eval_tasks]
-        groups = self._play("evaluate", tasks, f"eval-{name}", f"evaluation {name}")
-        self.run.evaluation(name, step, summary(groups), groups)
-
-    def _play(self, what: str, tasks: Sequence[Task], stream: str, title: str) -> list[Group]:
-        """One group a task, all at once, in the order of the tasks; `what` names a method of Player."""
         assert self.crew is not None
-        workers = self.crew.conversations
-        pending = {}
+        tasks = load_tasks(Path(self.config.data.eval))[: self.config.train.eval_tasks]
+        flight = Flight(self.crew.conversations, self.lacking)
         for index, task in enumerate(tasks):
-            worker = workers[index % len(workers)]
-            pending[getattr(worker, what).remote(task, f"{stream}-{index}")] = index
-        groups: dict[int, Group] = {}
-        with progress(title, len(tasks)) as bar:
-            while pending:
-                (done,), _ = ray.wait(list(pending), num_returns=1)
-                groups[pending.pop(done)] = ray.get(done)
-                bar.update(1)
-        return [groups[index] for index in range(len(tasks))]
+            flight.begin(Asked(Slot(step, 0, index), f"eval-{name}-{index}", "evaluate", task))
+        taken = yield from flight.take(len(tasks), f"evaluation {name}")
+        groups = list(taken.values())
+        self.run.evaluation(name, step, summary(groups), groups)
 
     def _counted(self) -> dict[str, float]:
         """What was counted and spent since the last step: by users, tools and servers, on users and judges."""

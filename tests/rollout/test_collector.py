@@ -1,6 +1,9 @@
+"""Batches of the collector: without staleness those that it has always made; what stops a run; what is summed up."""
+
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 
@@ -19,6 +22,7 @@ from megatron_collab.types import (
     Task,
     Turn,
 )
+from tests.rollout.simulated import DIFFERENT, LOST, FakeRay, World
 
 TASK = Task("t", (Message("user", "hi"),), "goal", "answer", "scripted/booking")
 
@@ -47,3 +51,44 @@ def test_the_summary_leaves_missing_scores_out_of_the_means_and_counts_them() ->
 
 def test_the_summary_of_nothing_scored_is_not_a_zero() -> None:
     assert math.isnan(summary([Group(TASK, (rollout(Missing("down")),))])["reward"])
+
+
+# Of two steps of a run before sampling could run ahead: streams with their tasks as they were played, the groups of the
+# batch in its order (their first samples' peers), and metrics.
+PLAYED = {
+    4: [("4", [34, 27, 13, 8, 9, 18]), ("4.1", [13, 18, 34]), ("4.2", [0, 32]), ("4.3", [27, 18]), ("4.4", [32]),
+        ("4.5", [14]), ("4.6", [7])],
+    5: [("5", [6, 1, 26, 37, 16, 14]), ("5.1", [6, 10, 26, 31]), ("5.2", [22, 11, 18]), ("5.3", [11, 38]),
+        ("5.4", [39])],
+}  # fmt: skip
+TRAINED = {
+    4: ["1/27", "2/13", "4/9", "6/13", "11/27", "15/7"],
+    5: ["1/1", "3/37", "9/31", "11/11", "13/11", "15/39"],
+}
+MEASURED = {
+    4: {"reward": 0.85, "dynamic/kept": 6.0, "dynamic/dropped": 10.0, "dynamic/refills": 6.0},
+    5: {"reward": 0.8571428571428571, "dynamic/kept": 6.0, "dynamic/dropped": 10.0, "dynamic/refills": 4.0},
+}
+COMMON = {
+    "reward_se": 0.0, "spread": 0.17677669529663687, "missing": 0.0, "futures": 1.0, "turn_tokens": 2.0,
+    "ending/user_done": 1.0, "count/asked": 1.0, "llm/usd": 0.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("youngest_first", [False, True])
+def test_without_staleness_steps_are_those_of_a_recorded_run(
+    world: Callable[..., World], fake_ray: FakeRay, youngest_first: bool
+) -> None:
+    """Whatever is finished first: the same tasks, streams, order and numbers, to the last bit."""
+    fake_ray.youngest_first = youngest_first
+    made = world(lambda task: DIFFERENT if task % 2 else (LOST if task % 3 == 0 else [1.0] * 3), 8)
+    for step in (4, 5):
+        made.played.clear()
+        batch = made.next(step)
+        expected = [(f"train-{name}-{i}", task) for name, row in PLAYED[step] for i, task in enumerate(row)]
+        assert list(made.played.items()) == expected
+        assert [sample.credits[0].peers for sample in batch.samples][::3] == TRAINED[step]
+        assert [sample.credits[0].value for sample in batch.samples] == DIFFERENT * 6
+        measured = MEASURED[step]
+        assert batch.metrics == {**COMMON, **measured, "score/right": measured["reward"]}
+    assert made.collector.state() == {"next": (6, 0, 0), "in_flight": []}

@@ -2,107 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from types import SimpleNamespace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-import torch.distributed as dist
 
-from megatron_collab.config import Config
 from megatron_collab.processes import RunStopped
-from megatron_collab.rollout import collector
-from megatron_collab.rollout.collector import Collector, TooManyMissing
-from megatron_collab.rollout.worker import Crew
-from megatron_collab.types import (
-    Conversation,
-    Ending,
-    Finish,
-    Future,
-    Group,
-    Message,
-    Missing,
-    Reward,
-    Rollout,
-    Score,
-    Task,
-    Turn,
-)
-
-TASKS, PROMPTS = 40, 6
-EQUAL, DIFFERENT, LOST = [1.0, 1.0, 1.0], [1.0, 0.0, 1.0], [1.0, Missing("down"), Missing("down")]
-Rewards = Callable[[int], Sequence[Score]]  # of a task
-
-
-def rollout(value: Score) -> Rollout:
-    turn = Turn((1, 2, 3), (10, 11), (-0.25, -0.5), (4, 4), Finish.STOP, "x")
-    conversation = Conversation((Message("user", "hi"),), (1, 2, 3)).add_turn(turn).end(Ending.USER_DONE)
-    return Rollout(conversation, (Future(conversation, {"right": value}),), Reward(value))
-
-
-class Reference:
-    """What a call of a Ray actor returns; the answer is there at once."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
-class Method:
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self.call = call
-
-    def remote(self, *arguments: Any) -> Reference:
-        return Reference(self.call(*arguments))
-
-
-class FakeRay:
-    """What was asked last is done first."""
-
-    def get(self, asked: Any) -> Any:
-        return [one.value for one in asked] if isinstance(asked, list) else asked.value
-
-    def wait(self, pending: list[Reference], num_returns: int) -> tuple[list[Reference], list[Reference]]:
-        return pending[-num_returns:], pending[:-num_returns]
-
-
-class World:
-    """A collector whose only worker gives `rewards`; `played` are places and their tasks, `written` the transcripts."""
-
-    def __init__(self, folder: Path, rewards: Rewards, refills: int) -> None:
-        config = Config()
-        config.run.dir, config.run.seed, config.data.train = str(folder), 3, str(folder / "tasks.jsonl")
-        config.train.prompts_per_step, config.algo.dynamic_sampling = PROMPTS, refills
-        config.reward.max_missing = 0.5
-        rows = [{"prompt": [{"role": "user", "content": "hi"}], "goal": "g", "id": str(i)} for i in range(TASKS)]
-        (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        self.rewards = rewards
-        self.played: dict[str, int] = {}
-        self.written: list[Group] = []
-        actor = SimpleNamespace(
-            play=Method(self._play),
-            take_counters=Method(lambda: {"asked": 1}),
-            spend=Method(lambda: {"usd": 0.0}),
-            restore=Method(lambda spent: None),
-        )
-        run: Any = SimpleNamespace(transcripts=lambda step, groups: self.written.extend(groups))
-        self.collector = Collector(config, Crew([actor], [], actor), run)
-        self.next = self.collector.next
-
-    def _play(self, task: Task, stream: str) -> Group:
-        assert stream not in self.played
-        self.played[stream] = int(task.id)
-        return Group(task, tuple(map(rollout, self.rewards(int(task.id)))))
-
-
-@pytest.fixture
-def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., World]]:
-    monkeypatch.setattr(collector, "ray", FakeRay())
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield lambda rewards, refills: World(tmp_path, rewards, refills)
-    dist.destroy_process_group()
+from megatron_collab.rollout.collector import TooManyMissing
+from megatron_collab.types import Missing, Score
+from tests.rollout.simulated import DIFFERENT, EQUAL, LOST, PROMPTS, World
 
 
 def by_task(task: int) -> Sequence[Score]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -100,6 +101,16 @@ def test_a_turn_of_many_pieces_is_whole() -> None:
         return await stream(request, BEGUN, long)
 
     assert ask(handler).text == "x" * 300_000
+
+
+def test_weights_that_change_in_the_middle_of_a_turn_are_told_by_token() -> None:
+    spans = [{"version": "12", "start": 0, "end": 1}, {"version": "14", "start": 1, "end": 3}]
+    answer = {**ANSWER, "meta_info": {**ANSWER["meta_info"], "weight_version": "14", "weight_versions": spans}}
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        return await stream(request, BEGUN, answer)
+
+    assert ask(handler) == replace(TURN, versions=(12, 14, 14))
 
 
 def test_what_passes_is_tried_again() -> None:

@@ -1,0 +1,105 @@
+"""Groups that are played ahead of the step that trains them: their order in the run, and those in flight.
+
+Calls of Ray actors go on by themselves, so sampling runs ahead of training without a thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from itertools import cycle
+from typing import Any, NamedTuple
+
+import ray
+
+from megatron_collab.observe.progress import progress
+from megatron_collab.types import Ending, Group, Task
+
+POLL_SECONDS = 1.0  # between two looks at the servers; a request to one that has gone fails later than that
+
+
+class Slot(NamedTuple):
+    """A group's place in the order of the run: `number` of a step's own groups (`refill` 0) or of a refill."""
+
+    step: int
+    refill: int
+    number: int
+
+    @property
+    def stream(self) -> str:
+        """The name that the seeds of its samples follow from."""
+        return f"train-{self.step}.{self.refill}-{self.number}" if self.refill else f"train-{self.step}-{self.number}"
+
+    def after(self, prompts: int) -> Slot:
+        """The next one of the steps' own groups, of which a step has `prompts`."""
+        return Slot(self.step, 0, self.number + 1) if self.number + 1 < prompts else Slot(self.step + 1, 0, 0)
+
+
+def window(step: int, steps: int, prompts: int, ahead: int) -> int:
+    """How many groups may be in flight before step `step` takes its own: what it and the `ahead` next steps train.
+
+    The weights of version `step` sample then; what is begun beyond could only be trained when it is older than
+    `ahead` versions. AReaL's bound on what is begun (Fu et al. 2025, arXiv:2505.24298, section 5.1).
+    """
+    return (min(step + ahead + 1, steps) - step) * prompts
+
+
+class Asked(NamedTuple):
+    """What a worker was asked: to play `task` by the Player's `method`."""
+
+    slot: Slot
+    stream: str
+    method: str
+    task: Task
+
+
+class Flight:
+    """Groups that the workers play, or have played and nobody has taken yet."""
+
+    def __init__(self, workers: Sequence[Any], lacking: Callable[[], bool]) -> None:
+        """`lacking`: whether there was, since servers were last revived, a time when none was left."""
+        self._workers = cycle(workers)
+        self._lacking = lacking
+        self._pending: dict[Any, Asked] = {}
+        self._disturbed: set[Slot] = set()  # in flight while no server was left
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    @property
+    def slots(self) -> list[Slot]:
+        return sorted(asked.slot for asked in self._pending.values())
+
+    def begin(self, asked: Asked) -> None:
+        self._pending[getattr(next(self._workers), asked.method).remote(asked.task, asked.stream)] = asked
+
+    def take(self, count: int, title: str) -> Generator[None, None, dict[Slot, Group]]:
+        """The first `count` groups that are finished, those begun first where more are; in the order of their slots.
+
+        Yields where no server is left, to be resumed when there is one; finished groups are kept over it, and those
+        in flight that it has cost a conversation are played again.
+        """
+        taken: dict[Slot, Group] = {}
+        with progress(title, count) as bar:
+            while len(taken) < count:
+                finished, _ = ray.wait(list(self._pending), num_returns=1, timeout=POLL_SECONDS)
+                if self._lacking():
+                    self._disturbed.update(self.slots)
+                    yield
+                for reference in finished:
+                    asked, group = self._pending.pop(reference), ray.get(reference)
+                    if asked.slot in self._disturbed and _failed(group):
+                        self.begin(asked)
+                    else:
+                        taken[asked.slot] = group
+                        bar.update(1)
+                    self._disturbed.discard(asked.slot)
+        return dict(sorted(taken.items()))
+
+
+def _failed(group: Group) -> bool:
+    conversations = [
+        conversation
+        for rollout in group.rollouts
+        for conversation in (rollout.start, *(future.conversation for future in rollout.futures))
+    ]
+    return any(conversation.ending is Ending.ERROR for conversation in conversations)

@@ -1,0 +1,63 @@
+"""Samples of older weights: the ratio is against the policy before the update, the weight against who sampled."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_collab.actor import model as policies
+from megatron_collab.actor.actor import Actor
+from megatron_collab.algo.advantage import assign
+from megatron_collab.config import Config
+from megatron_collab.types import Batch, Sample
+from tests.actor.ranks import make_config, make_model, make_samples
+
+HIGH = 1.1
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("stale") / "model")
+
+
+def trained(rows: list[np.ndarray], samples: tuple[Sample, ...]) -> np.ndarray:
+    """What stands at the trained tokens of all samples, float64."""
+    found = [row[sample.loss_mask > 0] for row, sample in zip(rows, samples, strict=True)]
+    return np.concatenate(found).astype(np.float64)
+
+
+@pytest.mark.parametrize("mini_batches", [1, 3])
+def test_old_samples_are_corrected_for_who_sampled_them(folder: Path, one_rank: Config, mini_batches: int) -> None:
+    settings = {
+        "algo.mini_batches": mini_batches,
+        "algo.correction": "truncated",
+        "algo.correction_high": HIGH,
+        "algo.kl_coef": 0.0,
+        "optim.lr": 1e-2,
+        "optim.warmup_steps": 0,
+    }
+    config = make_config(folder, settings)
+    actor = Actor(config, policies.load(config)[0])
+    drawn = make_samples(9, seed=3)
+    engine = actor.log_probs(drawn)  # the weights that sample
+    samples = tuple(
+        replace(sample, log_probs=row * sample.loss_mask) for sample, row in zip(drawn, engine, strict=True)
+    )
+    actor.update(Batch(make_samples(9, seed=4)))
+    before = actor.log_probs(samples)  # those that are trained with them, a version later
+    metrics = actor.update(Batch(samples))
+
+    log_weights = trained(before, samples) - trained(engine, samples)
+    weights = np.minimum(np.exp(log_weights), HIGH)
+    assert 0.05 < (weights == HIGH).mean() < 0.95 and weights.min() < 0.9
+    assert metrics["correction/weight"] == pytest.approx(weights.mean(), rel=1e-5)
+    assert metrics["mismatch/max_abs"] == pytest.approx(np.abs(log_weights).max(), rel=1e-5)
+    if mini_batches == 1:  # the ratio is 1, however old the sample is
+        advantages = trained(assign(samples, config.algo).advantages, samples)
+        assert metrics["ratio_max_deviation"] == 0.0
+        assert metrics["loss"] == pytest.approx(-(advantages * weights).mean(), rel=1e-5)
+    else:  # the policy has moved since, and the weights are still those of before the first mini-batch
+        assert metrics["ratio_max_deviation"] > 0.01

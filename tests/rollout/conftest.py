@@ -1,0 +1,29 @@
+"""What tests of the collector share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from megatron_collab.rollout import ahead, collector
+from tests.rollout.simulated import FakeRay, World
+
+
+@pytest.fixture
+def fake_ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
+    fake = FakeRay()
+    for module in (ahead, collector):
+        monkeypatch.setattr(module, "ray", fake)
+    return fake
+
+
+@pytest.fixture
+def world(tmp_path: Path, fake_ray: FakeRay) -> Iterator[Callable[..., World]]:
+    """Makes simulated runs in a process group of one rank."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield partial(World, tmp_path)
+    dist.destroy_process_group()

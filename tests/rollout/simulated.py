@@ -1,0 +1,155 @@
+"""A collector whose one worker is a function: groups are there at once, or when the test says so."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_collab.config import Config
+from megatron_collab.rollout.collector import Collector
+from megatron_collab.rollout.worker import Crew
+from megatron_collab.types import (
+    Batch,
+    Conversation,
+    Ending,
+    Finish,
+    Future,
+    Group,
+    Message,
+    Missing,
+    Reward,
+    Rollout,
+    Score,
+    Task,
+    Turn,
+)
+
+TASKS, PROMPTS = 40, 6
+EQUAL, DIFFERENT, LOST = [1.0, 1.0, 1.0], [1.0, 0.0, 1.0], [1.0, Missing("down"), Missing("down")]
+Rewards = Callable[[int], Sequence[Score]]  # of a task
+
+
+def rollout(value: Score, version: int, ending: Ending = Ending.USER_DONE) -> Rollout:
+    turn = Turn((1, 2, 3), (10, 11), (-0.25, -0.5), (version, version), Finish.STOP, "x")
+    conversation = Conversation((Message("user", "hi"),), (1, 2, 3)).add_turn(turn).end(ending)
+    return Rollout(conversation, (Future(conversation, {"right": value}),), Reward(value))
+
+
+class Reference:
+    """What a call of a Ray actor returns."""
+
+    def __init__(self, value: Any, finished: Callable[[], bool] = lambda: True) -> None:
+        self.value = value
+        self.finished = finished
+
+
+class Method:
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.call = call
+
+    def remote(self, *arguments: Any) -> Reference:
+        answer = self.call(*arguments)
+        return answer if isinstance(answer, Reference) else Reference(answer)
+
+
+class FakeRay:
+    """Of what is finished, gives first what was asked first, or last."""
+
+    youngest_first = True
+    idle = 0
+
+    def get(self, asked: Any) -> Any:
+        return [one.value for one in asked] if isinstance(asked, list) else asked.value
+
+    def wait(
+        self, pending: list[Reference], num_returns: int, timeout: float
+    ) -> tuple[list[Reference], list[Reference]]:
+        assert pending
+        order = pending[::-1] if self.youngest_first else pending
+        found = [one for one in order if one.finished()][:num_returns]
+        self.idle = 0 if found else self.idle + 1
+        assert self.idle < 100, "nothing will ever be finished"
+        return found, [one for one in pending if one not in found]
+
+
+class World:
+    """A run of one worker that gives `rewards`, with weights whose version is the step.
+
+    `played` are streams and their tasks, `calls` how often each was played, `begun` the version that sampled it,
+    `written` the transcripts, `peak` the most groups that were in flight. What is in `slow` is not finished; what is
+    in `broken` ends with errors, the first time. No server is left at the look number `outage`, until `revive`.
+    """
+
+    def __init__(
+        self, folder: Path, rewards: Rewards, refills: int = 0, state: Mapping[str, Any] | None = None, **rollouts: int
+    ) -> None:
+        self.config = config = Config()
+        config.run.dir, config.run.seed, config.data.train = str(folder), 3, str(folder / "tasks.jsonl")
+        config.data.eval = config.data.train
+        config.train.prompts_per_step, config.train.eval_tasks, config.algo.dynamic_sampling = PROMPTS, 4, refills
+        config.reward.max_missing = 0.5
+        for name, value in rollouts.items():
+            setattr(config.rollout, name, value)
+        rows = [{"prompt": [{"role": "user", "content": "hi"}], "goal": "g", "id": str(i)} for i in range(TASKS)]
+        (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        self.rewards = rewards
+        self.version = 0
+        self.played: dict[str, int] = {}
+        self.begun: dict[str, int] = {}
+        self.written: list[Group] = []
+        self.evaluated: list[Group] = []
+        self.peak = 0
+        self.slow: set[str] = set()
+        self.broken: set[str] = set()
+        self.calls: Counter[str] = Counter()
+        self.looks, self.outage, self.revived = 0, 0, 0
+        self._gone = False
+        actor = SimpleNamespace(
+            play=Method(self._play),
+            evaluate=Method(self._play),
+            take_counters=Method(lambda: {"asked": 1}),
+            spend=Method(lambda: {"usd": 0.0}),
+            restore=Method(lambda spent: None),
+        )
+        crew = Crew([actor], [], actor) if dist.get_rank() == 0 else None
+        run: Any = SimpleNamespace(
+            transcripts=lambda step, groups: self.written.extend(groups),
+            evaluation=lambda name, step, metrics, groups: self.evaluated.extend(groups),
+        )
+        self.collector = Collector(config, crew, run, self._lacking, self._revive, state or {})
+
+    def next(self, step: int) -> Batch:
+        self.version = step
+        return self.collector.next(step)
+
+    def trained(self, batch: Batch) -> list[int]:
+        """The tasks of a batch, in its order."""
+        return [int(credit.peers.split("/")[1]) for sample in batch.samples[::3] for credit in sample.credits]
+
+    def group(self, task: Task, stream: str) -> Group:
+        lost = stream in self.broken and self.calls[stream] == 1
+        ending = Ending.ERROR if lost else Ending.USER_DONE
+        return Group(task, tuple(rollout(value, self.version, ending) for value in self.rewards(int(task.id))))
+
+    def _play(self, task: Task, stream: str) -> Reference:
+        self.calls[stream] += 1
+        assert self.calls[stream] <= 1 + (stream in self.broken)
+        self.played[stream] = int(task.id)
+        self.begun[stream] = self.version
+        self.peak = max(self.peak, len(self.played) - len(self.written))
+        return Reference(self.group(task, stream), lambda: stream not in self.slow)
+
+    def _lacking(self) -> bool:
+        self.looks += 1
+        self._gone = self._gone or self.looks == self.outage
+        return self._gone
+
+    def _revive(self) -> None:
+        self.revived += 1
+        self._gone = False

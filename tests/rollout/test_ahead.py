@@ -1,0 +1,282 @@
+"""Sampling ahead of training: what is begun when, what is taken, what is too old, what goes on after a restart."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_collab.processes import RunStopped
+from megatron_collab.rollout.ahead import Slot, window
+from megatron_collab.types import Ending, Group, Missing, Task
+from tests.actor.ranks import run_ranks
+from tests.rollout.simulated import DIFFERENT, EQUAL, PROMPTS, FakeRay, World, rollout
+
+STEPS = 5
+Maker = Callable[..., World]
+
+
+@pytest.fixture(autouse=True)
+def oldest_first(fake_ray: FakeRay) -> None:
+    fake_ray.youngest_first = False
+
+
+def make(world: Maker, ahead: int, **options: Any) -> World:
+    made = world(lambda task: DIFFERENT, max_staleness=ahead, **options)
+    made.config.train.steps = STEPS
+    return made
+
+
+def slots(names: Sequence[str]) -> list[Slot]:
+    """What streams are called after."""
+    found = []
+    for name in names:
+        _, step, number = name.split("-")
+        own, _, refill = step.partition(".")
+        found.append(Slot(int(own), int(refill or 0), int(number)))
+    return found
+
+
+def own(step: int) -> set[str]:
+    return {Slot(step, 0, number).stream for number in range(PROMPTS)}
+
+
+def outstanding(made: World) -> set[str]:
+    return {Slot(*slot).stream for slot in made.collector.state()["in_flight"]}
+
+
+def test_slots_are_named_and_ordered_as_they_are_played() -> None:
+    order = [Slot(3, 0, 0), Slot(3, 0, 5), Slot(3, 1, 0), Slot(3, 2, 1), Slot(4, 0, 2), Slot(10, 0, 0)]
+    assert order == sorted(order)
+    assert [slot.stream for slot in order[1:3]] == ["train-3-5", "train-3.1-0"]
+    assert slots([slot.stream for slot in order]) == order
+    assert Slot(3, 0, 4).after(6) == Slot(3, 0, 5) and Slot(3, 0, 5).after(6) == Slot(4, 0, 0)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2, 7])
+def test_what_is_in_flight_can_still_be_trained(ahead: int) -> None:
+    """Of what versions up to `step` began, steps up to step + ahead, and those of the run, can train all."""
+    for step in range(STEPS):
+        begun = step * PROMPTS + window(step, STEPS, PROMPTS, ahead)
+        assert begun == min(step + ahead + 1, STEPS) * PROMPTS
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_no_group_is_begun_too_early_or_trained_too_late(world: Maker, ahead: int, seed: int) -> None:
+    """Whichever groups are finished first."""
+    made, drawn = make(world, ahead), random.Random(seed)
+    made.rewards = lambda task: DIFFERENT
+    trained: list[int] = []
+    for step in range(STEPS):
+        begun = [name for number in range(step, STEPS) for name in own(number)]
+        made.slow = set(drawn.sample(begun, len(begun) // 3)) if ahead and step < STEPS - 1 else set()
+        batch = made.next(step)
+        assert len(made.played) - len(made.written) == window(step, STEPS, PROMPTS, ahead) - PROMPTS
+        assert all(step - ahead <= sample.version <= step for sample in batch.samples)
+        assert len(batch.samples) == 3 * PROMPTS
+        trained += made.trained(batch)
+        assert made.peak <= (ahead + 1) * PROMPTS
+    assert Counter(trained) <= Counter(made.played.values())
+    regular = {name for name in made.played if "." not in name}
+    assert regular == {name for step in range(STEPS) for name in own(step)}
+    for slot, version in zip(slots(list(made.begun)), made.begun.values(), strict=True):
+        assert version == (slot.step if slot.refill else max(0, slot.step - ahead))
+    assert len(made.played) == len(made.written)  # nothing is left in flight
+
+
+def test_a_slow_group_is_trained_a_step_later(world: Maker) -> None:
+    made = make(world, 1)
+    made.slow = {"train-0-2"}
+    first = made.trained(made.next(0))
+    late = made.played["train-0-2"]
+    assert set(made.played) == own(0) | own(1)
+    assert len(first) == PROMPTS and late not in first
+    assert outstanding(made) >= {"train-0-2"} and len(outstanding(made)) == PROMPTS
+    made.slow = set()
+    second = made.next(1)
+    assert made.trained(second)[0] == late
+    assert [sample.version for sample in second.samples] == [0] * 3 * PROMPTS
+    assert (second.metrics["staleness/mean"], second.metrics["staleness/max"]) == (1.0, 1.0)
+    assert second.metrics["staleness/dropped"] == second.metrics["staleness/groups_dropped"] == 0.0
+
+
+def test_what_is_too_old_is_counted_and_replaced(world: Maker) -> None:
+    made = make(world, 1)
+    late = ["train-0-1", "train-0-3"]
+    made.slow = set(late)
+    made.next(0)
+    made.next(1)
+    made.slow = set()
+    batch = made.next(2)
+    assert not set(map(made.played.get, late)) & set(made.trained(batch))
+    assert len(batch.samples) == 3 * PROMPTS and all(sample.version >= 1 for sample in batch.samples)
+    assert {name for name in made.played if "." in name} == {"train-2.1-0", "train-2.1-1"}
+    found = {name: batch.metrics[f"staleness/{name}"] for name in ("dropped", "groups_dropped", "groups_lacking")}
+    assert found == {"dropped": 6.0, "groups_dropped": 2.0, "groups_lacking": 0.0}
+    assert [int(group.task.id) for group in made.written if int(group.task.id) in map(made.played.get, late)]
+
+
+@pytest.mark.parametrize(("advantage", "old", "trained"), [("grpo", 1, 2), ("grpo", 2, 0), ("reinforce++", 2, 1)])
+def test_a_group_goes_on_without_its_old_samples_where_enough_are_left(
+    world: Maker, advantage: str, old: int, trained: int
+) -> None:
+    """Of three samples of every group of a step, `old` are of version 1, which step 3 may not train."""
+    made = make(world, 1)
+    made.config.algo.advantage = advantage
+
+    def group(task: Task, stream: str) -> Group:
+        versions = [made.version] * 3
+        if stream in own(3):
+            versions[:old] = [1] * old
+        return Group(task, tuple(rollout(value, at) for value, at in zip(DIFFERENT, versions, strict=True)))
+
+    made.group = group  # type: ignore[method-assign]
+    for step in range(3):
+        made.next(step)
+    batch = made.next(3)
+    replaced = 0 if trained else PROMPTS
+    assert len(batch.samples) == (3 if replaced else trained) * PROMPTS
+    assert batch.metrics["staleness/dropped"] == old * PROMPTS + (replaced and (3 - old) * PROMPTS)
+    assert batch.metrics["staleness/groups_dropped"] == replaced
+
+
+def test_servers_that_never_get_younger_are_not_asked_for_ever(world: Maker) -> None:
+    made = make(world, 1)
+    stuck = lambda task, stream: Group(task, tuple(rollout(value, 0) for value in DIFFERENT))  # noqa: E731
+    made.group = stuck
+    for step in range(2):
+        made.next(step)
+    with pytest.raises(RunStopped, match=r"^step 2: no group has enough rewards of version 1 or newer"):
+        made.next(2)
+
+
+def test_groups_that_teach_nothing_are_replaced_that_often(world: Maker) -> None:
+    made = make(world, 1, refills=2)
+    made.rewards = lambda task: DIFFERENT if task % 2 else EQUAL
+    for step in range(STEPS):
+        batch = made.next(step)
+        kept, dropped, refills = (batch.metrics[f"dynamic/{name}"] for name in ("kept", "dropped", "refills"))
+        assert len(batch.samples) == 3 * kept and refills <= 2
+        assert kept == PROMPTS or refills == 2
+        assert made.peak <= 2 * PROMPTS
+        assert dropped > 0
+    assert len(made.played) == len(made.written)
+
+
+def resumed(world: Maker, made: World, step: int, ahead: int) -> World:
+    state = json.loads(json.dumps(made.collector.state()))
+    again = make(world, ahead, state=state)
+    again.version = step
+    return again
+
+
+@pytest.mark.parametrize("then", [0, 1, 2])
+def test_a_restart_plays_what_was_in_flight_first_and_trains_nothing_twice(world: Maker, then: int) -> None:
+    """Also where it may run further ahead than before, or not at all."""
+    before = make(world, 1)
+    before.slow = {"train-0-2", "train-1-3"}
+    batches = [before.next(step) for step in range(2)]
+    left = outstanding(before)
+    assert before.slow < left and len(left) == PROMPTS
+    after = resumed(world, before, 2, then)
+    batches += [after.next(2)]
+    assert list(after.played)[:PROMPTS] == [slot.stream for slot in sorted(slots(list(left)))]
+    batches += [after.next(step) for step in range(3, STEPS)]
+    trained = [name for made in (before, after) for name in made.played if made is after or name not in left]
+    assert sorted(trained) == sorted(name for step in range(STEPS) for name in own(step))
+    assert sum(len(batch.samples) for batch in batches) == 3 * PROMPTS * STEPS
+    assert after.peak == (then + 1) * PROMPTS
+
+
+def test_a_run_that_starts_again_at_every_step_trains_all_once(world: Maker) -> None:
+    """Each time with another staleness: what cannot be begun yet stays in the state."""
+    trained: list[str] = []
+    made = make(world, 2)
+    for step, ahead in enumerate([2, 0, 1, 0, 2]):
+        made = resumed(world, made, step, ahead)
+        made.next(step)
+        trained += [name for name in made.played if name not in outstanding(made)]
+        assert made.peak == window(step, STEPS, PROMPTS, ahead)
+    assert sorted(trained) == sorted(name for step in range(STEPS) for name in own(step))
+
+
+def test_a_batch_is_in_the_order_of_the_slots(world: Maker, fake_ray: FakeRay) -> None:
+    """Not in that in which the groups were finished."""
+    fake_ray.youngest_first = True
+    made = make(world, 1, refills=1)
+
+    def group(task: Task, stream: str) -> Group:
+        values = EQUAL if stream in ("train-1-0", "train-1-3") else DIFFERENT
+        return Group(task, tuple(rollout(value, made.version) for value in values))
+
+    made.group = group  # type: ignore[method-assign]
+    batch = made.next(0)
+    names = ["train-0.1-0", "train-0.1-1", "train-1-1", "train-1-2", "train-1-4", "train-1-5"]
+    assert made.trained(batch) == [made.played[name] for name in names]
+
+
+def test_a_step_that_fails_is_done_again_from_its_beginning(world: Maker) -> None:
+    made = make(world, 1)
+    made.next(0)
+    state = json.dumps(made.collector.state())
+    made.rewards = lambda task: [Missing("down")] * 3
+    made.next(1)  # what was begun before has its rewards
+    between = json.dumps(made.collector.state())
+    assert state != between
+    with pytest.raises(RunStopped, match="have no reward"):
+        made.next(2)
+    assert json.dumps(made.collector.state()) == between
+
+
+def test_after_an_outage_the_finished_groups_stay_and_the_broken_are_played_again(world: Maker) -> None:
+    made = make(world, 0)
+    made.outage = 3  # two groups are taken, the third has just come
+    made.broken = {"train-0-2", "train-0-5"}
+    batch = made.next(0)
+    assert made.revived == 1
+    assert len(batch.samples) == 3 * PROMPTS
+    assert made.calls == {name: 1 + (name in made.broken) for name in own(0)}
+    assert not [future for group in made.written for r in group.rollouts for future in r.futures
+                if future.conversation.ending is Ending.ERROR]  # fmt: skip
+
+
+def test_errors_without_an_outage_are_not_played_again(world: Maker) -> None:
+    made = make(world, 0)
+    made.broken = {"train-0-0"}
+    made.next(0)
+    assert len(made.played) == PROMPTS and made.revived == 0
+    assert made.written[0].rollouts[0].start.ending is Ending.ERROR
+
+
+def test_an_outage_while_nobody_waited_counts(world: Maker) -> None:
+    """Servers that went and were back while the ranks trained: `lacking` says so at the next step."""
+    made = make(world, 1)
+    made.broken = own(1)
+    made.next(0)
+    made.outage = made.looks + 1
+    batch = made.next(1)
+    assert made.revived == 1 and len(batch.samples) == 3 * PROMPTS
+    assert made.calls == {name: 1 + (name in made.broken) for name in own(0) | own(1) | own(2)}
+
+
+def test_an_evaluation_survives_an_outage_too(world: Maker) -> None:
+    made = make(world, 1)
+    made.outage, made.broken = 2, {"eval-before-1"}
+    made.collector.evaluate("before", 0)
+    assert made.revived == 1
+    assert [int(group.task.id) for group in made.evaluated] == [0, 1, 2, 3]
+    assert all(group.rollouts[0].start.ending is Ending.USER_DONE for group in made.evaluated)
+
+
+def test_all_ranks_revive_the_servers_and_have_the_batch(tmp_path: Path) -> None:
+    run_ranks("collector_worker", 2, [str(tmp_path)])
+    found = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    assert [one.pop("asked") for one in found] == [2 * PROMPTS + 1, 0]
+    assert found[0] == found[1]
+    assert found[0]["revived"] == 1 and len(found[0]["trained"]) == PROMPTS

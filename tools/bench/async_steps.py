@@ -1,0 +1,119 @@
+"""What does sampling ahead of training gain? The real Collector and real Ray actors, a simulated engine and update.
+
+A group takes 0.3 to 0.6 s, drawn from its stream, so 16 of them at once take nearly 0.6 s; an update takes 0.6 s, in
+which the process sleeps. A run is 16 steps. `speedup` is the steps a second with rollout.max_staleness=1 over those
+with 0, where sampling and training take turns; a run's first batch cannot overlap anything, so that 2 x 16 / 17 = 1.88
+is the most there could be. Both ways alternate three times; the medians count.
+`python tools/bench/async_steps.py` prints, last, one JSON object.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
+
+import ray
+import torch.distributed as dist
+
+from megatron_collab.config import Config
+from megatron_collab.data.datasets import task_row, write_jsonl
+from megatron_collab.reward.loop import ray_session, start_actor
+from megatron_collab.rollout.collector import Collector
+from megatron_collab.rollout.worker import Crew
+from megatron_collab.types import (
+    Conversation,
+    Ending,
+    Finish,
+    Future,
+    Group,
+    Message,
+    Reward,
+    Rollout,
+    Task,
+    Turn,
+)
+
+STEPS, PROMPTS, WORKERS, ROUNDS = 16, 16, 2, 3
+SECONDS = 0.6  # of an update, and of the longest group
+TASK = Task("t", (Message("user", "a table please"),), "goal", "answer", "nobody")
+
+
+class Worker:
+    """Plays groups of two rollouts, whose first token is of the weights at the beginning, the last of those at the end.
+
+    Also the run's limiter, which counts nothing.
+    """
+
+    def __init__(self) -> None:
+        self.version = 0
+
+    async def publish(self, version: int) -> None:
+        self.version = version
+
+    async def play(self, task: Task, stream: str) -> Group:
+        first = self.version
+        await asyncio.sleep(random.Random(stream).uniform(SECONDS / 2, SECONDS))
+        return Group(task, (rollout(0.0, first, self.version), rollout(1.0, first, self.version)))
+
+    async def take_counters(self) -> dict[str, int]:
+        return {}
+
+    async def spend(self) -> dict[str, float]:
+        return {}
+
+
+def rollout(value: float, first: int, last: int) -> Rollout:
+    turn = Turn((1, 2), (3, 4), (-0.5, -0.5), (first, last), Finish.STOP, "x")
+    conversation = Conversation(TASK.messages, (1, 2)).add_turn(turn).end(Ending.USER_DONE)
+    return Rollout(conversation, (Future(conversation, {"right": value}),), Reward(value))
+
+
+def steps_a_second(workers: list[Any], folder: Path, staleness: int) -> tuple[float, float]:
+    """Of one run; and the share of its samples that were too old."""
+    config = Config()
+    config.run.dir, config.data.train = str(folder), str(folder / "tasks.jsonl")
+    config.train.steps, config.train.prompts_per_step, config.rollout.max_staleness = STEPS, PROMPTS, staleness
+    write_jsonl(folder / "tasks.jsonl", [task_row(TASK)])
+    run: Any = SimpleNamespace(transcripts=lambda step, groups: None)
+    collector = Collector(config, Crew(workers, [], workers[0]), run, lambda: False, lambda: None, {})
+    trained, dropped = 0, 0.0
+    began = time.monotonic()
+    for step in range(STEPS):
+        ray.get([worker.publish.remote(step) for worker in workers])
+        batch = collector.next(step)
+        assert min(sample.version for sample in batch.samples) >= step - staleness
+        trained, dropped = trained + len(batch.samples), dropped + batch.metrics.get("staleness/dropped", 0.0)
+        time.sleep(SECONDS)
+    seconds = time.monotonic() - began
+    assert trained == STEPS * PROMPTS * 2
+    return STEPS / seconds, dropped / trained
+
+
+def main() -> None:
+    config = Config()
+    config.rollout.workers = WORKERS
+    found: dict[int, list[tuple[float, float]]] = {0: [], 1: []}
+    with TemporaryDirectory() as folder, ray_session(config):
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        workers = [start_actor(Worker) for _ in range(WORKERS)]
+        ray.get([worker.spend.remote() for worker in workers])
+        for _ in range(ROUNDS):
+            for staleness, runs in found.items():
+                with TemporaryDirectory() as of_run:
+                    runs.append(steps_a_second(workers, Path(of_run), staleness))
+                print(f"max_staleness {staleness}: {runs[-1][0]:.3f} steps/s, {runs[-1][1]:.1%} too old", flush=True)
+        dist.destroy_process_group()
+    in_turns, ahead = (median(rate for rate, _ in runs) for runs in found.values())
+    values = {"speedup": ahead / in_turns, "steps_per_second": ahead, "too_old": median(old for _, old in found[1])}
+    print(json.dumps({"name": "async_steps", "values": {name: round(value, 4) for name, value in values.items()}}))
+
+
+if __name__ == "__main__":
+    main()
