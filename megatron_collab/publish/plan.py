@@ -24,7 +24,7 @@ from megatron_collab.publish import blocks, fp8
 from megatron_collab.publish.blocks import Block
 from megatron_collab.publish.hf_buckets import buckets, writes  # until publisher.py takes `plan`
 from megatron_collab.publish.hf_config import ModelShape
-from megatron_collab.publish.hf_map import Index, Shape
+from megatron_collab.publish.hf_map import Index
 from megatron_collab.publish.server_map import ServerLayout
 from megatron_collab.publish.trainer_map import Holders, TrainerLayout
 
@@ -125,7 +125,7 @@ def plan(
     turns: Counter[range] = Counter()
     found = []
     for number in range(max(-(-len(own) // queue.at_once) for queue, own in zip(queues, shares, strict=True))):
-        received: list[list[tuple[int, list[_Load]]]] = [[] for _ in range(server.tp)]
+        received: list[list[tuple[int, _Share]]] = [[] for _ in range(server.tp)]
         for queue, own in zip(queues, shares, strict=True):
             for share in own[number * queue.at_once : (number + 1) * queue.at_once]:
                 source = queue.writers[turns[queue.writers] % len(queue.writers)]
@@ -148,15 +148,29 @@ def fp8_fault(shape: ModelShape, trainer: TrainerLayout, server: ServerLayout) -
 
 
 class _Load(NamedTuple):
-    """A slice that has no place in a bucket yet; `unit`: bytes of the fewest rows that can travel alone."""
+    """A block of a layer that is to travel, whole or by rows; `unit`: bytes of the fewest of its rows that can."""
 
     shard: str
     shard_index: Index
     target: str
     target_index: Index
     quantised: bool
+    rows: int
     size: int
     unit: int
+
+    @property
+    def step(self) -> int:
+        """Rows that must stay together."""
+        return fp8.BLOCK if self.quantised else 1
+
+    def nbytes(self, start: int, stop: int) -> int:
+        """Bytes of the rows from `start`, where it may be cut, to `stop`, where it may be or ends."""
+        before = start // self.step * self.unit
+        return (self.size if stop == self.rows else stop // self.step * self.unit) - before
+
+
+_Share = list[tuple[_Load, int, int]]  # first and last row of each load, the last one excluded
 
 
 @dataclass
@@ -186,10 +200,12 @@ def _queues(shape: ModelShape, trainer: TrainerLayout, server: ServerLayout, ite
     found: dict[tuple[int, range], list[_Load]] = defaultdict(list)
     for stage, layer, block in blocks.placed(shape, trainer, server):
         rows, *columns = (cut.stop - cut.start for cut in block.shard_index)
-        size = _nbytes((rows, *columns), block.quantised, item_bytes)
-        unit = _nbytes((min(rows, _step(block.quantised)), *columns), block.quantised, item_bytes)
+        size, unit = (
+            fp8.nbytes((count, *columns)) if block.quantised else count * prod(columns) * item_bytes
+            for count in (rows, min(rows, fp8.BLOCK) if block.quantised else 1)
+        )
         shard, target = block.shard.format(layer), block.target.format(layer)
-        load = _Load(shard, block.shard_index, target, block.target_index, block.quantised, size, unit)
+        load = _Load(shard, block.shard_index, target, block.target_index, block.quantised, rows, size, unit)
         found[block.rank, _writers(block, stage, trainer, server)].append(load)
     return [_Queue(target, writers, loads) for (target, writers), loads in found.items()]
 
@@ -205,15 +221,6 @@ def _writers(block: Block, stage: int, trainer: TrainerLayout, server: ServerLay
     if block.holders.step == 1:
         return Holders(block.rank * trainer.tp // server.tp, trainer.tp).ranks(trainer, stage)
     return holders
-
-
-def _nbytes(sides: Shape, quantised: bool, item_bytes: int) -> int:
-    return fp8.nbytes(sides) if quantised else prod(sides) * item_bytes
-
-
-def _step(quantised: bool) -> int:
-    """Rows that must stay together."""
-    return fp8.BLOCK if quantised else 1
 
 
 def _aligned(size: int) -> int:
@@ -240,46 +247,38 @@ def _rounds(queues: Sequence[_Queue], bucket_bytes: int) -> int:
     return max(-(-size // (bucket_bytes - slacks[end])) for end, size in sizes.items())
 
 
-def _shares(queue: _Queue, rounds: int) -> Iterator[list[_Load]]:
-    """A queue in equal shares, for `rounds` rounds; a block that a share has no room for goes on in the next one."""
+def _shares(queue: _Queue, rounds: int) -> Iterator[_Share]:
+    """A queue in equal shares, for `rounds` rounds; what a share has no room for goes on in the next one."""
     quota = _aligned(-(-queue.size // (rounds * queue.at_once))) + queue.slack - ALIGNMENT
-    share, room = [], quota
+    share: _Share = []
+    room = quota
     for load in queue.loads:
-        rest = load
-        while _aligned(rest.size) > room:
-            rows = room // rest.unit * _step(rest.quantised)
-            if rows:
-                head, rest = _cut(rest, rows)
-                share.append(head)
+        start = 0
+        while _aligned(load.nbytes(start, load.rows)) > room:
+            stop = start + room // load.unit * load.step
+            if stop > start:
+                share.append((load, start, stop))
             yield share
-            share, room = [], quota
-        share.append(rest)
-        room -= _aligned(rest.size)
+            share, room, start = [], quota, stop
+        share.append((load, start, load.rows))
+        room -= _aligned(load.nbytes(start, load.rows))
     yield share
 
 
-def _cut(load: _Load, rows: int) -> tuple[_Load, _Load]:
-    """The first `rows`, a multiple of those that must stay together, and what remains."""
-    shard, shard_index, target, target_index, quantised, size, unit = load
-    axis = len(target_index) - len(shard_index)
-    first = rows // _step(quantised) * unit
-    there, there_rest = _cut_index(shard_index, 0, rows)
-    here, here_rest = _cut_index(target_index, axis, rows)
-    head = _Load(shard, there, target, here, quantised, first, unit)
-    return head, _Load(shard, there_rest, target, here_rest, quantised, size - first, min(unit, size - first))
-
-
-def _cut_index(index: Index, dimension: int, rows: int) -> tuple[Index, Index]:
-    before, cut, after = index[:dimension], index[dimension], index[dimension + 1 :]
-    middle = cut.start + rows
-    return (*before, slice(cut.start, middle), *after), (*before, slice(middle, cut.stop), *after)
-
-
-def _bucket(shares: Sequence[tuple[int, Sequence[_Load]]]) -> Bucket:
+def _bucket(shares: Sequence[tuple[int, _Share]]) -> Bucket:
     """Shares with their sources, one after another."""
     slices, offset = [], 0
     for source, share in sorted(shares, key=itemgetter(0)):
-        for shard, shard_index, target, target_index, quantised, size, _ in share:
-            slices.append(Slice(source, shard, shard_index, target, target_index, offset, size, quantised))
+        for load, start, stop in share:
+            size = load.nbytes(start, stop)
+            axis = len(load.target_index) - len(load.shard_index)
+            there, here = _rows(load.shard_index, 0, start, stop), _rows(load.target_index, axis, start, stop)
+            slices.append(Slice(source, load.shard, there, load.target, here, offset, size, load.quantised))
             offset += _aligned(size)
     return Bucket(tuple(slices), offset)
+
+
+def _rows(index: Index, dimension: int, start: int, stop: int) -> Index:
+    """The part of a block from one of its rows to another."""
+    first = index[dimension].start
+    return (*index[:dimension], slice(first + start, first + stop), *index[dimension + 1 :])

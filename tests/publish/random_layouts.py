@@ -15,7 +15,7 @@ def divisors(size: int) -> list[int]:
 
 
 def draw(seed: int, equal_cuts: bool = False, fp8: bool = False) -> Case:
-    """A model that both layouts can hold. `equal_cuts`: tensor parallel sizes are equal; `fp8`: no cut through a block."""
+    """A model that both layouts can hold. `equal_cuts`: of the same tensor parallel size; `fp8`: in whole blocks."""
     rng = random.Random(seed)
     tp, server_tp = rng.choice([1, 2, 4]), rng.choice([1, 2, 4, 8])
     server_tp = tp if equal_cuts else server_tp
