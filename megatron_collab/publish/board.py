@@ -1,4 +1,4 @@
-"""What ranks and servers tell each other while weights travel: keys in the store through which the ranks found each other.
+"""What ranks and servers tell each other while weights travel: keys in the store of the run.
 
 A bucket needs no HTTP request and no collective: whoever waits for it is woken by a key.
 """
@@ -16,9 +16,9 @@ Address = tuple[str, int]
 
 
 class Peer(NamedTuple):
-    """A server as all ranks know it, with `tp` ranks of its own; `new`: its process has not been published to."""
+    """Server number `server` as all ranks know it, with `tp` ranks; `new`: its process has not been published to."""
 
-    index: int
+    server: int
     tp: int
     new: bool
 
@@ -57,12 +57,12 @@ class Board:
         self._store.wait([self._loaded(bucket, *reader) for reader in readers])
 
     def set_ready(self, server: int, rank: int, ready: bool) -> None:
-        """A server's rank accepts the connection of the trainer's ranks, or it will not come."""
+        """A server's rank will meet the trainer's ranks over the network, or it will not come."""
         self._store.set(self._ready(server, rank), str(int(ready)))
 
-    def get_ready(self, server: int, rank: int) -> bool:
-        """Wait until that is known."""
-        return self._store.get(self._ready(server, rank)) == b"1"
+    def all_ready(self, server: int, tp: int) -> bool:
+        """Whether all ranks of a server will come; waits until that is known."""
+        return all([self._store.get(self._ready(server, rank)) == b"1" for rank in range(tp)])
 
     def answer(self, server: int, rank: int, found: dict[str, Any]) -> None:
         """What became of it at a server's rank; SGLang's own answer has no room for that."""
@@ -73,20 +73,19 @@ class Board:
         key = self._answer(server, rank)
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
-    def give_up(self, server: int, tp: int, buckets: int) -> None:
-        """Nobody waits for that server any more."""
-        for rank in range(tp):
-            self.set_ready(server, rank, False)
-            for bucket in range(buckets):
-                self.set_loaded(bucket, server, rank)
+    def give_up(self, server: int, rank: int, buckets: int) -> None:
+        """Nobody waits for that server's rank any more."""
+        self.set_ready(server, rank, False)
+        for bucket in range(buckets):
+            self.set_loaded(bucket, server, rank)
 
-    def clear(self, sources: int, servers: Iterable[Peer], buckets: int) -> None:
+    def clear(self, sources: int, peers: Iterable[Peer], buckets: int) -> None:
         """Remove all keys; nobody waits for one any more."""
         keys = [self._written(bucket, source) for bucket in range(buckets) for source in range(sources)]
-        for server in servers:
-            for rank in range(server.tp):
-                keys += [self._ready(server.index, rank), self._answer(server.index, rank)]
-                keys += [self._loaded(bucket, server.index, rank) for bucket in range(buckets)]
+        for peer in peers:
+            for rank in range(peer.tp):
+                keys += [self._ready(peer.server, rank), self._answer(peer.server, rank)]
+                keys += [self._loaded(bucket, peer.server, rank) for bucket in range(buckets)]
         for key in keys:
             self._store.delete_key(key)
 

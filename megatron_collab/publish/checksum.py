@@ -1,7 +1,7 @@
 """A number for a block of a parameter that depends on every bit and its place; those of all its blocks add up.
 
-Multilinear hashing (Carter and Wegman, 1979) modulo 2^64: each element, taken as an integer, times an odd weight for its
-place in every dimension and for the name. A changed bit changes the sum by 2^b times an odd number, which is never 0.
+Multilinear hashing (Carter and Wegman, 1979) modulo 2^64: each element, taken as an integer, times an odd weight for
+its place in every dimension and for the name. One bit changes the sum by 2^b times an odd number, which is never 0.
 """
 
 from __future__ import annotations

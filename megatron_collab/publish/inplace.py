@@ -20,9 +20,9 @@ from megatron_collab.publish.board import Board, Peer, connect
 from megatron_collab.publish.checksum import combined
 from megatron_collab.publish.hf_map import Index, ModelShape
 from megatron_collab.publish.link import Link, Links, PublishError
-from megatron_collab.publish.memory import Memory
 from megatron_collab.publish.network import Network
 from megatron_collab.publish.plan import Slice, plan, server_layout, trainer_layout
+from megatron_collab.publish.shared_memory import Memory
 from megatron_collab.publish.writer import Writer
 
 
@@ -51,13 +51,11 @@ class InPlace:
             home = next(iter(shards.values())).device
             self.carrier = Network(writer, self._address, self._prefix, home, timeout)
 
-    def deliver(
-        self, number: int, version: int, links: Links, servers: Sequence[Peer], mode: str, verify: bool
-    ) -> None:
+    def deliver(self, number: int, version: int, links: Links, peers: Sequence[Peer], mode: str, verify: bool) -> None:
         """Publish number `number` to all servers; collective. `links` are rank 0's, and know who failed."""
         board, calls = Board(self._store, number), Board(self._calls_store, number)
-        new = [server for server in servers if server.new]
-        addresses = dict(zip([server.index for server in new], self.carrier.addresses(board, new), strict=True))
+        new = [peer for peer in peers if peer.new]
+        addresses = dict(zip([peer.server for peer in new], self.carrier.addresses(board, new), strict=True))
         sums: list[list[int]] | None = [[] for _ in range(self._server.tp)] if verify else None
         found: dict[Link, list[int]] = {}
 
@@ -70,7 +68,8 @@ class InPlace:
                 link.receive(self._orders(index, take, addresses.get(index)), version)
                 found[link] = _answers(link, calls)
             except PublishError:
-                calls.give_up(index, tp, len(self._plan.rounds))
+                for rank in range(tp):
+                    calls.give_up(index, rank, len(self._plan.rounds))
                 raise
 
         def commit(link: Link) -> None:
@@ -78,15 +77,15 @@ class InPlace:
             link.go_on()
 
         links.start(bring)
-        self.carrier.carry(board, servers, sums)
+        self.carrier.carry(board, peers, sums)
         links.settle()
         if sums is not None:
             _compare(links, found, _all_sums(sums))
         links.each(commit)
 
-    def forget(self, number: int, servers: Sequence[Peer]) -> None:
+    def forget(self, number: int, peers: Sequence[Peer]) -> None:
         """Remove what a publish left on the board; on one rank, when all are done with it."""
-        Board(self._store, number).clear(dist.get_world_size(), servers, len(self._plan.rounds))
+        Board(self._store, number).clear(dist.get_world_size(), peers, len(self._plan.rounds))
 
     def _orders(self, server: int, take: Mapping[str, Any], addresses: Sequence[Mapping[str, Any]] | None) -> list[str]:
         """What the ranks of a server are told (see receiver.py); `addresses` where they are new to us."""
@@ -142,13 +141,12 @@ def _bounds(index: Index) -> list[tuple[int, int]]:
 
 def _answers(link: Link, board: Board) -> list[int]:
     """What the ranks of a server hold, as checksums; PublishError where one did not get all."""
-    sums = []
-    for rank in range(link.server.tp):
-        answer = board.answered(link.server.index, rank) or {"error": "gave no answer; see its log"}
-        if "error" in answer:
-            raise PublishError(f"{link.server.url}: rank {rank} of the server: {answer['error']}")
-        sums.append(answer["checksum"])
-    return sums
+    silent = {"error": "gave no answer; see its log"}
+    answers = [board.answered(link.server.index, rank) or silent for rank in range(link.server.tp)]
+    errors = [f"rank {rank}: {answer['error']}" for rank, answer in enumerate(answers) if "error" in answer]
+    if errors:
+        raise PublishError(f"{link.server.url}: {'; '.join(errors)}")
+    return [answer["checksum"] for answer in answers]
 
 
 def _all_sums(sums: Sequence[Sequence[int]]) -> list[int]:
@@ -163,6 +161,6 @@ def _compare(links: Links, found: Mapping[Link, Sequence[int]], expected: Sequen
         for rank, (held, sent) in enumerate(zip(found[link], expected, strict=True)):
             if held != sent:
                 links.failures[link] = (
-                    f"{link.server.url}: rank {rank} of the server holds other weights than were sent: checksum {held}, "
-                    f"not {sent}"
+                    f"{link.server.url}: rank {rank}: holds other weights than were sent: "
+                    f"checksum {held:x}, not {sent:x}"
                 )

@@ -57,7 +57,7 @@ class Link:
             self._post("/begin_weight_update", {})
 
     def receive(self, orders: Sequence[str], version: int) -> None:
-        """Have the server's ranks follow their orders (see receiver.py); nothing of older weights stays in the cache."""
+        """Have the server's ranks follow their orders (see receiver.py); its cache of older weights is emptied."""
         # SGLang's ranks unpickle tensors with a name each; the name is all that we send.
         payloads = [base64.b64encode(pickle.dumps([(order, torch.empty(0))])).decode() for order in orders]
         body = {"serialized_named_tensors": payloads, "load_format": LOADER}

@@ -42,7 +42,8 @@ class Network:
 
     def __init__(self, writer: Writer, address: Address, prefix: str, device: torch.device, timeout: float) -> None:
         self._writer, self._address, self._prefix = writer, address, prefix
-        self._device, self._timeout = device, timeout
+        # Less than a server waits for us: one that hangs must not cost the others.
+        self._device, self._timeout = device, timeout / 2
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         largest = max(sum(stop - start for start, stop in parts) for parts in writer.parts)
         count = min(2, len(writer.parts))
@@ -54,32 +55,28 @@ class Network:
         """What this rank has allocated."""
         return sum(len(buffer) for buffer in self._buffers)
 
-    def addresses(self, board: Board, servers: Sequence[Peer]) -> list[list[dict[str, Any]]]:
-        """What is told to a Receiver, for each of `servers` and its ranks."""
+    def addresses(self, board: Board, peers: Sequence[Peer]) -> list[list[dict[str, Any]]]:
+        """What is told to a Receiver, for each of `peers` and its ranks."""
         found = []
-        for server in servers:
-            group = {"name": self._name(board, server), "ranks": self._ranks, "tp": server.tp}
-            found.append([{"network": group} for _ in range(server.tp)])
+        for peer in peers:
+            group = {"name": self._name(board, peer), "ranks": self._ranks, "tp": peer.tp}
+            found.append([{"network": group} for _ in range(peer.tp)])
         return found
 
-    def carry(self, board: Board, servers: Sequence[Peer], sums: list[list[int]] | None) -> None:
-        """Send everything to `servers`, of which one that breaks off gets no more; for `sums` see Writer.write."""
-        for server in servers:
-            if server.new:
-                self._meet(board, server)
+    def carry(self, board: Board, peers: Sequence[Peer], sums: list[list[int]] | None) -> None:
+        """Send everything to `peers`, of which one that breaks off gets no more; for `sums` see Writer.write."""
+        for peer in peers:
+            if peer.new:
+                self._meet(board, peer)
         under_way: list[dict[int, list[dist.Work]]] = [{}, {}]
         for number, parts in enumerate(self._writer.parts):
             self._settle(under_way[number % 2])
             ends = list(accumulate(stop - start for start, stop in parts))
-            into = {
-                t: self._buffers[number % 2][ends[t] - (parts[t][1] - parts[t][0]) : ends[t]]
-                for t in self._writer.targets(number)
-            }
+            buffer = self._buffers[number % 2]
+            into = {t: buffer[ends[t] - parts[t][1] + parts[t][0] : ends[t]] for t in self._writer.targets(number)}
             self._writer.write(number, into, sums)
             under_way[number % 2] = {
-                server.index: self._send(server.index, into, number)
-                for server in servers
-                if server.index in self._groups
+                peer.server: self._send(peer.server, into, number) for peer in peers if peer.server in self._groups
             }
         for works in under_way:
             self._settle(works)
@@ -92,20 +89,20 @@ class Network:
         self._groups.clear()
         self._buffers.clear()
 
-    def _meet(self, board: Board, server: Peer) -> None:
+    def _meet(self, board: Board, peer: Peer) -> None:
         """Make a group with a server; it has none where it does not come."""
-        self.drop(server.index)
-        if not all([board.get_ready(server.index, t) for t in range(server.tp)]):
+        self.drop(peer.server)
+        if not board.all_ready(peer.server, peer.tp):
             return
-        name, size = self._name(board, server), self._ranks + server.tp
+        name, size = self._name(board, peer), self._ranks + peer.tp
         try:
             group = _join(self._address, name, self._rank, size, self._device, self._timeout)
-            self._groups[server.index] = group
+            self._groups[peer.server] = group
         except RuntimeError as error:
-            logger.warning("server %d was not reached: %s", server.index, error)
+            logger.warning("server %d was not reached: %s", peer.server, error)
 
-    def _name(self, board: Board, server: Peer) -> str:
-        return f"{self._prefix}/{board.number}/group/{server.index}"
+    def _name(self, board: Board, peer: Peer) -> str:
+        return f"{self._prefix}/{board.number}/group/{peer.server}"
 
     def _send(self, server: int, parts: Mapping[int, Tensor], number: int) -> list[dist.Work]:
         try:

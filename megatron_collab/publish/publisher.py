@@ -88,25 +88,26 @@ class Publisher:
         self._number += 1
         present = self._fleet.present() if self._fleet else []
         links = Links([Link(server, self._timeout) for server in present], self._callers)
-        servers = [Peer(server.index, server.tp, self._is_new(server)) for server in present]
-        servers = _told(servers)
+        peers = _told([Peer(server.index, server.tp, self._is_new(server)) for server in present])
+        if not peers:
+            raise PublishError("no server is there to be given weights")
         if self._in_place is not None:
             every = self._config.publish.verify
             verify = every > 0 and self._number % every == 0
-            self._in_place.deliver(self._number, version, links, servers, self._mode, verify)
+            self._in_place.deliver(self._number, version, links, peers, self._mode, verify)
         else:
             self._by_disk(version, links)
         failures = _told({link.server.index: reason for link, reason in links.failures.items()})
-        self._account(present, servers, failures)
-        if len(failures) == len(servers):
-            raise PublishError("; ".join(failures.values()) or "no server is there to be given weights")
+        self._account(present, peers, failures)
+        if len(failures) == len(peers):
+            raise PublishError("; ".join(failures.values()))
         self.version = version
 
     def _is_new(self, server: Server) -> bool:
         return self._known.get(server.index) != server.generation
 
     def _by_disk(self, version: int, links: Links) -> None:
-        folder = Path(self._config.run.dir) / f"publish-{version}"
+        folder = Path(self._config.run.dir) / "publish"  # one that a killed run left behind is replaced
         links.each(lambda link: link.pause(self._mode))
         save_hf(self._chunks, folder, Path(self._config.model.path), self._shape)
         links.each(lambda link: link.read_folder(str(folder.resolve()), version))
@@ -114,7 +115,7 @@ class Publisher:
         if dist.get_rank() == 0:
             shutil.rmtree(folder)
 
-    def _account(self, present: Sequence[Server], servers: Sequence[Peer], failures: Mapping[int, str]) -> None:
+    def _account(self, present: Sequence[Server], peers: Sequence[Peer], failures: Mapping[int, str]) -> None:
         """Remember who has been published to; tell the fleet who failed."""
         for index in failures:
             if self._in_place is not None:
@@ -126,7 +127,7 @@ class Publisher:
                 assert self._fleet is not None
                 self._fleet.lost(server, failures[server.index])
         if self._in_place is not None and self._fleet is not None:
-            self._in_place.forget(self._number, servers)
+            self._in_place.forget(self._number, peers)
 
 
 _Value = TypeVar("_Value")

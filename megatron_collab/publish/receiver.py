@@ -1,7 +1,7 @@
 """In every process of SGLang that holds weights: new ones come straight into the model's own parameters.
 
-SGLang calls `receive` (link.LOADER) with what the publisher sent over HTTP: an order. The bytes come through shared memory
-or the network, bucket after bucket; each slice is copied to its place once. Connections are kept between publishes.
+SGLang calls `receive` (link.LOADER) with what the publisher sent over HTTP: an order. The bytes come through shared
+memory or the network, bucket after bucket; each slice is copied to its place once. Connections are kept.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch import Tensor
 from megatron_collab.publish import fp8
 from megatron_collab.publish.board import Address, Board, connect
 from megatron_collab.publish.checksum import checksum, combined
-from megatron_collab.publish.memory import SharedBuckets
 from megatron_collab.publish.network import NetworkBuckets
 from megatron_collab.publish.segments import Handle
+from megatron_collab.publish.shared_memory import SharedBuckets
 
 logger = logging.getLogger(__name__)
 _receiver: Receiver | None = None
@@ -33,8 +33,8 @@ Bounds = Sequence[tuple[int, int]]
 def receive(model: torch.nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     """Follow an order: the name of the only tensor, as JSON.
 
-    Its `attach`, where it has one, are the arguments of a new Receiver, `take` those of Receiver.take. What became of it
-    is said on the board. Nothing is raised: an exception would end SGLang without a word to the publisher.
+    Its `attach`, where it has one, are the arguments of a new Receiver, `take` those of Receiver.take. What became of
+    it is said on the board. Nothing is raised: an exception would end SGLang without a word to the publisher.
     """
     global _receiver
     order = json.loads(named_tensors[0][0])
@@ -49,14 +49,14 @@ def receive(model: torch.nn.Module, named_tensors: Sequence[tuple[str, Tensor]])
 
 
 class Row(NamedTuple):
-    """A slice: parameter `target` [index] lies at `offset` of a bucket, `size` bytes, written by trainer rank `source`.
+    """A slice: `target` [bounds] lies at `offset` of a bucket, `size` bytes, written by trainer rank `source`.
 
     `scales`: None, or where the scales belong that follow FP8 elements (fp8.write).
     """
 
     source: int
     target: str
-    index: Bounds
+    bounds: Bounds
     offset: int
     size: int
     scales: Bounds | None
@@ -111,7 +111,9 @@ class Receiver:
                     torch.cuda.synchronize()  # the bucket may be written again as soon as we ask for the next one
             sums = [_sum(parameters, row) for rows in self._rounds for row in rows] if verify else []
         except Exception as error:
+            self._buckets = None  # whoever is sending notices
             with suppress(RuntimeError):  # where the publisher has ended there is nobody to tell
+                board.give_up(self._server, self._rank, len(self._rounds))
                 board.answer(self._server, self._rank, {"error": f"{type(error).__name__}: {error}"})
             raise
         board.answer(self._server, self._rank, {"checksum": combined(sums)})
@@ -129,12 +131,14 @@ class Receiver:
             return SharedBuckets(self._memory, sources, self._server, self._rank)
         assert self._network is not None
         board.set_ready(self._server, self._rank, True)
+        if not board.all_ready(self._server, self._network["tp"]):
+            raise RuntimeError("another rank of the server does not come")
         return NetworkBuckets(
             self._address, rank=self._rank, parts=parts, device=device, timeout=self._timeout, **self._network
         )
 
     def _put(self, parameters: Mapping[str, Tensor], row: Row, bucket: Tensor) -> None:
-        place = parameters[row.target][_index(row.index)]
+        place = parameters[row.target][_index(row.bounds)]
         data = bucket[row.offset : row.offset + row.size]
         if row.scales is None:
             place.copy_(data.view(self._dtype).view(place.shape))
@@ -154,7 +158,7 @@ def _parts(rows: Sequence[Row]) -> list[tuple[int, int, int]]:
 
 
 def _sum(parameters: Mapping[str, Tensor], row: Row) -> int:
-    found = checksum(parameters[row.target][_index(row.index)], row.target, [start for start, _ in row.index])
+    found = checksum(parameters[row.target][_index(row.bounds)], row.target, [start for start, _ in row.bounds])
     if row.scales is not None:
         name = _scale_name(row)
         found += checksum(parameters[name][_index(row.scales)], name, [start for start, _ in row.scales])

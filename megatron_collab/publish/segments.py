@@ -1,7 +1,7 @@
 """Memory that processes of one node share: a rank makes a segment, other ranks write into it, a server reads it.
 
-On CPU a segment is a file without a name, which nobody finds when all its users are gone, however they ended. On CUDA it
-is memory of a device, opened through CUDA IPC.
+On CPU a segment is a file without a name: it goes with its last user, however that ends. On CUDA it is memory of a
+device, opened through CUDA IPC.
 """
 
 from __future__ import annotations

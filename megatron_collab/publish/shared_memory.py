@@ -47,19 +47,19 @@ class Memory:
         """What this rank has allocated."""
         return sum(len(segment.data) for segment in chain(*self._own.values()))
 
-    def addresses(self, board: Board, servers: Sequence[Peer]) -> list[list[dict[str, Any]]]:
-        """What is told to a Receiver, for each of `servers` and its ranks; collective."""
-        if not servers:
+    def addresses(self, board: Board, peers: Sequence[Peer]) -> list[list[dict[str, Any]]]:
+        """What is told to a Receiver, for each of `peers` and its ranks; collective."""
+        if not peers:
             return []
-        offers = _gathered({t: [self._handles(t) for _ in servers] for t in self._own})
-        return [[{"memory": offers[t][number]} for t in range(len(self._segments))] for number in range(len(servers))]
+        offers = _gathered({t: [self._handles(t) for _ in peers] for t in self._own})
+        return [[{"memory": offers[t][number]} for t in range(len(self._segments))] for number in range(len(peers))]
 
-    def carry(self, board: Board, servers: Sequence[Peer], sums: list[list[int]] | None) -> None:
-        """Write everything, each segment as soon as all `servers` have read what it held; for `sums` see Writer.write."""
+    def carry(self, board: Board, peers: Sequence[Peer], sums: list[list[int]] | None) -> None:
+        """Write all, each segment as soon as all `peers` have read what it held; for `sums` see Writer.write."""
         for number, parts in enumerate(self._writer.parts):
             targets = self._writer.targets(number)
             if number >= 2:
-                board.wait_loaded(number - 2, [(server.index, t) for server in servers for t in targets])
+                board.wait_loaded(number - 2, [(peer.server, t) for peer in peers for t in targets])
             into = {t: self._segments[t][number % 2][slice(*parts[t])] for t in targets}
             self._writer.write(number, into, sums)
             if any(data.is_cuda for data in into.values()):
