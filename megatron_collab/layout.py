@@ -26,3 +26,12 @@ def alignment(config: Config) -> tuple[int, int]:
     fp8 = FP8_MULTIPLE[config.model.fp8_recipe] if config.model.fp8 else 1
     part = fp8 * (parallel.tp if parallel.sequence_parallel else 1)
     return sequence, lcm(sequence, part * parallel.cp)
+
+
+def stage_layers(layers: int, stages: int) -> list[int]:
+    """How many layers each pipeline stage has; where the stages do not divide them, the first take one more.
+
+    Virtual stages are stages here, in the order in which a token passes them: rank r of p has r, r + p, …
+    """
+    each, rest = divmod(layers, stages)
+    return [each + (stage < rest) for stage in range(stages)]

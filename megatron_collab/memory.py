@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from math import prod
 
 from megatron_collab.actor import activations, logprob
-from megatron_collab.actor.megatron_config import DTYPES, stage_layers
+from megatron_collab.actor.megatron_config import DTYPES
 from megatron_collab.config import Config
-from megatron_collab.layout import ranks
+from megatron_collab.layout import ranks, stage_layers
 from megatron_collab.publish import hf_map
 from megatron_collab.publish import plan as publishing
 from megatron_collab.publish.hf_config import ModelShape

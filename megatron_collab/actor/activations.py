@@ -29,8 +29,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_collab.actor.megatron_config import DTYPES, stage_layers
+from megatron_collab.actor.megatron_config import DTYPES
 from megatron_collab.config import Config
+from megatron_collab.layout import stage_layers
 from megatron_collab.publish.hf_config import ModelShape
 
 

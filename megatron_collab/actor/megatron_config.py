@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_collab import device
 from megatron_collab.actor import local_spec, rope
 from megatron_collab.config import Config, ModelConfig, ParallelConfig
+from megatron_collab.layout import stage_layers
 from megatron_collab.publish.hf_config import Experts, ModelShape
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -79,15 +80,6 @@ def _layout(parallel: ParallelConfig, layers: int) -> dict[str, Any]:
         "overlap_p2p_comm": parallel.vpp > 1,
         "batch_p2p_comm": parallel.vpp == 1,
     }
-
-
-def stage_layers(layers: int, stages: int) -> list[int]:
-    """How many layers each pipeline stage has; where the stages do not divide them, the first take one more.
-
-    Virtual stages are stages here, in the order in which a token passes them: rank r of p has r, r + p, …
-    """
-    each, rest = divmod(layers, stages)
-    return [each + (stage < rest) for stage in range(stages)]
 
 
 def _uneven_stages(layers: int, stages: int) -> list[list[str]] | None:

@@ -1,77 +1,284 @@
-"""Who writes which block of the weights where: a pure function of the table and the trainer's layout.
+"""Who writes which block of the weights into which server rank's bucket, and in which round: pure, numbers only.
 
-The server is given the Hugging Face tensors one after another in buckets of bytes. Every rank writes its own
-blocks straight to their places, so that no rank ever holds a tensor it does not train.
+    what trainer ranks hold (trainer_map) --+
+                                            +--> blocks in common (blocks) -> a source for each -> rounds of buckets
+    what server ranks hold (server_map) ----+
+
+In round k every server rank receives its k-th bucket. Whoever has something for a server rank writes an equal share of
+it in every round: all stages and ranks work side by side until the end, and no link waits for another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
+from operator import itemgetter
+from typing import NamedTuple
 
-from megatron_collab.publish import hf_map
-from megatron_collab.publish.hf_map import Index, ModelShape, Place, Shape
+from megatron_collab.config import Config
+from megatron_collab.layout import ranks
+from megatron_collab.publish import blocks, fp8
+from megatron_collab.publish.blocks import Block
+from megatron_collab.publish.hf_buckets import buckets, writes  # until publisher.py takes `plan`
+from megatron_collab.publish.hf_config import ModelShape
+from megatron_collab.publish.hf_map import Index
+from megatron_collab.publish.server_map import ServerLayout
+from megatron_collab.publish.trainer_map import Holders, TrainerLayout
 
-# Offsets of tensors are multiples of this many bytes, so that any dtype can be viewed in place.
+__all__ = [
+    "ALIGNMENT",
+    "BUCKET_BYTES",
+    "Bucket",
+    "Plan",
+    "ServerLayout",
+    "Slice",
+    "TrainerLayout",
+    "buckets",
+    "fp8_fault",
+    "plan",
+    "server_layout",
+    "trainer_layout",
+    "writes",
+]
+
+# Offsets of slices are multiples of this many bytes, so that any dtype can be viewed in place.
 ALIGNMENT = 64
+BUCKET_BYTES = 512 << 20
 
 
-@dataclass(frozen=True)
-class Placement:
-    """A whole Hugging Face tensor in a bucket: its bytes start at `offset`."""
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """target[target_index] of a server rank = shard[shard_index] of trainer rank `source`, by way of a bucket's bytes.
 
-    name: str
-    shape: Shape
+    `shard` is a Megatron parameter under its global name (weights.named_shards), `target` one of SGLang. Indices have
+    explicit bounds in every dimension. Both blocks have the same elements in the same order; that of an expert has a
+    leading dimension of 1 in the target. They lie at `offset`, contiguous, in the model's dtype, `size` bytes.
+
+    `quantised`: what lies there is written by fp8.write and read by fp8.read, float8 elements and then their scales;
+    these belong to target_scale_inv[scale_index].
+    """
+
+    source: int
+    shard: str
+    shard_index: Index
+    target: str
+    target_index: Index
     offset: int
+    size: int
+    quantised: bool = False
+
+    @property
+    def scale_index(self) -> Index:
+        """Where the scales belong, one for each block of 128 x 128; a slice has whole blocks only."""
+        *leading, rows, columns = self.target_index
+        return (*leading, *(slice(cut.start // fp8.BLOCK, -(-cut.stop // fp8.BLOCK)) for cut in (rows, columns)))
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """What travels at once; `size` in bytes."""
+    """What one server rank receives in one round: `size` bytes; slices are ordered by source, offsets ascend."""
 
-    tensors: tuple[Placement, ...]
+    slices: tuple[Slice, ...]
     size: int
+
+    def part(self, source: int) -> tuple[int, int]:
+        """[start, stop) of the bytes that `source` writes; (0, 0) where it writes none."""
+        own = [piece for piece in self.slices if piece.source == source]
+        return (own[0].offset, own[-1].offset + own[-1].size) if own else (0, 0)
 
 
 @dataclass(frozen=True)
-class Write:
-    """tensor `target` of the bucket [target_index] = Megatron shard `source` [source_index]."""
+class Plan:
+    """`rounds[k][t]`: the k-th bucket of rank t of every server; empty where it needs no more."""
 
+    rounds: tuple[tuple[Bucket, ...], ...]
+
+
+def trainer_layout(config: Config) -> TrainerLayout:
+    """The trainer of a run."""
+    parallel = config.parallel
+    return TrainerLayout(parallel.tp, parallel.pp, parallel.vpp, parallel.cp, parallel.ep, ranks(config))
+
+
+def server_layout(config: Config) -> ServerLayout:
+    """Each server of a run."""
+    server = config.rollout.server
+    return ServerLayout(server.tp, server.ep, server.fp8, server.colocated)
+
+
+def plan(
+    shape: ModelShape, trainer: TrainerLayout, server: ServerLayout, item_bytes: int, bucket_bytes: int = BUCKET_BYTES
+) -> Plan:
+    """Every element of every server rank, written once; `item_bytes` are those of the model's dtype.
+
+    No bucket is larger than `bucket_bytes`, nor is what a trainer rank writes in a round, to all server ranks together.
+    ValueError if a layout cannot hold the model, if it cuts FP8's blocks, or if `bucket_bytes` are too few.
+    """
+    queues = _queues(shape, trainer, server, item_bytes)
+    for queue in queues:
+        queue.limit(bucket_bytes, sum(other.target == queue.target for other in queues))
+    rounds = _rounds(queues, bucket_bytes)
+    shares = [list(_shares(queue, rounds)) for queue in queues]
+    turns: Counter[range] = Counter()
+    found = []
+    for number in range(max(-(-len(own) // queue.at_once) for queue, own in zip(queues, shares, strict=True))):
+        received: list[list[tuple[int, _Share]]] = [[] for _ in range(server.tp)]
+        for queue, own in zip(queues, shares, strict=True):
+            for share in own[number * queue.at_once : (number + 1) * queue.at_once]:
+                source = queue.writers[turns[queue.writers] % len(queue.writers)]
+                turns[queue.writers] += 1
+                received[queue.target].append((source, share))
+        found.append(tuple(map(_bucket, received)))
+    return Plan(tuple(found))
+
+
+def fp8_fault(shape: ModelShape, trainer: TrainerLayout, server: ServerLayout) -> str | None:
+    """Why a server cannot be given its weights in FP8, in one line; None where it can, or where it has none in FP8."""
+    if not server.fp8:
+        return None
+    try:
+        for _ in blocks.common(shape, trainer, server):
+            pass
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+class _Load(NamedTuple):
+    """A block of a layer that is to travel, whole or by rows; `unit`: bytes of the fewest of its rows that can."""
+
+    shard: str
+    shard_index: Index
     target: str
     target_index: Index
-    source: str
-    source_index: Index
+    quantised: bool
+    rows: int
+    size: int
+    unit: int
+
+    @property
+    def step(self) -> int:
+        """Rows that must stay together."""
+        return fp8.BLOCK if self.quantised else 1
+
+    def nbytes(self, start: int, stop: int) -> int:
+        """Bytes of the rows from `start`, where it may be cut, to `stop`, where it may be or ends."""
+        before = start // self.step * self.unit
+        return (self.size if stop == self.rows else stop // self.step * self.unit) - before
 
 
-def buckets(shape: ModelShape, item_bytes: int, bucket_bytes: int) -> tuple[Bucket, ...]:
-    """All tensors in the order of the table, in buckets of at most `bucket_bytes`; a larger tensor stands alone."""
-    found: list[Bucket] = []
-    tensors: list[Placement] = []
-    size = 0
-    for name, dimensions in hf_map.hf_shapes(shape).items():
-        tensor_bytes = prod(dimensions) * item_bytes
-        if tensors and size + tensor_bytes > bucket_bytes:
-            found.append(Bucket(tuple(tensors), size))
-            tensors, size = [], 0
-        tensors.append(Placement(name, dimensions, size))
-        size += -(-tensor_bytes // ALIGNMENT) * ALIGNMENT
-    return (*found, Bucket(tuple(tensors), size))
+_Share = list[tuple[_Load, int, int]]  # first and last row of each load, the last one excluded
 
 
-def writes(
-    layout: tuple[Bucket, ...], shape: ModelShape, held: Collection[str], place: Place
-) -> tuple[tuple[Write, ...], ...]:
-    """What the rank at `place` writes, a tuple a bucket.
+@dataclass
+class _Queue:
+    """What goes to server rank `target` from `writers`, each of which could write it; `at_once` do in a round."""
 
-    `held` are the Megatron parameters it has, under their global names. Ranks that hold the same ones take
-    turns. Over all ranks every element of every tensor is written once.
+    target: int
+    writers: range
+    loads: list[_Load]
+    at_once: int = 1
+
+    @cached_property
+    def size(self) -> int:
+        return sum(_aligned(load.size) for load in self.loads)
+
+    @cached_property
+    def slack(self) -> int:
+        """What a share may take above its part of the bytes: a row that did not fit before, and paddings."""
+        return _aligned(max(load.unit for load in self.loads)) + 3 * ALIGNMENT
+
+    def limit(self, bucket_bytes: int, queues: int) -> None:
+        """All writers at once, unless the slack of `queues` like this one came to more than a quarter of a bucket."""
+        self.at_once = max(1, min(len(self.writers), bucket_bytes // (4 * queues * self.slack)))
+
+
+def _queues(shape: ModelShape, trainer: TrainerLayout, server: ServerLayout, item_bytes: int) -> list[_Queue]:
+    found: dict[tuple[int, range], list[_Load]] = defaultdict(list)
+    for stage, layer, block in blocks.placed(shape, trainer, server):
+        rows, *columns = (cut.stop - cut.start for cut in block.shard_index)
+        size, unit = (
+            fp8.nbytes((count, *columns)) if block.quantised else count * prod(columns) * item_bytes
+            for count in (rows, min(rows, fp8.BLOCK) if block.quantised else 1)
+        )
+        shard, target = block.shard.format(layer), block.target.format(layer)
+        load = _Load(shard, block.shard_index, target, block.target_index, block.quantised, rows, size, unit)
+        found[block.rank, _writers(block, stage, trainer, server)].append(load)
+    return [_Queue(target, writers, loads) for (target, writers), loads in found.items()]
+
+
+def _writers(block: Block, stage: int, trainer: TrainerLayout, server: ServerLayout) -> range:
+    """Of the ranks that hold a block the one on the target's device, else all of the part that it asks most of.
+
+    What every tensor parallel rank holds thus comes from one that writes for the target anyway.
     """
-    bucket_of = {tensor.name: number for number, bucket in enumerate(layout) for tensor in bucket.tensors}
-    found: list[list[Write]] = [[] for _ in layout]
-    for number, entry in enumerate(hf_map.table(shape)):
-        if entry.megatron in held and place.writes(entry, turn=number):
-            for piece in hf_map.pieces(entry, shape, place.tp, place.tp_rank):
-                write = Write(piece.hf, piece.hf_index, entry.megatron, piece.shard_index)
-                found[bucket_of[piece.hf]].append(write)
-    return tuple(tuple(bucket) for bucket in found)
+    holders = block.holders.ranks(trainer, stage)
+    if server.colocated and block.rank in holders:
+        return range(block.rank, block.rank + 1)
+    if block.holders.step == 1:
+        return Holders(block.rank * trainer.tp // server.tp, trainer.tp).ranks(trainer, stage)
+    return holders
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _rounds(queues: Sequence[_Queue], bucket_bytes: int) -> int:
+    """The fewest rounds in which neither a target nor a source has more than `bucket_bytes` at once."""
+    sizes: Counter[tuple[str, int]] = Counter()
+    slacks: Counter[tuple[str, int]] = Counter()
+    alike: dict[range, list[_Queue]] = defaultdict(list)
+    for queue in queues:
+        sizes["target", queue.target] += queue.size
+        slacks["target", queue.target] += queue.at_once * queue.slack
+        alike[queue.writers].append(queue)
+    for writers, group in alike.items():
+        # Shares are dealt out in turn.
+        shares = -(-sum(queue.at_once for queue in group) // len(writers))
+        for source in writers:
+            sizes["source", source] += shares * max(-(-queue.size // queue.at_once) for queue in group)
+            slacks["source", source] += shares * max(queue.slack for queue in group)
+    if bucket_bytes <= max(slacks.values()):
+        raise ValueError(f"a bucket of {bucket_bytes} bytes is too small: single rows take {max(slacks.values())}")
+    return max(-(-size // (bucket_bytes - slacks[end])) for end, size in sizes.items())
+
+
+def _shares(queue: _Queue, rounds: int) -> Iterator[_Share]:
+    """A queue in equal shares, for `rounds` rounds; what a share has no room for goes on in the next one."""
+    quota = _aligned(-(-queue.size // (rounds * queue.at_once))) + queue.slack - ALIGNMENT
+    share: _Share = []
+    room = quota
+    for load in queue.loads:
+        start = 0
+        while _aligned(load.nbytes(start, load.rows)) > room:
+            stop = start + room // load.unit * load.step
+            if stop > start:
+                share.append((load, start, stop))
+            yield share
+            share, room, start = [], quota, stop
+        share.append((load, start, load.rows))
+        room -= _aligned(load.nbytes(start, load.rows))
+    yield share
+
+
+def _bucket(shares: Sequence[tuple[int, _Share]]) -> Bucket:
+    """Shares with their sources, one after another."""
+    slices, offset = [], 0
+    for source, share in sorted(shares, key=itemgetter(0)):
+        for load, start, stop in share:
+            size = load.nbytes(start, stop)
+            axis = len(load.target_index) - len(load.shard_index)
+            there, here = _rows(load.shard_index, 0, start, stop), _rows(load.target_index, axis, start, stop)
+            slices.append(Slice(source, load.shard, there, load.target, here, offset, size, load.quantised))
+            offset += _aligned(size)
+    return Bucket(tuple(slices), offset)
+
+
+def _rows(index: Index, dimension: int, start: int, stop: int) -> Index:
+    """The part of a block from one of its rows to another."""
+    first = index[dimension].start
+    return (*index[:dimension], slice(first + start, first + stop), *index[dimension + 1 :])

@@ -1,52 +1,67 @@
-"""New weights into the servers, as a version that is committed only when all of it has arrived."""
+"""New weights into the servers, as a version that is live at each of them only when it has all of it.
+
+    ranks:    [write bucket 0] [write bucket 1] [write 2, once 0 is read] ...
+    servers:  pause, begin     [read bucket 0]  [read bucket 1]           ...  end, go on: the version is live
+
+A server that fails anywhere is left out and stays paused; the others go on. What becomes of it is the fleet's matter.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import groupby
-from operator import attrgetter
+import shutil
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import TracebackType
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from megatron_collab.actor.model import DTYPES
-from megatron_collab.actor.weights import named_shards, place, values
+from megatron_collab.actor.weights import save_hf
 from megatron_collab.config import Config
-from megatron_collab.publish import plan, transport
+from megatron_collab.publish.board import Peer
 from megatron_collab.publish.hf_map import ModelShape
-from megatron_collab.publish.transport import Link, PublishError
-from megatron_collab.rollout.sglang import SGLangServer
+from megatron_collab.publish.inplace import InPlace
+from megatron_collab.publish.link import Link, Links, PublishError, Server
+from megatron_collab.publish.plan import BUCKET_BYTES
 
-BUCKET_BYTES = 512 << 20
+__all__ = ["BUCKET_BYTES", "Fleet", "PublishError", "Publisher"]
+
+
+class Fleet(Protocol):
+    """The run's servers."""
+
+    def present(self) -> Sequence[Server]:
+        """Those that are healthy now."""
+
+    def lost(self, server: Server, reason: str) -> None:
+        """One of them failed, and must not sample again as it is."""
 
 
 class Publisher:
-    """Moves the trained weights into the servers. Every rank has one; rank 0's knows the servers."""
+    """Moves the trained weights into the servers. Every rank has one; rank 0's knows the fleet."""
 
     def __init__(
         self,
         config: Config,
         chunks: Sequence[torch.nn.Module],
         shape: ModelShape,
-        servers: Sequence[SGLangServer],
+        fleet: Fleet | None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        """Collective. `chunks` are this rank's parts of the policy.
-
-        `servers` must be healthy at the first publish; ranks other than 0 pass none.
-        """
+        """Collective. `chunks` are this rank's parts of the policy; ranks other than 0 pass no fleet."""
         self.version: int | None = None
-        self._dtype = DTYPES[config.model.dtype]
-        self._shards = dict(named_shards(chunks))
-        self._buckets = plan.buckets(shape, self._dtype.itemsize, bucket_bytes)
-        self._writes = plan.writes(self._buckets, shape, self._shards.keys(), place())
-        # Two segments: one is written while the servers read the other.
-        count = min(2, len(self._buckets))
-        self._segments = transport.shared_segments(count, max(bucket.size for bucket in self._buckets))
-        self._links = [Link(server.url, server.api_key, server.tp, config.launch.timeout) for server in servers]
-        self._senders = ThreadPoolExecutor(max(1, len(self._links)))
+        self._config, self._chunks, self._shape, self._fleet = config, chunks, shape, fleet
+        self._mode = "retract" if config.rollout.max_staleness else "abort"
+        # A server that hangs must be left out before the collectives of the ranks give up.
+        self._timeout = config.launch.timeout / 2
+        self._callers = ThreadPoolExecutor(config.rollout.server.replicas)
+        self._number = 0
+        self._known: dict[int, int] = {}  # by index, the generation of a server that has been published to
+        self._in_place: InPlace | None = None
+        if config.publish.transport != "disk":
+            self._in_place = InPlace(config, chunks, shape, bucket_bytes, self._timeout)
 
     def __enter__(self) -> Publisher:
         return self
@@ -54,42 +69,72 @@ class Publisher:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._segments.clear()
-        self._senders.shutdown(wait=False)  # a call that hangs ends with the server
+        if self._in_place is not None:
+            self._in_place.carrier.close()
+        self._callers.shutdown(wait=False)  # a call that hangs ends with the server
+
+    @property
+    def scratch_bytes(self) -> int:
+        """What this rank has allocated for buckets."""
+        return self._in_place.carrier.scratch_bytes if self._in_place else 0
 
     @torch.no_grad()
     def publish(self, version: int) -> None:
         """Give the servers the present weights as `version`; collective, returns when they sample from them.
 
-        PublishError on every rank if that fails anywhere; the version is then not committed and the servers,
-        which may hold a mixture, sample no more.
+        A server that cannot be given them samples no more, and the fleet is told. PublishError on every rank if no
+        server has the version.
         """
-        calls = self._start(Link.begin)
-        for number, bucket in enumerate(self._buckets):
-            segment = self._segments[number % 2]
-            self._fill(segment, number)
-            self._settle(calls)  # from here on every rank has written this segment, and the other one is free
-            calls = self._start(Link.send, segment, bucket, self._dtype, bucket is self._buckets[-1])
-        self._settle(calls)
-        self._settle(self._start(Link.commit, version))
+        self._number += 1
+        present = self._fleet.present() if self._fleet else []
+        links = Links([Link(server, self._timeout) for server in present], self._callers)
+        peers = _told([Peer(server.index, server.tp, self._is_new(server)) for server in present])
+        if not peers:
+            raise PublishError("no server is there to be given weights")
+        if self._in_place is not None:
+            every = self._config.publish.verify
+            verify = every > 0 and self._number % every == 0
+            self._in_place.deliver(self._number, version, links, peers, self._mode, verify)
+        else:
+            self._by_disk(version, links)
+        failures = _told({link.server.index: reason for link, reason in links.failures.items()})
+        self._account(present, peers, failures)
+        if len(failures) == len(peers):
+            raise PublishError("; ".join(failures.values()))
         self.version = version
 
-    def _fill(self, segment: torch.Tensor, number: int) -> None:
-        targets = transport.views(segment, self._buckets[number], self._dtype)
-        for source, writes in groupby(self._writes[number], attrgetter("source")):
-            shard = values(self._shards[source])
-            for write in writes:
-                targets[write.target][write.target_index].copy_(shard[write.source_index])
+    def _is_new(self, server: Server) -> bool:
+        return self._known.get(server.index) != server.generation
 
-    def _start(self, call: Callable[..., None], *arguments: object) -> list[Future[None]]:
-        """Begin a call to every server in the background; none where another rank makes it."""
-        return [self._senders.submit(call, link, *arguments) for link in self._links]
+    def _by_disk(self, version: int, links: Links) -> None:
+        folder = Path(self._config.run.dir) / "publish"  # one that a killed run left behind is replaced
+        links.each(lambda link: link.pause(self._mode))
+        save_hf(self._chunks, folder, Path(self._config.model.path), self._shape)
+        links.each(lambda link: link.read_folder(str(folder.resolve()), version))
+        links.each(Link.go_on)
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder)
 
-    def _settle(self, calls: Sequence[Future[None]]) -> None:
-        """Wait for the calls and for all ranks; PublishError on each of them if one failed."""
-        failure = next((error for call in calls if (error := call.exception())), None)
-        found: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, str(failure) if failure else None)
-        for message in found:
-            if message is not None:
-                raise PublishError(message) from failure
+    def _account(self, present: Sequence[Server], peers: Sequence[Peer], failures: Mapping[int, str]) -> None:
+        """Remember who has been published to; tell the fleet who failed."""
+        for index in failures:
+            if self._in_place is not None:
+                self._in_place.carrier.drop(index)
+        for server in present:
+            self._known[server.index] = server.generation
+            if server.index in failures:
+                del self._known[server.index]
+                assert self._fleet is not None
+                self._fleet.lost(server, failures[server.index])
+        if self._in_place is not None and self._fleet is not None:
+            self._in_place.forget(self._number, peers)
+
+
+_Value = TypeVar("_Value")
+
+
+def _told(value: _Value) -> _Value:
+    """What rank 0 says; collective."""
+    box = [value]
+    dist.broadcast_object_list(box)
+    return box[0]

@@ -211,6 +211,7 @@ def _arguments(config: Config, port: int, index: int) -> list[str]:
         "random-seed": config.run.seed,
         "weight-version": UNPUBLISHED,
         "log-level": "warning",
+        "custom-weight-loader": "megatron_collab.publish.receiver.receive",
     }
     on_cpu = device.select(config.launch.device).type == "cpu"
     cache_tokens = server.max_total_tokens or (CPU_CACHE_TOKENS if on_cpu else None)

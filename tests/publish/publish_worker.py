@@ -1,7 +1,8 @@
 """One rank of test_engine_parity.py: `publish_worker.py FOLDER`, the servers in the environment variable SERVERS.
 
 For every case a model is loaded that the servers have not seen, published, trained three times and published
-again. Rank 0 writes FOLDER/found.json: what the servers' log-probs differ by from the trainer's, each time.
+again; in some of them then once more over every other transport. Rank 0 writes FOLDER/found.json: what the servers'
+log-probs differ by from the trainer's, each time. The last server of the last case is killed.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from urllib.request import Request, urlopen
 
 import numpy as np
 import torch.distributed as dist
@@ -21,8 +22,8 @@ import torch.distributed as dist
 from megatron_collab.actor import model as policies
 from megatron_collab.actor.actor import Actor
 from megatron_collab.config import Config, RolloutConfig
-from megatron_collab.publish.publisher import Publisher
-from megatron_collab.publish.transport import PublishError
+from megatron_collab.publish.board import Board
+from megatron_collab.publish.publisher import Publisher, PublishError
 from megatron_collab.rollout.sglang import SGLangClient
 from megatron_collab.types import Batch, Credit, Sample, Turn
 
@@ -37,14 +38,20 @@ CASES = {
     "tied-pp2": ("tied", 1, 2, 1 << 20),
     "two-servers": ("untied-twice", 2, 1, 1 << 17),
 }
+# Over which ways else, and how a server is paused for it: retract where sampling runs ahead.
+OTHERS = {
+    "tp2": (("network", 0), ("disk", 0), ("memory", 1)),
+    "pp2": (("network", 1),),
+}
 UPDATES = 3
 TURNS, PROMPT, REPLY = 12, 20, 16
 
 
 def configure(folder: Path, tp: int, pp: int) -> Config:
     config = Config()
-    config.launch.device, config.launch.timeout = "cpu", 60.0
+    config.launch.device, config.launch.timeout, config.launch.nproc_per_node = "cpu", 60.0, 2
     config.model.path, config.model.dtype = str(folder), "float32"
+    config.run.dir, config.publish.verify, config.rollout.server.replicas = f"{folder}-run", 2, 2
     config.parallel.tp, config.parallel.pp = tp, pp
     config.train.steps, config.optim.lr, config.algo.kl_coef = 100, 1e-2, 0.1
     config.rollout.turn.temperature = 0.7 if tp == pp == 1 else 1.0
@@ -77,31 +84,46 @@ def to_sample(turn: Turn, value: float) -> Sample:
     return Sample(np.array(turn.prompt_ids + turn.token_ids, np.int64), mask, log_probs, (credit,))
 
 
+class Fleet:
+    """Servers of which one that is lost does not come back."""
+
+    def __init__(self, servers: list[dict[str, Any]]) -> None:
+        self.servers = [SimpleNamespace(**server, index=i, generation=0) for i, server in enumerate(servers)]
+        self.reasons: list[str] = []
+
+    def present(self) -> list[Any]:
+        return self.servers
+
+    def lost(self, server: Any, reason: str) -> None:
+        self.reasons.append(f"{server.index}: {reason}")
+
+
 class Case:
     """One model in one layout, beside the servers that it is published to."""
 
     def __init__(self, config: Config, servers: list[dict[str, Any]], bucket_bytes: int) -> None:
         policy, self.shape = policies.load(config)
-        self.servers, self.policy, self.config = servers, policy, config
+        self.servers, self.policy, self.config, self.bucket_bytes = servers, policy, config, bucket_bytes
         self.actor = Actor(config, policy, policies.frozen_copy(policy))
-        self.publisher = Publisher(config, policy, self.shape, self.lines(), bucket_bytes)
         self.samples: tuple[Sample, ...] = ()
         self.seed = 0
 
-    def lines(self, **changes: Any) -> list[Any]:
-        """What the publisher is given; `changes` are made to the last of the servers."""
-        found = [*self.servers[:-1], self.servers[-1] | changes]
-        return [SimpleNamespace(**server) for server in found] if dist.get_rank() == 0 else []
+    def publisher(self, **changes: Any) -> tuple[Publisher, Fleet | None]:
+        """A new one, with its fleet; `changes` are made to the last of the servers."""
+        servers = [*self.servers[:-1], self.servers[-1] | changes]
+        fleet = Fleet(servers) if dist.get_rank() == 0 else None
+        return Publisher(self.config, self.policy, self.shape, fleet, self.bucket_bytes), fleet
 
-    def measure(self) -> dict[str, Any]:
+    def measure(self, servers: int | None = None) -> dict[str, Any]:
         """Sample; the largest difference of log-probs between servers and trainer, versions, what was cached.
 
-        `alike`: whether the servers gave the same turns, to the last bit.
+        `alike`: whether the servers, or the first so many, gave the same turns, to the last bit.
         """
         self.seed += 1
         shared: list[Any] = [None]
         if dist.get_rank() == 0:
-            shared = [[sample_turns(server, self.seed, self.config.rollout) for server in self.servers]]
+            asked = self.servers[:servers]
+            shared = [[sample_turns(server, self.seed, self.config.rollout) for server in asked]]
         dist.broadcast_object_list(shared)
         (turns, cached), *others = shared[0]
         values = np.random.default_rng(self.seed).normal(size=len(turns))
@@ -116,29 +138,56 @@ class Case:
             "alike": all(found == turns for found, _ in others),
         }
 
-    def failures(self) -> list[list[str]]:
-        """The message on every rank where the last server refuses the key, and where it is not there."""
-        found: list[list[str]] = []
-        for changes in ({"api_key": "wrong"}, {"url": "http://127.0.0.1:9"}):
-            with Publisher(self.config, self.policy, self.shape, self.lines(**changes)) as publisher:
-                messages: list[Any] = [None] * dist.get_world_size()
-                try:
-                    publisher.publish(999)
-                except PublishError as error:
-                    dist.all_gather_object(messages, str(error))
-                assert publisher.version is None
-                if dist.get_rank() == 0:
-                    self.resume()
-                found.append(messages)
-        return found
+    def update(self) -> dict[str, float]:
+        return self.actor.update(Batch(self.samples))
 
-    def resume(self) -> None:
-        """Close the update that a failed publish left open on the other server; nobody but a test does that."""
-        server = self.servers[0]
-        for path in ("/end_weight_update", "/continue_generation"):
-            headers = {"Authorization": f"Bearer {server['api_key']}", "Content-Type": "application/json"}
-            with urlopen(Request(server["url"] + path, b"{}", headers), timeout=60):
-                pass
+    def otherwise(self, transport: str, staleness: int, version: int) -> dict[str, Any]:
+        """Train once more and publish by another way."""
+        self.config.publish.transport, self.config.rollout.max_staleness = transport, staleness
+        self.update()
+        with self.publisher()[0] as publisher:
+            publisher.publish(version)
+            return self.measure()
+
+    def failures(self, first: int) -> dict[str, Any]:
+        """What the fleet is told and what the first server has, where the last one fails; what is said where all do."""
+        found: dict[str, Any] = {}
+        faults = {"key": {"api_key": "wrong"}, "absent": {"url": "http://127.0.0.1:9"}, "killed": {}}
+        for number, (name, changes) in enumerate(faults.items()):
+            self.update()
+            publisher, fleet = self.publisher(**changes)
+            with publisher:
+                if name == "killed":
+                    publisher.publish(first + number)
+                    kill_at_bucket(2, self.servers[-1]["pid"])
+                publisher.publish(first + number)
+                assert publisher.version == first + number
+            found[name] = {"told": fleet.reasons if fleet else [], "measured": self.measure(servers=1)}
+        return found | {"all": self.nobody_left()}
+
+    def nobody_left(self) -> list[str]:
+        """The message on every rank where no server can be reached."""
+        self.servers = self.servers[-1:]
+        messages: list[Any] = [None] * dist.get_world_size()
+        with self.publisher(url="http://127.0.0.1:9")[0] as publisher:
+            try:
+                publisher.publish(999)
+            except PublishError as error:
+                dist.all_gather_object(messages, str(error))
+            assert publisher.version is None
+        return messages
+
+
+def kill_at_bucket(number: int, group: int) -> None:
+    """From now on: rank 0 ends all processes of a server when it has written that bucket."""
+    written = Board.set_written
+
+    def kill(board: Board, bucket: int, source: int) -> None:
+        written(board, bucket, source)
+        if bucket == number and source == 0:
+            os.killpg(group, signal.SIGKILL)
+
+    Board.set_written = kill  # type: ignore[method-assign]
 
 
 def run(folder: Path, name: str, servers: dict[str, Any]) -> dict[str, Any]:
@@ -149,20 +198,24 @@ def run(folder: Path, name: str, servers: dict[str, Any]) -> dict[str, Any]:
         case = Case(config, servers[kind], bucket_bytes)
         rounds = [case.measure()]
         stats: list[dict[str, float]] = []
-        with case.publisher as publisher:
+        publisher, fleet = case.publisher()
+        with publisher:
             publisher.publish(first)
             rounds.append(case.measure())
             for step in range(1, 1 + UPDATES):
-                stats.append(case.actor.update(Batch(case.samples)))
+                stats.append(case.update())
                 rounds.append(case.measure())
                 publisher.publish(first + step)
                 rounds.append(case.measure())
-            found = {"first": first, "rounds": rounds, "stats": stats}
-            if dist.get_rank() == 0:
-                assert list(Path("/dev/shm").glob(f"torch_{os.getpid()}_*"))
-                found["pid"] = os.getpid()
-            if name == "two-servers":
-                found |= {"failures": case.failures(), "after_failures": case.measure()}
+        assert fleet is None or not fleet.reasons
+        found: dict[str, Any] = {"first": first, "rounds": rounds, "stats": stats}
+        later = first + UPDATES + 1
+        found["others"] = {
+            f"{way} {staleness}": [later + number, case.otherwise(way, staleness, later + number)]
+            for number, (way, staleness) in enumerate(OTHERS.get(name, ()))
+        }
+        if name == "two-servers":
+            found |= {"failures": case.failures(later), "later": later}
     return found
 
 

@@ -1,92 +1,115 @@
-"""The plan writes every byte of every tensor once, whatever the layout and the buckets."""
+"""The plan writes every element of every server rank once, from where it is, whatever the layouts and the buckets."""
 
 from __future__ import annotations
 
-import random
-from itertools import product
+from collections import Counter
 
 import numpy as np
 import pytest
+from megatron.core.parallel_state import RankGenerator
 
-from megatron_collab.publish import hf_map, plan
-from megatron_collab.publish.hf_config import Experts, ModelShape, Rope
-from megatron_collab.publish.hf_map import Place
+from megatron_collab.layout import stage_layers
+from megatron_collab.publish import hf_map, plan, server_map
+from megatron_collab.publish.hf_config import ModelShape
+from megatron_collab.publish.plan import Plan, ServerLayout, TrainerLayout
+from tests.publish.random_layouts import draw
 
-
-def random_shape(rng: random.Random, tp: int) -> ModelShape:
-    kv_heads = tp * rng.randint(1, 2)
-    layers = rng.randint(1, 4)
-    sparse = tuple(layer for layer in range(layers) if rng.random() < 0.5)
-    return ModelShape(
-        family="qwen3",
-        layers=layers,
-        hidden=rng.randint(2, 6),
-        ffn=tp * rng.randint(1, 4),
-        heads=kv_heads * rng.randint(1, 3),
-        kv_heads=kv_heads,
-        head_dim=2 * rng.randint(1, 2),
-        vocab=rng.randint(3, 20),
-        tied=rng.random() < 0.5,
-        qkv_bias=rng.random() < 0.5,
-        qk_norm=rng.random() < 0.5,
-        norm_eps=1e-6,
-        rope=Rope(1e4),
-        max_positions=64,
-        experts=Experts(4, 2, rng.randint(1, 3), True, sparse) if sparse else None,
-    )
+ITEM = 4
+Shards = dict[str, np.ndarray]
 
 
-def held(shape: ModelShape, chunks: int, pp: int, pp_rank: int, ep: int, ep_rank: int) -> set[str]:
-    """Parameters of a rank, layers cut anywhere into `chunks` that go round over the pipeline stages.
-
-    A tied model has its embedding on both ends; an expert-parallel rank has its share of the experts.
-    """
-    found = set()
-    for entry in hf_map.table(shape):
-        if entry.megatron.startswith("decoder.layers."):
-            chunk = int(entry.megatron.split(".")[2]) * chunks // shape.layers
-        else:
-            chunk = 0 if entry.megatron.startswith("embedding") else chunks - 1
-        expert = int(entry.megatron.split(".")[5]) * ep // 4 if entry.expert else ep_rank
-        if chunk % pp == pp_rank and expert == ep_rank:
-            found.add(entry.megatron)
+def tensors(shape: ModelShape) -> Shards:
+    """The Hugging Face model, every element a number of its own."""
+    found, start = {}, 1
+    for name, sides in hf_map.hf_shapes(shape).items():
+        count = int(np.prod(sides))
+        found[name] = np.arange(start, start + count).reshape(sides)
+        start += count
     return found
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_every_element_is_written_once_to_its_place(seed: int) -> None:
-    rng = random.Random(seed)
-    tp, dp = rng.choice([1, 2, 4]), rng.choice([1, 2, 4])
-    shape = random_shape(rng, tp)
-    pp = rng.randint(1, min(3, shape.layers))
-    chunks = pp * rng.randint(1, shape.layers // pp)
-    ep = rng.choice([size for size in (1, 2, 4) if tp * dp % size == 0])
-    limit = rng.choice([1, 200, 1000, 10**6])
-    layout = plan.buckets(shape, 4, limit)
+def trainer_shards(shape: ModelShape, trainer: TrainerLayout) -> list[Shards]:
+    """What each rank holds, by Megatron's own account of the ranks' groups; padding of the vocabulary is -1."""
+    hf, entries = tensors(shape), {entry.megatron: entry for entry in hf_map.table(shape)}
+    dp = trainer.ranks // (trainer.tp * trainer.pp * trainer.cp)
+    order = "tp-cp-ep-dp-pp"
+    dense = RankGenerator(tp=trainer.tp, ep=1, dp=dp, pp=trainer.pp, cp=trainer.cp, order=order)
+    expert_dp = trainer.ranks // (trainer.pp * trainer.ep)
+    sparse = RankGenerator(tp=1, ep=trainer.ep, dp=expert_dp, pp=trainer.pp, cp=1, order=order)
 
-    placed = [tensor.name for bucket in layout for tensor in bucket.tensors]
-    assert placed == list(hf_map.hf_shapes(shape))
-    written = {name: np.zeros(dimensions, int) for name, dimensions in hf_map.hf_shapes(shape).items()}
-    for pp_rank, rank in product(range(pp), range(tp * dp)):
-        own = held(shape, chunks, pp, pp_rank, ep, rank % ep)
-        place = Place(tp, rank % tp, dp, rank // tp, tp * dp // ep, rank // ep)
-        writes = plan.writes(layout, shape, own, place)
-        assert len(writes) == len(layout)
-        for bucket, found in zip(layout, writes, strict=True):
-            assert {write.target for write in found} <= {tensor.name for tensor in bucket.tensors}
-            for write in found:
-                assert write.source in own
-                written[write.target][write.target_index] += 1
-    assert all((count == 1).all() for count in written.values())
+    def place(generator: RankGenerator, group: str, rank: int) -> int:
+        return next(ranks.index(rank) for ranks in generator.get_ranks(group) if rank in ranks)
+
+    counts = stage_layers(shape.layers, trainer.pp * trainer.vpp)
+    chunk_of = [chunk for chunk, count in enumerate(counts) for _ in range(count)]
+    found = []
+    for rank in range(trainer.ranks):
+        tp_rank, pp_rank, ep_rank = place(dense, "tp", rank), place(dense, "pp", rank), place(sparse, "ep", rank)
+        shards = {}
+        for name, entry in entries.items():
+            layer = hf_map.LAYER.fullmatch(name)
+            stage = chunk_of[int(layer[1])] % trainer.pp if layer else 0 if "embedding" in name else trainer.pp - 1
+            own = not entry.expert or int(name.split(".")[5]) // (shape.experts.count // trainer.ep) == ep_rank
+            if stage == pp_rank and own:
+                shard = np.full(hf_map.shard_shape(entry, trainer.tp if not entry.expert else 1), -1)
+                for piece in hf_map.pieces(entry, shape, trainer.tp, tp_rank):
+                    shard[piece.shard_index] = hf[piece.hf][piece.hf_index]
+                shards[name] = shard
+        found.append(shards)
+    return found
 
 
-@pytest.mark.parametrize("limit", [1, 300, 4096, 10**9])
-def test_buckets_are_aligned_and_within_the_limit(limit: int) -> None:
-    shape = random_shape(random.Random(limit), 2)
-    for bucket in plan.buckets(shape, 2, limit):
-        end = 0
-        for tensor in bucket.tensors:
-            assert tensor.offset >= end and tensor.offset % plan.ALIGNMENT == 0
-            end = tensor.offset + 2 * int(np.prod(tensor.shape))
-        assert end <= bucket.size
-        assert len(bucket.tensors) == 1 or end <= limit
+def run(found: Plan, shards: list[Shards], shape: ModelShape, server: ServerLayout) -> None:
+    """Carry out a plan with numbers for elements, and compare with what each server rank must hold."""
+    hf = tensors(shape)
+    for rank in range(server.tp):
+        parameters = {parameter.name: parameter for parameter in server_map.table(shape, server, rank)}
+        held = {name: np.zeros(parameter.shape, int) for name, parameter in parameters.items()}
+        written = {name: np.zeros(parameter.shape, int) for name, parameter in parameters.items()}
+        for buckets in found.rounds:
+            for piece in buckets[rank].slices:
+                block = shards[piece.source][piece.shard][piece.shard_index]
+                target = held[piece.target][piece.target_index]
+                held[piece.target][piece.target_index] = block.reshape(target.shape)
+                written[piece.target][piece.target_index] += 1
+        for name, parameter in parameters.items():
+            wanted = np.zeros(parameter.shape, int)
+            for part in parameter.parts:
+                wanted[part.index] = hf[part.hf][part.hf_index].reshape(wanted[part.index].shape)
+            assert (held[name] == wanted).all(), name
+            assert (written[name] == (wanted > 0)).all(), name
+
+
+def check_buckets(found: Plan, bucket_bytes: int) -> None:
+    for buckets in found.rounds:
+        sent: Counter[int] = Counter()
+        for bucket in buckets:
+            assert bucket.size <= bucket_bytes
+            end = 0
+            for piece in bucket.slices:
+                assert piece.offset >= end and piece.offset % plan.ALIGNMENT == 0
+                end = piece.offset + piece.size
+            assert end <= bucket.size
+            order = [piece.source for piece in bucket.slices]
+            assert order == sorted(order)
+            for source in set(order):
+                start, stop = bucket.part(source)
+                sent[source] += stop - start
+                assert all(
+                    (start <= piece.offset and piece.offset + piece.size <= stop) == (piece.source == source)
+                    for piece in bucket.slices
+                )
+        assert max(sent.values()) <= bucket_bytes
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_every_element_is_written_once_from_where_it_is(seed: int) -> None:
+    shape, trainer, server = draw(seed)
+    shards = trainer_shards(shape, trainer)
+    for bucket_bytes in (8192 * (1 + seed % 3), 1 << 30):
+        found = plan.plan(shape, trainer, server, ITEM, bucket_bytes)
+        run(found, shards, shape, server)
+        check_buckets(found, bucket_bytes)
+        for piece in (piece for buckets in found.rounds for bucket in buckets for piece in bucket.slices):
+            sides = [cut.stop - cut.start for cut in piece.target_index]
+            assert piece.size == ITEM * np.prod(sides)

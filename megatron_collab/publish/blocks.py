@@ -1,0 +1,155 @@
+"""Which blocks a trainer's shards and a server's parameters have in common, whoever then writes them; numbers only."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from megatron_collab.publish import fp8, hf_map, server_map, trainer_map
+from megatron_collab.publish.hf_config import ModelShape
+from megatron_collab.publish.hf_map import Index, Shape
+from megatron_collab.publish.server_map import Parameter, Part, ServerLayout
+from megatron_collab.publish.trainer_map import Held, Holders, TrainerLayout
+
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """target[target_index] of server rank `rank` = shard[shard_index] of any of `holders`.
+
+    Both have the same elements in the same order; that of an expert has a leading dimension of 1 in the target. `layer`
+    is None outside of layers; within them {} stands for it in `shard` and `target`.
+    """
+
+    rank: int
+    layer: int | None
+    holders: Holders
+    shard: str
+    shard_index: Index
+    target: str
+    target_index: Index
+    quantised: bool
+
+
+def placed(shape: ModelShape, trainer: TrainerLayout, server: ServerLayout) -> Iterator[tuple[int, int | None, Block]]:
+    """(pipeline stage, layer, block) of the whole model: that of every layer stands for all layers of its kind."""
+    sparse = frozenset(shape.experts.layers) if shape.experts else frozenset()
+    kinds = sorted({layer in sparse for layer in range(shape.layers)})
+    experts = replace(shape.experts, layers=tuple(n for n, kind in enumerate(kinds) if kind)) if shape.experts else None
+    found: dict[int | None, list[Block]] = defaultdict(list)
+    for block in common(replace(shape, layers=len(kinds), experts=experts), trainer, server):
+        found[block.layer].append(block)
+    for block in found[None]:
+        yield 0 if block.shard.startswith("embedding.") else trainer.pp - 1, None, block
+    for layer, stage in enumerate(trainer_map.stages(shape, trainer)):
+        for block in found[kinds.index(layer in sparse)]:
+            yield stage, layer, block
+
+
+def common(shape: ModelShape, trainer: TrainerLayout, server: ServerLayout) -> Iterator[Block]:
+    """Every element of every server rank in one block, blocks as large as both sides allow.
+
+    ValueError, which names the setting, if a layout cannot hold the model or cuts blocks of FP8.
+    """
+    held: dict[str, list[Held]] = defaultdict(list)
+    for entry in hf_map.table(shape):
+        if entry.exported:
+            for own in trainer_map.held(entry, shape, trainer):
+                held[own.piece.hf].append(own)
+    tensors = hf_map.hf_shapes(shape)
+    for rank in range(server.tp):
+        for parameter in server_map.table(shape, server, rank):
+            shared = (block for part in parameter.parts for block in _shared(rank, parameter, part, held[part.hf]))
+            found = list(_merged(shared))
+            if parameter.quantised:
+                _check_fp8(parameter, tensors, found, trainer)
+            yield from found
+
+
+def _check_fp8(
+    parameter: Parameter, tensors: Mapping[str, Shape], blocks: Iterable[Block], trainer: TrainerLayout
+) -> None:
+    """A scale is that of 128 x 128 elements: SGLang has none for less, and nobody could make it from a part of them."""
+    sides = parameter.shape[-2:]
+    for part in parameter.parts:
+        for what, cut, own, size, all_of_it in zip(
+            ("rows", "columns"), part.index[-2:], part.hf_index, sides, tensors[part.hf], strict=True
+        ):
+            count = cut.stop - cut.start
+            whole = count == size and own.stop - own.start == all_of_it
+            if not whole and count % fp8.BLOCK:
+                raise ValueError(
+                    f"rollout.server.fp8=true: {part.hf} has {count} {what} on a server's rank, no multiple of "
+                    f"{fp8.BLOCK}; lower rollout.server.tp, or set rollout.server.fp8=false"
+                )
+    for block in blocks:
+        for what, cut, size in zip(("row", "column"), block.target_index[-2:], sides, strict=True):
+            at = next((bound for bound in (cut.start, cut.stop) if bound % fp8.BLOCK and bound != size), None)
+            if at is not None:
+                raise ValueError(
+                    f"rollout.server.fp8=true: {parameter.name} comes in pieces cut at {what} {at}, no multiple of "
+                    f"{fp8.BLOCK}, with parallel.tp={trainer.tp}; choose another, or set rollout.server.fp8=false"
+                )
+
+
+def _shared(rank: int, parameter: Parameter, part: Part, held: Iterable[Held]) -> Iterator[Block]:
+    """What a part of a server's parameter shares with the pieces of its tensor."""
+    found = _LAYER.search(parameter.name)
+    name = _LAYER.sub("layers.{}.", parameter.name)
+    leading = part.index[: -len(part.hf_index)]
+    for own in held:
+        both = zip(part.hf_index, own.piece.hf_index, strict=True)
+        bounds = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in both)
+        if all(cut.start < cut.stop for cut in bounds):
+            there = _moved(bounds, own.piece.hf_index, own.piece.shard_index)
+            here = (*leading, *_moved(bounds, part.hf_index, part.index[len(leading) :]))
+            layer = int(found[1]) if found else None
+            shard = _LAYER.sub("layers.{}.", own.shard)
+            yield Block(rank, layer, own.holders, shard, there, name, here, parameter.quantised)
+
+
+def _moved(bounds: Index, origin: Index, place: Index) -> Index:
+    """Where a block of a tensor is in something that has the tensor's block `origin` at `place`."""
+    shifts = (b.start - a.start for a, b in zip(origin, place, strict=True))
+    return tuple(slice(cut.start + shift, cut.stop + shift) for cut, shift in zip(bounds, shifts, strict=True))
+
+
+def _merged(blocks: Iterable[Block]) -> Iterator[Block]:
+    """Neighbours by rows on both sides are one block: where the cuts are equal, a shard travels as it is."""
+    last: Block | None = None
+    for block in blocks:
+        if last is not None and _follows(last, block):
+            axis = len(block.target_index) - len(block.shard_index)
+            block = replace(
+                block,
+                shard_index=_joined(last.shard_index, block.shard_index, 0),
+                target_index=_joined(last.target_index, block.target_index, axis),
+            )
+        elif last is not None:
+            yield last
+        last = block
+    if last is not None:
+        yield last
+
+
+def _follows(first: Block, second: Block) -> bool:
+    axis = len(first.target_index) - len(first.shard_index)
+    return (first.shard, first.holders) == (second.shard, second.holders) and all(
+        _without(a, dimension) == _without(b, dimension) and a[dimension].stop == b[dimension].start
+        for a, b, dimension in (
+            (first.shard_index, second.shard_index, 0),
+            (first.target_index, second.target_index, axis),
+        )
+    )
+
+
+def _without(index: Index, dimension: int) -> Index:
+    return (*index[:dimension], *index[dimension + 1 :])
+
+
+def _joined(first: Index, second: Index, dimension: int) -> Index:
+    joined = slice(first[dimension].start, second[dimension].stop)
+    return (*first[:dimension], joined, *first[dimension + 1 :])

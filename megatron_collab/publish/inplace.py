@@ -1,0 +1,166 @@
+"""Weights straight from the shards of the trainer's ranks into the parameters of the servers, bucket after bucket."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_collab import device
+from megatron_collab.actor.model import DTYPES
+from megatron_collab.actor.weights import named_shards
+from megatron_collab.config import Config
+from megatron_collab.publish import fp8, server_map
+from megatron_collab.publish.board import Board, Peer, connect
+from megatron_collab.publish.checksum import combined
+from megatron_collab.publish.hf_map import Index, ModelShape
+from megatron_collab.publish.link import Link, Links, PublishError
+from megatron_collab.publish.network import Network
+from megatron_collab.publish.plan import Slice, plan, server_layout, trainer_layout
+from megatron_collab.publish.shared_memory import Memory
+from megatron_collab.publish.writer import Writer
+
+
+class InPlace:
+    """By shared memory or by the network, as publish.transport says; on every rank."""
+
+    def __init__(
+        self, config: Config, chunks: Sequence[torch.nn.Module], shape: ModelShape, bucket_bytes: int, timeout: float
+    ) -> None:
+        """Collective. A server that is silent for `timeout` seconds has failed."""
+        self._shape, self._server, self._dtype = shape, server_layout(config), config.model.dtype
+        dtype = DTYPES[config.model.dtype]
+        self._plan = plan(shape, trainer_layout(config), self._server, dtype.itemsize, bucket_bytes)
+        shards = dict(named_shards(chunks))
+        writer = Writer(self._plan, dist.get_rank(), shards, dtype)
+        token = [secrets.token_hex(8)]
+        dist.broadcast_object_list(token)
+        self._prefix, self._timeout = f"publish/{token[0]}", timeout
+        self._address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        # Two lines: one waits for buckets while rank 0's calls are under way on the other.
+        self._store, self._calls_store = (connect(self._address, self._prefix, config.launch.timeout) for _ in range(2))
+        self.carrier: Memory | Network
+        if uses_memory(config):
+            self.carrier = Memory(self._plan, writer, _devices(config))
+        else:
+            home = next(iter(shards.values())).device
+            self.carrier = Network(writer, self._address, self._prefix, home, timeout)
+
+    def deliver(self, number: int, version: int, links: Links, peers: Sequence[Peer], mode: str, verify: bool) -> None:
+        """Publish number `number` to all servers; collective. `links` are rank 0's, and know who failed."""
+        board, calls = Board(self._store, number), Board(self._calls_store, number)
+        new = [peer for peer in peers if peer.new]
+        addresses = dict(zip([peer.server for peer in new], self.carrier.addresses(board, new), strict=True))
+        sums: list[list[int]] | None = [[] for _ in range(self._server.tp)] if verify else None
+        found: dict[Link, list[int]] = {}
+
+        def bring(link: Link) -> None:
+            index, tp = link.server.index, link.server.tp
+            take = {"publish": number, "verify": verify}
+            try:
+                link.pause(mode)
+                link.begin()
+                link.receive(self._orders(index, take, addresses.get(index)), version)
+                found[link] = _answers(link, calls)
+            except PublishError:
+                for rank in range(tp):
+                    calls.give_up(index, rank, len(self._plan.rounds))
+                raise
+
+        def commit(link: Link) -> None:
+            link.end()
+            link.go_on()
+
+        links.start(bring)
+        self.carrier.carry(board, peers, sums)
+        links.settle()
+        if sums is not None:
+            _compare(links, found, _all_sums(sums))
+        links.each(commit)
+
+    def forget(self, number: int, peers: Sequence[Peer]) -> None:
+        """Remove what a publish left on the board; on one rank, when all are done with it."""
+        Board(self._store, number).clear(dist.get_world_size(), peers, len(self._plan.rounds))
+
+    def _orders(self, server: int, take: Mapping[str, Any], addresses: Sequence[Mapping[str, Any]] | None) -> list[str]:
+        """What the ranks of a server are told (see receiver.py); `addresses` where they are new to us."""
+        if addresses is None:
+            return [json.dumps({"take": take}) for _ in range(self._server.tp)]
+        return [
+            json.dumps({"take": take, "attach": {**self._attach(server, rank), **address}})
+            for rank, address in enumerate(addresses)
+        ]
+
+    def _attach(self, server: int, rank: int) -> dict[str, Any]:
+        shapes: dict[str, tuple[int, ...]] = {}
+        for parameter in server_map.table(self._shape, self._server, rank):
+            shapes[parameter.name] = parameter.shape
+            if parameter.quantised:
+                shapes[f"{parameter.name}_scale_inv"] = fp8.scales(parameter.shape)
+        return {
+            "store": self._address,
+            "prefix": self._prefix,
+            "timeout": self._timeout,
+            "server": server,
+            "rank": rank,
+            "dtype": self._dtype,
+            "shapes": shapes,
+            "rounds": [[_row(piece) for piece in buckets[rank].slices] for buckets in self._plan.rounds],
+        }
+
+
+def uses_memory(config: Config) -> bool:
+    """Whether weights travel through the memory of one node."""
+    transport = config.publish.transport
+    return transport == "memory" or (transport == "auto" and config.launch.nodes == 1)
+
+
+def _devices(config: Config) -> list[torch.device]:
+    """Where the ranks of the first server compute."""
+    server = config.rollout.server
+    if device.select(config.launch.device).type == "cpu":
+        return [torch.device("cpu")] * server.tp
+    first = 0 if server.colocated else config.launch.nproc_per_node
+    return [torch.device("cuda", first + rank) for rank in range(server.tp)]
+
+
+def _row(piece: Slice) -> list[Any]:
+    """As receiver.Row."""
+    scales = _bounds(piece.scale_index) if piece.quantised else None
+    return [piece.source, piece.target, _bounds(piece.target_index), piece.offset, piece.size, scales]
+
+
+def _bounds(index: Index) -> list[tuple[int, int]]:
+    return [(cut.start, cut.stop) for cut in index]
+
+
+def _answers(link: Link, board: Board) -> list[int]:
+    """What the ranks of a server hold, as checksums; PublishError where one did not get all."""
+    silent = {"error": "gave no answer; see its log"}
+    answers = [board.answered(link.server.index, rank) or silent for rank in range(link.server.tp)]
+    errors = [f"rank {rank}: {answer['error']}" for rank, answer in enumerate(answers) if "error" in answer]
+    if errors:
+        raise PublishError(f"{link.server.url}: {'; '.join(errors)}")
+    return [answer["checksum"] for answer in answers]
+
+
+def _all_sums(sums: Sequence[Sequence[int]]) -> list[int]:
+    """The checksum of what all trainer ranks wrote for each server rank; collective."""
+    found: list[list[int]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(found, [combined(own) for own in sums])
+    return [combined(of_rank) for of_rank in zip(*found, strict=True)]
+
+
+def _compare(links: Links, found: Mapping[Link, Sequence[int]], expected: Sequence[int]) -> None:
+    for link in links.left():
+        for rank, (held, sent) in enumerate(zip(found[link], expected, strict=True)):
+            if held != sent:
+                links.failures[link] = (
+                    f"{link.server.url}: rank {rank}: holds other weights than were sent: "
+                    f"checksum {held:x}, not {sent:x}"
+                )

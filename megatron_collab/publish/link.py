@@ -1,0 +1,128 @@
+"""Rank 0's line to one server: the calls of SGLang's HTTP interface that put new weights in."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import pickle
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import torch
+
+LOADER = "megatron_collab.publish.receiver.receive"
+
+
+class PublishError(RuntimeError):
+    """The new weights reached no server, or not this one; the message says where it failed."""
+
+
+class Server(Protocol):
+    """A running server: `generation` counts the processes that have been it."""
+
+    url: str
+    api_key: str
+    tp: int
+    index: int
+    generation: int
+
+
+class Link:
+    """One publish to one server: `begin`, what brings the weights, `commit`.
+
+    All calls together may take `timeout` seconds from `begin` on. PublishError where one fails; the server then stays
+    as it is, paused, and samples no more.
+    """
+
+    def __init__(self, server: Server, timeout: float) -> None:
+        self.server = server
+        self._timeout = timeout
+        self._deadline = 0.0
+        self._headers = {"Authorization": f"Bearer {server.api_key}", "Content-Type": "application/json"}
+
+    def pause(self, mode: str) -> None:
+        """Stop sampling; requests under way are aborted or retracted as `mode` says, later ones wait."""
+        self._deadline = time.monotonic() + self._timeout
+        self._post("/pause_generation", {"mode": mode})
+
+    def begin(self) -> None:
+        """Open an update, in place of one that its publisher did not live to close."""
+        status, _ = self._ask("/begin_weight_update", {})
+        if status != 200:
+            self._post("/end_weight_update", {})
+            self._post("/begin_weight_update", {})
+
+    def receive(self, orders: Sequence[str], version: int) -> None:
+        """Have the server's ranks follow their orders (see receiver.py); its cache of older weights is emptied."""
+        # SGLang's ranks unpickle tensors with a name each; the name is all that we send.
+        payloads = [base64.b64encode(pickle.dumps([(order, torch.empty(0))])).decode() for order in orders]
+        body = {"serialized_named_tensors": payloads, "load_format": LOADER}
+        self._post("/update_weights_from_tensor", body | _versioned(version))
+
+    def end(self) -> None:
+        """Close the update."""
+        self._post("/end_weight_update", {})
+
+    def read_folder(self, folder: str, version: int) -> None:
+        """Have the server read a Hugging Face folder; this needs no `begin` and no `end`."""
+        self._post("/update_weights_from_disk", {"model_path": folder} | _versioned(version))
+
+    def go_on(self) -> None:
+        """Sample again."""
+        self._post("/continue_generation", {})
+
+    def _post(self, path: str, body: dict[str, Any]) -> None:
+        status, text = self._ask(path, body)
+        if status != 200:
+            raise PublishError(f"{self.server.url}{path}: status {status}: {' '.join(text.split())[:300]}")
+
+    def _ask(self, path: str, body: dict[str, Any]) -> tuple[int, str]:
+        left = max(0.1, self._deadline - time.monotonic())
+        connection = http.client.HTTPConnection(urlsplit(self.server.url).netloc, timeout=left)
+        try:
+            connection.request("POST", path, json.dumps(body).encode(), self._headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode(errors="replace")
+        except (OSError, http.client.HTTPException) as error:
+            raise PublishError(f"{self.server.url}{path}: {type(error).__name__}: {error}") from error
+        finally:
+            connection.close()
+
+
+def _versioned(version: int) -> dict[str, Any]:
+    return {"flush_cache": True, "weight_version": str(version)}
+
+
+class Links:
+    """The lines to all servers of one publish: a call goes to all at once, and a server where one fails is left out."""
+
+    def __init__(self, links: Sequence[Link], callers: Executor) -> None:
+        self.failures: dict[Link, str] = {}
+        self._links = list(links)
+        self._callers = callers
+        self._calls: list[tuple[Link, Future[None]]] = []
+
+    def left(self) -> list[Link]:
+        """Those where nothing has failed."""
+        return [link for link in self._links if link not in self.failures]
+
+    def start(self, call: Callable[[Link], None]) -> None:
+        """Begin a call in the background."""
+        self._calls = [(link, self._callers.submit(call, link)) for link in self.left()]
+
+    def settle(self) -> None:
+        """Wait for what was started."""
+        for link, call in self._calls:
+            try:
+                call.result()
+            except PublishError as error:
+                self.failures[link] = str(error)
+        self._calls = []
+
+    def each(self, call: Callable[[Link], None]) -> None:
+        self.start(call)
+        self.settle()

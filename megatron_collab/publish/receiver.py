@@ -1,0 +1,173 @@
+"""In every process of SGLang that holds weights: new ones come straight into the model's own parameters.
+
+SGLang calls `receive` (link.LOADER) with what the publisher sent over HTTP: an order. The bytes come through shared
+memory or the network, bucket after bucket; each slice is copied to its place once. Connections are kept.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_collab.publish import fp8
+from megatron_collab.publish.board import Address, Board, connect
+from megatron_collab.publish.checksum import checksum, combined
+from megatron_collab.publish.network import NetworkBuckets
+from megatron_collab.publish.segments import Handle
+from megatron_collab.publish.shared_memory import SharedBuckets
+
+logger = logging.getLogger(__name__)
+_receiver: Receiver | None = None
+
+Bounds = Sequence[tuple[int, int]]
+
+
+@torch.no_grad()
+def receive(model: torch.nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
+    """Follow an order: the name of the only tensor, as JSON.
+
+    Its `attach`, where it has one, are the arguments of a new Receiver, `take` those of Receiver.take. What became of
+    it is said on the board. Nothing is raised: an exception would end SGLang without a word to the publisher.
+    """
+    global _receiver
+    order = json.loads(named_tensors[0][0])
+    try:
+        if "attach" in order:
+            _receiver = None  # its memory goes first
+            _receiver = Receiver(**order["attach"])
+        assert _receiver is not None
+        _receiver.take(model, **order["take"])
+    except Exception:
+        logger.exception("weights were not received")
+
+
+class Row(NamedTuple):
+    """A slice: `target` [bounds] lies at `offset` of a bucket, `size` bytes, written by trainer rank `source`.
+
+    `scales`: None, or where the scales belong that follow FP8 elements (fp8.write).
+    """
+
+    source: int
+    target: str
+    bounds: Bounds
+    offset: int
+    size: int
+    scales: Bounds | None
+
+
+class Receiver:
+    """What a rank of a server knows of the publisher, and where its buckets come from."""
+
+    def __init__(
+        self,
+        *,
+        store: tuple[str, int],
+        prefix: str,
+        timeout: float,
+        server: int,
+        rank: int,
+        dtype: str,
+        shapes: Mapping[str, Sequence[int]],
+        rounds: Sequence[Sequence[Sequence[Any]]],
+        memory: Sequence[Handle] | None = None,
+        network: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`store`, `prefix`: of the board (see board.connect); `server`, `rank`: who we are; `dtype` of the weights.
+
+        `shapes`: of the parameters that are written; `rounds`: the rows of each bucket. These come through the segments
+        of shared `memory`, or by `network`: NetworkBuckets' arguments `name`, `ranks` and `tp`.
+        """
+        self._address: Address = (store[0], store[1])
+        self._store = connect(self._address, prefix, timeout)
+        self._timeout, self._server, self._rank = timeout, server, rank
+        self._dtype = getattr(torch, dtype)
+        self._shapes = {name: tuple(shape) for name, shape in shapes.items()}
+        self._rounds = [[Row(*row) for row in rows] for rows in rounds]
+        self._memory, self._network = memory, network
+        self._buckets: SharedBuckets | NetworkBuckets | None = None
+
+    def take(self, model: torch.nn.Module, publish: int, verify: bool) -> None:
+        """Put the weights of publish number `publish` into the model; `verify`: say the checksum of what it then holds.
+
+        ValueError where a parameter is missing or has another shape; RuntimeError where the publisher goes silent.
+        """
+        board = Board(self._store, publish)
+        try:
+            parameters = dict(model.named_parameters())
+            if self._buckets is None:
+                self._check(parameters)
+                self._buckets = self._open(board, next(iter(parameters.values())).device)
+            for rows, bucket in zip(self._rounds, self._buckets.each(board), strict=True):
+                for row in rows:
+                    self._put(parameters, row, bucket)
+                if bucket.is_cuda:
+                    torch.cuda.synchronize()  # the bucket may be written again as soon as we ask for the next one
+            sums = [_sum(parameters, row) for rows in self._rounds for row in rows] if verify else []
+        except Exception as error:
+            self._buckets = None  # whoever is sending notices
+            with suppress(RuntimeError):  # where the publisher has ended there is nobody to tell
+                board.give_up(self._server, self._rank, len(self._rounds))
+                board.answer(self._server, self._rank, {"error": f"{type(error).__name__}: {error}"})
+            raise
+        board.answer(self._server, self._rank, {"checksum": combined(sums)})
+
+    def _check(self, parameters: Mapping[str, Tensor]) -> None:
+        for name, shape in self._shapes.items():
+            found = tuple(parameters[name].shape) if name in parameters else "missing"
+            if found != shape:
+                raise ValueError(f"the server's parameter {name} is {found}; the trainer's plan has {shape}")
+
+    def _open(self, board: Board, device: torch.device) -> SharedBuckets | NetworkBuckets:
+        parts = [_parts(rows) for rows in self._rounds]
+        if self._memory is not None:
+            sources = [[source for source, _, _ in own] for own in parts]
+            return SharedBuckets(self._memory, sources, self._server, self._rank)
+        assert self._network is not None
+        board.set_ready(self._server, self._rank, True)
+        if not board.all_ready(self._server, self._network["tp"]):
+            raise RuntimeError("another rank of the server does not come")
+        return NetworkBuckets(
+            self._address, rank=self._rank, parts=parts, device=device, timeout=self._timeout, **self._network
+        )
+
+    def _put(self, parameters: Mapping[str, Tensor], row: Row, bucket: Tensor) -> None:
+        place = parameters[row.target][_index(row.bounds)]
+        data = bucket[row.offset : row.offset + row.size]
+        if row.scales is None:
+            place.copy_(data.view(self._dtype).view(place.shape))
+        else:
+            elements, scales = fp8.read(data, place.shape)
+            place.copy_(elements)
+            parameters[_scale_name(row)][_index(row.scales)].copy_(scales)
+
+
+def _parts(rows: Sequence[Row]) -> list[tuple[int, int, int]]:
+    """(source, start, stop): what each source writes of a bucket."""
+    parts = []
+    for source, group in groupby(rows, key=lambda row: row.source):
+        own = list(group)
+        parts.append((source, own[0].offset, own[-1].offset + own[-1].size))
+    return parts
+
+
+def _sum(parameters: Mapping[str, Tensor], row: Row) -> int:
+    found = checksum(parameters[row.target][_index(row.bounds)], row.target, [start for start, _ in row.bounds])
+    if row.scales is not None:
+        name = _scale_name(row)
+        found += checksum(parameters[name][_index(row.scales)], name, [start for start, _ in row.scales])
+    return found
+
+
+def _scale_name(row: Row) -> str:
+    return f"{row.target}_scale_inv"
+
+
+def _index(bounds: Bounds) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in bounds)

@@ -1,0 +1,178 @@
+"""What each rank of an SGLang server holds: its parameters, and which block of which Hugging Face tensor lies where.
+
+The server's side of hf_map.py, as pure. Names, fusions, cuts and paddings are those of SGLang 0.5.23: in srt/models the
+families, in srt/layers linear.py, vocab_parallel_embedding.py and moe/fused_moe_triton/layer.py. What is not fused has
+its Hugging Face name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron_collab.publish.hf_config import Experts, ModelShape
+from megatron_collab.publish.hf_map import Index, Shape
+
+_VOCABULARY_MULTIPLE = 64
+
+
+@dataclass(frozen=True)
+class ServerLayout:
+    """`ep` of the `tp` ranks' parts of a layer's experts are different ones; `fp8`: linear layers in blocks of FP8.
+
+    `colocated`: rank r of the first server stands on the device of trainer rank r.
+    """
+
+    tp: int = 1
+    ep: int = 1
+    fp8: bool = False
+    colocated: bool = False
+
+
+@dataclass(frozen=True)
+class Part:
+    """parameter[index] is hf[hf_index], read in the order of its elements: an expert's block has a dimension more."""
+
+    hf: str
+    hf_index: Index
+    index: Index
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a server rank, its parts in the order of its rows; rows in no part are padding.
+
+    `quantised`: float8_e4m3fn, with a second parameter NAME_scale_inv of a float32 for each block of 128 x 128.
+    """
+
+    name: str
+    shape: Shape
+    parts: tuple[Part, ...]
+    quantised: bool = False
+
+
+# A block of rows [start, stop) of a Hugging Face tensor.
+_Rows = tuple[str, int, int]
+
+
+def table(shape: ModelShape, server: ServerLayout, rank: int) -> tuple[Parameter, ...]:
+    """The parameters of server rank `rank`, in the order of a forward pass; ValueError if a size cannot be cut so."""
+    return tuple(_parameters(shape, server, rank))
+
+
+def fault(shape: ModelShape, server: ServerLayout) -> str | None:
+    """Why a server of this layout cannot hold a model of this shape, in one line; None where it can."""
+    try:
+        table(shape, server, 0)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _parameters(shape: ModelShape, server: ServerLayout, rank: int) -> Iterator[Parameter]:
+    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+    yield _vocabulary(embedding, embedding, shape, server.tp, rank)
+    for layer in range(shape.layers):
+        yield from _layer(shape, server, rank, layer)
+    yield _whole("model.norm.weight", (shape.hidden,))
+    if not shape.tied:
+        yield _vocabulary(head, head, shape, server.tp, rank)
+    elif shape.experts is not None:  # SGLang gives Qwen3-MoE a head of its own even where it is tied
+        yield _vocabulary(head, embedding, shape, server.tp, rank)
+
+
+def _layer(shape: ModelShape, server: ServerLayout, rank: int, layer: int) -> Iterator[Parameter]:
+    prefix, fp8 = f"model.layers.{layer}.", server.fp8
+    attention = prefix + "self_attn."
+    width = _divide(shape.heads, server.tp, "attention heads") * shape.head_dim
+    yield _whole(prefix + "input_layernorm.weight", (shape.hidden,))
+    yield _fused(attention + "qkv_proj.weight", _qkv(attention, "weight", shape, server, rank), (shape.hidden,), fp8)
+    if shape.qkv_bias:
+        yield _fused(attention + "qkv_proj.bias", _qkv(attention, "bias", shape, server, rank), ())
+    if shape.qk_norm:
+        for x in "qk":
+            yield _whole(f"{attention}{x}_norm.weight", (shape.head_dim,))
+    yield _columns(attention + "o_proj.weight", shape.hidden, width, rank, fp8)
+    yield _whole(prefix + "post_attention_layernorm.weight", (shape.hidden,))
+    mlp = prefix + "mlp."
+    if shape.experts is not None and layer in shape.experts.layers:
+        yield from _experts(shape.hidden, shape.experts, server, rank, mlp)
+    else:
+        ffn = _divide(shape.ffn, server.tp, "feed-forward width")
+        rows = [(f"{mlp}{x}_proj.weight", rank * ffn, (rank + 1) * ffn) for x in ("gate", "up")]
+        yield _fused(mlp + "gate_up_proj.weight", rows, (shape.hidden,), fp8)
+        yield _columns(mlp + "down_proj.weight", shape.hidden, ffn, rank, fp8)
+
+
+def _qkv(attention: str, what: str, shape: ModelShape, server: ServerLayout, rank: int) -> list[_Rows]:
+    """A rank's query heads, then its key heads, then its value heads; of fewer than tp, several ranks have the same."""
+    tp, kv_heads = server.tp, shape.kv_heads
+    if max(tp, kv_heads) % min(tp, kv_heads):
+        raise ValueError(
+            f"rollout.server.tp={tp}: neither divides the model's {kv_heads} key/value heads nor is a multiple"
+        )
+    replicas = max(1, tp // kv_heads)
+    queries, heads = _divide(shape.heads, tp, "attention heads"), max(1, kv_heads // tp)
+    found = []
+    for x, own, place in (("q", queries, rank), ("k", heads, rank // replicas), ("v", heads, rank // replicas)):
+        rows = own * shape.head_dim
+        found.append((f"{attention}{x}_proj.{what}", place * rows, (place + 1) * rows))
+    return found
+
+
+def _experts(hidden: int, experts: Experts, server: ServerLayout, rank: int, mlp: str) -> Iterator[Parameter]:
+    """Every tp / ep ranks that follow one another have the same experts and cut them."""
+    cuts = server.tp // server.ep
+    count = _divide(experts.count, server.ep, "experts", "rollout.server.ep")
+    ffn = _divide(experts.ffn, cuts, "width of an expert", "rollout.server.tp / rollout.server.ep")
+    first, cut = rank // cuts * count, rank % cuts
+    own, across = slice(cut * ffn, (cut + 1) * ffn), slice(0, hidden)
+    yield _whole(mlp + "gate.weight", (experts.count, hidden))
+    up, down = [], []
+    for number in range(count):
+        source, here = f"{mlp}experts.{first + number}.", slice(number, number + 1)
+        for half, x in enumerate(("gate", "up")):
+            rows = slice(half * ffn, (half + 1) * ffn)
+            up.append(Part(f"{source}{x}_proj.weight", (own, across), (here, rows, across)))
+        down.append(Part(f"{source}down_proj.weight", (across, own), (here, across, slice(0, ffn))))
+    yield Parameter(mlp + "experts.w13_weight", (count, 2 * ffn, hidden), tuple(up), server.fp8)
+    yield Parameter(mlp + "experts.w2_weight", (count, hidden, ffn), tuple(down), server.fp8)
+
+
+def _vocabulary(name: str, hf: str, shape: ModelShape, tp: int, rank: int) -> Parameter:
+    """Equal parts of the vocabulary rounded up to a multiple of 64; where tp divides that not, of 64 tp."""
+    multiple = _VOCABULARY_MULTIPLE
+    if -(-shape.vocab // multiple) * multiple % tp:
+        multiple *= tp
+    rows = -(-shape.vocab // multiple) * multiple // tp
+    start, stop = rank * rows, min((rank + 1) * rows, shape.vocab)
+    across = slice(0, shape.hidden)
+    part = Part(hf, (slice(start, stop), across), (slice(0, stop - start), across))
+    return Parameter(name, (rows, shape.hidden), (part,) if start < stop else ())
+
+
+def _whole(name: str, shape: Shape) -> Parameter:
+    index = tuple(slice(0, size) for size in shape)
+    return Parameter(name, shape, (Part(name, index, index),))
+
+
+def _columns(name: str, rows: int, width: int, rank: int, fp8: bool) -> Parameter:
+    down = slice(0, rows)
+    part = Part(name, (down, slice(rank * width, (rank + 1) * width)), (down, slice(0, width)))
+    return Parameter(name, (rows, width), (part,), fp8)
+
+
+def _fused(name: str, blocks: Sequence[_Rows], tail: Shape, fp8: bool = False) -> Parameter:
+    """Blocks of rows of several tensors, one after another."""
+    across = tuple(slice(0, size) for size in tail)
+    parts, row = [], 0
+    for hf, start, stop in blocks:
+        parts.append(Part(hf, (slice(start, stop), *across), (slice(row, row + stop - start), *across)))
+        row += stop - start
+    return Parameter(name, (row, *tail), tuple(parts), fp8)
+
+
+def _divide(size: int, parts: int, what: str, setting: str = "rollout.server.tp") -> int:
+    if size % parts:
+        raise ValueError(f"{setting}={parts}: does not divide the model's {what}, {size}; choose a divisor")
+    return size // parts

@@ -1,0 +1,265 @@
+"""From shards into servers' parameters by every way, in one process: SGLang is played by modules and threads."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_collab.config import Config
+from megatron_collab.publish import fp8, hf_map, inplace, publisher, server_map
+from megatron_collab.publish.board import Board, connect
+from megatron_collab.publish.hf_config import Experts, ModelShape, Rope
+from megatron_collab.publish.link import Link, PublishError
+from megatron_collab.publish.publisher import Publisher
+from megatron_collab.publish.receiver import Receiver
+from megatron_collab.publish.server_map import ServerLayout
+from megatron_collab.publish.writer import Writer
+from tests.helpers import free_port
+
+SHAPE = ModelShape(
+    family="qwen3_moe",
+    layers=2,
+    hidden=256,
+    ffn=256,
+    heads=4,
+    kv_heads=2,
+    head_dim=128,
+    vocab=70,
+    tied=False,
+    qkv_bias=False,
+    qk_norm=True,
+    norm_eps=1e-6,
+    rope=Rope(1e4),
+    max_positions=64,
+    experts=Experts(2, 1, 128, True, (1,)),
+)
+BUCKET = 1 << 18
+
+
+class Served:
+    """A server of two ranks: what they hold, and the receivers that SGLang would keep."""
+
+    def __init__(self, index: int, layout: ServerLayout) -> None:
+        self.url, self.api_key, self.tp, self.index, self.generation = f"http://server{index}", "key", 2, index, 0
+        self.models = [torch.nn.Module() for _ in range(self.tp)]
+        self.receivers: dict[int, Receiver] = {}
+        self.calls: list[str] = []
+        for rank, model in enumerate(self.models):
+            for parameter in server_map.table(SHAPE, layout, rank):
+                dtype = torch.float8_e4m3fn if parameter.quantised else torch.bfloat16
+                self.hold(model, parameter.name, torch.zeros(parameter.shape, dtype=dtype))
+                if parameter.quantised:
+                    self.hold(model, f"{parameter.name}_scale_inv", torch.zeros(fp8.scales(parameter.shape)))
+
+    @staticmethod
+    def hold(model: torch.nn.Module, name: str, value: torch.Tensor) -> None:
+        *path, last = name.split(".")
+        for part in path:
+            if not hasattr(model, part):
+                model.add_module(part, torch.nn.Module())
+            model = getattr(model, part)
+        model.register_parameter(last, torch.nn.Parameter(value, requires_grad=False))
+
+    @torch.no_grad()
+    def follow(self, rank: int, order: str) -> None:
+        parsed = json.loads(order)
+        if "attach" in parsed:
+            self.receivers[rank] = Receiver(**parsed["attach"])
+        with suppress(ValueError, RuntimeError):  # the board knows
+            self.receivers[rank].take(self.models[rank], **parsed["take"])
+
+
+class ThreadLink(Link):
+    """A line to a Served."""
+
+    server: Served  # type: ignore[assignment]
+
+    def _ask(self, path: str, body: dict[str, Any]) -> tuple[int, str]:
+        self.server.calls.append(path)
+        return 200, ""
+
+    def receive(self, orders: Sequence[str], version: int) -> None:
+        self.server.calls.append(f"receive {version}")
+        with ThreadPoolExecutor(self.server.tp) as ranks:
+            list(ranks.map(self.server.follow, range(self.server.tp), orders))
+
+
+class Fleet:
+    def __init__(self, servers: Sequence[Served]) -> None:
+        self.servers, self.reasons = list(servers), dict[int, str]()
+
+    def present(self) -> list[Served]:
+        return [server for server in self.servers if server.index not in self.reasons]
+
+    def lost(self, server: Served, reason: str) -> None:
+        self.reasons[server.index] = reason
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    monkeypatch.setattr(publisher, "Link", ThreadLink)
+    dist.init_process_group("gloo", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def shards(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.nn.Parameter]:
+    """The trainer's weights, random."""
+    generator = torch.Generator().manual_seed(0)
+    found = {
+        entry.megatron: torch.nn.Parameter(
+            torch.randn(hf_map.shard_shape(entry, 1), generator=generator).to(torch.bfloat16)
+        )
+        for entry in hf_map.table(SHAPE)
+    }
+    monkeypatch.setattr(inplace, "named_shards", lambda chunks: found.items())
+    return found
+
+
+def configure(transport: str, quantised: bool = False, servers: int = 2) -> Config:
+    config = Config()
+    config.launch.device, config.launch.timeout, config.publish.transport = "cpu", 20.0, transport
+    config.rollout.server.tp, config.rollout.server.ep, config.rollout.server.fp8 = 2, 2, quantised
+    config.rollout.server.replicas, config.publish.verify = servers, 1
+    return config
+
+
+def make_fleet(config: Config) -> Fleet:
+    layout = inplace.server_layout(config)
+    return Fleet([Served(index, layout) for index in range(config.rollout.server.replicas)])
+
+
+def hf_tensors(shards: dict[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
+    tensors = {name: torch.empty(sides, dtype=torch.bfloat16) for name, sides in hf_map.hf_shapes(SHAPE).items()}
+    for entry in hf_map.table(SHAPE):
+        for piece in hf_map.pieces(entry, SHAPE, 1, 0):
+            tensors[piece.hf][piece.hf_index] = shards[entry.megatron].detach()[piece.shard_index]
+    return tensors
+
+
+def assert_holds(server: Served, layout: ServerLayout, shards: dict[str, torch.nn.Parameter]) -> None:
+    """Every parameter is what the trainer has, in FP8 to within its rounding (see fp8.quantise)."""
+    tensors = hf_tensors(shards)
+    for rank, model in enumerate(server.models):
+        held = dict(model.named_parameters())
+        for parameter in server_map.table(SHAPE, layout, rank):
+            for part in parameter.parts:
+                wanted = tensors[part.hf][part.hf_index].float()
+                found = held[parameter.name].float()
+                if parameter.quantised:
+                    scales = held[f"{parameter.name}_scale_inv"]
+                    spread = scales.repeat_interleave(128, -2).repeat_interleave(128, -1)
+                    spread = spread[..., : found.shape[-2], : found.shape[-1]]
+                    found, spread = (found * spread)[part.index], spread[part.index]
+                    bound = torch.maximum(wanted.abs() * 2**-4, spread.view(wanted.shape) * 2**-10)
+                    assert ((found.view(wanted.shape) - wanted).abs() <= bound * 1.001).all(), parameter.name
+                else:
+                    assert torch.equal(found[part.index].view(wanted.shape), wanted), parameter.name
+
+
+@pytest.mark.parametrize("transport", ["memory", "network"])
+@pytest.mark.parametrize("quantised", [False, True])
+def test_all_of_it_arrives_every_time(transport: str, quantised: bool, shards: dict[str, torch.nn.Parameter]) -> None:
+    config = configure(transport, quantised)
+    fleet, layout = make_fleet(config), inplace.server_layout(config)
+    store = connect(("127.0.0.1", int(os.environ["MASTER_PORT"])), "", 10.0)
+    keys = []
+    with Publisher(config, [], SHAPE, fleet, BUCKET) as sender:
+        for version in range(4):
+            with torch.no_grad():
+                for shard in shards.values():
+                    shard.mul_(-1.5)
+            sender.publish(version)
+            assert sender.version == version and not fleet.reasons
+            for server in fleet.servers:
+                assert_holds(server, layout, shards)
+            keys.append(store.num_keys())
+            if version == 1:  # a new process, which knows nothing
+                fleet.servers[0] = Served(0, layout)
+                fleet.servers[0].generation = 1
+        assert keys[1] == keys[0]  # the board is wiped
+    calls = ["/pause_generation", "/begin_weight_update", "receive 3", "/end_weight_update", "/continue_generation"]
+    assert [server.calls[-5:] for server in fleet.servers] == [calls, calls]
+
+
+@pytest.mark.parametrize("transport", ["memory", "network"])
+def test_a_server_of_another_shape_is_left_out_by_name(transport: str, shards: dict[str, torch.nn.Parameter]) -> None:
+    config = configure(transport)
+    fleet = make_fleet(config)
+    Served.hold(fleet.servers[1].models[1], "model.norm.weight", torch.zeros(3))
+    with Publisher(config, [], SHAPE, fleet, BUCKET) as sender:
+        sender.publish(1)
+        assert "model.norm.weight is (3,)" in fleet.reasons[1] and sender.version == 1
+        assert_holds(fleet.servers[0], inplace.server_layout(config), shards)
+        assert fleet.servers[1].calls[-1] == "receive 1"  # it stays paused
+        sender.publish(2)
+        assert fleet.servers[0].calls.count("/continue_generation") == 2
+
+
+@pytest.mark.parametrize("transport", ["memory", "network"])
+def test_a_server_that_breaks_off_holds_up_nobody(
+    transport: str, shards: dict[str, torch.nn.Parameter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It never says that it has read a bucket, and its answer is an error."""
+    config = configure(transport)
+    fleet = make_fleet(config)
+    put = Receiver._put
+
+    def break_off(self: Receiver, *arguments: Any) -> None:
+        if self._server == 1:
+            raise RuntimeError("killed")
+        put(self, *arguments)
+
+    monkeypatch.setattr(Receiver, "_put", break_off)
+    with Publisher(config, [], SHAPE, fleet, BUCKET) as sender:
+        sender.publish(1)
+        assert "killed" in fleet.reasons[1] and sender.version == 1
+        assert_holds(fleet.servers[0], inplace.server_layout(config), shards)
+
+
+def test_a_flipped_bit_is_found(shards: dict[str, torch.nn.Parameter], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the segment, after it was written and before it is read."""
+    write = Writer.write
+
+    def write_and_flip(self: Writer, number: int, parts: dict[int, torch.Tensor], sums: Any = None) -> None:
+        write(self, number, parts, sums)
+        if number == 1:
+            parts[1][40] ^= 16
+
+    config = configure("memory")
+    config.publish.verify = 2
+    fleet = make_fleet(config)
+    monkeypatch.setattr(Writer, "write", write_and_flip)
+    with Publisher(config, [], SHAPE, fleet, BUCKET) as sender:
+        sender.publish(1)  # not verified
+        with pytest.raises(PublishError, match="rank 1: holds other weights"):
+            sender.publish(2)
+        assert sender.version == 1 and set(fleet.reasons) == {0, 1}
+        with pytest.raises(PublishError, match="no server is there"):
+            sender.publish(3)
+    assert fleet.servers[0].calls.count("/continue_generation") == 1
+
+
+def test_a_publisher_that_goes_silent_is_given_up(shards: dict[str, torch.nn.Parameter]) -> None:
+    config = configure("memory", servers=1)
+    fleet = make_fleet(config)
+    address = "127.0.0.1", int(os.environ["MASTER_PORT"])
+    with Publisher(config, [], SHAPE, fleet, BUCKET) as sender:
+        sender.publish(1)
+        store = connect(address, sender._in_place._prefix, 0.2)
+        receiver = fleet.servers[0].receivers[0]
+        receiver._store = store
+        with pytest.raises(RuntimeError):
+            receiver.take(fleet.servers[0].models[0], publish=7, verify=False)
+        assert "error" in Board(store, 7).answered(0, 0)

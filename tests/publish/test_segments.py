@@ -1,0 +1,34 @@
+"""Memory that another process writes, and that nothing is left of."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_collab.publish.segments import Segment, opened
+
+WRITE = "import sys; file = open(sys.argv[1], 'r+b'); file.seek(7); file.write(bytes([5]))"
+
+
+def test_another_process_writes_what_we_read() -> None:
+    segment = Segment(100_000, torch.device("cpu"))
+    path, size = segment.handle()
+    assert size == len(segment.data) == 100_000
+    again = opened((path, size))
+    subprocess.run([sys.executable, "-c", WRITE, path], check=True)
+    assert segment.data[7] == again[7] == 5
+    segment.close()
+    with pytest.raises(FileNotFoundError):
+        opened((path, size))
+    assert again[7] == 5  # who has it, keeps it
+
+
+def test_the_memory_has_no_name() -> None:
+    segment = Segment(5000, torch.device("cpu"))
+    path, _ = segment.handle()
+    assert Path(path).readlink().name == "memfd:megatron-collab (deleted)"
+    segment.close()
