@@ -70,6 +70,9 @@ def fault(shape: ModelShape, server: ServerLayout) -> str | None:
 
 
 def _parameters(shape: ModelShape, server: ServerLayout, rank: int) -> Iterator[Parameter]:
+    if shape.experts is not None and len(shape.experts.layers) < shape.layers:
+        dense = min(set(range(shape.layers)) - set(shape.experts.layers))
+        raise ValueError(f"config.json: layer {dense} is dense; in SGLang every layer of a {shape.family} has experts")
     embedding, head = "model.embed_tokens.weight", "lm_head.weight"
     yield _vocabulary(embedding, embedding, shape, server.tp, rank)
     for layer in range(shape.layers):
@@ -95,7 +98,7 @@ def _layer(shape: ModelShape, server: ServerLayout, rank: int, layer: int) -> It
     yield _columns(attention + "o_proj.weight", shape.hidden, width, rank, fp8)
     yield _whole(prefix + "post_attention_layernorm.weight", (shape.hidden,))
     mlp = prefix + "mlp."
-    if shape.experts is not None and layer in shape.experts.layers:
+    if shape.experts is not None:
         yield from _experts(shape.hidden, shape.experts, server, rank, mlp)
     else:
         ffn = _divide(shape.ffn, server.tp, "feed-forward width")
@@ -174,5 +177,5 @@ def _fused(name: str, blocks: Sequence[_Rows], tail: Shape, fp8: bool = False) -
 
 def _divide(size: int, parts: int, what: str, setting: str = "rollout.server.tp") -> int:
     if size % parts:
-        raise ValueError(f"{setting}={parts}: does not divide the model's {what}, {size}; choose a divisor")
+        raise ValueError(f"{setting}={parts}: does not divide the model's {what} ({size}); choose a divisor")
     return size // parts
