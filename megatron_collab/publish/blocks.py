@@ -38,11 +38,15 @@ class Block:
 
 
 def placed(shape: ModelShape, trainer: TrainerLayout, server: ServerLayout) -> Iterator[tuple[int, int | None, Block]]:
-    """(pipeline stage, layer, block) of the whole model. Layers are alike: the blocks are those of a model of one."""
+    """(pipeline stage, layer, block) of the whole model. Layers are alike: the blocks are those of a model of one.
+
+    ValueError, which names the setting, if a layout cannot hold the model or cuts blocks of FP8.
+    """
+    server_map.check_layers(shape)
     experts = replace(shape.experts, layers=(0,)) if shape.experts else None
     outside: list[Block] = []
     inside: list[Block] = []
-    for block in common(replace(shape, layers=1, experts=experts), trainer, server):
+    for block in _common(replace(shape, layers=1, experts=experts), trainer, server):
         (inside if block.in_layer else outside).append(block)
     for block in outside:
         yield 0 if block.shard.startswith("embedding.") else trainer.pp - 1, None, block
@@ -51,11 +55,8 @@ def placed(shape: ModelShape, trainer: TrainerLayout, server: ServerLayout) -> I
             yield stage, layer, block
 
 
-def common(shape: ModelShape, trainer: TrainerLayout, server: ServerLayout) -> Iterator[Block]:
-    """Every element of every server rank in one block, blocks as large as both sides allow.
-
-    ValueError, which names the setting, if a layout cannot hold the model or cuts blocks of FP8.
-    """
+def _common(shape: ModelShape, trainer: TrainerLayout, server: ServerLayout) -> Iterator[Block]:
+    """Every element of every server rank in one block, blocks as large as both sides allow."""
     held: dict[str, list[Held]] = defaultdict(list)
     for entry in hf_map.table(shape):
         if entry.exported:

@@ -69,10 +69,15 @@ def fault(shape: ModelShape, server: ServerLayout) -> str | None:
     return None
 
 
+def check_layers(shape: ModelShape) -> None:
+    """ValueError where only some layers have experts: SGLang 0.5.23 gives them to every layer of a Qwen3-MoE."""
+    dense = set(range(shape.layers)) - set(shape.experts.layers) if shape.experts else set()
+    if dense:
+        raise ValueError(f"config.json: layer {min(dense)} has no experts; in SGLang every layer of this model has")
+
+
 def _parameters(shape: ModelShape, server: ServerLayout, rank: int) -> Iterator[Parameter]:
-    if shape.experts is not None and len(shape.experts.layers) < shape.layers:
-        dense = min(set(range(shape.layers)) - set(shape.experts.layers))
-        raise ValueError(f"config.json: layer {dense} is dense; in SGLang every layer of a {shape.family} has experts")
+    check_layers(shape)
     embedding, head = "model.embed_tokens.weight", "lm_head.weight"
     yield _vocabulary(embedding, embedding, shape, server.tp, rank)
     for layer in range(shape.layers):

@@ -12,7 +12,7 @@ from megatron.core.parallel_state import RankGenerator
 from megatron_collab.config import CONF, parse
 from megatron_collab.layout import stage_layers
 from megatron_collab.publish import fp8, hf_config, hf_map, plan, server_map
-from megatron_collab.publish.hf_config import ModelShape
+from megatron_collab.publish.hf_config import Experts, ModelShape
 from megatron_collab.publish.plan import Plan, ServerLayout, Slice, TrainerLayout
 from tests.publish.random_layouts import draw
 
@@ -199,9 +199,12 @@ def test_stages_and_ranks_share_the_work(trainer: TrainerLayout, server: ServerL
         assert {piece.source // size for bucket in row for piece in bucket.slices} == set(range(trainer.pp))
 
 
-def test_a_bucket_that_is_too_small_is_refused() -> None:
+def test_what_cannot_be_planned_is_refused() -> None:
     with pytest.raises(ValueError, match="a bucket of 64 bytes is too small"):
         plan.plan(*draw(0), ITEM, 64)
+    shape = replace(draw(0)[0], layers=2, experts=Experts(2, 1, 8, True, layers=(0,)))
+    with pytest.raises(ValueError, match="layer 1 has no experts"):
+        plan.plan(shape, TrainerLayout(1), ServerLayout(), ITEM)
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def test_ranks_hold_what_sglangs_models_hold(tmp_path: Path) -> None:
         (model("qwen3", intermediate_size=66), {"tp": 4}, "rollout.server.tp=4: does not divide the model's feed-forw"),
         (model("qwen3_moe", num_experts=6), {"tp": 4, "ep": 4}, "rollout.server.ep=4: does not divide the model's exp"),
         (model("qwen3_moe", moe_intermediate_size=9), {"tp": 2}, "does not divide the model's width of an expert (9)"),
-        (model("qwen3_moe", mlp_only_layers=[1]), {"tp": 1}, "layer 1 is dense"),
+        (model("qwen3_moe", mlp_only_layers=[1]), {"tp": 1}, "layer 1 has no experts"),
     ],
 )
 def test_what_a_server_cannot_hold_is_said(hf: dict[str, Any], server: dict[str, int], said: str) -> None:
