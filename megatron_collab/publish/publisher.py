@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,17 +26,8 @@ from megatron_collab.publish.inplace import InPlace
 from megatron_collab.publish.link import Link, Links, PublishError, Server
 from megatron_collab.publish.plan import BUCKET_BYTES
 
-__all__ = ["BUCKET_BYTES", "Fleet", "PublishError", "Publisher"]
-
-
-class Fleet(Protocol):
-    """The run's servers."""
-
-    def present(self) -> Sequence[Server]:
-        """Those that are healthy now."""
-
-    def lost(self, server: Server, reason: str) -> None:
-        """One of them failed, and must not sample again as it is."""
+if TYPE_CHECKING:
+    from megatron_collab.rollout.fleet import Fleet
 
 
 class Publisher:
