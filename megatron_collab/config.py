@@ -78,7 +78,7 @@ class ParallelConfig:
         "none", "activations made anew in the backward pass: none, selective (attention) or full (layers)"
     )
     offload: bool = option(
-        False, "optimizer and gradients leave the device while rollouts are sampled (SGLang keeps what it took)"
+        False, "optimizer and gradients leave the device while rollouts are sampled, which makes room for SGLang"
     )
 
 

@@ -14,9 +14,9 @@ from megatron_collab.actor import activations, logprob
 from megatron_collab.actor.megatron_config import DTYPES
 from megatron_collab.config import Config
 from megatron_collab.layout import ranks, stage_layers
-from megatron_collab.publish import hf_map
+from megatron_collab.publish import fp8, hf_map, server_map
 from megatron_collab.publish.hf_config import ModelShape
-from megatron_collab.publish.plan import BUCKET_BYTES
+from megatron_collab.publish.plan import BUCKET_BYTES, server_layout
 
 GIB = float(1 << 30)
 
@@ -66,7 +66,7 @@ def plan(config: Config, shape: ModelShape) -> Plan:
     """The parts by pipeline stage; the settings must have passed their checks.
 
     Policy, reference and critic share their layout. The optimizer works on the policy and the critic in turn, so
-    activations are counted once. SGLang keeps its weights and its cache while the run trains.
+    activations are counted once. Colocated servers have their weights and their cache while the run samples only.
     """
     parallel = config.parallel
     gpus, tokens = ranks(config), micro_batch_tokens(config)
@@ -98,8 +98,8 @@ def plan(config: Config, shape: ModelShape) -> Plan:
             weights, cache = server_weights(config, shape), kv_cache(config, shape)
             buckets = publish_buckets(weights)
             parts += [
-                Part("server: weights", weights, weights),
-                Part("server: KV cache", cache, cache),
+                Part("server: weights", 0.0, weights),
+                Part("server: KV cache", 0.0, cache),
                 Part("publish buckets", buckets, buckets),
             ]
         stages.append(tuple(parts))
@@ -184,9 +184,12 @@ def head(config: Config, shape: ModelShape, tokens: int) -> float:
 
 
 def server_weights(config: Config, shape: ModelShape) -> float:
-    """A GPU's part of the weights of SGLang, which cuts all but the norms over rollout.server.tp."""
-    elements = sum(prod(dimensions) for dimensions in hf_map.hf_shapes(shape).values())
-    return DTYPES[config.model.dtype].itemsize * elements / config.rollout.server.tp
+    """The parameters of the first rank of a server; in FP8 a byte each, and float32 scales of the blocks."""
+    item = DTYPES[config.model.dtype].itemsize
+    return sum(
+        fp8.nbytes(parameter.shape) if parameter.quantised else item * prod(parameter.shape)
+        for parameter in server_map.table(shape, server_layout(config), 0)
+    )
 
 
 def kv_cache(config: Config, shape: ModelShape) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron_collab import device
 from megatron_collab.config import Config
+from megatron_collab.publish import plan, server_map
 from megatron_collab.publish.hf_config import ModelShape
 from megatron_collab.refuse import require
 
@@ -115,6 +116,9 @@ def check_shape(config: Config, shape: ModelShape) -> None:
             f"rollout.server.ep={server.ep}: does not divide the model's {shape.experts.count} experts; choose a "
             "divisor",
         )
+    layout = plan.server_layout(config)
+    fault = server_map.fault(shape, layout) or plan.fp8_fault(shape, plan.trainer_layout(config), layout)
+    require(fault is None, f"rollout.server.tp={server.tp}, fp8={server.fp8}: {fault}")
     if server.fp8:
         _check_fp8_sizes(config, shape)
 

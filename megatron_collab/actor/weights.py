@@ -66,9 +66,7 @@ def place() -> Place:
     return Place(
         tp=parallel_state.get_tensor_model_parallel_world_size(),
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-        replicas=parallel_state.get_data_parallel_world_size(with_context_parallel=True),
         replica=parallel_state.get_data_parallel_rank(with_context_parallel=True),
-        expert_replicas=parallel_state.get_expert_data_parallel_world_size(),
         expert_replica=parallel_state.get_expert_data_parallel_rank(),
     )
 

@@ -64,17 +64,15 @@ class Place:
 
     tp: int = 1
     tp_rank: int = 0
-    replicas: int = 1
     replica: int = 0
-    expert_replicas: int = 1
     expert_replica: int = 0
 
-    def writes(self, entry: Entry, turn: int = 0) -> bool:
-        """Whether this rank, which holds `entry`, is the one that exports its pieces; replicas take turns."""
+    def writes(self, entry: Entry) -> bool:
+        """Whether this rank, which holds `entry`, is the one that exports its pieces."""
         if entry.expert:
-            return turn % self.expert_replicas == self.expert_replica
+            return self.expert_replica == 0
         first = entry.cut is not Cut.WHOLE or self.tp_rank == 0
-        return entry.exported and first and turn % self.replicas == self.replica
+        return entry.exported and first and self.replica == 0
 
 
 @dataclass(frozen=True)

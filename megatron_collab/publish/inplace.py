@@ -142,7 +142,9 @@ def _bounds(index: Index) -> list[tuple[int, int]]:
 def _answers(link: Link, board: Board) -> list[int]:
     """What the ranks of a server hold, as checksums; PublishError where one did not get all."""
     silent = {"error": "gave no answer; see its log"}
-    answers = [board.answered(link.server.index, rank) or silent for rank in range(link.server.tp)]
+    answers: list[dict[str, Any]] = [
+        board.answered(link.server.index, rank) or silent for rank in range(link.server.tp)
+    ]
     errors = [f"rank {rank}: {answer['error']}" for rank, answer in enumerate(answers) if "error" in answer]
     if errors:
         raise PublishError(f"{link.server.url}: {'; '.join(errors)}")

@@ -23,7 +23,6 @@ from megatron_collab.config import Config
 from megatron_collab.layout import ranks
 from megatron_collab.publish import blocks, fp8
 from megatron_collab.publish.blocks import Block
-from megatron_collab.publish.hf_buckets import buckets, writes  # until publisher.py takes `plan`
 from megatron_collab.publish.hf_config import ModelShape
 from megatron_collab.publish.hf_map import Index
 from megatron_collab.publish.server_map import ServerLayout

@@ -65,7 +65,7 @@ def test_every_element_is_exported_once_and_every_shard_is_filled(seed: int) -> 
                 source, target = cells(piece.hf_index), cells(piece.shard_index)
                 assert len(source) == len(target)
                 filled.update(target)
-                if Place(tp=tp, tp_rank=rank, expert_replicas=tp, expert_replica=rank).writes(entry):
+                if Place(tp=tp, tp_rank=rank, expert_replica=rank).writes(entry):
                     exported.update((piece.hf, cell) for cell in source)
             expected = set(product(*(range(n) for n in shard)))
             if entry.cut is Cut.VOCABULARY:

@@ -66,7 +66,7 @@ def test_a_plan_needs_nothing_of_the_run(doctor: ModuleType, capsys: pytest.Capt
     names += ["server: weights", "server: KV cache", "publish buckets"]
     for column in range(2):
         assert float(rows["sum"][column]) == pytest.approx(sum(float(rows[name][column]) for name in names), abs=0.05)
-    assert "The largest part is server: weights." in printed and "Fits a GPU of 80 GiB" in printed
+    assert "The largest part is activations." in printed and "Fits a GPU of 80 GiB" in printed
 
 
 def test_a_plan_that_does_not_fit_ends_in_1(doctor: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
