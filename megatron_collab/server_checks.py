@@ -10,7 +10,6 @@ from megatron_collab.refuse import require
 
 # Before Ada SGLang repacks FP8 weights for a kernel without FP8 units; from Blackwell on it changes their scales.
 _FP8_FIRST, _FP8_END = (8, 9), (10, 0)
-_FP8_BLOCK = 128
 
 
 def check(config: Config) -> None:
@@ -103,41 +102,12 @@ def _check_gpus(config: Config) -> None:
 
 def check_shape(config: Config, shape: ModelShape) -> None:
     """The sizes of the model against the layout of a server."""
-    server = config.rollout.server
-    require(
-        shape.heads % server.tp == 0,
-        f"rollout.server.tp={server.tp}: does not divide the model's {shape.heads} attention heads",
-    )
-    if server.ep > 1:
-        require(shape.experts is not None, f"rollout.server.ep={server.ep}: the model has no experts; set it to 1")
-        assert shape.experts is not None
-        require(
-            shape.experts.count % server.ep == 0,
-            f"rollout.server.ep={server.ep}: does not divide the model's {shape.experts.count} experts; choose a "
-            "divisor",
-        )
     layout = plan.server_layout(config)
+    require(
+        layout.ep == 1 or shape.experts is not None, f"rollout.server.ep={layout.ep}: the model has no experts; set 1"
+    )
     fault = server_map.fault(shape, layout) or plan.fp8_fault(shape, plan.trainer_layout(config), layout)
-    require(fault is None, f"rollout.server.tp={server.tp}, fp8={server.fp8}: {fault}")
-    if server.fp8:
-        _check_fp8_sizes(config, shape)
-
-
-def _check_fp8_sizes(config: Config, shape: ModelShape) -> None:
-    """SGLang cuts a matrix over the ranks of a server, and joins matrices in a layer, at the borders of blocks only."""
-    tp, ep = config.rollout.server.tp, config.rollout.server.ep
-    sizes = {
-        "width of queries": shape.heads // tp * shape.head_dim,
-        "width of keys": max(1, shape.kv_heads // tp) * shape.head_dim,
-        "feed-forward width": shape.ffn // tp,
-        "width of an expert": shape.experts.ffn * ep // tp if shape.experts else _FP8_BLOCK,
-    }
-    for what, size in sizes.items():
-        require(
-            size % _FP8_BLOCK == 0,
-            f"rollout.server.fp8=true: the {what} on a rank of a server, {size}, is no multiple of {_FP8_BLOCK}; lower "
-            "rollout.server.tp, or set rollout.server.fp8=false",
-        )
+    require(fault is None, fault or "")
 
 
 def _number(capability: tuple[int, int]) -> str:

@@ -31,6 +31,9 @@ EXPERTS = DENSE | {
 }
 
 
+WIDE = DENSE | {"head_dim": 128}  # a block of FP8 a head
+
+
 class Machine:
     """What the probes say; a Hopper node of 8 GPUs unless a test says otherwise."""
 
@@ -120,17 +123,15 @@ def test_fp8_needs_bfloat16_and_a_transport_that_quantises() -> None:
 @pytest.mark.parametrize(
     ("model", "settings", "said"),
     [
-        (DENSE, {"tp": 3}, "rollout.server.tp=3: does not divide the model's 8 attention heads"),
+        (DENSE, {"tp": 3}, "rollout.server.tp=3: does not divide the model's attention heads (8)"),
+        (DENSE, {"tp": 16}, "rollout.server.tp=16: does not divide the model's attention heads (8)"),
         (DENSE, {"tp": 2, "ep": 2}, "rollout.server.ep=2: the model has no experts"),
-        (EXPERTS, {"tp": 4, "ep": 4}, "rollout.server.ep=4: does not divide the model's 6 experts"),
-        (DENSE, {"tp": 8, "fp8": True}, "the width of queries on a rank of a server, 64, is no multiple of 128"),
-        (DENSE, {"tp": 4, "fp8": True}, "the width of keys on a rank of a server, 64, is no multiple of 128"),
-        (
-            DENSE | {"intermediate_size": 1152},
-            {"tp": 2, "fp8": True},
-            "the feed-forward width on a rank of a server, 576",
-        ),
-        (EXPERTS | {"moe_intermediate_size": 192}, {"tp": 2, "ep": 2, "fp8": True}, "the width of an expert"),
+        (EXPERTS, {"tp": 4, "ep": 4}, "rollout.server.ep=4: does not divide the model's experts (6)"),
+        (WIDE, {"tp": 16, "fp8": True}, "rollout.server.tp=16: does not divide"),
+        (DENSE, {"tp": 8, "fp8": True}, "q_proj.weight has 64 rows on a server's rank, no multiple of 128"),
+        (DENSE, {"fp8": True}, "qkv_proj.weight comes in pieces cut at row 576"),
+        (WIDE | {"intermediate_size": 1152}, {"tp": 2, "fp8": True}, "gate_proj.weight has 576 rows"),
+        (EXPERTS | {"head_dim": 128, "moe_intermediate_size": 192}, {"fp8": True}, "has 192 rows"),
     ],
 )
 def test_a_model_that_cannot_be_cut_like_that(model: dict[str, Any], settings: dict[str, Any], said: str) -> None:
@@ -138,5 +139,5 @@ def test_a_model_that_cannot_be_cut_like_that(model: dict[str, Any], settings: d
 
 
 def test_models_that_can_be_cut() -> None:
-    server_checks.check_shape(configure(tp=2, fp8=True), ModelShape.from_hf(DENSE))
-    server_checks.check_shape(configure(tp=2, ep=2, fp8=True), ModelShape.from_hf(EXPERTS))
+    server_checks.check_shape(configure(tp=2, fp8=True), ModelShape.from_hf(WIDE))
+    server_checks.check_shape(configure(tp=2, ep=2, fp8=True), ModelShape.from_hf(EXPERTS | {"head_dim": 128}))
