@@ -81,11 +81,11 @@ class Flight:
         taken: dict[Slot, Group] = {}
         with progress(title, count) as bar:
             while len(taken) < count:
-                finished, _ = ray.wait(list(self._pending), num_returns=1, timeout=POLL_SECONDS)
+                finished = self._finished()
                 if self._lacking():
                     self._disturbed.update(self.slots)
                     yield
-                for reference in finished:
+                for reference in finished[: count - len(taken)]:
                     asked, group = self._pending.pop(reference), ray.get(reference)
                     if asked.slot in self._disturbed and _failed(group):
                         self.begin(asked)
@@ -94,6 +94,12 @@ class Flight:
                         bar.update(1)
                     self._disturbed.discard(asked.slot)
         return dict(sorted(taken.items()))
+
+    def _finished(self) -> list[Any]:
+        """What is finished, in the order in which it was begun, which is not Ray's; waits a moment for the first."""
+        ray.wait(list(self._pending), num_returns=1, timeout=POLL_SECONDS)
+        finished = set(ray.wait(list(self._pending), num_returns=len(self._pending), timeout=0)[0])
+        return [reference for reference in self._pending if reference in finished]
 
 
 def _failed(group: Group) -> bool:

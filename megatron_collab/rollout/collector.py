@@ -23,6 +23,7 @@ from megatron_collab.llm.limiter import BudgetSpent
 from megatron_collab.observe.run import Run
 from megatron_collab.processes import RunStopped
 from megatron_collab.rollout.ahead import Asked, Flight, Slot, window
+from megatron_collab.rollout.summary import mean, summary
 from megatron_collab.rollout.worker import Crew
 from megatron_collab.types import Batch, Group, Missing, Sample
 
@@ -153,7 +154,7 @@ class Collector:
             counts = {"dynamic/kept": len(kept), "dynamic/dropped": idle, "dynamic/refills": refill}
         if ahead:
             ages = [float(step - sample.version) for sample in samples]
-            counts |= {"staleness/mean": _mean(ages), "staleness/max": max(ages), "staleness/dropped": dropped}
+            counts |= {"staleness/mean": mean(ages), "staleness/max": max(ages), "staleness/dropped": dropped}
             counts |= {"staleness/groups_dropped": len(played) - len(kept) - idle, "staleness/groups_lacking": lacking}
         counted = {name: float(count) for name, count in counts.items()} | self._counted()
         self._state = {"next": self._next, "in_flight": self._flight.slots + self._left}
@@ -225,43 +226,6 @@ def refuse_missing(groups: Sequence[Group], max_missing: float) -> None:
             f"{reasons.total()} of {len(rewards)} rollouts have no reward, more than "
             f"reward.max_missing={max_missing} allows; most often ({count}): {why}"
         )
-
-
-def summary(groups: Sequence[Group]) -> dict[str, float]:
-    """Means over the rollouts of a step: reward and its standard error, every metric, endings, tokens.
-
-    `reward_se` is the standard error of one turn's reward that comes from its futures' spread, averaged; `spread`
-    the standard deviation of the rewards within a group, averaged: what GRPO learns from. `futures` and `turn_tokens`
-    are those of one rollout.
-    """
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    futures = [future for rollout in rollouts for future in rollout.futures]
-    rewarded = [rollout.reward for rollout in rollouts if not isinstance(rollout.reward.value, Missing)]
-    values: dict[str, list[float]] = {}
-    for future in futures:
-        for name, score in future.scores.items():
-            if not isinstance(score, Missing):
-                values.setdefault(f"score/{name}", []).append(score)
-    endings = Counter(str(future.conversation.ending) for future in futures)
-    spreads = [
-        np.std([r.reward.value for r in group.rollouts if not isinstance(r.reward.value, Missing)] or [0.0])
-        for group in groups
-    ]
-    sampled = [sum(len(turn.token_ids) for turn in rollout.start.turns) for rollout in rollouts if rollout.start.turns]
-    return {
-        "reward": _mean([float(reward.value) for reward in rewarded if not isinstance(reward.value, Missing)]),
-        "reward_se": _mean([reward.standard_error for reward in rewarded]),
-        "spread": _mean([float(spread) for spread in spreads]),
-        "missing": float(sum(rollout.reward.missing for rollout in rollouts)),
-        "futures": len(futures) / len(rollouts),
-        "turn_tokens": _mean([float(tokens) for tokens in sampled]),
-        **{name: _mean(scores) for name, scores in sorted(values.items())},
-        **{f"ending/{name}": count / len(futures) for name, count in sorted(endings.items())},
-    }
-
-
-def _mean(values: Sequence[float]) -> float:
-    return float(np.mean(values)) if values else float("nan")
 
 
 def _from_leader(make: Callable[[], Any]) -> Any:

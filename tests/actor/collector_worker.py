@@ -18,7 +18,7 @@ def main(folder: Path) -> None:
     dist.init_process_group("gloo")
     ahead.ray = collector.ray = FakeRay()
     world = World(folder, lambda task: DIFFERENT, max_staleness=1)
-    world.outage, world.broken = 3, {"train-1-3"}
+    world.outage, world.broken = 1, {"train-0-3"}
     batch = world.next(0)
     found = {"revived": world.revived, "trained": world.trained(batch), "asked": sum(world.calls.values())}
     (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(found))

@@ -59,9 +59,8 @@ class Method:
 
 
 class FakeRay:
-    """Of what is finished, gives first what was asked first, or last."""
+    """Of what is finished, gives first what was asked last."""
 
-    youngest_first = True
     idle = 0
 
     def get(self, asked: Any) -> Any:
@@ -71,8 +70,7 @@ class FakeRay:
         self, pending: list[Reference], num_returns: int, timeout: float
     ) -> tuple[list[Reference], list[Reference]]:
         assert pending
-        order = pending[::-1] if self.youngest_first else pending
-        found = [one for one in order if one.finished()][:num_returns]
+        found = [one for one in reversed(pending) if one.finished()][:num_returns]
         self.idle = 0 if found else self.idle + 1
         assert self.idle < 100, "nothing will ever be finished"
         return found, [one for one in pending if one not in found]
@@ -83,7 +81,8 @@ class World:
 
     `played` are streams and their tasks, `calls` how often each was played, `begun` the version that sampled it,
     `written` the transcripts, `peak` the most groups that were in flight. What is in `slow` is not finished; what is
-    in `broken` ends with errors, the first time. No server is left at the look number `outage`, until `revive`.
+    in `broken` ends with errors, the first time. No server is left from the look number `outage` on, until they
+    are revived, which calls `on_revive`.
     """
 
     def __init__(
@@ -109,6 +108,7 @@ class World:
         self.broken: set[str] = set()
         self.calls: Counter[str] = Counter()
         self.looks, self.outage, self.revived = 0, 0, 0
+        self.on_revive: Callable[[], None] = lambda: None
         self._gone = False
         actor = SimpleNamespace(
             play=Method(self._play),
@@ -153,3 +153,4 @@ class World:
     def _revive(self) -> None:
         self.revived += 1
         self._gone = False
+        self.on_revive()

@@ -15,15 +15,10 @@ from megatron_collab.processes import RunStopped
 from megatron_collab.rollout.ahead import Slot, window
 from megatron_collab.types import Ending, Group, Missing, Task
 from tests.actor.ranks import run_ranks
-from tests.rollout.simulated import DIFFERENT, EQUAL, PROMPTS, FakeRay, World, rollout
+from tests.rollout.simulated import DIFFERENT, EQUAL, PROMPTS, World, rollout
 
 STEPS = 5
 Maker = Callable[..., World]
-
-
-@pytest.fixture(autouse=True)
-def oldest_first(fake_ray: FakeRay) -> None:
-    fake_ray.youngest_first = False
 
 
 def make(world: Maker, ahead: int, **options: Any) -> World:
@@ -206,10 +201,10 @@ def test_a_run_that_starts_again_at_every_step_trains_all_once(world: Maker) -> 
     assert sorted(trained) == sorted(name for step in range(STEPS) for name in own(step))
 
 
-def test_a_batch_is_in_the_order_of_the_slots(world: Maker, fake_ray: FakeRay) -> None:
+def test_a_batch_is_in_the_order_of_the_slots(world: Maker) -> None:
     """Not in that in which the groups were finished."""
-    fake_ray.youngest_first = True
     made = make(world, 1, refills=1)
+    made.slow = own(0)
 
     def group(task: Task, stream: str) -> Group:
         values = EQUAL if stream in ("train-1-0", "train-1-3") else DIFFERENT
@@ -236,8 +231,9 @@ def test_a_step_that_fails_is_done_again_from_its_beginning(world: Maker) -> Non
 
 def test_after_an_outage_the_finished_groups_stay_and_the_broken_are_played_again(world: Maker) -> None:
     made = make(world, 0)
-    made.outage = 3  # two groups are taken, the third has just come
-    made.broken = {"train-0-2", "train-0-5"}
+    made.slow = {"train-0-2", "train-0-4", "train-0-5"}
+    made.outage, made.broken = 2, {"train-0-2", "train-0-5"}  # the others are taken
+    made.on_revive = made.slow.clear
     batch = made.next(0)
     assert made.revived == 1
     assert len(batch.samples) == 3 * PROMPTS
@@ -267,7 +263,7 @@ def test_an_outage_while_nobody_waited_counts(world: Maker) -> None:
 
 def test_an_evaluation_survives_an_outage_too(world: Maker) -> None:
     made = make(world, 1)
-    made.outage, made.broken = 2, {"eval-before-1"}
+    made.outage, made.broken = 1, {"eval-before-1"}
     made.collector.evaluate("before", 0)
     assert made.revived == 1
     assert [int(group.task.id) for group in made.evaluated] == [0, 1, 2, 3]
