@@ -36,12 +36,10 @@ __all__ = [
     "ServerLayout",
     "Slice",
     "TrainerLayout",
-    "buckets",
     "fp8_fault",
     "plan",
     "server_layout",
     "trainer_layout",
-    "writes",
 ]
 
 # Offsets of slices are multiples of this many bytes, so that any dtype can be viewed in place.

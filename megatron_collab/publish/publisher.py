@@ -23,11 +23,12 @@ from megatron_collab.config import Config
 from megatron_collab.publish.board import Peer
 from megatron_collab.publish.hf_map import ModelShape
 from megatron_collab.publish.inplace import InPlace
-from megatron_collab.publish.link import Link, Links, PublishError, Server
+from megatron_collab.publish.link import Link, Links, PublishError
 from megatron_collab.publish.plan import BUCKET_BYTES
 
 if TYPE_CHECKING:
     from megatron_collab.rollout.fleet import Fleet
+    from megatron_collab.rollout.sglang import SGLangServer
 
 
 class Publisher:
@@ -94,7 +95,7 @@ class Publisher:
             raise PublishError("; ".join(failures.values()))
         self.version = version
 
-    def _is_new(self, server: Server) -> bool:
+    def _is_new(self, server: SGLangServer) -> bool:
         return self._known.get(server.index) != server.generation
 
     def _by_disk(self, version: int, links: Links) -> None:
@@ -106,7 +107,7 @@ class Publisher:
         if dist.get_rank() == 0:
             shutil.rmtree(folder)
 
-    def _account(self, present: Sequence[Server], peers: Sequence[Peer], failures: Mapping[int, str]) -> None:
+    def _account(self, present: Sequence[SGLangServer], peers: Sequence[Peer], failures: Mapping[int, str]) -> None:
         """Remember who has been published to; tell the fleet who failed."""
         for index in failures:
             if self._in_place is not None:
