@@ -92,6 +92,11 @@ def _check_gpus(config: Config) -> None:
             f"rollout.server.colocated=true: needs torch-memory-saver ({saver.detail}) for servers to give their "
             "memory back; install it, or set rollout.server.colocated=false",
         )
+        require(
+            server.max_total_tokens is not None,
+            "rollout.server.max_total_tokens: not set, and a colocated server would take the memory that "
+            "the trainer's weights need; set what doctor.py --plan has room for, or rollout.server.colocated=false",
+        )
     else:
         require(
             trainer + server.replicas * server.tp <= found,

@@ -106,7 +106,8 @@ def test_more_servers_than_gpus(
     """Only where servers run, and on GPUs."""
     monkeypatch.setattr(device, "probe", lambda name: SimpleNamespace(found=True, detail=""))
     monkeypatch.setattr(device, "count", lambda: 3)
-    settings = given(tmp_path, model, [ROW], "rollout.server.tp=2", "rollout.server.replicas=2", "launch.device=cuda")
+    servers = ["rollout.server.tp=2", "rollout.server.replicas=2", "rollout.server.max_total_tokens=64"]
+    settings = given(tmp_path, model, [ROW], *servers, "launch.device=cuda")
     rl = [*settings, "train.stage=rl", "reward.weights={token_amount: -1}"]
     line = refused(capsys, *rl)
     assert "rollout.server.replicas=2 x rollout.server.tp=2: needs more than the 3 GPUs of this node" in line

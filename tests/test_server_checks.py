@@ -55,6 +55,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 def configure(nproc: int = 1, **server: Any) -> Config:
     config = Config()
     config.launch.nproc_per_node = nproc
+    config.rollout.server.max_total_tokens = 1024
     for name, value in server.items():
         assert hasattr(config.rollout.server, name)
         setattr(config.rollout.server, name, value)
@@ -87,6 +88,12 @@ def test_colocated_servers_on_gpus_need_the_memory_saver(machine: Machine) -> No
     server_checks.check_machine(configure(colocated=False))
     machine.gpus = 0
     server_checks.check_machine(configure())
+
+
+def test_colocated_servers_on_gpus_do_not_size_their_own_cache(machine: Machine) -> None:
+    said = refused(server_checks.check_machine, configure(max_total_tokens=None))
+    assert said.startswith("rollout.server.max_total_tokens: not set")
+    server_checks.check_machine(configure(max_total_tokens=None, colocated=False))
 
 
 @pytest.mark.parametrize(

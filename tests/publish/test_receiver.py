@@ -39,7 +39,7 @@ SHAPE = ModelShape(
     norm_eps=1e-6,
     rope=Rope(1e4),
     max_positions=64,
-    experts=Experts(2, 1, 128, True, (1,)),
+    experts=Experts(2, 1, 128, True, (0, 1)),
 )
 BUCKET = 1 << 18
 

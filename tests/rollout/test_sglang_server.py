@@ -240,6 +240,7 @@ def test_arguments_on_gpus(on_gpus: None) -> None:
         "random-seed": "0",
         "weight-version": "-1",
         "log-level": "warning",
+        "custom-weight-loader": "megatron_collab.publish.receiver.receive",
         "base-gpu-id": "2",
         "sleep-on-idle": None,
         "skip-server-warmup": None,
