@@ -129,7 +129,7 @@ def shards(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.nn.Parameter]:
 
 def configure(transport: str, quantised: bool = False, servers: int = 2) -> Config:
     config = Config()
-    config.launch.device, config.launch.timeout, config.publish.transport = "cpu", 20.0, transport
+    config.launch.device, config.launch.timeout, config.publish.transport = "cpu", 240.0, transport
     config.rollout.server.tp, config.rollout.server.ep, config.rollout.server.fp8 = 2, 2, quantised
     config.rollout.server.replicas, config.publish.verify = servers, 1
     return config
