@@ -256,3 +256,19 @@ def test_a_finished_run_is_not_trained_again(trained: Path, root: Path, start: C
     assert program.wait(60) == 0
     assert "all 4 steps are done" in program.log.read_text()
     assert (trained / "metrics.jsonl").stat().st_mtime_ns == before
+
+
+def test_sampling_runs_ahead_of_training(root: Path, trained: Path, start: Callable[[list[str]], Program]) -> None:
+    """Weights are put into the servers in the middle of requests, and every sample is at most a version behind."""
+    ahead = ["rollout.max_staleness=1", "rollout.server.colocated=false", "algo.correction=truncated"]
+    start([*rl(root, "ahead"), *ahead, "train.eval_tasks=0", "publish.verify=1"]).finish()
+    metrics = lines(root / "ahead" / "metrics.jsonl")
+    assert [line["step"] for line in metrics] == [0, 1, 2, 3]
+    assert metrics[0]["staleness/max"] == 0  # nothing else was there
+    assert max(line["staleness/max"] for line in metrics) == 1
+    assert all(line["ending/error"] == 0 for line in metrics if "ending/error" in line)
+    streams = [
+        (line["step"], line["task"], line["rollout"], line["future"])
+        for line in lines(root / "ahead" / "transcripts.jsonl")
+    ]
+    assert len(streams) == len(set(streams)) == 4 * 4 * 4 * 2
