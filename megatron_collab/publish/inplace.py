@@ -37,7 +37,7 @@ class InPlace:
         dtype = DTYPES[config.model.dtype]
         self._plan = plan(shape, trainer_layout(config), self._server, dtype.itemsize, bucket_bytes)
         shards = dict(named_shards(chunks))
-        writer = Writer(self._plan, dist.get_rank(), shards, dtype)
+        self.writer = Writer(self._plan, dist.get_rank(), shards, dtype)
         token = [secrets.token_hex(8)]
         dist.broadcast_object_list(token)
         self._prefix, self._timeout = f"publish/{token[0]}", timeout
@@ -46,10 +46,10 @@ class InPlace:
         self._store, self._calls_store = (connect(self._address, self._prefix, config.launch.timeout) for _ in range(2))
         self.carrier: Memory | Network
         if uses_memory(config):
-            self.carrier = Memory(self._plan, writer, _devices(config))
+            self.carrier = Memory(self._plan, self.writer, _devices(config))
         else:
             home = next(iter(shards.values())).device
-            self.carrier = Network(writer, self._address, self._prefix, home, timeout)
+            self.carrier = Network(self.writer, self._address, self._prefix, home, timeout)
 
     def deliver(self, number: int, version: int, links: Links, peers: Sequence[Peer], mode: str, verify: bool) -> None:
         """Publish number `number` to all servers; collective. `links` are rank 0's, and know who failed."""
@@ -141,7 +141,7 @@ def _bounds(index: Index) -> list[tuple[int, int]]:
 
 def _answers(link: Link, board: Board) -> list[int]:
     """What the ranks of a server hold, as checksums; PublishError where one did not get all."""
-    silent = {"error": "gave no answer; see its log"}
+    silent: dict[str, Any] = {"error": "gave no answer; see its log"}
     answers = [board.answered(link.server.index, rank) or silent for rank in range(link.server.tp)]
     errors = [f"rank {rank}: {answer['error']}" for rank, answer in enumerate(answers) if "error" in answer]
     if errors:

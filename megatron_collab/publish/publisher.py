@@ -78,6 +78,11 @@ class Publisher:
         """What this rank has allocated for buckets."""
         return self._in_place.carrier.scratch_bytes if self._in_place else 0
 
+    @property
+    def bytes_sent(self) -> int:
+        """What this rank writes in a publish; each server receives it, and the same from all other ranks."""
+        return self._in_place.writer.bytes if self._in_place else 0
+
     @torch.no_grad()
     def publish(self, version: int) -> None:
         """Give the servers the present weights as `version`; collective, returns when they sample from them.

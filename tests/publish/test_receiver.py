@@ -214,14 +214,14 @@ def test_a_server_that_breaks_off_holds_up_nobody(
     """It never says that it has read a bucket, and its answer is an error."""
     config = configure(transport)
     fleet = make_fleet(config)
-    put = Receiver._put
+    plan = Receiver._plan
 
-    def break_off(self: Receiver, *arguments: Any) -> None:
+    def break_off(self: Receiver, *arguments: Any) -> Any:
         if self._server == 1:
             raise RuntimeError("killed")
-        put(self, *arguments)
+        return plan(self, *arguments)
 
-    monkeypatch.setattr(Receiver, "_put", break_off)
+    monkeypatch.setattr(Receiver, "_plan", break_off)
     with Publisher(config, [], SHAPE, fleet, BUCKET) as sender:
         sender.publish(1)
         assert "killed" in fleet.reasons[1] and sender.version == 1
