@@ -44,6 +44,8 @@ class InPlace:
         self._address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         # Two lines: one waits for buckets while rank 0's calls are under way on the other.
         self._store, self._calls_store = (connect(self._address, self._prefix, config.launch.timeout) for _ in range(2))
+        self._before: Board | None = None  # of the last publish, with its servers
+        self._peers: Sequence[Peer] = ()
         self.carrier: Memory | Network
         if uses_memory(config):
             self.carrier = Memory(self._plan, self.writer, _devices(config))
@@ -78,14 +80,18 @@ class InPlace:
 
         links.start(bring)
         self.carrier.carry(board, peers, sums)
+        if dist.get_rank() == 0:  # while the last buckets are read
+            self._wipe(board, peers)
         links.settle()
         if sums is not None:
             _compare(links, found, _all_sums(sums))
         links.each(commit)
 
-    def forget(self, number: int, peers: Sequence[Peer]) -> None:
-        """Remove what a publish left on the board; on one rank, when all are done with it."""
-        Board(self._store, number).clear(dist.get_world_size(), peers, len(self._plan.rounds))
+    def _wipe(self, board: Board, peers: Sequence[Peer]) -> None:
+        """Remove what the publish before left on the board: every rank has done with that."""
+        if self._before is not None:
+            self._before.clear(dist.get_world_size(), self._peers, len(self._plan.rounds))
+        self._before, self._peers = board, peers
 
     def _orders(self, server: int, take: Mapping[str, Any], addresses: Sequence[Mapping[str, Any]] | None) -> list[str]:
         """What the ranks of a server are told (see receiver.py); `addresses` where they are new to us."""

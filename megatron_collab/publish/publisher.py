@@ -103,7 +103,7 @@ class Publisher:
         else:
             self._by_disk(version, links)
         failures = _told({link.server.index: reason for link, reason in links.failures.items()})
-        self._account(present, peers, failures)
+        self._account(present, failures)
         if len(failures) == len(peers):
             raise PublishError("; ".join(failures.values()))
         self.version = version
@@ -120,7 +120,7 @@ class Publisher:
         if dist.get_rank() == 0:
             shutil.rmtree(folder)
 
-    def _account(self, present: Sequence[Server], peers: Sequence[Peer], failures: Mapping[int, str]) -> None:
+    def _account(self, present: Sequence[Server], failures: Mapping[int, str]) -> None:
         """Remember who has been published to; tell the fleet who failed."""
         for index in failures:
             if self._in_place is not None:
@@ -131,8 +131,6 @@ class Publisher:
                 del self._known[server.index]
                 assert self._fleet is not None
                 self._fleet.lost(server, failures[server.index])
-        if self._in_place is not None and self._fleet is not None:
-            self._in_place.forget(self._number, peers)
 
 
 _Value = TypeVar("_Value")
