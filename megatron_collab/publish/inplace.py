@@ -37,19 +37,21 @@ class InPlace:
         dtype = DTYPES[config.model.dtype]
         self._plan = plan(shape, trainer_layout(config), self._server, dtype.itemsize, bucket_bytes)
         shards = dict(named_shards(chunks))
-        writer = Writer(self._plan, dist.get_rank(), shards, dtype)
+        self.writer = Writer(self._plan, dist.get_rank(), shards, dtype)
         token = [secrets.token_hex(8)]
         dist.broadcast_object_list(token)
         self._prefix, self._timeout = f"publish/{token[0]}", timeout
         self._address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         # Two lines: one waits for buckets while rank 0's calls are under way on the other.
         self._store, self._calls_store = (connect(self._address, self._prefix, config.launch.timeout) for _ in range(2))
+        self._before: Board | None = None  # of the last publish, with its servers
+        self._peers: Sequence[Peer] = ()
         self.carrier: Memory | Network
         if uses_memory(config):
-            self.carrier = Memory(self._plan, writer, _devices(config))
+            self.carrier = Memory(self._plan, self.writer, _devices(config))
         else:
             home = next(iter(shards.values())).device
-            self.carrier = Network(writer, self._address, self._prefix, home, timeout)
+            self.carrier = Network(self.writer, self._address, self._prefix, home, timeout)
 
     def deliver(self, number: int, version: int, links: Links, peers: Sequence[Peer], mode: str, verify: bool) -> None:
         """Publish number `number` to all servers; collective. `links` are rank 0's, and know who failed."""
@@ -78,14 +80,18 @@ class InPlace:
 
         links.start(bring)
         self.carrier.carry(board, peers, sums)
+        if dist.get_rank() == 0:  # while the last buckets are read
+            self._wipe(board, peers)
         links.settle()
         if sums is not None:
             _compare(links, found, _all_sums(sums))
         links.each(commit)
 
-    def forget(self, number: int, peers: Sequence[Peer]) -> None:
-        """Remove what a publish left on the board; on one rank, when all are done with it."""
-        Board(self._store, number).clear(dist.get_world_size(), peers, len(self._plan.rounds))
+    def _wipe(self, board: Board, peers: Sequence[Peer]) -> None:
+        """Remove what the publish before left on the board: every rank has done with that."""
+        if self._before is not None:
+            self._before.clear(dist.get_world_size(), self._peers, len(self._plan.rounds))
+        self._before, self._peers = board, peers
 
     def _orders(self, server: int, take: Mapping[str, Any], addresses: Sequence[Mapping[str, Any]] | None) -> list[str]:
         """What the ranks of a server are told (see receiver.py); `addresses` where they are new to us."""
@@ -141,10 +147,8 @@ def _bounds(index: Index) -> list[tuple[int, int]]:
 
 def _answers(link: Link, board: Board) -> list[int]:
     """What the ranks of a server hold, as checksums; PublishError where one did not get all."""
-    silent = {"error": "gave no answer; see its log"}
-    answers: list[dict[str, Any]] = [
-        board.answered(link.server.index, rank) or silent for rank in range(link.server.tp)
-    ]
+    silent: dict[str, Any] = {"error": "gave no answer; see its log"}
+    answers = [board.answered(link.server.index, rank) or silent for rank in range(link.server.tp)]
     errors = [f"rank {rank}: {answer['error']}" for rank, answer in enumerate(answers) if "error" in answer]
     if errors:
         raise PublishError(f"{link.server.url}: {'; '.join(errors)}")

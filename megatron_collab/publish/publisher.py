@@ -70,6 +70,11 @@ class Publisher:
         """What this rank has allocated for buckets."""
         return self._in_place.carrier.scratch_bytes if self._in_place else 0
 
+    @property
+    def bytes_sent(self) -> int:
+        """What this rank writes in a publish; each server receives it, and the same from all other ranks."""
+        return self._in_place.writer.bytes if self._in_place else 0
+
     @torch.no_grad()
     def publish(self, version: int) -> None:
         """Give the servers the present weights as `version`; collective, returns when they sample from them.
@@ -90,7 +95,7 @@ class Publisher:
         else:
             self._by_disk(version, links)
         failures = _told({link.server.index: reason for link, reason in links.failures.items()})
-        self._account(present, peers, failures)
+        self._account(present, failures)
         if len(failures) == len(peers):
             raise PublishError("; ".join(failures.values()))
         self.version = version
@@ -107,7 +112,7 @@ class Publisher:
         if dist.get_rank() == 0:
             shutil.rmtree(folder)
 
-    def _account(self, present: Sequence[SGLangServer], peers: Sequence[Peer], failures: Mapping[int, str]) -> None:
+    def _account(self, present: Sequence[SGLangServer], failures: Mapping[int, str]) -> None:
         """Remember who has been published to; tell the fleet who failed."""
         for index in failures:
             if self._in_place is not None:
@@ -118,8 +123,6 @@ class Publisher:
                 del self._known[server.index]
                 assert self._fleet is not None
                 self._fleet.lost(server, failures[server.index])
-        if self._in_place is not None and self._fleet is not None:
-            self._in_place.forget(self._number, peers)
 
 
 _Value = TypeVar("_Value")

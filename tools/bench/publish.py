@@ -1,0 +1,353 @@
+"""Publishing 400 MB into a running SGLang, against a copy of the same bytes and against gathering them.
+
+    .venv/bin/python tools/bench/publish.py
+
+A random float32 Qwen3 of 100 million parameters; a trainer of two ranks, TP2 and then PP2, and a real server of one,
+all on the CPU. Warm publishes alternate with a copy of the same bytes in one process and one thread (`time_over_copy`,
+the worse of both layouts) and with the other way to do it (`peer_over_ours`, the worse): bucket after bucket every rank
+gathers all shards, puts the Hugging Face tensors together, rank 0 flattens them into shared memory and has the server
+load them. Its buffers are kept too, and are as large as ours. `bytes_over_target`: what all ranks write over what the
+server holds; `scratch_buckets`: memory allocated for buckets, by server rank; `logprob_diff`: between SGLang's and
+Megatron's log-probs of sampled tokens after 20 more publishes, each of changed weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import io
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from megatron_collab.sglang_cpu import parts
+
+warnings.filterwarnings("ignore")
+parts.install_torchvision_operators()
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import torch.multiprocessing  # noqa: E402
+
+from megatron_collab.actor import model as policies  # noqa: E402
+from megatron_collab.actor.actor import Actor  # noqa: E402
+from megatron_collab.actor.weights import named_shards  # noqa: E402
+from megatron_collab.config import Config  # noqa: E402
+from megatron_collab.ports import bindable  # noqa: E402
+from megatron_collab.publish import hf_map  # noqa: E402
+from megatron_collab.publish.hf_map import Entry, ModelShape  # noqa: E402
+from megatron_collab.publish.link import Link  # noqa: E402
+from megatron_collab.publish.publisher import Publisher  # noqa: E402
+from megatron_collab.publish.writer import Writer  # noqa: E402
+from megatron_collab.rollout.sglang import SGLangClient, SGLangServer  # noqa: E402
+from megatron_collab.types import Sample, Turn  # noqa: E402
+
+LAYOUTS = {"tp2": (2, 1), "pp2": (1, 2)}
+VOCAB, BUCKET_BYTES = 4608, 110 << 20
+WARM, TIMED, CHANGED = 2, 9, 20
+PROMPTS, PROMPT, REPLY = 8, 24, 16
+
+
+def make_model(folder: Path) -> None:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from megatron_collab.data.worlds import tiny
+
+    tokenizer = tiny.word_tokenizer([f"word{number}" for number in range(VOCAB - len(tiny.SPECIAL))])
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=1024,
+        intermediate_size=3200,
+        num_hidden_layers=7,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=64,
+        initializer_range=0.05,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    Qwen3ForCausalLM(config).float().save_pretrained(folder)
+
+
+def configure(folder: Path, tp: int = 1, pp: int = 1) -> Config:
+    config = Config()
+    config.launch.device, config.launch.timeout, config.launch.nproc_per_node = "cpu", 120.0, tp * pp
+    config.model.path, config.model.dtype = str(folder), "float32"
+    config.parallel.tp, config.parallel.pp = tp, pp
+    config.rollout.server.max_total_tokens = 4096
+    config.algo.kl_coef = 0.0
+    return config
+
+
+class Gathering:
+    """The peer: what it needs is made once and kept."""
+
+    def __init__(self, chunks: list[torch.nn.Module], shape: ModelShape, config: Config, line: dict[str, Any]) -> None:
+        self.shape, self.tp, self.pp = shape, config.parallel.tp, config.parallel.pp
+        self.shards = {name: shard.detach() for name, shard in named_shards(chunks)}
+        self.link = Link(SimpleNamespace(**line), config.launch.timeout)
+        self.buckets: list[list[Entry]] = [[]]
+        size = 0
+        for entry in hf_map.table(shape):
+            nbytes = 4 * sum(map(np.prod, entry.shapes))
+            if size + nbytes > BUCKET_BYTES:
+                self.buckets.append([])
+                size = 0
+            self.buckets[-1].append(entry)
+            size += int(nbytes)
+        owners: list[list[str]] = [[]] * dist.get_world_size()
+        dist.all_gather_object(owners, list(self.shards))
+        self.owner = {name: rank for rank, names in reversed(list(enumerate(owners))) for name in names}
+        self.gathered = torch.zeros(BUCKET_BYTES // 4)
+        self.whole = torch.zeros(BUCKET_BYTES // 4)
+        with shared_by_name():
+            self.flat = torch.zeros(BUCKET_BYTES, dtype=torch.uint8).share_memory_()
+
+    @torch.no_grad()
+    def publish(self, version: int) -> None:
+        rank = dist.get_rank()
+        if rank == 0:
+            self.link.pause("abort")
+            self.link.begin()
+        for bucket in self.buckets:
+            tensors, start = {}, 0
+            for name, hf in ((name, hf) for entry in bucket for name, hf in zip(entry.hf, entry.shapes, strict=True)):
+                count = int(np.prod(hf))
+                tensors[name] = self.whole[start : start + count].view(hf)
+                start += count
+            for entry in bucket:
+                for tp_rank, shard in enumerate(self.gather(entry)):
+                    for piece in hf_map.pieces(entry, self.shape, self.tp, tp_rank):
+                        tensors[piece.hf][piece.hf_index] = shard[piece.shard_index]
+            if rank == 0:
+                self.flat[: 4 * start].view(torch.float32).copy_(self.whole[:start])
+                self.send(tensors, version)
+            dist.barrier()
+        if rank == 0:
+            self.link.end()
+            self.link.go_on()
+        dist.barrier()
+
+    def gather(self, entry: Entry) -> list[torch.Tensor]:
+        """The shards of all tensor-parallel ranks, on every rank."""
+        dimensions = hf_map.shard_shape(entry, self.tp)
+        count = int(np.prod(dimensions))
+        found = [self.gathered[place * count : (place + 1) * count].view(dimensions) for place in range(self.tp)]
+        if self.pp > 1:
+            if self.owner[entry.megatron] == dist.get_rank():
+                found[0].copy_(self.shards[entry.megatron])
+            dist.broadcast(found[0], self.owner[entry.megatron])
+        else:
+            dist.all_gather(found, self.shards[entry.megatron])
+        return found
+
+    def send(self, tensors: dict[str, torch.Tensor], version: int) -> None:
+        metadata, start = [], 0
+        for name, tensor in tensors.items():
+            stop = start + 4 * tensor.numel()
+            place = {"start_idx": start, "end_idx": stop, "numel": stop - start}
+            metadata.append(SimpleNamespace(name=name, shape=tensor.shape, dtype=tensor.dtype, **place))
+            start = stop
+        buffer = io.BytesIO()
+        with shared_by_name():
+            ForkingPickler(buffer).dump({"flattened_tensor": self.flat, "metadata": metadata})
+        body = {
+            "serialized_named_tensors": [base64.b64encode(buffer.getvalue()).decode()],
+            "load_format": "flattened_bucket",
+            "flush_cache": True,
+            "weight_version": str(version),
+        }
+        self.link._post("/update_weights_from_tensor", body)
+
+
+@contextmanager
+def shared_by_name() -> Iterator[None]:
+    strategy = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    yield
+    torch.multiprocessing.set_sharing_strategy(strategy)
+
+
+class Profile:
+    """Milliseconds of a publish by what it is spent on, as rank 0 sees it."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, list[float]] = defaultdict(list)
+        self.now: dict[str, float] = defaultdict(float)
+        for owner, name in [
+            (Writer, "write"),
+            *((Link, call) for call in ("pause", "begin", "receive", "end", "go_on")),
+        ]:
+            setattr(owner, name, self.timed(name, getattr(owner, name)))
+
+    def timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return call(*arguments)
+            finally:
+                self.now[name] += time.perf_counter() - began
+
+        return timed
+
+    def lap(self) -> None:
+        for name, seconds in self.now.items():
+            self.found[name].append(1e3 * seconds)
+        self.now.clear()
+
+    def medians(self) -> dict[str, float]:
+        return {name: statistics.median(times) for name, times in self.found.items()}
+
+
+def run_rank(folder: Path, layout: str, out: Path) -> None:
+    line = json.loads(os.environ["SERVER"])
+    config = configure(folder, *LAYOUTS[layout])
+    fleet = SimpleNamespace(present=lambda: [SimpleNamespace(**line)], lost=lambda server, reason: sys.exit(reason))
+    with policies.init_parallel(config):
+        policy, shape = policies.load(config)
+        actor = Actor(config, policy)
+        rank = dist.get_rank()
+        profile = Profile()
+        peer = Gathering(policy, shape, config, line)
+        with Publisher(config, policy, shape, fleet if rank == 0 else None, BUCKET_BYTES) as publisher:
+            size = 4 * sum(int(np.prod(hf)) for hf in hf_map.hf_shapes(shape).values())
+            source, target = (torch.ones(size // 4) for _ in range(2)) if rank == 0 else (torch.ones(1),) * 2
+            times: dict[str, list[float]] = defaultdict(list)
+            for number in range(WARM + TIMED):
+                ways = {"copy": lambda _: target.copy_(source), "peer": peer.publish, "ours": publisher.publish}
+                for name, way in ways.items():
+                    dist.barrier()
+                    profile.now.clear()
+                    began = time.perf_counter()
+                    way(number)
+                    if number >= WARM:
+                        times[name].append(time.perf_counter() - began)
+                        if name == "ours":
+                            profile.lap()
+            found = {name: 1e3 * statistics.median(own) for name, own in times.items()}
+            for number in range(CHANGED):
+                change(policy, number)
+                publisher.publish(100 + number)
+            difference = compare(actor, config, line)
+            totals = torch.tensor([publisher.bytes_sent, publisher.scratch_bytes], dtype=torch.float64)
+            dist.all_reduce(totals)
+            found |= {
+                "bytes_over_target": float(totals[0]) / size,
+                "scratch_buckets": float(totals[1]) / BUCKET_BYTES,
+                "logprob_diff": difference,
+                "profile": profile.medians(),
+            }
+            if rank == 0:
+                out.write_text(json.dumps(found))
+
+
+@torch.no_grad()
+def change(chunks: list[torch.nn.Module], number: int) -> None:
+    """Other weights; what several ranks hold stays the same on all of them."""
+    for name, shard in named_shards(chunks):
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {number}".encode()))
+        shard.mul_(1 + 0.05 * torch.randn(shard.shape, generator=generator))
+
+
+def compare(actor: Actor, config: Config, line: dict[str, Any]) -> float:
+    """Largest difference between the server's log-probs of what it samples and the trainer's; collective."""
+    turns: list[Any] = [asyncio.run(sample(config, line)) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(turns)
+    samples = []
+    for turn in turns[0]:
+        length = len(turn.prompt_ids) + len(turn.token_ids)
+        log_probs, mask = np.zeros(length, np.float32), np.zeros(length, np.float32)
+        log_probs[len(turn.prompt_ids) :], mask[len(turn.prompt_ids) :] = turn.log_probs, 1.0
+        samples.append(Sample(np.array(turn.prompt_ids + turn.token_ids, np.int64), mask, log_probs, ()))
+    found = actor.log_probs(tuple(samples))
+    pairs = zip(found, samples, strict=True)
+    return max(float(np.abs((ours - sample.log_probs) * sample.loss_mask).max()) for ours, sample in pairs)
+
+
+async def sample(config: Config, line: dict[str, Any]) -> list[Turn]:
+    prompts = np.random.default_rng(0).integers(10, VOCAB, (PROMPTS, PROMPT)).tolist()
+    client = SGLangClient(line["url"], line["api_key"], config.rollout)
+    requests = [
+        client.generate(tuple(prompt), max_new_tokens=REPLY, sampling=config.rollout.turn, seed=number)
+        for number, prompt in enumerate(prompts)
+    ]
+    turns = await asyncio.gather(*requests)
+    await client.close()
+    return turns
+
+
+def run_layout(folder: Path, layout: str, server: SGLangServer, index: int) -> dict[str, Any]:
+    """Each layout is a server of its own to the ranks, which know it by `index`."""
+    out = folder / f"{layout}.json"
+    line = {"url": server.url, "api_key": server.api_key, "tp": 1, "index": index, "generation": 0}
+    environment = os.environ | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(bindable("bench", 0)),
+        "WORLD_SIZE": "2",
+        "OMP_NUM_THREADS": "1",
+        "SERVER": json.dumps(line),
+    }
+    command = [sys.executable, __file__, "--rank", str(folder), layout, str(out)]
+    ranks = [
+        subprocess.Popen(command, env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)
+    ]
+    try:
+        if any([rank.wait(600) for rank in ranks]):
+            raise SystemExit(f"{layout}: a rank failed")
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    return json.loads(out.read_text())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rank", nargs=3, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank:
+        folder, layout, out = arguments.rank
+        run_rank(Path(folder), layout, Path(out))
+        return
+    with TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        make_model(folder)
+        with SGLangServer(configure(folder), folder / "server.log") as server:
+            server.wait_healthy(400)
+            found = {layout: run_layout(folder, layout, server, index) for index, layout in enumerate(LAYOUTS)}
+    print(f"{'':6}{'copy':>8}{'ours':>8}{'peer':>8}  ms, of which rank 0's:")
+    for layout, own in found.items():
+        profile = ", ".join(f"{name} {ms:.1f}" for name, ms in own["profile"].items())
+        print(f"{layout:6}{own['copy']:8.1f}{own['ours']:8.1f}{own['peer']:8.1f}  {profile}")
+    values = {
+        "time_over_copy": max(own["ours"] / own["copy"] for own in found.values()),
+        "peer_over_ours": min(own["peer"] / own["ours"] for own in found.values()),
+        **{name: max(own[name] for own in found.values()) for name in ("bytes_over_target", "scratch_buckets")},
+        "logprob_diff": max(own["logprob_diff"] for own in found.values()),
+    }
+    print(json.dumps({"name": "publish", "values": values}))
+
+
+if __name__ == "__main__":
+    main()
