@@ -148,7 +148,9 @@ class ServerConfig:
     replicas: int = option(1, "SGLang servers; the conversations of a prompt stay on one of them")
     port: int = option(0, "port of the first SGLang server, the others follow; 0: free ones")
     max_running_requests: int = option(256, "requests a server decodes at once")
-    max_total_tokens: int | None = option(None, "tokens in a server's KV cache; none: SGLang decides")
+    max_total_tokens: int | None = option(
+        None, "tokens in a server's KV cache; none: SGLang decides; needed by colocated servers on GPUs"
+    )
     start_timeout: float = option(600.0, "seconds until the servers must be healthy")
 
 

@@ -26,6 +26,8 @@ MAY_CHANGE = (
     "train.keep_checkpoints",
     "run.wandb_project",
     "rollout.server.port",
+    "rollout.server.start_timeout",
+    "rollout.max_staleness",  # what was in flight is in the checkpoint
 )
 
 
@@ -49,7 +51,7 @@ def prepare(config: Config) -> None:
     nodes = config.launch.nodes
     if nodes > 1 and config.train.stage == "rl":
         raise ConfigError(
-            f"launch.nodes={nodes}: weights reach the servers through the memory of one node in this version; set "
+            f"launch.nodes={nodes}: SGLang servers start on the node of rank 0 only in this version; set "
             "launch.nodes=1, or train.stage=sft"
         )
     if nodes > 1 and not under_torchrun():

@@ -54,20 +54,21 @@ def fit(config: Config) -> None:
             source, sampling = Supervised(config), nullcontext
 
         clock = Stopwatch()
+        sampled = clock.lap if engine else lambda stage: None  # the supervised stage does nothing then
         for step in range(start, config.train.steps):
             try:
                 with actor.offloaded(), sampling(step):  # servers hold the weights of `step`
-                    clock.lap("publish")
+                    sampled("publish")
                     if step == 0:
                         source.evaluate("before", step=0)
-                        clock.lap("evaluation")
+                        sampled("evaluation")
                     batch = source.next(step)
-                    clock.lap("rollout")
+                    sampled("rollout")
             except RunStopped:
                 if step > start and step % config.train.checkpoint_every:  # what was learned since the last one
                     checkpoints.save(step, actor, {**run.state(), "collector": source.state()})
                 raise
-            clock.lap("publish")  # memory that moves between servers and trainer counts as that
+            sampled("publish")  # memory that moves between servers and trainer counts as that
             stats = actor.update(batch)
             clock.lap("update")
             run.record(step, {**batch.metrics, **stats, **(engine.take_counters() if engine else {}), **clock.read()})

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
+from pathlib import Path
+
 import pytest
 
 from megatron_collab import launch
@@ -20,5 +24,17 @@ def test_several_nodes_need_torchrun_on_each(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_sampling_stays_on_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
-    with pytest.raises(ConfigError, match=r"^launch\.nodes=8: weights reach the servers .* set launch\.nodes=1, or"):
+    with pytest.raises(
+        ConfigError, match=r"^launch\.nodes=8: SGLang servers start on the node of rank 0 .* set launch\.nodes=1, or"
+    ):
         launch.prepare(parse(["experiment=train_70b"]))
+
+
+def test_a_run_goes_on_with_another_staleness_but_not_with_other_numbers(tmp_path: Path) -> None:
+    config = parse(["experiment=booking", f"run.dir={tmp_path}"])
+    (tmp_path / "config.json").write_text(json.dumps(asdict(config)))
+    config.rollout.max_staleness, config.rollout.server.start_timeout = 2, 900.0
+    launch._check_same_run(config)
+    config.optim.lr *= 2
+    with pytest.raises(ConfigError, match=r"holds a run with optim\.lr="):
+        launch._check_same_run(config)

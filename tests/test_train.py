@@ -13,7 +13,8 @@ import torch.distributed as dist
 from megatron_collab import launch, train
 from megatron_collab.llm.limiter import BudgetSpent
 from megatron_collab.processes import RunStopped
-from megatron_collab.rollout.collector import TooManyMissing, _from_leader
+from megatron_collab.rollout.collector import TooManyMissing
+from megatron_collab.rollout.leader import from_leader
 
 
 @pytest.fixture
@@ -30,15 +31,15 @@ def refuse(error: Exception) -> NoReturn:
 
 def test_a_budget_that_is_used_up_stops_the_run(alone: None) -> None:
     with pytest.raises(RunStopped, match=r"llm\.budget_usd=5 is used up"):
-        _from_leader(lambda: refuse(BudgetSpent("llm.budget_usd=5 is used up")))
+        from_leader(lambda: refuse(BudgetSpent("llm.budget_usd=5 is used up")))
 
 
 def test_other_failures_are_what_they_are(alone: None) -> None:
     with pytest.raises(KeyError):
-        _from_leader(lambda: refuse(KeyError("bug")))
+        from_leader(lambda: refuse(KeyError("bug")))
     with pytest.raises(TooManyMissing):
-        _from_leader(lambda: refuse(TooManyMissing("9 of 9")))
-    assert _from_leader(lambda: 7) == 7
+        from_leader(lambda: refuse(TooManyMissing("9 of 9")))
+    assert from_leader(lambda: 7) == 7
 
 
 def test_a_stopped_run_says_why_in_one_line(

@@ -39,11 +39,16 @@ def teaches(samples: Sequence[Sample]) -> bool:
 
 
 def fresh(samples: Sequence[Sample], oldest: int, config: Config) -> list[Sample]:
-    """The samples of a group whose weights are of version `oldest` or newer, and that still have enough peers."""
-    young = [sample for sample in samples if sample.version >= oldest]
-    peers = Counter(credit.peers for credit in _credits(young))
-    fewest = _fewest(config)
-    return [s for s in young if any(credit.spans and peers[credit.peers] >= fewest for credit in s.credits)]
+    """The samples of a group whose weights are of version `oldest` or newer, and that still have enough peers.
+
+    A sample is no peer of itself, and one that is dropped is nobody's.
+    """
+    kept, fewest = [sample for sample in samples if sample.version >= oldest], _fewest(config)
+    while True:
+        peers = Counter(name for sample in kept for name in {credit.peers for credit in sample.credits})
+        before, kept = kept, [s for s in kept if any(c.spans and peers[c.peers] >= fewest for c in s.credits)]
+        if len(kept) == len(before):
+            return kept
 
 
 def whole(rollout: Rollout, turn_credit: str, name: str) -> list[Credit]:

@@ -14,10 +14,12 @@ from urllib.parse import urlsplit
 
 import torch
 
+from megatron_collab.processes import RunStopped
+
 LOADER = "megatron_collab.publish.receiver.receive"
 
 
-class PublishError(RuntimeError):
+class PublishError(RunStopped):
     """The new weights reached no server, or not this one; the message says where it failed."""
 
 

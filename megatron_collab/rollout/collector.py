@@ -19,10 +19,10 @@ from megatron_collab import files
 from megatron_collab.algo.credit import fresh, samples_of, teaches
 from megatron_collab.config import Config
 from megatron_collab.data.datasets import Cursor, load_tasks
-from megatron_collab.llm.limiter import BudgetSpent
 from megatron_collab.observe.run import Run
 from megatron_collab.processes import RunStopped
 from megatron_collab.rollout.ahead import Asked, Flight, Slot, window
+from megatron_collab.rollout.leader import from_leader
 from megatron_collab.rollout.summary import mean, summary
 from megatron_collab.rollout.worker import Crew
 from megatron_collab.types import Batch, Group, Missing, Sample
@@ -82,13 +82,18 @@ class Collector:
         self._together(self._evaluate(name, step))
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint, as of the last batch: what is begun next, and what was in flight; JSON, on rank 0."""
+        """For a checkpoint, as of the last batch: what is begun next, and what was in flight; JSON, on rank 0.
+
+        What users and judges have spent since that batch is on disk then, too.
+        """
+        if self.leader:
+            self._write_spend()
         return self._state
 
     def _together(self, play: Generator[None, None, _Result]) -> _Result:
         """What `play` gives on rank 0, on every rank; where it yields, no server is left, and all ranks revive them."""
         while True:
-            ended, result = _from_leader(lambda: self._accounted(play))
+            ended, result = from_leader(lambda: self._accounted(play))
             if ended:
                 return result
             self.revive()
@@ -98,14 +103,13 @@ class Collector:
 
         What was spent is on disk afterwards, however it ends, so that the budget holds.
         """
-        assert self.crew is not None
         try:
             next(play)
             return False, None
         except StopIteration as end:
             return True, end.value
         finally:
-            files.replace(self._ledger, json.dumps(ray.get(self.crew.limiter.spend.remote())))
+            self._write_spend()
 
     def _collect(self, step: int) -> Generator[None, None, Batch]:
         """Take the groups of a step, and others for those that cannot be trained.
@@ -152,7 +156,7 @@ class Collector:
         counts: dict[str, float] = {}
         if refills:
             counts = {"dynamic/kept": len(kept), "dynamic/dropped": idle, "dynamic/refills": refill}
-        if ahead:
+        if ahead or dropped:
             ages = [float(step - sample.version) for sample in samples]
             counts |= {"staleness/mean": mean(ages), "staleness/max": max(ages), "staleness/dropped": dropped}
             counts |= {"staleness/groups_dropped": len(played) - len(kept) - idle, "staleness/groups_lacking": lacking}
@@ -205,6 +209,10 @@ class Collector:
         self._spent = spent
         return {**{f"count/{name}": float(count) for name, count in sorted(counts.items())}, **step}
 
+    def _write_spend(self) -> None:
+        assert self.crew is not None
+        files.replace(self._ledger, json.dumps(ray.get(self.crew.limiter.spend.remote())))
+
     def _restore_spend(self) -> dict[str, float]:
         """Totals of the run's earlier starts, which its budget counts, and steps that are done again as well."""
         assert self.crew is not None
@@ -226,27 +234,3 @@ def refuse_missing(groups: Sequence[Group], max_missing: float) -> None:
             f"{reasons.total()} of {len(rewards)} rollouts have no reward, more than "
             f"reward.max_missing={max_missing} allows; most often ({count}): {why}"
         )
-
-
-def _from_leader(make: Callable[[], Any]) -> Any:
-    """What rank 0 makes, on every rank; where rank 0 fails, every rank raises instead of waiting for it.
-
-    A budget that is used up stops the run: RunStopped on every rank.
-    """
-    box: list[Any] = [None, None, False]
-    failure: Exception | None = None
-    if dist.get_rank() == 0:
-        try:
-            box[0] = make()
-        except BudgetSpent as error:
-            failure = RunStopped(str(error))
-        except Exception as error:
-            failure = error
-        if failure is not None:
-            box[1:] = f"{type(failure).__name__}: {failure}", isinstance(failure, RunStopped)
-    dist.broadcast_object_list(box, src=0)
-    if failure is not None:
-        raise failure
-    if box[1] is not None:
-        raise (RunStopped if box[2] else RuntimeError)(f"rank 0 failed: {box[1]}")
-    return box[0]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +21,8 @@ from megatron_collab.publish.publisher import Publisher, PublishError
 from megatron_collab.reward.loop import ray_session
 from megatron_collab.rollout.collector import Collector
 from megatron_collab.rollout.fleet import Fleet
-from megatron_collab.rollout.sglang import ServerError, SGLangServer
+from megatron_collab.rollout.leader import from_leader
+from megatron_collab.rollout.sglang import SGLangServer
 from megatron_collab.rollout.worker import Crew, start_crew
 
 PUBLISHES = 3  # tries to publish a version before the run ends: all servers may fail at once
@@ -38,6 +39,7 @@ class Engine:
         self.config = config
         self.fleet: Fleet | None = None
         self.crew: Crew | None = None
+        self._look = config.launch.timeout / 4  # seconds: the other ranks wait in a collective meanwhile
         self._stack = ExitStack()
 
     def __enter__(self) -> Engine:
@@ -75,18 +77,17 @@ class Engine:
 
         Colocated servers have their memory within it only. With rollout.max_staleness they go on sampling after it.
         """
-        self._publish(publisher, version)
-        if self.fleet and not self.config.rollout.max_staleness:
-            self.fleet.recover()  # nothing was in flight by then
         try:
+            self._publish(publisher, version)
+            if self.fleet and not self.config.rollout.max_staleness:
+                self.fleet.recover()  # nothing was in flight by then
             yield
+            from_leader(lambda: self._led().rest())
+            self._wait(lambda: self._led().rested(self._look))
         except Exception:
             if self.fleet:
-                with suppress(ServerError):  # what ends the run counts, and the trainer may need the memory to save
-                    self.fleet.release()
+                self.fleet.give_up()
             raise
-        if self.fleet:
-            self.fleet.rest()
 
     def lacking(self) -> bool:
         """On rank 0: whether there was a time, since the last `revive`, when no server was left that could sample.
@@ -111,16 +112,23 @@ class Engine:
     def _publish(self, publisher: Publisher, version: int) -> None:
         """Publish, again where all servers were lost on the way, and have the workers ask who has the weights."""
         for tried in range(1, PUBLISHES + 1):
-            if self.fleet:
-                self.fleet.wake()
+            self._wait(lambda: self._led().ready(self._look))
             try:
                 publisher.publish(version)
                 break
             except PublishError:
                 if tried == PUBLISHES:
                     raise
-        if self.fleet:
-            self.fleet.serve()
+        from_leader(lambda: self._led().serve())
+
+    def _wait(self, look: Callable[[], bool]) -> None:
+        """Return once rank 0 sees what it looks for; collective, a look at a time, since none may take too long."""
+        while not from_leader(look):
+            pass
+
+    def _led(self) -> Fleet:
+        assert self.fleet is not None
+        return self.fleet
 
 
 def _tell(crew: Crew, servers: Sequence[int]) -> None:

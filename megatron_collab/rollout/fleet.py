@@ -9,28 +9,32 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from megatron_collab.config import ServerConfig
-from megatron_collab.rollout.sglang import ServerError, SGLangServer
+from megatron_collab.rollout.sglang import MEMORY, ServerError, SGLangServer
 
 STARTS = 3  # in a row that may fail before the run ends
+POLL_SECONDS = 0.1
 
 
 class Fleet:
     """On rank 0. One thread only: a server ends with the thread that started it.
 
-    `lacked`: whether there was a time, since the last `recover`, when no server was left.
+    `lacked`: whether there was a time, since the last `recover`, when no server was left. `hopeless`: why a server
+    cannot be kept alive, which is raised where all ranks wait: in `ready`.
     """
 
     def __init__(
         self, servers: Sequence[SGLangServer], options: ServerConfig, tell: Callable[[Sequence[int]], None]
     ) -> None:
-        """`servers` are starting. `tell` is called with the numbers of those that may be asked, when they change."""
+        """`servers` are starting. `tell` is called with the numbers of those that may be asked from now on."""
         self.servers = servers
         self.options = options
         self._tell = tell
         self._told = [server.index for server in servers]
         self.lacked = False
+        self.hopeless = ""
         self._present: list[SGLangServer] = []
         self._deadlines: dict[int, float] = {}  # by number, of servers that are being started again (monotonic)
         self._failures: Counter[int] = Counter()  # by number, since the server last saw a phase to its end
@@ -41,13 +45,12 @@ class Fleet:
         for server in self.servers:
             server.wait_healthy(self.options.start_timeout)
         self._present = list(self.servers)
-        self.rest()
+        self._release()
 
     def present(self) -> list[SGLangServer]:
         """Who is healthy now, servers that came back since the last call among them.
 
-        They may hold any weights: a publish asks once, at its beginning, and gives its weights to all of them. As in
-        `lost`, ServerError where a server cannot be kept alive.
+        They may hold any weights: a publish asks once, at its beginning, and gives its weights to all of them.
         """
         self.watch()
         for server in list(self._present):
@@ -65,17 +68,14 @@ class Fleet:
         return sorted(self._present, key=lambda server: server.index)
 
     def lost(self, server: SGLangServer, reason: str) -> None:
-        """Leave the server out from now on and start it again; it does not come back before a call of `present`.
-
-        Raises ServerError with its last words when this has failed STARTS times in a row.
-        """
+        """Leave the server out from now on and start it again; it does not come back before a call of `present`."""
         if server not in self._present:  # known already
             return
         self._present.remove(server)
         self.lacked |= not self._present
         self._counts["lost"] += 1
-        # Before it is there again, with other weights.
-        self._say([index for index in self._told if index != server.index])
+        if server.index in self._told:  # before it is there again, with other weights
+            self._say([index for index in self._told if index != server.index])
         self._start_again(server, reason)
 
     def watch(self) -> None:
@@ -85,44 +85,72 @@ class Fleet:
                 reason = f"it ended with code {server.process.returncode}"
                 if server in self._present:
                     self.lost(server, reason)
-                else:
+                elif server.index in self._deadlines:
                     self._start_again(server, reason)
 
     def recover(self) -> None:
         """What was lost until now is made good: `lacked` counts anew."""
         self.lacked = not self._present
 
-    def wake(self) -> None:
-        """Before a publish: wait for a server, and have all that are present take memory for weights again."""
-        while not self.present():
-            time.sleep(0.1)
-        self._each(lambda server: server.resume("weights"))
+    def ready(self, seconds: float) -> bool:
+        """Before a publish: whether a server is there that has memory for weights; looks for about `seconds`.
+
+        Raises ServerError with its last words where a server failed after STARTS new starts in a row too.
+        """
+        deadline = time.monotonic() + seconds
+        while True:
+            self.present()
+            self._each(lambda server: server.resume("weights"))
+            if self.hopeless:
+                raise ServerError(self.hopeless)
+            if self._present or time.monotonic() > deadline:
+                return bool(self._present)
+            time.sleep(POLL_SECONDS)
 
     def serve(self) -> None:
-        """After a publish: have the servers take memory for the KV cache again, and the workers ask them."""
-        self._each(lambda server: server.resume("kv_cache"))
+        """After a publish: have the workers ask the servers, those that a worker lost sight of among them."""
         self._say(sorted(server.index for server in self._present))
 
     def rest(self) -> None:
-        """After a phase: `release`, for which servers that are being started again are awaited."""
+        """After a phase: have colocated servers that are present give their memory back."""
         for server in self._present:
             self._failures.pop(server.index, None)
-        self.release()
-        while self.options.colocated and self._deadlines:  # one that is ready later would take the trainer's memory
-            time.sleep(0.1)
-            self.present()
-            self.release()
+        self._release()
 
-    def release(self) -> None:
-        """Have colocated servers that are present give their memory back."""
-        if self.options.colocated:
-            self._each(lambda server: None if server.released else server.release())
+    def rested(self, seconds: float) -> bool:
+        """After `rest`: whether no colocated server is being started any more; looks for about `seconds`.
+
+        One that is ready later would take the trainer's memory.
+        """
+        deadline = time.monotonic() + seconds
+        while self.options.colocated and self._deadlines:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(POLL_SECONDS)
+            self.present()
+            self._release()
+        return True
+
+    def give_up(self) -> None:
+        """The run ends: colocated servers give their memory back, so that the trainer can save; else they are ended."""
+        if not self.options.colocated:
+            return
+        for server in self._present:
+            with suppress(ServerError):
+                server.release()
+        for server in self.servers:
+            if server.released != set(MEMORY):
+                server.stop()
 
     def take_counters(self) -> dict[str, float]:
         """How many servers were lost and came back since the last call, as metrics of a step."""
         taken = {f"servers/{name}": float(count) for name, count in self._counts.items()}
         self._counts = Counter({"lost": 0, "back": 0})
         return taken
+
+    def _release(self) -> None:
+        if self.options.colocated:
+            self._each(lambda server: server.release())
 
     def _each(self, call: Callable[[SGLangServer], None]) -> None:
         for server in list(self._present):
@@ -133,15 +161,17 @@ class Fleet:
 
     def _start_again(self, server: SGLangServer, reason: str) -> None:
         self._failures[server.index] += 1
+        self._deadlines.pop(server.index, None)
         if self._failures[server.index] > STARTS:
-            raise ServerError(
+            self.hopeless = (
                 f"SGLang server {server.index} failed after {STARTS} new starts too: {reason}; {server.last_words()}"
             )
+            server.stop()
+            return
         print(f"engine: SGLang server {server.index} is left out and started again: {reason}", flush=True)
         server.restart()
         self._deadlines[server.index] = time.monotonic() + self.options.start_timeout
 
     def _say(self, servers: list[int]) -> None:
-        if servers != self._told:
-            self._told = servers
-            self._tell(servers)
+        self._told = servers
+        self._tell(servers)

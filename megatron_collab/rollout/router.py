@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 from megatron_collab.config import RolloutConfig, SamplingConfig
-from megatron_collab.rollout.sglang import ServerGone, SGLangClient
+from megatron_collab.rollout.sglang import UNPUBLISHED, ServerGone, SGLangClient
 from megatron_collab.rollout.tools import ToolCall
 from megatron_collab.types import Turn
 
@@ -44,8 +44,9 @@ class Router:
     not be asked now, and those that were lost meanwhile.
     """
 
-    def __init__(self, servers: Sequence[tuple[str, str]], config: RolloutConfig) -> None:
-        """`servers`: address and key of each."""
+    def __init__(self, servers: Sequence[tuple[str, str]], config: RolloutConfig, unpublished: bool = False) -> None:
+        """`servers`: address and key of each. `unpublished`: weights that no run has published will do."""
+        self.unpublished = unpublished
         self.clients = [SGLangClient(url, key, config) for url, key in servers]
         self.in_flight = [0] * len(self.clients)
         self.gone: set[int] = set()
@@ -61,11 +62,19 @@ class Router:
     async def generate(
         self, prompt_ids: tuple[int, ...], *, max_new_tokens: int, sampling: SamplingConfig, seed: int, affinity: str
     ) -> Turn:
-        """See SGLangClient.generate; all turns of an `affinity` are sampled by one server, while it lives."""
-        return await self._ask(
-            affinity,
-            lambda client: client.generate(prompt_ids, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed),
-        )
+        """See SGLangClient.generate; all turns of an `affinity` are sampled by one server, while it lives.
+
+        A server that was started again and has not been published to counts as gone: a worker that Ray started again
+        has not been told to leave it out.
+        """
+
+        async def sample(client: SGLangClient) -> Turn:
+            turn = await client.generate(prompt_ids, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)
+            if UNPUBLISHED in turn.versions and not self.unpublished:
+                raise ServerGone(f"{client.url}: has not been given the run's weights")
+            return turn
+
+        return await self._ask(affinity, sample)
 
     async def tool_calls(self, text: str, schemas: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
         """See SGLangClient.tool_calls; any server will do."""

@@ -27,7 +27,7 @@ import aiohttp
 from megatron_collab import device
 from megatron_collab.config import Config, RolloutConfig, SamplingConfig
 from megatron_collab.ports import HOST, bindable
-from megatron_collab.processes import die_with_parent
+from megatron_collab.processes import RunStopped, die_with_parent
 from megatron_collab.rollout.tools import ToolCall
 from megatron_collab.sglang_cpu.key import KEY_VARIABLE
 from megatron_collab.types import Finish, Turn
@@ -40,6 +40,7 @@ _Answer = TypeVar("_Answer")
 CPU_CACHE_TOKENS = 2**18
 
 UNPUBLISHED = -1  # version of the weights that a server starts with: none of the run's
+MEMORY = ("kv_cache", "weights")  # what a server can release, in this order
 HEALTH_SECONDS = 30  # that a server may take to say that it is healthy
 IDLE_SECONDS = 60  # that a server may take until the requests that it aborts have ended
 
@@ -66,7 +67,7 @@ class ServerGone(EngineError):
     """The server stayed away: its address takes no connection, or breaks it, at every try."""
 
 
-class ServerError(RuntimeError):
+class ServerError(RunStopped):
     """The server could not be started, or has ended; the message says which and shows its last words."""
 
 
@@ -151,11 +152,16 @@ class SGLangServer:
     def release(self) -> None:
         """Give the memory of KV cache and weights back, and with it what they hold; ServerError where that fails.
 
+        What was given back already stays so.
+
         Requests under way are aborted, and later ones wait until the server is told to continue.
         """
+        kept = [tag for tag in MEMORY if tag not in self.released]
+        if not kept:
+            return
         self._call("/pause_generation", mode="abort")
         self._call(f"/flush_cache?timeout={IDLE_SECONDS}")  # waits until it is idle: a busy server dies of a release
-        for tag in ("kv_cache", "weights"):
+        for tag in kept:
             self._call("/release_memory_occupation", tags=[tag])
             self.released.add(tag)
 
@@ -189,7 +195,8 @@ class SGLangServer:
         headers = {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"}
         try:
             request = Request(self.url + path, json.dumps(body).encode(), headers)
-            with urlopen(request, timeout=self.config.launch.timeout) as answer:
+            # The other ranks wait in a collective meanwhile.
+            with urlopen(request, timeout=self.config.launch.timeout / 4) as answer:
                 answer.read()
         except HTTPError as error:
             reason = " ".join(error.read().decode(errors="replace").split())

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_collab.algo.advantage import assign
-from megatron_collab.algo.credit import samples_of, teaches, whole
+from megatron_collab.algo.credit import fresh, samples_of, teaches, whole
 from megatron_collab.config import Config
 from megatron_collab.types import (
     Conversation,
@@ -203,3 +203,24 @@ def test_a_group_teaches_where_something_differs_from_what_it_is_compared_with()
     assert not taught(at_once, at_once, train_turns="all")
     # Equal rewards at the end, and turns that users rewarded differently.
     assert taught(played(1.0, [0, 1]), played(1.0, [0, 0]), futures=0)
+
+
+def test_turns_of_one_young_rollout_are_not_compared_with_each_other() -> None:
+    options = config(futures=0, turn_credit="reward_to_go(1)")
+    group = Group(TASK, (played(1.0, [1.0, 0]), played(0.0, [0, 0]), played(0.5, [0, 0])))
+    young, old, second = samples_of(group, options, 0)
+    old = replace(old, version=1)
+    assert fresh([young, old], 4, options) == []
+    assert [id(sample) for sample in fresh([young, old, second], 4, options)] == [id(young), id(second)]
+
+
+def test_who_is_dropped_is_nobodys_peer() -> None:
+    options = config(train_turns="all")
+    ended = Future(conversation(1).end(Ending.USER_DONE), {"right": 1.0})
+    parted = branched(0.0)
+    group = Group(TASK, (replace(parted, futures=(*parted.futures, ended), reward=Reward(0.5)), branched(0.0, 1.0)))
+    first, second, *later = samples_of(group, options, 0)
+    assert len(fresh([first, second, *later], 4, options)) == 5
+    # The first trained turn has no young peer, and with it goes the future that ended there: the only sibling.
+    kept = fresh([first, replace(second, version=1), *later], 4, options)
+    assert [id(sample) for sample in kept] == [id(sample) for sample in later[1:]]

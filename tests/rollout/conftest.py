@@ -1,4 +1,4 @@
-"""What tests of the collector share."""
+"""What tests of the collector and of the engine share."""
 
 from __future__ import annotations
 
@@ -22,8 +22,14 @@ def fake_ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
 
 
 @pytest.fixture
-def world(tmp_path: Path, fake_ray: FakeRay) -> Iterator[Callable[..., World]]:
-    """Makes simulated runs in a process group of one rank."""
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A process group of one rank."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield partial(World, tmp_path)
+    yield
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def world(tmp_path: Path, fake_ray: FakeRay, alone: None) -> Callable[..., World]:
+    """Makes simulated runs."""
+    return partial(World, tmp_path)

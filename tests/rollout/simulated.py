@@ -80,7 +80,7 @@ class World:
     """A run of one worker that gives `rewards`, with weights whose version is the step.
 
     `played` are streams and their tasks, `calls` how often each was played, `begun` the version that sampled it,
-    `written` the transcripts, `peak` the most groups that were in flight. What is in `slow` is not finished; what is
+    `written` the transcripts, `usd` what was spent, `peak` the most groups that were in flight. What is in `slow` is not finished; what is
     in `broken` ends with errors, the first time. No server is left from the look number `outage` on, until they
     are revived, which calls `on_revive`.
     """
@@ -99,6 +99,7 @@ class World:
         (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         self.rewards = rewards
         self.version = 0
+        self.usd = 0.0
         self.played: dict[str, int] = {}
         self.begun: dict[str, int] = {}
         self.written: list[Group] = []
@@ -114,7 +115,7 @@ class World:
             play=Method(self._play),
             evaluate=Method(self._play),
             take_counters=Method(lambda: {"asked": 1}),
-            spend=Method(lambda: {"usd": 0.0}),
+            spend=Method(lambda: {"usd": self.usd}),
             restore=Method(lambda spent: None),
         )
         crew = Crew([actor], [], actor) if dist.get_rank() == 0 else None

@@ -53,14 +53,6 @@ def test_slots_are_named_and_ordered_as_they_are_played() -> None:
     assert Slot(3, 0, 4).after(6) == Slot(3, 0, 5) and Slot(3, 0, 5).after(6) == Slot(4, 0, 0)
 
 
-@pytest.mark.parametrize("ahead", [0, 1, 2, 7])
-def test_what_is_in_flight_can_still_be_trained(ahead: int) -> None:
-    """Of what versions up to `step` began, steps up to step + ahead, and those of the run, can train all."""
-    for step in range(STEPS):
-        begun = step * PROMPTS + window(step, STEPS, PROMPTS, ahead)
-        assert begun == min(step + ahead + 1, STEPS) * PROMPTS
-
-
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_no_group_is_begun_too_early_or_trained_too_late(world: Maker, ahead: int, seed: int) -> None:
@@ -162,6 +154,29 @@ def test_groups_that_teach_nothing_are_replaced_that_often(world: Maker) -> None
         assert made.peak <= 2 * PROMPTS
         assert dropped > 0
     assert len(made.played) == len(made.written)
+
+
+@pytest.mark.parametrize("published", [True, False])
+def test_samples_of_unpublished_weights_are_not_trained(world: Maker, published: bool) -> None:
+    """Also without staleness; where there are none, nothing is said of it."""
+    made = make(world, 0)
+
+    def group(task: Task, stream: str) -> Group:
+        versions = [0, 0, 0 if published or stream != "train-0-2" else -1]
+        return Group(task, tuple(rollout(value, at) for value, at in zip(DIFFERENT, versions, strict=True)))
+
+    made.group = group  # type: ignore[method-assign]
+    batch = made.next(0)
+    assert len(batch.samples) == 3 * PROMPTS - (not published)
+    assert batch.metrics.get("staleness/dropped") == (None if published else 1.0)
+
+
+def test_what_is_spent_while_the_trainer_trains_is_on_disk_with_its_checkpoint(world: Maker, tmp_path: Path) -> None:
+    made = make(world, 1)
+    made.next(0)
+    made.usd = 2.5
+    made.collector.state()
+    assert json.loads((tmp_path / "spend.json").read_text()) == {"usd": 2.5}
 
 
 def resumed(world: Maker, made: World, step: int, ahead: int) -> World:

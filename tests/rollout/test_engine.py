@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from megatron_collab.publish.publisher import PublishError
 from megatron_collab.rollout.engine import Engine
 from megatron_collab.rollout.fleet import Fleet
 from megatron_collab.rollout.sglang import ServerError
+from tests.actor.ranks import run_ranks
 from tests.rollout.recorder import Recorded
 
 RELEASE = [
@@ -39,6 +41,7 @@ class FakePublisher:
             if server.index in failing:
                 self.fleet.lost(server, "the bucket did not arrive")
             else:
+                server.resume("kv_cache")
                 server.paused = False
         if failing.issuperset(server.index for server in present):
             raise PublishError("no server has the weights")
@@ -79,7 +82,7 @@ class Stage:
 
 
 @pytest.fixture
-def stage(tmp_path: Path) -> Iterator[Callable[..., Stage]]:
+def stage(tmp_path: Path, alone: None) -> Iterator[Callable[..., Stage]]:
     stages: list[Stage] = []
 
     def make(replicas: int = 1, colocated: bool = True, staleness: int = 0) -> Stage:
@@ -101,6 +104,7 @@ def test_colocated_servers_have_their_memory_only_while_they_sample(stage: Calla
             "/resume_memory_occupation weights",
             f"publish {version} to [0]",
             "/resume_memory_occupation kv_cache",
+            "workers: ask [0]",
             "sampling",
             *RELEASE,
         ]
@@ -111,17 +115,17 @@ def test_colocated_servers_have_their_memory_only_while_they_sample(stage: Calla
 def test_servers_on_devices_of_their_own_keep_their_memory(stage: Callable[..., Stage], staleness: int) -> None:
     run = stage(colocated=False, staleness=staleness)
     run.begin()
-    assert run.phase(3) == ["publish 3 to [0]", "sampling"]
+    assert run.phase(3) == ["publish 3 to [0]", "workers: ask [0]", "sampling"]
 
 
-def test_several_servers_take_turns_and_workers_hear_only_of_changes(stage: Callable[..., Stage]) -> None:
+def test_several_servers_take_turns(stage: Callable[..., Stage]) -> None:
     run = stage(replicas=2)
     run.begin()
     told = run.phase(0)
     at = told.index("publish 0 to [0, 1]")
     assert told[:at] == [f"server {index}: /resume_memory_occupation weights" for index in (0, 1)]
     assert told[at + 1 : at + 3] == [f"server {index}: /resume_memory_occupation kv_cache" for index in (0, 1)]
-    assert not any(event.startswith("workers") for event in told)
+    assert told[at + 3 :][:2] == ["workers: ask [0, 1]", "sampling"]
 
 
 @pytest.mark.parametrize("stuck", [False, True])
@@ -131,14 +135,37 @@ def test_a_run_that_stops_gives_the_trainer_its_memory_to_save(stage: Callable[.
 
     def play() -> None:
         run.servers[0].busy = stuck
-        run.servers[0].starts = False
         raise RunStopped("the budget is used up")
 
     with pytest.raises(RunStopped, match="budget"):
         run.phase(0, play)
-    assert run.of_phase()[4:] == (
-        ["/pause_generation abort", "/flush_cache", "workers: ask []", "start 1"] if stuck else RELEASE
-    )
+    told = run.of_phase()
+    assert told[told.index("sampling") + 1 :] == (RELEASE[:2] if stuck else RELEASE)
+    assert run.servers[0].alive() is not stuck, "started again, it would take the memory"
+
+
+def test_a_run_that_stops_ends_servers_that_are_being_started(stage: Callable[..., Stage]) -> None:
+    run = stage(replicas=2)
+    run.begin()
+
+    def play() -> None:
+        run.servers[1].die()
+        assert not run.engine.lacking()
+        raise RunStopped("the budget is used up")
+
+    with pytest.raises(RunStopped, match="budget"):
+        run.phase(0, play)
+    assert [server.alive() for server in run.servers] == [True, False]
+    assert run.servers[0].released == {"kv_cache", "weights"}
+
+
+def test_a_publish_that_fails_gives_the_trainer_its_memory_to_save(stage: Callable[..., Stage]) -> None:
+    run = stage()
+    run.begin()
+    run.publisher.failures = [{0}] * 9
+    with pytest.raises(PublishError):
+        run.phase(0)
+    assert not run.servers[0].alive(), "it was lost, and is being started again"
 
 
 def test_a_server_that_does_not_become_idle_is_not_released_but_started_again(stage: Callable[..., Stage]) -> None:
@@ -169,6 +196,7 @@ def test_a_lost_server_is_left_out_at_once_and_taken_back_by_the_next_publish(st
 
     assert run.phase(0, play) == [
         "publish 0 to [0, 1]",
+        "workers: ask [0, 1]",
         "sampling",
         "workers: ask [0]",  # before the new process can answer: it has other weights
         "server 1: start 1",
@@ -236,7 +264,13 @@ def test_a_server_lost_in_a_publish_is_left_out_and_the_others_sample(stage: Cal
     run = stage(replicas=2, colocated=False)
     run.begin()
     run.publisher.failures = [{0}]
-    assert run.phase(0) == ["publish 0 to [0, 1]", "workers: ask [1]", "server 0: start 1", "sampling"]
+    assert run.phase(0) == [
+        "publish 0 to [0, 1]",
+        "workers: ask [1]",
+        "server 0: start 1",
+        "workers: ask [1]",
+        "sampling",
+    ]
 
 
 def test_a_server_that_came_back_is_not_asked_before_it_has_the_weights(stage: Callable[..., Stage]) -> None:
@@ -277,11 +311,12 @@ def test_a_server_that_does_not_start_any_more_ends_the_run(
     run.phase(0)
     run.servers[0].die()
     run.servers[0].starts = False
+    for _ in range(9):
+        assert not run.engine.lacking(), "the other one lives"
     with pytest.raises(
-        ServerError, match=r"server 0 failed after 3 new starts too: it ended with code 1; (.|\n)*out of memory"
+        RunStopped, match=r"server 0 failed after 3 new starts too: it ended with code 1; (.|\n)*out of memory"
     ):
-        for _ in range(9):
-            run.engine.lacking()
+        run.phase(1)
     assert run.servers[0].generation == 3
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "engine: SGLang server 0 is left out and started again: it ended with code -9"
@@ -303,3 +338,10 @@ def test_the_first_start_of_a_server_is_not_tried_twice(stage: Callable[..., Sta
     run.servers[0].die()
     with pytest.raises(ServerError, match="SGLang ended with code -9; the end of"):
         run.fleet.begin()
+
+
+def test_all_ranks_stop_where_a_server_cannot_be_kept_alive(tmp_path: Path) -> None:
+    """Rank 0 waits for servers a look at a time, and the other rank is told each time what it saw."""
+    run_ranks("engine_worker", 2, [str(tmp_path)])
+    raised = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    assert all("server 0 failed after 3 new starts too" in reason for reason in raised)

@@ -31,17 +31,23 @@ def test_a_released_server_samples_what_it_sampled_before(servers: dict[str, Ser
     assert server.released == {"kv_cache", "weights"}
     with pytest.raises(EngineError, match="no answer within"):
         with_client(server, impatient)
-    fleet.wake()
+    assert fleet.ready(seconds=1)
     assert server.released == {"kv_cache"}
-    server._call("/continue_generation")  # as a publish does at its end
+    publish(server)
     fleet.serve()
     assert server.released == set() and server.alive()
     assert sample(server, ASKED, at_once=True) == before
     fleet.rest()  # requests have been served, and it was idle
-    fleet.wake()
-    server._call("/continue_generation")
+    assert fleet.ready(seconds=1)
+    publish(server)
     fleet.serve()
     assert sample(server, ASKED, at_once=True) == before
+
+
+def publish(server: SGLangServer) -> None:
+    """What a publish does at its end."""
+    server.resume("kv_cache")
+    server._call("/continue_generation")
 
 
 async def impatient(client: SGLangClient) -> None:
@@ -62,7 +68,8 @@ def test_a_killed_server_is_started_again_at_the_same_address(servers: dict[str,
         time.sleep(0.01)
     assert fleet.lacked and told == [[]]
     assert fleet.present() == [], "it takes its time, and nobody waits for it"
-    fleet.wake()
+    while not fleet.ready(seconds=1):
+        pass
     fleet.serve()
     assert told == [[], [0]]
     assert (server.url, server.api_key) == address

@@ -19,7 +19,7 @@ from megatron_collab.rollout import sglang
 from megatron_collab.rollout.router import LOAD_FACTOR, Router, choose
 from megatron_collab.rollout.sglang import EngineError, ServerGone
 from megatron_collab.types import Turn
-from tests.rollout.test_sglang_client import stream_turn
+from tests.rollout.test_sglang_client import ANSWER, stream, stream_turn
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 NAMES = [f"train-3-{i}" for i in range(400)]
@@ -74,6 +74,7 @@ class Servers:
     def __init__(self) -> None:
         self.asked: list[int] = []
         self.broken: set[int] = set()
+        self.unpublished: set[int] = set()
         self.held = asyncio.Event()
         self.held.set()
 
@@ -85,6 +86,8 @@ class Servers:
                 return web.Response()
             self.asked.append(server)
             await self.held.wait()
+            if server in self.unpublished:
+                return await stream(request, ANSWER | {"meta_info": ANSWER["meta_info"] | {"weight_version": "-1"}})
             return await stream_turn(request)
 
         return handle
@@ -188,6 +191,19 @@ def test_a_server_that_came_back_is_asked_again() -> None:
         router.use([0, 1])
         await ask(router, NAMES[30:90])
         assert set(servers.asked) == {0, 1}
+
+    with_servers(2, play)
+
+
+def test_a_server_without_the_runs_weights_counts_as_gone() -> None:
+    async def play(servers: Servers, router: Router) -> None:
+        servers.unpublished = {1}
+        turns = await ask(router, NAMES[:30])
+        assert {version for turn in turns for version in turn.versions} == {12}
+        assert 1 in servers.asked and router.gone == {1}
+        router.unpublished = True
+        router.use([1])
+        assert (await ask(router, NAMES[:1]))[0].versions == (-1, -1, -1)
 
     with_servers(2, play)
 

@@ -75,7 +75,7 @@ async def play(config: Config, tasks: int) -> list[Group]:
     with SGLangServer(config, Path(config.run.dir) / "sglang.log") as server:
         server.wait_healthy(config.rollout.server.start_timeout)
         endpoints = [(server.url, server.api_key)]
-        policy, users = Router(endpoints, config.rollout), Users(config, LlmClient(), endpoints)
+        policy, users = Router(endpoints, config.rollout, unpublished=True), Users(config, LlmClient(), endpoints)
         player = Player(policy, ChatRenderer(config.model.path), users, Rewards(config), config)  # type: ignore[arg-type]
         chosen = load_tasks(Path(config.data.train))[:tasks]
         groups = await asyncio.gather(*(player.play(task, f"adaptive-{i}") for i, task in enumerate(chosen)))

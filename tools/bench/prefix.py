@@ -87,7 +87,7 @@ def configure(model: Path) -> Config:
 
 async def measure(config: Config, endpoints: list[tuple[str, str]], name: str, alike: bool) -> dict[str, float]:
     """Play all prompts at once; `name` sets their texts apart from those that the servers have seen."""
-    router = Router(endpoints, config.rollout)
+    router = Router(endpoints, config.rollout, unpublished=True)
     sampler = Sampler(router, ChatRenderer(config.model.path), RandomUsers(alike), config)
     places = [Place(f"{name}-{prompt}", turn) for prompt in range(PROMPTS) for turn in range(TURNS)]
     try:

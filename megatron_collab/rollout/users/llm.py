@@ -53,7 +53,7 @@ class LlmUser(User):
     def __init__(self, task: Task, argument: str, sample: str, users: Users) -> None:
         super().__init__(task, argument, sample, users)
         config = users.config
-        self.endpoint = self._endpoint()
+        self.model = argument or config.user.model
         self.system = system_prompt(
             task.goal, config.user.stop, draw_persona(config.user.personas, f"{config.run.seed}/{task.id}")
         )
@@ -74,7 +74,7 @@ class LlmUser(User):
         ]
         again: list[dict[str, str]] = []
         why = ""
-        for _ in range(self.endpoint.attempts):
+        for _ in range(self.users.config.user.attempts):
             answer = await self._ask([*request, *again])
             self.users.counters["user_replies"] += 1
             refused = self._refusal(answer["response"], conversation)
@@ -84,7 +84,7 @@ class LlmUser(User):
             said = {"role": "assistant", "content": json.dumps(answer, ensure_ascii=False)}
             again = [said, {"role": "user", "content": refused.complaint}]
             why = f"{refused.counter}: {answer['response'][:200]!r}"
-        raise UserError(f"user {self.endpoint.model}: {why}")
+        raise UserError(f"user {self.model}: {why}")
 
     def _refusal(self, text: str, conversation: Conversation) -> Refusal | None:
         instructions = system_prompt("", self.users.config.user.stop)
@@ -93,23 +93,32 @@ class LlmUser(User):
     async def _ask(self, request: list[dict[str, str]]) -> dict[str, Any]:
         from megatron_collab.llm.client import LlmError  # imported here: checking a name needs no LiteLLM
 
-        try:
-            return await self.users.client.ask(self.endpoint, request, FIELDS)
-        except LlmError as error:
-            malformed = isinstance(error.__cause__, MalformedAnswer)
-            self.users.counters["user_malformed" if malformed else "user_failed"] += 1
-            raise UserError(f"user {error}") from error
+        failure: LlmError | None = None
+        for endpoint in self._endpoints():
+            try:
+                return await self.users.client.ask(endpoint, request, FIELDS)
+            except LlmError as error:
+                failure = error
+                if isinstance(error.__cause__, MalformedAnswer):
+                    break
+        assert failure is not None
+        malformed = isinstance(failure.__cause__, MalformedAnswer)
+        self.users.counters["user_malformed" if malformed else "user_failed"] += 1
+        raise UserError(f"user {failure}") from failure
 
-    def _endpoint(self) -> EndpointConfig:
+    def _endpoints(self) -> list[EndpointConfig]:
+        """Who may be asked, in this order: of the servers that sample now the next one where one fails."""
         config = self.users.config.user
-        model = self.argument or config.model
-        if model != POLICY:
-            return replace(config, model=model)
+        if self.model != POLICY:
+            return [replace(config, model=self.model)]
         from megatron_collab.rollout import providers
 
-        # All conversations about a task begin alike: one server holds their prefix.
-        url, key = random.Random(self.task.id).choice(self.users.engine)
-        return replace(config, model=f"policy/{self.sample}", api_base=providers.POLICY.add(url, key))
+        # All conversations about a task begin alike: one server holds their prefix, as long as it is there.
+        engine = sorted(self.users.engine, key=lambda server: random.Random(f"{server[0]} {self.task.id}").random())
+        return [
+            replace(config, model=f"policy/{self.sample}", api_base=providers.POLICY.add(url, key))
+            for url, key in engine
+        ]
 
 
 def system_prompt(goal: str, stop: str, persona: str | None = None) -> str:

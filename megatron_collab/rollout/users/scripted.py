@@ -25,7 +25,7 @@ class ScriptedUser(LlmUser):
     def _refusal(self, text: str, conversation: Conversation) -> Refusal | None:
         return None
 
-    def _endpoint(self) -> EndpointConfig:
+    def _endpoints(self) -> list[EndpointConfig]:
         import megatron_collab.rollout.providers  # noqa: F401  makes the name `scripted/…` known to LiteLLM
 
-        return replace(self.users.config.user, model=f"scripted/{self.argument}")
+        return [replace(self.users.config.user, model=f"scripted/{self.argument}")]

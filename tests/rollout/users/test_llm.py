@@ -264,6 +264,23 @@ def play_policy(
     return asyncio.run(play()), made.take_counters()
 
 
+def test_a_server_that_is_gone_does_not_silence_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every request goes to a server of those in use, and to the next one where that fails."""
+
+    async def play() -> tuple[list[str], int, dict[str, int]]:
+        async with Endpoint(answer("yes")) as endpoint:
+            gone, alive = ("http://127.0.0.1:9", "secret"), (endpoint.config().api_base.removesuffix("/v1"), "secret")
+            made = users([gone, alive], model="policy", attempts=1)
+            each = [made.make(Task(f"t{i}", (), "buy milk", "", "llm"), f"s/{i}") for i in range(8)]
+            said_all = [(await user.reply(said("hi", "hello"))).message.content for user in each]
+            made.engine = (gone,)
+            with pytest.raises(UserError):
+                await each[0].reply(said("hi", "hello"))
+            return said_all, len(endpoint.requests), made.take_counters()
+
+    assert asyncio.run(play()) == (["yes"] * 8, 8, {"user_replies": 8, "user_failed": 1})
+
+
 def addresses(servers: dict[str, Served]) -> list[tuple[str, str]]:
     return [(served.server.url, served.server.api_key) for served in servers.values()]
 

@@ -1,0 +1,36 @@
+"""What rank 0 alone does, while the other ranks wait for it in a collective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_collab.llm.limiter import BudgetSpent
+from megatron_collab.processes import RunStopped
+
+
+def from_leader(make: Callable[[], Any]) -> Any:
+    """What rank 0 makes, on every rank; where rank 0 fails, every rank raises instead of waiting for it.
+
+    The others wait as long as launch.timeout lets them. A budget that is used up stops the run: RunStopped on every
+    rank, as where rank 0 raises one.
+    """
+    box: list[Any] = [None, None, False]
+    failure: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            box[0] = make()
+        except BudgetSpent as error:
+            failure = RunStopped(str(error))
+        except Exception as error:
+            failure = error
+        if failure is not None:
+            box[1:] = f"{type(failure).__name__}: {failure}", isinstance(failure, RunStopped)
+    dist.broadcast_object_list(box, src=0)
+    if failure is not None:
+        raise failure
+    if box[1] is not None:
+        raise (RunStopped if box[2] else RuntimeError)(f"rank 0 failed: {box[1]}")
+    return box[0]
