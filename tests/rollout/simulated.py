@@ -80,9 +80,9 @@ class World:
     """A run of one worker that gives `rewards`, with weights whose version is the step.
 
     `played` are streams and their tasks, `calls` how often each was played, `begun` the version that sampled it,
-    `written` the transcripts, `usd` what was spent, `peak` the most groups that were in flight. What is in `slow` is not finished; what is
-    in `broken` ends with errors, the first time. No server is left from the look number `outage` on, until they
-    are revived, which calls `on_revive`.
+    `written` the transcripts, `usd` what was spent, `peak` the most groups that were in flight. What is in `slow` is
+    not finished; what is in `broken` ends with errors, the first time. No server is left from the look number `outage`
+    on, until they are revived, which calls `on_revive`.
     """
 
     def __init__(
