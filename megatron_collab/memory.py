@@ -15,9 +15,8 @@ from megatron_collab.actor.megatron_config import DTYPES
 from megatron_collab.config import Config
 from megatron_collab.layout import ranks, stage_layers
 from megatron_collab.publish import hf_map
-from megatron_collab.publish import plan as publishing
 from megatron_collab.publish.hf_config import ModelShape
-from megatron_collab.publish.publisher import BUCKET_BYTES
+from megatron_collab.publish.plan import BUCKET_BYTES
 
 GIB = float(1 << 30)
 
@@ -36,13 +35,12 @@ class Part:
 class Plan:
     """`stages[r]`: the parts of a rank of pipeline stage r that holds as much as any other one of that stage.
 
-    `dp` is the data parallel size; `segments` are the bytes of host memory that publishing takes on a node.
+    `dp` is the data parallel size.
     """
 
     gpus: int
     dp: int
     stages: tuple[tuple[Part, ...], ...]
-    segments: float
 
     @property
     def fullest(self) -> int:
@@ -95,15 +93,20 @@ def plan(config: Config, shape: ModelShape) -> Plan:
             parts.append(Part("head", head(config, shape, tokens), 0.0))
         # Servers take the devices in order, and so do pipeline stages: all ranks of the first, then of the second.
         first_gpu = rank * gpus // parallel.pp
-        if sampling and first_gpu < config.rollout.server.replicas * config.rollout.server.tp:
+        server = config.rollout.server
+        if sampling and server.colocated and first_gpu < server.replicas * server.tp:
             weights, cache = server_weights(config, shape), kv_cache(config, shape)
-            parts += [Part("server: weights", weights, weights), Part("server: KV cache", cache, cache)]
+            buckets = publish_buckets(weights)
+            parts += [
+                Part("server: weights", weights, weights),
+                Part("server: KV cache", cache, cache),
+                Part("publish buckets", buckets, buckets),
+            ]
         stages.append(tuple(parts))
     return Plan(
         gpus=gpus,
         dp=gpus // (parallel.tp * parallel.pp * parallel.cp),
         stages=tuple(stages),
-        segments=publish_segments(config, shape) if sampling else 0.0,
     )
 
 
@@ -198,7 +201,8 @@ def kv_cache(config: Config, shape: ModelShape) -> float:
     return 2 * shape.layers * heads * shape.head_dim * DTYPES[config.model.dtype].itemsize * tokens
 
 
-def publish_segments(config: Config, shape: ModelShape) -> float:
-    """The two segments of publish/publisher.py, in memory of the host that the ranks and the servers share."""
-    buckets = publishing.buckets(shape, DTYPES[config.model.dtype].itemsize, BUCKET_BYTES)
-    return min(2, len(buckets)) * max(bucket.size for bucket in buckets)
+def publish_buckets(weights: float) -> float:
+    """What new weights pass through on a server's GPU, of whose `weights` bytes it is no more: one bucket is written
+    while the server reads the other; they are kept, since making them anew takes longer than filling them.
+    """
+    return min(weights, 2 * BUCKET_BYTES)

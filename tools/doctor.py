@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_collab import device
-from megatron_collab.config import CONF, Config, ConfigError, parse
+from megatron_collab.config import Config, ConfigError, parse
 from megatron_collab.refuse import ArgumentParser
 
 if TYPE_CHECKING:
@@ -87,12 +87,12 @@ def table(found: Sequence[device.Probe]) -> str:
 
 
 def planned(overrides: Sequence[str], gpu_gib: float) -> int:
-    from megatron_collab import checks
+    from megatron_collab import checks, shapes
     from megatron_collab.memory import GIB, plan
 
     config = parse(overrides)
     checks.check_settings(config)
-    found = plan(config, checks.check_model(config, _described(Path(config.model.path))))
+    found = plan(config, checks.check_model(config, shapes.described(Path(config.model.path))))
     print(report(config, found))
     need = found.peak(found.fullest) / GIB
     if need > gpu_gib:
@@ -103,18 +103,6 @@ def planned(overrides: Sequence[str], gpu_gib: float) -> int:
         "(CUDA contexts, NCCL, SGLang's graphs and workspace, the moments of a pass)."
     )
     return 0
-
-
-def _described(folder: Path) -> Path:
-    """The file that says what shape the model of `folder` has; ConfigError where there is none."""
-    choices = [folder / "config.json", CONF / "shapes" / f"{folder.name}.json"]
-    for file in choices:
-        if file.is_file():
-            return file
-    raise ConfigError(
-        f"model.path={folder}: neither {choices[0]} nor conf/shapes/{folder.name}.json is there; give the folder of a "
-        "Hugging Face model, or write its config.json to conf/shapes"
-    )
 
 
 def report(config: Config, found: Plan) -> str:
@@ -140,8 +128,6 @@ def report(config: Config, found: Plan) -> str:
     host = sum(part.host for part in parts) * launch.nproc_per_node
     if host:
         lines.append(f"on the host of each node, while sampling: {host / GIB:.1f} GiB of optimizer")
-    if found.segments:
-        lines.append(f"on the host of each node, shared, for publishing: {found.segments / GIB:.1f} GiB")
     largest = max(parts, key=lambda part: max(part.training, part.sampling))
     return "\n".join([*lines, f"The largest part is {largest.name}."])
 

@@ -13,19 +13,18 @@ from megatron_collab.publish.hf_map import Index, Shape
 from megatron_collab.publish.server_map import Parameter, Part, ServerLayout
 from megatron_collab.publish.trainer_map import Held, Holders, TrainerLayout
 
-_LAYER = re.compile(r"\blayers\.(\d+)\.")
+_LAYER = re.compile(r"\blayers\.\d+\.")
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
     """target[target_index] of server rank `rank` = shard[shard_index] of any of `holders`.
 
-    Both have the same elements in the same order; that of an expert has a leading dimension of 1 in the target. `layer`
-    is None outside of layers; within them {} stands for it in `shard` and `target`.
+    Both have the same elements in the same order; that of an expert has a leading dimension of 1 in the target. In the
+    names of what belongs to a layer {} stands for its number.
     """
 
     rank: int
-    layer: int | None
     holders: Holders
     shard: str
     shard_index: Index
@@ -33,27 +32,31 @@ class Block:
     target_index: Index
     quantised: bool
 
+    @property
+    def in_layer(self) -> bool:
+        return "{}" in self.target
+
 
 def placed(shape: ModelShape, trainer: TrainerLayout, server: ServerLayout) -> Iterator[tuple[int, int | None, Block]]:
-    """(pipeline stage, layer, block) of the whole model: that of every layer stands for all layers of its kind."""
-    sparse = frozenset(shape.experts.layers) if shape.experts else frozenset()
-    kinds = sorted({layer in sparse for layer in range(shape.layers)})
-    experts = replace(shape.experts, layers=tuple(n for n, kind in enumerate(kinds) if kind)) if shape.experts else None
-    found: dict[int | None, list[Block]] = defaultdict(list)
-    for block in common(replace(shape, layers=len(kinds), experts=experts), trainer, server):
-        found[block.layer].append(block)
-    for block in found[None]:
-        yield 0 if block.shard.startswith("embedding.") else trainer.pp - 1, None, block
-    for layer, stage in enumerate(trainer_map.stages(shape, trainer)):
-        for block in found[kinds.index(layer in sparse)]:
-            yield stage, layer, block
-
-
-def common(shape: ModelShape, trainer: TrainerLayout, server: ServerLayout) -> Iterator[Block]:
-    """Every element of every server rank in one block, blocks as large as both sides allow.
+    """(pipeline stage, layer, block) of the whole model. Layers are alike: the blocks are those of a model of one.
 
     ValueError, which names the setting, if a layout cannot hold the model or cuts blocks of FP8.
     """
+    server_map.check_layers(shape)
+    experts = replace(shape.experts, layers=(0,)) if shape.experts else None
+    outside: list[Block] = []
+    inside: list[Block] = []
+    for block in _common(replace(shape, layers=1, experts=experts), trainer, server):
+        (inside if block.in_layer else outside).append(block)
+    for block in outside:
+        yield 0 if block.shard.startswith("embedding.") else trainer.pp - 1, None, block
+    for layer, stage in enumerate(trainer_map.stages(shape, trainer)):
+        for block in inside:
+            yield stage, layer, block
+
+
+def _common(shape: ModelShape, trainer: TrainerLayout, server: ServerLayout) -> Iterator[Block]:
+    """Every element of every server rank in one block, blocks as large as both sides allow."""
     held: dict[str, list[Held]] = defaultdict(list)
     for entry in hf_map.table(shape):
         if entry.exported:
@@ -97,7 +100,6 @@ def _check_fp8(
 
 def _shared(rank: int, parameter: Parameter, part: Part, held: Iterable[Held]) -> Iterator[Block]:
     """What a part of a server's parameter shares with the pieces of its tensor."""
-    found = _LAYER.search(parameter.name)
     name = _LAYER.sub("layers.{}.", parameter.name)
     leading = part.index[: -len(part.hf_index)]
     for own in held:
@@ -106,9 +108,8 @@ def _shared(rank: int, parameter: Parameter, part: Part, held: Iterable[Held]) -
         if all(cut.start < cut.stop for cut in bounds):
             there = _moved(bounds, own.piece.hf_index, own.piece.shard_index)
             here = (*leading, *_moved(bounds, part.hf_index, part.index[len(leading) :]))
-            layer = int(found[1]) if found else None
             shard = _LAYER.sub("layers.{}.", own.shard)
-            yield Block(rank, layer, own.holders, shard, there, name, here, parameter.quantised)
+            yield Block(rank, own.holders, shard, there, name, here, parameter.quantised)
 
 
 def _moved(bounds: Index, origin: Index, place: Index) -> Index:

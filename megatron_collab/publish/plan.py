@@ -5,7 +5,8 @@
     what server ranks hold (server_map) ----+
 
 In round k every server rank receives its k-th bucket. Whoever has something for a server rank writes an equal share of
-it in every round: all stages and ranks work side by side until the end, and no link waits for another.
+it in every round: all stages and ranks work side by side until the end, and no link waits for another. Data parallel
+ranks that hold the same write a share each.
 """
 
 from __future__ import annotations
@@ -118,8 +119,9 @@ def plan(
     ValueError if a layout cannot hold the model, if it cuts FP8's blocks, or if `bucket_bytes` are too few.
     """
     queues = _queues(shape, trainer, server, item_bytes)
+    per_target = Counter(queue.target for queue in queues)
     for queue in queues:
-        queue.limit(bucket_bytes, sum(other.target == queue.target for other in queues))
+        queue.limit(bucket_bytes, per_target[queue.target])
     rounds = _rounds(queues, bucket_bytes)
     shares = [list(_shares(queue, rounds)) for queue in queues]
     turns: Counter[range] = Counter()
@@ -140,8 +142,7 @@ def fp8_fault(shape: ModelShape, trainer: TrainerLayout, server: ServerLayout) -
     if not server.fp8:
         return None
     try:
-        for _ in blocks.common(shape, trainer, server):
-            pass
+        next(blocks.placed(shape, trainer, server))
     except ValueError as error:
         return str(error)
     return None
@@ -211,9 +212,9 @@ def _queues(shape: ModelShape, trainer: TrainerLayout, server: ServerLayout, ite
 
 
 def _writers(block: Block, stage: int, trainer: TrainerLayout, server: ServerLayout) -> range:
-    """Of the ranks that hold a block the one on the target's device, else all of the part that it asks most of.
+    """Of the ranks that hold a block the one on the target's device; else all, which then take turns.
 
-    What every tensor parallel rank holds thus comes from one that writes for the target anyway.
+    What every tensor parallel rank holds comes from the part that the target needs anyway.
     """
     holders = block.holders.ranks(trainer, stage)
     if server.colocated and block.rank in holders:

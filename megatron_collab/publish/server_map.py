@@ -69,7 +69,15 @@ def fault(shape: ModelShape, server: ServerLayout) -> str | None:
     return None
 
 
+def check_layers(shape: ModelShape) -> None:
+    """ValueError where only some layers have experts: SGLang 0.5.23 gives them to every layer of a Qwen3-MoE."""
+    dense = set(range(shape.layers)) - set(shape.experts.layers) if shape.experts else set()
+    if dense:
+        raise ValueError(f"config.json: layer {min(dense)} has no experts; in SGLang every layer of this model has")
+
+
 def _parameters(shape: ModelShape, server: ServerLayout, rank: int) -> Iterator[Parameter]:
+    check_layers(shape)
     embedding, head = "model.embed_tokens.weight", "lm_head.weight"
     yield _vocabulary(embedding, embedding, shape, server.tp, rank)
     for layer in range(shape.layers):
@@ -95,7 +103,7 @@ def _layer(shape: ModelShape, server: ServerLayout, rank: int, layer: int) -> It
     yield _columns(attention + "o_proj.weight", shape.hidden, width, rank, fp8)
     yield _whole(prefix + "post_attention_layernorm.weight", (shape.hidden,))
     mlp = prefix + "mlp."
-    if shape.experts is not None and layer in shape.experts.layers:
+    if shape.experts is not None:
         yield from _experts(shape.hidden, shape.experts, server, rank, mlp)
     else:
         ffn = _divide(shape.ffn, server.tp, "feed-forward width")
@@ -174,5 +182,5 @@ def _fused(name: str, blocks: Sequence[_Rows], tail: Shape, fp8: bool = False) -
 
 def _divide(size: int, parts: int, what: str, setting: str = "rollout.server.tp") -> int:
     if size % parts:
-        raise ValueError(f"{setting}={parts}: does not divide the model's {what}, {size}; choose a divisor")
+        raise ValueError(f"{setting}={parts}: does not divide the model's {what} ({size}); choose a divisor")
     return size // parts

@@ -34,9 +34,8 @@ def draw(seed: int, equal_cuts: bool = False, fp8: bool = False) -> Case:
     if rng.random() < 0.4:
         ep = rng.choice([size for size in divisors(tp * cp * dp) if size <= 6])
         server_ep = rng.choice(divisors(server_tp))
-        sparse = tuple(layer for layer in range(layers) if rng.random() < 0.7) or (0,)
         count = ep * server_ep * rng.choice([1, 2])
-        experts = Experts(count, 1, server_tp * rng.randint(1, 2) * block, False, sparse)
+        experts = Experts(count, 1, server_tp * rng.randint(1, 2) * block, False, tuple(range(layers)))
     shape = ModelShape(
         family="qwen3",
         layers=layers,

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from megatron.core.parallel_state import RankGenerator
 
+from megatron_collab.config import CONF, parse
 from megatron_collab.layout import stage_layers
-from megatron_collab.publish import hf_map, plan, server_map
-from megatron_collab.publish.hf_config import ModelShape
-from megatron_collab.publish.plan import Plan, ServerLayout, TrainerLayout
+from megatron_collab.publish import fp8, hf_config, hf_map, plan, server_map
+from megatron_collab.publish.hf_config import Experts, ModelShape
+from megatron_collab.publish.plan import Plan, ServerLayout, Slice, TrainerLayout
 from tests.publish.random_layouts import draw
 
 ITEM = 4
@@ -37,22 +39,22 @@ def trainer_shards(shape: ModelShape, trainer: TrainerLayout) -> list[Shards]:
     expert_dp = trainer.ranks // (trainer.pp * trainer.ep)
     sparse = RankGenerator(tp=1, ep=trainer.ep, dp=expert_dp, pp=trainer.pp, cp=1, order=order)
 
-    def place(generator: RankGenerator, group: str, rank: int) -> int:
-        return next(ranks.index(rank) for ranks in generator.get_ranks(group) if rank in ranks)
+    def places(generator: RankGenerator, group: str) -> dict[int, int]:
+        return {rank: place for ranks in generator.get_ranks(group) for place, rank in enumerate(ranks)}
 
+    tp_ranks, pp_ranks, ep_ranks = places(dense, "tp"), places(dense, "pp"), places(sparse, "ep")
     counts = stage_layers(shape.layers, trainer.pp * trainer.vpp)
     chunk_of = [chunk for chunk, count in enumerate(counts) for _ in range(count)]
     found = []
     for rank in range(trainer.ranks):
-        tp_rank, pp_rank, ep_rank = place(dense, "tp", rank), place(dense, "pp", rank), place(sparse, "ep", rank)
         shards = {}
         for name, entry in entries.items():
             layer = hf_map.LAYER.fullmatch(name)
             stage = chunk_of[int(layer[1])] % trainer.pp if layer else 0 if "embedding" in name else trainer.pp - 1
-            own = not entry.expert or int(name.split(".")[5]) // (shape.experts.count // trainer.ep) == ep_rank
-            if stage == pp_rank and own:
+            own = not entry.expert or int(name.split(".")[5]) // (shape.experts.count // trainer.ep) == ep_ranks[rank]
+            if stage == pp_ranks[rank] and own:
                 shard = np.full(hf_map.shard_shape(entry, trainer.tp if not entry.expert else 1), -1)
-                for piece in hf_map.pieces(entry, shape, trainer.tp, tp_rank):
+                for piece in hf_map.pieces(entry, shape, trainer.tp, tp_ranks[rank]):
                     shard[piece.shard_index] = hf[piece.hf][piece.hf_index]
                 shards[name] = shard
         found.append(shards)
@@ -102,6 +104,15 @@ def check_buckets(found: Plan, bucket_bytes: int) -> None:
         assert max(sent.values()) <= bucket_bytes
 
 
+def elements(piece: Slice) -> int:
+    return int(np.prod([cut.stop - cut.start for cut in piece.target_index]))
+
+
+def slices(found: Plan) -> list[tuple[int, Slice]]:
+    """(server rank, slice) of all buckets."""
+    return [(rank, piece) for row in found.rounds for rank, bucket in enumerate(row) for piece in bucket.slices]
+
+
 @pytest.mark.parametrize("seed", range(150))
 def test_every_element_is_written_once_from_where_it_is(seed: int) -> None:
     shape, trainer, server = draw(seed)
@@ -110,6 +121,116 @@ def test_every_element_is_written_once_from_where_it_is(seed: int) -> None:
         found = plan.plan(shape, trainer, server, ITEM, bucket_bytes)
         run(found, shards, shape, server)
         check_buckets(found, bucket_bytes)
-        for piece in (piece for buckets in found.rounds for bucket in buckets for piece in bucket.slices):
+        assert all(piece.size == ITEM * elements(piece) for _, piece in slices(found))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_blocks_of_fp8_stay_whole(seed: int) -> None:
+    """The scales of the slices are those of the whole parameter, each made once, of all 128 x 128 that it is for."""
+    shape, trainer, server = draw(seed, fp8=True)
+    found = plan.plan(shape, trainer, server, ITEM, 8 << 20)
+    run(found, trainer_shards(shape, trainer), shape, server)
+    check_buckets(found, 8 << 20)
+    for rank in range(server.tp):
+        table = server_map.table(shape, server, rank)
+        scales = {own.name: np.zeros(fp8.scales(own.shape), int) for own in table if own.quantised}
+        for _, piece in (pair for pair in slices(found) if pair[0] == rank):
             sides = [cut.stop - cut.start for cut in piece.target_index]
-            assert piece.size == ITEM * np.prod(sides)
+            assert piece.quantised == (piece.target in scales)
+            assert piece.size == (fp8.nbytes(sides) if piece.quantised else ITEM * elements(piece))
+            if piece.quantised:
+                block = scales[piece.target][piece.scale_index]
+                assert block.shape == fp8.scales(sides)
+                assert all(cut.start % fp8.BLOCK == 0 for cut in piece.target_index[-2:])
+                block += 1
+        assert all((count == 1).all() for count in scales.values())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_equal_cuts_take_the_direct_path(seed: int) -> None:
+    """Each server rank is written by ranks of its own tensor parallel part alone, shards as they lie where they can."""
+    shape, trainer, server = draw(seed, equal_cuts=True)
+    tp = trainer.tp  # and a vocabulary that needs no padding, which differs
+    shape = replace(shape, experts=None, kv_heads=tp, heads=2 * tp, ffn=4 * tp, vocab=64 * tp)
+    trainer, server = replace(trainer, ep=1), replace(server, ep=1)
+    for rank, piece in slices(plan.plan(shape, trainer, server, ITEM)):
+        assert piece.source % tp == rank
+        assert piece.shard_index == piece.target_index
+
+
+def test_what_is_on_the_device_of_the_target_comes_from_there() -> None:
+    """Trainer of TP2, PP2, DP2, servers of TP4: of stage 0 rank 3 has what server rank 3 needs, rank 1 has no part."""
+    shape, trainer = draw(0)[0], TrainerLayout(tp=2, pp=2, ranks=8)
+    shape = replace(shape, layers=4, kv_heads=4, heads=8, ffn=8, vocab=256, experts=None)
+    for rank, piece in slices(plan.plan(shape, trainer, ServerLayout(4, colocated=True), ITEM)):
+        holders = {0: {0, 2}, 1: {0, 2}, 2: {1, 3}, 3: {1, 3}}
+        if "norm" in piece.target and piece.source < 4:
+            assert piece.source == rank
+        elif piece.source < 4:
+            assert piece.source in ({rank} if rank in holders[rank] else holders[rank])
+
+
+@pytest.mark.parametrize(
+    ("trainer", "server"),
+    [
+        (TrainerLayout(tp=8, pp=16, ranks=128), ServerLayout(8)),
+        (TrainerLayout(tp=8, pp=4, vpp=2, ranks=256), ServerLayout(8)),
+        (TrainerLayout(tp=8, pp=4, ranks=256), ServerLayout(8, fp8=True)),
+        (TrainerLayout(tp=2, pp=2, ranks=4), ServerLayout(1)),
+        (TrainerLayout(tp=1, pp=1, ranks=2), ServerLayout(8)),
+    ],
+    ids=str,
+)
+def test_stages_and_ranks_share_the_work(trainer: TrainerLayout, server: ServerLayout) -> None:
+    """Of a 70B model: buckets are full, every stage writes in every round, no rank more than others of its stage."""
+    shape = hf_config.read(CONF / "shapes" / "Llama-3.3-70B-Instruct.json")
+    found = plan.plan(shape, trainer, server, 2)
+    received = Counter({rank: sum(row[rank].size for row in found.rounds) for rank in range(server.tp)})
+    sent: Counter[int] = Counter()
+    for _, piece in slices(found):
+        sent[piece.source] += piece.size
+    assert sum(received.values()) <= 1.001 * sum(sent.values())
+    assert len(found.rounds) <= 1.1 * max([*received.values(), *sent.values()]) / plan.BUCKET_BYTES + 1
+    size = trainer.ranks // trainer.pp
+    for stage in range(trainer.pp):
+        ranks = range(stage * size, (stage + 1) * size)
+        assert max(sent[rank] for rank in ranks) <= 1.1 * sum(sent[rank] for rank in ranks) / size
+    for row in found.rounds[:-1]:
+        assert {piece.source // size for bucket in row for piece in bucket.slices} == set(range(trainer.pp))
+
+
+def test_what_cannot_be_planned_is_refused() -> None:
+    with pytest.raises(ValueError, match="a bucket of 64 bytes is too small"):
+        plan.plan(*draw(0), ITEM, 64)
+    shape = replace(draw(0)[0], layers=2, experts=Experts(2, 1, 8, True, layers=(0,)))
+    with pytest.raises(ValueError, match="layer 1 has no experts"):
+        plan.plan(shape, TrainerLayout(1), ServerLayout(), ITEM)
+
+
+@pytest.mark.parametrize(
+    ("settings", "trainer", "server", "said"),
+    [
+        ({"ffn": 384}, TrainerLayout(tp=2, ranks=2), ServerLayout(1, fp8=True), "gate_up_proj.weight comes in pieces"),
+        ({"ffn": 384}, TrainerLayout(tp=1), ServerLayout(2, fp8=True), "has 192 rows on a server's rank"),
+        (
+            {"head_dim": 64},
+            TrainerLayout(tp=1),
+            ServerLayout(1, fp8=True),
+            "qkv_proj.weight comes in pieces cut at row",
+        ),
+        ({"head_dim": 64}, TrainerLayout(tp=1), ServerLayout(1), None),
+        ({}, TrainerLayout(tp=2, ranks=2), ServerLayout(2, fp8=True), None),
+    ],
+)
+def test_cuts_through_blocks_of_fp8_are_said(
+    settings: dict[str, int], trainer: TrainerLayout, server: ServerLayout, said: str | None
+) -> None:
+    shape = replace(draw(0)[0], heads=4, kv_heads=2, head_dim=128, ffn=512, hidden=256, experts=None)
+    fault = plan.fp8_fault(replace(shape, **settings), trainer, server)
+    assert fault == said if said is None else fault is not None and said in fault and "\n" not in fault
+
+
+def test_the_layouts_of_a_run() -> None:
+    config = parse(["experiment=train_70b", "rollout.server.fp8=true"])
+    assert plan.trainer_layout(config) == TrainerLayout(tp=8, pp=4, vpp=1, cp=1, ep=1, ranks=64)
+    assert plan.server_layout(config) == ServerLayout(tp=8, ep=1, fp8=True, colocated=True)

@@ -53,7 +53,8 @@ def test_a_plan_needs_nothing_of_the_run(doctor: ModuleType, capsys: pytest.Capt
     printed = capsys.readouterr().out
     assert "on 64 GPUs: launch.nodes=8 x launch.nproc_per_node=8" in printed
     rows = {line[:34].strip(): line[34:].split() for line in printed.splitlines()}
-    names = ["parameters", "gradients", "optimizer", "reference", "activations", "server: weights", "server: KV cache"]
+    names = ["parameters", "gradients", "optimizer", "reference", "activations"]
+    names += ["server: weights", "server: KV cache", "publish buckets"]
     for column in range(2):
         assert float(rows["sum"][column]) == pytest.approx(sum(float(rows[name][column]) for name in names), abs=0.05)
     assert "The largest part is server: weights." in printed and "Fits a GPU of 80 GiB" in printed

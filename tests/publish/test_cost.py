@@ -1,0 +1,52 @@
+"""The cost of a plan on paper, against figures worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_collab.config import CONF, parse
+from megatron_collab.publish import hf_config, plan
+from megatron_collab.publish.cost import Cost, Cut, Link, cost
+
+SPEEDS = {Link.MEMORY: 1000e9, Link.NODE: 100e9, Link.NETWORK: 10e9}
+BYTES = 2 * 8.03026e9  # of Llama 3.1 8B in bfloat16
+
+
+def planned(nodes: int, ranks: int, *overrides: str) -> Cost:
+    """Of the 8B model on `nodes` of `ranks` each."""
+    layout = [f"launch.nodes={nodes}", f"launch.nproc_per_node={ranks}", "rollout.server.replicas=1", "parallel.pp=1"]
+    config = parse(["experiment=train_70b", *layout, *overrides])
+    shape = hf_config.read(CONF / "shapes" / "Llama-3.1-8B-Instruct.json")
+    found = plan.plan(shape, plan.trainer_layout(config), plan.server_layout(config), 2)
+    return cost(config, shape, found, SPEEDS)
+
+
+def test_equal_cuts_on_the_same_devices_send_nothing() -> None:
+    found = planned(1, 8, "parallel.tp=8", "rollout.server.tp=8")
+    assert found.paths == {(Cut.SAME, Link.MEMORY): pytest.approx(BYTES, rel=1e-3)}
+    assert found.sent == {rank: pytest.approx(BYTES / 8, rel=1e-3) for rank in range(8)}
+    assert found.seconds == pytest.approx(found.floor, rel=1e-2)
+    assert found.floor == pytest.approx(BYTES / (8 * 1000e9), rel=1e-3)
+
+
+def test_a_second_stage_sends_its_half_in_the_same_cut() -> None:
+    found = planned(1, 8, "parallel.tp=4", "parallel.pp=2", "rollout.server.tp=4")
+    assert set(found.paths) == {(Cut.SAME, Link.MEMORY), (Cut.SAME, Link.NODE)}
+    assert found.paths[Cut.SAME, Link.NODE] == pytest.approx(BYTES / 2, rel=1e-3)
+    assert found.floor == pytest.approx(BYTES / 2 / (4 * 100e9), rel=1e-3)
+
+
+def test_two_servers_on_other_nodes_receive_what_they_cut_anew() -> None:
+    """TP2 to TP1: norms alone are held as the server holds them."""
+    servers = ["rollout.server.colocated=false", "rollout.server.replicas=2", "rollout.server.tp=1"]
+    found = planned(2, 2, "parallel.tp=2", *servers)
+    norms = 2 * 2 * 65 * 4096
+    assert found.paths[Cut.SAME, Link.NETWORK] == norms
+    assert found.paths[Cut.OTHER, Link.NETWORK] == pytest.approx(2 * BYTES - norms, rel=1e-3)
+    assert set(found.received) == {(0, 0), (1, 0)}
+    assert found.seconds == pytest.approx(BYTES / 10e9, rel=0.02) and found.seconds >= found.floor
+
+
+def test_on_one_node_other_devices_are_of_the_node() -> None:
+    found = planned(1, 2, "parallel.tp=2", "rollout.server.tp=2", "rollout.server.colocated=false")
+    assert set(found.paths) == {(Cut.SAME, Link.NODE)}

@@ -1,0 +1,60 @@
+"""What tools/plan_publish.py prints of an experiment, and how it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(TOOLS))
+    import plan_publish
+
+    return plan_publish
+
+
+def test_the_plan_of_an_experiment(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    """Eight colocated servers of a 70B model, 141.1 GB each: one of eight needs no network."""
+    assert tool.main(["experiment=train_70b"]) == 0
+    printed = capsys.readouterr().out
+    assert "trainer of 64 ranks, tp=8 pp=4" in printed and "8 servers of tp=8 ep=1 bfloat16" in printed
+    rows = {line[:26].strip(): line[26:].split() for line in printed.splitlines()}
+    assert rows["the same device"] == ["141.13", "0.00"] and rows["a device of another node"] == ["987.88", "0.00"]
+    assert "rank 0 of server 0 receives the most, 17.64 GB" in printed and "1129.01 GB take " in printed
+
+
+def test_slower_links_take_longer(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["experiment=train_70b", "rollout.server.colocated=false", "rollout.server.replicas=1"]
+    assert tool.main([*options, "--bandwidth", "1000", "100", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "141.13 GB take 17." in printed and "1.0 times the floor of 17.64 s" in printed
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["model.path=models/unknown"], "model.path=models/unknown: neither"),
+        (["rollout.server.tp=16", "rollout.server.ep=3"], "rollout.server.ep=3: does not divide"),
+        (["rollout.server.fp8=true", "rollout.server.tp=64"], "448 rows on a server's rank, no multiple of 128"),
+        (["parallel.pq=3"], "parallel.pq"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(
+    tool: ModuleType, capsys: pytest.CaptureFixture[str], options: list[str], said: str
+) -> None:
+    assert tool.main(["experiment=train_70b", *options]) == 2
+    printed, line = capsys.readouterr()
+    assert printed == "" and line.count("\n") == 1 and said in line
+
+
+@pytest.mark.parametrize("speed", ["0", "-1", "nan", "fast"])
+def test_no_bandwidth(tool: ModuleType, capsys: pytest.CaptureFixture[str], speed: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        tool.main(["experiment=train_70b", "--bandwidth", "1000", speed, "1"])
+    line = capsys.readouterr().err
+    assert ended.value.code == 2 and line.count("\n") == 1 and f"{speed!r} is no bandwidth" in line

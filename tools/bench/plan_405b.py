@@ -1,0 +1,35 @@
+"""How long planning takes: Llama 3.1 405B from a trainer of TP8 and PP16 to servers of TP8.
+
+`python tools/bench/plan_405b.py`: CPU seconds of one `publish.plan.plan`, the median of 5. The last line is one
+JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from statistics import median
+
+from megatron_collab.config import CONF
+from megatron_collab.publish import hf_config
+from megatron_collab.publish.plan import ServerLayout, TrainerLayout, plan
+
+REPEATS = 5
+TRAINER, SERVER = TrainerLayout(tp=8, pp=16, ranks=128), ServerLayout(tp=8)
+BFLOAT16 = 2
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    shape = hf_config.read(CONF / "shapes" / "Llama-3.1-405B-Instruct.json")
+    times = []
+    for _ in range(REPEATS):
+        began = time.process_time()
+        plan(shape, TRAINER, SERVER, BFLOAT16)
+        times.append(time.process_time() - began)
+    print(json.dumps({"name": "plan_405b", "values": {"seconds": round(median(times), 4)}}))
+
+
+if __name__ == "__main__":
+    main()
