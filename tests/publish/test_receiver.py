@@ -39,7 +39,7 @@ SHAPE = ModelShape(
     norm_eps=1e-6,
     rope=Rope(1e4),
     max_positions=64,
-    experts=Experts(2, 1, 128, True, (1,)),
+    experts=Experts(2, 1, 128, True, (0, 1)),
 )
 BUCKET = 1 << 18
 
@@ -226,6 +226,15 @@ def test_a_server_that_breaks_off_holds_up_nobody(
         sender.publish(1)
         assert "killed" in fleet.reasons[1] and sender.version == 1
         assert_holds(fleet.servers[0], inplace.server_layout(config), shards)
+
+
+def test_memory_is_shared_on_one_node_only() -> None:
+    config = configure("auto")
+    assert inplace.uses_memory(config)
+    config.launch.nodes = 2
+    assert not inplace.uses_memory(config)
+    config.publish.transport = "memory"
+    assert inplace.uses_memory(config)
 
 
 def test_a_flipped_bit_is_found(shards: dict[str, torch.nn.Parameter], monkeypatch: pytest.MonkeyPatch) -> None:
