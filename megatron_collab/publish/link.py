@@ -36,8 +36,8 @@ class Server(Protocol):
 class Link:
     """One publish to one server: `begin`, what brings the weights, `commit`.
 
-    All calls together may take `timeout` seconds from `begin` on. PublishError where one fails; the server then stays
-    as it is, paused, and samples no more.
+    All calls from `pause` or `read_folder` on may take `timeout` seconds together. PublishError where one fails; the
+    server then stays as it is, paused, and samples no more.
     """
 
     def __init__(self, server: Server, timeout: float) -> None:
@@ -48,7 +48,7 @@ class Link:
 
     def pause(self, mode: str) -> None:
         """Stop sampling; requests under way are aborted or retracted as `mode` says, later ones wait."""
-        self._deadline = time.monotonic() + self._timeout
+        self._start_clock()
         self._post("/pause_generation", {"mode": mode})
 
     def begin(self) -> None:
@@ -71,11 +71,15 @@ class Link:
 
     def read_folder(self, folder: str, version: int) -> None:
         """Have the server read a Hugging Face folder; this needs no `begin` and no `end`."""
+        self._start_clock()
         self._post("/update_weights_from_disk", {"model_path": folder} | _versioned(version))
 
     def go_on(self) -> None:
         """Sample again."""
         self._post("/continue_generation", {})
+
+    def _start_clock(self) -> None:
+        self._deadline = time.monotonic() + self._timeout
 
     def _post(self, path: str, body: dict[str, Any]) -> None:
         status, text = self._ask(path, body)

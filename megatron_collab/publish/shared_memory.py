@@ -34,7 +34,8 @@ class Memory:
             for t, device in enumerate(devices)
             if t % ranks == self._rank
         }
-        offers = _gathered({t: [self._handles(t) for _ in range(ranks)] for t in self._own})
+        others = [rank for rank in range(ranks) if rank != self._rank]
+        offers = _gathered({t: {rank: self._handles(t) for rank in others} for t in self._own})
         self._segments = [
             [segment.data for segment in self._own[t]]
             if t in self._own

@@ -45,7 +45,7 @@ class Fleet:
 
 def publish(folder: Path, server: dict[str, Any], version: int, factor: float) -> None:
     """As a rank: the model of `folder`, all weights times `factor`, as `version`."""
-    config = configure(folder, 2, 1)
+    config = configure(folder, {"tp": 2})
     with policies.init_parallel(config):
         policy, shape = policies.load(config)
         with torch.no_grad():

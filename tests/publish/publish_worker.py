@@ -1,6 +1,6 @@
 """One rank of test_engine_parity.py: `publish_worker.py FOLDER`, the servers in the environment variable SERVERS.
 
-For every case a model is loaded that the servers have not seen, published, trained three times and published
+For every case a model is loaded that the servers have not seen, published, trained twice and published
 again; in some of them then once more over every other transport. Rank 0 writes FOLDER/found.json: what the servers'
 log-probs differ by from the trainer's, each time. The last server of the last case is killed.
 """
@@ -27,34 +27,36 @@ from megatron_collab.publish.publisher import Publisher, PublishError
 from megatron_collab.rollout.sglang import SGLangClient
 from megatron_collab.types import Batch, Credit, Sample, Turn
 
-# name: (servers of this model, tensor parallel, pipeline parallel, bytes of a bucket); data parallel is what remains
-# of two ranks
-CASES = {
-    "tp2": ("untied", 2, 1, 1 << 20),
-    "tp2-many-buckets": ("untied", 2, 1, 1 << 15),
-    "pp2": ("untied", 1, 2, 1 << 17),
-    "dp2": ("untied", 1, 1, 1 << 20),
-    "tied-tp2": ("tied", 2, 1, 1 << 20),
-    "tied-pp2": ("tied", 1, 2, 1 << 20),
-    "two-servers": ("untied-twice", 2, 1, 1 << 17),
+# name: (servers of this model, layout of the trainer, bytes of a bucket); data parallel is what remains of two ranks
+CASES: dict[str, tuple[str, dict[str, int], int]] = {
+    "tp2": ("untied", {"tp": 2}, 1 << 20),
+    "tp2-many-buckets": ("untied", {"tp": 2}, 1 << 15),
+    "pp2": ("untied", {"pp": 2}, 1 << 17),
+    "dp2": ("untied", {}, 1 << 20),
+    "tied-tp2": ("tied", {"tp": 2}, 1 << 20),
+    "tied-pp2": ("tied", {"pp": 2}, 1 << 20),
+    "ep2-to-tp2": ("experts", {"ep": 2}, 1 << 17),
+    "two-servers": ("untied-twice", {"tp": 2}, 1 << 17),
 }
 # Over which ways else, and how a server is paused for it: retract where sampling runs ahead.
 OTHERS = {
     "tp2": (("network", 0), ("disk", 0), ("memory", 1)),
     "pp2": (("network", 1),),
 }
-UPDATES = 3
+UPDATES = 2
 TURNS, PROMPT, REPLY = 12, 20, 16
 
 
-def configure(folder: Path, tp: int, pp: int) -> Config:
+def configure(folder: Path, layout: dict[str, int], server_tp: int = 1) -> Config:
     config = Config()
     config.launch.device, config.launch.timeout, config.launch.nproc_per_node = "cpu", 60.0, 2
     config.model.path, config.model.dtype = str(folder), "float32"
     config.run.dir, config.publish.verify, config.rollout.server.replicas = f"{folder}-run", 2, 2
-    config.parallel.tp, config.parallel.pp = tp, pp
+    config.rollout.server.tp = server_tp
+    for option, size in layout.items():
+        setattr(config.parallel, option, size)
     config.train.steps, config.optim.lr, config.algo.kl_coef = 100, 1e-2, 0.1
-    config.rollout.turn.temperature = 0.7 if tp == pp == 1 else 1.0
+    config.rollout.turn.temperature = 1.0 if layout else 0.7
     return config
 
 
@@ -191,8 +193,8 @@ def kill_at_bucket(number: int, group: int) -> None:
 
 
 def run(folder: Path, name: str, servers: dict[str, Any]) -> dict[str, Any]:
-    kind, tp, pp, bucket_bytes = CASES[name]
-    config = configure(folder / kind.removesuffix("-twice"), tp, pp)
+    kind, layout, bucket_bytes = CASES[name]
+    config = configure(folder / kind.removesuffix("-twice"), layout, servers[kind][0]["tp"])
     first = 10 * (1 + list(CASES).index(name))
     with policies.init_parallel(config):
         case = Case(config, servers[kind], bucket_bytes)

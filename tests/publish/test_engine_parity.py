@@ -21,26 +21,38 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 RANKS = 2
 TIMEOUT = 200
 TOLERANCE = 1e-4
+# On CPU SGLang pads experts to multiples of 32 x tp.
+EXPERTS: dict[str, Any] = {"family": "qwen3_moe", "moe_intermediate_size": 64}
 
 
 @pytest.fixture(scope="module")
-def second(servers: dict[str, Served], tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangServer]:
-    """Another server of the untied model."""
-    config = serving_config(servers["untied"].folder)
-    with SGLangServer(config, tmp_path_factory.mktemp("second") / "log", index=1) as server:
-        server.wait_healthy(400.0)
-        yield server
+def running(
+    servers: dict[str, Served], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, list[SGLangServer]]]:
+    """With another server of the untied model, and one of experts that is cut in two."""
+    folder = tmp_path_factory.mktemp("running")
+    experts = serving_config(make_model(folder / "experts", **EXPERTS))
+    experts.rollout.server.tp = 2
+    with (
+        SGLangServer(serving_config(servers["untied"].folder), folder / "second.log", index=1) as second,
+        SGLangServer(experts, folder / "experts.log") as cut,
+    ):
+        for server in (second, cut):
+            server.wait_healthy(400.0)
+        known = {kind: [served.server] for kind, served in servers.items()}
+        yield known | {"untied-twice": [*known["untied"], second], "experts": [cut]}
 
 
 @pytest.fixture(scope="module")
-def found(servers: dict[str, Served], second: SGLangServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(running: dict[str, list[SGLangServer]], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("publish")
-    for kind in servers:
-        make_model(folder / kind, tied=kind == "tied", seed=1)  # other weights than the server's
-    running = {kind: [served.server] for kind, served in servers.items()}
-    running["untied-twice"] = [*running["untied"], second]
+    for kind, settings in {"untied": {}, "tied": {"tied": True}, "experts": EXPERTS}.items():
+        make_model(folder / kind, seed=1, **settings)  # other weights than the server's
     lines = {
-        kind: [{"url": server.url, "api_key": server.api_key, "tp": 1, "pid": server.process.pid} for server in alike]
+        kind: [
+            {"url": server.url, "api_key": server.api_key, "tp": server.tp, "pid": server.process.pid}
+            for server in alike
+        ]
         for kind, alike in running.items()
     }
     environment = os.environ | {
