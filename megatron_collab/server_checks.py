@@ -86,6 +86,13 @@ def _check_gpus(config: Config) -> None:
             server.replicas * server.tp <= found,
             f"{servers}: needs more than the {found} GPUs of this node, on which all servers run; lower one of them",
         )
+        transport = config.publish.transport
+        require(
+            transport == "disk" or plan.uses_memory(config),
+            f"publish.transport={transport}: over the network NCCL joins no two ranks on one GPU, which "
+            "rollout.server.colocated=true has trainer and server share; set rollout.server.colocated=false, or on one "
+            "node publish.transport=memory",
+        )
         saver = device.probe("memory_saver")
         require(
             saver.found,

@@ -90,6 +90,22 @@ def test_colocated_servers_on_gpus_need_the_memory_saver(machine: Machine) -> No
     server_checks.check_machine(configure())
 
 
+@pytest.mark.parametrize(("transport", "nodes"), [("network", 1), ("auto", 2)])
+def test_colocated_servers_on_gpus_get_no_weights_over_the_network(
+    machine: Machine, transport: str, nodes: int
+) -> None:
+    config = configure()
+    config.publish.transport, config.launch.nodes = transport, nodes
+    said = refused(server_checks.check_machine, config)
+    assert said.startswith(f"publish.transport={transport}: ") and "set rollout.server.colocated=false" in said
+    config.rollout.server.colocated = False
+    server_checks.check_machine(config)
+    config.rollout.server.colocated, config.publish.transport = True, "disk"
+    server_checks.check_machine(config)
+    config.publish.transport, machine.gpus = transport, 0
+    server_checks.check_machine(config)
+
+
 def test_colocated_servers_on_gpus_do_not_size_their_own_cache(machine: Machine) -> None:
     said = refused(server_checks.check_machine, configure(max_total_tokens=None))
     assert said.startswith("rollout.server.max_total_tokens: not set")

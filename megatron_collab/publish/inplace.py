@@ -21,7 +21,7 @@ from megatron_collab.publish.checksum import combined
 from megatron_collab.publish.hf_map import Index, ModelShape
 from megatron_collab.publish.link import Link, Links, PublishError
 from megatron_collab.publish.network import Network
-from megatron_collab.publish.plan import Slice, plan, server_layout, trainer_layout
+from megatron_collab.publish.plan import Slice, plan, server_layout, trainer_layout, uses_memory
 from megatron_collab.publish.shared_memory import Memory
 from megatron_collab.publish.writer import Writer
 
@@ -32,7 +32,7 @@ class InPlace:
     def __init__(
         self, config: Config, chunks: Sequence[torch.nn.Module], shape: ModelShape, bucket_bytes: int, timeout: float
     ) -> None:
-        """Collective. A server that is silent for `timeout` seconds has failed."""
+        """Collective. A server that has not got all after `timeout` seconds has failed; half of it may be silence."""
         self._shape, self._server, self._dtype = shape, server_layout(config), config.model.dtype
         dtype = DTYPES[config.model.dtype]
         self._plan = plan(shape, trainer_layout(config), self._server, dtype.itemsize, bucket_bytes)
@@ -48,10 +48,10 @@ class InPlace:
         self._peers: Sequence[Peer] = ()
         self.carrier: Memory | Network
         if uses_memory(config):
-            self.carrier = Memory(self._plan, self.writer, _devices(config))
+            self.carrier = Memory(self._plan, self.writer, _devices(config), timeout / 2)
         else:
             home = next(iter(shards.values())).device
-            self.carrier = Network(self.writer, self._address, self._prefix, home, timeout)
+            self.carrier = Network(self.writer, self._address, self._prefix, home, timeout / 2)
 
     def deliver(self, number: int, version: int, links: Links, peers: Sequence[Peer], mode: str, verify: bool) -> None:
         """Publish number `number` to all servers; collective. `links` are rank 0's, and know who failed."""
@@ -62,7 +62,7 @@ class InPlace:
         found: dict[Link, list[int]] = {}
 
         def bring(link: Link) -> None:
-            index, tp = link.server.index, link.server.tp
+            index = link.server.index
             take = {"publish": number, "verify": verify}
             try:
                 link.pause(mode)
@@ -70,25 +70,24 @@ class InPlace:
                 link.receive(self._orders(index, take, addresses.get(index)), version)
                 found[link] = _answers(link, calls)
             except PublishError:
-                for rank in range(tp):
-                    calls.give_up(index, rank, len(self._plan.rounds))
+                calls.abandon(index, link.server.tp, len(self._plan.rounds))
                 raise
-
-        def commit(link: Link) -> None:
-            link.end()
-            link.go_on()
 
         links.start(bring)
         self.carrier.carry(board, peers, sums)
         if dist.get_rank() == 0:  # while the last buckets are read
             self._wipe(board, peers)
         links.settle()
+        dist.barrier()  # every rank has said whom it has abandoned, and waits for nothing on the board
+        for link in links.left():
+            if calls.abandoned(link.server.index):
+                links.failures[link] = f"{link.server.url}: did not take the weights for {self._timeout / 2:g} s"
         if sums is not None:
             _compare(links, found, _all_sums(sums))
-        links.each(commit)
+        links.each(_commit)
 
     def _wipe(self, board: Board, peers: Sequence[Peer]) -> None:
-        """Remove what the publish before left on the board: every rank has done with that."""
+        """Remove what the publish before left on the board; every rank was through with it when it ended."""
         if self._before is not None:
             self._before.clear(dist.get_world_size(), self._peers, len(self._plan.rounds))
         self._before, self._peers = board, peers
@@ -103,11 +102,11 @@ class InPlace:
         ]
 
     def _attach(self, server: int, rank: int) -> dict[str, Any]:
-        shapes: dict[str, tuple[int, ...]] = {}
+        parameters: dict[str, tuple[tuple[int, ...], str]] = {}
         for parameter in server_map.table(self._shape, self._server, rank):
-            shapes[parameter.name] = parameter.shape
+            parameters[parameter.name] = parameter.shape, "float8_e4m3fn" if parameter.quantised else self._dtype
             if parameter.quantised:
-                shapes[f"{parameter.name}_scale_inv"] = fp8.scales(parameter.shape)
+                parameters[f"{parameter.name}_scale_inv"] = fp8.scales(parameter.shape), "float32"
         return {
             "store": self._address,
             "prefix": self._prefix,
@@ -115,15 +114,9 @@ class InPlace:
             "server": server,
             "rank": rank,
             "dtype": self._dtype,
-            "shapes": shapes,
+            "parameters": parameters,
             "rounds": [[_row(piece) for piece in buckets[rank].slices] for buckets in self._plan.rounds],
         }
-
-
-def uses_memory(config: Config) -> bool:
-    """Whether weights travel through the memory of one node."""
-    transport = config.publish.transport
-    return transport == "memory" or (transport == "auto" and config.launch.nodes == 1)
 
 
 def _devices(config: Config) -> list[torch.device]:
@@ -143,6 +136,11 @@ def _row(piece: Slice) -> list[Any]:
 
 def _bounds(index: Index) -> list[tuple[int, int]]:
     return [(cut.start, cut.stop) for cut in index]
+
+
+def _commit(link: Link) -> None:
+    link.end()
+    link.go_on()
 
 
 def _answers(link: Link, board: Board) -> list[int]:

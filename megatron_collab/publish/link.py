@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import torch
 
 from megatron_collab.processes import RunStopped
+from megatron_collab.rollout.sglang import ServerError
 
 LOADER = "megatron_collab.publish.receiver.receive"
 
@@ -32,23 +33,28 @@ class Server(Protocol):
     index: int
     generation: int
 
+    def resume(self, tag: str) -> None:
+        """Take the memory of `tag` again, if it was released; ServerError where that fails."""
+
 
 class Link:
-    """One publish to one server: `begin`, what brings the weights, `commit`.
+    """One publish to one server: `pause` and `begin`, what brings the weights, `end` and `go_on`.
 
-    All calls from `pause` or `read_folder` on may take `timeout` seconds together. PublishError where one fails; the
-    server then stays as it is, paused, and samples no more.
+    The weights must be there `timeout` seconds after `pause` was called; the short calls have a quarter of that, so
+    that a server which hangs is known before those that are held up by it have lost their time. PublishError where one
+    fails; the server then stays as it is, paused, and samples no more.
     """
 
     def __init__(self, server: Server, timeout: float) -> None:
         self.server = server
-        self._timeout = timeout
-        self._deadline = 0.0
+        self._timeout, self._short = timeout, timeout / 4
+        self._began = self._deadline = 0.0
         self._headers = {"Authorization": f"Bearer {server.api_key}", "Content-Type": "application/json"}
 
     def pause(self, mode: str) -> None:
         """Stop sampling; requests under way are aborted or retracted as `mode` says, later ones wait."""
-        self._start_clock()
+        self._began = time.monotonic()
+        self._deadline = self._began + self._short
         self._post("/pause_generation", {"mode": mode})
 
     def begin(self) -> None:
@@ -62,24 +68,28 @@ class Link:
         """Have the server's ranks follow their orders (see receiver.py); its cache of older weights is emptied."""
         # SGLang's ranks unpickle tensors with a name each; the name is all that we send.
         payloads = [base64.b64encode(pickle.dumps([(order, torch.empty(0))])).decode() for order in orders]
+        self._deadline = self._began + self._timeout
         body = {"serialized_named_tensors": payloads, "load_format": LOADER}
         self._post("/update_weights_from_tensor", body | _versioned(version))
 
     def end(self) -> None:
         """Close the update."""
+        self._deadline = time.monotonic() + self._short
         self._post("/end_weight_update", {})
 
     def read_folder(self, folder: str, version: int) -> None:
         """Have the server read a Hugging Face folder; this needs no `begin` and no `end`."""
-        self._start_clock()
+        self._deadline = self._began + self._timeout
         self._post("/update_weights_from_disk", {"model_path": folder} | _versioned(version))
 
     def go_on(self) -> None:
-        """Sample again."""
+        """Sample again; the requests that have waited need memory for the KV cache at once."""
+        try:
+            self.server.resume("kv_cache")
+        except ServerError as error:
+            raise PublishError(str(error)) from error
+        self._deadline = time.monotonic() + self._short
         self._post("/continue_generation", {})
-
-    def _start_clock(self) -> None:
-        self._deadline = time.monotonic() + self._timeout
 
     def _post(self, path: str, body: dict[str, Any]) -> None:
         status, text = self._ask(path, body)

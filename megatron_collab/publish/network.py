@@ -1,12 +1,14 @@
 """Weights to servers on other nodes, point to point: each rank sends its part of a bucket; both ends are here.
 
 Every server has a process group of its own with the trainer's ranks, apart from torch's global state: one that dies
-takes no other with it. A part is packed once, whatever the number of servers.
+takes no other with it. A part is packed once, whatever the number of servers. CPUs use gloo, GPUs NCCL; NCCL was never
+run here.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from itertools import accumulate
@@ -37,13 +39,31 @@ def _join(address: Address, name: str, rank: int, size: int, device: torch.devic
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
+def _finish(work: dist.Work, deadline: float, device: torch.device) -> None:
+    """Wait for `work` until `deadline` (monotonic); RuntimeError where it fails or is not done by then."""
+    if device.type != "cpu":  # NCCL's wait neither blocks nor fails; gloo's works are complete when waited for
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                raise RuntimeError("the other end is silent")
+            time.sleep(1e-4)
+    work.wait(timedelta(seconds=_left(deadline)))
+
+
+def _left(deadline: float) -> float:
+    """Seconds; a moment where it has passed, in which what is done is found to be done."""
+    return max(0.1, deadline - time.monotonic())
+
+
 class Network:
     """The trainer's end, on every rank."""
 
-    def __init__(self, writer: Writer, address: Address, prefix: str, device: torch.device, timeout: float) -> None:
+    def __init__(self, writer: Writer, address: Address, prefix: str, device: torch.device, patience: float) -> None:
+        """A server that does not come or take a bucket for `patience` seconds is abandoned.
+
+        That is less than a server waits for us: one that hangs must not cost the others.
+        """
         self._writer, self._address, self._prefix = writer, address, prefix
-        # Less than a server waits for us: one that hangs must not cost the others.
-        self._device, self._timeout = device, timeout / 2
+        self._device, self._patience = device, patience
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         largest = max(sum(stop - start for start, stop in parts) for parts in writer.parts)
         count = min(2, len(writer.parts))
@@ -65,21 +85,24 @@ class Network:
 
     def carry(self, board: Board, peers: Sequence[Peer], sums: list[list[int]] | None) -> None:
         """Send everything to `peers`, of which one that breaks off gets no more; for `sums` see Writer.write."""
+        deadline = time.monotonic() + self._patience
         for peer in peers:
             if peer.new:
-                self._meet(board, peer)
+                self._meet(board, peer, deadline)
         under_way: list[dict[int, list[dist.Work]]] = [{}, {}]
         for number, parts in enumerate(self._writer.parts):
-            self._settle(under_way[number % 2])
+            self._settle(board, peers, number - 2, under_way[number % 2])
             ends = list(accumulate(stop - start for start, stop in parts))
             buffer = self._buffers[number % 2]
             into = {t: buffer[ends[t] - parts[t][1] + parts[t][0] : ends[t]] for t in self._writer.targets(number)}
             self._writer.write(number, into, sums)
             under_way[number % 2] = {
-                peer.server: self._send(peer.server, into, number) for peer in peers if peer.server in self._groups
+                peer.server: self._send(board, peer, into, number) for peer in peers if peer.server in self._groups
             }
-        for works in under_way:
-            self._settle(works)
+            board.set_sent(number, self._ranks)
+        rounds = len(self._writer.parts)
+        for number in range(max(0, rounds - 2), rounds):
+            self._settle(board, peers, number, under_way[number % 2])
 
     def drop(self, server: int) -> None:
         """That server failed; its group is of no use."""
@@ -89,39 +112,52 @@ class Network:
         self._groups.clear()
         self._buffers.clear()
 
-    def _meet(self, board: Board, peer: Peer) -> None:
+    def _meet(self, board: Board, peer: Peer, deadline: float) -> None:
         """Make a group with a server; it has none where it does not come."""
         self.drop(peer.server)
-        if not board.all_ready(peer.server, peer.tp):
+        if not board.all_ready(peer.server, peer.tp, _left(deadline)) or board.abandoned(peer.server):
+            self._lose(board, peer, "it does not come")
             return
         name, size = self._name(board, peer), self._ranks + peer.tp
         try:
-            group = _join(self._address, name, self._rank, size, self._device, self._timeout)
+            group = _join(self._address, name, self._rank, size, self._device, self._patience)
             self._groups[peer.server] = group
         except RuntimeError as error:
-            logger.warning("server %d was not reached: %s", peer.server, error)
+            self._lose(board, peer, error)
 
     def _name(self, board: Board, peer: Peer) -> str:
         return f"{self._prefix}/{board.number}/group/{peer.server}"
 
-    def _send(self, server: int, parts: Mapping[int, Tensor], number: int) -> list[dist.Work]:
+    def _send(self, board: Board, peer: Peer, parts: Mapping[int, Tensor], number: int) -> list[dist.Work]:
         try:
-            return [self._groups[server].send([data], self._ranks + t, number) for t, data in parts.items()]
+            return [self._groups[peer.server].send([data], self._ranks + t, number) for t, data in parts.items()]
         except RuntimeError as error:
-            self._lose(server, error)
+            self._lose(board, peer, error)
             return []
 
-    def _settle(self, works: Mapping[int, Sequence[dist.Work]]) -> None:
-        for server, own in works.items():
+    def _settle(
+        self, board: Board, peers: Sequence[Peer], number: int, works: Mapping[int, Sequence[dist.Work]]
+    ) -> None:
+        """Wait until the servers have what is under way to them of bucket `number`, but for those that are lost."""
+        if not works:
+            return
+        board.wait_sent(number)  # until then a server may be held up by one of us
+        deadline = time.monotonic() + self._patience
+        for peer in peers:
+            if peer.server not in works or peer.server not in self._groups:
+                continue
             try:
-                for work in own:
-                    work.wait()
+                if board.abandoned(peer.server):
+                    raise RuntimeError("another rank has lost it")
+                for work in works[peer.server]:
+                    _finish(work, deadline, self._device)
             except RuntimeError as error:
-                self._lose(server, error)
+                self._lose(board, peer, error)
 
-    def _lose(self, server: int, error: RuntimeError) -> None:
-        logger.warning("server %d broke off: %s", server, error)
-        self.drop(server)
+    def _lose(self, board: Board, peer: Peer, reason: object) -> None:
+        logger.warning("server %d is abandoned: %s", peer.server, reason)
+        board.abandon(peer.server, peer.tp, len(self._writer.parts))
+        self.drop(peer.server)
 
 
 class NetworkBuckets:
@@ -138,7 +174,8 @@ class NetworkBuckets:
         device: torch.device,
         timeout: float,
     ) -> None:
-        """Meet the trainer's `ranks`; this is rank `rank` of `tp`."""
+        """Meet the trainer's `ranks`; this is rank `rank` of `tp`. RuntimeError after `timeout` s of silence."""
+        self._device, self._timeout = device, timeout
         self._group = _join(address, name, ranks + rank, ranks + tp, device, timeout)
         self._parts = parts
         largest = max((stop for own in parts for _, _, stop in own), default=0)
@@ -148,8 +185,9 @@ class NetworkBuckets:
         """The buckets of a publish, uint8, as they become complete; each may change when the next one is asked for."""
         coming = self._receive(0)
         for number in range(len(self._parts)):
+            deadline = time.monotonic() + self._timeout
             for work in coming:
-                work.wait()
+                _finish(work, deadline, self._device)
             coming = self._receive(number + 1)
             yield self._buckets[number % 2]
 

@@ -107,6 +107,12 @@ def server_layout(config: Config) -> ServerLayout:
     return ServerLayout(server.tp, server.ep, server.fp8, server.colocated)
 
 
+def uses_memory(config: Config) -> bool:
+    """Whether weights travel through the memory of one node."""
+    transport = config.publish.transport
+    return transport == "memory" or (transport == "auto" and config.launch.nodes == 1)
+
+
 def plan(
     shape: ModelShape, trainer: TrainerLayout, server: ServerLayout, item_bytes: int, bucket_bytes: int = BUCKET_BYTES
 ) -> Plan:

@@ -105,10 +105,14 @@ class Publisher:
 
     def _by_disk(self, version: int, links: Links) -> None:
         folder = Path(self._config.run.dir) / "publish"  # one that a killed run left behind is replaced
-        links.each(lambda link: link.pause(self._mode))
         save_hf(self._chunks, folder, Path(self._config.model.path), self._shape)
-        links.each(lambda link: link.read_folder(str(folder.resolve()), version))
-        links.each(Link.go_on)
+
+        def bring(link: Link) -> None:
+            link.pause(self._mode)
+            link.read_folder(str(folder.resolve()), version)
+            link.go_on()
+
+        links.each(bring)
         if dist.get_rank() == 0:
             shutil.rmtree(folder)
 

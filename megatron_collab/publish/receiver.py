@@ -75,21 +75,22 @@ class Receiver:
         server: int,
         rank: int,
         dtype: str,
-        shapes: Mapping[str, Sequence[int]],
+        parameters: Mapping[str, tuple[Sequence[int], str]],
         rounds: Sequence[Sequence[Sequence[Any]]],
         memory: Sequence[Handle] | None = None,
         network: Mapping[str, Any] | None = None,
     ) -> None:
-        """`store`, `prefix`: of the board (see board.connect); `server`, `rank`: who we are; `dtype` of the weights.
+        """`store`, `prefix`: of the board (see board.connect); `server`, `rank`: who we are; `dtype`: of slices.
 
-        `shapes`: of the parameters that are written; `rounds`: the rows of each bucket. These come through the segments
-        of shared `memory`, or by `network`: NetworkBuckets' arguments `name`, `ranks` and `tp`.
+        `parameters`: shape and dtype of all that the server must have, and no other; `rounds`: the rows of each
+        bucket. These come through the segments of shared `memory`, or by `network`: NetworkBuckets' arguments `name`,
+        `ranks` and `tp`.
         """
         self._address: Address = (store[0], store[1])
         self._store = connect(self._address, prefix, timeout)
         self._timeout, self._server, self._rank = timeout, server, rank
         self._dtype = getattr(torch, dtype)
-        self._shapes = {name: tuple(shape) for name, shape in shapes.items()}
+        self._parameters = {name: f"{dtype} {tuple(shape)}" for name, (shape, dtype) in parameters.items()}
         self._rounds = [[Row(*row) for row in rows] for rows in rounds]
         self._memory, self._network = memory, network
         self._buckets: SharedBuckets | NetworkBuckets | None = None
@@ -99,7 +100,7 @@ class Receiver:
     def take(self, model: torch.nn.Module, publish: int, verify: bool) -> None:
         """Put the weights of publish number `publish` into the model; `verify`: say the checksum of what it then holds.
 
-        ValueError where a parameter is missing or has another shape; RuntimeError where the publisher goes silent.
+        ValueError where the parameters are not those of the plan; RuntimeError where the publisher goes silent.
         """
         board = Board(self._store, publish)
         try:
@@ -128,10 +129,12 @@ class Receiver:
         board.answer(self._server, self._rank, {"checksum": combined(sums)})
 
     def _check(self, parameters: Mapping[str, Tensor]) -> None:
-        for name, shape in self._shapes.items():
-            found = tuple(parameters[name].shape) if name in parameters else "missing"
-            if found != shape:
-                raise ValueError(f"the server's parameter {name} is {found}; the trainer's plan has {shape}")
+        """ValueError for one that would not be written as it should, or not at all: it would keep old weights."""
+        found = {name: f"{str(tensor.dtype)[6:]} {tuple(tensor.shape)}" for name, tensor in parameters.items()}
+        for name in sorted(found.keys() | self._parameters.keys()):
+            here, planned = found.get(name, "missing"), self._parameters.get(name, "no such parameter")
+            if here != planned:
+                raise ValueError(f"the server's parameter {name} is {here}; the trainer's plan has {planned}")
 
     def _open(self, board: Board, device: torch.device) -> SharedBuckets | NetworkBuckets:
         parts = [_parts(rows) for rows in self._rounds]
@@ -140,7 +143,7 @@ class Receiver:
             return SharedBuckets(self._memory, sources, self._server, self._rank)
         assert self._network is not None
         board.set_ready(self._server, self._rank, True)
-        if not board.all_ready(self._server, self._network["tp"]):
+        if not board.all_ready(self._server, self._network["tp"], self._timeout):
             raise RuntimeError("another rank of the server does not come")
         return NetworkBuckets(
             self._address, rank=self._rank, parts=parts, device=device, timeout=self._timeout, **self._network

@@ -24,17 +24,20 @@ if TYPE_CHECKING:  # the servers do without the trainer's libraries
 class Memory:
     """The trainer's end, on every rank."""
 
-    def __init__(self, plan: Plan, writer: Writer, devices: Sequence[torch.device]) -> None:
-        """Collective. `devices[t]`: where rank t of the first server computes."""
-        self._writer = writer
-        self._rank, ranks = dist.get_rank(), dist.get_world_size()
+    def __init__(self, plan: Plan, writer: Writer, devices: Sequence[torch.device], patience: float) -> None:
+        """Collective. `devices[t]`: where rank t of the first server computes.
+
+        A server that has not read a bucket `patience` seconds after it was written is abandoned.
+        """
+        self._writer, self._patience = writer, patience
+        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         count = min(2, len(plan.rounds))
         self._own = {
             t: [Segment(max(buckets[t].size for buckets in plan.rounds), device) for _ in range(count)]
             for t, device in enumerate(devices)
-            if t % ranks == self._rank
+            if t % self._ranks == self._rank
         }
-        others = [rank for rank in range(ranks) if rank != self._rank]
+        others = [rank for rank in range(self._ranks) if rank != self._rank]
         offers = _gathered({t: {rank: self._handles(t) for rank in others} for t in self._own})
         self._segments = [
             [segment.data for segment in self._own[t]]
@@ -60,7 +63,7 @@ class Memory:
         for number, parts in enumerate(self._writer.parts):
             targets = self._writer.targets(number)
             if number >= 2:
-                board.wait_loaded(number - 2, [(peer.server, t) for peer in peers for t in targets])
+                self._wait_read(board, number - 2, peers, targets)
             into = {t: self._segments[t][number % 2][slice(*parts[t])] for t in targets}
             self._writer.write(number, into, sums)
             if any(data.is_cuda for data in into.values()):
@@ -74,6 +77,14 @@ class Memory:
         for segment in chain(*self._own.values()):
             segment.close()
         self._segments.clear()
+
+    def _wait_read(self, board: Board, number: int, peers: Sequence[Peer], targets: Sequence[int]) -> None:
+        """Until a bucket has been read by all, but for servers that are abandoned."""
+        board.wait_written(number, range(self._ranks))  # until then a server may be held up by one of us
+        late = board.late(number, [(peer.server, t) for peer in peers for t in targets], self._patience)
+        for peer in peers:
+            if peer.server in late:
+                board.abandon(peer.server, peer.tp, len(self._writer.parts))
 
     def _handles(self, t: int) -> list[Handle]:
         return [segment.handle() for segment in self._own[t]]

@@ -27,9 +27,9 @@ import aiohttp
 from megatron_collab import device
 from megatron_collab.config import Config, RolloutConfig, SamplingConfig
 from megatron_collab.ports import HOST, bindable
-from megatron_collab.processes import RunStopped, die_with_parent
+from megatron_collab.processes import RunStopped
 from megatron_collab.rollout.tools import ToolCall
-from megatron_collab.sglang_cpu.key import KEY_VARIABLE
+from megatron_collab.sglang_cpu.key import KEY_VARIABLE, PARENT_VARIABLE
 from megatron_collab.types import Finish, Turn
 
 ATTEMPTS = 5
@@ -110,7 +110,6 @@ class SGLangServer:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # SGLang kills its process group when a part of it fails
-                preexec_fn=die_with_parent,
             )
 
     def __enter__(self) -> SGLangServer:
@@ -241,6 +240,7 @@ def _environment(config: Config, api_key: str, index: int) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if not _TORCHRUN_VARIABLES.match(name)}
     settings = {
         KEY_VARIABLE: api_key,
+        PARENT_VARIABLE: str(os.getpid()),
         "HF_HUB_OFFLINE": "1",  # the model is a folder
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
         "SGLANG_FORWARD_UNKNOWN_TOOLS": "1",  # the policy is told that there is no such tool

@@ -1,3 +1,4 @@
-"""Where the server finds its API key: arguments would show it to every user of the machine."""
+"""What the server finds in its environment."""
 
-KEY_VARIABLE = "MEGATRON_COLLAB_SERVER_KEY"
+KEY_VARIABLE = "MEGATRON_COLLAB_SERVER_KEY"  # arguments would show it to every user of the machine
+PARENT_VARIABLE = "MEGATRON_COLLAB_SERVER_PARENT"  # the process that it ends with

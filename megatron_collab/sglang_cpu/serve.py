@@ -14,7 +14,7 @@ import signal
 import sys
 
 from megatron_collab.processes import die_with_parent
-from megatron_collab.sglang_cpu.key import KEY_VARIABLE
+from megatron_collab.sglang_cpu.key import KEY_VARIABLE, PARENT_VARIABLE
 
 
 def _end_with_parent() -> None:
@@ -24,7 +24,9 @@ def _end_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-if __name__ == "__mp_main__":
+if __name__ == "__main__":
+    die_with_parent(int(os.environ.pop(PARENT_VARIABLE)))
+elif __name__ == "__mp_main__":
     _end_with_parent()
 
 # Looking for garbage among what the imports make is a quarter of the start-up, and of some requests later on.

@@ -90,7 +90,10 @@ class Fleet:
     """Servers of which one that is lost does not come back."""
 
     def __init__(self, servers: list[dict[str, Any]]) -> None:
-        self.servers = [SimpleNamespace(**server, index=i, generation=0) for i, server in enumerate(servers)]
+        self.servers = [
+            SimpleNamespace(**server, index=i, generation=0, resume=lambda tag: None)
+            for i, server in enumerate(servers)
+        ]
         self.reasons: list[str] = []
 
     def present(self) -> list[Any]:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,8 +23,10 @@ from megatron_collab.publish.publisher import Publisher
 from megatron_collab.publish.receiver import Receiver
 from megatron_collab.publish.server_map import ServerLayout
 from megatron_collab.publish.writer import Writer
+from megatron_collab.rollout.sglang import ServerError
 from tests.helpers import free_port
 
+NORM = "model.norm.weight"
 SHAPE = ModelShape(
     family="qwen3_moe",
     layers=2,
@@ -42,6 +45,7 @@ SHAPE = ModelShape(
     experts=Experts(2, 1, 128, True, (0, 1)),
 )
 BUCKET = 1 << 18
+ON = ["resume kv_cache", "/continue_generation"]  # requests that have waited need the cache at once
 
 
 class Served:
@@ -58,6 +62,9 @@ class Served:
                 self.hold(model, parameter.name, torch.zeros(parameter.shape, dtype=dtype))
                 if parameter.quantised:
                     self.hold(model, f"{parameter.name}_scale_inv", torch.zeros(fp8.scales(parameter.shape)))
+
+    def resume(self, tag: str) -> None:
+        self.calls.append(f"resume {tag}")
 
     @staticmethod
     def hold(model: torch.nn.Module, name: str, value: torch.Tensor) -> None:
@@ -115,16 +122,20 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def shards(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.nn.Parameter]:
+    found = make_shards()
+    monkeypatch.setattr(inplace, "named_shards", lambda chunks: found.items())
+    return found
+
+
+def make_shards() -> dict[str, torch.nn.Parameter]:
     """The trainer's weights, random."""
     generator = torch.Generator().manual_seed(0)
-    found = {
+    return {
         entry.megatron: torch.nn.Parameter(
             torch.randn(hf_map.shard_shape(entry, 1), generator=generator).to(torch.bfloat16)
         )
         for entry in hf_map.table(SHAPE)
     }
-    monkeypatch.setattr(inplace, "named_shards", lambda chunks: found.items())
-    return found
 
 
 def configure(transport: str, quantised: bool = False, servers: int = 2) -> Config:
@@ -189,18 +200,60 @@ def test_all_of_it_arrives_every_time(transport: str, quantised: bool, shards: d
                 fleet.servers[0] = Served(0, layout)
                 fleet.servers[0].generation = 1
         assert keys[2] == keys[1]  # the board is wiped
-    calls = ["/pause_generation", "/begin_weight_update", "receive 3", "/end_weight_update", "/continue_generation"]
-    assert [server.calls[-5:] for server in fleet.servers] == [calls, calls]
+    calls = ["/pause_generation", "/begin_weight_update", "receive 3", "/end_weight_update", *ON]
+    assert [server.calls[-6:] for server in fleet.servers] == [calls, calls]
 
 
-@pytest.mark.parametrize("transport", ["memory", "network"])
-def test_a_server_of_another_shape_is_left_out_by_name(transport: str, shards: dict[str, torch.nn.Parameter]) -> None:
-    config = configure(transport)
+def test_a_folder_is_saved_before_anybody_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configure("disk")
+    config.run.dir = str(tmp_path)
     fleet = make_fleet(config)
-    Served.hold(fleet.servers[1].models[1], "model.norm.weight", torch.zeros(3))
+
+    def save(chunks: Any, folder: Path, *others: Any) -> None:
+        folder.mkdir()
+        for server in fleet.servers:
+            server.calls.append("saved")
+
+    monkeypatch.setattr(publisher, "save_hf", save)
+    with Publisher(config, [], SHAPE, fleet) as sender:
+        sender.publish(1)
+    calls = ["saved", "/pause_generation", "/update_weights_from_disk", *ON]
+    assert [server.calls for server in fleet.servers] == [calls, calls] and not list(tmp_path.iterdir())
+
+
+def test_a_server_without_memory_for_its_cache_does_not_go_on(
+    shards: dict[str, torch.nn.Parameter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def resume(tag: str) -> None:
+        raise ServerError("no memory")
+
+    config = configure("memory")
+    fleet = make_fleet(config)
+    monkeypatch.setattr(fleet.servers[1], "resume", resume)
     with Publisher(config, [], SHAPE, fleet, BUCKET) as sender:
         sender.publish(1)
-        assert "model.norm.weight is (3,)" in fleet.reasons[1] and sender.version == 1
+    assert fleet.reasons == {1: "no memory"} and fleet.servers[1].calls[-1] == "/end_weight_update"
+    assert fleet.servers[0].calls[-2:] == ON
+
+
+@pytest.mark.parametrize(
+    ("transport", "name", "value", "said"),
+    [
+        ("memory", NORM, torch.zeros(3, dtype=torch.bfloat16), f"{NORM} is bfloat16 (3,)"),
+        ("network", NORM, torch.zeros(3, dtype=torch.bfloat16), f"{NORM} is bfloat16 (3,)"),
+        ("memory", NORM, torch.zeros(256), f"{NORM} is float32 (256,); the trainer's plan has bfloat16 (256,)"),
+        ("memory", "model.extra", torch.zeros(1), "model.extra is float32 (1,); the trainer's plan has no such"),
+    ],
+)
+def test_a_server_of_other_parameters_is_left_out_by_name(
+    transport: str, name: str, value: torch.Tensor, said: str, shards: dict[str, torch.nn.Parameter]
+) -> None:
+    config = configure(transport)
+    fleet = make_fleet(config)
+    Served.hold(fleet.servers[1].models[1], name, value)
+    with Publisher(config, [], SHAPE, fleet, BUCKET) as sender:
+        sender.publish(1)
+        assert said in fleet.reasons[1] and sender.version == 1
         assert_holds(fleet.servers[0], inplace.server_layout(config), shards)
         assert fleet.servers[1].calls[-1] == "receive 1"  # it stays paused
         sender.publish(2)

@@ -223,7 +223,8 @@ class Profile:
 def run_rank(folder: Path, layout: str, out: Path) -> None:
     line = json.loads(os.environ["SERVER"])
     config = configure(folder, *LAYOUTS[layout])
-    fleet = SimpleNamespace(present=lambda: [SimpleNamespace(**line)], lost=lambda server, reason: sys.exit(reason))
+    server = SimpleNamespace(**line, resume=lambda tag: None)
+    fleet = SimpleNamespace(present=lambda: [server], lost=lambda server, reason: sys.exit(reason))
     with policies.init_parallel(config):
         policy, shape = policies.load(config)
         actor = Actor(config, policy)

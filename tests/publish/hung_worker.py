@@ -1,0 +1,157 @@
+"""What test_hung.py runs: `hung_worker.py FOLDER`. Every case is a group of ranks, forks of this process, all at once.
+
+Server 0 is healthy. Writes FOLDER/CASE-RANK.json: what rank 0's fleet was told, the version, whether server 0 holds it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_collab.publish import inplace, publisher
+from megatron_collab.publish.board import Board
+from megatron_collab.publish.inplace import InPlace
+from megatron_collab.publish.link import Link, PublishError
+from megatron_collab.publish.network import Network
+from megatron_collab.publish.publisher import Publisher
+from megatron_collab.publish.receiver import Receiver
+from tests.helpers import free_port
+from tests.publish import test_receiver as fakes
+
+# name: (ranks, transport, what server 1 does not answer)
+HANGING = {
+    f"{transport}-{moment}": (2, transport, moment)
+    for transport in ("memory", "network")
+    for moment in ("pause", "receive", "read")
+}
+TIMEOUT = 32.0  # launch.timeout: servers have half of it
+SLOW, SLOW_RANKS = "slow-rank", 2
+
+
+class HangingLink(fakes.ThreadLink):
+    """Server 1 takes connections and says nothing, from `moment` on; at "read" it does after a time."""
+
+    moment = ""
+
+    def _hangs(self, *moments: str) -> bool:
+        return self.server.index == 1 and self.moment in moments
+
+    def _ask(self, path: str, body: dict[str, Any]) -> tuple[int, str]:
+        hangs = self._hangs("pause") or (self._hangs("receive") and path == "/update_weights_from_tensor")
+        return Link._ask(self, path, body) if hangs else super()._ask(path, body)
+
+    def receive(self, orders: Any, version: int) -> None:
+        if self._hangs("receive"):
+            Link.receive(self, orders, version)
+        else:
+            super().receive(orders, version)
+
+
+class RefusingLink(fakes.ThreadLink):
+    def receive(self, orders: Any, version: int) -> None:
+        raise PublishError("it takes nothing")
+
+
+def stall(receiver: Receiver) -> None:
+    """Read the first bucket only when everybody has given this server up."""
+    while receiver._server == 1 and not Board(receiver._store, 1).abandoned(1):
+        time.sleep(0.05)
+
+
+def hang(transport: str, moment: str) -> dict[str, Any]:
+    """As a rank: publish to a server that hangs and to one that does not."""
+    config = fakes.configure(transport)
+    config.launch.timeout, config.launch.nproc_per_node, config.publish.verify = TIMEOUT, 2, 0
+    HangingLink.moment, publisher.Link = moment, HangingLink
+    if moment == "read":
+        plan = Receiver._plan
+        Receiver._plan = lambda self, *arguments: (stall(self), plan(self, *arguments))[1]
+    shards = fakes.make_shards()
+    inplace.named_shards = lambda chunks: shards.items()
+    fleet = fakes.make_fleet(config) if dist.get_rank() == 0 else None
+    silent = socket.create_server(("127.0.0.1", 0))
+    if fleet:
+        fleet.servers[1].url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+    with Publisher(config, [], fakes.SHAPE, fleet, fakes.BUCKET) as sender:
+        assert len(sender._in_place._plan.rounds) > 4
+        sender.publish(1)
+        found: dict[str, Any] = {"version": sender.version}
+        if fleet:
+            found["reasons"] = {str(index): reason for index, reason in fleet.reasons.items()}
+            fakes.assert_holds(fleet.servers[0], inplace.server_layout(config), shards)
+    return found
+
+
+def be_slow() -> dict[str, Any]:
+    """As a rank: publish twice to a server that takes nothing, then to one that takes all; the last rank is slow.
+
+    `through`: whether all ranks had done with the board when this one left each publish.
+    """
+    config = fakes.configure("network", servers=1)
+    config.launch.timeout, config.launch.nproc_per_node, config.publish.verify = 60.0, SLOW_RANKS, 0
+    shards = fakes.make_shards()
+    inplace.named_shards = lambda chunks: shards.items()
+    fleet = fakes.make_fleet(config) if dist.get_rank() == 0 else None
+    store, through = dist.distributed_c10d._get_default_store(), list[bool]()
+    carry, deliver = Network.carry, InPlace.deliver
+
+    def carry_late(*arguments: Any) -> None:
+        if dist.get_rank() == SLOW_RANKS - 1:
+            time.sleep(1)
+        carry(*arguments)
+        store.add("through", 1)
+
+    def deliver_and_look(*arguments: Any) -> None:
+        deliver(*arguments)
+        through.append(store.add("through", 0) == SLOW_RANKS * (1 + len(through)))
+        dist.barrier()
+
+    Network.carry, InPlace.deliver = carry_late, deliver_and_look
+    with Publisher(config, [], fakes.SHAPE, fleet, fakes.BUCKET) as sender:
+        publisher.Link = RefusingLink
+        for version in (1, 2):
+            try:
+                sender.publish(version)
+                raise AssertionError
+            except PublishError as error:
+                assert "it takes nothing" in str(error)
+            if fleet:
+                fleet.reasons.clear()
+        publisher.Link = fakes.ThreadLink
+        sender.publish(3)
+        if fleet:
+            fakes.assert_holds(fleet.servers[0], inplace.server_layout(config), shards)
+        return {"version": sender.version, "through": through}
+
+
+def main(folder: Path) -> None:
+    children = {}
+    for name, ranks in [*((name, ranks) for name, (ranks, _, _) in HANGING.items()), (SLOW, SLOW_RANKS)]:
+        port = free_port()
+        for rank in range(ranks):
+            child = os.fork()
+            if not child:
+                os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+                try:
+                    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+                    found = hang(*HANGING[name][1:]) if name in HANGING else be_slow()
+                except BaseException:
+                    found = {"error": traceback.format_exc()}
+                (folder / f"{name}-{rank}.json").write_text(json.dumps(found))
+                dist.barrier()  # the store is rank 0's
+                os._exit(0)
+            children[child] = name
+    for child in children:
+        os.waitpid(child, 0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
