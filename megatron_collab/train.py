@@ -31,7 +31,6 @@ def fit(config: Config) -> None:
     from megatron_collab.observe.run import Run
     from megatron_collab.rollout.collector import Collector
     from megatron_collab.rollout.engine import Engine
-    from megatron_collab.sft import Supervised
 
     supervised = config.train.stage == "sft"
     with ExitStack() as stack:
@@ -51,6 +50,8 @@ def fit(config: Config) -> None:
             source: Collector | Supervised = engine.collector(run, publisher, state.get("collector", {}))
             sampling: Callable[[int], AbstractContextManager[object]] = partial(engine.sampling, publisher)
         else:
+            from megatron_collab.sft import Supervised
+
             source, sampling = Supervised(config), nullcontext
 
         clock = Stopwatch()

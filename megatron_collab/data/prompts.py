@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
+# AutoTokenizer would import the models too, for several seconds in every process.
+from transformers import PreTrainedTokenizerFast
 
 from megatron_collab.thoughts import OPEN
 from megatron_collab.types import Message, Turn
@@ -20,14 +22,20 @@ class ChatRenderer:
     `end_id` is the template's end-of-turn token, the one that follows the assistant's content. `opens_thought`:
     the template opens the policy's turn with `<think>`. `tools` are schemas that the prompt tells the policy of.
 
-    Raises ValueError, naming model.path, for a template after whose assistant messages nothing can be appended:
-    one that changes or drops them, or ends them with something else than one special token.
+    Raises ValueError, naming model.path, where there is no tokenizer.json, and for a template after whose assistant
+    messages nothing can be appended: one that changes or drops them, or ends them with something else than one special
+    token.
     """
 
     def __init__(self, model_path: str, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         self.model_path = model_path
         self.tools = list(tools)
-        self.tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
+        if not (Path(model_path) / "tokenizer.json").is_file():
+            raise ValueError(
+                f"model.path={model_path}: no tokenizer.json there; save the tokenizer again with transformers, "
+                "AutoTokenizer.from_pretrained(…).save_pretrained(…)"
+            )
+        self.tokenizer = PreTrainedTokenizerFast.from_pretrained(model_path, local_files_only=True)
         if not self.tokenizer.chat_template:
             raise ValueError(f"model.path={model_path}: its tokenizer has no chat template; give a chat model")
         end = self._tail([Message("user", "x")])[:1]

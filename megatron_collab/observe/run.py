@@ -30,7 +30,6 @@ from tqdm import tqdm
 
 from megatron_collab import __version__, files, launch
 from megatron_collab.config import Config, uses_wandb
-from megatron_collab.observe import report
 from megatron_collab.observe.progress import progress
 from megatron_collab.thoughts import visible
 from megatron_collab.types import Future, Group, Missing
@@ -129,6 +128,8 @@ class Run:
         result["single_turn_ask_after"] = None
         result["train_minutes"] = round(self._seconds() / 60, 2)
         result["versions"] = {"megatron-collab": __version__, **{name: metadata.version(name) for name in VERSIONS}}
+        from megatron_collab.observe import report  # and with it what draws, a second of imports
+
         report.write(self.folder)
         _replace(self.folder / launch.FINISHED, result)
 

@@ -116,6 +116,11 @@ def test_a_tokenizer_without_a_template_is_refused(tmp_path: Path) -> None:
         renderer(tmp_path, "")
 
 
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=rf"model.path={tmp_path}: no tokenizer.json there; save the tokenizer again"):
+        ChatRenderer(str(tmp_path))
+
+
 TOOLS = (
     "{%- if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}{% endfor %}<|im_end|>\n{% endif -%}"
     "{%- for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor -%}"
