@@ -236,7 +236,8 @@ def check_model(config: Config, described: Path | None = None) -> ModelShape:
     except ValueError as error:
         raise ConfigError(f"model.path={folder}: {error}; give another model") from error
     layout_checks.check_shape(config, shape)
-    server_checks.check_shape(config, shape)
+    if config.train.stage == "rl":
+        server_checks.check_shape(config, shape)
     return shape
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from megatron_collab import device, server_checks
+from megatron_collab import checks, device, server_checks
 from megatron_collab.config import Config, ConfigError
 from megatron_collab.publish.hf_config import ModelShape
 
@@ -164,3 +166,13 @@ def test_a_model_that_cannot_be_cut_like_that(model: dict[str, Any], settings: d
 def test_models_that_can_be_cut() -> None:
     server_checks.check_shape(configure(tp=2, fp8=True), ModelShape.from_hf(WIDE))
     server_checks.check_shape(configure(tp=2, ep=2, fp8=True), ModelShape.from_hf(EXPERTS | {"head_dim": 128}))
+
+
+def test_a_supervised_run_has_no_server_to_fit(tmp_path: Path) -> None:
+    """SGLang has no Qwen3-MoE with dense layers; training it needs none."""
+    config = configure()
+    config.model.path = str(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(EXPERTS | {"mlp_only_layers": [0], "hidden_size": 64}))
+    assert "layer 0 has no experts" in refused(checks.check_model, config)
+    config.train.stage = "sft"
+    assert checks.check_model(config).experts is not None

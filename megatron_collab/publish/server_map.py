@@ -73,7 +73,10 @@ def check_layers(shape: ModelShape) -> None:
     """ValueError where only some layers have experts: SGLang 0.5.23 gives them to every layer of a Qwen3-MoE."""
     dense = set(range(shape.layers)) - set(shape.experts.layers) if shape.experts else set()
     if dense:
-        raise ValueError(f"config.json: layer {min(dense)} has no experts; in SGLang every layer of this model has")
+        raise ValueError(
+            f"model.path: layer {min(dense)} has no experts, and in SGLang every layer of this model has; give another "
+            "model, or set train.stage=sft"
+        )
 
 
 def _parameters(shape: ModelShape, server: ServerLayout, rank: int) -> Iterator[Parameter]:

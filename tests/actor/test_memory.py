@@ -31,6 +31,7 @@ TENTH = 0.1
 
 
 def planned(config: Config, hf: dict[str, object], stage: int = 0) -> dict[str, float]:
+    config.rollout.server.colocated = False  # SGLang has no model of which some layers only have experts
     parts = memory.plan(config, ModelShape.from_hf(hf)).stages[stage]
     return {part.name: part.training for part in parts}
 

@@ -29,7 +29,8 @@ def test_the_plan_of_an_experiment(tool: ModuleType, capsys: pytest.CaptureFixtu
 
 
 def test_slower_links_take_longer(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["experiment=train_70b", "rollout.server.colocated=false", "rollout.server.replicas=1"]
+    split = ["rollout.server.colocated=false", "parallel.offload=false"]
+    options = ["experiment=train_70b", *split, "rollout.server.replicas=1"]
     assert tool.main([*options, "--bandwidth", "1000", "100", "1"]) == 0
     printed = capsys.readouterr().out
     assert "141.13 GB take 17." in printed and "1.0 times the floor of 17.64 s" in printed
