@@ -64,6 +64,11 @@ WARM, TIMED, CHANGED = 2, 9, 20
 PROMPTS, PROMPT, REPLY = 8, 24, 16
 
 
+def served(line: dict[str, Any]) -> SimpleNamespace:
+    """What a publisher knows of the server; it has not given memory back, so there is none to take again."""
+    return SimpleNamespace(**line, resume=lambda tag: None)
+
+
 def make_model(folder: Path) -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -106,7 +111,7 @@ class Gathering:
     def __init__(self, chunks: list[torch.nn.Module], shape: ModelShape, config: Config, line: dict[str, Any]) -> None:
         self.shape, self.tp, self.pp = shape, config.parallel.tp, config.parallel.pp
         self.shards = {name: shard.detach() for name, shard in named_shards(chunks)}
-        self.link = Link(SimpleNamespace(**line), config.launch.timeout)
+        self.link = Link(served(line), config.launch.timeout)
         self.buckets: list[list[Entry]] = [[]]
         size = 0
         for entry in hf_map.table(shape):
@@ -223,7 +228,7 @@ class Profile:
 def run_rank(folder: Path, layout: str, out: Path) -> None:
     line = json.loads(os.environ["SERVER"])
     config = configure(folder, *LAYOUTS[layout])
-    server = SimpleNamespace(**line, resume=lambda tag: None)
+    server = served(line)
     fleet = SimpleNamespace(present=lambda: [server], lost=lambda server, reason: sys.exit(reason))
     with policies.init_parallel(config):
         policy, shape = policies.load(config)
