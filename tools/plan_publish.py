@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_collab.config import Config, ConfigError, parse
-from megatron_collab.refuse import ArgumentParser
+from megatron_collab.refuse import ArgumentParser, require
 
 if TYPE_CHECKING:
     from megatron_collab.publish.cost import Cost
@@ -65,16 +65,13 @@ def planned(options: Sequence[str], bandwidths: Sequence[float]) -> str:
 
     from megatron_collab import checks, shapes
     from megatron_collab.publish import plan as publishing
-    from megatron_collab.publish import server_map
     from megatron_collab.publish.cost import Link, cost
 
     config = parse(options)
+    require(config.train.stage == "rl", f"train.stage={config.train.stage}: publishes nothing; set train.stage=rl")
     checks.check_settings(config)
     shape = checks.check_model(config, shapes.described(Path(config.model.path)))
     trainer, server = publishing.trainer_layout(config), publishing.server_layout(config)
-    fault = server_map.fault(shape, server) or publishing.fp8_fault(shape, trainer, server)
-    if fault:
-        raise ConfigError(fault)
     found = publishing.plan(shape, trainer, server, getattr(torch, config.model.dtype).itemsize)
     speeds = {link: GB * speed for link, speed in zip(Link, bandwidths, strict=True)}
     return report(config, found, cost(config, shape, found, speeds))

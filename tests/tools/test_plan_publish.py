@@ -43,6 +43,7 @@ def test_slower_links_take_longer(tool: ModuleType, capsys: pytest.CaptureFixtur
         (["rollout.server.tp=16", "rollout.server.ep=3"], "rollout.server.ep=3: does not divide"),
         (["rollout.server.fp8=true", "rollout.server.tp=64"], "448 rows on a server's rank, no multiple of 128"),
         (["parallel.pq=3"], "parallel.pq"),
+        (["train.stage=sft"], "train.stage=sft: publishes nothing"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(
