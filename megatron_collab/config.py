@@ -51,6 +51,9 @@ class RunConfig:
 class LaunchConfig:
     nproc_per_node: int = option(1, "trainer ranks on this node, started under torchrun")
     nodes: int = option(1, "nodes of the run; on more than one, torchrun is started on each of them")
+    interface: str | None = option(
+        None, "network interface that the nodes talk over, as ib0; needed on more than one node, else loopback"
+    )
     device: str = option("auto", "auto, cpu or cuda")
     timeout: float = option(600.0, "seconds any collective may take before the run ends")
 

@@ -15,6 +15,11 @@ def ranks(config: Config) -> int:
     return config.launch.nodes * config.launch.nproc_per_node
 
 
+def servers_per_node(config: Config) -> int:
+    """SGLang servers on each node; server i is on node i // this."""
+    return config.rollout.server.replicas // config.launch.nodes
+
+
 def alignment(config: Config) -> tuple[int, int]:
     """(tokens, tokens): what the length of every packed sequence, and of a micro-batch, must be a multiple of.
 

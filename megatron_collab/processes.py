@@ -8,9 +8,19 @@ import signal
 
 _PR_SET_PDEATHSIG = 1
 
+# How a run ends other than well, for whoever started it.
+EXIT_BAD_INPUT = 2  # nothing was started
+EXIT_STOPPED = 3  # RunStopped
+EXIT_HUNG = 4  # a wait was longer than launch.timeout
+EXIT_PREEMPTED = 75  # Preempted: start the same command again (EX_TEMPFAIL of sysexits.h)
+
 
 class RunStopped(RuntimeError):
     """The run cannot go on, for a reason that its user can remove; what was learned so far is saved."""
+
+
+class Preempted(RunStopped):
+    """The machine is wanted back: what was finished is saved, and the same command goes on."""
 
 
 def die_with_parent(parent: int | None = None) -> None:

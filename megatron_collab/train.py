@@ -14,11 +14,16 @@ from functools import partial
 from pathlib import Path
 
 from megatron_collab import config as options
-from megatron_collab import launch
+from megatron_collab import launch, preemption
 from megatron_collab.config import Config, ConfigError
-from megatron_collab.processes import RunStopped, die_with_parent
-
-EXIT_BAD_INPUT, EXIT_STOPPED = 2, 3
+from megatron_collab.processes import (
+    EXIT_BAD_INPUT,
+    EXIT_PREEMPTED,
+    EXIT_STOPPED,
+    Preempted,
+    RunStopped,
+    die_with_parent,
+)
 
 
 def fit(config: Config) -> None:
@@ -65,13 +70,13 @@ def fit(config: Config) -> None:
                         sampled("evaluation")
                     batch = source.next(step)
                     sampled("rollout")
+                sampled("publish")  # memory that moves between servers and trainer counts as that
+                stats = actor.update(batch)
+                clock.lap("update")
             except RunStopped:
                 if step > start and step % config.train.checkpoint_every:  # what was learned since the last one
                     checkpoints.save(step, actor, {**run.state(), "collector": source.state()})
                 raise
-            sampled("publish")  # memory that moves between servers and trainer counts as that
-            stats = actor.update(batch)
-            clock.lap("update")
             run.record(step, {**batch.metrics, **stats, **(engine.take_counters() if engine else {}), **clock.read()})
             if (step + 1) % config.train.checkpoint_every == 0 or step + 1 == config.train.steps:
                 checkpoints.save(step + 1, actor, {**run.state(), "collector": source.state()})
@@ -100,6 +105,7 @@ def main(arguments: list[str]) -> int:
     if not launch.under_torchrun():
         launch.replace_by_torchrun(config, arguments)
     die_with_parent(launch.parent())
+    preemption.heed()
     if launch.global_rank() == 0:  # the one that has something to put away
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     else:  # Python would see Ctrl-C only after the collective that it waits in
@@ -109,7 +115,7 @@ def main(arguments: list[str]) -> int:
     except RunStopped as error:
         if launch.global_rank() == 0:
             print(f"megatron-collab: {error}", file=sys.stderr)
-        return EXIT_STOPPED
+        return EXIT_PREEMPTED if isinstance(error, Preempted) else EXIT_STOPPED
     return 0
 
 

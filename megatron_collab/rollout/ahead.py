@@ -72,19 +72,20 @@ class Flight:
     def begin(self, asked: Asked) -> None:
         self._pending[getattr(next(self._workers), asked.method).remote(asked.task, asked.stream)] = asked
 
-    def take(self, count: int, title: str) -> Generator[None, None, dict[Slot, Group]]:
+    def take(self, count: int, title: str) -> Generator[bool, None, dict[Slot, Group]]:
         """The first `count` groups that are finished, those begun first where more are; in the order of their slots.
 
-        Yields where no server is left, to be resumed when there is one; finished groups are kept over it, and those
-        in flight that it has cost a conversation are played again.
+        Yields after every look, a second apart at most. True: no server is left, to be resumed when there is one;
+        finished groups are kept over it, and those in flight that it has cost a conversation are played again.
         """
         taken: dict[Slot, Group] = {}
         with progress(title, count) as bar:
             while len(taken) < count:
                 finished = self._finished()
-                if self._lacking():
+                lacking = self._lacking()
+                if lacking:
                     self._disturbed.update(self.slots)
-                    yield
+                yield lacking
                 for reference in finished[: count - len(taken)]:
                     asked, group = self._pending.pop(reference), ray.get(reference)
                     if asked.slot in self._disturbed and _failed(group):

@@ -90,28 +90,31 @@ class Collector:
             self._write_spend()
         return self._state
 
-    def _together(self, play: Generator[None, None, _Result]) -> _Result:
-        """What `play` gives on rank 0, on every rank; where it yields, no server is left, and all ranks revive them."""
-        while True:
-            ended, result = from_leader(lambda: self._accounted(play))
-            if ended:
-                return result
-            self.revive()
+    def _together(self, play: Generator[bool, None, _Result]) -> _Result:
+        """What `play` gives on rank 0, on every rank; where it yields True, no server is left: all ranks revive them.
 
-    def _accounted(self, play: Generator[None, None, _Result]) -> tuple[bool, _Result | None]:
-        """Go on with `play`: whether it has ended, and with what.
-
-        What was spent is on disk afterwards, however it ends, so that the budget holds.
+        The other ranks wait for one look at a time: playing may take longer than any collective. What was spent is on
+        disk afterwards, however it ends, so that the budget holds.
         """
         try:
-            next(play)
-            return False, None
-        except StopIteration as end:
-            return True, end.value
+            while True:
+                lacking, result = from_leader(lambda: self._go_on(play))
+                if lacking is None:
+                    return result
+                if lacking:
+                    self.revive()
         finally:
-            self._write_spend()
+            if self.leader:
+                self._write_spend()
 
-    def _collect(self, step: int) -> Generator[None, None, Batch]:
+    def _go_on(self, play: Generator[bool, None, _Result]) -> tuple[bool | None, _Result | None]:
+        """Go on with `play`: what it yields; None, and its result, where it has ended."""
+        try:
+            return next(play), None
+        except StopIteration as end:
+            return None, end.value
+
+    def _collect(self, step: int) -> Generator[bool, None, Batch]:
         """Take the groups of a step, and others for those that cannot be trained.
 
         Samples that are older than rollout.max_staleness are dropped, and a group of which nothing is left to compare
@@ -186,7 +189,7 @@ class Collector:
         (row,) = Cursor(len(self.tasks), seed).batch(at, 1)
         self._flight.begin(Asked(slot, slot.stream, "play", self.tasks[row]))
 
-    def _evaluate(self, name: str, step: int) -> Generator[None, None, None]:
+    def _evaluate(self, name: str, step: int) -> Generator[bool, None, None]:
         if self.config.data.eval is None or self.config.train.eval_tasks == 0:
             return
         assert self.crew is not None

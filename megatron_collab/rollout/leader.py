@@ -7,30 +7,36 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_collab import preemption
 from megatron_collab.llm.limiter import BudgetSpent
-from megatron_collab.processes import RunStopped
+from megatron_collab.processes import Preempted, RunStopped
+
+# What a failure of rank 0 becomes on the other ranks: the first that it is one of.
+_KINDS = (Preempted, RunStopped, RuntimeError)
 
 
 def from_leader(make: Callable[[], Any]) -> Any:
     """What rank 0 makes, on every rank; where rank 0 fails, every rank raises instead of waiting for it.
 
     The others wait as long as launch.timeout lets them. A budget that is used up stops the run: RunStopped on every
-    rank, as where rank 0 raises one.
+    rank, as where rank 0 raises one; Preempted on every rank where rank 0 has been told to end.
     """
-    box: list[Any] = [None, None, False]
+    box: list[Any] = [None, None, None]
     failure: Exception | None = None
     if dist.get_rank() == 0:
         try:
+            preemption.check()
             box[0] = make()
         except BudgetSpent as error:
             failure = RunStopped(str(error))
         except Exception as error:
             failure = error
         if failure is not None:
-            box[1:] = f"{type(failure).__name__}: {failure}", isinstance(failure, RunStopped)
+            kind = next((number for number, kind in enumerate(_KINDS) if isinstance(failure, kind)), len(_KINDS) - 1)
+            box[1:] = f"{type(failure).__name__}: {failure}", kind
     dist.broadcast_object_list(box, src=0)
     if failure is not None:
         raise failure
     if box[1] is not None:
-        raise (RunStopped if box[2] else RuntimeError)(f"rank 0 failed: {box[1]}")
+        raise _KINDS[box[2]](f"rank 0 failed: {box[1]}")
     return box[0]
