@@ -18,7 +18,7 @@ setup:
 	@PYTHON="$(PYTHON)" tools/setup_env.sh
 
 test: setup
-	.venv/bin/python -m pytest tests
+	.venv/bin/python -m pytest tests --numprocesses 2 --dist loadfile
 
 quickstart: setup
 	.venv/bin/python tools/quickstart.py --seed $(SEED)

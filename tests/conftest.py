@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -12,6 +14,14 @@ import pytest
 from megatron_collab.config import Config
 from megatron_collab.rollout.sglang import SGLangServer
 from tests.helpers import make_model
+
+# Ray reads the token once in a process, and tests that set the environment take away what they find new in it.
+os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whole programs first: of two workers that share the files, none is left with the longest at the end."""
+    items.sort(key=lambda item: "e2e" not in item.path.parts)
 
 
 @dataclass(frozen=True)
