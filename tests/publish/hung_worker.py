@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import sys
 import time
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_collab.publish import inplace, publisher
+from megatron_collab.publish import hf_map, inplace, publisher
 from megatron_collab.publish.board import Board
 from megatron_collab.publish.inplace import InPlace
 from megatron_collab.publish.link import Link, PublishError
@@ -26,14 +27,15 @@ from megatron_collab.publish.receiver import Receiver
 from tests.helpers import free_port
 from tests.publish import test_receiver as fakes
 
-# name: (ranks, transport, what server 1 does not answer)
+# name: (ranks, nodes, transport, what server 1 does not answer)
 HANGING = {
-    f"{transport}-{moment}": (2, transport, moment)
+    f"{transport}-{moment}": (2, 1, transport, moment)
     for transport in ("memory", "network")
     for moment in ("pause", "receive", "read")
-}
+} | {"nodes-read": (4, 2, "memory", "read")}
 TIMEOUT = 32.0  # launch.timeout: servers have half of it
 SLOW, SLOW_RANKS = "slow-rank", 2
+DEAD, DEAD_RANKS = "dead-rank", 4
 
 
 class HangingLink(fakes.ThreadLink):
@@ -66,16 +68,25 @@ def stall(receiver: Receiver) -> None:
         time.sleep(0.05)
 
 
-def hang(transport: str, moment: str) -> dict[str, Any]:
-    """As a rank: publish to a server that hangs and to one that does not."""
+def stage_of(name: str) -> int:
+    """Of two pipeline stages, that of a shard."""
+    layer = hf_map.LAYER.fullmatch(name)
+    return int(layer[1]) if layer else int(not name.startswith("embedding."))
+
+
+def hang(ranks: int, nodes: int, transport: str, moment: str) -> dict[str, Any]:
+    """As a rank: publish to a server that hangs and to one that does not; of two nodes each has one, and a stage."""
     config = fakes.configure(transport)
-    config.launch.timeout, config.launch.nproc_per_node, config.publish.verify = TIMEOUT, 2, 0
+    config.launch.timeout, config.launch.nproc_per_node, config.publish.verify = TIMEOUT, ranks // nodes, 0
+    config.launch.nodes = config.parallel.pp = nodes
     HangingLink.moment, publisher.Link = moment, HangingLink
     if moment == "read":
         plan = Receiver._plan
         Receiver._plan = lambda self, *arguments: (stall(self), plan(self, *arguments))[1]
     shards = fakes.make_shards()
-    inplace.named_shards = lambda chunks: shards.items()
+    node = dist.get_rank() * nodes // ranks
+    own = {name: shard for name, shard in shards.items() if nodes == 1 or stage_of(name) == node}
+    inplace.named_shards = lambda chunks: own.items()
     fleet = fakes.make_fleet(config) if dist.get_rank() == 0 else None
     silent = socket.create_server(("127.0.0.1", 0))
     if fleet:
@@ -132,9 +143,28 @@ def be_slow() -> dict[str, Any]:
         return {"version": sender.version, "through": through}
 
 
+def lose_a_rank() -> dict[str, Any]:
+    """As a rank of four on two nodes: publish while the last one is killed. `said`: the error of the others."""
+    written = Board.set_written
+
+    def die(board: Board, bucket: int, source: int) -> None:
+        if bucket == 2 and source == DEAD_RANKS - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        written(board, bucket, source)
+
+    Board.set_written = die
+    began = time.monotonic()
+    try:
+        hang(DEAD_RANKS, 2, "memory", "")
+        return {"said": ""}
+    except RuntimeError as error:
+        return {"said": str(error), "seconds": time.monotonic() - began}
+
+
 def main(folder: Path) -> None:
     children = {}
-    for name, ranks in [*((name, ranks) for name, (ranks, _, _) in HANGING.items()), (SLOW, SLOW_RANKS)]:
+    cases = {name: case[0] for name, case in HANGING.items()} | {SLOW: SLOW_RANKS, DEAD: DEAD_RANKS}
+    for name, ranks in cases.items():
         port = free_port()
         for rank in range(ranks):
             child = os.fork()
@@ -142,11 +172,15 @@ def main(folder: Path) -> None:
                 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
                 try:
                     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-                    found = hang(*HANGING[name][1:]) if name in HANGING else be_slow()
+                    if name in HANGING:
+                        found = hang(*HANGING[name])
+                    else:
+                        found = be_slow() if name == SLOW else lose_a_rank()
                 except BaseException:
                     found = {"error": traceback.format_exc()}
                 (folder / f"{name}-{rank}.json").write_text(json.dumps(found))
-                dist.barrier()  # the store is rank 0's
+                if name != DEAD:
+                    dist.barrier()  # the store is rank 0's
                 os._exit(0)
             children[child] = name
     for child in children:
