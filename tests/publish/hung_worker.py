@@ -12,12 +12,13 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from megatron_collab.publish import hf_map, inplace, publisher
+from megatron_collab.publish import hf_map, inplace, publisher, shared_memory
 from megatron_collab.publish.board import Board
 from megatron_collab.publish.inplace import InPlace
 from megatron_collab.publish.link import Link, PublishError
@@ -74,6 +75,15 @@ def stage_of(name: str) -> int:
     return int(layer[1]) if layer else int(not name.startswith("embedding."))
 
 
+def note_makers() -> Callable[[], set[int]]:
+    """From now on: tells which ranks made the segments that this process has opened."""
+    processes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(processes, os.getpid())
+    opened, paths = shared_memory.opened, list[str]()
+    shared_memory.opened = lambda handle: (paths.append(handle[0]), opened(handle))[1]
+    return lambda: {processes.index(int(path.split("/")[2])) for path in paths}
+
+
 def hang(ranks: int, nodes: int, transport: str, moment: str) -> dict[str, Any]:
     """As a rank: publish to a server that hangs and to one that does not; of two nodes each has one, and a stage."""
     config = fakes.configure(transport)
@@ -91,8 +101,11 @@ def hang(ranks: int, nodes: int, transport: str, moment: str) -> dict[str, Any]:
     silent = socket.create_server(("127.0.0.1", 0))
     if fleet:
         fleet.servers[1].url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+    makers = note_makers()
     with Publisher(config, [], fakes.SHAPE, fleet, fakes.BUCKET) as sender:
         assert len(sender._in_place._plan.rounds) > 4
+        near = inplace.nodes(config).members(node)
+        assert makers() <= set(near) and (transport == "network" or len(near) == 1 or makers())
         sender.publish(1)
         found: dict[str, Any] = {"version": sender.version}
         if fleet:
@@ -172,10 +185,12 @@ def main(folder: Path) -> None:
                 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
                 try:
                     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-                    if name in HANGING:
-                        found = hang(*HANGING[name])
+                    if name == SLOW:
+                        found = be_slow()
+                    elif name == DEAD:
+                        found = lose_a_rank()
                     else:
-                        found = be_slow() if name == SLOW else lose_a_rank()
+                        found = hang(*HANGING[name])
                 except BaseException:
                     found = {"error": traceback.format_exc()}
                 (folder / f"{name}-{rank}.json").write_text(json.dumps(found))

@@ -45,9 +45,7 @@ def carried(found: Plan, places: Nodes, node: int) -> tuple[Plan, Counter[Place]
             if places.of_rank(hop.keeper) != node:
                 continue
             assert places.of_rank(hop.source) != node and hop.keeper == places.keeper(node, hop.target)
-            covered = [
-                piece for piece in found.rounds[k][hop.target].slices if hop.start <= piece.offset < hop.stop
-            ]
+            covered = [piece for piece in found.rounds[k][hop.target].slices if hop.start <= piece.offset < hop.stop]
             assert covered[0].offset == hop.start and covered[-1].offset + covered[-1].size == hop.stop
             packed = sent(found, places, hop.source)[k]
             for piece in covered:
@@ -132,9 +130,10 @@ def test_of_a_70b_model_every_link_carries_the_same() -> None:
             into[hop.keeper] += hop.stop - hop.start
         for ends in (out, into):
             assert len(ends) == 128
-            assert max(ends.values()) <= 0.75 * max(bucket.size for bucket in buckets) * 1.05  # one stage has the embedding
+            most = max(ends.values())
+            assert most <= 1.05 * 0.75 * max(bucket.size for bucket in buckets)  # stages with the vocabulary have more
     largest = max(sum(piece.size for _, piece in items) for rank in range(8) for items in sent(found, places, rank))
-    assert largest <= plan.BUCKET_BYTES / 16 * 1.02  # what a rank packs to send
+    assert largest <= plan.BUCKET_BYTES / 16 * 1.05  # what a rank packs to send
 
 
 def test_over_the_network_all_servers_are_alike() -> None:
