@@ -37,9 +37,8 @@ class Relay:
         self._buffer = torch.zeros(writer.largest, dtype=torch.uint8, device=device)
         if any(hops):
             self._group = dist.new_group(timeout=timedelta(seconds=timeout))
-            dist.barrier(
-                self._group
-            )  # NCCL has all ranks join at the first call, and not all have something in a round
+            # NCCL has all ranks join at the first call, and not all have something in every round.
+            dist.barrier(self._group)
 
     @property
     def scratch_bytes(self) -> int:
@@ -69,7 +68,7 @@ class Relay:
             for work in works:
                 finish(work, deadline, self._device)
         except RuntimeError as error:
-            peers = {hop.source + hop.keeper - self._rank for _, hop in own}
+            peers = {end for _, hop in own for end in (hop.source, hop.keeper)} - {self._rank}
             raise RuntimeError(
                 f"publishing: trainer rank {self._rank} waits for ranks {sorted(peers)} in round {number}: {error}"
             ) from error
@@ -77,8 +76,10 @@ class Relay:
     def _operation(
         self, number: int, tag: int, hop: Hop, parts: Mapping[int, Tensor], into: Mapping[int, Tensor]
     ) -> dist.P2POp:
+        """`parts`: what is sent, as Writer.packed has it."""
         if hop.keeper == self._rank:
             return dist.P2POp(dist.irecv, into[hop.target][hop.start : hop.stop], hop.source, self._group, tag)
-        first = self._writer.parts[number][hop.target][0]
-        data = parts[hop.target][hop.start - first : hop.stop - first]
-        return dist.P2POp(dist.isend, data, hop.keeper, self._group, tag)
+        first, _ = self._writer.parts[number][hop.target]
+        return dist.P2POp(
+            dist.isend, parts[hop.target][hop.start - first : hop.stop - first], hop.keeper, self._group, tag
+        )

@@ -86,7 +86,7 @@ def note_makers() -> Callable[[], set[int]]:
 
 def hang(ranks: int, nodes: int, transport: str, moment: str) -> dict[str, Any]:
     """As a rank: publish to a server that hangs and to one that does not; of two nodes each has one, and a stage."""
-    config = fakes.configure(transport)
+    config = fakes.configure(transport, quantised=nodes > 1)
     config.launch.timeout, config.launch.nproc_per_node, config.publish.verify = TIMEOUT, ranks // nodes, 0
     config.launch.nodes = config.parallel.pp = nodes
     HangingLink.moment, publisher.Link = moment, HangingLink
@@ -102,7 +102,7 @@ def hang(ranks: int, nodes: int, transport: str, moment: str) -> dict[str, Any]:
     if fleet:
         fleet.servers[1].url = f"http://127.0.0.1:{silent.getsockname()[1]}"
     makers = note_makers()
-    with Publisher(config, [], fakes.SHAPE, fleet, fakes.BUCKET) as sender:
+    with Publisher(config, [], fakes.SHAPE, fleet, fakes.BUCKET // nodes) as sender:
         assert len(sender._in_place._plan.rounds) > 4
         near = inplace.nodes(config).members(node)
         assert makers() <= set(near) and (transport == "network" or len(near) == 1 or makers())
