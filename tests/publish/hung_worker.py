@@ -28,12 +28,12 @@ from megatron_collab.publish.receiver import Receiver
 from tests.helpers import free_port
 from tests.publish import test_receiver as fakes
 
-# name: (ranks, nodes, transport, what server 1 does not answer)
+# name: (ranks, nodes, transport, what server 1 does not answer, whether it has FP8)
 HANGING = {
-    f"{transport}-{moment}": (2, 1, transport, moment)
+    f"{transport}-{moment}": (2, 1, transport, moment, False)
     for transport in ("memory", "network")
     for moment in ("pause", "receive", "read")
-} | {"nodes-read": (4, 2, "memory", "read")}
+} | {"nodes-read": (4, 2, "memory", "read", True)}
 TIMEOUT = 32.0  # launch.timeout: servers have half of it
 SLOW, SLOW_RANKS = "slow-rank", 2
 DEAD, DEAD_RANKS = "dead-rank", 4
@@ -84,9 +84,9 @@ def note_makers() -> Callable[[], set[int]]:
     return lambda: {processes.index(int(path.split("/")[2])) for path in paths}
 
 
-def hang(ranks: int, nodes: int, transport: str, moment: str) -> dict[str, Any]:
+def hang(ranks: int, nodes: int, transport: str, moment: str, quantised: bool) -> dict[str, Any]:
     """As a rank: publish to a server that hangs and to one that does not; of two nodes each has one, and a stage."""
-    config = fakes.configure(transport, quantised=nodes > 1)
+    config = fakes.configure(transport, quantised)
     config.launch.timeout, config.launch.nproc_per_node, config.publish.verify = TIMEOUT, ranks // nodes, 0
     config.launch.nodes = config.parallel.pp = nodes
     HangingLink.moment, publisher.Link = moment, HangingLink
@@ -102,7 +102,7 @@ def hang(ranks: int, nodes: int, transport: str, moment: str) -> dict[str, Any]:
     if fleet:
         fleet.servers[1].url = f"http://127.0.0.1:{silent.getsockname()[1]}"
     makers = note_makers()
-    with Publisher(config, [], fakes.SHAPE, fleet, fakes.BUCKET // nodes) as sender:
+    with Publisher(config, [], fakes.SHAPE, fleet, fakes.BUCKET // (1 + quantised)) as sender:
         assert len(sender._in_place._plan.rounds) > 4
         near = inplace.nodes(config).members(node)
         assert makers() <= set(near) and (transport == "network" or len(near) == 1 or makers())
@@ -166,12 +166,11 @@ def lose_a_rank() -> dict[str, Any]:
         written(board, bucket, source)
 
     Board.set_written = die
-    began = time.monotonic()
     try:
-        hang(DEAD_RANKS, 2, "memory", "")
+        hang(DEAD_RANKS, 2, "memory", "", False)
         return {"said": ""}
     except RuntimeError as error:
-        return {"said": str(error), "seconds": time.monotonic() - began}
+        return {"said": str(error)}
 
 
 def main(folder: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.publish.hung_worker import DEAD, DEAD_RANKS, HANGING, SLOW, SLOW_RANKS, TIMEOUT
+from tests.publish.hung_worker import DEAD, DEAD_RANKS, HANGING, SLOW, SLOW_RANKS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -48,8 +48,8 @@ def test_a_failed_publish_is_left_when_the_slowest_rank_is_through(folder: Path)
 
 
 def test_a_rank_that_dies_ends_the_publish_on_every_other(folder: Path) -> None:
-    """Killed when it has a bucket from the other node: whoever takes from it or sends to it notices at once."""
+    """Killed when it has a bucket from the other node: whoever takes from it notices at once, and the rest by them."""
     found = read(folder, DEAD, DEAD_RANKS - 1)
     assert not (folder / f"{DEAD}-{DEAD_RANKS - 1}.json").exists()
-    assert all(own["said"] and own["seconds"] < TIMEOUT / 2 for own in found)
+    assert all(own["said"] and "imed out" not in own["said"] for own in found)
     assert any(f"waits for ranks [2, {DEAD_RANKS - 1}] in round" in own["said"] for own in found[:2])
