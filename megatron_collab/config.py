@@ -260,8 +260,8 @@ class LlmConfig:
 class PublishConfig:
     transport: str = option(
         "auto",
-        "how weights reach the servers: memory (shared, on one node), network (point to point), disk, or auto: memory "
-        "on one node, else network",
+        "how weights reach the servers: memory (shared with the trainer's ranks of their node), network (point to "
+        "point), disk, or auto: memory on one node and for colocated servers, else network",
     )
     verify: int = option(0, "every that many publishes, servers prove by checksums what they hold; 0: never")
 

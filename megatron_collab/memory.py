@@ -96,7 +96,7 @@ def plan(config: Config, shape: ModelShape) -> Plan:
         server = config.rollout.server
         if sampling and server.colocated and first_gpu < server.replicas * server.tp:
             weights, cache = server_weights(config, shape), kv_cache(config, shape)
-            buckets = publish_buckets(weights)
+            buckets = publish_buckets(config, weights)
             parts += [
                 Part("server: weights", 0.0, weights),
                 Part("server: KV cache", 0.0, cache),
@@ -204,8 +204,9 @@ def kv_cache(config: Config, shape: ModelShape) -> float:
     return 2 * shape.layers * heads * shape.head_dim * DTYPES[config.model.dtype].itemsize * tokens
 
 
-def publish_buckets(weights: float) -> float:
+def publish_buckets(config: Config, weights: float) -> float:
     """What new weights pass through on a server's GPU, of whose `weights` bytes it is no more: one bucket is written
-    while the server reads the other; they are kept, since making them anew takes longer than filling them.
+    while the server reads the other; they are kept, since making them anew takes longer than filling them. On several
+    nodes what is sent to others lies in a third, which is no larger.
     """
-    return min(weights, 2 * BUCKET_BYTES)
+    return min(weights, (2 if config.launch.nodes == 1 else 3) * BUCKET_BYTES)

@@ -25,9 +25,9 @@ def check(config: Config) -> None:
         "rollout.server.colocated=true",
     )
     require(
-        publish.transport != "memory" or config.launch.nodes == 1,
-        f"publish.transport=memory: is shared within one node, and launch.nodes={config.launch.nodes}; set "
-        "publish.transport=auto",
+        publish.transport != "memory" or config.launch.nodes == 1 or server.colocated,
+        f"publish.transport=memory: on launch.nodes={config.launch.nodes} it needs servers on the trainer's devices; "
+        "set publish.transport=auto, or rollout.server.colocated=true",
     )
     if server.fp8:
         require(
@@ -90,8 +90,8 @@ def _check_gpus(config: Config) -> None:
         require(
             transport == "disk" or plan.uses_memory(config),
             f"publish.transport={transport}: over the network NCCL joins no two ranks on one GPU, which "
-            "rollout.server.colocated=true has trainer and server share; set rollout.server.colocated=false, or on one "
-            "node publish.transport=memory",
+            "rollout.server.colocated=true has trainer and server share; set publish.transport=auto, or "
+            "rollout.server.colocated=false",
         )
         saver = device.probe("memory_saver")
         require(

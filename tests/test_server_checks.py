@@ -92,20 +92,29 @@ def test_colocated_servers_on_gpus_need_the_memory_saver(machine: Machine) -> No
     server_checks.check_machine(configure())
 
 
-@pytest.mark.parametrize(("transport", "nodes"), [("network", 1), ("auto", 2)])
-def test_colocated_servers_on_gpus_get_no_weights_over_the_network(
-    machine: Machine, transport: str, nodes: int
-) -> None:
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_colocated_servers_on_gpus_get_no_weights_over_the_network(machine: Machine, nodes: int) -> None:
     config = configure()
-    config.publish.transport, config.launch.nodes = transport, nodes
+    config.publish.transport, config.launch.nodes = "network", nodes
     said = refused(server_checks.check_machine, config)
-    assert said.startswith(f"publish.transport={transport}: ") and "set rollout.server.colocated=false" in said
+    assert said.startswith("publish.transport=network: ") and "set publish.transport=auto" in said
     config.rollout.server.colocated = False
     server_checks.check_machine(config)
-    config.rollout.server.colocated, config.publish.transport = True, "disk"
+    for transport in ("auto", "memory", "disk"):
+        config.rollout.server.colocated, config.publish.transport = True, transport
+        server_checks.check_machine(config)
+    config.publish.transport, machine.gpus = "network", 0
     server_checks.check_machine(config)
-    config.publish.transport, machine.gpus = transport, 0
-    server_checks.check_machine(config)
+
+
+def test_memory_on_several_nodes_is_for_colocated_servers() -> None:
+    config = configure(colocated=False)
+    config.publish.transport = "memory"
+    server_checks.check(config)
+    config.launch.nodes = 2
+    assert refused(server_checks.check, config).startswith("publish.transport=memory: on launch.nodes=2 ")
+    config.rollout.server.colocated = True
+    server_checks.check(config)
 
 
 def test_colocated_servers_on_gpus_do_not_size_their_own_cache(machine: Machine) -> None:

@@ -13,6 +13,9 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+# By node and server rank, the checksums of all that was written for that rank of the node's servers.
+Sums = dict[tuple[int, int], list[int]]
+
 MODULUS = 1 << 64
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _STEP = 1 << 21  # elements at once, so that their int64 copies stay small

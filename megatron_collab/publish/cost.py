@@ -9,10 +9,11 @@ from enum import Enum
 from math import prod
 
 from megatron_collab.config import Config
-from megatron_collab.layout import ranks
+from megatron_collab.layout import ranks, servers_per_node
 from megatron_collab.publish import hf_map
 from megatron_collab.publish.hf_config import ModelShape
-from megatron_collab.publish.plan import Plan, Slice
+from megatron_collab.publish.nodes import Nodes, nodes
+from megatron_collab.publish.plan import Plan, Slice, uses_memory
 
 
 class Link(Enum):
@@ -50,10 +51,11 @@ def cost(config: Config, shape: ModelShape, found: Plan, bandwidths: Mapping[Lin
     """`bandwidths` in bytes a second, of one device in one direction.
 
     Colocated servers stand on the trainer's devices in order, others on devices of their own: of the trainer's node
-    where that is the only one, else of further nodes.
+    where that is the only one, else of further nodes. Through memory what several servers of a node take comes to the
+    first of them once; the others take it from there.
     """
     servers, tp = range(config.rollout.server.replicas), config.rollout.server.tp
-    same = _same_cuts(found, shape, config.parallel.tp)
+    same, places = _same_cuts(found, shape, config.parallel.tp), nodes(config)
     paths: Counter[tuple[Cut, Link]] = Counter()
     sent: Counter[int] = Counter()
     received: Counter[tuple[int, int]] = Counter()
@@ -61,12 +63,13 @@ def cost(config: Config, shape: ModelShape, found: Plan, bandwidths: Mapping[Lin
     for row in found.rounds:
         busy: Counter[tuple[int, str, Link]] = Counter()
         for target, bucket in enumerate(row):
-            sizes: Counter[tuple[int, Cut]] = Counter()
-            for piece in bucket.slices:
-                sizes[piece.source, Cut.SAME if _block(target, piece) in same else Cut.OTHER] += piece.size
-            for (source, cut), size in sizes.items():
-                for server in servers:
-                    device = _device(config, server, target)
+            cuts = [Cut.SAME if _block(target, piece) in same else Cut.OTHER for piece in bucket.slices]
+            for server in servers:
+                device = _device(config, server, target)
+                sizes: Counter[tuple[int, Cut]] = Counter()
+                for piece, cut in zip(bucket.slices, cuts, strict=True):
+                    sizes[_source(config, places, server, target, piece), cut] += piece.size
+                for (source, cut), size in sizes.items():
                     link = _link(config, source, device)
                     paths[cut, link] += size
                     sent[source] += size
@@ -81,10 +84,22 @@ def cost(config: Config, shape: ModelShape, found: Plan, bandwidths: Mapping[Lin
     return Cost(paths, sent, received, seconds, floor)
 
 
+def _source(config: Config, places: Nodes, server: int, target: int, piece: Slice) -> int:
+    """The device that a server's rank has a slice from."""
+    node = places.of_server(server)
+    first = node * places.servers
+    if uses_memory(config) and server != first:
+        return _device(config, first, target)
+    return places.origin(node, target, piece)
+
+
 def _device(config: Config, server: int, rank: int) -> int:
     """Devices are counted as trainer ranks are, and on."""
-    own = server * config.rollout.server.tp + rank
-    return own if config.rollout.server.colocated else ranks(config) + own
+    options = config.rollout.server
+    if not options.colocated:
+        return ranks(config) + server * options.tp + rank
+    node, place = divmod(server, servers_per_node(config))
+    return node * config.launch.nproc_per_node + place * options.tp + rank
 
 
 def _link(config: Config, source: int, device: int) -> Link:

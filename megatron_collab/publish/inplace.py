@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,17 +18,19 @@ from megatron_collab.actor.weights import named_shards
 from megatron_collab.config import Config
 from megatron_collab.publish import fp8, server_map
 from megatron_collab.publish.board import Board, Peer, connect
-from megatron_collab.publish.checksum import combined
+from megatron_collab.publish.checksum import Sums, combined
 from megatron_collab.publish.hf_map import Index, ModelShape
 from megatron_collab.publish.link import Link, Links, PublishError
 from megatron_collab.publish.network import Network
+from megatron_collab.publish.nodes import hops, nodes, sent, written
 from megatron_collab.publish.plan import Slice, plan, server_layout, trainer_layout, uses_memory
+from megatron_collab.publish.relay import Relay
 from megatron_collab.publish.shared_memory import Memory
 from megatron_collab.publish.writer import Writer
 
 
 class InPlace:
-    """By shared memory or by the network, as publish.transport says; on every rank."""
+    """By memory of the nodes or by the network, as publish.transport says; on every rank."""
 
     def __init__(
         self, config: Config, chunks: Sequence[torch.nn.Module], shape: ModelShape, bucket_bytes: int, timeout: float
@@ -36,8 +39,10 @@ class InPlace:
         self._shape, self._server, self._dtype = shape, server_layout(config), config.model.dtype
         dtype = DTYPES[config.model.dtype]
         self._plan = plan(shape, trainer_layout(config), self._server, dtype.itemsize, bucket_bytes)
-        shards = dict(named_shards(chunks))
-        self.writer = Writer(self._plan, dist.get_rank(), shards, dtype)
+        self._nodes = nodes(config)
+        rank, shards = dist.get_rank(), dict(named_shards(chunks))
+        node, home = self._nodes.of_rank(rank), next(iter(shards.values())).device
+        self.writer = Writer(written(self._plan, self._nodes, rank), lambda piece: [node], shards, dtype)
         token = [secrets.token_hex(8)]
         dist.broadcast_object_list(token)
         self._prefix, self._timeout = f"publish/{token[0]}", timeout
@@ -48,9 +53,12 @@ class InPlace:
         self._peers: Sequence[Peer] = ()
         self.carrier: Memory | Network
         if uses_memory(config):
-            self.carrier = Memory(self._plan, self.writer, _devices(config), timeout / 2)
+            away = Writer(
+                sent(self._plan, self._nodes, rank), lambda piece: self._nodes.without(piece.holders), shards, dtype
+            )
+            relay = Relay(away, hops(self._plan, self._nodes), home, config.launch.timeout)
+            self.carrier = Memory(self._plan, self._nodes, self.writer, relay, _devices(config), timeout / 2)
         else:
-            home = next(iter(shards.values())).device
             self.carrier = Network(self.writer, self._address, self._prefix, home, timeout / 2)
 
     def deliver(self, number: int, version: int, links: Links, peers: Sequence[Peer], mode: str, verify: bool) -> None:
@@ -58,7 +66,7 @@ class InPlace:
         board, calls = Board(self._store, number), Board(self._calls_store, number)
         new = [peer for peer in peers if peer.new]
         addresses = dict(zip([peer.server for peer in new], self.carrier.addresses(board, new), strict=True))
-        sums: list[list[int]] | None = [[] for _ in range(self._server.tp)] if verify else None
+        sums: Sums | None = {} if verify else None
         found: dict[Link, list[int]] = {}
 
         def bring(link: Link) -> None:
@@ -83,7 +91,7 @@ class InPlace:
             if calls.abandoned(link.server.index):
                 links.failures[link] = f"{link.server.url}: did not take the weights for {self._timeout / 2:g} s"
         if sums is not None:
-            _compare(links, found, _all_sums(sums))
+            self._compare(links, found, _all_sums(sums))
         links.each(_commit)
 
     def _wipe(self, board: Board, peers: Sequence[Peer]) -> None:
@@ -102,6 +110,7 @@ class InPlace:
         ]
 
     def _attach(self, server: int, rank: int) -> dict[str, Any]:
+        node = self._nodes.of_server(server)
         parameters: dict[str, tuple[tuple[int, ...], str]] = {}
         for parameter in server_map.table(self._shape, self._server, rank):
             parameters[parameter.name] = parameter.shape, "float8_e4m3fn" if parameter.quantised else self._dtype
@@ -115,12 +124,26 @@ class InPlace:
             "rank": rank,
             "dtype": self._dtype,
             "parameters": parameters,
-            "rounds": [[_row(piece) for piece in buckets[rank].slices] for buckets in self._plan.rounds],
+            "rounds": [
+                [_row(piece, self._nodes.writer(node, rank, piece)) for piece in buckets[rank].slices]
+                for buckets in self._plan.rounds
+            ],
         }
+
+    def _compare(self, links: Links, found: Mapping[Link, Sequence[int]], expected: Sums) -> None:
+        """What every server holds against what was sent to its node."""
+        for link in links.left():
+            node = self._nodes.of_server(link.server.index)
+            for rank, held in enumerate(found[link]):
+                if held != (sent := combined(expected[node, rank])):
+                    links.failures[link] = (
+                        f"{link.server.url}: rank {rank}: holds other weights than were sent: "
+                        f"checksum {held:x}, not {sent:x}"
+                    )
 
 
 def _devices(config: Config) -> list[torch.device]:
-    """Where the ranks of the first server compute."""
+    """Where the ranks of a node's first server compute."""
     server = config.rollout.server
     if device.select(config.launch.device).type == "cpu":
         return [torch.device("cpu")] * server.tp
@@ -128,10 +151,10 @@ def _devices(config: Config) -> list[torch.device]:
     return [torch.device("cuda", first + rank) for rank in range(server.tp)]
 
 
-def _row(piece: Slice) -> list[Any]:
+def _row(piece: Slice, writer: int) -> list[Any]:
     """As receiver.Row."""
     scales = _bounds(piece.scale_index) if piece.quantised else None
-    return [piece.source, piece.target, _bounds(piece.target_index), piece.offset, piece.size, scales]
+    return [writer, piece.target, _bounds(piece.target_index), piece.offset, piece.size, scales]
 
 
 def _bounds(index: Index) -> list[tuple[int, int]]:
@@ -153,18 +176,11 @@ def _answers(link: Link, board: Board) -> list[int]:
     return [answer["checksum"] for answer in answers]
 
 
-def _all_sums(sums: Sequence[Sequence[int]]) -> list[int]:
-    """The checksum of what all trainer ranks wrote for each server rank; collective."""
-    found: list[list[int]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(found, [combined(own) for own in sums])
-    return [combined(of_rank) for of_rank in zip(*found, strict=True)]
-
-
-def _compare(links: Links, found: Mapping[Link, Sequence[int]], expected: Sequence[int]) -> None:
-    for link in links.left():
-        for rank, (held, sent) in enumerate(zip(found[link], expected, strict=True)):
-            if held != sent:
-                links.failures[link] = (
-                    f"{link.server.url}: rank {rank}: holds other weights than were sent: "
-                    f"checksum {held:x}, not {sent:x}"
-                )
+def _all_sums(own: Sums) -> Sums:
+    """The checksums of what all trainer ranks wrote; collective."""
+    found: list[Sums] = [{}] * dist.get_world_size()
+    dist.all_gather_object(found, {key: [combined(sums)] for key, sums in own.items()})
+    every: Sums = {}
+    for key, sums in chain.from_iterable(part.items() for part in found):
+        every.setdefault(key, []).extend(sums)
+    return every

@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor
 from megatron_collab.publish.board import Address, Board, Peer, connect
 
 if TYPE_CHECKING:  # the servers do without the trainer's libraries
+    from megatron_collab.publish.checksum import Sums
     from megatron_collab.publish.writer import Writer
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ def _join(address: Address, name: str, rank: int, size: int, device: torch.devic
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
-def _finish(work: dist.Work, deadline: float, device: torch.device) -> None:
+def finish(work: dist.Work, deadline: float, device: torch.device) -> None:
     """Wait for `work` until `deadline` (monotonic); RuntimeError where it fails or is not done by then."""
     if device.type != "cpu":  # NCCL's wait neither blocks nor fails; gloo's works are complete when waited for
         while not work.is_completed():
@@ -65,9 +65,8 @@ class Network:
         self._writer, self._address, self._prefix = writer, address, prefix
         self._device, self._patience = device, patience
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
-        largest = max(sum(stop - start for start, stop in parts) for parts in writer.parts)
         count = min(2, len(writer.parts))
-        self._buffers = [torch.zeros(largest, dtype=torch.uint8, device=device) for _ in range(count)]
+        self._buffers = [torch.zeros(writer.largest, dtype=torch.uint8, device=device) for _ in range(count)]
         self._groups: dict[int, dist.ProcessGroup] = {}
 
     @property
@@ -83,18 +82,16 @@ class Network:
             found.append([{"network": group} for _ in range(peer.tp)])
         return found
 
-    def carry(self, board: Board, peers: Sequence[Peer], sums: list[list[int]] | None) -> None:
+    def carry(self, board: Board, peers: Sequence[Peer], sums: Sums | None) -> None:
         """Send everything to `peers`, of which one that breaks off gets no more; for `sums` see Writer.write."""
         deadline = time.monotonic() + self._patience
         for peer in peers:
             if peer.new:
                 self._meet(board, peer, deadline)
         under_way: list[dict[int, list[dist.Work]]] = [{}, {}]
-        for number, parts in enumerate(self._writer.parts):
+        for number in range(len(self._writer.parts)):
             self._settle(board, peers, number - 2, under_way[number % 2])
-            ends = list(accumulate(stop - start for start, stop in parts))
-            buffer = self._buffers[number % 2]
-            into = {t: buffer[ends[t] - parts[t][1] + parts[t][0] : ends[t]] for t in self._writer.targets(number)}
+            into = self._writer.packed(number, self._buffers[number % 2])
             self._writer.write(number, into, sums)
             under_way[number % 2] = {
                 peer.server: self._send(board, peer, into, number) for peer in peers if peer.server in self._groups
@@ -150,7 +147,7 @@ class Network:
                 if board.abandoned(peer.server):
                     raise RuntimeError("another rank has lost it")
                 for work in works[peer.server]:
-                    _finish(work, deadline, self._device)
+                    finish(work, deadline, self._device)
             except RuntimeError as error:
                 self._lose(board, peer, error)
 
@@ -187,7 +184,7 @@ class NetworkBuckets:
         for number in range(len(self._parts)):
             deadline = time.monotonic() + self._timeout
             for work in coming:
-                _finish(work, deadline, self._device)
+                finish(work, deadline, self._device)
             coming = self._receive(number + 1)
             yield self._buckets[number % 2]
 

@@ -1,4 +1,4 @@
-"""Who writes which block of the weights into which server rank's bucket, and in which round: pure, numbers only.
+"""Who sends which block of the weights into which server rank's bucket, and in which round: pure, numbers only.
 
     what trainer ranks hold (trainer_map) --+
                                             +--> blocks in common (blocks) -> a source for each -> rounds of buckets
@@ -6,7 +6,7 @@
 
 In round k every server rank receives its k-th bucket. Whoever has something for a server rank writes an equal share of
 it in every round: all stages and ranks work side by side until the end, and no link waits for another. Data parallel
-ranks that hold the same write a share each.
+ranks that hold the same write a share each. What a node of several writes itself instead is a matter of nodes.py.
 """
 
 from __future__ import annotations
@@ -57,9 +57,12 @@ class Slice:
 
     `quantised`: what lies there is written by fp8.write and read by fp8.read, float8 elements and then their scales;
     these belong to target_scale_inv[scale_index].
+
+    `holders`: all trainer ranks that have the same under the same name; `source` is one of them.
     """
 
     source: int
+    holders: range
     shard: str
     shard_index: Index
     target: str
@@ -82,11 +85,6 @@ class Bucket:
     slices: tuple[Slice, ...]
     size: int
 
-    def part(self, source: int) -> tuple[int, int]:
-        """[start, stop) of the bytes that `source` writes; (0, 0) where it writes none."""
-        own = [piece for piece in self.slices if piece.source == source]
-        return (own[0].offset, own[-1].offset + own[-1].size) if own else (0, 0)
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -104,13 +102,14 @@ def trainer_layout(config: Config) -> TrainerLayout:
 def server_layout(config: Config) -> ServerLayout:
     """Each server of a run."""
     server = config.rollout.server
-    return ServerLayout(server.tp, server.ep, server.fp8, server.colocated)
+    return ServerLayout(server.tp, server.ep, server.fp8)
 
 
 def uses_memory(config: Config) -> bool:
-    """Whether weights travel through the memory of one node."""
+    """Whether servers take weights from memory that they share with the trainer's ranks of their node."""
     transport = config.publish.transport
-    return transport == "memory" or (transport == "auto" and config.launch.nodes == 1)
+    near = config.launch.nodes == 1 or config.rollout.server.colocated
+    return transport == "memory" or (transport == "auto" and near)
 
 
 def plan(
@@ -118,7 +117,7 @@ def plan(
 ) -> Plan:
     """Every element of every server rank, written once; `item_bytes` are those of the model's dtype.
 
-    No bucket is larger than `bucket_bytes`, nor is what a trainer rank writes in a round, to all server ranks together.
+    No bucket is larger than `bucket_bytes`, nor is what is taken from a source in a round, for all server ranks.
     ValueError if a layout cannot hold the model, if it cuts FP8's blocks, or if `bucket_bytes` are too few.
     """
     queues = _queues(shape, trainer, server, item_bytes)
@@ -154,6 +153,7 @@ def fp8_fault(shape: ModelShape, trainer: TrainerLayout, server: ServerLayout) -
 class _Load(NamedTuple):
     """A block of a layer that is to travel, whole or by rows; `unit`: bytes of the fewest of its rows that can."""
 
+    holders: range
     shard: str
     shard_index: Index
     target: str
@@ -209,22 +209,24 @@ def _queues(shape: ModelShape, trainer: TrainerLayout, server: ServerLayout, ite
             for count in (rows, min(rows, fp8.BLOCK) if block.quantised else 1)
         )
         shard, target = block.shard.format(layer), block.target.format(layer)
-        load = _Load(shard, block.shard_index, target, block.target_index, block.quantised, rows, size, unit)
+        holders = block.holders.ranks(trainer, stage)
+        load = _Load(holders, shard, block.shard_index, target, block.target_index, block.quantised, rows, size, unit)
         found[block.rank, _writers(block, stage, trainer, server)].append(load)
-    return [_Queue(target, writers, loads) for (target, writers), loads in found.items()]
+    # What more ranks hold goes last: where a node has just that, the rest still arrives in one piece.
+    return [
+        _Queue(target, writers, sorted(loads, key=lambda load: len(load.holders)))
+        for (target, writers), loads in found.items()
+    ]
 
 
 def _writers(block: Block, stage: int, trainer: TrainerLayout, server: ServerLayout) -> range:
-    """Of the ranks that hold a block the one on the target's device; else all, which then take turns.
+    """The ranks that take turns with a block: all that hold it.
 
     What every tensor parallel rank holds comes from the part that the target needs anyway.
     """
-    holders = block.holders.ranks(trainer, stage)
-    if server.colocated and block.rank in holders:
-        return range(block.rank, block.rank + 1)
     if block.holders.step == 1:
         return Holders(block.rank * trainer.tp // server.tp, trainer.tp).ranks(trainer, stage)
-    return holders
+    return block.holders.ranks(trainer, stage)
 
 
 def _aligned(size: int) -> int:
@@ -277,7 +279,8 @@ def _bucket(shares: Sequence[tuple[int, _Share]]) -> Bucket:
             size = load.nbytes(start, stop)
             axis = len(load.target_index) - len(load.shard_index)
             there, here = _rows(load.shard_index, 0, start, stop), _rows(load.target_index, axis, start, stop)
-            slices.append(Slice(source, load.shard, there, load.target, here, offset, size, load.quantised))
+            cut = load.shard, there, load.target, here, offset, size, load.quantised
+            slices.append(Slice(source, load.holders, *cut))
             offset += _aligned(size)
     return Bucket(tuple(slices), offset)
 

@@ -72,7 +72,7 @@ class Publisher:
 
     @property
     def bytes_sent(self) -> int:
-        """What this rank writes in a publish; each server receives it, and the same from all other ranks."""
+        """What this rank writes for the servers within its reach in a publish; each of them receives it."""
         return self._in_place.writer.bytes if self._in_place else 0
 
     @torch.no_grad()

@@ -18,15 +18,11 @@ _VOCABULARY_MULTIPLE = 64
 
 @dataclass(frozen=True)
 class ServerLayout:
-    """`ep` of the `tp` ranks' parts of a layer's experts are different ones; `fp8`: linear layers in blocks of FP8.
-
-    `colocated`: rank r of the first server stands on the device of trainer rank r.
-    """
+    """`ep` of the `tp` ranks' parts of a layer's experts are different ones; `fp8`: linear layers in blocks of FP8."""
 
     tp: int = 1
     ep: int = 1
     fp8: bool = False
-    colocated: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,14 @@
-"""Weights on one node: every rank writes its slices into memory that the servers' ranks read; both ends are here.
+"""Weights through memory that a node shares: ranks write, servers read; both ends are here.
 
-Each server rank has two segments. One is written while the other is read; all servers read the same ones.
+For each rank of its servers a node has two segments. One is written while the other is read; all servers of the node
+read the same ones. What no rank of the node holds comes from other nodes, straight into the segments (relay.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,56 +18,71 @@ from megatron_collab.publish.board import Board, Peer
 from megatron_collab.publish.segments import Handle, Segment, opened
 
 if TYPE_CHECKING:  # the servers do without the trainer's libraries
+    from megatron_collab.publish.checksum import Sums
+    from megatron_collab.publish.nodes import Nodes
     from megatron_collab.publish.plan import Plan
+    from megatron_collab.publish.relay import Relay
     from megatron_collab.publish.writer import Writer
 
 
 class Memory:
     """The trainer's end, on every rank."""
 
-    def __init__(self, plan: Plan, writer: Writer, devices: Sequence[torch.device], patience: float) -> None:
-        """Collective. `devices[t]`: where rank t of the first server computes.
+    def __init__(
+        self,
+        plan: Plan,
+        nodes: Nodes,
+        writer: Writer,
+        relay: Relay,
+        devices: Sequence[torch.device],
+        patience: float,
+    ) -> None:
+        """Collective. `devices[t]`: where rank t of a node's first server computes.
 
         A server that has not read a bucket `patience` seconds after it was written is abandoned.
         """
-        self._writer, self._patience = writer, patience
-        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        self._nodes, self._writer, self._relay, self._patience = nodes, writer, relay, patience
+        self._rank = dist.get_rank()
+        self._node = nodes.of_rank(self._rank)
         count = min(2, len(plan.rounds))
         self._own = {
             t: [Segment(max(buckets[t].size for buckets in plan.rounds), device) for _ in range(count)]
             for t, device in enumerate(devices)
-            if t % self._ranks == self._rank
+            if nodes.keeper(self._node, t) == self._rank
         }
-        others = [rank for rank in range(self._ranks) if rank != self._rank]
-        offers = _gathered({t: {rank: self._handles(t) for rank in others} for t in self._own})
+        others = [rank for rank in nodes.members(self._node) if rank != self._rank]
+        offers = _gathered({(t, rank): self._handles(t) for t in self._own for rank in others})
         self._segments = [
             [segment.data for segment in self._own[t]]
             if t in self._own
-            else [opened(handle) for handle in offers[t][self._rank]]
+            else [opened(handle) for handle in offers[t, self._rank]]
             for t in range(len(devices))
         ]
 
     @property
     def scratch_bytes(self) -> int:
         """What this rank has allocated."""
-        return sum(len(segment.data) for segment in chain(*self._own.values()))
+        return sum(len(segment.data) for segment in chain(*self._own.values())) + self._relay.scratch_bytes
 
     def addresses(self, board: Board, peers: Sequence[Peer]) -> list[list[dict[str, Any]]]:
         """What is told to a Receiver, for each of `peers` and its ranks; collective."""
         if not peers:
             return []
-        offers = _gathered({t: [self._handles(t) for _ in peers] for t in self._own})
-        return [[{"memory": offers[t][number]} for t in range(len(self._segments))] for number in range(len(peers))]
+        near = self._near(peers)
+        offers = _gathered({(peer.server, t): self._handles(t) for peer in near for t in self._own})
+        return [[{"memory": offers[peer.server, t]} for t in range(peer.tp)] for peer in peers]
 
-    def carry(self, board: Board, peers: Sequence[Peer], sums: list[list[int]] | None) -> None:
+    def carry(self, board: Board, peers: Sequence[Peer], sums: Sums | None) -> None:
         """Write all, each segment as soon as all `peers` have read what it held; for `sums` see Writer.write."""
+        near = self._near(peers)
         for number, parts in enumerate(self._writer.parts):
-            targets = self._writer.targets(number)
+            targets = sorted(parts.keys() | self._relay.receives(number))
             if number >= 2:
-                self._wait_read(board, number - 2, peers, targets)
-            into = {t: self._segments[t][number % 2][slice(*parts[t])] for t in targets}
-            self._writer.write(number, into, sums)
-            if any(data.is_cuda for data in into.values()):
+                self._wait_read(board, number - 2, near, targets)
+            segments = {t: self._segments[t][number % 2] for t in targets}
+            with self._relay.crossing(number, segments, sums):
+                self._writer.write(number, {t: segments[t][slice(*part)] for t, part in parts.items()}, sums)
+            if any(data.is_cuda for data in segments.values()):
                 torch.cuda.synchronize()  # what is copied to another device is ordered by this one's stream
             board.set_written(number, self._rank)
 
@@ -78,9 +94,13 @@ class Memory:
             segment.close()
         self._segments.clear()
 
+    def _near(self, peers: Sequence[Peer]) -> list[Peer]:
+        """The servers of this node."""
+        return [peer for peer in peers if self._nodes.of_server(peer.server) == self._node]
+
     def _wait_read(self, board: Board, number: int, peers: Sequence[Peer], targets: Sequence[int]) -> None:
-        """Until a bucket has been read by all, but for servers that are abandoned."""
-        board.wait_written(number, range(self._ranks))  # until then a server may be held up by one of us
+        """Until a bucket has been read by all of this node, but for servers that are abandoned."""
+        board.wait_written(number, self._nodes.members(self._node))  # until then a server may be held up by one of us
         late = board.late(number, [(peer.server, t) for peer in peers for t in targets], self._patience)
         for peer in peers:
             if peer.server in late:
@@ -105,8 +125,11 @@ class SharedBuckets:
             board.set_loaded(number, self._server, self._rank)
 
 
-def _gathered(own: dict[int, Any]) -> dict[int, Any]:
+_Key = TypeVar("_Key")
+
+
+def _gathered(own: Mapping[_Key, Any]) -> dict[_Key, Any]:
     """What all ranks have, together."""
-    found: list[dict[int, Any]] = [{}] * dist.get_world_size()
+    found: list[Mapping[_Key, Any]] = [{}] * dist.get_world_size()
     dist.all_gather_object(found, own)
-    return {t: value for part in found for t, value in part.items()}
+    return {key: value for part in found for key, value in part.items()}

@@ -1,8 +1,8 @@
-"""What one trainer rank writes: blocks of its shards, in the server's dtype, where the plan says."""
+"""What one trainer rank writes of buckets: blocks of its shards, in the server's dtype, where the plan says."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 
 import torch
@@ -11,24 +11,30 @@ from torch import Tensor
 
 from megatron_collab.actor.weights import values
 from megatron_collab.publish import fp8
-from megatron_collab.publish.checksum import checksum
-from megatron_collab.publish.plan import Plan, Slice
+from megatron_collab.publish.checksum import Sums, checksum
+from megatron_collab.publish.nodes import Item
+from megatron_collab.publish.plan import Slice
 
 Part = tuple[int, int]
-Item = tuple[int, Slice]  # with the server rank that it is for
 
 
 class Writer:
-    """This rank's share of a plan; `shards` are its parameters by global name."""
+    """Some slices of each round of a plan; `shards` are this rank's parameters by global name."""
 
-    def __init__(self, plan: Plan, rank: int, shards: Mapping[str, torch.nn.Parameter], dtype: torch.dtype) -> None:
-        self._shards, self._dtype = shards, dtype
-        # parts[k][t]: [start, stop) of what this rank writes into the k-th bucket of server rank t
-        self.parts: list[list[Part]] = [[bucket.part(rank) for bucket in buckets] for buckets in plan.rounds]
+    def __init__(
+        self,
+        rounds: Sequence[Sequence[Item]],
+        takers: Callable[[Slice], Iterable[int]],
+        shards: Mapping[str, torch.nn.Parameter],
+        dtype: torch.dtype,
+    ) -> None:
+        """`takers`: the nodes whose servers get a slice from here."""
+        self._takers, self._shards, self._dtype = takers, shards, dtype
+        # parts[k][t]: [start, stop) of the k-th bucket of server rank t that they lie in
+        self.parts: list[dict[int, Part]] = [_parts(items) for items in rounds]
         self._copied: list[list[Item]] = []
         self._converted: list[list[Item]] = []
-        for buckets in plan.rounds:
-            items = [(t, piece) for t, bucket in enumerate(buckets) for piece in bucket.slices if piece.source == rank]
+        for items in rounds:
             self._copied.append([item for item in items if not self._converts(item[1])])
             # sorted, so that each shard is taken out of FP8 once
             self._converted.append(sorted((item for item in items if self._converts(item[1])), key=_shard))
@@ -37,16 +43,22 @@ class Writer:
     @property
     def bytes(self) -> int:
         """All that it writes in a publish."""
-        return sum(stop - start for parts in self.parts for start, stop in parts)
+        return sum(piece.size for items in (*self._copied, *self._converted) for _, piece in items)
 
-    def targets(self, number: int) -> list[int]:
-        """The server ranks that this rank has something for in a round."""
-        return [t for t, (start, stop) in enumerate(self.parts[number]) if start < stop]
+    @property
+    def largest(self) -> int:
+        """Bytes that the parts of any round take."""
+        return max(sum(stop - start for start, stop in parts.values()) for parts in self.parts)
 
-    def write(self, number: int, parts: Mapping[int, Tensor], sums: list[list[int]] | None = None) -> None:
-        """Write round `number`: parts[t] uint8 is this rank's part of server rank t's bucket.
+    def packed(self, number: int, buffer: Tensor) -> dict[int, Tensor]:
+        """Room for the parts of a round in a buffer, one after another."""
+        sizes = [stop - start for start, stop in self.parts[number].values()]
+        return dict(zip(self.parts[number], buffer[: sum(sizes)].split(sizes), strict=True))
 
-        Where they are asked for, the checksums of what was written for server rank t are added to sums[t].
+    def write(self, number: int, parts: Mapping[int, Tensor], sums: Sums | None = None) -> None:
+        """Write round `number`: parts[t] uint8 is the part of server rank t's bucket.
+
+        Where they are asked for, the checksum of each slice is added to those of the nodes that get it.
         """
         places, blocks = self._planned(number, parts)
         if places:
@@ -60,8 +72,10 @@ class Writer:
                 else:
                     data.view(self._dtype).view(block.shape).copy_(block)
         if sums is not None:
-            for item in self._copied[number] + self._converted[number]:
-                sums[item[0]].append(_sum(self._data(number, item, parts), self._dtype, item[1]))
+            for target, piece in self._copied[number] + self._converted[number]:
+                found = _sum(self._data(number, (target, piece), parts), self._dtype, piece)
+                for node in self._takers(piece):
+                    sums.setdefault((node, target), []).append(found)
 
     def _converts(self, piece: Slice) -> bool:
         """Whether it is in FP8 at one end: not to be copied."""
@@ -85,6 +99,15 @@ class Writer:
         t, piece = item
         start = piece.offset - self.parts[number][t][0]
         return parts[t][start : start + piece.size]
+
+
+def _parts(items: Sequence[Item]) -> dict[int, Part]:
+    """By server rank, from the first byte of its slices to the last."""
+    found: dict[int, Part] = {}
+    for target, piece in items:
+        start, stop = found.get(target, (piece.offset, 0))
+        found[target] = min(start, piece.offset), max(stop, piece.offset + piece.size)
+    return found
 
 
 def _shard(item: Item) -> str:

@@ -149,17 +149,19 @@ def test_servers_stand_on_the_first_gpus() -> None:
     assert [any(part.name == "server: weights" for part in parts) for parts in stages] == [True, False, False, False]
 
 
-def test_two_buckets_of_new_weights_stand_beside_a_server() -> None:
-    """On the GPUs that have one; less where the weights are less."""
+def test_buckets_of_new_weights_stand_beside_a_server() -> None:
+    """On the GPUs that have one, two, and a third where there are other nodes; less where the weights are less."""
     config, shape = parse(["experiment=train_70b", "rollout.server.replicas=1"]), shape_of("Llama-3.3-70B-Instruct")
     sizes = [
         sum(part.training for part in stage if part.name == "publish buckets")
         for stage in memory.plan(config, shape).stages
     ]
-    assert sizes == [memory.GIB, 0, 0, 0]
+    assert sizes == [1.5 * memory.GIB, 0, 0, 0]
     config.rollout.server.colocated = False
     assert not any("server" in part.name or "publish" in part.name for part in memory.plan(config, shape).stages[0])
-    assert memory.publish_buckets(1000.0) == 1000.0
+    assert memory.publish_buckets(config, 1000.0) == 1000.0
+    config.launch.nodes = 1
+    assert memory.publish_buckets(config, 2.0 * memory.GIB) == memory.GIB
 
 
 def test_train_70b_fits_64_gpus_of_80_gib_with_room() -> None:

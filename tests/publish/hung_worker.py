@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from megatron_collab.publish import inplace, publisher
+from megatron_collab.publish import hf_map, inplace, publisher, shared_memory
 from megatron_collab.publish.board import Board
 from megatron_collab.publish.inplace import InPlace
 from megatron_collab.publish.link import Link, PublishError
@@ -26,14 +28,15 @@ from megatron_collab.publish.receiver import Receiver
 from tests.helpers import free_port
 from tests.publish import test_receiver as fakes
 
-# name: (ranks, transport, what server 1 does not answer)
+# name: (ranks, nodes, transport, what server 1 does not answer, whether it has FP8)
 HANGING = {
-    f"{transport}-{moment}": (2, transport, moment)
+    f"{transport}-{moment}": (2, 1, transport, moment, False)
     for transport in ("memory", "network")
     for moment in ("pause", "receive", "read")
-}
+} | {"nodes-read": (4, 2, "memory", "read", True)}
 TIMEOUT = 32.0  # launch.timeout: servers have half of it
 SLOW, SLOW_RANKS = "slow-rank", 2
+DEAD, DEAD_RANKS = "dead-rank", 4
 
 
 class HangingLink(fakes.ThreadLink):
@@ -66,22 +69,43 @@ def stall(receiver: Receiver) -> None:
         time.sleep(0.05)
 
 
-def hang(transport: str, moment: str) -> dict[str, Any]:
-    """As a rank: publish to a server that hangs and to one that does not."""
-    config = fakes.configure(transport)
-    config.launch.timeout, config.launch.nproc_per_node, config.publish.verify = TIMEOUT, 2, 0
+def stage_of(name: str) -> int:
+    """Of two pipeline stages, that of a shard."""
+    layer = hf_map.LAYER.fullmatch(name)
+    return int(layer[1]) if layer else int(not name.startswith("embedding."))
+
+
+def note_makers() -> Callable[[], set[int]]:
+    """From now on: tells which ranks made the segments that this process has opened."""
+    processes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(processes, os.getpid())
+    opened, paths = shared_memory.opened, list[str]()
+    shared_memory.opened = lambda handle: (paths.append(handle[0]), opened(handle))[1]
+    return lambda: {processes.index(int(path.split("/")[2])) for path in paths}
+
+
+def hang(ranks: int, nodes: int, transport: str, moment: str, quantised: bool) -> dict[str, Any]:
+    """As a rank: publish to a server that hangs and to one that does not; of two nodes each has one, and a stage."""
+    config = fakes.configure(transport, quantised)
+    config.launch.timeout, config.launch.nproc_per_node, config.publish.verify = TIMEOUT, ranks // nodes, 0
+    config.launch.nodes = config.parallel.pp = nodes
     HangingLink.moment, publisher.Link = moment, HangingLink
     if moment == "read":
         plan = Receiver._plan
         Receiver._plan = lambda self, *arguments: (stall(self), plan(self, *arguments))[1]
     shards = fakes.make_shards()
-    inplace.named_shards = lambda chunks: shards.items()
+    node = dist.get_rank() * nodes // ranks
+    own = {name: shard for name, shard in shards.items() if nodes == 1 or stage_of(name) == node}
+    inplace.named_shards = lambda chunks: own.items()
     fleet = fakes.make_fleet(config) if dist.get_rank() == 0 else None
     silent = socket.create_server(("127.0.0.1", 0))
     if fleet:
         fleet.servers[1].url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-    with Publisher(config, [], fakes.SHAPE, fleet, fakes.BUCKET) as sender:
+    makers = note_makers()
+    with Publisher(config, [], fakes.SHAPE, fleet, fakes.BUCKET // (1 + quantised)) as sender:
         assert len(sender._in_place._plan.rounds) > 4
+        near = inplace.nodes(config).members(node)
+        assert makers() <= set(near) and (transport == "network" or len(near) == 1 or makers())
         sender.publish(1)
         found: dict[str, Any] = {"version": sender.version}
         if fleet:
@@ -132,9 +156,27 @@ def be_slow() -> dict[str, Any]:
         return {"version": sender.version, "through": through}
 
 
+def lose_a_rank() -> dict[str, Any]:
+    """As a rank of four on two nodes: publish while the last one is killed. `said`: the error of the others."""
+    written = Board.set_written
+
+    def die(board: Board, bucket: int, source: int) -> None:
+        if bucket == 2 and source == DEAD_RANKS - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        written(board, bucket, source)
+
+    Board.set_written = die
+    try:
+        hang(DEAD_RANKS, 2, "memory", "", False)
+        return {"said": ""}
+    except RuntimeError as error:
+        return {"said": str(error)}
+
+
 def main(folder: Path) -> None:
     children = {}
-    for name, ranks in [*((name, ranks) for name, (ranks, _, _) in HANGING.items()), (SLOW, SLOW_RANKS)]:
+    cases = {name: case[0] for name, case in HANGING.items()} | {SLOW: SLOW_RANKS, DEAD: DEAD_RANKS}
+    for name, ranks in cases.items():
         port = free_port()
         for rank in range(ranks):
             child = os.fork()
@@ -142,11 +184,17 @@ def main(folder: Path) -> None:
                 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
                 try:
                     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-                    found = hang(*HANGING[name][1:]) if name in HANGING else be_slow()
+                    if name == SLOW:
+                        found = be_slow()
+                    elif name == DEAD:
+                        found = lose_a_rank()
+                    else:
+                        found = hang(*HANGING[name])
                 except BaseException:
                     found = {"error": traceback.format_exc()}
                 (folder / f"{name}-{rank}.json").write_text(json.dumps(found))
-                dist.barrier()  # the store is rank 0's
+                if name != DEAD:
+                    dist.barrier()  # the store is rank 0's
                 os._exit(0)
             children[child] = name
     for child in children:

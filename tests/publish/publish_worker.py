@@ -24,6 +24,7 @@ from megatron_collab.actor.actor import Actor
 from megatron_collab.config import Config, RolloutConfig
 from megatron_collab.publish.board import Board
 from megatron_collab.publish.publisher import Publisher, PublishError
+from megatron_collab.publish.shared_memory import Memory
 from megatron_collab.rollout.sglang import SGLangClient
 from megatron_collab.types import Batch, Credit, Sample, Turn
 
@@ -36,8 +37,11 @@ CASES: dict[str, tuple[str, dict[str, int], int]] = {
     "tied-tp2": ("tied", {"tp": 2}, 1 << 20),
     "tied-pp2": ("tied", {"pp": 2}, 1 << 20),
     "ep2-to-tp2": ("experts", {"ep": 2}, 1 << 17),
+    "two-nodes-tp2": ("untied-twice", {"tp": 2}, 1 << 17),
+    "two-nodes-pp2": ("untied-twice", {"pp": 2}, 1 << 17),
     "two-servers": ("untied-twice", {"tp": 2}, 1 << 17),
 }
+TWO_NODES = ("two-nodes-tp2", "two-nodes-pp2")  # of one rank and one server each; the others have one node
 # Over which ways else, and how a server is paused for it: retract where sampling runs ahead.
 OTHERS = {
     "tp2": (("network", 0), ("disk", 0), ("memory", 1)),
@@ -183,6 +187,24 @@ class Case:
         return messages
 
 
+def note_makers() -> list[list[int]]:
+    """From now on: for every server that is told of segments, the ranks that made them."""
+    processes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(processes, os.getpid())
+    addresses, makers = Memory.addresses, []
+
+    def note(memory: Memory, board: Board, peers: Any) -> Any:
+        found = addresses(memory, board, peers)
+        for ranks in found:
+            paths = {path for address in ranks for path, _ in address["memory"]}
+            makers.append(sorted({processes.index(int(path.split("/")[2])) for path in paths}))
+        Memory.addresses = addresses
+        return found
+
+    Memory.addresses = note
+    return makers
+
+
 def kill_at_bucket(number: int, group: int) -> None:
     """From now on: rank 0 ends all processes of a server when it has written that bucket."""
     written = Board.set_written
@@ -198,12 +220,15 @@ def kill_at_bucket(number: int, group: int) -> None:
 def run(folder: Path, name: str, servers: dict[str, Any]) -> dict[str, Any]:
     kind, layout, bucket_bytes = CASES[name]
     config = configure(folder / kind.removesuffix("-twice"), layout, servers[kind][0]["tp"])
+    if name in TWO_NODES:
+        config.launch.nodes, config.launch.nproc_per_node = 2, 1
     first = 10 * (1 + list(CASES).index(name))
     with policies.init_parallel(config):
         case = Case(config, servers[kind], bucket_bytes)
         rounds = [case.measure()]
         stats: list[dict[str, float]] = []
         publisher, fleet = case.publisher()
+        makers = note_makers()
         with publisher:
             publisher.publish(first)
             rounds.append(case.measure())
@@ -213,7 +238,7 @@ def run(folder: Path, name: str, servers: dict[str, Any]) -> dict[str, Any]:
                 publisher.publish(first + step)
                 rounds.append(case.measure())
         assert fleet is None or not fleet.reasons
-        found: dict[str, Any] = {"first": first, "rounds": rounds, "stats": stats}
+        found: dict[str, Any] = {"first": first, "rounds": rounds, "stats": stats, "makers": makers}
         later = first + UPDATES + 1
         found["others"] = {
             f"{way} {staleness}": [later + number, case.otherwise(way, staleness, later + number)]

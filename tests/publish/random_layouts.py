@@ -54,4 +54,4 @@ def draw(seed: int, equal_cuts: bool = False, fp8: bool = False) -> Case:
         experts=experts,
     )
     trainer = TrainerLayout(tp, pp, vpp, cp, ep, tp * pp * cp * dp)
-    return shape, trainer, ServerLayout(server_tp, server_ep, fp8, colocated=rng.random() < 0.5)
+    return shape, trainer, ServerLayout(server_tp, server_ep, fp8)

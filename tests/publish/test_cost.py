@@ -50,3 +50,14 @@ def test_two_servers_on_other_nodes_receive_what_they_cut_anew() -> None:
 def test_on_one_node_other_devices_are_of_the_node() -> None:
     found = planned(1, 2, "parallel.tp=2", "rollout.server.tp=2", "rollout.server.colocated=false")
     assert set(found.paths) == {(Cut.SAME, Link.NODE)}
+
+
+def test_each_node_takes_from_another_what_it_does_not_hold_once() -> None:
+    """Two nodes, a stage on each: half of the model crosses to each, and its second server has it from the first."""
+    servers = ["rollout.server.tp=2", "rollout.server.replicas=4"]
+    found = planned(2, 4, "parallel.tp=2", "parallel.pp=2", *servers)
+    bytes_by_link = {link: sum(size for (_, own), size in found.paths.items() if own is link) for link in Link}
+    assert bytes_by_link[Link.NETWORK] == pytest.approx(2 * BYTES / 2, rel=1e-3)
+    assert bytes_by_link[Link.MEMORY] == pytest.approx(2 * BYTES / 2, rel=1e-3)
+    assert bytes_by_link[Link.NODE] == pytest.approx(2 * BYTES, rel=1e-3)
+    assert found.seconds == pytest.approx(BYTES / 2 / 2 / 10e9, rel=0.02)  # two devices of a node receive it

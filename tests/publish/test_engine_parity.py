@@ -15,11 +15,11 @@ import pytest
 from megatron_collab.rollout.sglang import SGLangServer
 from tests.conftest import Served, serving_config
 from tests.helpers import free_port, make_model
-from tests.publish.publish_worker import CASES, OTHERS, PROMPT, TURNS, UPDATES
+from tests.publish.publish_worker import CASES, OTHERS, PROMPT, TURNS, TWO_NODES, UPDATES
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RANKS = 2
-TIMEOUT = 200
+TIMEOUT = 300
 TOLERANCE = 1e-4
 # On CPU SGLang pads experts to multiples of 32 x tp.
 EXPERTS: dict[str, Any] = {"family": "qwen3_moe", "moe_intermediate_size": 64}
@@ -97,8 +97,14 @@ def test_nothing_of_the_old_weights_stays_in_the_prefix_cache(found: dict[str, A
     assert all(measured["cached"] < TURNS for measured in published)
 
 
-def test_every_server_samples_the_same(found: dict[str, Any]) -> None:
-    assert [measured["alike"] for measured in found["two-servers"]["rounds"][1:]] == [True] * (1 + 2 * UPDATES)
+@pytest.mark.parametrize("case", ["two-servers", *TWO_NODES])
+def test_every_server_samples_the_same(found: dict[str, Any], case: str) -> None:
+    assert [measured["alike"] for measured in found[case]["rounds"][1:]] == [True] * (1 + 2 * UPDATES)
+
+
+@pytest.mark.parametrize("case", TWO_NODES)
+def test_a_server_knows_segments_of_its_own_node_only(found: dict[str, Any], case: str) -> None:
+    assert found[case]["makers"] == [[0], [1]]
 
 
 @pytest.mark.parametrize("case", CASES)

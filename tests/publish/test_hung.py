@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.publish.hung_worker import HANGING, SLOW, SLOW_RANKS
+from tests.publish.hung_worker import DEAD, DEAD_RANKS, HANGING, SLOW, SLOW_RANKS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -35,8 +35,8 @@ def read(folder: Path, name: str, ranks: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", HANGING)
 def test_a_server_that_hangs_is_left_out_and_the_other_has_the_version(folder: Path, name: str) -> None:
     """One that goes on reading when it was given up, maybe what was overwritten, is left out too."""
-    found = read(folder, name, 2)
-    assert [own["version"] for own in found] == [1, 1]
+    found = read(folder, name, HANGING[name][0])
+    assert [own["version"] for own in found] == [1] * HANGING[name][0]
     assert list(found[0]["reasons"]) == ["1"]
 
 
@@ -45,3 +45,11 @@ def test_a_failed_publish_is_left_when_the_slowest_rank_is_through(folder: Path)
     found = read(folder, SLOW, SLOW_RANKS)
     assert [own["version"] for own in found] == [3] * SLOW_RANKS
     assert [own["through"] for own in found] == [[True] * 3] * SLOW_RANKS
+
+
+def test_a_rank_that_dies_ends_the_publish_on_every_other(folder: Path) -> None:
+    """Killed when it has a bucket from the other node: whoever takes from it notices at once, and the rest by them."""
+    found = read(folder, DEAD, DEAD_RANKS - 1)
+    assert not (folder / f"{DEAD}-{DEAD_RANKS - 1}.json").exists()
+    assert all(own["said"] and "imed out" not in own["said"] for own in found)
+    assert any(f"waits for ranks [2, {DEAD_RANKS - 1}] in round" in own["said"] for own in found[:2])

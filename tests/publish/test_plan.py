@@ -95,7 +95,8 @@ def check_buckets(found: Plan, bucket_bytes: int) -> None:
             order = [piece.source for piece in bucket.slices]
             assert order == sorted(order)
             for source in set(order):
-                start, stop = bucket.part(source)
+                own = [piece for piece in bucket.slices if piece.source == source]
+                start, stop = own[0].offset, own[-1].offset + own[-1].size
                 sent[source] += stop - start
                 assert all(
                     (start <= piece.offset and piece.offset + piece.size <= stop) == (piece.source == source)
@@ -156,18 +157,6 @@ def test_equal_cuts_take_the_direct_path(seed: int) -> None:
     for rank, piece in slices(plan.plan(shape, trainer, server, ITEM)):
         assert piece.source % tp == rank
         assert piece.shard_index == piece.target_index
-
-
-def test_what_is_on_the_device_of_the_target_comes_from_there() -> None:
-    """Trainer of TP2, PP2, DP2, servers of TP4: of stage 0 rank 3 has what server rank 3 needs, rank 1 has no part."""
-    shape, trainer = draw(0)[0], TrainerLayout(tp=2, pp=2, ranks=8)
-    shape = replace(shape, layers=4, kv_heads=4, heads=8, ffn=8, vocab=256, experts=None)
-    for rank, piece in slices(plan.plan(shape, trainer, ServerLayout(4, colocated=True), ITEM)):
-        holders = {0: {0, 2}, 1: {0, 2}, 2: {1, 3}, 3: {1, 3}}
-        if "norm" in piece.target and piece.source < 4:
-            assert piece.source == rank
-        elif piece.source < 4:
-            assert piece.source in ({rank} if rank in holders[rank] else holders[rank])
 
 
 @pytest.mark.parametrize(
@@ -233,4 +222,4 @@ def test_cuts_through_blocks_of_fp8_are_said(
 def test_the_layouts_of_a_run() -> None:
     config = parse(["experiment=train_70b", "rollout.server.fp8=true"])
     assert plan.trainer_layout(config) == TrainerLayout(tp=8, pp=4, vpp=1, cp=1, ep=1, ranks=64)
-    assert plan.server_layout(config) == ServerLayout(tp=8, ep=1, fp8=True, colocated=True)
+    assert plan.server_layout(config) == ServerLayout(tp=8, ep=1, fp8=True)

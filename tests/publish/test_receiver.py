@@ -281,13 +281,17 @@ def test_a_server_that_breaks_off_holds_up_nobody(
         assert_holds(fleet.servers[0], inplace.server_layout(config), shards)
 
 
-def test_memory_is_shared_on_one_node_only() -> None:
+def test_memory_is_shared_on_one_node_and_by_colocated_servers() -> None:
     config = configure("auto")
     assert inplace.uses_memory(config)
     config.launch.nodes = 2
-    assert not inplace.uses_memory(config)
-    config.publish.transport = "memory"
     assert inplace.uses_memory(config)
+    config.rollout.server.colocated = False
+    assert not inplace.uses_memory(config)
+    config.launch.nodes = 1
+    assert inplace.uses_memory(config)
+    config.publish.transport = "network"
+    assert not inplace.uses_memory(config)
 
 
 def test_a_flipped_bit_is_found(shards: dict[str, torch.nn.Parameter], monkeypatch: pytest.MonkeyPatch) -> None:

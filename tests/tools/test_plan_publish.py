@@ -19,13 +19,15 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_the_plan_of_an_experiment(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    """Eight colocated servers of a 70B model, 141.1 GB each: one of eight needs no network."""
-    assert tool.main(["experiment=train_70b"]) == 0
+    """16 nodes with a colocated server each of a 70B model, 141.1 GB: a quarter of it is there, a stage of four."""
+    assert tool.main(["experiment=train_70b", "launch.nodes=16", "rollout.server.replicas=16"]) == 0
     printed = capsys.readouterr().out
-    assert "trainer of 64 ranks, tp=8 pp=4" in printed and "8 servers of tp=8 ep=1 bfloat16" in printed
+    assert "trainer of 128 ranks, tp=8 pp=4" in printed and "16 servers of tp=8 ep=1 bfloat16" in printed
     rows = {line[:26].strip(): line[26:].split() for line in printed.splitlines()}
-    assert rows["the same device"] == ["141.13", "0.00"] and rows["a device of another node"] == ["987.88", "0.00"]
-    assert "rank 0 of server 0 receives the most, 17.64 GB" in printed and "1129.01 GB take " in printed
+    near, far = (float(rows[row][0]) for row in ("the same device", "a device of another node"))
+    assert near == pytest.approx(16 * 141.13 / 4, rel=0.02) and far == pytest.approx(16 * 141.13 * 3 / 4, rel=0.01)
+    assert near + far == pytest.approx(16 * 141.13, rel=1e-4)
+    assert "rank 0 of server 0 receives the most, 17.64 GB" in printed and "2258.01 GB take " in printed
 
 
 def test_slower_links_take_longer(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,146 @@
+"""Who puts a bucket's slices into the memory of each node, and what crosses between nodes: pure, numbers only.
+
+    a slice that a rank of the node holds:   that rank ------------------------> the node's segment
+    one that none of them holds:             its source in the plan -- once --> the segment's keeper, a rank of the node
+
+All servers of a node read the same segments. On one node nothing crosses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+from megatron_collab.config import Config
+from megatron_collab.layout import ranks, servers_per_node
+from megatron_collab.publish.plan import Bucket, Plan, Slice, uses_memory
+
+Item = tuple[int, Slice]  # with the server rank that it is for
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """`count` nodes of `ranks` trainer ranks and `servers` servers each, both counted node by node.
+
+    `colocated`: rank t of a node's first server stands on the device of the node's trainer rank t.
+    """
+
+    count: int
+    ranks: int
+    servers: int
+    colocated: bool = False
+
+    def of_rank(self, rank: int) -> int:
+        """The node of a trainer rank."""
+        return rank // self.ranks
+
+    def of_server(self, server: int) -> int:
+        """The node of a server."""
+        return server // self.servers
+
+    def members(self, node: int) -> range:
+        """The trainer ranks of a node."""
+        return range(node * self.ranks, (node + 1) * self.ranks)
+
+    def keeper(self, node: int, target: int) -> int:
+        """The trainer rank that keeps the segments of server rank `target` on a node, and receives into them."""
+        return node * self.ranks + target % self.ranks
+
+    def origin(self, node: int, target: int, piece: Slice) -> int:
+        """Where a node has a slice from: the keeper, else one of its ranks that hold it, in turn, else its source."""
+        keeper = self.keeper(node, target)
+        if self.colocated and keeper in piece.holders:
+            return keeper
+        local = _both(piece.holders, self.members(node))
+        return local[piece.holders.index(piece.source) % len(local)] if local else piece.source
+
+    def writer(self, node: int, target: int, piece: Slice) -> int:
+        """The rank of the node that says when a slice is there."""
+        origin = self.origin(node, target, piece)
+        return origin if self.of_rank(origin) == node else self.keeper(node, target)
+
+    def without(self, holders: range) -> tuple[int, ...]:
+        """The nodes where nobody holds it."""
+        return _without(self, holders)
+
+
+class Hop(NamedTuple):
+    """Bytes [start, stop) of server rank `target`'s bucket, from trainer rank `source` to `keeper` on another node."""
+
+    source: int
+    keeper: int
+    target: int
+    start: int
+    stop: int
+
+
+def nodes(config: Config) -> Nodes:
+    """Those of a run. Over the network every rank reaches every server, as if all were on one."""
+    if not uses_memory(config):
+        return Nodes(1, ranks(config), config.rollout.server.replicas)
+    launch, server = config.launch, config.rollout.server
+    return Nodes(launch.nodes, launch.nproc_per_node, servers_per_node(config), server.colocated)
+
+
+def written(plan: Plan, nodes: Nodes, rank: int) -> list[list[Item]]:
+    """By round, what a rank writes into the segments of its node."""
+    node = nodes.of_rank(rank)
+    return [
+        [
+            (target, piece)
+            for target, bucket in enumerate(buckets)
+            for piece in bucket.slices
+            if rank in piece.holders and nodes.origin(node, target, piece) == rank
+        ]
+        for buckets in plan.rounds
+    ]
+
+
+def sent(plan: Plan, nodes: Nodes, rank: int) -> list[list[Item]]:
+    """By round, what a rank sends to other nodes, to one or to several."""
+    return [
+        [
+            (target, piece)
+            for target, bucket in enumerate(buckets)
+            for piece in bucket.slices
+            if piece.source == rank and nodes.without(piece.holders)
+        ]
+        for buckets in plan.rounds
+    ]
+
+
+def hops(plan: Plan, nodes: Nodes) -> list[list[Hop]]:
+    """By round, all that crosses, in an order that both ends know."""
+    return [
+        [hop for target, bucket in enumerate(buckets) for hop in _crossing(target, bucket, nodes)]
+        for buckets in plan.rounds
+    ]
+
+
+def _crossing(target: int, bucket: Bucket, nodes: Nodes) -> Iterator[Hop]:
+    """Neighbours that go the same way are one hop."""
+    under_way: dict[int, tuple[int, Hop]] = {}  # by node, the hop with the number of its last slice
+    for number, piece in enumerate(bucket.slices):
+        for node in nodes.without(piece.holders):
+            stop = piece.offset + piece.size
+            before, hop = under_way.get(node, (-1, None))
+            if hop is not None and before == number - 1 and hop.source == piece.source:
+                under_way[node] = number, hop._replace(stop=stop)
+                continue
+            if hop is not None:
+                yield hop
+            under_way[node] = number, Hop(piece.source, nodes.keeper(node, target), target, piece.offset, stop)
+    for _, hop in under_way.values():
+        yield hop
+
+
+@cache
+def _both(holders: range, members: range) -> list[int]:
+    return [rank for rank in members if rank in holders]
+
+
+@cache
+def _without(nodes: Nodes, holders: range) -> tuple[int, ...]:
+    return tuple(node for node in range(nodes.count) if not _both(holders, nodes.members(node)))

@@ -1,0 +1,85 @@
+"""Weights from trainer rank to trainer rank: what a node's servers need and none of its ranks holds.
+
+A process group of its own, with one process for each device, as NCCL needs it; CPUs use gloo. NCCL was never run here.
+A rank that dies or falls silent ends the run, as in any collective.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_collab.publish.checksum import Sums
+from megatron_collab.publish.network import finish
+from megatron_collab.publish.nodes import Hop
+from megatron_collab.publish.writer import Writer
+
+
+class Relay:
+    """On every rank. What it sends is packed once in a buffer, however many nodes take it; what it receives is not."""
+
+    def __init__(self, writer: Writer, hops: Sequence[Sequence[Hop]], device: torch.device, timeout: float) -> None:
+        """Collective. `writer` has what this rank sends, `hops` are those of all ranks, by round.
+
+        RuntimeError, also later, where another rank is not there for `timeout` seconds.
+        """
+        self._writer, self._device, self._timeout = writer, device, timeout
+        self._rank = dist.get_rank()
+        self._hops = [
+            [(tag, hop) for tag, hop in enumerate(row) if self._rank in (hop.source, hop.keeper)] for row in hops
+        ]
+        self._buffer = torch.zeros(writer.largest, dtype=torch.uint8, device=device)
+        if any(hops):
+            self._group = dist.new_group(timeout=timedelta(seconds=timeout))
+            # NCCL has all ranks join at the first call, and not all have something in every round.
+            dist.barrier(self._group)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """What this rank has allocated."""
+        return len(self._buffer)
+
+    def receives(self, number: int) -> set[int]:
+        """The server ranks whose bucket something comes for in a round."""
+        return {hop.target for _, hop in self._hops[number] if hop.keeper == self._rank}
+
+    @contextmanager
+    def crossing(self, number: int, into: Mapping[int, Tensor], sums: Sums | None) -> Iterator[None]:
+        """Within it a round is under way; then all of it has come into[t], server rank t's bucket, or was taken.
+
+        For `sums` see Writer.write.
+        """
+        own = self._hops[number]
+        if not own:
+            yield
+            return
+        parts = self._writer.packed(number, self._buffer)
+        self._writer.write(number, parts, sums)
+        works = dist.batch_isend_irecv([self._operation(number, tag, hop, parts, into) for tag, hop in own])
+        yield
+        deadline = time.monotonic() + self._timeout
+        try:
+            for work in works:
+                finish(work, deadline, self._device)
+        except RuntimeError as error:
+            peers = {end for _, hop in own for end in (hop.source, hop.keeper)} - {self._rank}
+            raise RuntimeError(
+                f"publishing: trainer rank {self._rank} waits for ranks {sorted(peers)} in round {number}: {error}"
+            ) from error
+
+    def _operation(
+        self, number: int, tag: int, hop: Hop, parts: Mapping[int, Tensor], into: Mapping[int, Tensor]
+    ) -> dist.P2POp:
+        """`parts`: what is sent, as Writer.packed has it."""
+        if hop.keeper == self._rank:
+            return dist.P2POp(dist.irecv, into[hop.target][hop.start : hop.stop], hop.source, self._group, tag)
+        first, _ = self._writer.parts[number][hop.target]
+        return dist.P2POp(
+            dist.isend, parts[hop.target][hop.start - first : hop.stop - first], hop.keeper, self._group, tag
+        )

@@ -1,0 +1,141 @@
+"""Every node's segments get every element once, from a rank of the node where one has it; numbers only."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_collab.config import CONF, parse
+from megatron_collab.publish import hf_config, plan
+from megatron_collab.publish.nodes import Nodes, hops, nodes, sent, written
+from megatron_collab.publish.plan import Plan, ServerLayout, Slice, TrainerLayout
+from tests.publish.random_layouts import draw
+from tests.publish.test_plan import ITEM, Shards, run, trainer_shards
+
+Place = tuple[int, int, int]  # round, server rank, number of a slice in its bucket
+
+
+def holds(shards: Shards, piece: Slice, block: np.ndarray) -> bool:
+    """Whether what a rank has under that name there is this; every element of the model is a number of its own."""
+    return piece.shard in shards and np.array_equal(shards[piece.shard][piece.shard_index], block)
+
+
+def carried(found: Plan, places: Nodes, node: int) -> tuple[Plan, Counter[Place], set[Place]]:
+    """What a node's segments get: the plan with the ranks that it came from, how often, and what of it crossed."""
+    number = {
+        (k, t, piece.offset): n
+        for k, row in enumerate(found.rounds)
+        for t, bucket in enumerate(row)
+        for n, piece in enumerate(bucket.slices)
+    }
+    came: dict[Place, int] = {}
+    times: Counter[Place] = Counter()
+    crossed: set[Place] = set()
+    for rank in places.members(node):
+        for k, items in enumerate(written(found, places, rank)):
+            for t, piece in items:
+                came[k, t, number[k, t, piece.offset]] = rank
+                times[k, t, number[k, t, piece.offset]] += 1
+    for k, row in enumerate(hops(found, places)):
+        for hop in row:
+            if places.of_rank(hop.keeper) != node:
+                continue
+            assert places.of_rank(hop.source) != node and hop.keeper == places.keeper(node, hop.target)
+            covered = [piece for piece in found.rounds[k][hop.target].slices if hop.start <= piece.offset < hop.stop]
+            assert covered[0].offset == hop.start and covered[-1].offset + covered[-1].size == hop.stop
+            packed = sent(found, places, hop.source)[k]
+            for piece in covered:
+                assert (hop.target, piece) in packed
+                place = k, hop.target, number[k, hop.target, piece.offset]
+                came[place] = hop.source
+                times[place] += 1
+                crossed.add(place)
+    rounds = tuple(
+        tuple(
+            replace(bucket, slices=tuple(replace(piece, source=came[k, t, n]) for n, piece in enumerate(bucket.slices)))
+            for t, bucket in enumerate(row)
+        )
+        for k, row in enumerate(found.rounds)
+    )
+    return Plan(rounds), times, crossed
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_every_node_gets_every_element_once(seed: int) -> None:
+    shape, trainer, server = draw(seed)
+    rng = random.Random(seed)
+    count = rng.choice([2, 3, 4])
+    if trainer.ranks % count:  # else its ranks are dealt out as they are: a tensor parallel group may be on two nodes
+        trainer = replace(trainer, ranks=trainer.ranks * count)
+    places = Nodes(count, trainer.ranks // count, rng.choice([1, 2]), rng.random() < 0.5)
+    shards = trainer_shards(shape, trainer)
+    found = plan.plan(shape, trainer, server, ITEM, 8192)
+    every = {
+        (k, t, n): piece
+        for k, row in enumerate(found.rounds)
+        for t, bucket in enumerate(row)
+        for n, piece in enumerate(bucket.slices)
+    }
+    blocks = {place: shards[piece.source][piece.shard][piece.shard_index] for place, piece in every.items()}
+    for place, piece in every.items():
+        holders = [rank for rank, own in enumerate(shards) if holds(own, piece, blocks[place])]
+        assert holders == list(piece.holders)
+    for node in range(count):
+        there, times, crossed = carried(found, places, node)
+        assert times == Counter(every.keys())
+        run(there, shards, shape, server)
+        members = places.members(node)
+        for place, piece in every.items():
+            near = any(holds(shards[rank], piece, blocks[place]) for rank in members)
+            assert (place in crossed) == (not near)
+            k, t, n = place
+            source = there.rounds[k][t].slices[n].source
+            assert places.writer(node, t, piece) == (source if near else places.keeper(node, t))
+            if places.colocated and holds(shards[places.keeper(node, t)], piece, blocks[place]):
+                assert source == places.keeper(node, t)
+
+
+def test_on_one_node_ranks_of_the_targets_devices_write_what_they_hold_and_nothing_crosses() -> None:
+    """Trainer of TP2, PP2, DP2, servers of TP4: of stage 0 rank 3 has what server rank 3 needs, rank 1 has no part."""
+    shape, trainer = draw(0)[0], TrainerLayout(tp=2, pp=2, ranks=8)
+    shape = replace(shape, layers=4, kv_heads=4, heads=8, ffn=8, vocab=256, experts=None)
+    found, places = plan.plan(shape, trainer, ServerLayout(4), ITEM), Nodes(1, 8, 1, colocated=True)
+    assert not any(hops(found, places))
+    holders = {0: {0, 2}, 1: {0, 2}, 2: {1, 3}, 3: {1, 3}}
+    for rank in range(4):
+        for target, piece in written(found, places, rank)[0]:
+            if "norm" in piece.target:
+                assert rank == target
+            else:
+                assert rank == target if target in holders[target] else rank in holders[target]
+
+
+def test_of_a_70b_model_every_link_carries_the_same() -> None:
+    """16 nodes of 8, TP8 PP4: in every round every device sends and receives three quarters of a bucket."""
+    options = ["launch.nodes=16", "launch.nproc_per_node=8", "parallel.tp=8", "parallel.pp=4"]
+    config = parse(["experiment=train_70b", *options, "rollout.server.tp=8", "rollout.server.replicas=16"])
+    shape = hf_config.read(CONF / "shapes" / "Llama-3.3-70B-Instruct.json")
+    found = plan.plan(shape, plan.trainer_layout(config), plan.server_layout(config), 2)
+    places = nodes(config)
+    assert places == Nodes(16, 8, 1, colocated=True)
+    for buckets, row in zip(found.rounds, hops(found, places), strict=True):
+        out, into = Counter[int](), Counter[int]()
+        for hop in row:
+            assert hop.source % 8 == hop.keeper % 8 == hop.target
+            out[hop.source] += hop.stop - hop.start
+            into[hop.keeper] += hop.stop - hop.start
+        for ends in (out, into):
+            assert len(ends) == 128
+            most = max(ends.values())
+            assert most <= 1.05 * 0.75 * max(bucket.size for bucket in buckets)  # stages with the vocabulary have more
+    largest = max(sum(piece.size for _, piece in items) for rank in range(8) for items in sent(found, places, rank))
+    assert largest <= plan.BUCKET_BYTES / 16 * 1.05  # what a rank packs to send
+
+
+def test_over_the_network_all_servers_are_alike() -> None:
+    config = parse(["experiment=train_70b", "publish.transport=network"])
+    assert nodes(config).count == 1 and not nodes(config).colocated
