@@ -83,7 +83,7 @@ class RemoteProcess:
             keeper = ray.remote(Keeper).options(num_cpus=0, max_restarts=0, scheduling_strategy=_on(node))
             self._actor = keeper.remote()
             self._started = self._actor.start.remote(*self._arguments, urlsplit(self._url).port or 0)
-            self._end = self._actor.ended.remote()
+            self._end = self._actor.ended.remote(self._started)
 
     def ended(self) -> str | None:
         """As ServerProcess.ended."""
@@ -92,7 +92,6 @@ class RemoteProcess:
         if not ray.wait([self._end], timeout=0)[0]:
             return None
         try:
-            ray.get(self._started)
             return ray.get(self._end)
         except RayError as error:
             return _reason(error)
@@ -116,8 +115,8 @@ class Keeper:
         self._process = ServerProcess(config, log, index, api_key, port)
         return self._process.url
 
-    async def ended(self) -> str:
-        """How the server ended, once it has."""
+    async def ended(self, started: str) -> str:
+        """How the server ended, once it has; `started`: what `start` gave, which Ray does not keep in order."""
         while not (how := self._process.ended()):
             await asyncio.sleep(POLL_SECONDS)
         return how
