@@ -61,7 +61,8 @@ class Engine:
                 self.crew = start_crew(self.config, [(server.url, server.api_key) for server in servers])
                 self.fleet = Fleet(servers, options, partial(_tell, self.crew))
                 self.fleet.begin()
-                print(f"engine: ready after {time.monotonic() - began:.0f} s", flush=True)
+                urls = ", ".join(server.url for server in servers)
+                print(f"engine: ready after {time.monotonic() - began:.0f} s ({urls})", flush=True)
                 self._stack = self._stack.pop_all()
         elif self.config.launch.nodes > 1:
             fabric.meet(self.config, run_store()[0])

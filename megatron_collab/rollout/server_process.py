@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -73,6 +75,8 @@ class ServerProcess:
 
     def start(self) -> None:
         """Start it again, at the same address."""
+        # Where its ranks meet. A TCP store would listen on all interfaces, and ask nobody for a key.
+        self._store = Path(tempfile.gettempdir()) / f"sglang-{secrets.token_hex(8)}"
         with self._log.open("ab") as output:
             self._process = subprocess.Popen(
                 [
@@ -81,7 +85,8 @@ class ServerProcess:
                     "megatron_collab.sglang_cpu.serve",
                     *arguments(self._config, self.url, self._index),
                 ],
-                env=_environment(self._config, self._api_key, self._index),
+                env=_environment(self._config, self._api_key, self._index)
+                | {"SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": self._store.as_uri()},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -99,7 +104,7 @@ class ServerProcess:
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
-        for segment in segments:
+        for segment in {self._store, *segments}:
             segment.unlink(missing_ok=True)
 
 
