@@ -24,7 +24,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
     interfaces = {
         "lo": [entry(socket.AF_INET, "127.0.0.1"), entry(socket.AF_INET6, "::1")],
-        "ib0": [entry(socket.AF_INET6, "fe80::1"), entry(socket.AF_INET, "10.1.0.7"), entry(socket.AF_INET, "10.2.0.7")],
+        "ib0": [entry(socket.AF_INET, "10.1.0.7"), entry(socket.AF_INET, "10.2.0.7")],
         "eth1": [entry(socket.AF_PACKET, "02:fc:00:00:00:01")],
     }
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: interfaces)
@@ -34,7 +34,7 @@ def on(interface: str | None, **launch: object) -> Config:
     return configured(Config(), {"launch.interface": interface} | {f"launch.{k}": v for k, v in launch.items()})
 
 
-def test_the_address_is_the_interface's(machine: None) -> None:
+def test_the_address_is_that_of_the_interface(machine: None) -> None:
     assert fabric.address(on("ib0")) == "10.1.0.7"
     assert fabric.address(on(None)) == HOST
     assert fabric.variables(on("ib0")) == {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "ib0"}

@@ -5,7 +5,7 @@
 set -euo pipefail
 folder=$1
 shift
-mount -t tmpfs tmpfs /run # where ip keeps the names of networks
+mount -t tmpfs tmpfs /run # where ip keeps the names of networks, and Ray its sockets, whose paths must be short
 ip netns add other
 ip link add fab0 type veth peer name fab0 netns other
 ip address add 10.77.0.1/24 dev fab0
@@ -21,7 +21,7 @@ export RAY_ADDRESS=10.77.0.1:6379 RAY_AUTH_MODE=token
 ray() { "$python" -m ray.scripts.scripts start --num-cpus 1 --disable-usage-stats "$@"; }
 export -f ray
 export python
-ray --head --node-ip-address 10.77.0.1 --port 6379 --include-dashboard false --temp-dir "$folder/ray" >"$folder/ray0.log" 2>&1
+ray --head --node-ip-address 10.77.0.1 --port 6379 --include-dashboard false --temp-dir /run/ray >"$folder/ray0.log" 2>&1
 second bash -c "ray --address $RAY_ADDRESS --node-ip-address 10.77.0.2" >"$folder/ray1.log" 2>&1
 agent() {
     echo "$python -m torch.distributed.run --nnodes 2 --nproc-per-node 1 --master-addr 10.77.0.1 --master-port 29400"
