@@ -34,6 +34,7 @@ class Recorded(SGLangServer):
 
     def _start(self, url: str) -> None:
         self.code = None
+        self.log.parent.mkdir(exist_ok=True)
         self.log.write_text("out of memory\n")
         self.gone: set[str] = set()
         self.busy = False  # it has a request that does not end
