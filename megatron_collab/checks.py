@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 
-from megatron_collab import device, layout_checks, server_checks
+from megatron_collab import device, fabric, layout_checks, server_checks
 from megatron_collab.algo.advantage import GROUPED
 from megatron_collab.config import (
     MODES,
@@ -61,6 +61,7 @@ def _check_values(config: Config) -> None:
 def _check_machine(config: Config) -> None:
     """Devices, libraries and files."""
     _check_device(config)
+    _check_interface(config)
     layout_checks.check_machine(config)
     server_checks.check_machine(config)
     if config.data.world is None or Path(config.model.path).exists():
@@ -221,6 +222,18 @@ def _positive(config: Config) -> list[tuple[str, float]]:
 def _check_device(config: Config) -> None:
     try:
         device.check(config.launch.device)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _check_interface(config: Config) -> None:
+    launch = config.launch
+    require(
+        launch.nodes == 1 or launch.interface is not None,
+        f"launch.nodes={launch.nodes}: needs launch.interface, the network interface that the nodes talk over, as ib0",
+    )
+    try:
+        fabric.address(config)
     except ValueError as error:
         raise ConfigError(str(error)) from error
 

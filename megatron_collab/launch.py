@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megatron_collab import fabric
 from megatron_collab.checks import check_model
 from megatron_collab.config import Config, ConfigError
 from megatron_collab.ports import bindable
@@ -39,6 +40,10 @@ def global_rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def first_on_node() -> bool:
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
 def prepare(config: Config) -> None:
     """Make the shipped world where one is asked for, then check everything that needs files.
 
@@ -49,15 +54,15 @@ def prepare(config: Config) -> None:
     from megatron_collab.rollout import tools
 
     nodes = config.launch.nodes
-    if nodes > 1 and config.train.stage == "rl":
-        raise ConfigError(
-            f"launch.nodes={nodes}: SGLang servers start on the node of rank 0 only in this version; set "
-            "launch.nodes=1, or train.stage=sft"
-        )
     if nodes > 1 and not under_torchrun():
         raise ConfigError(
             f"launch.nodes={nodes}: only the ranks of this node could be started from here; start torchrun "
             f"--nnodes {nodes} --nproc-per-node {config.launch.nproc_per_node} on each node, or set launch.nodes=1"
+        )
+    if nodes > 1 and config.train.stage == "rl" and "RAY_ADDRESS" not in os.environ:
+        raise ConfigError(
+            f"launch.nodes={nodes}: RAY_ADDRESS is not set, and Ray would be on one node only; start Ray on every node "
+            "and set RAY_ADDRESS to HOST:PORT of its head, or set launch.nodes=1"
         )
     try:
         worlds.prepare(config)
@@ -70,7 +75,7 @@ def prepare(config: Config) -> None:
                 _check_users(config, "data.eval", datasets.load_tasks(Path(config.data.eval), "data.eval"))
         if not under_torchrun():
             ChatRenderer(config.model.path, tools.schemas(config.rollout.tools))
-            bindable("rollout.server.port", config.rollout.server.port)
+            bindable("rollout.server.port", config.rollout.server.port, fabric.address(config))
     except ConfigError:
         raise
     except (ValueError, FileNotFoundError) as error:

@@ -9,8 +9,8 @@ from pathlib import Path
 HOST = "127.0.0.1"
 
 
-def bindable(setting: str, port: int) -> int:
-    """`port` of the loopback interface, or a free one for 0; ValueError naming `setting` where it is taken.
+def bindable(setting: str, port: int, host: str = HOST) -> int:
+    """`port` of `host`, an address of this machine, or a free one for 0; ValueError naming `setting` where it is taken.
 
     A server binds only after it has loaded, so a free port must be one that nobody is given meanwhile: below
     those that the kernel hands out and above those of Ray's workers.
@@ -21,7 +21,7 @@ def bindable(setting: str, port: int) -> int:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind((HOST, candidate))
+                probe.bind((host, candidate))
             except OSError as error:
                 reason = (error.strerror or str(error)).lower()
             else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron_collab import device
 from megatron_collab.config import Config
+from megatron_collab.layout import servers_per_node
 from megatron_collab.publish import plan, server_map
 from megatron_collab.publish.hf_config import ModelShape
 from megatron_collab.refuse import require
@@ -19,14 +20,20 @@ def check(config: Config) -> None:
         server.tp % server.ep == 0,
         f"rollout.server.ep={server.ep}: does not divide rollout.server.tp={server.tp}; choose a divisor",
     )
+    nodes = config.launch.nodes
+    require(
+        server.replicas % nodes == 0,
+        f"rollout.server.replicas={server.replicas}: is no multiple of launch.nodes={nodes}, and every node has as "
+        "many servers; choose one",
+    )
     require(
         server.colocated or not config.parallel.offload,
         "parallel.offload=true: makes room for servers on the trainer's devices; set parallel.offload=false, or "
         "rollout.server.colocated=true",
     )
     require(
-        publish.transport != "memory" or config.launch.nodes == 1 or server.colocated,
-        f"publish.transport=memory: on launch.nodes={config.launch.nodes} it needs servers on the trainer's devices; "
+        publish.transport != "memory" or nodes == 1 or server.colocated,
+        f"publish.transport=memory: on launch.nodes={nodes} it needs servers on the trainer's devices; "
         "set publish.transport=auto, or rollout.server.colocated=true",
     )
     if server.fp8:
@@ -80,11 +87,14 @@ def check_machine(config: Config) -> None:
 
 def _check_gpus(config: Config) -> None:
     server, trainer, found = config.rollout.server, config.launch.nproc_per_node, device.count()
-    servers = f"rollout.server.replicas={server.replicas} x rollout.server.tp={server.tp}"
+    here = servers_per_node(config) * server.tp
+    nodes = f" / launch.nodes={config.launch.nodes}" if config.launch.nodes > 1 else ""
+    servers = f"rollout.server.replicas={server.replicas} x rollout.server.tp={server.tp}{nodes}"
     if server.colocated:
         require(
-            server.replicas * server.tp <= found,
-            f"{servers}: needs more than the {found} GPUs of this node, on which all servers run; lower one of them",
+            here <= found,
+            f"{servers}: needs more than the {found} GPUs of this node; lower rollout.server.replicas or "
+            "rollout.server.tp",
         )
         transport = config.publish.transport
         require(
@@ -106,7 +116,7 @@ def _check_gpus(config: Config) -> None:
         )
     else:
         require(
-            trainer + server.replicas * server.tp <= found,
+            trainer + here <= found,
             f"{servers}: with rollout.server.colocated=false they need GPUs beside launch.nproc_per_node={trainer}, "
             f"more than the {found} of this node; lower one of them, or set rollout.server.colocated=true",
         )

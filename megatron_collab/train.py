@@ -6,6 +6,7 @@ runs `fit`; rank 0 also holds the SGLang servers and the Ray workers.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron_collab import config as options
-from megatron_collab import launch, preemption
+from megatron_collab import fabric, launch, preemption
 from megatron_collab.config import Config, ConfigError
 from megatron_collab.processes import (
     EXIT_BAD_INPUT,
@@ -96,7 +97,7 @@ def main(arguments: list[str]) -> int:
         config = options.load(arguments)
         launch.prepare(config)
     except ConfigError as error:
-        if launch.global_rank() == 0:
+        if launch.first_on_node():  # what is missing may be missing on this node only
             print(f"megatron-collab: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
     if launch.finished(config):
@@ -104,6 +105,7 @@ def main(arguments: list[str]) -> int:
         return 0
     if not launch.under_torchrun():
         launch.replace_by_torchrun(config, arguments)
+    os.environ |= fabric.variables(config)
     die_with_parent(launch.parent())
     preemption.heed()
     if launch.global_rank() == 0:  # the one that has something to put away

@@ -22,11 +22,13 @@ def test_several_nodes_need_torchrun_on_each(monkeypatch: pytest.MonkeyPatch) ->
         launch.prepare(config)
 
 
-def test_sampling_stays_on_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampling_on_several_nodes_needs_a_ray_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
-    with pytest.raises(
-        ConfigError, match=r"^launch\.nodes=8: SGLang servers start on the node of rank 0 .* set launch\.nodes=1, or"
-    ):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(ConfigError, match=r"^launch\.nodes=\d+: RAY_ADDRESS is not set, .* or set launch\.nodes=1$"):
+        launch.prepare(parse(["experiment=train_70b"]))
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    with pytest.raises(ConfigError, match=r"model\.path"):  # the next thing that is not there
         launch.prepare(parse(["experiment=train_70b"]))
 
 

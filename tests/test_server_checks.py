@@ -83,6 +83,17 @@ def test_servers_of_their_own_need_gpus_beside_the_trainer(machine: Machine) -> 
     assert "beside launch.nproc_per_node=5, more than the 8 of this node" in said
 
 
+def test_gpus_are_counted_on_a_node(machine: Machine) -> None:
+    config = configure(nproc=4, replicas=6, tp=2, colocated=False)
+    assert "more than the 8 of this node" in refused(server_checks.check_machine, config)
+    config.launch.nodes = 3
+    server_checks.check_machine(config)
+    server_checks.check(config)
+    config.launch.nodes = 4
+    said = refused(server_checks.check, config)
+    assert said.startswith("rollout.server.replicas=6: is no multiple of launch.nodes=4")
+
+
 def test_colocated_servers_on_gpus_need_the_memory_saver(machine: Machine) -> None:
     machine.saver = False
     said = refused(server_checks.check_machine, configure())

@@ -48,6 +48,7 @@ __all__ = [
     "load",
     "load_hf",
     "named_shards",
+    "run_store",
     "save_hf",
     "transformer_config",
     "unwrap",
@@ -57,7 +58,7 @@ _GROUPS = count()
 
 
 @cache
-def _rendezvous() -> tuple[dist.Store, int, int]:
+def run_store() -> tuple[dist.Store, int, int]:
     """Store, rank and number of ranks from torchrun's environment; the store lives as long as the process."""
     return next(rendezvous("env://"))
 
@@ -73,7 +74,7 @@ def init_parallel(config: Config) -> Iterator[None]:
     if chosen.type != "cpu":
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     timeout = timedelta(seconds=config.launch.timeout)
-    store, rank, world_size = _rendezvous()
+    store, rank, world_size = run_store()
     # A prefix of its own: what an earlier group of this process left in the store must not be read again.
     store = dist.PrefixStore(f"parallel/{next(_GROUPS)}", store)
     dist.init_process_group(chosen.backend, timeout=timeout, store=store, rank=rank, world_size=world_size)

@@ -27,11 +27,14 @@ class PublishError(RunStopped):
 class Server(Protocol):
     """A running server: `generation` counts the processes that have been it."""
 
-    url: str
     api_key: str
     tp: int
     index: int
     generation: int
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
 
     def resume(self, tag: str) -> None:
         """Take the memory of `tag` again, if it was released; ServerError where that fails."""

@@ -6,6 +6,7 @@ import asyncio
 import os
 import secrets
 import subprocess
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -20,6 +21,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from megatron_collab.config import Config, RewardConfig
+from megatron_collab.processes import RunStopped
 from megatron_collab.reward import metrics
 from megatron_collab.types import Conversation, Ending, Missing, Score, Task
 
@@ -29,12 +31,16 @@ _REQUEST = 1.0  # seconds of work in one request: what waits behind it, or is do
 _HANDLING = 0.005  # seconds that a job takes whatever its metrics
 _GATHERING = 0.005  # seconds in which conversations that end share requests
 _AHEAD = 4  # times the scores that the workers make at once is sent; the rest waits to see who has the least to do
+_POLL = 0.2  # seconds between looks for the nodes of a cluster
 _REQUESTS = 100_000  # that an actor may have at once; the rest would wait where nobody sees them
 
 
 @contextmanager
 def ray_session(config: Config) -> Iterator[None]:
     """Ray for this run: the cluster at RAY_ADDRESS if that is set, else one on this machine that ends with us.
+
+    In a cluster it is joined by way of this machine's own node, which must be there; RunStopped where it has fewer
+    nodes than the run after rollout.server.start_timeout seconds.
 
     Ray's ports are open to the network, for who knows its token; a session of our own has a token of its own.
     """
@@ -43,12 +49,26 @@ def ray_session(config: Config) -> Iterator[None]:
         stack.callback(ray.shutdown)
         if "RAY_ADDRESS" in os.environ:
             ray.init(**quiet)
+            _await_nodes(config)
         else:
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
             processes = config.rollout.workers + config.reward.workers  # Ray starts a process a CPU in advance
             ray.init("local", num_cpus=processes, include_dashboard=False, **quiet)
             stack.callback(_reaper().communicate, "\n")
         yield
+
+
+def _await_nodes(config: Config) -> None:
+    """Return once the cluster has a node for each of the run's; RunStopped where they do not come."""
+    wanted, timeout = config.launch.nodes, config.rollout.server.start_timeout
+    deadline = time.monotonic() + timeout
+    while (found := sum(node["Alive"] for node in ray.nodes())) < wanted:
+        if time.monotonic() > deadline:
+            raise RunStopped(
+                f"RAY_ADDRESS={os.environ['RAY_ADDRESS']}: {found} Ray nodes after "
+                f"rollout.server.start_timeout={timeout:g} s, and launch.nodes={wanted}; start Ray on all of them"
+            )
+        time.sleep(_POLL)
 
 
 def _reaper() -> subprocess.Popen[str]:

@@ -13,8 +13,10 @@ from typing import Any
 import ray
 import torch
 
-from megatron_collab import launch
+from megatron_collab import fabric, launch
+from megatron_collab.actor.model import run_store
 from megatron_collab.config import Config
+from megatron_collab.layout import servers_per_node
 from megatron_collab.observe.run import Run
 from megatron_collab.publish.hf_map import ModelShape
 from megatron_collab.publish.publisher import Publisher, PublishError
@@ -22,6 +24,7 @@ from megatron_collab.reward.loop import ray_session
 from megatron_collab.rollout.collector import Collector
 from megatron_collab.rollout.fleet import Fleet
 from megatron_collab.rollout.leader import from_leader
+from megatron_collab.rollout.remote import Machines, RemoteProcess
 from megatron_collab.rollout.sglang import SGLangServer
 from megatron_collab.rollout.worker import Crew, start_crew
 
@@ -31,8 +34,9 @@ PUBLISHES = 3  # tries to publish a version before the run ends: all servers may
 class Engine:
     """Context manager; on ranks other than 0 it holds nothing.
 
-    The servers are started first and awaited last: they load while Ray and its workers come up. Colocated ones have
-    given their memory back when it is entered, so that the trainer can take it.
+    The first node's servers are children of rank 0, those of other nodes are held by Ray actors there. They are started
+    first and awaited last: they load while Ray and its workers come up. Colocated ones have given their memory back
+    when it is entered, so that the trainer can take it.
     """
 
     def __init__(self, config: Config) -> None:
@@ -43,25 +47,41 @@ class Engine:
         self._stack = ExitStack()
 
     def __enter__(self) -> Engine:
+        """RunStopped where servers, Ray nodes or the ranks of other nodes do not come in time."""
         if launch.global_rank() == 0:
             with self._stack:
                 options, began = self.config.rollout.server, time.monotonic()
                 logs = [Path(self.config.run.dir) / f"sglang-{index}.log" for index in range(options.replicas)]
                 print(f"engine: starting SGLang (log: {', '.join(map(str, logs))}) and the Ray workers", flush=True)
-                started = (SGLangServer(self.config, log, index) for index, log in enumerate(logs))
+                here = servers_per_node(self.config)
+                started = (SGLangServer(self.config, log, index) for index, log in enumerate(logs[:here]))
                 servers = [self._stack.enter_context(server) for server in started]
                 self._stack.enter_context(ray_session(self.config))
+                servers += [self._stack.enter_context(server) for server in self._elsewhere(logs)]
                 self.crew = start_crew(self.config, [(server.url, server.api_key) for server in servers])
                 self.fleet = Fleet(servers, options, partial(_tell, self.crew))
                 self.fleet.begin()
-                print(f"engine: ready after {time.monotonic() - began:.0f} s", flush=True)
+                urls = ", ".join(server.url for server in servers)
+                print(f"engine: ready after {time.monotonic() - began:.0f} s ({urls})", flush=True)
                 self._stack = self._stack.pop_all()
+        elif self.config.launch.nodes > 1:
+            fabric.meet(self.config, run_store()[0])
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stack.close()
+
+    def _elsewhere(self, logs: Sequence[Path]) -> Iterator[SGLangServer]:
+        """Start the servers of the other nodes."""
+        if self.config.launch.nodes == 1:
+            return
+        addresses, machines = fabric.meet(self.config, run_store()[0]), Machines(self.config)
+        here = servers_per_node(self.config)
+        for index, log in list(enumerate(logs))[here:]:
+            there = partial(RemoteProcess, machines, addresses[index // here])
+            yield SGLangServer(self.config, log, index, there)
 
     def publisher(self, policy: list[torch.nn.Module], shape: ModelShape) -> Publisher:
         """What carries the weights of `policy` to every server; on every rank."""

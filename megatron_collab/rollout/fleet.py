@@ -81,8 +81,7 @@ class Fleet:
     def watch(self) -> None:
         """Find servers that have ended, and start them again. Cheap."""
         for server in self.servers:
-            if not server.alive():
-                reason = f"it ended with code {server.process.returncode}"
+            if reason := server.process.ended():
                 if server in self._present:
                     self.lost(server, reason)
                 elif server.index in self._deadlines:

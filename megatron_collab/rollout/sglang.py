@@ -1,62 +1,46 @@
-"""The engine that samples: SGLang as a process of its own, and the client that asks it for turns."""
+"""The engine that samples: what is said to an SGLang server over HTTP, and the client that asks it for turns."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
-import re
 import secrets
-import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from http.client import HTTPException
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import aiohttp
 
-from megatron_collab import device
 from megatron_collab.config import Config, RolloutConfig, SamplingConfig
-from megatron_collab.ports import HOST, bindable
-from megatron_collab.processes import RunStopped
+from megatron_collab.rollout.server_process import UNPUBLISHED, ServerError, ServerProcess
 from megatron_collab.rollout.tools import ToolCall
-from megatron_collab.sglang_cpu.key import KEY_VARIABLE, PARENT_VARIABLE
 from megatron_collab.types import Finish, Turn
+
+__all__ = [
+    "MEMORY",
+    "UNPUBLISHED",
+    "EngineError",
+    "SGLangClient",
+    "SGLangServer",
+    "ServerError",
+    "ServerGone",
+]
 
 ATTEMPTS = 5
 BACKOFF_SECONDS = 0.25
 _Answer = TypeVar("_Answer")
 
-# Left to itself, SGLang fills nearly all memory of the machine with its cache, and touches every page of it.
-CPU_CACHE_TOKENS = 2**18
-
-UNPUBLISHED = -1  # version of the weights that a server starts with: none of the run's
 MEMORY = ("kv_cache", "weights")  # what a server can release, in this order
 HEALTH_SECONDS = 30  # that a server may take to say that it is healthy
 IDLE_SECONDS = 60  # that a server may take until the requests that it aborts have ended
-
-# Linear layers in FP8, as SGLang's Fp8Config reads them from config.json.
-FP8_BLOCKS = {
-    "quantization_config": {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [128, 128],
-    }
-}
-
-_TORCHRUN_VARIABLES = re.compile(r"(LOCAL_|GROUP_|ROLE_|TORCHELASTIC_|MASTER_)|(RANK|WORLD_SIZE)$")
-
-_LEFT_BEHIND = re.compile(r"/dev/shm/(?:sglang_loads_|sgl_shm_mq_|sem\.mp-)\S+")
 
 
 class EngineError(RuntimeError):
@@ -67,50 +51,54 @@ class ServerGone(EngineError):
     """The server stayed away: its address takes no connection, or breaks it, at every try."""
 
 
-class ServerError(RunStopped):
-    """The server could not be started, or has ended; the message says which and shows its last words."""
+class Process(Protocol):
+    """The processes of a server, wherever they are; see ServerProcess."""
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+
+    def start(self) -> None:
+        """Start the server again, at the same address."""
+
+    def ended(self) -> str | None:
+        """How it ended; None while it lives."""
+
+    def stop(self) -> None:
+        """End the server with all its processes."""
 
 
 class SGLangServer:
-    """An SGLang server on this machine, started by the constructor; leaving the context ends all of it.
+    """An SGLang server, started by the constructor; leaving the context ends all of it.
 
-    It listens on the loopback interface only and serves whoever knows `api_key`, which is made for this run.
-    It ends with the thread that started it, however that ends.
+    It listens on launch.interface only and serves whoever knows `api_key`, which is made for this run.
     `index` is its number in the run, `tp` its tensor-parallel size, `generation` how often it was started again, and
     `released` what of its memory it has given back: kv_cache, weights.
     """
 
-    def __init__(self, config: Config, log: Path, index: int = 0) -> None:
+    def __init__(
+        self,
+        config: Config,
+        log: Path,
+        index: int = 0,
+        start: Callable[[Config, Path, int, str], Process] = ServerProcess,
+    ) -> None:
         """Start serving model.path as the server number `index` of the run; its output goes to `log`.
 
-        Raises ServerError for a busy port.
+        `start` decides on which machine; on this one ServerError is raised for a busy port.
         """
         self.config, self.log, self.index = config, log, index
         self.tp = config.rollout.server.tp
         self.api_key = secrets.token_hex(32)
         self.generation = 0
-        first = config.rollout.server.port
-        try:
-            port = bindable("rollout.server.port", first + index if first else 0)
-        except ValueError as error:
-            raise ServerError(str(error)) from error
-        self.url = f"http://{HOST}:{port}"
-        self._arguments = _arguments(config, port, index)
-        log.parent.mkdir(parents=True, exist_ok=True)
-        self._start()
-
-    def _start(self) -> None:
         self.released: set[str] = set()
         self._ready = False
-        with self.log.open("ab") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "megatron_collab.sglang_cpu.serve", *self._arguments],
-                env=_environment(self.config, self.api_key, self.index),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # SGLang kills its process group when a part of it fails
-            )
+        self.process = start(config, log, index, self.api_key)
+
+    @property
+    def url(self) -> str:
+        """Where it listens; ServerError where it could not be started on another machine."""
+        return self.process.url
 
     def __enter__(self) -> SGLangServer:
         return self
@@ -121,7 +109,7 @@ class SGLangServer:
         self.stop()
 
     def alive(self) -> bool:
-        return self.process.poll() is None
+        return self.process.ended() is None
 
     def healthy(self) -> bool:
         """Whether requests are served."""
@@ -140,11 +128,13 @@ class SGLangServer:
         """Return once requests are served; ServerError if the server ends first or needs longer than `timeout` s."""
         deadline = time.monotonic() + timeout
         while not self.healthy():
-            if not self.alive():
-                raise ServerError(f"SGLang ended with code {self.process.returncode}; {self.last_words()}")
+            ended = self.process.ended()
+            if ended:
+                raise ServerError(f"SGLang server {self.index}: {ended}; {self.last_words()}")
             if time.monotonic() > deadline:
                 raise ServerError(
-                    f"SGLang was not healthy after rollout.server.start_timeout={timeout:g} s; {self.last_words()}"
+                    f"SGLang server {self.index}: it was not healthy after rollout.server.start_timeout={timeout:g} s; "
+                    f"{self.last_words()}"
                 )
             time.sleep(0.1)
 
@@ -174,19 +164,17 @@ class SGLangServer:
         """End what is left of the server and start it again, with the same address and key."""
         self.stop()
         self.generation += 1
-        self._start()
+        self.released, self._ready = set(), False
+        self.process.start()
 
     def stop(self) -> None:
         """End the server with all its processes."""
-        segments = _shared_memory(self.process.pid)
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        for segment in segments:
-            segment.unlink(missing_ok=True)
+        self.process.stop()
 
     def last_words(self) -> str:
         """The end of its log."""
+        if not self.log.is_file():
+            return f"there is no {self.log}"
         lines = self.log.read_text(errors="replace").splitlines()[-15:]
         return "\n  ".join([f"the end of {self.log}:", *lines])
 
@@ -202,75 +190,6 @@ class SGLangServer:
             raise ServerError(f"{self.url}{path}: status {error.code}: {reason[:300]}") from error
         except (OSError, HTTPException) as error:
             raise ServerError(f"{self.url}{path}: {error}") from error
-
-
-def _arguments(config: Config, port: int, index: int) -> list[str]:
-    server = config.rollout.server
-    options: dict[str, Any] = {
-        "model-path": config.model.path,
-        "host": HOST,
-        "port": port,
-        "tp-size": server.tp,
-        "ep-size": server.ep,
-        "dtype": config.model.dtype,
-        "max-running-requests": server.max_running_requests,
-        "random-seed": config.run.seed,
-        "weight-version": UNPUBLISHED,
-        "log-level": "warning",
-        "custom-weight-loader": "megatron_collab.publish.receiver.receive",
-    }
-    on_cpu = device.select(config.launch.device).type == "cpu"
-    cache_tokens = server.max_total_tokens or (CPU_CACHE_TOKENS if on_cpu else None)
-    if cache_tokens is not None:
-        options["max-total-tokens"] = cache_tokens
-    flags = ["sleep-on-idle", "skip-server-warmup"]
-    if on_cpu:
-        options |= {"device": "cpu", "attention-backend": "torch_native", "sampling-backend": "pytorch"}
-        flags += ["disable-overlap-schedule", "disable-cuda-graph", "enable-deterministic-inference"]
-    else:
-        options["base-gpu-id"] = index * server.tp + (0 if server.colocated else config.launch.nproc_per_node)
-        flags += ["enable-memory-saver"] if server.colocated else []
-    if server.fp8:  # the weights in model.path are not in FP8: what is served comes from the trainer
-        options |= {"load-format": "dummy", "json-model-override-args": json.dumps(FP8_BLOCKS)}
-    pairs = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    return pairs + [f"--{flag}" for flag in flags]
-
-
-def _environment(config: Config, api_key: str, index: int) -> dict[str, str]:
-    inherited = {name: value for name, value in os.environ.items() if not _TORCHRUN_VARIABLES.match(name)}
-    settings = {
-        KEY_VARIABLE: api_key,
-        PARENT_VARIABLE: str(os.getpid()),
-        "HF_HUB_OFFLINE": "1",  # the model is a folder
-        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
-        "SGLANG_FORWARD_UNKNOWN_TOOLS": "1",  # the policy is told that there is no such tool
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    if device.select(config.launch.device).type == "cpu":
-        cores = sorted(os.sched_getaffinity(0))
-        settings |= {
-            "SGLANG_USE_CPU_ENGINE": "1",
-            "OMP_NUM_THREADS": "1",
-            "TORCH_COMPILE_DISABLE": "1",  # compiling costs seconds, and gains nothing at this size
-        }
-        tp = config.rollout.server.tp
-        if tp > 1:
-            bind = [str(cores[(index * tp + rank) % len(cores)]) for rank in range(tp)]
-            settings["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(bind)
-    return inherited | settings
-
-
-def _shared_memory(group: int) -> set[Path]:
-    """What SGLang's processes made and have mapped: segments, semaphores. Killed, they do not unlink it."""
-    segments: set[Path] = set()
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if os.getpgid(int(process.name)) == group:
-                maps = (process / "maps").read_text()
-                segments |= {Path(path) for path in _LEFT_BEHIND.findall(maps)}
-        except (ProcessLookupError, FileNotFoundError):  # it has just ended
-            continue
-    return segments
 
 
 class SGLangClient:

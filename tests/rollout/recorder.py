@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_collab.config import Config
+from megatron_collab.ports import bindable
 from megatron_collab.rollout.sglang import SGLangServer
 
 
@@ -19,25 +20,34 @@ class Recorded(SGLangServer):
     def __init__(self, config: Config, folder: Path, index: int, events: list[str]) -> None:
         self.events = events
         self.starts = True  # it comes up when it is started again
-        super().__init__(config, folder / f"{index}.log", index)
+        super().__init__(config, folder / f"{index}.log", index, self._begin)
 
-    def _start(self) -> None:
-        self.released, self._ready = set(), False
-        self.process = SimpleNamespace(returncode=None, poll=lambda: self.process.returncode)  # type: ignore[assignment]
+    def _begin(self, config: Config, log: Path, index: int, api_key: str) -> Any:
+        self.code: int | None = None
+        process = SimpleNamespace(
+            url=f"http://127.0.0.1:{bindable('rollout.server.port', 0)}",
+            ended=lambda: None if self.code is None else f"it ended with code {self.code}",
+        )
+        self._start(process.url)
+        process.start = lambda: self._start(process.url)
+        return process
+
+    def _start(self, url: str) -> None:
+        self.code = None
+        self.log.parent.mkdir(exist_ok=True)
         self.log.write_text("out of memory\n")
         self.gone: set[str] = set()
         self.busy = False  # it has a request that does not end
         self.paused = self.idle = False
         self.note(f"start {self.generation}")
         if self.starts:
-            port = int(self.url.rpartition(":")[2])
-            self.http = ThreadingHTTPServer(("127.0.0.1", port), self._handler())
+            self.http = ThreadingHTTPServer(("127.0.0.1", int(url.rpartition(":")[2])), self._handler())
             threading.Thread(target=self.http.serve_forever, args=(0.01,)).start()
         else:
-            self.process.returncode = 1  # type: ignore[misc]
+            self.code = 1
 
     def die(self) -> None:
-        self.process.returncode = -9  # type: ignore[misc]
+        self.code = -9
         self.http.shutdown()
         self.http.server_close()
 
@@ -62,12 +72,12 @@ class Recorded(SGLangServer):
                 return 200 if self.idle else 400
             case "/release_memory_occupation":
                 if not (self.paused and self.idle) or tags & self.gone:  # an assertion in SGLang's scheduler
-                    self.process.returncode = 1  # type: ignore[misc]
+                    self.code = 1
                     return 500
                 self.gone |= tags
             case "/resume_memory_occupation":
                 if not tags <= self.gone:  # a KeyError there
-                    self.process.returncode = 1  # type: ignore[misc]
+                    self.code = 1
                     return 500
                 self.gone -= tags
         return 200

@@ -336,7 +336,7 @@ def test_failures_count_in_a_row(stage: Callable[..., Stage]) -> None:
 def test_the_first_start_of_a_server_is_not_tried_twice(stage: Callable[..., Stage]) -> None:
     run = stage()
     run.servers[0].die()
-    with pytest.raises(ServerError, match="SGLang ended with code -9; the end of"):
+    with pytest.raises(ServerError, match="SGLang server 0: it ended with code -9; the end of"):
         run.fleet.begin()
 
 

@@ -17,14 +17,16 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
+from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 import numpy as np
+import psutil
 import pytest
 
 from megatron_collab import device
 from megatron_collab.config import Config, RolloutConfig, SamplingConfig
-from megatron_collab.rollout import sglang
+from megatron_collab.rollout import server_process
 from megatron_collab.rollout.sglang import EngineError, ServerError, SGLangClient, SGLangServer
 from megatron_collab.rollout.tools import ToolCall
 from megatron_collab.types import Finish, Turn
@@ -189,6 +191,32 @@ def test_nothing_is_served_without_the_key(server: SGLangServer, path: str, head
     assert refused.value.code == 401
 
 
+def test_weights_stay_what_they_are_without_the_key(servers: dict[str, Served]) -> None:
+    server, others = servers["untied"].server, servers["tied"].folder
+    requests = [(prompt, seed) for seed, prompt in enumerate(PROMPTS[:4])]
+    before = sample(server, requests, at_once=True)
+    body = json.dumps({"model_path": str(others), "flush_cache": True}).encode()
+    for headers in ({}, {"Authorization": "Bearer wrong"}):
+        request = Request(
+            server.url + "/update_weights_from_disk", body, {"Content-Type": "application/json", **headers}
+        )
+        with pytest.raises(HTTPError, match="401"):
+            urlopen(request, timeout=60)
+    assert sample(server, requests, at_once=True) == before
+
+
+def test_a_server_listens_on_its_own_address_only(servers: dict[str, Served]) -> None:
+    server = servers["untied"].server
+    listening = {
+        (socket.laddr.ip, socket.laddr.port)
+        for process in group(server.process.pid)
+        for socket in psutil.Process(process).net_connections("inet")
+        if socket.status == psutil.CONN_LISTEN
+    }
+    assert urlsplit(server.url).port in {port for _, port in listening}
+    assert {address for address, _ in listening} == {"127.0.0.1"}
+
+
 def test_a_wrong_key_is_an_engine_error(server: SGLangServer) -> None:
     async def run() -> None:
         client = SGLangClient(server.url, "wrong", RolloutConfig(turn_timeout=10.0))
@@ -214,13 +242,13 @@ def on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "select", lambda setting: device.Device("cuda", "nccl"))
 
 
-def arguments(index: int, **server: object) -> dict[str, str | None]:
+def arguments(index: int, nodes: int = 1, **server: object) -> dict[str, str | None]:
     """Arguments of a server, by name; None: a flag."""
     config = Config()
-    config.model.path, config.launch.nproc_per_node = "/model", 4
+    config.model.path, config.launch.nproc_per_node, config.launch.nodes = "/model", 4, nodes
     for name, value in server.items():
         setattr(config.rollout.server, name, value)
-    words = sglang._arguments(config, 30000, index)
+    words = server_process.arguments(config, "http://10.0.0.1:30000", index)
     return {
         word[2:]: None if following.startswith("--") else following
         for word, following in pairwise([*words, "--"])
@@ -231,7 +259,7 @@ def arguments(index: int, **server: object) -> dict[str, str | None]:
 def test_arguments_on_gpus(on_gpus: None) -> None:
     expected = {
         "model-path": "/model",
-        "host": "127.0.0.1",
+        "host": "10.0.0.1",
         "port": "30000",
         "tp-size": "2",
         "ep-size": "2",
@@ -246,9 +274,15 @@ def test_arguments_on_gpus(on_gpus: None) -> None:
         "skip-server-warmup": None,
         "enable-memory-saver": None,
     }
-    assert arguments(1, tp=2, ep=2) == expected
+    assert arguments(1, tp=2, ep=2, replicas=2) == expected
     del expected["enable-memory-saver"]
-    assert arguments(1, tp=2, ep=2, colocated=False) == expected | {"base-gpu-id": "6"}
+    assert arguments(1, tp=2, ep=2, replicas=2, colocated=False) == expected | {"base-gpu-id": "6"}
+
+
+def test_gpus_are_counted_within_a_node(on_gpus: None) -> None:
+    found = [arguments(index, nodes=2, tp=2, replicas=4)["base-gpu-id"] for index in range(4)]
+    assert found == ["0", "2", "0", "2"]
+    assert arguments(3, nodes=2, tp=2, replicas=4, colocated=False)["base-gpu-id"] == "6"
 
 
 def test_a_server_in_fp8_is_told_its_blocks_and_loads_no_weights(on_gpus: None) -> None:
@@ -277,7 +311,9 @@ def test_a_busy_port_is_one_line_that_names_the_setting(tmp_path: Path) -> None:
 
 def test_a_server_that_dies_shows_its_last_words(tmp_path: Path) -> None:
     with SGLangServer(serving_config(tmp_path / "no-model"), tmp_path / "log") as server:
-        with pytest.raises(ServerError, match=r"SGLang ended with code 1; the end of .*log:(.|\n)*no-model"):
+        with pytest.raises(
+            ServerError, match=r"SGLang server 0: it ended with code 1; the end of .*log:(.|\n)*no-model"
+        ):
             server.wait_healthy(120.0)
         assert not server.alive()
 

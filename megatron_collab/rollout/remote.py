@@ -1,0 +1,136 @@
+"""Servers on the other nodes of a run: on each a Ray actor that starts, watches and ends the process there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from megatron_collab import fabric
+from megatron_collab.config import Config
+from megatron_collab.rollout.server_process import ServerError, ServerProcess
+
+POLL_SECONDS = 0.1
+ASK_SECONDS = 60  # that a Ray node may take to start a process that says its address
+STOP_SECONDS = 10  # that an actor may take to end its server, which else ends with it
+
+
+class Machines:
+    """Where the cluster's Ray nodes are: each asked once what address launch.interface has there.
+
+    Two of them may be on one machine, whose servers they share.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._addresses: dict[str, str] = {}  # by Ray node
+        self._uses = Counter([ray.get_runtime_context().get_node_id()])  # ours, which has rank 0's servers
+
+    def node(self, address: str) -> str | None:
+        """The id of a Ray node that lives on the machine with this address; None where there is none."""
+        alive = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+        asked = {node: self._ask(node) for node in alive if node not in self._addresses}
+        for node, answer in asked.items():
+            with suppress(RayError):  # it has just ended
+                self._addresses[node] = ray.get(answer, timeout=ASK_SECONDS)
+        there = [node for node in alive if self._addresses.get(node) == address]
+        chosen = min(there, key=lambda node: self._uses[node], default=None)
+        self._uses.update([chosen] if chosen else [])
+        return chosen
+
+    def _ask(self, node: str) -> Any:
+        ask = ray.remote(fabric.address).options(num_cpus=0, max_retries=0, scheduling_strategy=_on(node))
+        return ask.remote(self._config)
+
+
+class RemoteProcess:
+    """A ServerProcess on the machine with `address`, which must see the run's folders under the same names.
+
+    It ends with its actor, which ends with this process. Where no Ray node is on that machine, it has ended.
+    """
+
+    def __init__(self, machines: Machines, address: str, config: Config, log: Path, index: int, api_key: str) -> None:
+        """Start it; does not wait for the actor."""
+        self._machines, self._address, self._timeout = machines, address, config.rollout.server.start_timeout
+        self._arguments = config, log.resolve(), index, api_key
+        self._url = ""
+        self.start()
+
+    @property
+    def url(self) -> str:
+        """As ServerProcess.url; ServerError where the server could not be started."""
+        if not self._url:
+            if self._actor is None:
+                raise ServerError(self._nowhere())
+            try:
+                self._url = ray.get(self._started, timeout=self._timeout)
+            except RayError as error:
+                raise ServerError(f"the SGLang server on {self._address}: {_reason(error)}") from error
+        return self._url
+
+    def start(self) -> None:
+        """As ServerProcess.start."""
+        node = self._machines.node(self._address)
+        self._actor: Any = None
+        if node is not None:
+            keeper = ray.remote(Keeper).options(num_cpus=0, max_restarts=0, scheduling_strategy=_on(node))
+            self._actor = keeper.remote()
+            self._started = self._actor.start.remote(*self._arguments, urlsplit(self._url).port or 0)
+            self._end = self._actor.ended.remote(self._started)
+
+    def ended(self) -> str | None:
+        """As ServerProcess.ended."""
+        if self._actor is None:
+            return self._nowhere()
+        if not ray.wait([self._end], timeout=0)[0]:
+            return None
+        try:
+            return ray.get(self._end)
+        except RayError as error:
+            return _reason(error)
+
+    def stop(self) -> None:
+        """As ServerProcess.stop; where the actor does not answer, the server ends with it."""
+        if self._actor is not None:
+            with suppress(RayError):
+                ray.get(self._actor.stop.remote(), timeout=STOP_SECONDS)
+            ray.kill(self._actor)
+
+    def _nowhere(self) -> str:
+        return f"no node of the Ray cluster is on {self._address}, where it belongs"
+
+
+class Keeper:
+    """Holds a server on its machine; runs as a Ray actor, whose only thread it ends with."""
+
+    async def start(self, config: Config, log: Path, index: int, api_key: str, port: int) -> str:
+        """Start the server; its address."""
+        self._process = ServerProcess(config, log, index, api_key, port)
+        return self._process.url
+
+    async def ended(self, started: str) -> str:
+        """How the server ended, once it has; `started`: what `start` gave, which Ray does not keep in order."""
+        while not (how := self._process.ended()):
+            await asyncio.sleep(POLL_SECONDS)
+        return how
+
+    async def stop(self) -> None:
+        """End the server."""
+        self._process.stop()
+
+
+def _on(node: str) -> NodeAffinitySchedulingStrategy:
+    return NodeAffinitySchedulingStrategy(node, soft=False)
+
+
+def _reason(error: RayError) -> str:
+    """What an actor raised, or what became of it."""
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    return " ".join(str(cause).split())

@@ -1,0 +1,180 @@
+"""The processes of an SGLang server on this machine: with what they are started, and how all of them are ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from megatron_collab import device, fabric
+from megatron_collab.config import Config
+from megatron_collab.layout import servers_per_node
+from megatron_collab.ports import bindable
+from megatron_collab.processes import RunStopped
+from megatron_collab.sglang_cpu.key import KEY_VARIABLE, PARENT_VARIABLE
+
+# Left to itself, SGLang fills nearly all memory of the machine with its cache, and touches every page of it.
+CPU_CACHE_TOKENS = 2**18
+
+UNPUBLISHED = -1  # version of the weights that a server starts with: none of the run's
+
+# Linear layers in FP8, as SGLang's Fp8Config reads them from config.json.
+FP8_BLOCKS = {
+    "quantization_config": {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    }
+}
+
+_TORCHRUN_VARIABLES = re.compile(r"(LOCAL_|GROUP_|ROLE_|TORCHELASTIC_|MASTER_)|(RANK|WORLD_SIZE)$")
+
+_LEFT_BEHIND = re.compile(r"/dev/shm/(?:sglang_loads_|sgl_shm_mq_|sem\.mp-)\S+")
+
+
+class ServerError(RunStopped):
+    """The server could not be started, or has ended; the message says which and shows its last words."""
+
+
+class ServerProcess:
+    """Server number `index` of the run, on this machine; it ends with the thread that started it, however that ends.
+
+    It listens at `url` on launch.interface, on loopback where none is set, and serves whoever knows `api_key`.
+    """
+
+    def __init__(self, config: Config, log: Path, index: int, api_key: str, port: int = 0) -> None:
+        """Start it; its output goes to `log`. `port`: where an earlier start of it has listened.
+
+        Raises ServerError for a busy port.
+        """
+        self._config, self._log, self._index, self._api_key = config, log, index, api_key
+        first = config.rollout.server.port
+        host = fabric.address(config)
+        try:
+            self._port = bindable("rollout.server.port", port or (first + index if first else 0), host)
+        except ValueError as error:
+            raise ServerError(str(error)) from error
+        self.url = f"http://{host}:{self._port}"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self.start()
+
+    @property
+    def pid(self) -> int:
+        """The first process, which leads the group of all."""
+        return self._process.pid
+
+    def start(self) -> None:
+        """Start it again, at the same address."""
+        # Where its ranks meet. A TCP store would listen on all interfaces, and ask nobody for a key.
+        self._store = Path(tempfile.gettempdir()) / f"sglang-{secrets.token_hex(8)}"
+        with self._log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "megatron_collab.sglang_cpu.serve",
+                    *arguments(self._config, self.url, self._index),
+                ],
+                env=_environment(self._config, self._api_key, self._index)
+                | {"SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": self._store.as_uri()},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # SGLang kills its process group when a part of it fails
+            )
+
+    def ended(self) -> str | None:
+        """How it ended; None while it lives."""
+        code = self._process.poll()
+        return None if code is None else f"it ended with code {code}"
+
+    def stop(self) -> None:
+        """End the server with all its processes."""
+        segments = _shared_memory(self.pid)
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait()
+        for segment in {self._store, *segments}:
+            segment.unlink(missing_ok=True)
+
+
+def arguments(config: Config, url: str, index: int) -> list[str]:
+    """Of SGLang, for server number `index` of the run, which is to listen at `url`."""
+    server, address = config.rollout.server, urlsplit(url)
+    place = index % servers_per_node(config)  # among the servers of its node
+    options: dict[str, Any] = {
+        "model-path": config.model.path,
+        "host": address.hostname,
+        "port": address.port,
+        "tp-size": server.tp,
+        "ep-size": server.ep,
+        "dtype": config.model.dtype,
+        "max-running-requests": server.max_running_requests,
+        "random-seed": config.run.seed,
+        "weight-version": UNPUBLISHED,
+        "log-level": "warning",
+        "custom-weight-loader": "megatron_collab.publish.receiver.receive",
+    }
+    on_cpu = device.select(config.launch.device).type == "cpu"
+    cache_tokens = server.max_total_tokens or (CPU_CACHE_TOKENS if on_cpu else None)
+    if cache_tokens is not None:
+        options["max-total-tokens"] = cache_tokens
+    flags = ["sleep-on-idle", "skip-server-warmup"]
+    if on_cpu:
+        options |= {"device": "cpu", "attention-backend": "torch_native", "sampling-backend": "pytorch"}
+        flags += ["disable-overlap-schedule", "disable-cuda-graph", "enable-deterministic-inference"]
+    else:
+        options["base-gpu-id"] = place * server.tp + (0 if server.colocated else config.launch.nproc_per_node)
+        flags += ["enable-memory-saver"] if server.colocated else []
+    if server.fp8:  # the weights in model.path are not in FP8: what is served comes from the trainer
+        options |= {"load-format": "dummy", "json-model-override-args": json.dumps(FP8_BLOCKS)}
+    pairs = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    return pairs + [f"--{flag}" for flag in flags]
+
+
+def _environment(config: Config, api_key: str, index: int) -> dict[str, str]:
+    place = index % servers_per_node(config)
+    inherited = {name: value for name, value in os.environ.items() if not _TORCHRUN_VARIABLES.match(name)}
+    settings = fabric.variables(config) | {
+        KEY_VARIABLE: api_key,
+        PARENT_VARIABLE: str(os.getpid()),
+        "HF_HUB_OFFLINE": "1",  # the model is a folder
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+        "SGLANG_FORWARD_UNKNOWN_TOOLS": "1",  # the policy is told that there is no such tool
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if device.select(config.launch.device).type == "cpu":
+        cores = sorted(os.sched_getaffinity(0))
+        settings |= {
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "TORCH_COMPILE_DISABLE": "1",  # compiling costs seconds, and gains nothing at this size
+        }
+        tp = config.rollout.server.tp
+        if tp > 1:
+            bind = [str(cores[(place * tp + rank) % len(cores)]) for rank in range(tp)]
+            settings["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(bind)
+    return inherited | settings
+
+
+def _shared_memory(group: int) -> set[Path]:
+    """What SGLang's processes made and have mapped: segments, semaphores. Killed, they do not unlink it."""
+    segments: set[Path] = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.getpgid(int(process.name)) == group:
+                maps = (process / "maps").read_text()
+                segments |= {Path(path) for path in _LEFT_BEHIND.findall(maps)}
+        except (ProcessLookupError, FileNotFoundError):  # it has just ended
+            continue
+    return segments

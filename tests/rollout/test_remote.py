@@ -1,0 +1,103 @@
+"""Servers held by Ray actors: started, seen to end, ended with their actor. They need not come so far as to serve."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+import pytest
+import ray
+
+from megatron_collab.config import Config
+from megatron_collab.ports import HOST
+from megatron_collab.reward.loop import ray_session
+from megatron_collab.rollout.remote import Machines, RemoteProcess
+from megatron_collab.rollout.server_process import ServerError
+from tests.conftest import serving_config
+from tests.helpers import make_model
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    return serving_config(make_model(tmp_path_factory.mktemp("remote") / "model"))
+
+
+@pytest.fixture(scope="module")
+def machines(config: Config) -> Iterator[Machines]:
+    with ray_session(config):
+        yield Machines(config)
+
+
+def server_at(url: str) -> list[psutil.Process]:
+    """The first process of the server at `url`."""
+    port = str(urlsplit(url).port)
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        command = process.info["cmdline"] or []
+        if "--weight-version" in command and command[command.index("--port") + 1] == port:
+            found.append(process)
+    return found
+
+
+def wait_until(holds: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 120
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_server_elsewhere_starts_and_ends_as_one_here(config: Config, machines: Machines, tmp_path: Path) -> None:
+    process = RemoteProcess(machines, HOST, config, tmp_path / "log", 0, "key")
+    try:
+        url = process.url
+        assert url.startswith(f"http://{HOST}:") and process.ended() is None
+        (server,) = server_at(url)
+        keeper = server.ppid()
+        assert keeper != os.getpid()
+        server.send_signal(signal.SIGKILL)
+        wait_until(process.ended)
+        assert process.ended() == "it ended with code -9"
+
+        process.stop()
+        process.start()
+        assert process.url == url, "those who ask it know only this address"
+        wait_until(lambda: server_at(url))
+        (server,) = server_at(url)
+        assert server.ppid() != keeper
+        os.kill(server.ppid(), signal.SIGKILL)
+        wait_until(process.ended)
+        assert "died" in str(process.ended())
+        wait_until(lambda: not server_at(url))
+
+        process.stop()
+        process.start()
+        wait_until(lambda: server_at(url))
+        assert process.ended() is None
+    finally:
+        process.stop()
+    wait_until(lambda: not server_at(url))
+
+
+def test_a_busy_port_elsewhere_is_said_here(config: Config, machines: Machines, tmp_path: Path) -> None:
+    port = int(ray.get_runtime_context().gcs_address.rpartition(":")[2])
+    config.rollout.server.port = port
+    process = RemoteProcess(machines, HOST, config, tmp_path / "log", 0, "key")
+    config.rollout.server.port = 0
+    with pytest.raises(ServerError, match=rf"rollout\.server\.port={port}: address already in use"):
+        _ = process.url
+    wait_until(process.ended)
+    assert "address already in use" in str(process.ended())
+    process.stop()
+
+
+def test_a_machine_that_is_not_in_the_cluster(config: Config, machines: Machines, tmp_path: Path) -> None:
+    process = RemoteProcess(machines, "192.0.2.1", config, tmp_path / "log", 0, "key")
+    assert process.ended() == "no node of the Ray cluster is on 192.0.2.1, where it belongs"
+    with pytest.raises(ServerError, match="no node of the Ray cluster is on 192"):
+        _ = process.url
+    process.stop()

@@ -1,0 +1,70 @@
+"""The interface decides addresses; one that is not there is refused with those that are."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from megatron_collab import fabric
+from megatron_collab.config import Config
+from megatron_collab.ports import HOST
+from megatron_collab.processes import RunStopped
+from tests.helpers import configured, refused
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def entry(family: int, address: str) -> SimpleNamespace:
+        return SimpleNamespace(family=family, address=address)
+
+    interfaces = {
+        "lo": [entry(socket.AF_INET, "127.0.0.1"), entry(socket.AF_INET6, "::1")],
+        "ib0": [entry(socket.AF_INET, "10.1.0.7"), entry(socket.AF_INET, "10.2.0.7")],
+        "eth1": [entry(socket.AF_PACKET, "02:fc:00:00:00:01")],
+    }
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: interfaces)
+
+
+def on(interface: str | None, **launch: object) -> Config:
+    return configured(Config(), {"launch.interface": interface} | {f"launch.{k}": v for k, v in launch.items()})
+
+
+def test_the_address_is_that_of_the_interface(machine: None) -> None:
+    assert fabric.address(on("ib0")) == "10.1.0.7"
+    assert fabric.address(on(None)) == HOST
+    assert fabric.variables(on("ib0")) == {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "ib0"}
+    assert fabric.variables(on(None)) == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+
+
+@pytest.mark.parametrize("interface", ["ib7", "eth1"])
+def test_an_interface_without_an_address_is_refused(machine: None, interface: str) -> None:
+    said = refused(f"launch.interface={interface}")
+    assert said.startswith(f"launch.interface={interface}: no interface with an IPv4 address on ")
+    assert said.endswith("it has lo (127.0.0.1), ib0 (10.1.0.7)")
+
+
+def test_several_nodes_need_an_interface() -> None:
+    assert refused("launch.nodes=2").startswith("launch.nodes=2: needs launch.interface, ")
+
+
+def test_rank_0_hears_from_every_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = on("lo", nodes=2, timeout=0.5)
+    store = dist.TCPStore(HOST, 0, is_master=True, timeout=timedelta(seconds=60))
+
+    def as_rank(rank: int) -> list[str]:
+        for name, value in {"RANK": rank, "LOCAL_RANK": rank % 2, "GROUP_RANK": rank // 2}.items():
+            monkeypatch.setenv(name, str(value))
+        return fabric.meet(config, store)
+
+    with pytest.raises(RunStopped, match=r"the ranks of node 1 have not started after launch\.timeout=0\.5 s"):
+        as_rank(0)
+    assert as_rank(3) == []
+    with pytest.raises(RunStopped):
+        as_rank(0)
+    assert as_rank(2) == []
+    assert as_rank(0) == [HOST, HOST]
