@@ -26,6 +26,7 @@ import aiohttp
 
 from megatron_collab import device
 from megatron_collab.config import Config, RolloutConfig, SamplingConfig
+from megatron_collab.keys import redact
 from megatron_collab.ports import HOST, bindable
 from megatron_collab.processes import RunStopped
 from megatron_collab.rollout.tools import ToolCall
@@ -187,7 +188,7 @@ class SGLangServer:
 
     def last_words(self) -> str:
         """The end of its log."""
-        lines = self.log.read_text(errors="replace").splitlines()[-15:]
+        lines = redact(self.log.read_text(errors="replace")).splitlines()[-15:]
         return "\n  ".join([f"the end of {self.log}:", *lines])
 
     def _call(self, path: str, **body: Any) -> None:
