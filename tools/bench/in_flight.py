@@ -6,10 +6,10 @@ the limiter) and plays groups of 8 trained turns x 3 futures. SGLang alone is si
 /generate in SGLang's format: the first token after a twentieth of the turn's time, the whole at its end. A turn takes
 half to one and a half of TURN_SECONDS and has 200 tokens, a question or a booking and then words that say nothing.
 
-Groups begin at the pace that CONVERSATIONS need and a fifth faster, as long as fewer than a tenth more are in flight: so
-they stand at all stages. Time counts from the moment that so many are in flight; at its end no group begins any more,
-and those that have begun are played to their ends. Ray's workers run at the priority of all other processes here, else
-what goes on beside them on the machine is what is measured.
+Groups begin at the pace that CONVERSATIONS need and a fifth faster, as long as fewer than a tenth more are in flight:
+so they stand at all stages. Time counts from the moment that so many are in flight; at its end no group begins any
+more, and those that have begun are played to their ends. Ray's workers run at the priority of all other processes here:
+left to Ray, what else goes on beside them on the machine would be measured.
 
     lost            conversations begun that did not come back, ended in an error or lack a score
     in_flight_mean  turns of the policy that the worker waits for, looked at four times a second; in_flight_least
@@ -238,7 +238,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=3.0)
     parser.add_argument("--turn-seconds", type=float, default=20.0)
     options = parser.parse_args()
-    os.environ["RAY_worker_niceness"] = "0"
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  (Ray's name)
     with TemporaryDirectory() as folder:
         config = configure(Path(folder))
         engine = Engine(replies(ChatRenderer(folder)), options.turn_seconds)
