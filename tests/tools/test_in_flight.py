@@ -11,7 +11,7 @@ BENCH = Path(__file__).resolve().parents[2] / "tools" / "bench" / "in_flight.py"
 
 
 def test_no_conversation_is_lost() -> None:
-    options = ["--conversations", "100", "--minutes", "0.05", "--turn-seconds", "1"]
+    options = ["--conversations", "100", "--minutes", "0.1", "--turn-seconds", "1"]
     run = subprocess.run([sys.executable, str(BENCH), *options], capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr[-3000:]
     result = json.loads(run.stdout.splitlines()[-1])
