@@ -47,6 +47,7 @@ from aiohttp import web
 from megatron_collab.config import Config
 from megatron_collab.data.prompts import ChatRenderer
 from megatron_collab.data.worlds import booking, tiny
+from megatron_collab.processes import die_with_parent
 from megatron_collab.reward.loop import ray_session
 from megatron_collab.rollout.worker import start_crew
 from megatron_collab.types import Ending, Group, Missing
@@ -101,6 +102,7 @@ def _event(text: str, tokens: Sequence[int]) -> tuple[bytes, bytes]:
 
 def serve(engine: Engine, ready: Connection) -> None:
     """Answer until ended; says its port when it can be asked."""
+    die_with_parent()
 
     async def run() -> None:
         application = web.Application(client_max_size=2**30)
