@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 
-from megatron_collab import device, fabric, layout_checks, server_checks
+from megatron_collab import device, fabric, keys, layout_checks, server_checks
 from megatron_collab.algo.advantage import GROUPED
 from megatron_collab.config import (
     MODES,
@@ -39,6 +40,7 @@ def check_settings(config: Config) -> None:
 
 
 def _check_values(config: Config) -> None:
+    keys.check(asdict(config))
     one_of("train.stage", config.train.stage, ["rl", "sft"])
     one_of("launch.device", config.launch.device, device.SETTINGS)
     one_of("model.dtype", config.model.dtype, ["bfloat16", "float32"])

@@ -17,6 +17,7 @@ from pathlib import Path
 from megatron_collab import config as options
 from megatron_collab import fabric, launch, preemption
 from megatron_collab.config import Config, ConfigError
+from megatron_collab.keys import redact
 from megatron_collab.processes import (
     EXIT_BAD_INPUT,
     EXIT_PREEMPTED,
@@ -98,7 +99,7 @@ def main(arguments: list[str]) -> int:
         launch.prepare(config)
     except ConfigError as error:
         if launch.first_on_node():  # what is missing may be missing on this node only
-            print(f"megatron-collab: {error}", file=sys.stderr)
+            print(f"megatron-collab: {redact(str(error))}", file=sys.stderr)
         return EXIT_BAD_INPUT
     if launch.finished(config):
         print(f"{config.run.dir}: all {config.train.steps} steps are done; choose another run.dir to train anew")
@@ -116,7 +117,7 @@ def main(arguments: list[str]) -> int:
         fit(config)
     except RunStopped as error:
         if launch.global_rank() == 0:
-            print(f"megatron-collab: {error}", file=sys.stderr)
+            print(f"megatron-collab: {redact(str(error))}", file=sys.stderr)
         return EXIT_PREEMPTED if isinstance(error, Preempted) else EXIT_STOPPED
     return 0
 

@@ -15,9 +15,11 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import litellm
+from litellm._internal_context import is_internal_call
 from openai import OpenAIError
 
 from megatron_collab.config import EndpointConfig
+from megatron_collab.keys import redact
 from megatron_collab.llm.answer import Field, MalformedAnswer, json_schema, parse
 from megatron_collab.llm.cache import Cache, key_of
 from megatron_collab.llm.limiter import BudgetSpent as BudgetSpent
@@ -137,6 +139,9 @@ class LlmClient:
         number = await line.begin(_wish(endpoint, messages)) if line else 0
         ended = Ended(number)
         seconds = min(endpoint.timeout, allowance.left)
+        is_internal_call.set(
+            True
+        )  # what LiteLLM would write down for callbacks, of which there are none, costs a third
         try:
             with allowance.spending():
                 async with asyncio.timeout(seconds):
@@ -226,4 +231,5 @@ def retry_after(error: Exception) -> float:
 
 
 def _reason(model: str | None, error: Exception | None) -> str:
-    return " ".join(f"{model}: {type(error).__name__}: {error}".split())[:_LONGEST_REASON]
+    reason = redact(f"{model}: {type(error).__name__}: {error}")  # before it is cut: half a key would not be known
+    return " ".join(reason.split())[:_LONGEST_REASON]

@@ -30,6 +30,7 @@ from tqdm import tqdm
 
 from megatron_collab import __version__, files, launch
 from megatron_collab.config import Config, uses_wandb
+from megatron_collab.keys import redacted
 from megatron_collab.observe.progress import progress
 from megatron_collab.thoughts import visible
 from megatron_collab.types import Future, Group, Missing
@@ -162,7 +163,7 @@ class Run:
         wandb.init(
             project=self.config.run.wandb_project,
             dir=str(self.folder),
-            config=asdict(self.config),
+            config=redacted(asdict(self.config)),
             id=self._wandb_id(),
             resume="allow",
         )
@@ -226,10 +227,10 @@ def _future(future: Future) -> dict[str, Any]:
 
 
 def _append(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """JSON lines; a number that is none (NaN) becomes null, which is what JSON has."""
+    """JSON lines without keys; a number that is none (NaN) becomes null, which is what JSON has."""
     with file.open("a") as stream:
         for row in rows:
-            stream.write(json.dumps(_plain(row)) + "\n")
+            stream.write(json.dumps(_plain(redacted(row))) + "\n")
 
 
 def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -238,7 +239,7 @@ def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _replace(file: Path, content: Mapping[str, Any]) -> None:
-    files.replace(file, json.dumps(content, indent=2) + "\n")
+    files.replace(file, json.dumps(redacted(content), indent=2) + "\n")
 
 
 def _keep(file: Path, holds: Callable[[dict[str, Any]], bool]) -> None:

@@ -30,11 +30,10 @@ class Scripted(litellm.CustomLLM):
         except ModuleNotFoundError as error:
             raise litellm.NotFoundError(f"no scripted user {model!r}", model=model, llm_provider="scripted") from error
         answer = {"current_answer": "", "thought": "", "response": world.reply(goal, shown)}
-        response = litellm.ModelResponse(model=model, usage=litellm.Usage())
+        response = litellm.ModelResponse(model=model)
         response.choices[0].message.content = json.dumps(answer)
         response.choices[0].finish_reason = "stop"
-        response._hidden_params["response_cost"] = 0.0  # else LiteLLM looks for a price, half of the call's time
-        return response
+        return _free(response)
 
 
 class Policy(litellm.CustomLLM):
@@ -67,8 +66,14 @@ class Policy(litellm.CustomLLM):
             seed=int.from_bytes(drawn.digest()) >> 1,
             **optional_params,
         )
-        response._hidden_params["response_cost"] = 0.0
-        return response
+        return _free(response)
+
+
+def _free(response: litellm.ModelResponse) -> litellm.ModelResponse:
+    """Nothing was used and nothing is to be paid: else LiteLLM looks for a price, and for why it is 0."""
+    response._hidden_params["response_cost"] = 0.0
+    response.usage = None
+    return response
 
 
 POLICY = Policy()

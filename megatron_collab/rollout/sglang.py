@@ -20,6 +20,7 @@ from urllib.request import Request, urlopen
 import aiohttp
 
 from megatron_collab.config import Config, RolloutConfig, SamplingConfig
+from megatron_collab.keys import redact
 from megatron_collab.rollout.server_process import UNPUBLISHED, ServerError, ServerProcess
 from megatron_collab.rollout.tools import ToolCall
 from megatron_collab.types import Finish, Turn
@@ -175,7 +176,7 @@ class SGLangServer:
         """The end of its log."""
         if not self.log.is_file():
             return f"there is no {self.log}"
-        lines = self.log.read_text(errors="replace").splitlines()[-15:]
+        lines = redact(self.log.read_text(errors="replace")).splitlines()[-15:]
         return "\n  ".join([f"the end of {self.log}:", *lines])
 
     def _call(self, path: str, **body: Any) -> None:

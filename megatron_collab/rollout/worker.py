@@ -14,6 +14,8 @@ from megatron_collab.reward.loop import RewardClient, RewardWorker, start_actor
 from megatron_collab.rollout.tools import schemas
 from megatron_collab.types import Group, Task
 
+_GARBAGE = 50_000  # objects made and not yet gone, after which Python looks for cycles
+
 
 class ConversationWorker:
     """A Player with its own connections to the SGLang server; runs as a Ray actor."""
@@ -35,6 +37,8 @@ class ConversationWorker:
         rewards = RewardClient([ray.get_actor(name) for name in reward_workers], config.reward)
         self.player = Player(self.policy, renderer, self.users, rewards, config)
         gc.freeze()  # what the imports made stays; looking through it costs a quarter of a worker's time
+        # Conversations are long alive and hold no cycles: looking through them often would cost a tenth.
+        gc.set_threshold(_GARBAGE)
 
     async def play(self, task: Task, stream: str) -> Group:
         """See Player.play."""

@@ -14,7 +14,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_collab.sglang_cpu.key import KEY_VARIABLE
+
 pytestmark = pytest.mark.slow
+
+API_KEY = "sk-test-0123456789"  # that the environment of the undisturbed run holds
 
 SFT = ["experiment=booking_sft", "train.steps=60", "train.checkpoint_every=20", "optim.warmup_steps=10"]
 RL = [
@@ -31,7 +35,7 @@ RL = [
 class Program:
     """One start of the trainer, in a session of its own, whose processes can all be found again."""
 
-    def __init__(self, arguments: list[str], log: Path) -> None:
+    def __init__(self, arguments: list[str], log: Path, **environment: str) -> None:
         self.mark = f"e2e-{os.getpid()}-{time.monotonic_ns()}"
         self.log = log
         self.descendants: list[psutil.Process] = []
@@ -41,7 +45,7 @@ class Program:
                 stdout=stream,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={**os.environ, "MEGATRON_COLLAB_TEST": self.mark},
+                env={**os.environ, "MEGATRON_COLLAB_TEST": self.mark, **environment},
             )
 
     def wait(self, timeout: float = 300) -> int:
@@ -65,12 +69,16 @@ class Program:
         found = []
         for process in {*psutil.process_iter(), *self.descendants}:
             try:
-                ours = process in self.descendants or process.environ().get("MEGATRON_COLLAB_TEST") == self.mark
+                ours = process in self.descendants or environment_of(process).get("MEGATRON_COLLAB_TEST") == self.mark
                 if ours and process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
         return found
+
+    def values(self, variable: str) -> set[str]:
+        """What the environments of its processes hold for it; some of Ray's hide theirs."""
+        return {found for process in self.left() if (found := environment_of(process).get(variable))}
 
     def gone(self, timeout: float = 60) -> list[str]:
         """Wait until nothing of the program lives; what still does after `timeout` seconds."""
@@ -82,6 +90,14 @@ class Program:
     def end(self) -> None:
         for process in self.left():
             process.kill()
+
+
+def environment_of(process: psutil.Process) -> dict[str, str]:
+    """Empty where it has ended or may not be looked at."""
+    try:
+        return process.environ()
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return {}
 
 
 @pytest.fixture
@@ -111,9 +127,17 @@ def supervised(root: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trained(root: Path, supervised: Path) -> Path:
+def keys() -> dict[str, str]:
+    """The keys of the undisturbed run by the variables that its processes have them in."""
+    return {"OPENAI_API_KEY": API_KEY}
+
+
+@pytest.fixture(scope="module")
+def trained(root: Path, supervised: Path, keys: dict[str, str]) -> Path:
     """The undisturbed run on multiturn-aware reward."""
-    program = Program(rl(root, "rl"), root / "rl.log")
+    program = Program(rl(root, "rl"), root / "rl.log", **keys)
+    program.when(lambda: steps_done(root / "rl") >= 1)
+    keys |= {name: value for name in (KEY_VARIABLE, "RAY_AUTH_TOKEN") for value in program.values(name)}
     program.finish()
     assert program.gone() == []
     return root / "rl"
@@ -200,6 +224,15 @@ def test_every_number_and_transcript_is_in_place(trained: Path) -> None:
     assert {line["step"] for line in transcripts} == {0, 1, 2, 3}
     assert (trained / "report.html").exists()
     assert list(trained.glob("tensorboard/events*"))
+
+
+def test_no_file_of_a_run_holds_a_key(trained: Path, keys: dict[str, str]) -> None:
+    assert keys.keys() == {"OPENAI_API_KEY", KEY_VARIABLE, "RAY_AUTH_TOKEN"}
+    files = [file for file in trained.rglob("*") if file.is_file()]
+    assert any(file.suffix == ".log" for file in files), "logs of the servers are there"
+    for file in files:
+        text = file.read_bytes()
+        assert [name for name, key in keys.items() if key.encode() in text] == [], file
 
 
 def test_training_killed_three_times_ends_with_the_same_parameters(

@@ -246,6 +246,19 @@ def test_a_conversation_worker_speaks_to_the_server(
     assert len(set(seeds)) == len(seeds) == 4 * (1 + 3 * 2)
     assert ray.get(worker.take_counters.remote(), timeout=60)["servers_lost"] == 0
     assert KEY not in json.dumps(ray.get_runtime_context().runtime_env)
+    assert_secret(KEY, os.environ["RAY_AUTH_TOKEN"])
+
+
+def assert_secret(*keys: str) -> None:
+    """None of `keys` is in a file of Ray's session, or in the arguments of a process: all users can read both."""
+    folder = Path(ray._private.worker.global_worker.node.get_session_dir_path())
+    texts = {str(file): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    assert any("worker" in name for name in texts), "Ray's logs are there"
+    for process in psutil.process_iter(["cmdline"]):
+        texts[f"arguments of {process.pid}"] = " ".join(process.info["cmdline"] or []).encode()
+    for name, text in texts.items():
+        for key in keys:
+            assert key.encode() not in text, name
 
 
 def test_a_stranger_without_the_token_is_refused(session: None, tmp_path: Path) -> None:
