@@ -143,15 +143,24 @@ def test_what_is_where_in_the_two_phases() -> None:
     assert names == {"parameters", "gradients", "optimizer", "activations", "head"}
 
 
+# A server on two of eight GPUs, which are those of the first of four stages.
+ON_ONE_NODE = [
+    "experiment=train_70b",
+    "launch.nodes=1",
+    "parallel.tp=2",
+    "rollout.server.replicas=1",
+    "rollout.server.tp=2",
+]
+
+
 def test_servers_stand_on_the_first_gpus() -> None:
-    one_node = parse(["experiment=train_70b", "rollout.server.replicas=1"])
-    stages = memory.plan(one_node, shape_of("Llama-3.3-70B-Instruct")).stages
+    stages = memory.plan(parse(ON_ONE_NODE), shape_of("Llama-3.3-70B-Instruct")).stages
     assert [any(part.name == "server: weights" for part in parts) for parts in stages] == [True, False, False, False]
 
 
 def test_two_buckets_of_new_weights_stand_beside_a_server() -> None:
     """On the GPUs that have one; less where the weights are less."""
-    config, shape = parse(["experiment=train_70b", "rollout.server.replicas=1"]), shape_of("Llama-3.3-70B-Instruct")
+    config, shape = parse(ON_ONE_NODE), shape_of("Llama-3.3-70B-Instruct")
     sizes = [
         sum(part.training for part in stage if part.name == "publish buckets")
         for stage in memory.plan(config, shape).stages

@@ -18,10 +18,7 @@ second() { nsenter --net=/run/netns/other "$@"; }
 
 export RAY_ADDRESS=10.77.0.1:6379 RAY_AUTH_MODE=token
 export RAY_raylet_start_wait_time_s=300
-# Ports that are given: Ray waits a quarter of a minute for an agent to say its own, too little on a loaded machine.
-ports=(--dashboard-agent-grpc-port 6380 --dashboard-agent-listen-port 6381 --runtime-env-agent-port 6382
-    --metrics-export-port 6383)
-ray=("${PYTHON:?}" -m ray.scripts.scripts start --num-cpus 1 --disable-usage-stats "${ports[@]}")
+ray=("${PYTHON:?}" -m ray.scripts.scripts start --num-cpus 1 --disable-usage-stats)
 "${ray[@]}" --head --node-ip-address 10.77.0.1 --port 6379 --include-dashboard false --temp-dir /run/ray \
     >"$folder/ray0.log" 2>&1
 second "${ray[@]}" --address "$RAY_ADDRESS" --node-ip-address 10.77.0.2 >"$folder/ray1.log" 2>&1
