@@ -13,7 +13,7 @@ from math import prod
 from megatron_collab.actor import activations, logprob
 from megatron_collab.actor.megatron_config import DTYPES
 from megatron_collab.config import Config
-from megatron_collab.layout import ranks, stage_layers
+from megatron_collab.layout import ranks, servers_per_node, stage_layers
 from megatron_collab.publish import fp8, hf_map, server_map
 from megatron_collab.publish.hf_config import ModelShape
 from megatron_collab.publish.plan import BUCKET_BYTES, server_layout
@@ -91,10 +91,10 @@ def plan(config: Config, shape: ModelShape) -> Plan:
         parts.append(Part("activations", activations.of_rank(config, shape, rank, tokens), 0.0))
         if rank == parallel.pp - 1:
             parts.append(Part("head", head(config, shape, tokens), 0.0))
-        # Servers take the devices in order, and so do pipeline stages: all ranks of the first, then of the second.
-        first_gpu = rank * gpus // parallel.pp
+        # Servers take a node's devices in order, and so do pipeline stages: all ranks of the first, then of the second.
+        first_gpu = rank * gpus // parallel.pp % config.launch.nproc_per_node
         server = config.rollout.server
-        if sampling and server.colocated and first_gpu < server.replicas * server.tp:
+        if sampling and server.colocated and first_gpu < servers_per_node(config) * server.tp:
             weights, cache = server_weights(config, shape), kv_cache(config, shape)
             buckets = publish_buckets(config, weights)
             parts += [

@@ -143,25 +143,34 @@ def test_what_is_where_in_the_two_phases() -> None:
     assert names == {"parameters", "gradients", "optimizer", "activations", "head"}
 
 
+# A server on two of eight GPUs, which are those of the first of four stages.
+ON_ONE_NODE = [
+    "experiment=train_70b",
+    "launch.nodes=1",
+    "parallel.tp=2",
+    "rollout.server.replicas=1",
+    "rollout.server.tp=2",
+]
+
+
 def test_servers_stand_on_the_first_gpus() -> None:
-    one_node = parse(["experiment=train_70b", "rollout.server.replicas=1"])
-    stages = memory.plan(one_node, shape_of("Llama-3.3-70B-Instruct")).stages
+    stages = memory.plan(parse(ON_ONE_NODE), shape_of("Llama-3.3-70B-Instruct")).stages
     assert [any(part.name == "server: weights" for part in parts) for parts in stages] == [True, False, False, False]
 
 
 def test_buckets_of_new_weights_stand_beside_a_server() -> None:
-    """On the GPUs that have one, two, and a third where there are other nodes; less where the weights are less."""
-    config, shape = parse(["experiment=train_70b", "rollout.server.replicas=1"]), shape_of("Llama-3.3-70B-Instruct")
+    """On the GPUs that have one: two, and a third where there are other nodes; less where the weights are less."""
+    config, shape = parse(ON_ONE_NODE), shape_of("Llama-3.3-70B-Instruct")
     sizes = [
         sum(part.training for part in stage if part.name == "publish buckets")
         for stage in memory.plan(config, shape).stages
     ]
-    assert sizes == [1.5 * memory.GIB, 0, 0, 0]
+    assert sizes == [memory.GIB, 0, 0, 0]
     config.rollout.server.colocated = False
     assert not any("server" in part.name or "publish" in part.name for part in memory.plan(config, shape).stages[0])
     assert memory.publish_buckets(config, 1000.0) == 1000.0
-    config.launch.nodes = 1
-    assert memory.publish_buckets(config, 2.0 * memory.GIB) == memory.GIB
+    config.launch.nodes = 2
+    assert memory.publish_buckets(config, 2.0 * memory.GIB) == 1.5 * memory.GIB
 
 
 def test_train_70b_fits_64_gpus_of_80_gib_with_room() -> None:

@@ -17,11 +17,11 @@ done
 second() { nsenter --net=/run/netns/other "$@"; }
 
 export RAY_ADDRESS=10.77.0.1:6379 RAY_AUTH_MODE=token
-# On a loaded machine ray's command gives up on a node that comes later; the trainer waits for both.
+export RAY_raylet_start_wait_time_s=300
 ray=("${PYTHON:?}" -m ray.scripts.scripts start --num-cpus 1 --disable-usage-stats)
 "${ray[@]}" --head --node-ip-address 10.77.0.1 --port 6379 --include-dashboard false --temp-dir /run/ray \
-    >"$folder/ray0.log" 2>&1 || true
-second "${ray[@]}" --address "$RAY_ADDRESS" --node-ip-address 10.77.0.2 >"$folder/ray1.log" 2>&1 &
+    >"$folder/ray0.log" 2>&1
+second "${ray[@]}" --address "$RAY_ADDRESS" --node-ip-address 10.77.0.2 >"$folder/ray1.log" 2>&1
 
 agent=("$PYTHON" -m torch.distributed.run --nnodes 2 --nproc-per-node 1 --master-addr 10.77.0.1 --master-port 29400)
 train=(-m megatron_collab.train launch.nodes=2 launch.nproc_per_node=1 launch.interface=fab0)
@@ -29,5 +29,5 @@ train=(-m megatron_collab.train launch.nodes=2 launch.nproc_per_node=1 launch.in
 first=$!
 second "${agent[@]}" --node-rank 1 "${train[@]}" "$@" >"$folder/host1.log" 2>&1 &
 other=$!
-wait -n "$first" "$other"
-wait -n "$first" "$other"
+wait "$first"
+wait "$other"
