@@ -24,7 +24,7 @@ from urllib.request import Request, urlopen
 
 import aiohttp
 
-from megatron_collab import device
+from megatron_collab import device, preemption
 from megatron_collab.config import Config, RolloutConfig, SamplingConfig
 from megatron_collab.ports import HOST, bindable
 from megatron_collab.processes import RunStopped
@@ -146,6 +146,7 @@ class SGLangServer:
                 raise ServerError(
                     f"SGLang was not healthy after rollout.server.start_timeout={timeout:g} s; {self.last_words()}"
                 )
+            preemption.check()
             time.sleep(0.1)
 
     def release(self) -> None:
