@@ -137,33 +137,27 @@ def measured(root: Path, signals: int) -> dict[str, float]:
     sent = saved = again = found = runs = 0
     slowest, equal = 0.0, True
     while sent < signals:
-        name, runs = f"run{runs}", runs + 1
+        name, runs, code = f"run{runs}", runs + 1, EXIT_PREEMPTED
         journal = Journal(root / name)
-        done = False
-        while not done:
+        while code == EXIT_PREEMPTED:
             found += journal.now()
             moment = drawn.uniform(0, whole)
             with started(root, name) as process:
-                if wait(process, journal, moment if sent < signals else DEADLINE):
-                    assert process.returncode == 0, f"see {root / name}.log"
-                    done = True
-                    continue
-                process.send_signal(preemption.SIGNAL)
-                sent, told = sent + 1, time.monotonic()
-                ended = wait(process, journal, DEADLINE)
-                slowest = max(slowest, time.monotonic() - told)
-            done = ended and process.returncode == 0  # it was told too late
-            steps, kept = learned(root / name)
-            good = done or (ended and process.returncode == EXIT_PREEMPTED and kept == steps)
-            saved += good
-            print(
-                f"{name}: signal {sent} after {moment:.1f} s, code {process.returncode} after "
-                f"{time.monotonic() - told:.1f} s, {kept} of {steps} steps saved, {journal.now()} groups in the journal",
-                flush=True,
-            )
-            assert good, f"see {root / name}.log"
+                last = sent == signals
+                if not wait(process, journal, DEADLINE if last else moment):
+                    process.send_signal(preemption.SIGNAL)
+                    sent, told = sent + 1, time.monotonic()
+                    wait(process, journal, DEADLINE)
+                    took = time.monotonic() - told
+                    steps, kept = learned(root / name)
+                    slowest = max(slowest, took)
+                    # One that is told when it is all but done ends well.
+                    saved += process.returncode == 0 or (process.returncode == EXIT_PREEMPTED and kept == steps)
+                    print(f"{name}: signal {sent} at {moment:.1f} s, code {process.returncode} {took:.1f} s later, "
+                          f"{kept} of {steps} steps and {journal.now()} groups saved", flush=True)  # fmt: skip
+                code = process.returncode
         again += journal.again
-        equal = equal and outcome(root / name) == wanted
+        equal = equal and code == 0 and outcome(root / name) == wanted
     return {
         "saved": saved,
         "of": sent,
