@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import time
+from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 
@@ -15,7 +18,7 @@ from megatron_collab.actor import model as policies
 from megatron_collab.actor.actor import Actor
 from megatron_collab.actor.critic import Critic
 from megatron_collab.config import Config
-from megatron_collab.processes import Preempted
+from megatron_collab.processes import Preempted, RunStopped
 from megatron_collab.types import Batch
 from tests.actor.ranks import make_config, make_samples, process_group
 
@@ -83,6 +86,23 @@ def given_up(config: Config, told: Told) -> int:
     raise AssertionError
 
 
+def put_away_first(folder: Path) -> bool:
+    """Whether a run that is stopped has been put away by rank 0 by the time this rank is out of it."""
+    mark = folder / "put away"
+
+    def put_away() -> None:
+        time.sleep(0.5)
+        mark.touch()
+
+    try:
+        with policies.leader_ends_first(60.0), ExitStack() as stack:
+            if os.environ["RANK"] == "0":
+                stack.callback(put_away)
+            raise RunStopped("told to end")
+    except RunStopped:
+        return mark.exists()
+
+
 def main(folder: Path, out: Path) -> None:
     told = Told()
     preemption.check = told
@@ -92,6 +112,7 @@ def main(folder: Path, out: Path) -> None:
         with process_group(config):
             found[case] = given_up(config, told)
             leader = dist.get_rank() == 0
+    assert put_away_first(folder)
     if leader:
         out.write_text(json.dumps(found))
 

@@ -10,7 +10,10 @@ from tests.actor.ranks import make_model, run_ranks
 
 
 def test_an_update_can_be_given_up_at_every_look(tmp_path: Path) -> None:
-    """Looks: before every micro-batch, with pipeline stages before every pass, and before the optimizer step."""
+    """Looks: before every micro-batch, with pipeline stages before every pass, and before the optimizer step.
+
+    In the end ranks other than 0 leave a run that is stopped after rank 0, which the worker asserts.
+    """
     folder, out = make_model(tmp_path / "model"), tmp_path / "found.json"
     run_ranks("given_up_worker", 2, [str(folder), str(out)], groups=len(CASES))
     found = json.loads(out.read_text())
