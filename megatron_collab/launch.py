@@ -88,10 +88,18 @@ def finished(config: Config) -> bool:
     return (Path(config.run.dir) / FINISHED).is_file()
 
 
+def saved(config: Config) -> str:
+    """What the newest checkpoint in run.dir is called."""
+    from megatron_collab.actor.storage import LATEST
+
+    latest = Path(config.run.dir) / "checkpoints" / LATEST
+    return latest.read_text().strip() if latest.is_file() else "no step"
+
+
 def replace_by_torchrun(config: Config, arguments: list[str]) -> NoReturn:
-    """Become `torchrun … -m megatron_collab.train` with the same arguments; does not return."""
+    """Become `agent … -m megatron_collab.train` with the same arguments; does not return."""
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), _PARENT: str(os.getpid())}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=0"]
+    command = [sys.executable, "-m", "megatron_collab.agent", "--standalone", "--max-restarts=0"]
     command += [f"--nproc-per-node={config.launch.nproc_per_node}", "-m", "megatron_collab.train", *arguments]
     os.execve(sys.executable, command, environment)
 

@@ -34,6 +34,9 @@ class Supervised:
         """Nothing that a checkpoint would have to keep: the batches follow from the step."""
         return {}
 
+    def forget(self, checkpoint: object) -> None:
+        """Nothing is kept beside checkpoints."""
+
 
 def render(renderer: ChatRenderer, messages: Sequence[Message]) -> Sample:
     """Token ids of a conversation with a loss on every assistant message, its end-of-turn token included.

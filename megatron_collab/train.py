@@ -14,8 +14,13 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 
+from megatron_collab import preemption
+
+if __name__ == "__main__":
+    preemption.block()  # what is imported below takes seconds, in which the signal would end us
+
 from megatron_collab import config as options
-from megatron_collab import fabric, launch, preemption
+from megatron_collab import fabric, launch
 from megatron_collab.config import Config, ConfigError
 from megatron_collab.keys import redact
 from megatron_collab.processes import (
@@ -41,6 +46,7 @@ def fit(config: Config) -> None:
 
     supervised = config.train.stage == "sft"
     with ExitStack() as stack:
+        stack.enter_context(model.leader_ends_first(config.launch.timeout))
         engine = None if supervised else stack.enter_context(Engine(config))
         stack.enter_context(model.init_parallel(config))
         policy, shape = model.load(config)
@@ -54,7 +60,8 @@ def fit(config: Config) -> None:
         run = stack.enter_context(Run(config, start, state))
         if engine:
             publisher = stack.enter_context(engine.publisher(policy, shape))
-            source: Collector | Supervised = engine.collector(run, publisher, state.get("collector", {}))
+            collector = engine.collector(run, publisher, state.get("collector", {}))
+            source: Collector | Supervised = stack.enter_context(collector)
             sampling: Callable[[int], AbstractContextManager[object]] = partial(engine.sampling, publisher)
         else:
             from megatron_collab.sft import Supervised
@@ -64,6 +71,7 @@ def fit(config: Config) -> None:
         clock = Stopwatch()
         sampled = clock.lap if engine else lambda stage: None  # the supervised stage does nothing then
         for step in range(start, config.train.steps):
+            state = source.state()
             try:
                 with actor.offloaded(), sampling(step):  # servers hold the weights of `step`
                     sampled("publish")
@@ -77,11 +85,12 @@ def fit(config: Config) -> None:
                 clock.lap("update")
             except RunStopped:
                 if step > start and step % config.train.checkpoint_every:  # what was learned since the last one
-                    checkpoints.save(step, actor, {**run.state(), "collector": source.state()})
+                    checkpoints.save(step, actor, {**run.state(), "collector": state})
                 raise
             run.record(step, {**batch.metrics, **stats, **(engine.take_counters() if engine else {}), **clock.read()})
             if (step + 1) % config.train.checkpoint_every == 0 or step + 1 == config.train.steps:
                 checkpoints.save(step + 1, actor, {**run.state(), "collector": source.state()})
+                source.forget(checkpoints.on_disk)
                 clock.lap("save")
         checkpoints.finish()
         with actor.offloaded(), sampling(config.train.steps):
@@ -108,17 +117,22 @@ def main(arguments: list[str]) -> int:
         launch.replace_by_torchrun(config, arguments)
     os.environ |= fabric.variables(config)
     die_with_parent(launch.parent())
-    preemption.heed()
-    if launch.global_rank() == 0:  # the one that has something to put away
+    if launch.global_rank() == 0:  # the one that decides, and has something to put away
+        preemption.heed()
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     else:  # Python would see Ctrl-C only after the collective that it waits in
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         fit(config)
+    except Preempted as error:
+        if launch.global_rank() == 0:
+            saved = f"{launch.saved(config)} and all groups that were finished since are saved"
+            print(f"megatron-collab: {error}; {saved}, {preemption.seconds():.1f} s after it came", file=sys.stderr)
+        return EXIT_PREEMPTED
     except RunStopped as error:
         if launch.global_rank() == 0:
             print(f"megatron-collab: {redact(str(error))}", file=sys.stderr)
-        return EXIT_PREEMPTED if isinstance(error, Preempted) else EXIT_STOPPED
+        return EXIT_STOPPED
     return 0
 
 

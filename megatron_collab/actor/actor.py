@@ -74,7 +74,8 @@ class Actor:
 
         Old log-probs are the policy's own from before the update; the engine's are compared with them in
         mismatch/max_abs and mismatch/k3 (KL from the engine's distribution to the policy's). ValueError where
-        nothing is trained, FloatingPointError where the gradient is not finite.
+        nothing is trained, FloatingPointError where the gradient is not finite. Preempted on every rank where the
+        machine is wanted back before the first optimizer step; nothing has changed then.
         """
         lr = learning_rate(self.config.optim, self.config.train.steps, self.step)
         critic_lr = self.config.algo.critic_lr * lr / self.config.optim.lr
@@ -83,7 +84,7 @@ class Actor:
         metrics: list[dict[str, float]] = []
         for rows in _split(len(batch.samples), self.config.algo.mini_batches):
             share = make_share(self.config, self._weighted(columns, rows), self.device, ask="loss_mask")
-            found, norm = self.policy.step(share, self._loss, lr)
+            found, norm = self.policy.step(share, self._loss, lr, first=not metrics)
             reports += found
             metrics.append({"grad_norm": norm} | (self.critic.update(share, critic_lr) if self.critic else {}))
         self.step += 1

@@ -63,6 +63,8 @@ class Checkpoints:
     Made, and called, by all ranks together. The writing threads talk to each other in a process group of their
     own, in which nobody else does and one save at a time: their collectives cannot meet those of the training.
     A rank that is later than the others by more than `timeout` seconds ends the run.
+
+    `on_disk`: step and state of the newest checkpoint that is known to be whole on disk.
     """
 
     def __init__(self, folder: Path, keep: int, timeout: float) -> None:
@@ -71,6 +73,8 @@ class Checkpoints:
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
+        self._written: tuple[int, dict[str, Any]] = 0, {}
+        self.on_disk = self._written
 
     def __enter__(self) -> Self:
         return self
@@ -89,7 +93,7 @@ class Checkpoints:
         """
         self.finish()
         content = _Content(step, snapshot(actor.trainables), pickle.dumps(_random_state()), json.dumps(state))
-        self._writing = self._thread.submit(self._write, content)
+        self._writing, self._written = self._thread.submit(self._write, content), (step, state)
 
     def finish(self) -> None:
         """Wait until the last save is on disk; RunStopped if it failed, and then nothing of it is left there."""
@@ -98,6 +102,7 @@ class Checkpoints:
         writing, self._writing = self._writing, None
         try:
             writing.result()
+            self.on_disk = self._written
         except CheckpointException as error:
             rank, (cause, _) = min(error.failures.items())
             if not isinstance(cause, OSError):
@@ -118,7 +123,8 @@ class Checkpoints:
         for checkpoint in found:
             saved, damage = self._inspect(checkpoint)
             if saved is not None and not damage:
-                return _load(checkpoint, saved, actor)
+                self.on_disk = _load(checkpoint, saved, actor)
+                return self.on_disk
             _say(f"{checkpoint}: is not whole ({'; '.join(damage)}); taking the one before")
         if found:
             raise RunStopped(f"{self.folder}: no checkpoint there is whole; restore one, or remove the folder")

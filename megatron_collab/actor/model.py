@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
 from itertools import count
@@ -36,8 +36,10 @@ from megatron_collab.actor.megatron_config import DTYPES, backend_spec, transfor
 from megatron_collab.actor.rope import inverse_frequencies
 from megatron_collab.actor.weights import load_hf, named_shards, save_hf, unwrap
 from megatron_collab.config import Config
+from megatron_collab.processes import RunStopped
 from megatron_collab.publish import hf_config, hf_map
 from megatron_collab.publish.hf_map import ModelShape
+from megatron_collab.rollout import leader
 
 __all__ = [
     "DTYPES",
@@ -55,12 +57,31 @@ __all__ = [
 ]
 
 _GROUPS = count()
+_LEADER_ENDED = "leader_ended"  # a key of the store
 
 
 @cache
 def run_store() -> tuple[dist.Store, int, int]:
     """Store, rank and number of ranks from torchrun's environment; the store lives as long as the process."""
     return next(rendezvous("env://"))
+
+
+@contextmanager
+def leader_ends_first(timeout: float) -> Iterator[None]:
+    """Where the run is stopped within it, the other ranks leave it after rank 0, or after `timeout` seconds.
+
+    torchrun ends all ranks once one has ended badly, and rank 0 has servers and Ray to put away.
+    """
+    try:
+        yield
+    except RunStopped:
+        store, rank, _ = run_store()
+        if rank == 0:
+            store.set(_LEADER_ENDED, "")
+        else:
+            with suppress(dist.DistStoreError, dist.DistNetworkError):  # late, or gone with its node
+                store.wait([_LEADER_ENDED], timedelta(seconds=timeout))
+        raise
 
 
 @contextmanager
@@ -78,6 +99,7 @@ def init_parallel(config: Config) -> Iterator[None]:
     # A prefix of its own: what an earlier group of this process left in the store must not be read again.
     store = dist.PrefixStore(f"parallel/{next(_GROUPS)}", store)
     dist.init_process_group(chosen.backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
+    leader.listen(timeout)
     try:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=config.parallel.tp,
@@ -91,6 +113,7 @@ def init_parallel(config: Config) -> Iterator[None]:
         tensor_parallel.model_parallel_cuda_manual_seed(config.run.seed)
         yield
     finally:
+        leader.hang_up()
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
 

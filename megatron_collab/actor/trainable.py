@@ -18,6 +18,7 @@ from megatron_collab.actor.offload import Offload
 from megatron_collab.actor.optimizer import build_optimizer
 from megatron_collab.actor.share import MicroBatch, Share
 from megatron_collab.config import Config
+from megatron_collab.rollout.leader import look
 
 # From a micro-batch and the last stage's hidden states [1, T, h] to (loss, report).
 Loss = Callable[[MicroBatch, Tensor], tuple[Tensor, Any]]
@@ -40,11 +41,11 @@ class Trainable:
         megatron.finalize_model_grads_func = finalize_model_grads
         megatron.grad_scale_func = self.optimizer.scale_loss
 
-    def step(self, share: Share, loss: Loss, lr: float) -> tuple[list[Any], float]:
+    def step(self, share: Share, loss: Loss, lr: float, *, first: bool = False) -> tuple[list[Any], float]:
         """One optimizer step: what `loss` reports of each micro-batch (on the last pipeline stage), the gradient norm.
 
         The gradient is that of the sum of `loss` over all micro-batches of all ranks. FloatingPointError where it
-        is not finite.
+        is not finite; before the `first` step of an update Preempted, which leaves everything as it was.
         """
         self._configure(lr)
         for chunk in self.chunks:
@@ -57,7 +58,9 @@ class Trainable:
             total, report = loss(micro_batch, hidden)
             return total * undone, report
 
-        reports = schedule(self.chunks, share, scaled, forward_only=False)
+        reports = schedule(self.chunks, share, scaled, interruptible=first, forward_only=False)
+        if first:
+            look()
         _, norm, _ = self.optimizer.step()
         if not math.isfinite(norm):
             raise FloatingPointError(f"the gradient norm is {norm}; lower the learning rate (optim.lr)")
@@ -88,18 +91,38 @@ class Trainable:
 def infer(
     chunks: Sequence[torch.nn.Module], share: Share, compute: Callable[[MicroBatch, Tensor], Tensor]
 ) -> list[Tensor]:
-    """What `compute` makes of each micro-batch and its hidden states; empty but on the last pipeline stage."""
+    """What `compute` makes of each micro-batch and its hidden states; empty but on the last pipeline stage.
+
+    Preempted on every rank where the machine is wanted back.
+    """
 
     def collect(micro_batch: MicroBatch, hidden: Tensor, non_loss_data: bool) -> Tensor:
         return compute(micro_batch, hidden)
 
-    return schedule(chunks, share, collect, forward_only=True, collect_non_loss_data=True)
+    return schedule(chunks, share, collect, interruptible=True, forward_only=True, collect_non_loss_data=True)
 
 
-def schedule(chunks: Sequence[torch.nn.Module], share: Share, loss: Callable[..., Any], **options: bool) -> list[Any]:
-    """Megatron's schedule of this pipeline over the micro-batches; what `loss` reports of each."""
+def schedule(
+    chunks: Sequence[torch.nn.Module],
+    share: Share,
+    loss: Callable[..., Any],
+    *,
+    interruptible: bool = False,
+    **options: bool,
+) -> list[Any]:
+    """Megatron's schedule of this pipeline over the micro-batches; what `loss` reports of each.
+
+    Preempted on every rank where it is `interruptible` and the machine is wanted back. All ranks have to ask together:
+    they do before every micro-batch, of which they have equally many; with pipeline stages, which are at different
+    ones at a time, before the first alone.
+    """
+    staged = parallel_state.get_pipeline_model_parallel_world_size() > 1
+    if interruptible and staged:
+        look()
 
     def forward(batches: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+        if interruptible and not staged:
+            look()
         micro_batch = next(batches)
         output = chunk(micro_batch.token_ids, micro_batch.position_ids, None, packed_seq_params=micro_batch.packed)
         return output, partial(loss, micro_batch)

@@ -8,23 +8,29 @@ costs a fraction of a message.
 from __future__ import annotations
 
 import asyncio
+import json
+import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from megatron_collab import files
 from megatron_collab.config import LlmConfig
+from megatron_collab.processes import RunStopped
 
 NAME = "limiter"
 MINUTE = 60.0
 _POLL = 0.1  # seconds until a line from which nobody was let through asks again
 _AT_ONCE = 256  # wishes in one talk
+_WRITE_EVERY = 1.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -67,14 +73,20 @@ class Limiter:
 
     A call counts with the tokens it may take until it says what it took. Calls that have begun end, so the budget
     may be exceeded by what they cost. A call that never ends, since its process died, is over when its time is.
+
+    What was spent is in the file `ledger`, which it goes on from: what earlier starts of the run spent counts, on
+    steps that are done again too. One that dies and is started again by Ray has forgotten what was spent in the last
+    second and which calls are under way, and its minute begins anew; a talk whose answer it owed counts twice.
     """
 
-    def __init__(self, config: LlmConfig, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, config: LlmConfig, ledger: Path, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock`: the time in seconds."""
         self.config = config
+        self._ledger = ledger
         self._clock = clock
-        self._spend = Spend()
-        self._numbers = count()
+        self._spend = Spend(**json.loads(ledger.read_text())) if ledger.is_file() else Spend()
+        self._written, self._changed = clock(), False
+        self._numbers = count(secrets.randbits(62))  # calls that a limiter before this one let through are not ours
         self._running: dict[int, float] = {}  # call: when it is over for sure
         self._minute: dict[int, tuple[float, int]] = {}  # call: when it began, its tokens; in order
         self._tokens = 0  # of the calls in _minute
@@ -84,6 +96,8 @@ class Limiter:
         for call in ended:
             self._note(call)
         stop = self._budget_spent()
+        if stop or self._clock() - self._written >= _WRITE_EVERY:
+            self._write()
         if stop:
             return Admission((), stop)
         self._forget(self._clock())
@@ -95,19 +109,18 @@ class Limiter:
         return Admission(tuple(calls))
 
     def spend(self) -> dict[str, float]:
-        """The totals of the run so far: calls, tokens, usd, unpriced."""
+        """The totals of the run so far, which are on disk then: calls, tokens, usd, unpriced."""
+        self._write()
         return asdict(self._spend)
 
-    def state(self) -> dict[str, float]:
-        """What a checkpoint keeps, for `restore`."""
-        return self.spend()
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from the totals of a checkpoint; calls made since this limiter began are kept."""
-        self._spend = Spend(**{name: value + state[name] for name, value in asdict(self._spend).items()})
+    def _write(self) -> None:
+        if self._changed:
+            files.replace(self._ledger, json.dumps(asdict(self._spend)))
+            self._written, self._changed = self._clock(), False
 
     def _note(self, ended: Ended) -> None:
         self._running.pop(ended.call, None)
+        self._changed = True
         self._spend.calls += 1
         self._spend.tokens += ended.tokens or 0
         self._spend.usd += ended.usd or 0.0
@@ -154,14 +167,14 @@ class Limiter:
         return call
 
 
-def start(config: LlmConfig) -> Any:
+def start(config: LlmConfig, ledger: Path) -> Any:
     """The handle of the run's limiter, a Ray actor on this node; it ends with this handle.
 
-    It is not started again when it dies: what was spent would be forgotten, and the budget with it.
+    When its process dies it is started again from `ledger`, and what it was asked is asked again.
     """
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    actor = ray.remote(num_cpus=0, scheduling_strategy=here)(Limiter)
-    return actor.options(name=NAME).remote(config)
+    options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "scheduling_strategy": here}
+    return ray.remote(**options)(Limiter).options(name=NAME).remote(config, ledger.absolute())
 
 
 def find() -> Any:
@@ -173,7 +186,7 @@ class LimiterDied(RuntimeError):
     """Nobody counts what the calls cost any more: the run has to end."""
 
 
-class BudgetSpent(RuntimeError):
+class BudgetSpent(RunStopped):
     """llm.budget_usd is used up: the run has to end. Not a failure of one call, so nobody may make it Missing."""
 
 

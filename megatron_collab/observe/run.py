@@ -4,6 +4,8 @@ config.json        settings of the run
 metrics.jsonl      one line a step; steps that are done again replace theirs
 transcripts.jsonl  every future of every step with its scores
 evaluations.json   means by evaluation; eval_NAME.jsonl holds the conversations
+journal/           groups that are finished and not yet in a checkpoint (rollout/journal.py)
+spend.json         what calls of language models took (llm/limiter.py)
 tensorboard/       the same numbers for TensorBoard
 result.json        written last: before, after, minutes, versions
 report.html        all of it to look at

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import ray
 
 from megatron_collab.observe.progress import progress
+from megatron_collab.rollout.journal import Journal, conversations
 from megatron_collab.types import Ending, Group, Task
 
 POLL_SECONDS = 1.0  # between two looks at the servers; a request to one that has gone fails later than that
@@ -53,24 +54,35 @@ class Asked(NamedTuple):
 
 
 class Flight:
-    """Groups that the workers play, or have played and nobody has taken yet."""
+    """Groups that are found in the journal, that the workers play, or have played and nobody has taken yet."""
 
-    def __init__(self, workers: Sequence[Any], lacking: Callable[[], bool]) -> None:
+    def __init__(self, workers: Sequence[Any], lacking: Callable[[], bool], journal: Journal) -> None:
         """`lacking`: whether there was, since servers were last revived, a time when none was left."""
         self._workers = cycle(workers)
         self._lacking = lacking
-        self._pending: dict[Any, Asked] = {}
+        self._journal = journal
+        self._asked: dict[Slot, Asked] = {}  # in the order in which they were begun
+        self._playing: dict[Any, Slot] = {}  # by reference
+        self._finished: dict[Slot, Group] = {}
         self._disturbed: set[Slot] = set()  # in flight while no server was left
+        self._found = 0
 
     def __len__(self) -> int:
-        return len(self._pending)
+        return len(self._asked)
 
     @property
     def slots(self) -> list[Slot]:
-        return sorted(asked.slot for asked in self._pending.values())
+        return sorted(self._asked)
 
-    def begin(self, asked: Asked) -> None:
-        self._pending[getattr(next(self._workers), asked.method).remote(asked.task, asked.stream)] = asked
+    def begin(self, asked: Asked, version: int) -> None:
+        """Have a group played, unless an earlier start of the run had that done. `version` is that of the weights."""
+        found = self._journal.find(asked.stream, asked.task, version)
+        if found is None:
+            self._play(asked)
+        else:
+            self._asked[asked.slot] = asked
+            self._finished[asked.slot] = found
+            self._found += 1
 
     def take(self, count: int, title: str) -> Generator[bool, None, dict[Slot, Group]]:
         """The first `count` groups that are finished, those begun first where more are; in the order of their slots.
@@ -81,32 +93,44 @@ class Flight:
         taken: dict[Slot, Group] = {}
         with progress(title, count) as bar:
             while len(taken) < count:
-                finished = self._finished()
+                self.look(0.0 if self._finished else POLL_SECONDS)
                 lacking = self._lacking()
                 if lacking:
-                    self._disturbed.update(self.slots)
+                    self._disturbed.update(self._asked)
+                finished = [slot for slot in self._asked if slot in self._finished]
                 yield lacking
-                for reference in finished[: count - len(taken)]:
-                    asked, group = self._pending.pop(reference), ray.get(reference)
-                    if asked.slot in self._disturbed and _failed(group):
-                        self.begin(asked)
+                for slot in finished[: count - len(taken)]:
+                    asked, group = self._asked.pop(slot), self._finished.pop(slot)
+                    if slot in self._disturbed and _failed(group):
+                        self._play(asked)
                     else:
-                        taken[asked.slot] = group
+                        taken[slot] = group
                         bar.update(1)
-                    self._disturbed.discard(asked.slot)
+                    self._disturbed.discard(slot)
         return dict(sorted(taken.items()))
 
-    def _finished(self) -> list[Any]:
-        """What is finished, in the order in which it was begun, which is not Ray's; waits a moment for the first."""
-        ray.wait(list(self._pending), num_returns=1, timeout=POLL_SECONDS)
-        finished = set(ray.wait(list(self._pending), num_returns=len(self._pending), timeout=0)[0])
-        return [reference for reference in self._pending if reference in finished]
+    def look(self, seconds: float) -> None:
+        """Write down what is finished; waits for the first up to that long."""
+        if not self._playing:
+            return
+        ray.wait(list(self._playing), num_returns=1, timeout=seconds)
+        found = set(ray.wait(list(self._playing), num_returns=len(self._playing), timeout=0)[0])
+        references = [reference for reference in self._playing if reference in found]
+        groups = {self._playing.pop(reference): ray.get(reference) for reference in references}
+        self._finished |= groups
+        for step in {slot.step for slot in groups}:
+            streams = {self._asked[slot].stream: group for slot, group in groups.items() if slot.step == step}
+            self._journal.write(step, streams)
+
+    def take_found(self) -> int:
+        """How many groups came from the journal since the last call."""
+        found, self._found = self._found, 0
+        return found
+
+    def _play(self, asked: Asked) -> None:
+        self._asked[asked.slot] = asked
+        self._playing[getattr(next(self._workers), asked.method).remote(asked.task, asked.stream)] = asked.slot
 
 
 def _failed(group: Group) -> bool:
-    conversations = [
-        conversation
-        for rollout in group.rollouts
-        for conversation in (rollout.start, *(future.conversation for future in rollout.futures))
-    ]
-    return any(conversation.ending is Ending.ERROR for conversation in conversations)
+    return any(conversation.ending is Ending.ERROR for conversation in conversations(group))

@@ -5,23 +5,23 @@ Rank 0 asks the workers and hands the batch to every rank; the other ranks wait 
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any, TypeVar
 
 import numpy as np
 import ray
 import torch.distributed as dist
 
-from megatron_collab import files
 from megatron_collab.algo.credit import fresh, samples_of, teaches
 from megatron_collab.config import Config
 from megatron_collab.data.datasets import Cursor, load_tasks
 from megatron_collab.observe.run import Run
 from megatron_collab.processes import RunStopped
 from megatron_collab.rollout.ahead import Asked, Flight, Slot, window
+from megatron_collab.rollout.journal import Journal
 from megatron_collab.rollout.leader import from_leader
 from megatron_collab.rollout.summary import mean, summary
 from megatron_collab.rollout.worker import Crew
@@ -67,11 +67,29 @@ class Collector:
         if self.leader:
             assert crew is not None
             self.tasks = load_tasks(Path(config.data.train))
-            self._flight = Flight(crew.conversations, lacking)
+            self._journal = Journal(Path(config.run.dir) / "journal")
+            self._flight = Flight(crew.conversations, lacking, self._journal)
+            self._evaluating = Flight(crew.conversations, lacking, self._journal)
             self._left = [Slot(*slot) for slot in state.get("in_flight", ())]
             self._next = Slot(*state["next"]) if state else None
-            self._ledger = Path(config.run.dir) / "spend.json"
-            self._spent = self._restore_spend()
+            self._spent = ray.get(crew.limiter.spend.remote())
+
+    def __enter__(self) -> Collector:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Where the run is stopped, write down what has been finished since the last look, and what was spent."""
+        if not self.leader:
+            return
+        if kind is None:
+            self._journal.forget()
+        elif issubclass(kind, RunStopped):
+            for flight in (self._flight, self._evaluating):
+                flight.look(0.0)
+            assert self.crew is not None
+            ray.get(self.crew.limiter.spend.remote())
 
     def next(self, step: int) -> Batch:
         """The batch of `step`, the same on every rank, while the servers have version `step`; collective."""
@@ -82,30 +100,27 @@ class Collector:
         self._together(self._evaluate(name, step))
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint, as of the last batch: what is begun next, and what was in flight; JSON, on rank 0.
-
-        What users and judges have spent since that batch is on disk then, too.
-        """
-        if self.leader:
-            self._write_spend()
+        """For a checkpoint, as of the last batch: what is begun next, and what was in flight; JSON, on rank 0."""
         return self._state
+
+    def forget(self, checkpoint: tuple[int, Mapping[str, Any]]) -> None:
+        """Forget the groups that a run which goes on from `checkpoint` (its step and state) does not ask for."""
+        step, state = checkpoint
+        if self.leader and "collector" in state:
+            collector = state["collector"]
+            self._journal.forget(min(step, collector["next"][0], *(slot[0] for slot in collector["in_flight"])))
 
     def _together(self, play: Generator[bool, None, _Result]) -> _Result:
         """What `play` gives on rank 0, on every rank; where it yields True, no server is left: all ranks revive them.
 
-        The other ranks wait for one look at a time: playing may take longer than any collective. What was spent is on
-        disk afterwards, however it ends, so that the budget holds.
+        The other ranks wait for one look at a time: playing may take longer than any collective.
         """
-        try:
-            while True:
-                lacking, result = from_leader(lambda: self._go_on(play))
-                if lacking is None:
-                    return result
-                if lacking:
-                    self.revive()
-        finally:
-            if self.leader:
-                self._write_spend()
+        while True:
+            lacking, result = from_leader(lambda: self._go_on(play))
+            if lacking is None:
+                return result
+            if lacking:
+                self.revive()
 
     def _go_on(self, play: Generator[bool, None, _Result]) -> tuple[bool | None, _Result | None]:
         """Go on with `play`: what it yields; None, and its result, where it has ended."""
@@ -131,7 +146,7 @@ class Collector:
         for refill in range(refills + 1 + ahead * wanted):
             if refill:
                 for number in range(lacking):
-                    self._begin(Slot(step, refill, number))
+                    self._begin(Slot(step, refill, number), step)
             title = f"step {step} refill {refill}" if refill else f"step {step} rollouts"
             groups = yield from self._flight.take(lacking, title)
             lacking = 0
@@ -175,29 +190,28 @@ class Collector:
         room = window(step, self.config.train.steps, prompts, self.config.rollout.max_staleness)
         while len(self._flight) < room:
             if self._left:
-                self._begin(self._left.pop(0))
+                self._begin(self._left.pop(0), step)
             else:
-                self._begin(self._next)
+                self._begin(self._next, step)
                 self._next = self._next.after(prompts)
 
-    def _begin(self, slot: Slot) -> None:
-        """Have a group played, of the task that follows from its slot: every refill has an order of its own."""
+    def _begin(self, slot: Slot, step: int) -> None:
+        """Begin a group of the task that follows from its slot, at `step`: every refill has an order of its own."""
         seed = self.config.run.seed
         if slot.refill:
             seed = int(np.random.SeedSequence((seed, slot.refill)).generate_state(1)[0])
         at = slot.step * self.config.train.prompts_per_step + slot.number
         (row,) = Cursor(len(self.tasks), seed).batch(at, 1)
-        self._flight.begin(Asked(slot, slot.stream, "play", self.tasks[row]))
+        self._flight.begin(Asked(slot, slot.stream, "play", self.tasks[row]), step)
 
     def _evaluate(self, name: str, step: int) -> Generator[bool, None, None]:
         if self.config.data.eval is None or self.config.train.eval_tasks == 0:
             return
-        assert self.crew is not None
         tasks = load_tasks(Path(self.config.data.eval))[: self.config.train.eval_tasks]
-        flight = Flight(self.crew.conversations, self.lacking)
         for index, task in enumerate(tasks):
-            flight.begin(Asked(Slot(step, 0, index), f"eval-{name}-{index}", "evaluate", task))
-        taken = yield from flight.take(len(tasks), f"evaluation {name}")
+            asked = Asked(Slot(step, 0, index), f"eval-{name}-{index}", "evaluate", task)
+            self._evaluating.begin(asked, step)
+        taken = yield from self._evaluating.take(len(tasks), f"evaluation {name}")
         groups = list(taken.values())
         self.run.evaluation(name, step, summary(groups), groups)
 
@@ -207,21 +221,12 @@ class Collector:
         counts: Counter[str] = Counter()
         for taken in ray.get([worker.take_counters.remote() for worker in self.crew.conversations]):
             counts.update(taken)
+        if found := self._flight.take_found():
+            counts["from_journal"] = found
         spent = ray.get(self.crew.limiter.spend.remote())
         step = {f"llm/{name}": float(value - self._spent[name]) for name, value in sorted(spent.items())}
         self._spent = spent
         return {**{f"count/{name}": float(count) for name, count in sorted(counts.items())}, **step}
-
-    def _write_spend(self) -> None:
-        assert self.crew is not None
-        files.replace(self._ledger, json.dumps(ray.get(self.crew.limiter.spend.remote())))
-
-    def _restore_spend(self) -> dict[str, float]:
-        """Totals of the run's earlier starts, which its budget counts, and steps that are done again as well."""
-        assert self.crew is not None
-        if self._ledger.is_file():
-            ray.get(self.crew.limiter.restore.remote(json.loads(self._ledger.read_text())))
-        return ray.get(self.crew.limiter.spend.remote())
 
 
 def refuse_missing(groups: Sequence[Group], max_missing: float) -> None:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from megatron_collab import preemption
 from megatron_collab.config import ServerConfig
 from megatron_collab.rollout.sglang import MEMORY, ServerError, SGLangServer
 
@@ -104,6 +105,7 @@ class Fleet:
                 raise ServerError(self.hopeless)
             if self._present or time.monotonic() > deadline:
                 return bool(self._present)
+            preemption.check()
             time.sleep(POLL_SECONDS)
 
     def serve(self) -> None:
@@ -125,6 +127,7 @@ class Fleet:
         while self.options.colocated and self._deadlines:
             if time.monotonic() > deadline:
                 return False
+            preemption.check()
             time.sleep(POLL_SECONDS)
             self.present()
             self._release()

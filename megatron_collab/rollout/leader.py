@@ -3,23 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from megatron_collab import preemption
-from megatron_collab.llm.limiter import BudgetSpent
 from megatron_collab.processes import Preempted, RunStopped
 
 # What a failure of rank 0 becomes on the other ranks: the first that it is one of.
 _KINDS = (Preempted, RunStopped, RuntimeError)
+_group: dist.ProcessGroup | None = None  # None: the one of all collectives
+
+
+def listen(timeout: timedelta) -> None:
+    """From now on wait for rank 0 in a group of its own; collective.
+
+    It goes over the CPU: ranks that wait in NCCL would keep their GPUs busy, which colocated servers compute on.
+    """
+    global _group
+    _group = dist.new_group(backend="gloo", timeout=timeout)
+
+
+def hang_up() -> None:
+    """Before the process groups end."""
+    global _group
+    _group = None
+
+
+def look() -> None:
+    """Raise Preempted on every rank where rank 0 has been told to end; collective."""
+    from_leader(lambda: None)
 
 
 def from_leader(make: Callable[[], Any]) -> Any:
     """What rank 0 makes, on every rank; where rank 0 fails, every rank raises instead of waiting for it.
 
-    The others wait as long as launch.timeout lets them. A budget that is used up stops the run: RunStopped on every
-    rank, as where rank 0 raises one; Preempted on every rank where rank 0 has been told to end.
+    The others wait as long as launch.timeout lets them. Where rank 0 raises RunStopped, every rank does; Preempted on
+    every rank where rank 0 has been told to end.
     """
     box: list[Any] = [None, None, None]
     failure: Exception | None = None
@@ -27,14 +48,12 @@ def from_leader(make: Callable[[], Any]) -> Any:
         try:
             preemption.check()
             box[0] = make()
-        except BudgetSpent as error:
-            failure = RunStopped(str(error))
         except Exception as error:
             failure = error
         if failure is not None:
             kind = next((number for number, kind in enumerate(_KINDS) if isinstance(failure, kind)), len(_KINDS) - 1)
             box[1:] = f"{type(failure).__name__}: {failure}", kind
-    dist.broadcast_object_list(box, src=0)
+    dist.broadcast_object_list(box, src=0, group=_group)
     if failure is not None:
         raise failure
     if box[1] is not None:

@@ -19,6 +19,7 @@ from urllib.request import Request, urlopen
 
 import aiohttp
 
+from megatron_collab import preemption
 from megatron_collab.config import Config, RolloutConfig, SamplingConfig
 from megatron_collab.keys import redact
 from megatron_collab.rollout.server_process import UNPUBLISHED, ServerError, ServerProcess
@@ -137,6 +138,7 @@ class SGLangServer:
                     f"SGLang server {self.index}: it was not healthy after rollout.server.start_timeout={timeout:g} s; "
                     f"{self.last_words()}"
                 )
+            preemption.check()
             time.sleep(0.1)
 
     def release(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -73,7 +74,7 @@ def start_crew(config: Config, servers: list[tuple[str, str]]) -> Crew:
     """The run's workers, spread over the nodes, and its limiter; does not wait for them."""
     from megatron_collab.llm import limiter
 
-    bound = limiter.start(config.llm)
+    bound = limiter.start(config.llm, Path(config.run.dir) / "spend.json")
     names = [f"reward-{i}" for i in range(config.reward.workers)]
     rewards = [start_actor(RewardWorker, config, name=name) for name in names]
     players = [start_actor(ConversationWorker, config, servers, names) for _ in range(config.rollout.workers)]

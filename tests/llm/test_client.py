@@ -28,7 +28,7 @@ class LocalLimiter(Limiter):
     """A Limiter's handle without Ray: `limiter.talk.remote(...)` can be awaited."""
 
     def __init__(self, config: LlmConfig) -> None:
-        super().__init__(config)
+        super().__init__(config, Path("spend.json"))
         self.talks: list[tuple[int, int]] = []
         self.local_talk = self.talk
         self.talk = SimpleNamespace(remote=self._remote)
@@ -39,7 +39,8 @@ class LocalLimiter(Limiter):
 
 
 @pytest.fixture(autouse=True)
-def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OPENAI_API_KEY", "dummy")
     monkeypatch.setattr(clients, "_FIRST_PAUSE", 0.0)
 

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 from hypothesis import given
@@ -13,6 +16,13 @@ from megatron_collab.config import Config, LlmConfig
 from megatron_collab.llm import limiter as limiters
 from megatron_collab.llm.limiter import MINUTE, Admission, BudgetSpent, Ended, Limiter, LimiterDied, Line, Wish
 from megatron_collab.reward.loop import ray_session
+
+LEDGER = Path("spend.json")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
 
 
 class Clock:
@@ -31,12 +41,12 @@ def begun(limiter: Limiter, *tokens: int, seconds: float = 10.0) -> int:
 
 
 def test_without_limits_every_call_begins() -> None:
-    assert begun(Limiter(LlmConfig(max_concurrent=10**9)), *[10**6] * 5000) == 5000
+    assert begun(Limiter(LlmConfig(max_concurrent=10**9), LEDGER), *[10**6] * 5000) == 5000
 
 
 def test_requests_a_minute() -> None:
     clock = Clock()
-    limiter = Limiter(LlmConfig(requests_per_minute=3), clock)
+    limiter = Limiter(LlmConfig(requests_per_minute=3), LEDGER, clock)
     assert begun(limiter, 1, 1) == 2
     clock.now += 30
     assert begun(limiter, 1, 1) == 1
@@ -48,7 +58,7 @@ def test_requests_a_minute() -> None:
 
 def test_tokens_a_minute_are_reserved_and_then_what_was_used() -> None:
     clock = Clock()
-    limiter = Limiter(LlmConfig(tokens_per_minute=1000), clock)
+    limiter = Limiter(LlmConfig(tokens_per_minute=1000), LEDGER, clock)
     (first,) = limiter.talk([], [Wish(800, 10), Wish(300, 10)]).calls
     assert len(limiter.talk([Ended(first, tokens=100)], [Wish(500, 10), Wish(400, 10), Wish(1, 10)]).calls) == 2
     clock.now += MINUTE
@@ -56,14 +66,14 @@ def test_tokens_a_minute_are_reserved_and_then_what_was_used() -> None:
 
 
 def test_a_call_without_a_known_use_keeps_its_reservation() -> None:
-    limiter = Limiter(LlmConfig(tokens_per_minute=1000), Clock())
+    limiter = Limiter(LlmConfig(tokens_per_minute=1000), LEDGER, Clock())
     (first,) = limiter.talk([], [Wish(800, 10)]).calls
     assert limiter.talk([Ended(first)], [Wish(300, 10)]).calls == ()
 
 
 def test_a_call_larger_than_the_limit_goes_alone() -> None:
     clock = Clock()
-    limiter = Limiter(LlmConfig(tokens_per_minute=100), clock)
+    limiter = Limiter(LlmConfig(tokens_per_minute=100), LEDGER, clock)
     assert begun(limiter, 500, 1) == 1
     clock.now += MINUTE
     assert begun(limiter, 500) == 1
@@ -71,7 +81,7 @@ def test_a_call_larger_than_the_limit_goes_alone() -> None:
 
 def test_calls_at_once_and_those_of_the_dead() -> None:
     clock = Clock()
-    limiter = Limiter(LlmConfig(max_concurrent=2), clock)
+    limiter = Limiter(LlmConfig(max_concurrent=2), LEDGER, clock)
     first, _ = limiter.talk([], [Wish(1, 10), Wish(1, 20), Wish(1, 10)]).calls
     assert begun(limiter, 1) == 0
     assert len(limiter.talk([Ended(first)], [Wish(1, 30), Wish(1, 30)]).calls) == 1
@@ -80,7 +90,7 @@ def test_calls_at_once_and_those_of_the_dead() -> None:
 
 
 def test_the_budget_stops_every_further_call_and_says_what_to_do() -> None:
-    limiter = Limiter(LlmConfig(budget_usd=1.0))
+    limiter = Limiter(LlmConfig(budget_usd=1.0), LEDGER)
     a, b = limiter.talk([], [Wish(1, 10), Wish(1, 10)]).calls
     assert limiter.talk([Ended(a, 10, 0.99)], []).stop is None
     stopped = limiter.talk([Ended(b, 10, 0.01)], [Wish(1, 10)])
@@ -90,14 +100,37 @@ def test_the_budget_stops_every_further_call_and_says_what_to_do() -> None:
     )
 
 
-def test_a_checkpoint_keeps_what_was_spent() -> None:
-    before = Limiter(LlmConfig())
+def test_what_was_spent_is_in_the_ledger_from_which_the_next_limiter_goes_on() -> None:
+    clock = Clock()
+    before = Limiter(LlmConfig(), LEDGER, clock)
     calls = before.talk([], [Wish(1, 10)] * 3).calls
-    before.talk([Ended(calls[0], 10, 0.5), Ended(calls[1], 20, None), Ended(calls[2])], [])
-    after = Limiter(LlmConfig(budget_usd=0.4))
-    after.restore(before.state())
-    assert after.spend() == {"calls": 3, "tokens": 30, "usd": 0.5, "unpriced": 1}
+    before.talk([Ended(calls[0], 10, 0.5)], [])
+    assert not LEDGER.exists()  # a second has not passed
+    clock.now += 1
+    before.talk([Ended(calls[1], 20, None)], [])
+    assert json.loads(LEDGER.read_text()) == {"calls": 2, "tokens": 30, "usd": 0.5, "unpriced": 1}
+    before.talk([Ended(calls[2])], [])
+    assert before.spend() == json.loads(LEDGER.read_text()) == {"calls": 3, "tokens": 30, "usd": 0.5, "unpriced": 1}
+    after = Limiter(LlmConfig(budget_usd=0.4), LEDGER)
+    assert after.spend() == before.spend()
     assert after.talk([], [Wish(1, 10)]).stop
+
+
+def test_a_budget_that_is_used_up_is_written_at_once() -> None:
+    clock = Clock()
+    limiter = Limiter(LlmConfig(budget_usd=1.0), LEDGER, clock)
+    (call,) = limiter.talk([], [Wish(1, 10)]).calls
+    assert limiter.talk([Ended(call, 10, 1.5)], []).stop
+    assert json.loads(LEDGER.read_text())["usd"] == 1.5
+
+
+def test_a_call_of_the_limiter_before_ends_quietly() -> None:
+    before, after = (Limiter(LlmConfig(max_concurrent=1, tokens_per_minute=10), LEDGER) for _ in range(2))
+    (old,) = before.talk([], [Wish(5, 10)]).calls
+    (new,) = after.talk([], [Wish(5, 10)]).calls
+    assert after.talk([Ended(old, 7, 0.5)], [Wish(1, 10)]).calls == ()  # the place is that of the new one
+    assert after.spend()["usd"] == 0.5
+    assert len(after.talk([Ended(new, 5, 0.5)], [Wish(1, 10)]).calls) == 1
 
 
 @given(
@@ -108,7 +141,7 @@ def test_a_checkpoint_keeps_what_was_spent() -> None:
 def test_no_minute_holds_more_than_its_limits(steps: list[tuple[float, int, int]], requests: int, tokens: int) -> None:
     """Whenever a minute is looked at; calls take what they reserved, and one may be larger than the limit."""
     clock = Clock()
-    limiter = Limiter(LlmConfig(requests_per_minute=requests, tokens_per_minute=tokens), clock)
+    limiter = Limiter(LlmConfig(requests_per_minute=requests, tokens_per_minute=tokens), LEDGER, clock)
     log: list[tuple[float, int]] = []
     for pause, size, number in steps:
         clock.now += pause
@@ -122,7 +155,7 @@ class Slow:
     """A Limiter's handle without Ray, whose answer comes when `answer` is set."""
 
     def __init__(self, config: LlmConfig) -> None:
-        self.limiter = Limiter(config)
+        self.limiter = Limiter(config, LEDGER)
         self.talk = self
         self.answer = asyncio.Event()
 
@@ -175,6 +208,24 @@ def test_a_call_that_was_cancelled_after_it_was_let_through_holds_no_place(monke
     assert asyncio.run(cancel_after_the_talk()) == {}
 
 
+@pytest.mark.parametrize("actor", [LlmConfig(max_concurrent=1)], indirect=True)
+def test_a_limiter_that_is_killed_is_started_again_and_goes_on_from_its_ledger(actor: Any) -> None:
+    async def calls() -> None:
+        line = Line(actor)
+        line.end(Ended(await line.begin(Wish(1, 60.0)), 10, 0.25))
+        await settled(line)
+        spent = await actor.spend.remote()
+        await line.begin(Wish(1, 60.0))
+        waiting = asyncio.create_task(line.begin(Wish(1, 60.0)))
+        (process,) = (p for p in psutil.Process().children(recursive=True) if p.name().startswith("ray::Limiter"))
+        process.kill()
+        line.end(Ended(await waiting, 10, 0.25))  # what the one before let through is forgotten
+        await settled(line)
+        assert (spent["usd"], (await actor.spend.remote())["usd"]) == (0.25, 0.5)
+
+    asyncio.run(calls())
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     config = Config()
@@ -185,7 +236,7 @@ def cluster() -> Iterator[None]:
 
 @pytest.fixture
 def actor(cluster: None, request: pytest.FixtureRequest) -> Iterator[Any]:
-    handle = limiters.start(request.param)
+    handle = limiters.start(request.param, LEDGER)
     yield handle
     ray.kill(handle)
 

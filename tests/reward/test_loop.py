@@ -414,7 +414,7 @@ def test_what_a_metric_raises_reaches_the_trainer(session: None, of_this_file: N
 
 
 def test_a_judge_keeps_to_the_limiter_and_remembers(session: None, tmp_path: Path) -> None:
-    keeps_alive = limiter.start(LlmConfig())
+    keeps_alive = limiter.start(LlmConfig(), tmp_path / "spend.json")
     config = Config(reward=settings("judged"), run=RunConfig(dir=str(tmp_path)))
     worker = start_actor(TestingWorker, config)
 

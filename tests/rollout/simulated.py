@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -82,12 +83,20 @@ class World:
     `played` are streams and their tasks, `calls` how often each was played, `begun` the version that sampled it,
     `written` the transcripts, `usd` what was spent, `peak` the most groups that were in flight. What is in `slow` is
     not finished; what is in `broken` ends with errors, the first time. No server is left from the look number `outage`
-    on, until they are revived, which calls `on_revive`.
+    on, until they are revived, which calls `on_revive`. `journal`: that of an earlier run in `folder` is kept.
     """
 
     def __init__(
-        self, folder: Path, rewards: Rewards, refills: int = 0, state: Mapping[str, Any] | None = None, **rollouts: int
+        self,
+        folder: Path,
+        rewards: Rewards,
+        refills: int = 0,
+        state: Mapping[str, Any] | None = None,
+        journal: bool = False,
+        **rollouts: int,
     ) -> None:
+        if not journal:
+            shutil.rmtree(folder / "journal", ignore_errors=True)
         self.config = config = Config()
         config.run.dir, config.run.seed, config.data.train = str(folder), 3, str(folder / "tasks.jsonl")
         config.data.eval = config.data.train
@@ -116,7 +125,6 @@ class World:
             evaluate=Method(self._play),
             take_counters=Method(lambda: {"asked": 1}),
             spend=Method(lambda: {"usd": self.usd}),
-            restore=Method(lambda spent: None),
         )
         crew = Crew([actor], [], actor) if dist.get_rank() == 0 else None
         run: Any = SimpleNamespace(

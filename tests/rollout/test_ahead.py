@@ -171,14 +171,6 @@ def test_samples_of_unpublished_weights_are_not_trained(world: Maker, published:
     assert batch.metrics.get("staleness/dropped") == (None if published else 1.0)
 
 
-def test_what_is_spent_while_the_trainer_trains_is_on_disk_with_its_checkpoint(world: Maker, tmp_path: Path) -> None:
-    made = make(world, 1)
-    made.next(0)
-    made.usd = 2.5
-    made.collector.state()
-    assert json.loads((tmp_path / "spend.json").read_text()) == {"usd": 2.5}
-
-
 def resumed(world: Maker, made: World, step: int, ahead: int) -> World:
     state = json.loads(json.dumps(made.collector.state()))
     again = make(world, ahead, state=state)

@@ -1,0 +1,121 @@
+"""A rank of test_given_up.py: `given_up_worker FOLDER OUT`; FOLDER is the model, rank 0 writes OUT, JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from contextlib import ExitStack
+from itertools import count
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_collab import preemption
+from megatron_collab.actor import model as policies
+from megatron_collab.actor.actor import Actor
+from megatron_collab.actor.critic import Critic
+from megatron_collab.config import Config
+from megatron_collab.processes import Preempted, RunStopped
+from megatron_collab.types import Batch
+from tests.actor.ranks import make_config, make_samples, process_group
+
+SMALL: dict[str, object] = {"train.tokens_per_micro_batch": 30, "algo.mini_batches": 2}
+CASES: dict[str, dict[str, object]] = {
+    "pp2": SMALL | {"parallel.pp": 2},
+    "dp2 gae": SMALL | {"algo.advantage": "gae", "algo.kl_in": "reward", "algo.kl": "k1", "algo.critic_lr": 1e-3},
+    "dp2 sft": SMALL | {"train.stage": "sft"},
+}
+
+
+class Told:
+    """The signal comes just before look number `at` of rank 0, counted from the last setting of it."""
+
+    def __init__(self) -> None:
+        self.at: int | None = None
+        self.looks = 0
+
+    def __call__(self) -> None:
+        self.looks += 1
+        if self.looks == self.at:
+            raise Preempted("told to end")
+
+
+def make(config: Config) -> Actor:
+    policy, _ = policies.load(config)
+    critic = Critic(config) if config.algo.advantage == "gae" else None
+    return Actor(config, policy, policies.frozen_copy(policy), critic)
+
+
+def state(actor: Actor) -> list[torch.Tensor]:
+    """Everything that an update changes."""
+    found = [torch.get_rng_state(), torch.tensor(actor.step)]
+    for trained in actor.trainables.values():
+        found += [parameter for chunk in trained.chunks for parameter in chunk.parameters()]
+        for part in trained.optimizer.chained_optimizers:
+            inner = part.optimizer
+            found += [tensor for group in inner.param_groups for tensor in group["params"]]
+            found += [value for of in inner.state.values() for value in of.values() if torch.is_tensor(value)]
+    return [tensor.detach().clone() for tensor in found]
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def given_up(config: Config, told: Told) -> int:
+    """At how many looks an update was given up, each time without a trace; then it is made as if never."""
+    first, second = (Batch(make_samples(11, seed)) for seed in (1, 2))
+    disturbed, undisturbed = make(config), make(config)
+    for actor in (disturbed, undisturbed):
+        actor.update(first)
+    for at in count(1):
+        before = state(disturbed)
+        told.at, told.looks = at, 0
+        try:
+            metrics = disturbed.update(second)
+        except Preempted:
+            assert same(state(disturbed), before), f"given up at look {at}, it left something behind"
+            continue
+        told.at = None
+        assert metrics == undisturbed.update(second)
+        assert same(state(disturbed), state(undisturbed))
+        return at - 1
+    raise AssertionError
+
+
+def put_away_first(folder: Path) -> bool:
+    """Whether a run that is stopped has been put away by rank 0 by the time this rank is out of it."""
+    mark = folder / "put away"
+
+    def put_away() -> None:
+        time.sleep(0.5)
+        mark.touch()
+
+    try:
+        with policies.leader_ends_first(60.0), ExitStack() as stack:
+            if os.environ["RANK"] == "0":
+                stack.callback(put_away)
+            raise RunStopped("told to end")
+    except RunStopped:
+        return mark.exists()
+
+
+def main(folder: Path, out: Path) -> None:
+    told = Told()
+    preemption.check = told
+    found = {}
+    for case, settings in CASES.items():
+        config = make_config(folder, settings)
+        with process_group(config):
+            found[case] = given_up(config, told)
+            leader = dist.get_rank() == 0
+    assert put_away_first(folder)
+    if leader:
+        out.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

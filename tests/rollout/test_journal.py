@@ -1,0 +1,219 @@
+"""What is finished is not played again: the file of groups, and runs that are stopped anywhere and start again."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_collab import preemption
+from megatron_collab.processes import Preempted
+from megatron_collab.rollout.journal import Journal, entries
+from megatron_collab.types import Batch, Ending, Group, Message, Missing, Task
+from tests.rollout.simulated import DIFFERENT, EQUAL, PROMPTS, World, rollout
+
+TASK = Task("7", (Message("user", "hi"),), "goal", "answer", "scripted/booking", {"day": "friday"})
+GROUP = Group(TASK, (rollout(0.1, 2), rollout(1.0, 3)))
+Maker = Callable[..., World]
+
+
+def test_a_group_comes_back_to_the_last_bit(tmp_path: Path) -> None:
+    Journal(tmp_path).write(3, {"train-3-0": GROUP})
+    assert Journal(tmp_path).find("train-3-0", TASK, 3) == GROUP
+    assert Journal(tmp_path).find("train-3-1", TASK, 3) is None
+
+
+def test_it_serves_its_own_task_and_weights_that_are_no_older(tmp_path: Path) -> None:
+    Journal(tmp_path).write(2, {"train-2-0": GROUP})
+    found = Journal(tmp_path)
+    assert found.find("train-2-0", replace(TASK, goal="another"), 3) is None
+    assert found.find("train-2-0", TASK, 2) is None
+    assert found.find("train-2-0", TASK, 4) == GROUP
+
+
+def test_what_lacks_a_reward_or_ended_with_an_error_is_played_again(tmp_path: Path) -> None:
+    lost = {
+        "no reward": Group(TASK, (rollout(1.0, 0), rollout(Missing("down"), 0))),
+        "error": Group(TASK, (rollout(1.0, 0, Ending.ERROR),)),
+    }
+    Journal(tmp_path).write(0, lost)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("cut", [1, 5, 14, 20, 60, "damaged"])
+def test_what_a_kill_left_half_written_is_dropped(tmp_path: Path, cut: int | str) -> None:
+    journal = Journal(tmp_path)
+    (file,) = [tmp_path / "step_0.groups"]
+    journal.write(0, {"first": GROUP})
+    size = file.stat().st_size
+    journal.write(0, {"second": GROUP})
+    content = bytearray(file.read_bytes())
+    if isinstance(cut, int):
+        content = content[: size + cut]
+    else:
+        content[-3] ^= 1
+    file.write_bytes(content)
+    again = Journal(tmp_path)
+    assert again.find("first", TASK, 9) == GROUP and again.find("second", TASK, 9) is None
+    again.write(0, {"third": GROUP})
+    assert [entry.stream for entry in entries(file)] == ["first", "third"]
+
+
+def test_a_file_that_the_file_system_filled_with_zeros_is_empty(tmp_path: Path) -> None:
+    (tmp_path / "step_0.groups").write_bytes(bytes(100))
+    Journal(tmp_path)
+    assert (tmp_path / "step_0.groups").stat().st_size == 0
+
+
+def test_steps_before_a_checkpoint_are_forgotten(tmp_path: Path) -> None:
+    for step in (2, 10, 11):
+        Journal(tmp_path).write(step, {f"train-{step}-0": GROUP})
+    journal = Journal(tmp_path)
+    journal.forget(11)
+    assert [file.name for file in tmp_path.iterdir()] == ["step_11.groups"]
+    assert journal.find("train-2-0", TASK, 9) is None
+    journal.forget()
+    assert not list(tmp_path.iterdir())
+
+
+def make(world: Maker, **options: Any) -> World:
+    made = world(lambda task: DIFFERENT if task % 2 else EQUAL, refills=3, **options)
+    made.config.train.steps = 6
+    return made
+
+
+def preempted(made: World, play: Callable[[], Any], *, at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`play` is given up at the look after that at which `at` was begun; that look found what is not slow."""
+    group = made.group
+
+    def told(task: Task, stream: str) -> Group:
+        if stream == at:
+            monkeypatch.setattr(preemption, "_came", time.monotonic())
+        return group(task, stream)
+
+    made.group = told  # type: ignore[method-assign]
+    with pytest.raises(Preempted), made.collector:
+        play()
+    monkeypatch.setattr(preemption, "_came", None)
+
+
+def assert_same(batch: Batch, wanted: Batch) -> None:
+    for one, other in zip(batch.samples, wanted.samples, strict=True):
+        assert np.array_equal(one.token_ids, other.token_ids) and np.array_equal(one.log_probs, other.log_probs)
+        assert (one.credits, one.version) == (other.credits, other.version)
+    counted = "count/from_journal"
+    assert {name: value for name, value in batch.metrics.items() if name != counted} == wanted.metrics
+
+
+@pytest.mark.parametrize("at", ["train-4-2", "train-4.1-0", "train-4.2-1"])
+def test_a_step_that_was_given_up_goes_on_where_it_was(world: Maker, at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    undisturbed = make(world)
+    wanted = undisturbed.next(4)
+    assert at in undisturbed.played
+    before = make(world)
+    before.slow = {"train-4-0"} if at == "train-4-2" else set()
+    preempted(before, lambda: before.next(4), at=at, monkeypatch=monkeypatch)
+    after = make(world, journal=True)
+    batch = after.next(4)
+    assert_same(batch, wanted)
+    assert batch.metrics["count/from_journal"] == len(before.played) - len(before.slow)
+    assert after.played.keys() == undisturbed.played.keys() - before.played.keys() | before.slow
+    assert after.written == undisturbed.written
+
+
+def test_a_step_whose_update_was_given_up_is_collected_without_playing(world: Maker) -> None:
+    before = make(world)
+    wanted = before.next(4)
+    after = make(world, journal=True)
+    assert_same(after.next(4), wanted)
+    assert not after.played
+
+
+def test_sampling_ahead_goes_on_where_it_was(world: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batch of step 2 was collected and never learned; the checkpoint is that of the step's beginning."""
+    before = make(world, max_staleness=1)
+    before.slow = {"train-1-3"}
+    for step in range(2):
+        before.next(step)
+    state = json.loads(json.dumps(before.collector.state()))
+    before.version = 2
+    before.slow |= {"train-3-1"}
+    wanted = before.next(2)
+    with pytest.raises(Preempted), before.collector:
+        raise Preempted
+    after = make(world, max_staleness=1, state=state, journal=True)
+    after.slow = before.slow
+    assert_same(after.next(2), wanted)
+    assert after.played.keys() == before.slow & after.played.keys() == {"train-1-3", "train-3-1"}
+
+
+def test_what_newer_weights_sampled_is_played_again_by_a_run_that_went_back(world: Maker) -> None:
+    """A conversation begun at step 0 in the middle of which the weights of step 1 came."""
+    before = make(world, max_staleness=1)
+    before.slow = {"train-1-0"}
+    before.group = lambda task, stream: Group(  # type: ignore[method-assign]
+        task, tuple(rollout(value, int(stream == "train-1-0")) for value in DIFFERENT)
+    )
+    before.next(0)
+    before.slow.clear()
+    before.next(1)
+    after = make(world, max_staleness=1, journal=True)
+    after.next(0)
+    assert set(after.played) == {"train-1-0"}
+
+
+def test_what_is_finished_when_a_run_is_stopped_is_kept(world: Maker) -> None:
+    """Groups that nobody looked at, as the ranks were training."""
+    before = make(world, max_staleness=1)
+    before.slow = {f"train-1-{number}" for number in range(PROMPTS)}
+    before.next(0)
+    before.slow.clear()
+    with pytest.raises(Preempted), before.collector:
+        raise Preempted
+    after = make(world, max_staleness=1, state=before.collector.state(), journal=True)
+    after.version = 1
+    after.next(1)
+    assert not {name for name in after.played if name.startswith("train-1-")}
+
+
+@pytest.mark.parametrize("step", [0, 5])
+def test_an_evaluation_goes_on_where_it_was(world: Maker, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    undisturbed = make(world)
+    undisturbed.version = step
+    undisturbed.collector.evaluate("before", step)
+    before = make(world)
+    before.version, before.slow = step, {"eval-before-1"}
+    stop = lambda: before.collector.evaluate("before", step)  # noqa: E731
+    preempted(before, stop, at="eval-before-3", monkeypatch=monkeypatch)
+    after = make(world, journal=True)
+    after.version = step
+    after.collector.evaluate("before", step)
+    assert set(after.played) == {"eval-before-1"}
+    assert after.evaluated == undisturbed.evaluated
+
+
+def test_a_run_that_is_done_leaves_no_journal(world: Maker, tmp_path: Path) -> None:
+    made = make(world)
+    with made.collector:
+        made.next(0)
+        assert list((tmp_path / "journal").iterdir())
+    assert not list((tmp_path / "journal").iterdir())
+
+
+def test_what_a_checkpoint_has_learned_is_forgotten(world: Maker, tmp_path: Path) -> None:
+    made = make(world, max_staleness=1)
+    made.slow = {"train-1-0"}
+    for step in range(3):
+        made.next(step)
+        made.collector.forget((step + 1, {"collector": made.collector.state()}))
+    assert {file.name for file in (tmp_path / "journal").iterdir()} == {
+        "step_1.groups",
+        "step_2.groups",
+        "step_3.groups",
+    }

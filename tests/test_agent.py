@@ -1,0 +1,100 @@
+"""Our torchrun: whose exit code it has, and that SIGUSR1 reaches the ranks and ends nobody, however early it comes."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_collab import preemption
+from megatron_collab.processes import EXIT_PREEMPTED, EXIT_STOPPED
+
+TIMEOUT = 120
+# Rank 0 has a process like any server; it waits for the signal, rank 1 for rank 0.
+WAITS = """
+import os, subprocess, sys, time
+from pathlib import Path
+from megatron_collab import preemption
+from megatron_collab.processes import Preempted
+
+folder = Path(sys.argv[1])
+if os.environ["RANK"] == "1":
+    time.sleep(600)
+preemption.heed()
+child = subprocess.Popen(["sleep", "600"])
+(folder / "ready").touch()
+try:
+    while True:
+        time.sleep(0.01)
+        preemption.check()
+except Preempted:
+    time.sleep(0.1)  # for the child to have it
+    code = 75 if child.poll() is None else 1
+    child.kill()
+    sys.exit(code)
+"""
+ENDS = """
+import os, signal, sys, time
+if os.environ["RANK"] == "0":
+    time.sleep(600)
+code = int(sys.argv[1])
+os.kill(os.getpid(), -code) if code < 0 else sys.exit(code)
+"""
+
+
+@contextmanager
+def agent(script: str, folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """Two ranks of `script`; started with the signal blocked, as `env --block-signal=USR1` does."""
+    (folder / "rank.py").write_text(script)
+    command = [sys.executable, "-m", "megatron_collab.agent", "--standalone", "--nproc-per-node=2"]
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {preemption.SIGNAL})
+    try:
+        process = subprocess.Popen([*command, str(folder / "rank.py"), *arguments], stderr=subprocess.PIPE, text=True)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            for one in [*psutil.Process(process.pid).children(recursive=True), process]:
+                one.kill()
+            process.communicate()
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    said = process.communicate(timeout=TIMEOUT)[1]
+    return process.returncode, said
+
+
+def test_a_signal_before_the_first_line_is_heeded(tmp_path: Path) -> None:
+    with agent(WAITS, tmp_path, str(tmp_path)) as process:
+        process.send_signal(preemption.SIGNAL)
+        assert ended(process)[0] == EXIT_PREEMPTED
+
+
+def test_a_signal_to_all_processes_of_a_job_ends_none(tmp_path: Path) -> None:
+    with agent(WAITS, tmp_path, str(tmp_path)) as process:
+        deadline = time.monotonic() + TIMEOUT
+        while not (tmp_path / "ready").exists():
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.01)
+        everyone: Sequence[psutil.Process] = psutil.Process(process.pid).children(recursive=True)
+        assert len(everyone) == 3
+        for other in everyone:
+            other.send_signal(preemption.SIGNAL)
+        assert ended(process)[0] == EXIT_PREEMPTED
+
+
+@pytest.mark.parametrize(("code", "shown"), [(EXIT_STOPPED, EXIT_STOPPED), (-signal.SIGKILL, 128 + signal.SIGKILL)])
+def test_the_exit_code_is_that_of_the_rank_that_failed_first(tmp_path: Path, code: int, shown: int) -> None:
+    """The others are ended by it, with codes of their own; what nobody has explained is explained."""
+    with agent(ENDS, tmp_path, str(code)) as process:
+        found, said = ended(process)
+        assert (found, "rank      : 1" in said) == (shown, code < 0)

@@ -1,0 +1,172 @@
+"""A run whose machine is wanted back again and again: what is saved, and whether it ends as if nothing had happened.
+
+`python tools/bench/preemption.py [--signals 20] [--root FOLDER]` trains a random model on the booking world for a few
+steps, first undisturbed, which takes T seconds, and then sends SIGUSR1 at random times of [0, T], start-up included,
+to the process that the user started, and starts it again; a run that gets to its end is followed by another. Values:
+
+- saved, of: signals after which the run ended with the exit code that says so, all finished steps in a checkpoint.
+- slowest_s: seconds from a signal to the end of the process.
+- equal: 1 where parameters, transcripts, evaluations and all metrics but counts and seconds are those of the
+  undisturbed run, bit for bit.
+- played_again: groups that were in the journal and were played once more; must be 0.
+- in_journal: groups that were in the journal when a run was started again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from megatron_collab import preemption
+from megatron_collab.processes import EXIT_PREEMPTED
+from megatron_collab.rollout.journal import entries
+
+SEED = 0
+DEADLINE = 600.0  # seconds for one start, on a machine however busy
+SETTINGS = [
+    "experiment=booking",
+    "train.steps=4",
+    "train.checkpoint_every=3",
+    "train.prompts_per_step=4",
+    "train.rollouts_per_prompt=4",
+    "train.eval_tasks=8",
+    "rollout.futures=2",
+    "reward.malformed=null",  # the random model never ends a turn by itself
+    "reward.weights.token_amount=-0.01",
+]
+DIFFER = ("seconds/", "count/", "llm/", "servers/")  # what says how, not what was sampled and learned
+
+
+class Journal:
+    """Which streams were written to the journal of a run, looked at while it goes: what is trained leaves it."""
+
+    def __init__(self, run: Path) -> None:
+        self._folder = run / "journal"
+        self._sizes: dict[Path, int] = {}
+        self._written: dict[Path, Counter[str]] = {}
+
+    def look(self) -> None:
+        for file in self._folder.glob("*.groups"):
+            with suppress(FileNotFoundError):  # its steps are in a checkpoint
+                size = file.stat().st_size
+                if size != self._sizes.get(file):
+                    found = Counter(entry.stream for entry in entries(file))
+                    self._written[file] = found | self._written.get(file, Counter())
+                    self._sizes[file] = size
+
+    @property
+    def again(self) -> int:
+        """Groups that were written more than once."""
+        return sum(count - 1 for found in self._written.values() for count in found.values())
+
+    def now(self) -> int:
+        """Groups that are there."""
+        return sum(1 for file in self._folder.glob("*.groups") for _ in entries(file))
+
+
+@contextmanager
+def started(root: Path, name: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A start of the run `name`; its processes end with it."""
+    command = [sys.executable, "-m", "megatron_collab.train", *SETTINGS, f"run.dir={root / name}"]
+    command += [f"data.dir={root / 'world'}", f"model.path={root / 'world' / 'model'}"]
+    with (root / f"{name}.log").open("ab") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def wait(process: subprocess.Popen[bytes], journal: Journal, seconds: float) -> bool:
+    """Whether the process ends within that time."""
+    deadline = time.monotonic() + seconds
+    while process.poll() is None:
+        if time.monotonic() > deadline:
+            return False
+        journal.look()
+        time.sleep(0.02)
+    return True
+
+
+def learned(run: Path) -> tuple[int, int]:
+    """Steps that were finished, and those that the newest checkpoint holds."""
+    metrics, latest = run / "metrics.jsonl", run / "checkpoints" / "latest"
+    finished = metrics.read_text().count("\n") if metrics.exists() else 0
+    return finished, int(latest.read_text().removeprefix("step_")) if latest.exists() else 0
+
+
+def outcome(run: Path) -> dict[str, object]:
+    """What a run comes to, without what may differ."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {
+        "parameters": (run / "hf" / "model.safetensors").read_bytes(),
+        "metrics": [{k: v for k, v in row.items() if not k.startswith(DIFFER)} for row in rows],
+        "transcripts": (run / "transcripts.jsonl").read_text(),
+        "evaluations": json.loads((run / "evaluations.json").read_text()),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--signals", type=int, default=20)
+    parser.add_argument("--root", type=Path)
+    arguments = parser.parse_args()
+    preemption.block()  # and so do those whom we start, from their first instruction on
+    with tempfile.TemporaryDirectory() as folder:
+        print(json.dumps({"name": "preemption", "values": measured(arguments.root or Path(folder), arguments.signals)}))
+
+
+def measured(root: Path, signals: int) -> dict[str, float]:
+    drawn = random.Random(SEED)
+    began = time.monotonic()
+    with started(root, "undisturbed") as process:
+        assert wait(process, Journal(root / "undisturbed"), DEADLINE) and process.returncode == 0, f"see {root}"
+    whole = time.monotonic() - began
+    print(f"undisturbed: {whole:.1f} s", flush=True)
+    wanted = outcome(root / "undisturbed")
+    sent = saved = again = found = runs = 0
+    slowest, equal = 0.0, True
+    while sent < signals:
+        name, runs, code = f"run{runs}", runs + 1, EXIT_PREEMPTED
+        journal = Journal(root / name)
+        while code == EXIT_PREEMPTED:
+            found += journal.now()
+            moment = drawn.uniform(0, whole)
+            with started(root, name) as process:
+                last = sent == signals
+                if not wait(process, journal, DEADLINE if last else moment):
+                    process.send_signal(preemption.SIGNAL)
+                    sent, told = sent + 1, time.monotonic()
+                    wait(process, journal, DEADLINE)
+                    took = time.monotonic() - told
+                    steps, kept = learned(root / name)
+                    slowest = max(slowest, took)
+                    # One that is told when it is all but done ends well.
+                    saved += process.returncode == 0 or (process.returncode == EXIT_PREEMPTED and kept == steps)
+                    print(f"{name}: signal {sent} at {moment:.1f} s, code {process.returncode} {took:.1f} s later, "
+                          f"{kept} of {steps} steps and {journal.now()} groups saved", flush=True)  # fmt: skip
+                code = process.returncode
+        again += journal.again
+        equal = equal and code == 0 and outcome(root / name) == wanted
+    return {
+        "saved": saved,
+        "of": sent,
+        "slowest_s": round(slowest, 1),
+        "equal": float(equal),
+        "played_again": again,
+        "in_journal": found,
+    }
+
+
+if __name__ == "__main__":
+    main()
