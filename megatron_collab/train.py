@@ -18,16 +18,21 @@ from megatron_collab import launch, preemption
 from megatron_collab.config import Config, ConfigError
 from megatron_collab.processes import (
     EXIT_BAD_INPUT,
+    EXIT_HUNG,
     EXIT_PREEMPTED,
     EXIT_STOPPED,
+    Hung,
     Preempted,
     RunStopped,
     die_with_parent,
 )
 
+_EXITS = {Preempted: EXIT_PREEMPTED, Hung: EXIT_HUNG}
+
 
 def fit(config: Config) -> None:
     """Train from the last checkpoint in run.dir, or from model.path, to train.steps."""
+    from megatron_collab import alarm
     from megatron_collab.actor import model
     from megatron_collab.actor.actor import Actor
     from megatron_collab.actor.checkpoint import Checkpoints
@@ -39,6 +44,7 @@ def fit(config: Config) -> None:
 
     supervised = config.train.stage == "sft"
     with ExitStack() as stack:
+        stack.enter_context(alarm.armed(config))
         engine = None if supervised else stack.enter_context(Engine(config))
         stack.enter_context(model.init_parallel(config))
         policy, shape = model.load(config)
@@ -115,7 +121,7 @@ def main(arguments: list[str]) -> int:
     except RunStopped as error:
         if launch.global_rank() == 0:
             print(f"megatron-collab: {error}", file=sys.stderr)
-        return EXIT_PREEMPTED if isinstance(error, Preempted) else EXIT_STOPPED
+        return next((code for kind, code in _EXITS.items() if isinstance(error, kind)), EXIT_STOPPED)
     return 0
 
 

@@ -14,6 +14,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
+from megatron_collab import watch
 from megatron_collab.actor.offload import Offload
 from megatron_collab.actor.optimizer import build_optimizer
 from megatron_collab.actor.share import MicroBatch, Share
@@ -100,6 +101,7 @@ def schedule(chunks: Sequence[torch.nn.Module], share: Share, loss: Callable[...
     """Megatron's schedule of this pipeline over the micro-batches; what `loss` reports of each."""
 
     def forward(batches: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+        watch.beat()
         micro_batch = next(batches)
         output = chunk(micro_batch.token_ids, micro_batch.position_ids, None, packed_seq_params=micro_batch.packed)
         return output, partial(loss, micro_batch)

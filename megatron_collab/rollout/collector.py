@@ -8,21 +8,22 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import ray
 import torch.distributed as dist
 
-from megatron_collab import files
+from megatron_collab import files, stacks, watch
 from megatron_collab.algo.credit import fresh, samples_of, teaches
 from megatron_collab.config import Config
 from megatron_collab.data.datasets import Cursor, load_tasks
 from megatron_collab.observe.run import Run
 from megatron_collab.processes import RunStopped
-from megatron_collab.rollout.ahead import Asked, Flight, Slot, window
+from megatron_collab.rollout.ahead import Asked, Flight, Slot, answers, window
 from megatron_collab.rollout.leader import from_leader
+from megatron_collab.rollout.patience import group_seconds
 from megatron_collab.rollout.summary import mean, summary
 from megatron_collab.rollout.worker import Crew
 from megatron_collab.types import Batch, Group, Missing, Sample
@@ -67,7 +68,7 @@ class Collector:
         if self.leader:
             assert crew is not None
             self.tasks = load_tasks(Path(config.data.train))
-            self._flight = Flight(crew.conversations, lacking)
+            self._flight = self._new_flight(crew)
             self._left = [Slot(*slot) for slot in state.get("in_flight", ())]
             self._next = Slot(*state["next"]) if state else None
             self._ledger = Path(config.run.dir) / "spend.json"
@@ -75,10 +76,12 @@ class Collector:
 
     def next(self, step: int) -> Batch:
         """The batch of `step`, the same on every rank, while the servers have version `step`; collective."""
+        watch.at(f"the rollouts of step {step}")
         return self._together(self._collect(step))
 
     def evaluate(self, name: str, step: int) -> None:
         """Play `train.eval_tasks` tasks of data.eval to their end, once each, and record the scores; collective."""
+        watch.at(f"evaluation {name}")
         self._together(self._evaluate(name, step))
 
     def state(self) -> dict[str, Any]:
@@ -180,6 +183,10 @@ class Collector:
                 self._begin(self._next)
                 self._next = self._next.after(prompts)
 
+    def _new_flight(self, crew: Crew) -> Flight:
+        written = Path(self.config.run.dir) / stacks.FOLDER
+        return Flight(crew.conversations, self.lacking, partial(group_seconds, self.config), written)
+
     def _begin(self, slot: Slot) -> None:
         """Have a group played, of the task that follows from its slot: every refill has an order of its own."""
         seed = self.config.run.seed
@@ -194,7 +201,7 @@ class Collector:
             return
         assert self.crew is not None
         tasks = load_tasks(Path(self.config.data.eval))[: self.config.train.eval_tasks]
-        flight = Flight(self.crew.conversations, self.lacking)
+        flight = self._new_flight(self.crew)
         for index, task in enumerate(tasks):
             flight.begin(Asked(Slot(step, 0, index), f"eval-{name}-{index}", "evaluate", task))
         taken = yield from flight.take(len(tasks), f"evaluation {name}")
@@ -205,23 +212,32 @@ class Collector:
         """What was counted and spent since the last step: by users, tools and servers, on users and judges."""
         assert self.crew is not None
         counts: Counter[str] = Counter()
-        for taken in ray.get([worker.take_counters.remote() for worker in self.crew.conversations]):
+        players = enumerate(self.crew.conversations)
+        for taken in self._asked({f"the counters of conversation-{n}": p.take_counters.remote() for n, p in players}):
             counts.update(taken)
-        spent = ray.get(self.crew.limiter.spend.remote())
+        spent = self._spend()
         step = {f"llm/{name}": float(value - self._spent[name]) for name, value in sorted(spent.items())}
         self._spent = spent
         return {**{f"count/{name}": float(count) for name, count in sorted(counts.items())}, **step}
 
     def _write_spend(self) -> None:
-        assert self.crew is not None
-        files.replace(self._ledger, json.dumps(ray.get(self.crew.limiter.spend.remote())))
+        files.replace(self._ledger, json.dumps(self._spend()))
 
     def _restore_spend(self) -> dict[str, float]:
         """Totals of the run's earlier starts, which its budget counts, and steps that are done again as well."""
         assert self.crew is not None
         if self._ledger.is_file():
-            ray.get(self.crew.limiter.restore.remote(json.loads(self._ledger.read_text())))
-        return ray.get(self.crew.limiter.spend.remote())
+            before = json.loads(self._ledger.read_text())
+            self._asked({"the limiter to take what was spent before": self.crew.limiter.restore.remote(before)})
+        return self._spend()
+
+    def _spend(self) -> dict[str, float]:
+        assert self.crew is not None
+        (spent,) = self._asked({"what was spent, of the limiter": self.crew.limiter.spend.remote()})
+        return spent
+
+    def _asked(self, references: Mapping[str, Any]) -> list[Any]:
+        return answers(references, self.config.launch.timeout / 2)  # the other ranks wait meanwhile
 
 
 def refuse_missing(groups: Sequence[Group], max_missing: float) -> None:

@@ -7,20 +7,21 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_collab import preemption
+from megatron_collab import preemption, watch
 from megatron_collab.llm.limiter import BudgetSpent
-from megatron_collab.processes import Preempted, RunStopped
+from megatron_collab.processes import Hung, Preempted, RunStopped
 
 # What a failure of rank 0 becomes on the other ranks: the first that it is one of.
-_KINDS = (Preempted, RunStopped, RuntimeError)
+_KINDS = (Preempted, Hung, RunStopped, RuntimeError)
 
 
 def from_leader(make: Callable[[], Any]) -> Any:
     """What rank 0 makes, on every rank; where rank 0 fails, every rank raises instead of waiting for it.
 
-    The others wait as long as launch.timeout lets them. A budget that is used up stops the run: RunStopped on every
+    A budget that is used up stops the run: RunStopped on every
     rank, as where rank 0 raises one; Preempted on every rank where rank 0 has been told to end.
     """
+    watch.beat()
     box: list[Any] = [None, None, None]
     failure: Exception | None = None
     if dist.get_rank() == 0:
@@ -35,6 +36,7 @@ def from_leader(make: Callable[[], Any]) -> Any:
             kind = next((number for number, kind in enumerate(_KINDS) if isinstance(failure, kind)), len(_KINDS) - 1)
             box[1:] = f"{type(failure).__name__}: {failure}", kind
     dist.broadcast_object_list(box, src=0)
+    watch.beat()
     if failure is not None:
         raise failure
     if box[1] is not None:

@@ -24,12 +24,12 @@ from urllib.request import Request, urlopen
 
 import aiohttp
 
-from megatron_collab import device
+from megatron_collab import device, stacks, watch
 from megatron_collab.config import Config, RolloutConfig, SamplingConfig
 from megatron_collab.ports import HOST, bindable
 from megatron_collab.processes import RunStopped
 from megatron_collab.rollout.tools import ToolCall
-from megatron_collab.sglang_cpu.key import KEY_VARIABLE, PARENT_VARIABLE
+from megatron_collab.sglang_cpu.key import KEY_VARIABLE, PARENT_VARIABLE, STACKS_VARIABLE
 from megatron_collab.types import Finish, Turn
 
 ATTEMPTS = 5
@@ -102,10 +102,11 @@ class SGLangServer:
     def _start(self) -> None:
         self.released: set[str] = set()
         self._ready = False
+        written = (self.log.parent / stacks.FOLDER / self.log.stem).resolve()
         with self.log.open("ab") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "megatron_collab.sglang_cpu.serve", *self._arguments],
-                env=_environment(self.config, self.api_key, self.index),
+                env=_environment(self.config, self.api_key, self.index) | {STACKS_VARIABLE: str(written)},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -125,6 +126,7 @@ class SGLangServer:
 
     def healthy(self) -> bool:
         """Whether requests are served."""
+        watch.beat()  # however often that is asked: whoever waits for it has a deadline
         try:
             with urlopen(f"{self.url}/health", timeout=HEALTH_SECONDS):
                 pass
@@ -191,10 +193,10 @@ class SGLangServer:
         return "\n  ".join([f"the end of {self.log}:", *lines])
 
     def _call(self, path: str, **body: Any) -> None:
+        watch.beat()
         headers = {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"}
         try:
             request = Request(self.url + path, json.dumps(body).encode(), headers)
-            # The other ranks wait in a collective meanwhile.
             with urlopen(request, timeout=self.config.launch.timeout / 4) as answer:
                 answer.read()
         except HTTPError as error:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
 
+from megatron_collab import stacks
 from megatron_collab.config import Config
 from megatron_collab.reward.loop import RewardClient, RewardWorker, start_actor
 from megatron_collab.rollout.tools import schemas
@@ -18,8 +20,11 @@ from megatron_collab.types import Group, Task
 class ConversationWorker:
     """A Player with its own connections to the SGLang server; runs as a Ray actor."""
 
-    def __init__(self, config: Config, servers: list[tuple[str, str]], reward_workers: list[str]) -> None:
-        """`servers`: address and key of each SGLang server; `reward_workers`: names of the Ray actors that score."""
+    def __init__(self, config: Config, servers: list[tuple[str, str]], reward_workers: list[str], name: str) -> None:
+        """`servers`: address and key of each SGLang server; `reward_workers`: names of the Ray actors that score;
+        `name`: what the file with its stacks is called after.
+        """
+        stacks.register(Path(config.run.dir) / stacks.FOLDER, name)
         # Imported here: the process that starts the workers needs neither LiteLLM nor the tokenizer.
         from megatron_collab.data.prompts import ChatRenderer
         from megatron_collab.llm import limiter
@@ -71,6 +76,9 @@ def start_crew(config: Config, servers: list[tuple[str, str]]) -> Crew:
 
     bound = limiter.start(config.llm)
     names = [f"reward-{i}" for i in range(config.reward.workers)]
-    rewards = [start_actor(RewardWorker, config, name=name) for name in names]
-    players = [start_actor(ConversationWorker, config, servers, names) for _ in range(config.rollout.workers)]
+    rewards = [start_actor(RewardWorker, config, name, name=name) for name in names]
+    players = [
+        start_actor(ConversationWorker, config, servers, names, f"conversation-{i}")
+        for i in range(config.rollout.workers)
+    ]
     return Crew(players, rewards, bound)
