@@ -31,7 +31,7 @@ RL = [
 class Program:
     """One start of the trainer, in a session of its own, whose processes can all be found again."""
 
-    def __init__(self, arguments: list[str], log: Path) -> None:
+    def __init__(self, arguments: list[str], log: Path, **environment: str) -> None:
         self.mark = f"e2e-{os.getpid()}-{time.monotonic_ns()}"
         self.log = log
         self.descendants: list[psutil.Process] = []
@@ -41,7 +41,7 @@ class Program:
                 stdout=stream,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={**os.environ, "MEGATRON_COLLAB_TEST": self.mark},
+                env={**os.environ, **environment, "MEGATRON_COLLAB_TEST": self.mark},
             )
 
     def wait(self, timeout: float = 300) -> int:
