@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
-import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from ray.cluster_utils import Cluster
 
 from tests.e2e.test_booking import Program, lines, parameters, steps_done
+from tests.helpers import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +32,9 @@ time.time = lambda: real() + ahead()
 time.time_ns = lambda: real_ns() + ahead() * 10**9
 """
 # Ray asks a node five times, three seconds apart, before it is dead; here less often.
-QUICK = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 4}
+QUICK = json.dumps(
+    {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 4}
+)
 
 
 @pytest.fixture(scope="module")
@@ -102,30 +106,43 @@ def test_a_clock_that_jumps_changes_nothing(root: Path, undisturbed: Path, start
     same(root / "jumps", undisturbed)
 
 
+Nodes = tuple[str, psutil.Process, dict[str, str]]
+
+
 @pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    """Two Ray nodes, each a raylet of its own."""
-    monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    options = {"num_cpus": 1, "include_dashboard": False, "_system_config": QUICK}
-    cluster = Cluster(initialize_head=True, head_node_args=options)
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    """Two Ray nodes, each a raylet of its own: the address of the first, the process of the second, their secret."""
+    secret = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    address = f"127.0.0.1:{free_port()}"
+    head = ["--head", f"--port={address.split(':')[1]}", "--include-dashboard=false", f"--system-config={QUICK}"]
+    started = []
     try:
-        yield cluster
+        for number, options in enumerate((head, [f"--address={address}"])):
+            command = [sys.executable, "-m", "ray.scripts.scripts", "start", *options, "--num-cpus=1", "--block"]
+            with (tmp_path / f"node{number}.log").open("w") as log:
+                process = subprocess.Popen(
+                    [*command, "--disable-usage-stats"], env=os.environ | secret, stdout=log, stderr=log
+                )
+            started.append(psutil.Process(process.pid))
+            deadline = time.monotonic() + 120
+            while "Ray runtime started" not in (tmp_path / f"node{number}.log").read_text():
+                assert process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.1)
+        yield address, started[1], secret
     finally:
-        cluster.shutdown()
+        for process in [one for node in started if node.is_running() for one in (*node.children(recursive=True), node)]:
+            process.kill()
 
 
-def test_a_ray_node_that_is_killed(
-    root: Path, undisturbed: Path, cluster: Cluster, start: Callable[..., Program]
-) -> None:
+def test_a_ray_node_that_is_killed(root: Path, undisturbed: Path, nodes: Nodes, start: Callable[..., Program]) -> None:
     """Its workers are started again on the other node, and what they were doing is done again."""
-    run, node = root / "node", cluster.add_node(num_cpus=1)
-    program = start([*rl(root, "node"), "rollout.workers=2", "reward.workers=2"], RAY_ADDRESS=cluster.address)
+    run, (address, node, secret) = root / "node", nodes
+    program = start([*rl(root, "node"), "rollout.workers=2", "reward.workers=2"], RAY_ADDRESS=address, **secret)
     program.when(lambda: steps_done(run) == 1)
-    (raylet,) = (info.process for info in node.all_processes["raylet"])
-    there = {process.pid for process in psutil.Process(raylet.pid).children(recursive=True)}
-    lost = [name for name in ("conversation", "reward") for worker in workers(run, name) if worker.pid in there]
-    assert lost, "no worker was on that node"
-    os.kill(raylet.pid, signal.SIGKILL)
+    there = node.children(recursive=True)
+    assert [worker for name in ("conversation", "reward") for worker in workers(run, name) if worker in there]
+    time.sleep(0.5)  # the weights are published, the next step is sampled
+    for process in there:
+        process.kill()
     program.finish()
     same(run, undisturbed)
