@@ -37,9 +37,9 @@ def ask(folder: Path, seconds: float = 2.0) -> list[Path]:
     """Have every registered process of this machine write; the files of those that did not within `seconds`."""
     sizes = {}
     for pid, file in _registered(folder):
-        with suppress(psutil.NoSuchProcess):
-            if str(file.resolve()) in [opened.path for opened in psutil.Process(pid).open_files()]:
-                sizes[file] = file.stat().st_size
+        if _holds(pid, file):
+            sizes[file] = file.stat().st_size
+            with suppress(ProcessLookupError):
                 os.kill(pid, SIGNAL)
     deadline = time.monotonic() + seconds
     while waiting := [file for file, size in sizes.items() if file.stat().st_size == size]:
@@ -52,13 +52,21 @@ def ask(folder: Path, seconds: float = 2.0) -> list[Path]:
 def clear(folder: Path) -> None:
     """Remove what processes of this machine that have ended left empty."""
     for pid, file in _registered(folder):
-        if file.stat().st_size == 0 and not psutil.pid_exists(pid):
+        if file.stat().st_size == 0 and not _holds(pid, file):
             file.unlink(missing_ok=True)
 
 
 def _registered(folder: Path) -> Iterator[tuple[int, Path]]:
     for file in sorted(folder.glob(f"*-{socket.gethostname()}-*.txt")):
         yield int(file.stem.rpartition("-")[2]), file
+
+
+def _holds(pid: int, file: Path) -> bool:
+    """Whether that process lives and has the file: ours, and no other that has got its number since."""
+    try:
+        return str(file.resolve()) in [opened.path for opened in psutil.Process(pid).open_files()]
+    except psutil.Error:
+        return False
 
 
 def innermost() -> tuple[str, str]:

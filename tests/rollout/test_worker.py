@@ -271,7 +271,7 @@ def gives_up_on_a_worker_that_hangs(worker: Any, task: Task, written: Path) -> N
     finally:
         process.resume()
     deadline = time.monotonic() + 30
-    while "run_forever" not in file.read_text():  # the signal that asked for it has waited
+    while "default_worker.py" not in file.read_text():  # the signal that asked for it has waited
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
