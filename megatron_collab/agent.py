@@ -16,9 +16,9 @@ from contextlib import suppress
 import psutil
 
 from megatron_collab import preemption
-from megatron_collab.processes import EXIT_BAD_INPUT, EXIT_PREEMPTED, EXIT_STOPPED
+from megatron_collab.processes import EXIT_BAD_INPUT, EXIT_HUNG, EXIT_PREEMPTED, EXIT_STOPPED
 
-_EXPLAINED = (EXIT_BAD_INPUT, EXIT_STOPPED, EXIT_PREEMPTED)  # rank 0 has said why, in one line
+_EXPLAINED = (EXIT_BAD_INPUT, EXIT_STOPPED, EXIT_HUNG, EXIT_PREEMPTED)  # rank 0 has said why, in one line
 _AGAIN = 1.0  # seconds; a rank that is started after the signal has to have it as well
 
 

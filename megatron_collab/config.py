@@ -55,7 +55,7 @@ class LaunchConfig:
         None, "network interface that the nodes talk over, as ib0; needed on more than one node, else loopback"
     )
     device: str = option("auto", "auto, cpu or cuda")
-    timeout: float = option(600.0, "seconds any collective may take before the run ends")
+    timeout: float = option(600.0, "seconds in which something must move on some rank, or the run ends with all stacks")
 
 
 @dataclass

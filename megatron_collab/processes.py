@@ -5,13 +5,15 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import time
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 
 # How a run ends other than well, for whoever started it.
 EXIT_BAD_INPUT = 2  # nothing was started
 EXIT_STOPPED = 3  # RunStopped
-EXIT_HUNG = 4  # a wait was longer than launch.timeout
+EXIT_HUNG = 4  # Hung, or nothing has moved for launch.timeout seconds
 EXIT_PREEMPTED = 75  # Preempted: start the same command again (EX_TEMPFAIL of sysexits.h)
 
 
@@ -19,8 +21,18 @@ class RunStopped(RuntimeError):
     """The run cannot go on, for a reason that its user can remove; what was learned so far is saved."""
 
 
+class Hung(RunStopped):
+    """Something that the run waits for has not come in all the time that it may take."""
+
+
 class Preempted(RunStopped):
     """The machine is wanted back: what was finished is saved, and the same command goes on."""
+
+
+def age(pid: int) -> float:
+    """Seconds since the process was started, whatever happens to the wall clock (Linux)."""
+    ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])  # since the boot; proc(5)
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def die_with_parent(parent: int | None = None) -> None:

@@ -25,8 +25,10 @@ from megatron_collab.config import Config, ConfigError
 from megatron_collab.keys import redact
 from megatron_collab.processes import (
     EXIT_BAD_INPUT,
+    EXIT_HUNG,
     EXIT_PREEMPTED,
     EXIT_STOPPED,
+    Hung,
     Preempted,
     RunStopped,
     die_with_parent,
@@ -35,6 +37,7 @@ from megatron_collab.processes import (
 
 def fit(config: Config) -> None:
     """Train from the last checkpoint in run.dir, or from model.path, to train.steps."""
+    from megatron_collab import alarm
     from megatron_collab.actor import model
     from megatron_collab.actor.actor import Actor
     from megatron_collab.actor.checkpoint import Checkpoints
@@ -46,6 +49,7 @@ def fit(config: Config) -> None:
 
     supervised = config.train.stage == "sft"
     with ExitStack() as stack:
+        stack.enter_context(alarm.armed(config))
         stack.enter_context(model.leader_ends_first(config.launch.timeout))
         engine = None if supervised else stack.enter_context(Engine(config))
         stack.enter_context(model.init_parallel(config))
@@ -132,7 +136,7 @@ def main(arguments: list[str]) -> int:
     except RunStopped as error:
         if launch.global_rank() == 0:
             print(f"megatron-collab: {redact(str(error))}", file=sys.stderr)
-        return EXIT_STOPPED
+        return EXIT_HUNG if isinstance(error, Hung) else EXIT_STOPPED
     return 0
 
 

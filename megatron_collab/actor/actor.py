@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron_collab import watch
 from megatron_collab.actor.critic import Critic
 from megatron_collab.actor.model import unwrap
 from megatron_collab.actor.objective import Head, PolicyObjective, Report, SupervisedObjective, names
@@ -77,6 +78,7 @@ class Actor:
         nothing is trained, FloatingPointError where the gradient is not finite. Preempted on every rank where the
         machine is wanted back before the first optimizer step; nothing has changed then.
         """
+        watch.at(f"the update of step {self.step}")
         lr = learning_rate(self.config.optim, self.config.train.steps, self.step)
         critic_lr = self.config.algo.critic_lr * lr / self.config.optim.lr
         columns = self._columns(batch.samples)

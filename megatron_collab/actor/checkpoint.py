@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -29,6 +28,7 @@ from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.utils import _DistWrapper
 
+from megatron_collab import alarm, watch
 from megatron_collab.actor import storage
 from megatron_collab.actor.blocks import SaveBlocks
 from megatron_collab.actor.sharded import MAIN, Snapshot, Trainable, restore, restore_weights, snapshot
@@ -62,15 +62,15 @@ class Checkpoints:
 
     Made, and called, by all ranks together. The writing threads talk to each other in a process group of their
     own, in which nobody else does and one save at a time: their collectives cannot meet those of the training.
-    A rank that is later than the others by more than `timeout` seconds ends the run.
 
     `on_disk`: step and state of the newest checkpoint that is known to be whole on disk.
     """
 
     def __init__(self, folder: Path, keep: int, timeout: float) -> None:
+        """`timeout`: launch.timeout."""
         self.folder = folder
         self.keep = keep
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        self._group = dist.new_group(backend="gloo", timeout=alarm.collective_timeout(timeout))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
         self._written: tuple[int, dict[str, Any]] = 0, {}
@@ -92,6 +92,7 @@ class Checkpoints:
         optimizer's state (12 bytes for every parameter of the shard, over the data parallel ranks).
         """
         self.finish()
+        watch.at(f"the save of step {step}")
         content = _Content(step, snapshot(actor.trainables), pickle.dumps(_random_state()), json.dumps(state))
         self._writing, self._written = self._thread.submit(self._write, content), (step, state)
 
@@ -99,6 +100,7 @@ class Checkpoints:
         """Wait until the last save is on disk; RunStopped if it failed, and then nothing of it is left there."""
         if self._writing is None:
             return
+        watch.at("the wait for the last checkpoint to be written")
         writing, self._writing = self._writing, None
         try:
             writing.result()
@@ -119,6 +121,7 @@ class Checkpoints:
         whole. On another number of ranks the RNG states are not restored.
         """
         self.finish()
+        watch.at(f"the load from {self.folder}")
         found = _from_rank_0(lambda: storage.candidates(self.folder))
         for checkpoint in found:
             saved, damage = self._inspect(checkpoint)

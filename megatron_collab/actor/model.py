@@ -29,7 +29,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
-from megatron_collab import device
+from megatron_collab import alarm, device, watch
 from megatron_collab.actor import cpu, fixes
 from megatron_collab.actor.local_spec import rotated
 from megatron_collab.actor.megatron_config import DTYPES, backend_spec, transformer_config
@@ -88,13 +88,14 @@ def leader_ends_first(timeout: float) -> Iterator[None]:
 def init_parallel(config: Config) -> Iterator[None]:
     """Process groups and the seeds of the ranks, from torchrun's environment; may be entered again after its end.
 
-    A collective that takes longer than launch.timeout seconds ends the run.
+    How long a collective may wait is said by alarm.py.
     """
     chosen = device.select(config.launch.device)
     cpu.check(chosen.type)
     if chosen.type != "cpu":
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
-    timeout = timedelta(seconds=config.launch.timeout)
+    watch.at("the meeting of the ranks")
+    timeout = alarm.collective_timeout(config.launch.timeout)
     store, rank, world_size = run_store()
     # A prefix of its own: what an earlier group of this process left in the store must not be read again.
     store = dist.PrefixStore(f"parallel/{next(_GROUPS)}", store)
@@ -200,6 +201,7 @@ def _build(config: TransformerConfig, shape: ModelShape, where: torch.device) ->
 def load(config: Config) -> tuple[list[torch.nn.Module], ModelShape]:
     """The model of model.path, loaded, and its shape."""
     folder = Path(config.model.path)
+    watch.at(f"the load of {folder}")
     shape = hf_config.read(folder / "config.json")
     chunks = build(config, shape)
     load_hf(chunks, folder, shape)

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_collab import watch
 from megatron_collab.files import replace
 
 LATEST = "latest"
@@ -33,6 +34,7 @@ def _checksum(file: Path) -> tuple[int, int]:
     size = crc = 0
     with file.open("rb") as content:
         while block := content.read(_READ_BYTES):
+            watch.beat()
             size, crc = size + len(block), zlib.crc32(block, crc)
     return size, crc
 

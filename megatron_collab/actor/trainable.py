@@ -14,6 +14,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
+from megatron_collab import watch
 from megatron_collab.actor.offload import Offload
 from megatron_collab.actor.optimizer import build_optimizer
 from megatron_collab.actor.share import MicroBatch, Share
@@ -121,6 +122,7 @@ def schedule(
         look()
 
     def forward(batches: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+        watch.beat()
         if interruptible and not staged:
             look()
         micro_batch = next(batches)

@@ -17,6 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
 from safetensors.torch import save_file
 
+from megatron_collab import watch
 from megatron_collab.actor.hf_folder import HFTensors, plan_files, write_rest
 from megatron_collab.publish import hf_map
 from megatron_collab.publish.hf_map import Entry, ModelShape, Piece, Place
@@ -82,6 +83,7 @@ def load_hf(chunks: Iterable[torch.nn.Module], folder: Path, shape: ModelShape) 
     entries = {entry.megatron: entry for entry in hf_map.table(shape)}
     with torch.no_grad():
         for name, parameter in named_shards(chunks):
+            watch.beat()
             entry = entries[name]
             _check_shard(entry, parameter, tp)
             # Made in full before it is copied: FP8 parameters are scaled as a whole.
@@ -103,6 +105,7 @@ def save_hf(chunks: Iterable[torch.nn.Module], folder: Path, source: Path, shape
     Rank 0 receives the tensors one by one and holds one file of them at a time. config.json, tokenizer and
     other small files come from `source`.
     """
+    watch.at(f"the export to {folder}")
     own = place()
     shards = dict(named_shards(chunks))
     example = next(iter(shards.values()))
@@ -117,6 +120,7 @@ def save_hf(chunks: Iterable[torch.nn.Module], folder: Path, source: Path, shape
             for rank, owned in enumerate(offered):
                 if entry.megatron not in owned:
                     continue
+                watch.beat()
                 if rank == 0:
                     shard = values(shards[entry.megatron])
                 else:

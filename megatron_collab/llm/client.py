@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any
 from weakref import WeakValueDictionary
 
+import httpx
 import litellm
 from litellm._internal_context import is_internal_call
 from openai import OpenAIError
@@ -68,8 +69,8 @@ class LlmClient:
 
         `sample` numbers the answers to the same question: each is asked for once and kept. Without it the answer
         is neither kept nor looked up. Raises LlmError where there is no usable answer within `endpoint.attempts`
-        and `endpoint.deadline`, in which waiting for the limiter does not count, or at once where another try
-        cannot help; BudgetSpent once llm.budget_usd is used up.
+        and `endpoint.deadline`, or at once where another try cannot help; BudgetSpent once llm.budget_usd is used up.
+        Waiting for the limiter does not count, and where nobody takes the connection that is no try.
         """
         if sample is None or self._cache is None:
             return await self._ask(endpoint, messages, fields)
@@ -96,8 +97,9 @@ class LlmClient:
         allowance = _Allowance(endpoint.deadline)
         again: Messages = []
         failure: Exception | None = None
-        for attempt in range(endpoint.attempts):
-            pause = 0.0
+        tries, longest = 0, _FIRST_PAUSE
+        while True:
+            tries, pause = tries + 1, 0.0
             try:
                 text = await self._constrained(endpoint, [*messages, *again], fields, allowance)
                 return parse(text, fields)
@@ -107,8 +109,10 @@ class LlmClient:
                 failure = error
                 if not _may_pass(error):
                     break
-                pause = retry_after(error) + random.uniform(0, min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**attempt))
-            if attempt + 1 == endpoint.attempts or pause >= allowance.left:
+                tries -= _away(error)
+                pause = retry_after(error) + random.uniform(0, longest)
+            longest = min(_LONGEST_PAUSE, 2 * longest)
+            if tries == endpoint.attempts or pause >= allowance.left:
                 break
             with allowance.spending():
                 await asyncio.sleep(pause)
@@ -211,6 +215,13 @@ def _may_pass(error: Exception) -> bool:
     """Whether the same request may succeed later: timeouts, lost connections, rate limits, faults of the server."""
     status = _status(error)
     return status is None or status in (408, 409, 429) or status >= 500
+
+
+def _away(error: BaseException | None) -> bool:
+    """Whether nobody took the connection; LiteLLM makes a fault of the server of that."""
+    while error is not None and not isinstance(error, httpx.ConnectError):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def retry_after(error: Exception) -> float:

@@ -26,11 +26,10 @@ from types import TracebackType
 from typing import Any
 from uuid import uuid4
 
-import psutil
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from megatron_collab import __version__, files, launch
+from megatron_collab import __version__, files, launch, processes
 from megatron_collab.config import Config, uses_wandb
 from megatron_collab.keys import redacted
 from megatron_collab.observe.progress import progress
@@ -143,7 +142,7 @@ class Run:
 
     def _seconds(self) -> float:
         """Seconds this run has taken over all its starts, from the start of torchrun on."""
-        return self._seconds_before + time.time() - psutil.Process(os.getppid()).create_time()
+        return self._seconds_before + processes.age(os.getppid())
 
     def _tensorboard(self, start: int) -> Iterator[Callable[[int, Mapping[str, float]], None]]:
         from torch.utils.tensorboard import SummaryWriter

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_collab import device
+from megatron_collab import alarm, device
 from megatron_collab.actor.model import DTYPES
 from megatron_collab.actor.weights import named_shards
 from megatron_collab.config import Config
@@ -48,7 +48,8 @@ class InPlace:
         self._prefix, self._timeout = f"publish/{token[0]}", timeout
         self._address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         # Two lines: one waits for buckets while rank 0's calls are under way on the other.
-        self._store, self._calls_store = (connect(self._address, self._prefix, config.launch.timeout) for _ in range(2))
+        limit = alarm.collective_timeout(config.launch.timeout).total_seconds()
+        self._store, self._calls_store = (connect(self._address, self._prefix, limit) for _ in range(2))
         self._before: Board | None = None  # of the last publish, with its servers
         self._peers: Sequence[Peer] = ()
         self.carrier: Memory | Network

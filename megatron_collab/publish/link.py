@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import torch
 
+from megatron_collab import watch
 from megatron_collab.processes import RunStopped
 from megatron_collab.rollout.sglang import ServerError
 
@@ -136,6 +137,7 @@ class Links:
     def settle(self) -> None:
         """Wait for what was started."""
         for link, call in self._calls:
+            watch.beat()
             try:
                 call.result()
             except PublishError as error:

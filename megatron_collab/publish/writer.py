@@ -9,6 +9,7 @@ import torch
 from megatron.core.fp8_utils import is_float8tensor
 from torch import Tensor
 
+from megatron_collab import watch
 from megatron_collab.actor.weights import values
 from megatron_collab.publish import fp8
 from megatron_collab.publish.checksum import Sums, checksum
@@ -60,6 +61,7 @@ class Writer:
 
         Where they are asked for, the checksum of each slice is added to those of the nodes that get it.
         """
+        watch.beat()
         places, blocks = self._planned(number, parts)
         if places:
             torch._foreach_copy_(places, blocks)

@@ -20,6 +20,7 @@ import psutil
 import ray
 from ray.exceptions import RayActorError
 
+from megatron_collab import stacks
 from megatron_collab.config import Config, RewardConfig
 from megatron_collab.processes import RunStopped
 from megatron_collab.reward import metrics
@@ -105,7 +106,10 @@ class Job:
 class RewardWorker:
     """Applies the metrics of `reward.weights` to conversations; runs as a Ray actor."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, name: str | None = None) -> None:
+        """`name`, in a process of its own: what the file with its stacks is called after."""
+        if name:
+            stacks.register(Path(config.run.dir) / stacks.FOLDER, name)
         reward = config.reward
         kinds = {name: metrics.split(name, reward.metrics.get(name, {})) for name in reward.weights}
         judge: Any = _judge(config) if any(kind.judged(options) for kind, options in kinds.values()) else None

@@ -5,13 +5,17 @@ Calls of Ray actors go on by themselves, so sampling runs ahead of training with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
 from itertools import cycle
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
 
+from megatron_collab import stacks
 from megatron_collab.observe.progress import progress
+from megatron_collab.processes import Hung
 from megatron_collab.rollout.journal import Journal, conversations
 from megatron_collab.types import Ending, Group, Task
 
@@ -53,16 +57,37 @@ class Asked(NamedTuple):
     task: Task
 
 
+def answers(asked: Mapping[str, Any], seconds: float) -> list[Any]:
+    """What Ray actors answer, each by what is asked of whom; Hung where one does not within `seconds`."""
+    _, silent = ray.wait(list(asked.values()), num_returns=len(asked), timeout=seconds)
+    if silent:
+        names = [name for name, reference in asked.items() if reference in silent]
+        raise Hung(f"rank 0 has waited {seconds:g} s (half of launch.timeout) for {'; '.join(names)}")
+    return ray.get(list(asked.values()))
+
+
 class Flight:
     """Groups that are found in the journal, that the workers play, or have played and nobody has taken yet."""
 
-    def __init__(self, workers: Sequence[Any], lacking: Callable[[], bool], journal: Journal) -> None:
-        """`lacking`: whether there was, since servers were last revived, a time when none was left."""
-        self._workers = cycle(workers)
+    def __init__(
+        self,
+        workers: Sequence[Any],
+        lacking: Callable[[], bool],
+        journal: Journal,
+        patience: Callable[[int], float],
+        written: Path,
+    ) -> None:
+        """`lacking`: whether there was, since servers were last revived, a time when none was left.
+
+        `patience`: seconds that a group may take where so many are in flight; `written`: the folder of stacks.
+        """
+        self._workers = cycle(enumerate(workers))
         self._lacking = lacking
         self._journal = journal
+        self._patience, self._written = patience, written
+        self._moved = time.monotonic()
         self._asked: dict[Slot, Asked] = {}  # in the order in which they were begun
-        self._playing: dict[Any, Slot] = {}  # by reference
+        self._playing: dict[Any, tuple[Slot, int]] = {}  # by reference, with the number of the worker
         self._finished: dict[Slot, Group] = {}
         self._disturbed: set[Slot] = set()  # in flight while no server was left
         self._found = 0
@@ -88,9 +113,11 @@ class Flight:
         """The first `count` groups that are finished, those begun first where more are; in the order of their slots.
 
         Yields after every look, a second apart at most. True: no server is left, to be resumed when there is one;
-        finished groups are kept over it, and those in flight that it has cost a conversation are played again.
+        finished groups are kept over it, and those in flight that it has cost a conversation are played again. Hung
+        where none is finished in all the time that a group may take.
         """
         taken: dict[Slot, Group] = {}
+        self._moved = time.monotonic()
         with progress(title, count) as bar:
             while len(taken) < count:
                 self.look(0.0 if self._finished else POLL_SECONDS)
@@ -98,7 +125,10 @@ class Flight:
                 if lacking:
                     self._disturbed.update(self._asked)
                 finished = [slot for slot in self._asked if slot in self._finished]
+                self._check_moving(bool(finished))
                 yield lacking
+                if lacking:
+                    self._moved = time.monotonic()
                 for slot in finished[: count - len(taken)]:
                     asked, group = self._asked.pop(slot), self._finished.pop(slot)
                     if slot in self._disturbed and _failed(group):
@@ -116,7 +146,7 @@ class Flight:
         ray.wait(list(self._playing), num_returns=1, timeout=seconds)
         found = set(ray.wait(list(self._playing), num_returns=len(self._playing), timeout=0)[0])
         references = [reference for reference in self._playing if reference in found]
-        groups = {self._playing.pop(reference): ray.get(reference) for reference in references}
+        groups = {self._playing.pop(reference)[0]: ray.get(reference) for reference in references}
         self._finished |= groups
         for step in {slot.step for slot in groups}:
             streams = {self._asked[slot].stream: group for slot, group in groups.items() if slot.step == step}
@@ -128,8 +158,25 @@ class Flight:
         return found
 
     def _play(self, asked: Asked) -> None:
+        number, worker = next(self._workers)
         self._asked[asked.slot] = asked
-        self._playing[getattr(next(self._workers), asked.method).remote(asked.task, asked.stream)] = asked.slot
+        self._playing[getattr(worker, asked.method).remote(asked.task, asked.stream)] = asked.slot, number
+        self._moved = time.monotonic()
+
+    def _check_moving(self, finished: bool) -> None:
+        now, patience = time.monotonic(), self._patience(len(self._playing))
+        if finished:
+            self._moved = now
+        if now - self._moved <= patience:
+            return
+        stacks.ask(self._written)
+        streams = [self._asked[slot].stream for slot, _ in self._playing.values()]
+        workers = sorted({f"conversation-{number}" for _, number in self._playing.values()})
+        raise Hung(
+            f"rank 0 has waited {patience:.0f} s for any of {len(streams)} groups, longer than one can take by "
+            f"rollout.deadline, reward.timeout, reward.judge.deadline and the limits of llm: {', '.join(streams[:4])}"
+            f"{', …' if len(streams) > 4 else ''}, asked of {', '.join(workers)}; stacks are in {self._written}"
+        )
 
 
 def _failed(group: Group) -> bool:

@@ -7,22 +7,25 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
 import numpy as np
-import ray
 import torch.distributed as dist
 
+from megatron_collab import stacks, watch
 from megatron_collab.algo.credit import fresh, samples_of, teaches
 from megatron_collab.config import Config
 from megatron_collab.data.datasets import Cursor, load_tasks
 from megatron_collab.observe.run import Run
-from megatron_collab.processes import RunStopped
-from megatron_collab.rollout.ahead import Asked, Flight, Slot, window
+from megatron_collab.processes import Hung, RunStopped
+from megatron_collab.rollout.ahead import Asked, Flight, Slot, answers, window
 from megatron_collab.rollout.journal import Journal
 from megatron_collab.rollout.leader import from_leader
+from megatron_collab.rollout.patience import group_seconds
 from megatron_collab.rollout.summary import mean, summary
 from megatron_collab.rollout.worker import Crew
 from megatron_collab.types import Batch, Group, Missing, Sample
@@ -68,11 +71,10 @@ class Collector:
             assert crew is not None
             self.tasks = load_tasks(Path(config.data.train))
             self._journal = Journal(Path(config.run.dir) / "journal")
-            self._flight = Flight(crew.conversations, lacking, self._journal)
-            self._evaluating = Flight(crew.conversations, lacking, self._journal)
+            self._flight, self._evaluating = self._new_flight(crew), self._new_flight(crew)
             self._left = [Slot(*slot) for slot in state.get("in_flight", ())]
             self._next = Slot(*state["next"]) if state else None
-            self._spent = ray.get(crew.limiter.spend.remote())
+            self._spent = self._spend()
 
     def __enter__(self) -> Collector:
         return self
@@ -88,15 +90,17 @@ class Collector:
         elif issubclass(kind, RunStopped):
             for flight in (self._flight, self._evaluating):
                 flight.look(0.0)
-            assert self.crew is not None
-            ray.get(self.crew.limiter.spend.remote())
+            with suppress(Hung):
+                self._spend()
 
     def next(self, step: int) -> Batch:
         """The batch of `step`, the same on every rank, while the servers have version `step`; collective."""
+        watch.at(f"the rollouts of step {step}")
         return self._together(self._collect(step))
 
     def evaluate(self, name: str, step: int) -> None:
         """Play `train.eval_tasks` tasks of data.eval to their end, once each, and record the scores; collective."""
+        watch.at(f"evaluation {name}")
         self._together(self._evaluate(name, step))
 
     def state(self) -> dict[str, Any]:
@@ -195,6 +199,10 @@ class Collector:
                 self._begin(self._next, step)
                 self._next = self._next.after(prompts)
 
+    def _new_flight(self, crew: Crew) -> Flight:
+        written = Path(self.config.run.dir) / stacks.FOLDER
+        return Flight(crew.conversations, self.lacking, self._journal, partial(group_seconds, self.config), written)
+
     def _begin(self, slot: Slot, step: int) -> None:
         """Begin a group of the task that follows from its slot, at `step`: every refill has an order of its own."""
         seed = self.config.run.seed
@@ -219,14 +227,23 @@ class Collector:
         """What was counted and spent since the last step: by users, tools and servers, on users and judges."""
         assert self.crew is not None
         counts: Counter[str] = Counter()
-        for taken in ray.get([worker.take_counters.remote() for worker in self.crew.conversations]):
+        players = enumerate(self.crew.conversations)
+        for taken in self._asked({f"the counters of conversation-{n}": p.take_counters.remote() for n, p in players}):
             counts.update(taken)
         if found := self._flight.take_found():
             counts["from_journal"] = found
-        spent = ray.get(self.crew.limiter.spend.remote())
+        spent = self._spend()
         step = {f"llm/{name}": float(value - self._spent[name]) for name, value in sorted(spent.items())}
         self._spent = spent
         return {**{f"count/{name}": float(count) for name, count in sorted(counts.items())}, **step}
+
+    def _spend(self) -> dict[str, float]:
+        assert self.crew is not None
+        (spent,) = self._asked({"what was spent, of the limiter": self.crew.limiter.spend.remote()})
+        return spent
+
+    def _asked(self, references: Mapping[str, Any]) -> list[Any]:
+        return answers(references, self.config.launch.timeout / 2)  # the other ranks wait meanwhile
 
 
 def refuse_missing(groups: Sequence[Group], max_missing: float) -> None:

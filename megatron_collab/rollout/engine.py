@@ -10,10 +10,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import ray
 import torch
 
-from megatron_collab import fabric, launch
+from megatron_collab import fabric, launch, watch
 from megatron_collab.actor.model import run_store
 from megatron_collab.config import Config
 from megatron_collab.layout import servers_per_node
@@ -21,6 +20,7 @@ from megatron_collab.observe.run import Run
 from megatron_collab.publish.hf_map import ModelShape
 from megatron_collab.publish.publisher import Publisher, PublishError
 from megatron_collab.reward.loop import ray_session
+from megatron_collab.rollout.ahead import answers
 from megatron_collab.rollout.collector import Collector
 from megatron_collab.rollout.fleet import Fleet
 from megatron_collab.rollout.leader import from_leader
@@ -49,6 +49,7 @@ class Engine:
     def __enter__(self) -> Engine:
         """RunStopped where servers, Ray nodes or the ranks of other nodes do not come in time."""
         if launch.global_rank() == 0:
+            watch.at("the start of SGLang and Ray")
             with self._stack:
                 options, began = self.config.rollout.server, time.monotonic()
                 logs = [Path(self.config.run.dir) / f"sglang-{index}.log" for index in range(options.replicas)]
@@ -59,7 +60,7 @@ class Engine:
                 self._stack.enter_context(ray_session(self.config))
                 servers += [self._stack.enter_context(server) for server in self._elsewhere(logs)]
                 self.crew = start_crew(self.config, [(server.url, server.api_key) for server in servers])
-                self.fleet = Fleet(servers, options, partial(_tell, self.crew))
+                self.fleet = Fleet(servers, options, partial(_tell, self.crew, self.config.launch.timeout / 2))
                 self.fleet.begin()
                 urls = ", ".join(server.url for server in servers)
                 print(f"engine: ready after {time.monotonic() - began:.0f} s ({urls})", flush=True)
@@ -102,6 +103,7 @@ class Engine:
             if self.fleet and not self.config.rollout.max_staleness:
                 self.fleet.recover()  # nothing was in flight by then
             yield
+            watch.at("the end of sampling")
             from_leader(lambda: self._led().rest())
             self._wait(lambda: self._led().rested(self._look))
         except Exception:
@@ -131,6 +133,7 @@ class Engine:
 
     def _publish(self, publisher: Publisher, version: int) -> None:
         """Publish, again where all servers were lost on the way, and have the workers ask who has the weights."""
+        watch.at(f"the publish of version {version}")
         for tried in range(1, PUBLISHES + 1):
             self._wait(lambda: self._led().ready(self._look))
             try:
@@ -151,5 +154,6 @@ class Engine:
         return self.fleet
 
 
-def _tell(crew: Crew, servers: Sequence[int]) -> None:
-    ray.get([worker.use_servers.remote(servers) for worker in crew.conversations])
+def _tell(crew: Crew, seconds: float, servers: Sequence[int]) -> None:
+    players = enumerate(crew.conversations)
+    answers({f"conversation-{n} to hear of its servers": p.use_servers.remote(servers) for n, p in players}, seconds)

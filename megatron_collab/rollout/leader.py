@@ -8,11 +8,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_collab import preemption
-from megatron_collab.processes import Preempted, RunStopped
+from megatron_collab import preemption, watch
+from megatron_collab.processes import Hung, Preempted, RunStopped
 
 # What a failure of rank 0 becomes on the other ranks: the first that it is one of.
-_KINDS = (Preempted, RunStopped, RuntimeError)
+_KINDS = (Preempted, Hung, RunStopped, RuntimeError)
 _group: dist.ProcessGroup | None = None  # None: the one of all collectives
 
 
@@ -39,9 +39,9 @@ def look() -> None:
 def from_leader(make: Callable[[], Any]) -> Any:
     """What rank 0 makes, on every rank; where rank 0 fails, every rank raises instead of waiting for it.
 
-    The others wait as long as launch.timeout lets them. Where rank 0 raises RunStopped, every rank does; Preempted on
-    every rank where rank 0 has been told to end.
+    Where rank 0 raises RunStopped, every rank does; Preempted on every rank where rank 0 has been told to end.
     """
+    watch.beat()
     box: list[Any] = [None, None, None]
     failure: Exception | None = None
     if dist.get_rank() == 0:
@@ -54,6 +54,7 @@ def from_leader(make: Callable[[], Any]) -> Any:
             kind = next((number for number, kind in enumerate(_KINDS) if isinstance(failure, kind)), len(_KINDS) - 1)
             box[1:] = f"{type(failure).__name__}: {failure}", kind
     dist.broadcast_object_list(box, src=0, group=_group)
+    watch.beat()
     if failure is not None:
         raise failure
     if box[1] is not None:

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from megatron_collab import device, fabric
+from megatron_collab import device, fabric, stacks
 from megatron_collab.config import Config
 from megatron_collab.layout import servers_per_node
 from megatron_collab.ports import bindable
 from megatron_collab.processes import RunStopped
-from megatron_collab.sglang_cpu.key import KEY_VARIABLE, PARENT_VARIABLE
+from megatron_collab.sglang_cpu.key import KEY_VARIABLE, PARENT_VARIABLE, STACKS_VARIABLE
 
 # Left to itself, SGLang fills nearly all memory of the machine with its cache, and touches every page of it.
 CPU_CACHE_TOKENS = 2**18
@@ -77,6 +77,7 @@ class ServerProcess:
         """Start it again, at the same address."""
         # Where its ranks meet. A TCP store would listen on all interfaces, and ask nobody for a key.
         self._store = Path(tempfile.gettempdir()) / f"sglang-{secrets.token_hex(8)}"
+        written = (self._log.parent / stacks.FOLDER / self._log.stem).resolve()
         with self._log.open("ab") as output:
             self._process = subprocess.Popen(
                 [
@@ -86,7 +87,7 @@ class ServerProcess:
                     *arguments(self._config, self.url, self._index),
                 ],
                 env=_environment(self._config, self._api_key, self._index)
-                | {"SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": self._store.as_uri()},
+                | {"SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": self._store.as_uri(), STACKS_VARIABLE: str(written)},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -19,7 +19,7 @@ from urllib.request import Request, urlopen
 
 import aiohttp
 
-from megatron_collab import preemption
+from megatron_collab import preemption, watch
 from megatron_collab.config import Config, RolloutConfig, SamplingConfig
 from megatron_collab.keys import redact
 from megatron_collab.rollout.server_process import UNPUBLISHED, ServerError, ServerProcess
@@ -115,6 +115,7 @@ class SGLangServer:
 
     def healthy(self) -> bool:
         """Whether requests are served."""
+        watch.beat()  # however often that is asked: whoever waits for it has a deadline
         try:
             with urlopen(f"{self.url}/health", timeout=HEALTH_SECONDS):
                 pass
@@ -182,10 +183,10 @@ class SGLangServer:
         return "\n  ".join([f"the end of {self.log}:", *lines])
 
     def _call(self, path: str, **body: Any) -> None:
+        watch.beat()
         headers = {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"}
         try:
             request = Request(self.url + path, json.dumps(body).encode(), headers)
-            # The other ranks wait in a collective meanwhile.
             with urlopen(request, timeout=self.config.launch.timeout / 4) as answer:
                 answer.read()
         except HTTPError as error:

@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 
+from megatron_collab import stacks
 from megatron_collab.config import Config
 from megatron_collab.reward.loop import RewardClient, RewardWorker, start_actor
 from megatron_collab.rollout.tools import schemas
@@ -21,8 +22,11 @@ _GARBAGE = 50_000  # objects made and not yet gone, after which Python looks for
 class ConversationWorker:
     """A Player with its own connections to the SGLang server; runs as a Ray actor."""
 
-    def __init__(self, config: Config, servers: list[tuple[str, str]], reward_workers: list[str]) -> None:
-        """`servers`: address and key of each SGLang server; `reward_workers`: names of the Ray actors that score."""
+    def __init__(self, config: Config, servers: list[tuple[str, str]], reward_workers: list[str], name: str) -> None:
+        """`servers`: address and key of each SGLang server; `reward_workers`: names of the Ray actors that score;
+        `name`: what the file with its stacks is called after.
+        """
+        stacks.register(Path(config.run.dir) / stacks.FOLDER, name)
         # Imported here: the process that starts the workers needs neither LiteLLM nor the tokenizer.
         from megatron_collab.data.prompts import ChatRenderer
         from megatron_collab.llm import limiter
@@ -76,6 +80,9 @@ def start_crew(config: Config, servers: list[tuple[str, str]]) -> Crew:
 
     bound = limiter.start(config.llm, Path(config.run.dir) / "spend.json")
     names = [f"reward-{i}" for i in range(config.reward.workers)]
-    rewards = [start_actor(RewardWorker, config, name=name) for name in names]
-    players = [start_actor(ConversationWorker, config, servers, names) for _ in range(config.rollout.workers)]
+    rewards = [start_actor(RewardWorker, config, name, name=name) for name in names]
+    players = [
+        start_actor(ConversationWorker, config, servers, names, f"conversation-{i}")
+        for i in range(config.rollout.workers)
+    ]
     return Crew(players, rewards, bound)

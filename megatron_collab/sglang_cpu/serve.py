@@ -12,9 +12,16 @@ import multiprocessing
 import os
 import signal
 import sys
+from pathlib import Path
 
+from megatron_collab import stacks
 from megatron_collab.processes import die_with_parent
-from megatron_collab.sglang_cpu.key import KEY_VARIABLE, PARENT_VARIABLE
+from megatron_collab.sglang_cpu.key import KEY_VARIABLE, PARENT_VARIABLE, STACKS_VARIABLE
+
+
+def _register() -> None:
+    file = Path(os.environ[STACKS_VARIABLE])
+    stacks.register(file.parent, file.name)
 
 
 def _end_with_parent() -> None:
@@ -28,6 +35,7 @@ if __name__ == "__main__":
     die_with_parent(int(os.environ.pop(PARENT_VARIABLE)))
 elif __name__ == "__mp_main__":
     _end_with_parent()
+_register()
 
 # Looking for garbage among what the imports make is a quarter of the start-up, and of some requests later on.
 gc.disable()
@@ -41,6 +49,7 @@ if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
     start_method = multiprocessing.set_start_method
     multiprocessing.set_start_method = lambda method, force=False: start_method("fork", force)
     os.register_at_fork(after_in_child=_end_with_parent)
+    os.register_at_fork(after_in_child=_register)
 
     from megatron_collab.sglang_cpu import deterministic
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_collab.rollout import ahead, collector
+from megatron_collab.rollout import ahead
 from tests.rollout.simulated import DIFFERENT, FakeRay, World
 
 
 def main(folder: Path) -> None:
     os.environ["MASTER_PORT"] = os.environ["PORTS"]
     dist.init_process_group("gloo")
-    ahead.ray = collector.ray = FakeRay()
+    ahead.ray = FakeRay()
     world = World(folder, lambda task: DIFFERENT, max_staleness=1)
     world.outage, world.broken = 1, {"train-0-3"}
     batch = world.next(0)

@@ -45,7 +45,7 @@ class Program:
                 stdout=stream,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={**os.environ, "MEGATRON_COLLAB_TEST": self.mark, **environment},
+                env={**os.environ, **environment, "MEGATRON_COLLAB_TEST": self.mark},
             )
 
     def wait(self, timeout: float = 300) -> int:

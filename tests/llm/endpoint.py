@@ -62,7 +62,8 @@ async def resets(request: web.Request) -> web.Response:
 class Endpoint:
     """Gives the replies one after the other, the last one for ever; `requests` are the bodies it was sent."""
 
-    def __init__(self, *replies: Reply) -> None:
+    def __init__(self, *replies: Reply, port: int = 0) -> None:
+        self.port = port
         self.replies = list(replies)
         self.requests: list[dict[str, Any]] = []
         application = web.Application()
@@ -76,7 +77,8 @@ class Endpoint:
 
     async def __aenter__(self) -> Endpoint:
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
+        self.port = self._runner.addresses[0][1]
         return self
 
     async def __aexit__(
@@ -86,5 +88,4 @@ class Endpoint:
 
     def config(self, **changes: Any) -> EndpointConfig:
         """How to reach it; `changes` replace what EndpointConfig has by default."""
-        port = self._runner.addresses[0][1]
-        return EndpointConfig(**{"model": "openai/m", "api_base": f"http://127.0.0.1:{port}/v1", **changes})
+        return EndpointConfig(**{"model": "openai/m", "api_base": f"http://127.0.0.1:{self.port}/v1", **changes})

@@ -71,3 +71,22 @@ def test_a_spent_budget_is_not_a_missing_score() -> None:
 
     with pytest.raises(BudgetSpent, match="used up"):
         judge(LlmClient(Spent()), says({"score": 0}))
+
+
+def test_an_endpoint_that_is_away_is_asked_again_until_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More often than it may fail: while nobody listens nothing is asked, and nothing fails."""
+    monkeypatch.setattr(clients, "_FIRST_PAUSE", 0.2)
+    monkeypatch.setattr(clients, "_LONGEST_PAUSE", 0.4)
+
+    async def run() -> tuple[Any, Any]:
+        async with Endpoint(says({"score": 1})) as before:
+            lasting, short = (Judge(LlmClient(), before.config(attempts=1, deadline=s)) for s in (60.0, 2.0))
+            await lasting.ask("Do you know LiteLLM by now?", SCORE)
+        asked = [asyncio.create_task(lasting.ask(f"Good, {i}?", SCORE)) for i in range(8)]
+        gave_up = await short.ask("Good?", SCORE)
+        async with Endpoint(says({"score": 1}), port=before.port):
+            return await asyncio.gather(*asked), gave_up
+
+    scores, gave_up = asyncio.run(run())
+    assert scores == [{"score": 1.0}] * 8
+    assert isinstance(gave_up, Missing)

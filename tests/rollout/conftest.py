@@ -9,15 +9,14 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron_collab.rollout import ahead, collector
+from megatron_collab.rollout import ahead
 from tests.rollout.simulated import FakeRay, World
 
 
 @pytest.fixture
 def fake_ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     fake = FakeRay()
-    for module in (ahead, collector):
-        monkeypatch.setattr(module, "ray", fake)
+    monkeypatch.setattr(ahead, "ray", fake)
     return fake
 
 

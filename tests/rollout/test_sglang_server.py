@@ -24,7 +24,7 @@ import numpy as np
 import psutil
 import pytest
 
-from megatron_collab import device
+from megatron_collab import device, stacks
 from megatron_collab.config import Config, RolloutConfig, SamplingConfig
 from megatron_collab.rollout import server_process
 from megatron_collab.rollout.sglang import EngineError, ServerError, SGLangClient, SGLangServer
@@ -362,3 +362,9 @@ def test_a_killed_trainer_takes_its_server_along(tmp_path: Path) -> None:
         trainer.wait()
         for process in group(leader):
             os.kill(process, signal.SIGKILL)
+
+
+def test_every_process_of_a_server_says_where_it_stands(servers: dict[str, Served]) -> None:
+    written = servers["untied"].folder.parent / "stacks"
+    assert stacks.ask(written, 30.0) == []
+    assert any("in event_loop" in file.read_text() for file in written.glob("untied-*.txt"))

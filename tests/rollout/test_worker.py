@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,11 +20,13 @@ import psutil
 import pytest
 import ray
 
-from megatron_collab.config import Config
+from megatron_collab.config import Config, RunConfig
 from megatron_collab.data.prompts import ChatRenderer
 from megatron_collab.data.worlds import booking, tiny
 from megatron_collab.llm.client import LlmClient
+from megatron_collab.processes import Hung
 from megatron_collab.reward.loop import RewardClient, RewardWorker, ray_session, start_actor
+from megatron_collab.rollout.ahead import Asked, Flight, Slot, answers
 from megatron_collab.rollout.player import Player
 from megatron_collab.rollout.sglang import EngineError
 from megatron_collab.rollout.users import Users
@@ -227,9 +230,8 @@ def test_a_conversation_worker_speaks_to_the_server(
     task = tasks(1)[0]
 
     nobody = f"http://127.0.0.1:{free_port()}"
-    crew = start_crew(
-        replace(options, model=replace(options.model, path=str(tmp_path))), [(nobody, KEY), (server, KEY)]
-    )
+    settings = replace(options, run=RunConfig(str(tmp_path)), model=replace(options.model, path=str(tmp_path)))
+    crew = start_crew(settings, [(nobody, KEY), (server, KEY)])
     (worker,) = crew.conversations
     ray.get(worker.use_servers.remote([1]), timeout=60)
     group = ray.get(worker.play.remote(task, "train-0-0"), timeout=60)
@@ -247,6 +249,7 @@ def test_a_conversation_worker_speaks_to_the_server(
     assert ray.get(worker.take_counters.remote(), timeout=60)["servers_lost"] == 0
     assert KEY not in json.dumps(ray.get_runtime_context().runtime_env)
     assert_secret(KEY, os.environ["RAY_AUTH_TOKEN"])
+    gives_up_on_a_worker_that_hangs(worker, task, tmp_path / "stacks")
 
 
 def assert_secret(*keys: str) -> None:
@@ -259,6 +262,31 @@ def assert_secret(*keys: str) -> None:
     for name, text in texts.items():
         for key in keys:
             assert key.encode() not in text, name
+
+
+def gives_up_on_a_worker_that_hangs(worker: Any, task: Task, written: Path) -> None:
+    """The process is stopped: who waits for it says so, and so does its stack once it goes on."""
+    (file,) = written.glob("conversation-0-*.txt")
+    process = psutil.Process(int(file.stem.rpartition("-")[2]))
+    process.suspend()
+    try:
+        flight = Flight([worker], lambda: False, lambda groups: 2.0 * groups, written)
+        for number in range(2):
+            slot = Slot(7, 0, number)
+            flight.begin(Asked(slot, slot.stream, "play", task))
+        with pytest.raises(
+            Hung, match=r"waited 4 s for any of 2 groups.*train-7-0, train-7-1, asked of conversation-0"
+        ):
+            list(flight.take(2, "step 7"))
+        with pytest.raises(Hung, match=r"waited 0\.1 s \(half of launch\.timeout\) for its counters"):
+            answers({"its counters": worker.take_counters.remote(), "what is there": ray.put(1)}, 0.1)
+        assert file.stat().st_size == 0
+    finally:
+        process.resume()
+    deadline = time.monotonic() + 30
+    while "default_worker.py" not in file.read_text():  # the signal that asked for it has waited
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_a_stranger_without_the_token_is_refused(session: None, tmp_path: Path) -> None:

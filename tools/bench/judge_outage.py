@@ -9,6 +9,9 @@ looks like 0 or like a part of the score. Values:
 - zero_by_failure: scores of 0 where the clean run has another; must be 0.
 - missing: share of the scores that could not be had within three tries (0.4 ** 3 = 0.064 is to be expected).
 - calls: requests that the endpoint got during the outage.
+- away_missing, away_wrong: the same two of 100 scores that are asked for while nobody listens at the address, which
+  takes 60 s, with the tries and deadline that a judge has by default; both must be 0.
+- away_seconds: from the return of the endpoint until the last of these scores; the client pauses for 30 s at most.
 """
 
 from __future__ import annotations
@@ -17,8 +20,10 @@ import asyncio
 import json
 import os
 import random
+import time
 from collections import Counter
 from typing import Any
+from urllib.parse import urlsplit
 
 from aiohttp import web
 
@@ -29,6 +34,7 @@ from megatron_collab.reward.judge import Judge
 from megatron_collab.types import Missing
 
 JUDGEMENTS, AT_ONCE, SEED = 500, 24, 0
+AWAY, AWAY_SECONDS = 100, 60.0
 TIMEOUT = 4.0  # seconds; a call takes some 20 ms, on a busy machine more
 FIELDS = [Field("thought", str), Field("score", float, 0.0, 1.0)]
 
@@ -79,15 +85,37 @@ def completion(text: str) -> web.Response:
     return web.json_response({**body, "usage": usage})
 
 
-async def judge(broken: bool) -> tuple[Scores, int]:
-    """All scores, and the requests that the endpoint got."""
-    endpoint = Endpoint(broken)
+async def serve(endpoint: Endpoint, port: int = 0) -> tuple[web.AppRunner, str]:
+    """What ends it, and its address."""
     application = web.Application()
     application.router.add_post("/v1/chat/completions", endpoint.answer)
     runner = web.AppRunner(application, shutdown_timeout=0.1, handler_cancellation=True)
     await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    return runner, f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+
+
+async def away() -> tuple[Scores, float]:
+    """Scores that are asked for while the endpoint is away, and how long they took from its return."""
+    runner, url = await serve(Endpoint(broken=False))
+    await runner.cleanup()
+    asked = Judge(LlmClient(), EndpointConfig("openai/judge", url))
+    scores = [asyncio.create_task(asked.ask(f"Score conversation {i}.", FIELDS)) for i in range(AWAY)]
+    await asyncio.sleep(AWAY_SECONDS)
+    runner, _ = await serve(Endpoint(broken=False), urlsplit(url).port or 0)
+    began = time.monotonic()
+    try:
+        answers = await asyncio.gather(*scores)
+    finally:
+        await runner.cleanup()
+    found = [answer if isinstance(answer, Missing) else answer["score"] for answer in answers]
+    return found, time.monotonic() - began
+
+
+async def judge(broken: bool) -> tuple[Scores, int]:
+    """All scores, and the requests that the endpoint got."""
+    endpoint = Endpoint(broken)
+    runner, url = await serve(endpoint)
     asked = Judge(LlmClient(), EndpointConfig("openai/judge", url, attempts=3, timeout=TIMEOUT))
     gate = asyncio.Semaphore(AT_ONCE)
 
@@ -107,6 +135,7 @@ def main() -> None:
     os.environ.setdefault("OPENAI_API_KEY", "none")
     clean, _ = asyncio.run(judge(broken=False))
     scores, calls = asyncio.run(judge(broken=True))
+    late, seconds = asyncio.run(away())
     had = [(score, true) for score, true in zip(scores, clean, strict=True) if not isinstance(score, Missing)]
     values = {
         "wrong_scores": sum(score != true for score, true in had),
@@ -114,6 +143,9 @@ def main() -> None:
         "missing": sum(isinstance(score, Missing) for score in scores) / JUDGEMENTS,
         "missing_clean": sum(isinstance(score, Missing) for score in clean) / JUDGEMENTS,
         "calls": calls,
+        "away_missing": sum(isinstance(score, Missing) for score in late),
+        "away_wrong": sum(score != true for score, true in zip(late, clean, strict=False)),
+        "away_seconds": seconds,
     }
     for why, count in Counter(score.why for score in scores if isinstance(score, Missing)).most_common(8):
         print(f"{count:3} x {why}")
