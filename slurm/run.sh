@@ -1,0 +1,170 @@
+#!/usr/bin/env bash
+# What the scripts beside it share: Ray on every node of the job, then the ranks, until one of them ends.
+# --dry-run prints the commands and runs none, in a job or out of one. See docs/cluster.md.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+python=${VENV:-.venv}/bin/python
+first_port=${PORT:-11000}       # node i has the ports from here + 100 i, to here + 100 i + 99
+ray_timeout=${RAY_TIMEOUT:-300} # seconds
+rank_wait=60                    # seconds from the end of one node's ranks until the others' are killed
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+
+preempted=75 # of megatron_collab/processes.py
+dry_run=false overrides=()
+for argument in "$@"; do
+  if [ "$argument" = --dry-run ]; then dry_run=true; else overrides+=("$argument"); fi
+done
+[ -z "${SLURM_JOB_ID:-}" ] || overrides+=("launch.nodes=$SLURM_NNODES")
+
+say() { echo "$(date +%T) $*"; }
+refuse() { echo "megatron-collab: $*" >&2; exit 2; }
+
+# --- What runs where ---------------------------------------------------------------------------------------------
+
+[ -x "$python" ] || refuse "no $python in $PWD; call sbatch in the checkout, or set CHECKOUT and VENV"
+settings=$("$python" -m megatron_collab.cluster settings "${overrides[@]}")
+{ read -r run_dir; read -r node_count; read -r ranks_per_node; read -r ray_cpus; } <<<"$settings"
+
+if [ -n "${SLURM_JOB_ID:-}" ]; then
+  mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+else
+  $dry_run || refuse "not in a job of Slurm; use sbatch, or --dry-run"
+  for ((i = 0; i < node_count; i++)); do nodes+=("node$i"); done
+fi
+
+read -r ephemeral _ </proc/sys/net/ipv4/ip_local_port_range
+((first_port + 100 * node_count <= ephemeral)) ||
+  refuse "PORT=$first_port: $node_count nodes need 100 ports each below $ephemeral, which the kernel hands out itself"
+
+attempt=0
+while [ -e "$run_dir/logs/attempt-$attempt" ]; do attempt=$((attempt + 1)); done
+logs=$run_dir/logs/attempt-$attempt
+ray_dir=/tmp/ray-${SLURM_JOB_ID:-JOB} # node i: -i behind it; short, since sockets lie in it
+
+# A step gets the whole environment, whatever sbatch was told to export, and shares the nodes with the other steps.
+step=(srun --export=ALL --overlap --cpu-bind=none --ntasks-per-node=1)
+
+# --- Running, or printing ------------------------------------------------------------------------------------------
+
+# A command as it could be pasted. What only the nodes know stands there as a variable.
+show() {
+  local line
+  printf -v line '%q ' "$@"
+  sed -E 's/ADDRESS_([0-9]+)/"${address[\1]}"/g' <<<"${line% }"
+}
+
+# In the background; its process id is `started`.
+start() {
+  if $dry_run; then echo "$(show "$@") &"; else "$@" & started=$!; fi
+}
+
+# Until one of these processes ends: it is `ended`, its exit code `code`. (`wait -n` of bash 5.1 misses those that have
+# ended before it; a signal that is trapped interrupts the sleep.)
+until_one_ends() {
+  while true; do
+    for ended in "$@"; do
+      if ! kill -0 "$ended" 2>/dev/null; then code=0; wait "$ended" || code=$?; return; fi
+    done
+    sleep 1 & wait $! || true
+  done
+}
+
+# End the job's processes, keep Ray's logs, and exit.
+finish() {
+  local pid
+  for pid in ${ranks:+"$ranks"} "${ray[@]}"; do
+    kill "$pid" 2>/dev/null && wait "$pid" || true
+  done
+  "${step[@]}" --nodes="$node_count" --ntasks="$node_count" bash -c \
+    'dir=$0-$SLURM_NODEID; cp -r "$dir/session_latest/logs" "$1/ray-$SLURM_NODEID" && rm -rf "$dir"' \
+    "$ray_dir" "$logs" || true
+  if [ "$1" = "$preempted" ]; then
+    say "preempted: job $SLURM_JOB_ID goes back into the queue"
+    scontrol requeue "$SLURM_JOB_ID" && sleep infinity # Slurm ends this script
+  fi
+  exit "$1"
+}
+
+# Slurm wants the nodes back: the ranks alone are told; they save and end.
+wanted=false
+give_back() {
+  wanted=true
+  say "USR1: the nodes are wanted back"
+  [ -z "$ranks" ] || kill -USR1 "$ranks" 2>/dev/null || true
+}
+
+# --- The job -------------------------------------------------------------------------------------------------------
+
+ranks='' ray=()
+trap give_back USR1
+
+addresses=("${step[@]}" --nodes="$node_count" --ntasks="$node_count" --label "$python" -m megatron_collab.cluster address
+  "${overrides[@]}")
+if $dry_run; then
+  for ((i = 0; i < node_count; i++)); do address+=("ADDRESS_$i"); done
+  show mkdir -p "$logs"
+  echo "mapfile -t address < <($(show "${addresses[@]}") | sort -n | sed 's/.*: //')"
+  echo "export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=\"\$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')\""
+  echo "export RAY_ADDRESS=$(show "ADDRESS_0:$first_port")"
+else
+  mkdir -p "$logs"
+  found=$("${addresses[@]}") || refuse "the nodes have no address to talk over; see above"
+  mapfile -t address < <(sort -n <<<"$found" | sed 's/.*: //')
+  RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
+  export RAY_AUTH_MODE=token RAY_AUTH_TOKEN RAY_ADDRESS=${address[0]}:$first_port
+  say "attempt $attempt, logs in $logs"
+  for i in "${!nodes[@]}"; do say "node $i: ${nodes[i]} at ${address[i]}"; done
+fi
+
+for i in "${!nodes[@]}"; do
+  port=$((first_port + 100 * i))
+  if ((i == 0)); then
+    role=(--head --port="$port" --ray-client-server-port=$((port + 8)) --include-dashboard=false)
+  else
+    role=(--address="${address[0]}:$first_port")
+  fi
+  start "${step[@]}" --nodes=1 --ntasks=1 --nodelist="${nodes[i]}" --output="$logs/ray-$i.log" \
+    "${python%python}ray" start "${role[@]}" --block --disable-usage-stats --log-style=record --num-cpus="$ray_cpus" \
+    --node-name="${nodes[i]}" --node-ip-address="${address[i]}" --temp-dir="$ray_dir-$i" \
+    --node-manager-port=$((port + 2)) --object-manager-port=$((port + 3)) --runtime-env-agent-port=$((port + 4)) \
+    --dashboard-agent-grpc-port=$((port + 5)) --metrics-export-port=$((port + 6)) \
+    --dashboard-agent-listen-port=$((port + 7)) --min-worker-port=$((port + 10)) --max-worker-port=$((port + 99))
+  $dry_run || ray+=("$started")
+done
+
+waiting=("$python" -m megatron_collab.cluster wait "${address[0]}:$first_port" "$ray_timeout" "${nodes[@]}")
+if $dry_run; then
+  show "${waiting[@]}"
+else
+  start "${waiting[@]}"
+  until_one_ends "$started" "${ray[@]}"
+  if $wanted; then finish "$preempted"; fi
+  if [ "$ended" != "$started" ]; then
+    say "a Ray node ended with $code before all were there; see $logs/ray-*.log"
+    finish 1
+  fi
+  if ((code != 0)); then finish "$code"; fi
+  say "Ray has its $node_count nodes"
+fi
+
+# A signal waits until the ranks can heed it. Where the ranks of one node fail alone, the others wait for them in vain.
+start "${step[@]}" --nodes="$node_count" --ntasks="$node_count" --wait="$rank_wait" --output="$logs/ranks-%n.log" \
+  env --block-signal=USR1 bash -c \
+  'exec "$0" -m megatron_collab.agent --node-rank="$SLURM_NODEID" --log-dir="$1/ranks-$SLURM_NODEID" "${@:2}"' \
+  "$python" "$logs" --nnodes="$node_count" --nproc-per-node="$ranks_per_node" --max-restarts=0 \
+  --master-addr="${address[0]}" --master-port=$((first_port + 1)) --rdzv-id="${SLURM_JOB_ID:-JOB}" --tee=3 \
+  -m megatron_collab.train "${overrides[@]}"
+if $dry_run; then exit 0; fi
+ranks=$started
+if $wanted; then give_back; fi # it came before there was somebody to tell
+
+until_one_ends "$ranks" "${ray[@]}"
+if [ "$ended" != "$ranks" ]; then
+  say "a Ray node ended with $code, and the ranks with it; see $logs/ray-*.log"
+  finish 1
+fi
+say "the ranks ended with $code; see $logs/ranks-*.log"
+# 138: the signal met srun before it could pass it on.
+if $wanted && ((code == 138)); then code=$preempted; fi
+finish "$code"
