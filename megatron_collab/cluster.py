@@ -1,8 +1,8 @@
 """What slurm/run.sh asks about a run and its nodes.
 
-    python -m megatron_collab.cluster settings [option=value …]     # what decides its commands, a line each
-    python -m megatron_collab.cluster address [option=value …]      # this node's address on launch.interface
-    python -m megatron_collab.cluster wait ADDRESS SECONDS NODE…    # until Ray at ADDRESS has these nodes, no others
+python -m megatron_collab.cluster settings [option=value …]     # what decides its commands, a line each
+python -m megatron_collab.cluster address [option=value …]      # this node's address on launch.interface
+python -m megatron_collab.cluster wait ADDRESS SECONDS NODE…    # until Ray at ADDRESS has these nodes, no others
 """
 
 from __future__ import annotations

@@ -17,6 +17,10 @@ for argument in "$@"; do
 done
 [ -z "${SLURM_JOB_ID:-}" ] || overrides+=("launch.nodes=$SLURM_NNODES")
 
+# Slurm wants the nodes back. Who is told, and how, is below; until then the signal must not end this script.
+wanted=false
+trap 'wanted=true' USR1
+
 say() { echo "$(date +%T) $*"; }
 refuse() { echo "megatron-collab: $*" >&2; exit 2; }
 
@@ -54,9 +58,9 @@ show() {
   sed -E 's/ADDRESS_([0-9]+)/"${address[\1]}"/g' <<<"${line% }"
 }
 
-# In the background; its process id is `started`.
+# start LOG COMMAND…: in the background; its process id is `started`.
 start() {
-  if $dry_run; then echo "$(show "$@") &"; else "$@" & started=$!; fi
+  if $dry_run; then echo "$(show "${@:2}") >$(show "$1") 2>&1 &"; else "${@:2}" >"$1" 2>&1 & started=$!; fi
 }
 
 # Until one of these processes ends: it is `ended`, its exit code `code`. (`wait -n` of bash 5.1 misses those that have
@@ -73,6 +77,7 @@ until_one_ends() {
 # End the job's processes, keep Ray's logs, and exit.
 finish() {
   local pid
+  trap '' USR1
   for pid in ${ranks:+"$ranks"} "${ray[@]}"; do
     kill "$pid" 2>/dev/null && wait "$pid" || true
   done
@@ -86,18 +91,28 @@ finish() {
   exit "$1"
 }
 
-# Slurm wants the nodes back: the ranks alone are told; they save and end.
-wanted=false
+# One of Ray's nodes has ended: say which.
+lost_ray() {
+  local i
+  for i in "${!ray[@]}"; do
+    if [ "${ray[i]}" = "$ended" ]; then say "Ray on ${nodes[i]} ended with $code, $1; see $logs/ray-$i.log"; fi
+  done
+  finish 1
+}
+
+# The ranks alone are told that the nodes are wanted back; they save and end. Without ranks there is nothing to save.
 give_back() {
   wanted=true
   say "USR1: the nodes are wanted back"
-  [ -z "$ranks" ] || kill -USR1 "$ranks" 2>/dev/null || true
+  if [ -z "$ranks" ]; then finish "$preempted"; fi
+  kill -USR1 "$ranks" 2>/dev/null || true
 }
 
 # --- The job -------------------------------------------------------------------------------------------------------
 
 ranks='' ray=()
 trap give_back USR1
+if $wanted; then give_back; fi
 
 addresses=("${step[@]}" --nodes="$node_count" --ntasks="$node_count" --label "$python" -m megatron_collab.cluster address
   "${overrides[@]}")
@@ -124,7 +139,7 @@ for i in "${!nodes[@]}"; do
   else
     role=(--address="${address[0]}:$first_port")
   fi
-  start "${step[@]}" --nodes=1 --ntasks=1 --nodelist="${nodes[i]}" --output="$logs/ray-$i.log" \
+  start "$logs/ray-$i.log" "${step[@]}" --nodes=1 --ntasks=1 --nodelist="${nodes[i]}" \
     "${python%python}ray" start "${role[@]}" --block --disable-usage-stats --log-style=record --num-cpus="$ray_cpus" \
     --node-name="${nodes[i]}" --node-ip-address="${address[i]}" --temp-dir="$ray_dir-$i" \
     --node-manager-port=$((port + 2)) --object-manager-port=$((port + 3)) --runtime-env-agent-port=$((port + 4)) \
@@ -137,19 +152,16 @@ waiting=("$python" -m megatron_collab.cluster wait "${address[0]}:$first_port" "
 if $dry_run; then
   show "${waiting[@]}"
 else
-  start "${waiting[@]}"
+  "${waiting[@]}" & started=$!
   until_one_ends "$started" "${ray[@]}"
-  if $wanted; then finish "$preempted"; fi
-  if [ "$ended" != "$started" ]; then
-    say "a Ray node ended with $code before all were there; see $logs/ray-*.log"
-    finish 1
-  fi
+  if [ "$ended" != "$started" ]; then lost_ray "before all were there"; fi
   if ((code != 0)); then finish "$code"; fi
   say "Ray has its $node_count nodes"
 fi
 
 # A signal waits until the ranks can heed it. Where the ranks of one node fail alone, the others wait for them in vain.
-start "${step[@]}" --nodes="$node_count" --ntasks="$node_count" --wait="$rank_wait" --output="$logs/ranks-%n.log" \
+start "$logs/ranks.log" "${step[@]}" --nodes="$node_count" --ntasks="$node_count" --wait="$rank_wait" \
+  --output="$logs/ranks-%n.log" \
   env --block-signal=USR1 bash -c \
   'exec "$0" -m megatron_collab.agent --node-rank="$SLURM_NODEID" --log-dir="$1/ranks-$SLURM_NODEID" "${@:2}"' \
   "$python" "$logs" --nnodes="$node_count" --nproc-per-node="$ranks_per_node" --max-restarts=0 \
@@ -157,14 +169,11 @@ start "${step[@]}" --nodes="$node_count" --ntasks="$node_count" --wait="$rank_wa
   -m megatron_collab.train "${overrides[@]}"
 if $dry_run; then exit 0; fi
 ranks=$started
-if $wanted; then give_back; fi # it came before there was somebody to tell
 
 until_one_ends "$ranks" "${ray[@]}"
-if [ "$ended" != "$ranks" ]; then
-  say "a Ray node ended with $code, and the ranks with it; see $logs/ray-*.log"
-  finish 1
-fi
-say "the ranks ended with $code; see $logs/ranks-*.log"
+if [ "$ended" != "$ranks" ]; then lost_ray "and the ranks with it"; fi
+say "the ranks ended with $code; see $logs/ranks*.log"
+if ((code != 0)); then tail -n 20 "$logs/ranks.log" "$logs/ranks-0.log" || true; fi
 # 138: the signal met srun before it could pass it on.
 if $wanted && ((code == 138)); then code=$preempted; fi
 finish "$code"
