@@ -9,6 +9,7 @@ first_port=${PORT:-11000}       # node i has the ports from here + 100 i, to her
 ray_timeout=${RAY_TIMEOUT:-300} # seconds
 rank_wait=60                    # seconds from the end of one node's ranks until the others' are killed
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+export RAY_raylet_start_wait_time_s=$ray_timeout # else 30, and Ray gives up by itself
 
 preempted=75 # of megatron_collab/processes.py
 dry_run=false overrides=()
@@ -63,8 +64,8 @@ start() {
   if $dry_run; then echo "$(show "${@:2}") >$(show "$1") 2>&1 &"; else "${@:2}" >"$1" 2>&1 & started=$!; fi
 }
 
-# Until one of these processes ends: it is `ended`, its exit code `code`. (`wait -n` of bash 5.1 misses those that have
-# ended before it; a signal that is trapped interrupts the sleep.)
+# Until one of these processes ends: it is `ended`, its exit code `code`. The first of them counts where several have
+# ended. A signal that is trapped interrupts the sleep.
 until_one_ends() {
   while true; do
     for ended in "$@"; do
@@ -120,6 +121,7 @@ if $dry_run; then
   for ((i = 0; i < node_count; i++)); do address+=("ADDRESS_$i"); done
   show mkdir -p "$logs"
   echo "mapfile -t address < <($(show "${addresses[@]}") | sort -n | sed 's/.*: //')"
+  show export OMP_NUM_THREADS="$OMP_NUM_THREADS" RAY_raylet_start_wait_time_s="$RAY_raylet_start_wait_time_s"
   echo "export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=\"\$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')\""
   echo "export RAY_ADDRESS=$(show "ADDRESS_0:$first_port")"
 else
