@@ -83,8 +83,8 @@ finish() {
     kill "$pid" 2>/dev/null && wait "$pid" || true
   done
   "${step[@]}" --nodes="$node_count" --ntasks="$node_count" bash -c \
-    'dir=$0-$SLURM_NODEID; cp -r "$dir/session_latest/logs" "$1/ray-$SLURM_NODEID" && rm -rf "$dir"' \
-    "$ray_dir" "$logs" || true
+    'dir=$0-$SLURM_NODEID; cp -r "$dir/session_latest/logs" "$1/ray-$SLURM_NODEID"; sleep 2; rm -rf "$dir"' \
+    "$ray_dir" "$logs" || true # what was killed may write for a moment longer
   if [ "$1" = "$preempted" ]; then
     say "preempted: job $SLURM_JOB_ID goes back into the queue"
     scontrol requeue "$SLURM_JOB_ID" && sleep infinity # Slurm ends this script
@@ -99,6 +99,17 @@ lost_ray() {
     if [ "${ray[i]}" = "$ended" ]; then say "Ray on ${nodes[i]} ended with $code, $1; see $logs/ray-$i.log"; fi
   done
   finish 1
+}
+
+# await_ray NODE…: until these are Ray's nodes, and no others.
+await_ray() {
+  local waiting=("$python" -m megatron_collab.cluster wait "${address[0]}:$first_port" "$ray_timeout" "$@")
+  if $dry_run; then show "${waiting[@]}"; return; fi
+  "${waiting[@]}" & started=$!
+  until_one_ends "$started" "${ray[@]}"
+  if [ "$ended" != "$started" ]; then lost_ray "before all were there"; fi
+  if ((code != 0)); then finish "$code"; fi
+  say "Ray has $# of $node_count nodes"
 }
 
 # The ranks alone are told that the nodes are wanted back; they save and end. Without ranks there is nothing to save.
@@ -148,18 +159,9 @@ for i in "${!nodes[@]}"; do
     --dashboard-agent-grpc-port=$((port + 5)) --metrics-export-port=$((port + 6)) \
     --dashboard-agent-listen-port=$((port + 7)) --min-worker-port=$((port + 10)) --max-worker-port=$((port + 99))
   $dry_run || ray+=("$started")
+  if ((i == 0)); then await_ray "${nodes[0]}"; fi # a node that meets a head which is half there gives up
 done
-
-waiting=("$python" -m megatron_collab.cluster wait "${address[0]}:$first_port" "$ray_timeout" "${nodes[@]}")
-if $dry_run; then
-  show "${waiting[@]}"
-else
-  "${waiting[@]}" & started=$!
-  until_one_ends "$started" "${ray[@]}"
-  if [ "$ended" != "$started" ]; then lost_ray "before all were there"; fi
-  if ((code != 0)); then finish "$code"; fi
-  say "Ray has its $node_count nodes"
-fi
+if ((node_count > 1)); then await_ray "${nodes[@]}"; fi
 
 # A signal waits until the ranks can heed it. Where the ranks of one node fail alone, the others wait for them in vain.
 start "$logs/ranks.log" "${step[@]}" --nodes="$node_count" --ntasks="$node_count" --wait="$rank_wait" \

@@ -152,7 +152,7 @@ def test_a_supervised_run_on_two_nodes(submit: Callable[..., Job]) -> None:
     assert job.steps() == 20 and (job.run / "result.json").is_file()
     config = json.loads((job.run / "config.json").read_text())
     assert (config["launch"]["nodes"], config["run"]["dir"]) == (2, str(job.run))
-    assert "Ray has its 2 nodes" in job.output.read_text()
+    assert "Ray has 2 of 2 nodes" in job.output.read_text()
     check_logs(job, 0)
     check_nothing_left(job)
 
