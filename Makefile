@@ -12,13 +12,17 @@ export TOKENIZERS_PARALLELISM := false
 # The set-up leaves byte-compiling to the first import; without a cache every process would compile again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup test quickstart quickstart-compare lint
+.PHONY: setup test test-slurm quickstart quickstart-compare lint
 
 setup:
 	@PYTHON="$(PYTHON)" tools/setup_env.sh
 
 test: setup
 	.venv/bin/python -m pytest tests --numprocesses 2 --dist loadfile
+
+# Needs root, and the package manager where Slurm is not installed: it starts a cluster of two nodes on this machine.
+test-slurm: setup
+	.venv/bin/python -m pytest -m slurm tests/slurm
 
 quickstart: setup
 	.venv/bin/python tools/quickstart.py --seed $(SEED)

@@ -15,6 +15,7 @@ BYTES = 2 * 8.03026e9  # of Llama 3.1 8B in bfloat16
 def planned(nodes: int, ranks: int, *overrides: str) -> Cost:
     """Of the 8B model on `nodes` of `ranks` each."""
     layout = [f"launch.nodes={nodes}", f"launch.nproc_per_node={ranks}", "rollout.server.replicas=1", "parallel.pp=1"]
+    layout += ["rollout.server.fp8=false"]
     config = parse(["experiment=train_70b", *layout, *overrides])
     shape = hf_config.read(CONF / "shapes" / "Llama-3.1-8B-Instruct.json")
     found = plan.plan(shape, plan.trainer_layout(config), plan.server_layout(config), 2)

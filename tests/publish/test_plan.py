@@ -220,6 +220,6 @@ def test_cuts_through_blocks_of_fp8_are_said(
 
 
 def test_the_layouts_of_a_run() -> None:
-    config = parse(["experiment=train_70b", "rollout.server.fp8=true"])
-    assert plan.trainer_layout(config) == TrainerLayout(tp=8, pp=4, vpp=1, cp=1, ep=1, ranks=64)
+    config = parse(["experiment=train_70b"])
+    assert plan.trainer_layout(config) == TrainerLayout(tp=8, pp=4, vpp=1, cp=1, ep=1, ranks=128)
     assert plan.server_layout(config) == ServerLayout(tp=8, ep=1, fp8=True)

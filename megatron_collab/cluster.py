@@ -1,0 +1,106 @@
+"""What slurm/run.sh asks about a run and its nodes.
+
+python -m megatron_collab.cluster settings [option=value …]     # what decides its commands, a line each
+python -m megatron_collab.cluster address [option=value …]      # this node's address on launch.interface
+python -m megatron_collab.cluster wait ADDRESS SECONDS NODE…    # until Ray at ADDRESS has these nodes, no others
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+import time
+from collections.abc import Sequence
+
+from megatron_collab.config import Config, ConfigError, parse
+from megatron_collab.processes import EXIT_BAD_INPUT, EXIT_STOPPED, RunStopped
+
+_LOOK = 0.5  # seconds
+
+
+def settings(config: Config) -> list[str]:
+    """run.dir, launch.nodes, launch.nproc_per_node, and the CPUs that Ray counts on a node.
+
+    Ray starts a process a CPU in advance: as many as there are workers for a node.
+    """
+    from megatron_collab import checks  # the other commands do without it
+
+    checks.check_settings(config)
+    workers = config.rollout.workers + config.reward.workers
+    cpus = -(-workers // config.launch.nodes)
+    return [config.run.dir, str(config.launch.nodes), str(config.launch.nproc_per_node), str(cpus)]
+
+
+def address(config: Config) -> str:
+    """This node's address on launch.interface."""
+    from megatron_collab import fabric
+
+    try:
+        return fabric.address(config)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def wait(address: str, seconds: float, names: Sequence[str]) -> None:
+    """Return once exactly the nodes called `names` are alive in the Ray cluster at `address`, HOST:PORT.
+
+    Raises RunStopped with what is missing after `seconds`, or at once with what does not belong there.
+    """
+    import ray
+
+    deadline = time.monotonic() + seconds
+    while not _listens(address):  # ray.init would end this process where nobody answers
+        if time.monotonic() > deadline:
+            raise RunStopped(f"Ray's head does not answer at {address} after {seconds:g} s; see its log")
+        time.sleep(_LOOK)
+    ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
+    try:
+        while True:
+            there = [node["NodeName"] for node in ray.nodes() if node["Alive"]]
+            strangers = sorted(set(there) - set(names))
+            if strangers:
+                raise RunStopped(f"Ray at {address} has nodes that are not of this job: {', '.join(strangers)}")
+            missing = [name for name in names if name not in there]
+            if not missing:
+                return
+            if time.monotonic() > deadline:
+                raise RunStopped(
+                    f"{len(there)} of {len(names)} Ray nodes are there after {seconds:g} s; missing: "
+                    f"{', '.join(missing)}; see their logs"
+                )
+            time.sleep(_LOOK)
+    finally:
+        ray.shutdown()
+
+
+def _listens(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=_LOOK):
+            return True
+    except OSError:
+        return False
+
+
+def main(arguments: Sequence[str]) -> int:
+    command, *rest = arguments
+    try:
+        if command == "settings":
+            print(*settings(parse(rest)), sep="\n")
+        elif command == "address":
+            print(address(parse(rest)))
+        else:
+            at, seconds, *names = rest
+            wait(at, float(seconds), names)
+    except ConfigError as error:
+        print(f"megatron-collab: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    except RunStopped as error:
+        print(f"megatron-collab: {error}", file=sys.stderr)
+        return EXIT_STOPPED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,130 @@
+"""What the scripts for Slurm would run, and that Ray is waited for; without Slurm."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_collab import cluster
+from megatron_collab.config import ConfigError, parse
+from megatron_collab.processes import RunStopped
+from tests.helpers import free_port
+
+ROOT = Path(__file__).resolve().parents[1]
+SECRET = "sk-do-not-print-this"
+
+
+def dry_run(script: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    environment |= {"VENV": str(Path(sys.executable).parents[1]), "OPENAI_API_KEY": SECRET, **variables}
+    command = ["bash", str(ROOT / "slurm" / script), "--dry-run", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+
+
+def option(command: str, name: str) -> str:
+    (value,) = (word.split("=", 1)[1] for word in shlex.split(command) if word.startswith(f"{name}="))
+    return value
+
+
+def test_a_dry_run_prints_every_command(tmp_path: Path) -> None:
+    overrides = [f"run.dir={tmp_path}/a run", "rollout.futures=adaptive(2,6)", "launch.nodes=2"]
+    done = dry_run("train_70b.sh", *overrides, "parallel.pp=2", "rollout.server.replicas=2")
+    assert done.returncode == 0, done.stderr
+    head, worker, ranks = (line for line in done.stdout.splitlines() if line.startswith("srun") and line.endswith("&"))
+    assert "ray start --head" in head and "ray start --address=" in worker
+    assert (option(head, "--nodelist"), option(worker, "--nodelist")) == ("node0", "node1")
+    assert "cluster wait" in done.stdout and " node0 node1" in done.stdout
+    assert "megatron_collab.agent" in ranks and option(ranks, "--nnodes") == "2"
+    assert shlex.split(ranks.partition(" >")[0])[-5:-2] == overrides
+    assert "experiment=train_70b" in ranks
+    assert not list(tmp_path.iterdir()), "nothing was run"
+    assert SECRET not in done.stdout and re.search(r"RAY_AUTH_TOKEN=\"\$\(", done.stdout)
+    checked = subprocess.run(["bash", "-n"], input=done.stdout, text=True, capture_output=True)
+    assert checked.returncode == 0, checked.stderr
+
+
+def test_ports_are_explicit_distinct_and_below_those_of_the_kernel(tmp_path: Path) -> None:
+    done = dry_run("train_8b.sh", "experiment=booking_sft", "launch.nodes=3", f"run.dir={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("srun")]
+    ports, blocks = [], []
+    for line in lines:
+        given = {name: int(port) for name, port in re.findall(r"--([\w-]*port)=(\d+)", line)}
+        if "ray start" in line:
+            blocks.append(range(given.pop("min-worker-port"), given.pop("max-worker-port") + 1))
+        ports += given.values()
+    assert len(blocks) == 3 and len(ports) == 3 * 6 + 2 + 1  # those of each Ray node, of the head, of the ranks
+    every = [*ports, *(port for block in blocks for port in block)]
+    assert len(every) == len(set(every))
+    kernel = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert max(every) < kernel
+    refused = dry_run("train_8b.sh", f"run.dir={tmp_path}", PORT=str(kernel - 10))
+    assert refused.returncode == 2 and refused.stderr.startswith(f"megatron-collab: PORT={kernel - 10}: ")
+
+
+def test_bad_input_is_one_line() -> None:
+    refused = dry_run("train_70b.sh", "parallel.pq=3")
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1 and "parallel.pq" in refused.stderr
+    refused = dry_run("train_70b.sh", VENV="/nowhere")
+    assert refused.returncode == 2 and refused.stderr.startswith("megatron-collab: no /nowhere/bin/python")
+
+
+def test_the_settings_that_decide_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    config = parse(["experiment=booking", "launch.nodes=2", "launch.interface=lo", "rollout.workers=3"])
+    config.rollout.server.replicas = 2
+    assert cluster.settings(config) == ["runs/booking/rl", "2", "2", "2"]
+    assert cluster.address(config) == "127.0.0.1"
+    config.launch.interface = "nothing0"
+    with pytest.raises(ConfigError, match=r"launch\.interface=nothing0"):
+        cluster.address(config)
+
+
+@pytest.fixture
+def ray_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of a Ray cluster of one node called a."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 64)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    at = f"127.0.0.1:{free_port()}"
+    command = [str(Path(sys.executable).parent / "ray"), "start", "--head", "--block", "--node-name=a", "--num-cpus=0"]
+    command += ["--disable-usage-stats", "--include-dashboard=false", f"--port={at.split(':')[1]}"]
+    with (tmp_path / "ray.log").open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    yield at
+    process.terminate()
+    process.wait(60)
+
+
+WAITS = """
+import sys
+from megatron_collab import cluster
+from megatron_collab.processes import RunStopped
+for seconds, names in ((300, "a"), (1, "abc"), (300, "b")):
+    try:
+        cluster.wait(sys.argv[1], seconds, list(names))
+        print("all are there")
+    except RunStopped as error:
+        print(error)
+"""
+
+
+def test_ray_is_waited_for(ray_head: str) -> None:
+    """In a process of its own, since Ray keeps a token for as long as its process lives."""
+    done = subprocess.run([sys.executable, "-c", WAITS, ray_head], timeout=600, capture_output=True, text=True)
+    assert done.stdout.splitlines() == [
+        "all are there",
+        "1 of 3 Ray nodes are there after 1 s; missing: b, c; see their logs",
+        f"Ray at {ray_head} has nodes that are not of this job: a",
+    ], done.stderr
+
+
+def test_a_head_that_does_not_come() -> None:
+    with pytest.raises(RunStopped, match=r"head does not answer at 127\.0\.0\.1:\d+ after 0\.1 s"):
+        cluster.wait(f"127.0.0.1:{free_port()}", 0.1, ["a"])
