@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -112,7 +113,7 @@ Nodes = tuple[str, psutil.Process, dict[str, str]]
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[Nodes]:
     """Two Ray nodes, each a raylet of its own: the address of the first, the process of the second, their secret."""
-    secret = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    secret = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "PYTHONUNBUFFERED": "1"}
     address = f"127.0.0.1:{free_port()}"
     head = ["--head", f"--port={address.split(':')[1]}", "--include-dashboard=false", f"--system-config={QUICK}"]
     started = []
@@ -130,8 +131,10 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
                 time.sleep(0.1)
         yield address, started[1], secret
     finally:
-        for process in [one for node in started if node.is_running() for one in (*node.children(recursive=True), node)]:
-            process.kill()
+        family = [process for node in started if node.is_running() for process in (*node.children(True), node)]
+        for process in family:
+            with suppress(psutil.NoSuchProcess):  # they end each other
+                process.kill()
 
 
 def test_a_ray_node_that_is_killed(root: Path, undisturbed: Path, nodes: Nodes, start: Callable[..., Program]) -> None:
