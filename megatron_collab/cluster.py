@@ -50,11 +50,10 @@ def wait(address: str, seconds: float, names: Sequence[str]) -> None:
     import ray
 
     deadline = time.monotonic() + seconds
-    while not _listens(address):  # ray.init would end this process where nobody answers
+    while not (_listens(address) and _joined(address)):
         if time.monotonic() > deadline:
             raise RunStopped(f"Ray's head does not answer at {address} after {seconds:g} s; see its log")
         time.sleep(_LOOK)
-    ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
     try:
         while True:
             there = [node["NodeName"] for node in ray.nodes() if node["Alive"]]
@@ -75,12 +74,24 @@ def wait(address: str, seconds: float, names: Sequence[str]) -> None:
 
 
 def _listens(address: str) -> bool:
+    """Whether anybody does: where nobody answers, ray.init ends the process after two minutes."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host, int(port)), timeout=_LOOK):
             return True
     except OSError:
         return False
+
+
+def _joined(address: str) -> bool:
+    """Whether this process is now a driver there: Ray's control store answers before its node is known to it."""
+    import ray
+
+    try:
+        ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
+    except ConnectionError:
+        return False
+    return True
 
 
 def main(arguments: Sequence[str]) -> int:
