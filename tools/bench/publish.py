@@ -101,6 +101,7 @@ def configure(folder: Path, tp: int = 1, pp: int = 1) -> Config:
     config.model.path, config.model.dtype = str(folder), "float32"
     config.parallel.tp, config.parallel.pp = tp, pp
     config.rollout.server.max_total_tokens = 4096
+    config.rollout.server.replicas = len(LAYOUTS)  # as which the ranks know the one server in turn
     config.algo.kl_coef = 0.0
     return config
 
