@@ -36,7 +36,6 @@ RL = [
     "train.checkpoint_every=1",
 ]
 # SGLang servers start on the node of rank 0 only.
-several_nodes = pytest.mark.skip(reason="rl runs on one node")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -189,7 +188,6 @@ def test_a_process_that_dies_ends_the_job(submit: Callable[..., Job], victim: st
     check_nothing_left(job)
 
 
-@several_nodes
 def test_reinforcement_learning_on_two_nodes(submit: Callable[..., Job]) -> None:
     supervised = submit("sft", *SFT, "train.steps=60")
     assert supervised.code() == 0, supervised.log()
@@ -201,7 +199,6 @@ def test_reinforcement_learning_on_two_nodes(submit: Callable[..., Job]) -> None
     check_nothing_left(job)
 
 
-@several_nodes
 def test_a_run_that_stops_ends_with_its_code(submit: Callable[..., Job]) -> None:
     """A judge that nobody can reach: too many scores are missing."""
     supervised = submit("sft", *SFT, "train.steps=2")
@@ -213,7 +210,6 @@ def test_a_run_that_stops_ends_with_its_code(submit: Callable[..., Job]) -> None
     check_nothing_left(job)
 
 
-@several_nodes
 def test_a_job_whose_nodes_are_wanted_back_is_requeued_and_goes_on(submit: Callable[..., Job]) -> None:
     supervised = submit("sft", *SFT, "train.steps=60")
     assert supervised.code() == 0, supervised.log()
