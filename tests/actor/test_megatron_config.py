@@ -177,7 +177,11 @@ FUSIONS = {
 }
 
 
-@pytest.mark.parametrize("there", [set(), {"cuda"}, {"cuda", "apex"}, {"cuda", "transformer_engine"}], ids=str)
+@pytest.mark.parametrize(
+    "there",
+    [set(), {"cuda"}, {"cuda", "apex"}, {"cuda", "transformer_engine"}],
+    ids=lambda there: "-".join(sorted(there)),
+)
 def test_fused_kernels_follow_from_what_is_there(found: set[str], there: set[str]) -> None:
     found |= there
     made = transformer_config(configure({}), MOE)
