@@ -18,7 +18,7 @@ setup:
 	@PYTHON="$(PYTHON)" tools/setup_env.sh
 
 test: setup
-	.venv/bin/python -m pytest tests --numprocesses 2 --dist loadfile
+	.venv/bin/python -m pytest tests --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 # Needs root, and the package manager where Slurm is not installed: it starts a cluster of two nodes on this machine.
 test-slurm: setup
