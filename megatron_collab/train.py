@@ -91,6 +91,7 @@ def fit(config: Config) -> None:
                 if step > start and step % config.train.checkpoint_every:  # what was learned since the last one
                     checkpoints.save(step, actor, {**run.state(), "collector": state})
                 raise
+            source.learned(stats)
             run.record(step, {**batch.metrics, **stats, **(engine.take_counters() if engine else {}), **clock.read()})
             if (step + 1) % config.train.checkpoint_every == 0 or step + 1 == config.train.steps:
                 checkpoints.save(step + 1, actor, {**run.state(), "collector": source.state()})

@@ -83,7 +83,7 @@ class World:
     `played` are streams and their tasks, `calls` how often each was played, `begun` the version that sampled it,
     `written` the transcripts, `usd` what was spent, `peak` the most groups that were in flight. What is in `slow` is
     not finished; what is in `broken` ends with errors, the first time. No server is left from the look number `outage`
-    on, until they are revived, which calls `on_revive`. `journal`: that of an earlier run in `folder` is kept.
+    on, until they are revived, which calls `on_revive`. `stats` is what every update measures. `journal`: that of an earlier run in `folder` is kept.
     """
 
     def __init__(
@@ -109,6 +109,7 @@ class World:
         self.rewards = rewards
         self.version = 0
         self.usd = 0.0
+        self.stats = {"loss": 0.25, "grad_norm": 1.5}
         self.played: dict[str, int] = {}
         self.begun: dict[str, int] = {}
         self.written: list[Group] = []
@@ -134,8 +135,11 @@ class World:
         self.collector = Collector(config, crew, run, self._lacking, self._revive, state or {})
 
     def next(self, step: int) -> Batch:
+        """The batch of a step, which is learned."""
         self.version = step
-        return self.collector.next(step)
+        batch = self.collector.next(step)
+        self.collector.learned(self.stats)
+        return batch
 
     def trained(self, batch: Batch) -> list[int]:
         """The tasks of a batch, in its order."""
