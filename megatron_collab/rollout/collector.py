@@ -5,9 +5,9 @@ Rank 0 asks the workers and hands the batch to every rank; the other ranks wait 
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +21,7 @@ from megatron_collab.algo.credit import fresh, samples_of, teaches
 from megatron_collab.config import Config
 from megatron_collab.data.datasets import Cursor, load_tasks
 from megatron_collab.observe.run import Run
-from megatron_collab.processes import Hung, RunStopped
+from megatron_collab.processes import RunStopped
 from megatron_collab.rollout.ahead import Asked, Flight, Slot, answers, window
 from megatron_collab.rollout.journal import Journal
 from megatron_collab.rollout.leader import from_leader
@@ -84,16 +84,25 @@ class Collector:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Where the run is stopped, write down what has been finished since the last look, and what was spent."""
+        """Where the run is stopped, write down what has been finished since the last look, and play nothing more.
+
+        What was spent is written down at a good end too. A part that fails is told and costs no other: the run ends
+        for the reason it has.
+        """
         if not self.leader:
             return
+        assert self.crew is not None
+        parts: list[Callable[[], object]] = []
         if kind is None:
-            self._journal.forget()
+            parts = [self._journal.forget, self._spend]
         elif issubclass(kind, RunStopped):
-            for flight in (self._flight, self._evaluating):
-                flight.look(0.0)
-            with suppress(Hung):
-                self._spend()
+            looks = (partial(flight.look, 0.0) for flight in (self._flight, self._evaluating))
+            parts = [*looks, self.crew.stop, self._spend]
+        for part in parts:
+            try:
+                part()
+            except Exception as failure:
+                print(f"megatron-collab: at the end of sampling: {' '.join(str(failure).split())}", file=sys.stderr)
 
     def next(self, step: int) -> Batch:
         """The batch of `step`, the same on every rank, while the servers have version `step`; collective."""

@@ -222,11 +222,11 @@ def test_a_run_that_starts_again_at_every_step_trains_all_once(world: Maker) -> 
     """Each time with another staleness: what cannot be begun yet stays in the state."""
     trained: list[str] = []
     made = make(world, 2)
-    for step, ahead in enumerate([2, 0, 1, 0, 2]):
-        made = resumed(world, made, step, ahead)
+    for step, staleness in enumerate([2, 0, 1, 0, 2]):
+        made = resumed(world, made, step, staleness)
         made.next(step)
         trained += [name for name in made.played if name not in outstanding(made)]
-        assert made.peak == window(step, STEPS, PROMPTS, ahead)
+        assert made.peak == window(step, STEPS, PROMPTS, staleness)
     assert sorted(trained) == sorted(name for step in range(STEPS) for name in own(step))
 
 

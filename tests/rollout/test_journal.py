@@ -236,6 +236,26 @@ def test_what_is_finished_when_a_run_is_stopped_is_kept(world: Maker) -> None:
     assert not {name for name in after.played if name.startswith("train-1-")}
 
 
+def test_a_run_that_is_stopped_ends_for_its_own_reason(
+    world: Maker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever fails when it puts away what is finished; its workers are ended all the same."""
+    made, ended = make(world, max_staleness=1), []
+    made.slow = {"train-1-0"}
+    made.next(0)
+    made.slow.clear()
+
+    def fail(*_: object) -> None:
+        raise OSError("no space\nleft")
+
+    monkeypatch.setattr(made.collector._journal, "write", fail)
+    monkeypatch.setattr(type(made.collector.crew), "stop", lambda _: ended.append("workers"))
+    with pytest.raises(Preempted), made.collector:
+        raise Preempted
+    assert ended == ["workers"]
+    assert capsys.readouterr().err == "megatron-collab: at the end of sampling: no space left\n"
+
+
 @pytest.mark.parametrize("step", [0, 5])
 def test_an_evaluation_goes_on_where_it_was(world: Maker, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     undisturbed = make(world)
