@@ -107,7 +107,7 @@ class Checkpoints:
             self.on_disk = self._written
         except CheckpointException as error:
             rank, (cause, _) = min(error.failures.items())
-            if not isinstance(cause, OSError):
+            if not isinstance(cause, OSError | RunStopped):
                 raise
             raise RunStopped(
                 f"{self.folder}: rank {rank} could not write the checkpoint: {cause}; make room there, or lower "

@@ -1,4 +1,4 @@
-"""Checkpoint files that are on disk piece by piece: one flush of a whole file could take longer than a rank may stand."""
+"""Checkpoint files that are on disk piece by piece: one flush of a whole file may take longer than a rank may stand."""
 
 from __future__ import annotations
 

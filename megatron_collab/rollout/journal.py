@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron_collab import files
 from megatron_collab.rollout.lineage import Lineage
 from megatron_collab.types import Conversation, Ending, Group, Missing, Task
 
@@ -67,13 +68,18 @@ class Journal:
         try:
             group: Group = pickle.loads(pickled)
             return group if group.task == task else None
-        except (AttributeError, ImportError, TypeError, ValueError):  # another checkout wrote it, whose groups are not ours
+        except (
+            AttributeError,
+            ImportError,
+            TypeError,
+            ValueError,
+        ):  # another checkout wrote it, whose groups are not ours
             return None
 
     def write(self, step: int, groups: Mapping[str, Group]) -> None:
         """Append those of `groups`, by stream, that lack nothing; they are on disk when it returns.
 
-        What is sampled by weights that are too old to be trained is left out.
+        RunStopped where they cannot be written. What is sampled by weights that are too old to be trained is left out.
         """
         frames = []
         for stream, group in groups.items():
@@ -81,7 +87,8 @@ class Journal:
             if whole(group) and digest is not None:
                 frames.append(_frame(stream, group, version, digest))
         if frames:
-            with (self.folder / f"step_{step}.groups").open("ab") as out:
+            file = self.folder / f"step_{step}.groups"
+            with files.writing(file), file.open("ab") as out:
                 out.writelines(frames)
                 out.flush()
                 os.fsync(out.fileno())
