@@ -1,8 +1,8 @@
 """What all calls of users and judges may take together: requests and tokens a minute, calls at once, US dollars.
 
-`Limiter` is the bookkeeper, in one Ray actor for the run (`Keeper`); `Line` is where the calls of one process wait for
-it. A process talks to the limiter once at a time and puts all that has gathered meanwhile into the next talk, so a
-call costs a fraction of a message.
+`Limiter` is the bookkeeper, `LimiterActor` its Ray actor, one for the run; `Line` is where the calls of one process
+wait for it. A process talks to the limiter once at a time and puts all that has gathered meanwhile into the next talk,
+so a call costs a fraction of a message.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class Limiter:
         return call
 
 
-class Keeper:
+class LimiterActor:
     """A Limiter and its ledger, written within a second of a change whoever still talks; runs as a Ray actor."""
 
     def __init__(self, config: LlmConfig, ledger: Path) -> None:
@@ -198,7 +198,7 @@ def start(config: LlmConfig, ledger: Path) -> Any:
     """
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "scheduling_strategy": here}
-    return ray.remote(**options)(Keeper).options(name=NAME).remote(config, ledger.absolute())
+    return ray.remote(**options)(LimiterActor).options(name=NAME).remote(config, ledger.absolute())
 
 
 def find() -> Any:
