@@ -82,9 +82,10 @@ class _Watchman(threading.Thread):
         self._over.set()
         self.join(ANSWER_SECONDS)
         faulthandler.cancel_dump_traceback_later()
-        self._file.close()
-        if os.path.getsize(self._file.name) == 0:
-            os.unlink(self._file.name)
+        with suppress(OSError):  # the folder may be gone, or its file system, and the run has ended well
+            self._file.close()
+            if os.path.getsize(self._file.name) == 0:
+                os.unlink(self._file.name)
         if self._leads:
             stacks.clear(self.folder)
 
@@ -104,16 +105,19 @@ class _Watchman(threading.Thread):
                 if now - anywhere > self.timeout or self._store.check(["alarm"]):
                     self._end(self._alarm)
             except dist.DistError as error:
+                if self._over.is_set():
+                    return
                 lost = f"rank {self.rank} has lost the run's store, and with it the run: {error}"
-                self._end(lambda account: _say(lost))  # noqa: B023 (it does not return)
+                # Who held it has ended, for a reason that it knows.
+                self._end(lambda account: _say(lost), code=1)  # noqa: B023 (it does not return)
 
-    def _end(self, tell: Callable[[Account], None]) -> None:
+    def _end(self, tell: Callable[[Account], None], code: int = EXIT_HUNG) -> None:
         """Write the stacks, tell why, end the process, whatever of that hangs."""
         faulthandler.dump_traceback_later(GRACE_SECONDS, file=self._file, exit=True)
         account = Account(watch.here.place, *stacks.innermost(), time.monotonic() - self._moved)
         _within(2.0, lambda: self._dump(account))  # where the file system is frozen, this is
         _within(2 * ANSWER_SECONDS, lambda: tell(account))
-        os._exit(EXIT_HUNG)
+        os._exit(code)
 
     def _dump(self, account: Account) -> None:
         print(f"{account.place}, {account.seconds:.0f} s without a move", file=self._file, flush=True)

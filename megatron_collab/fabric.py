@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
-from datetime import timedelta
+import time
 from typing import TYPE_CHECKING
 
 import psutil
 
+from megatron_collab import preemption, watch
 from megatron_collab.config import Config
 from megatron_collab.processes import RunStopped
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:  # the launcher, which checks the interface, does without
     import torch.distributed as dist
 
 LOOPBACK = "lo"
+_POLL = 0.1  # seconds between looks for the nodes
 
 
 def address(config: Config) -> str:
@@ -36,21 +38,25 @@ def address(config: Config) -> str:
 def meet(config: Config, store: dist.Store) -> list[str]:
     """On rank 0 the address of every node, in their order; on other ranks nothing. All ranks call it.
 
-    Raises RunStopped where a node says none within launch.timeout seconds.
+    Raises RunStopped where a node says none within rollout.server.start_timeout seconds, Preempted.
     """
     nodes = [f"fabric/{node}" for node in range(config.launch.nodes)]
     if os.environ["LOCAL_RANK"] == "0":
         store.set(nodes[int(os.environ["GROUP_RANK"])], address(config))
     if os.environ["RANK"] != "0":
         return []
-    try:
-        store.wait(nodes, timedelta(seconds=config.launch.timeout))
-    except RuntimeError as error:
-        silent = ", ".join(str(number) for number, node in enumerate(nodes) if not store.check([node]))
-        raise RunStopped(
-            f"launch.nodes={config.launch.nodes}: the ranks of node {silent} have not started after "
-            f"launch.timeout={config.launch.timeout:g} s"
-        ) from error
+    timeout = config.rollout.server.start_timeout
+    deadline = time.monotonic() + timeout
+    while not store.check(nodes):
+        if time.monotonic() > deadline:
+            silent = ", ".join(str(number) for number, node in enumerate(nodes) if not store.check([node]))
+            raise RunStopped(
+                f"launch.nodes={config.launch.nodes}: the ranks of node {silent} have not started after "
+                f"rollout.server.start_timeout={timeout:g} s"
+            )
+        watch.beat()
+        preemption.check()
+        time.sleep(_POLL)
     return [store.get(node).decode() for node in nodes]
 
 

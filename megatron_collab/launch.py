@@ -56,8 +56,9 @@ def prepare(config: Config) -> None:
     nodes = config.launch.nodes
     if nodes > 1 and not under_torchrun():
         raise ConfigError(
-            f"launch.nodes={nodes}: only the ranks of this node could be started from here; start torchrun "
-            f"--nnodes {nodes} --nproc-per-node {config.launch.nproc_per_node} on each node, or set launch.nodes=1"
+            f"launch.nodes={nodes}: only the ranks of this node could be started from here; start "
+            f"python -m megatron_collab.agent --nnodes {nodes} --nproc-per-node {config.launch.nproc_per_node} … "
+            "-m megatron_collab.train on each node, or set launch.nodes=1"
         )
     if nodes > 1 and config.train.stage == "rl" and "RAY_ADDRESS" not in os.environ:
         raise ConfigError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,9 @@ class Supervised:
     def state(self) -> dict[str, Any]:
         """Nothing that a checkpoint would have to keep: the batches follow from the step."""
         return {}
+
+    def learned(self, stats: Mapping[str, float]) -> None:
+        """Nothing that was sampled depends on the weights."""
 
     def forget(self, checkpoint: object) -> None:
         """Nothing is kept beside checkpoints."""

@@ -44,13 +44,14 @@ def fit(config: Config) -> None:
     from megatron_collab.actor.critic import Critic
     from megatron_collab.observe.progress import Stopwatch
     from megatron_collab.observe.run import Run
+    from megatron_collab.rollout import leader
     from megatron_collab.rollout.collector import Collector
     from megatron_collab.rollout.engine import Engine
 
     supervised = config.train.stage == "sft"
     with ExitStack() as stack:
         stack.enter_context(alarm.armed(config))
-        stack.enter_context(model.leader_ends_first(config.launch.timeout))
+        stack.enter_context(model.leader_ends_first(config.launch.timeout, partial(_explain, config)))
         engine = None if supervised else stack.enter_context(Engine(config))
         stack.enter_context(model.init_parallel(config))
         policy, shape = model.load(config)
@@ -91,7 +92,10 @@ def fit(config: Config) -> None:
                 if step > start and step % config.train.checkpoint_every:  # what was learned since the last one
                     checkpoints.save(step, actor, {**run.state(), "collector": state})
                 raise
-            run.record(step, {**batch.metrics, **stats, **(engine.take_counters() if engine else {}), **clock.read()})
+            source.learned(stats)
+            counters = engine.take_counters() if engine else {}
+            metrics = {**batch.metrics, **stats, **counters, **clock.read()}
+            leader.shared(partial(run.record, step, metrics))
             if (step + 1) % config.train.checkpoint_every == 0 or step + 1 == config.train.steps:
                 checkpoints.save(step + 1, actor, {**run.state(), "collector": source.state()})
                 source.forget(checkpoints.on_disk)
@@ -128,16 +132,20 @@ def main(arguments: list[str]) -> int:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         fit(config)
-    except Preempted as error:
-        if launch.global_rank() == 0:
-            saved = f"{launch.saved(config)} and all groups that were finished since are saved"
-            print(f"megatron-collab: {error}; {saved}, {preemption.seconds():.1f} s after it came", file=sys.stderr)
+    except Preempted:
         return EXIT_PREEMPTED
     except RunStopped as error:
-        if launch.global_rank() == 0:
-            print(f"megatron-collab: {redact(str(error))}", file=sys.stderr)
         return EXIT_HUNG if isinstance(error, Hung) else EXIT_STOPPED
     return 0
+
+
+def _explain(config: Config, error: RunStopped) -> None:
+    """Why the run ends, in one line."""
+    why = str(error)
+    if isinstance(error, Preempted):
+        saved = f"{launch.saved(config)} and all groups that were finished since are saved"
+        why += f"; {saved}, {preemption.seconds():.1f} s after it came"
+    print(f"megatron-collab: {redact(why)}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from megatron_collab.rollout.leader import from_leader
 from tests.helpers import free_port
 
 TIMEOUT = 3.0  # launch.timeout
+BEAT = 0.3  # seconds: a loaded machine makes much more of it
 PATIENCE = 120.0  # seconds until what has not ended never will
 
 
@@ -48,8 +49,8 @@ def stop(rank: int, folder: Path) -> None:
 
 def slow(rank: int, folder: Path) -> None:
     """Rank 1 takes longer than launch.timeout, and moves; rank 0 waits for it."""
-    for _ in range(2 * int(TIMEOUT) if rank else 0):
-        time.sleep(1.0)
+    for _ in range(int(2 * TIMEOUT / BEAT) if rank else 0):
+        time.sleep(BEAT)
         watch.beat()
     dist.barrier()
 

@@ -38,7 +38,7 @@ def test_a_rank_that_skips_a_collective_is_named(root: Path) -> None:
     assert codes == [EXIT_HUNG] * 2, said
     assert said.count("megatron-collab: nothing has moved for launch.timeout=3 s, so the run ends") == 1
     assert re.search(r"rank 0: update, .*, in torch\.distributed\.all_reduce, for \d+ s", said)
-    place = r"rank 1: rollouts, megatron_collab/rollout/leader\.py:\d+ \(from_leader\)"
+    place = r"rank 1: rollouts, megatron_collab/rollout/leader\.py:\d+ \(shared\)"
     assert re.search(place + r", in torch\.distributed\.broadcast_object_list, for \d+ s", said)
     assert "rank 0 waits for rank 1" in said
     for rank, function in enumerate(("skip", "from_leader")):

@@ -53,7 +53,8 @@ def test_several_nodes_need_an_interface() -> None:
 
 
 def test_rank_0_hears_from_every_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = on("lo", nodes=2, timeout=0.5)
+    config = on("lo", nodes=2)
+    config.rollout.server.start_timeout = 0.5
     store = dist.TCPStore(HOST, 0, is_master=True, timeout=timedelta(seconds=60))
 
     def as_rank(rank: int) -> list[str]:
@@ -61,7 +62,9 @@ def test_rank_0_hears_from_every_node(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setenv(name, str(value))
         return fabric.meet(config, store)
 
-    with pytest.raises(RunStopped, match=r"the ranks of node 1 have not started after launch\.timeout=0\.5 s"):
+    with pytest.raises(
+        RunStopped, match=r"the ranks of node 1 have not started after rollout\.server\.start_timeout=0\.5 s"
+    ):
         as_rank(0)
     assert as_rank(3) == []
     with pytest.raises(RunStopped):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_collab import files
+from megatron_collab.processes import RunStopped
 
 WRITER = """
 import json, sys
@@ -33,6 +35,19 @@ def test_a_file_is_whole_whenever_its_writer_is_killed(tmp_path: Path) -> None:
         writer.kill()
         writer.wait()
         assert len(set(json.loads(file.read_text()))) == 1
+
+
+def test_a_full_disk_is_said_with_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "spend.json"
+    files.replace(file, "old")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(RunStopped, match=rf"^{file}: cannot be written: File too large; make room there; ") as told:
+            files.replace(file, "new" * 1000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "\n" not in str(told.value) and file.read_text() == "old"
 
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:

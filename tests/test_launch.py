@@ -15,7 +15,10 @@ from megatron_collab.config import ConfigError, parse
 def test_several_nodes_need_torchrun_on_each(monkeypatch: pytest.MonkeyPatch) -> None:
     config = parse(["experiment=train_70b", "train.stage=sft"])
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    with pytest.raises(ConfigError, match=r"^launch\.nodes=16: .*torchrun --nnodes 16 --nproc-per-node 8 on each node"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^launch\.nodes=16: .*megatron_collab\.agent --nnodes 16 --nproc-per-node 8 … .* on each node",
+    ):
         launch.prepare(config)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
     with pytest.raises(ConfigError, match=r"model\.path"):  # the next thing that is not there

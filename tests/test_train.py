@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NoReturn
 
 import pytest
 import torch.distributed as dist
 
 from megatron_collab import launch, train
+from megatron_collab.actor import model
+from megatron_collab.config import Config
 from megatron_collab.llm.limiter import BudgetSpent
 from megatron_collab.processes import RunStopped
 from megatron_collab.rollout.collector import TooManyMissing
@@ -45,12 +49,22 @@ def test_other_failures_are_what_they_are(alone: None) -> None:
 def test_a_stopped_run_says_why_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(train, "fit", lambda config: refuse(RunStopped("llm.budget_usd=5 is used up")))
+    """Before the other ranks hear that rank 0 is done: torchrun ends all once one of them has ended."""
+    said: list[str] = []
+    store = SimpleNamespace(set=lambda *_: said.append(capsys.readouterr().err))
+    monkeypatch.setattr(model, "run_store", lambda: (store, 0, 1))
+
+    def fit(config: Config) -> None:
+        with model.leader_ends_first(1.0, partial(train._explain, config)):
+            raise RunStopped("llm.budget_usd=5 is used up")
+
+    monkeypatch.setattr(train, "fit", fit)
     monkeypatch.setattr(train, "die_with_parent", lambda parent: None)
     monkeypatch.setattr(train.signal, "signal", lambda *_: None)
     monkeypatch.setattr(launch, "prepare", lambda config: None)
     monkeypatch.setattr(launch, "under_torchrun", lambda: True)
     code = train.main(["experiment=booking_sft", f"run.dir={tmp_path}/run", f"data.dir={tmp_path}/world"])
     assert code == train.EXIT_STOPPED == 3
-    assert capsys.readouterr().err == "megatron-collab: llm.budget_usd=5 is used up\n"
+    assert said == ["megatron-collab: llm.budget_usd=5 is used up\n"]
+    assert capsys.readouterr().err == ""
     assert "RANK" not in os.environ

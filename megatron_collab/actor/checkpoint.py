@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from megatron_collab import alarm, watch
-from megatron_collab.actor import storage
+from megatron_collab.actor import paced, storage
 from megatron_collab.actor.blocks import SaveBlocks
 from megatron_collab.actor.sharded import MAIN, Snapshot, Trainable, restore, restore_weights, snapshot
 from megatron_collab.processes import RunStopped
@@ -107,7 +107,7 @@ class Checkpoints:
             self.on_disk = self._written
         except CheckpointException as error:
             rank, (cause, _) = min(error.failures.items())
-            if not isinstance(cause, OSError):
+            if not isinstance(cause, OSError | RunStopped):
                 raise
             raise RunStopped(
                 f"{self.folder}: rank {rank} could not write the checkpoint: {cause}; make room there, or lower "
@@ -155,7 +155,7 @@ class Checkpoints:
             ranks.broadcast("prepare", lambda: storage.begin(self.folder, content.step))
             torch_checkpoint.save(
                 {},  # the planner has it all
-                storage_writer=_Writer(temporary, per_thread_copy_ahead=0),
+                storage_writer=paced.Writer(temporary, per_thread_copy_ahead=0),
                 planner=SaveBlocks(content.networks.blocks, content.networks.objects),
                 process_group=self._group,
             )
@@ -173,19 +173,6 @@ class Checkpoints:
         state = {"step": content.step, "ranks": len(files), "state": json.loads(content.state)}
         storage.commit(temporary, state, {name: sums for some in files for name, sums in some.items()})
         storage.discard(self.folder, content.step, self.keep)
-
-
-class _Writer(torch_checkpoint.FileSystemWriter):
-    """Writes a rank's file, and says what the operating system said when it cannot."""
-
-    def write_data(self, plan: Any, planner: Any) -> Any:
-        try:
-            return super().write_data(plan, planner)
-        except RuntimeError as error:
-            # torch.save hides a full disk behind an error about its own format.
-            if isinstance(error.__context__, OSError):
-                raise error.__context__ from error
-            raise
 
 
 def _write_rest(folder: Path, content: _Content) -> storage.Files:

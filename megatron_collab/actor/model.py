@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
@@ -67,16 +67,17 @@ def run_store() -> tuple[dist.Store, int, int]:
 
 
 @contextmanager
-def leader_ends_first(timeout: float) -> Iterator[None]:
+def leader_ends_first(timeout: float, explain: Callable[[RunStopped], None]) -> Iterator[None]:
     """Where the run is stopped within it, the other ranks leave it after rank 0, or after `timeout` seconds.
 
-    torchrun ends all ranks once one has ended badly, and rank 0 has servers and Ray to put away.
+    torchrun ends all ranks once one has ended badly, and rank 0 has servers and Ray to put away, and to `explain`.
     """
     try:
         yield
-    except RunStopped:
+    except RunStopped as error:
         store, rank, _ = run_store()
         if rank == 0:
+            explain(error)
             store.set(_LEADER_ENDED, "")
         else:
             with suppress(dist.DistStoreError, dist.DistNetworkError):  # late, or gone with its node

@@ -19,10 +19,13 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory, is_main_replica
+from megatron.core.dist_checkpointing.strategies import torch as megatron_torch
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding, force_all_tensors_to_non_fp8
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
+from torch.distributed.checkpoint.planner import ReadItem
 
+from megatron_collab import watch
 from megatron_collab.actor.blocks import Block, rectangles
 from megatron_collab.actor.weights import unwrap
 
@@ -132,7 +135,7 @@ def restore(trainables: Mapping[str, Trainable], checkpoint: Path) -> None:
         else:
             add_prefix_for_sharding(parts, f"{name}.")
             wanted[name] = parts
-    loaded = dist_checkpointing.load(wanted, str(checkpoint))
+    loaded = _read(wanted, checkpoint)
     for name, trainable in trainables.items():
         parts = loaded if name == MAIN else loaded[name]
         _load(trainable.chunks, parts)
@@ -156,8 +159,25 @@ def load_weights(chunks: Sequence[torch.nn.Module], checkpoint: Path) -> None:
         for key, parts in wanted.items()
     }
     weights = {key: {n: part for n, part in parts.items() if n not in kept[key]} for key, parts in wanted.items()}
-    loaded = dist_checkpointing.load(weights, str(checkpoint))
+    loaded = _read(weights, checkpoint)
     _load(chunks, {key: {**loaded[key], **kept[key]} for key in wanted})
+
+
+class _MovingPlanner(megatron_torch.MCoreLoadPlanner):
+    """Says at every part that is read that this rank moves."""
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        watch.beat()
+        return super().resolve_tensor(read_item)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        watch.beat()
+        super().load_bytes(read_item, value)
+
+
+def _read(wanted: dict[str, Any], checkpoint: Path) -> Any:
+    megatron_torch.MCoreLoadPlanner = _MovingPlanner  # Megatron makes one by this name, and takes none
+    return dist_checkpointing.load(wanted, str(checkpoint))
 
 
 def _load(chunks: Sequence[torch.nn.Module], parts: Mapping[str, Any]) -> None:

@@ -1,8 +1,8 @@
 """What all calls of users and judges may take together: requests and tokens a minute, calls at once, US dollars.
 
-`Limiter` is the bookkeeper, one Ray actor for the run; `Line` is where the calls of one process wait for it. A
-process talks to the limiter once at a time and puts all that has gathered meanwhile into the next talk, so a call
-costs a fraction of a message.
+`Limiter` is the bookkeeper, `LimiterActor` its Ray actor, one for the run; `Line` is where the calls of one process
+wait for it. A process talks to the limiter once at a time and puts all that has gathered meanwhile into the next talk,
+so a call costs a fraction of a message.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NAME = "limiter"
 MINUTE = 60.0
 _POLL = 0.1  # seconds until a line from which nobody was let through asks again
 _AT_ONCE = 256  # wishes in one talk
-_WRITE_EVERY = 1.0  # seconds
+_WRITE_AFTER = 1.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,15 @@ class Spend:
 
 
 class Limiter:
-    """Lets calls begin while they keep to `config` in every minute that passes; runs as a Ray actor.
+    """Lets calls begin while they keep to `config` in every minute that passes.
 
     A call counts with the tokens it may take until it says what it took. Calls that have begun end, so the budget
     may be exceeded by what they cost. A call that never ends, since its process died, is over when its time is.
 
     What was spent is in the file `ledger`, which it goes on from: what earlier starts of the run spent counts, on
-    steps that are done again too. One that dies and is started again by Ray has forgotten what was spent in the last
-    second and which calls are under way, and its minute begins anew; a talk whose answer it owed counts twice.
+    steps that are done again too. One that dies and is started again by Ray has forgotten what was spent since the last
+    `write` (never what `spend` has said) and which calls are under way, and its minute begins anew; a talk whose answer
+    it owed counts twice.
     """
 
     def __init__(self, config: LlmConfig, ledger: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -85,7 +86,7 @@ class Limiter:
         self._ledger = ledger
         self._clock = clock
         self._spend = Spend(**json.loads(ledger.read_text())) if ledger.is_file() else Spend()
-        self._written, self._changed = clock(), False
+        self._changed = False  # since the ledger was written
         self._numbers = count(secrets.randbits(62))  # calls that a limiter before this one let through are not ours
         self._running: dict[int, float] = {}  # call: when it is over for sure
         self._minute: dict[int, tuple[float, int]] = {}  # call: when it began, its tokens; in order
@@ -96,9 +97,8 @@ class Limiter:
         for call in ended:
             self._note(call)
         stop = self._budget_spent()
-        if stop or self._clock() - self._written >= _WRITE_EVERY:
-            self._write()
         if stop:
+            self.write()
             return Admission((), stop)
         self._forget(self._clock())
         calls: list[int] = []
@@ -110,13 +110,14 @@ class Limiter:
 
     def spend(self) -> dict[str, float]:
         """The totals of the run so far, which are on disk then: calls, tokens, usd, unpriced."""
-        self._write()
+        self.write()
         return asdict(self._spend)
 
-    def _write(self) -> None:
+    def write(self) -> None:
+        """Bring the ledger up to date; RunStopped where that cannot be written."""
         if self._changed:
             files.replace(self._ledger, json.dumps(asdict(self._spend)))
-            self._written, self._changed = self._clock(), False
+            self._changed = False
 
     def _note(self, ended: Ended) -> None:
         self._running.pop(ended.call, None)
@@ -167,6 +168,29 @@ class Limiter:
         return call
 
 
+class LimiterActor:
+    """A Limiter and its ledger, written within a second of a change whoever still talks; runs as a Ray actor."""
+
+    def __init__(self, config: LlmConfig, ledger: Path) -> None:
+        self._limiter = Limiter(config, ledger)
+        self._due = False  # the ledger
+
+    async def talk(self, ended: Sequence[Ended], wishes: Sequence[Wish]) -> Admission:
+        """As Limiter.talk."""
+        if ended and not self._due:
+            self._due = True
+            asyncio.get_running_loop().call_later(_WRITE_AFTER, self._write)
+        return self._limiter.talk(ended, wishes)
+
+    async def spend(self) -> dict[str, float]:
+        """As Limiter.spend."""
+        return self._limiter.spend()
+
+    def _write(self) -> None:
+        self._due = False
+        self._limiter.write()
+
+
 def start(config: LlmConfig, ledger: Path) -> Any:
     """The handle of the run's limiter, a Ray actor on this node; it ends with this handle.
 
@@ -174,7 +198,7 @@ def start(config: LlmConfig, ledger: Path) -> Any:
     """
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "scheduling_strategy": here}
-    return ray.remote(**options)(Limiter).options(name=NAME).remote(config, ledger.absolute())
+    return ray.remote(**options)(LimiterActor).options(name=NAME).remote(config, ledger.absolute())
 
 
 def find() -> Any:

@@ -229,7 +229,7 @@ def _future(future: Future) -> dict[str, Any]:
 
 def _append(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """JSON lines without keys; a number that is none (NaN) becomes null, which is what JSON has."""
-    with file.open("a") as stream:
+    with files.writing(file), file.open("a") as stream:
         for row in rows:
             stream.write(json.dumps(_plain(redacted(row))) + "\n")
 

@@ -20,7 +20,7 @@ import psutil
 import ray
 from ray.exceptions import RayActorError
 
-from megatron_collab import stacks
+from megatron_collab import preemption, stacks, watch
 from megatron_collab.config import Config, RewardConfig
 from megatron_collab.processes import RunStopped
 from megatron_collab.reward import metrics
@@ -69,6 +69,8 @@ def _await_nodes(config: Config) -> None:
                 f"RAY_ADDRESS={os.environ['RAY_ADDRESS']}: {found} Ray nodes after "
                 f"rollout.server.start_timeout={timeout:g} s, and launch.nodes={wanted}; start Ray on all of them"
             )
+        watch.beat()
+        preemption.check()
         time.sleep(_POLL)
 
 

@@ -99,9 +99,9 @@ class Flight:
     def slots(self) -> list[Slot]:
         return sorted(self._asked)
 
-    def begin(self, asked: Asked, version: int) -> None:
-        """Have a group played, unless an earlier start of the run had that done. `version` is that of the weights."""
-        found = self._journal.find(asked.stream, asked.task, version)
+    def begin(self, asked: Asked) -> None:
+        """Have a group played, unless an earlier start of the run had that done."""
+        found = self._journal.find(asked.stream, asked.task)
         if found is None:
             self._play(asked)
         else:
@@ -140,17 +140,29 @@ class Flight:
         return dict(sorted(taken.items()))
 
     def look(self, seconds: float) -> None:
-        """Write down what is finished; waits for the first up to that long."""
+        """Write down what is finished; waits for the first up to that long.
+
+        Where a group could not be played, what its worker raised is raised here, once the others are written down.
+        """
         if not self._playing:
             return
         ray.wait(list(self._playing), num_returns=1, timeout=seconds)
         found = set(ray.wait(list(self._playing), num_returns=len(self._playing), timeout=0)[0])
         references = [reference for reference in self._playing if reference in found]
-        groups = {self._playing.pop(reference)[0]: ray.get(reference) for reference in references}
+        groups: dict[Slot, Group] = {}
+        failures: list[Exception] = []
+        for reference in references:
+            slot, _ = self._playing.pop(reference)
+            try:
+                groups[slot] = ray.get(reference)
+            except Exception as error:
+                failures.append(error)
         self._finished |= groups
         for step in {slot.step for slot in groups}:
             streams = {self._asked[slot].stream: group for slot, group in groups.items() if slot.step == step}
             self._journal.write(step, streams)
+        if failures:
+            raise failures[0]
 
     def take_found(self) -> int:
         """How many groups came from the journal since the last call."""

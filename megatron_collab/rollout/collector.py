@@ -5,9 +5,9 @@ Rank 0 asks the workers and hands the batch to every rank; the other ranks wait 
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -21,10 +21,11 @@ from megatron_collab.algo.credit import fresh, samples_of, teaches
 from megatron_collab.config import Config
 from megatron_collab.data.datasets import Cursor, load_tasks
 from megatron_collab.observe.run import Run
-from megatron_collab.processes import Hung, RunStopped
+from megatron_collab.processes import RunStopped
 from megatron_collab.rollout.ahead import Asked, Flight, Slot, answers, window
 from megatron_collab.rollout.journal import Journal
 from megatron_collab.rollout.leader import from_leader
+from megatron_collab.rollout.lineage import Lineage
 from megatron_collab.rollout.patience import group_seconds
 from megatron_collab.rollout.summary import mean, summary
 from megatron_collab.rollout.worker import Crew
@@ -67,13 +68,14 @@ class Collector:
         self.revive = revive
         self.leader = dist.get_rank() == 0
         self._state = dict(state)
+        self._lineage = Lineage(config.rollout.max_staleness + 1, state.get("weights", ()))
         if self.leader:
             assert crew is not None
             self.tasks = load_tasks(Path(config.data.train))
-            self._journal = Journal(Path(config.run.dir) / "journal")
+            self._journal = Journal(Path(config.run.dir) / "journal", self._lineage)
             self._flight, self._evaluating = self._new_flight(crew), self._new_flight(crew)
             self._left = [Slot(*slot) for slot in state.get("in_flight", ())]
-            self._next = Slot(*state["next"]) if state else None
+            self._next = Slot(*state["next"]) if "next" in state else None
             self._spent = self._spend()
 
     def __enter__(self) -> Collector:
@@ -82,30 +84,46 @@ class Collector:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Where the run is stopped, write down what has been finished since the last look, and what was spent."""
+        """Where the run is stopped, write down what has been finished since the last look, and play nothing more.
+
+        What was spent is written down at a good end too. A part that fails is told and costs no other: the run ends
+        for the reason it has.
+        """
         if not self.leader:
             return
+        assert self.crew is not None
+        parts: list[Callable[[], object]] = []
         if kind is None:
-            self._journal.forget()
+            parts = [self._journal.forget, self._spend]
         elif issubclass(kind, RunStopped):
-            for flight in (self._flight, self._evaluating):
-                flight.look(0.0)
-            with suppress(Hung):
-                self._spend()
+            looks = (partial(flight.look, 0.0) for flight in (self._flight, self._evaluating))
+            parts = [*looks, self.crew.stop, self._spend]
+        for part in parts:
+            try:
+                part()
+            except Exception as failure:
+                print(f"megatron-collab: at the end of sampling: {' '.join(str(failure).split())}", file=sys.stderr)
 
     def next(self, step: int) -> Batch:
         """The batch of `step`, the same on every rank, while the servers have version `step`; collective."""
         watch.at(f"the rollouts of step {step}")
+        self._lineage.begin(step)
         return self._together(self._collect(step))
 
     def evaluate(self, name: str, step: int) -> None:
         """Play `train.eval_tasks` tasks of data.eval to their end, once each, and record the scores; collective."""
         watch.at(f"evaluation {name}")
+        self._lineage.begin(step)
         self._together(self._evaluate(name, step))
 
+    def learned(self, stats: Mapping[str, float]) -> None:
+        """The batch of the last step was learned, and `stats` is what its update measured."""
+        self._lineage.learned(stats)
+
     def state(self) -> dict[str, Any]:
-        """For a checkpoint, as of the last batch: what is begun next, and what was in flight; JSON, on rank 0."""
-        return self._state
+        """For a checkpoint: of the last batch what is begun next and what was in flight, and which weights there are;
+        JSON, on rank 0."""
+        return {**self._state, "weights": self._lineage.state()}
 
     def forget(self, checkpoint: tuple[int, Mapping[str, Any]]) -> None:
         """Forget the groups that a run which goes on from `checkpoint` (its step and state) does not ask for."""
@@ -150,7 +168,7 @@ class Collector:
         for refill in range(refills + 1 + ahead * wanted):
             if refill:
                 for number in range(lacking):
-                    self._begin(Slot(step, refill, number), step)
+                    self._begin(Slot(step, refill, number))
             title = f"step {step} refill {refill}" if refill else f"step {step} rollouts"
             groups = yield from self._flight.take(lacking, title)
             lacking = 0
@@ -194,23 +212,23 @@ class Collector:
         room = window(step, self.config.train.steps, prompts, self.config.rollout.max_staleness)
         while len(self._flight) < room:
             if self._left:
-                self._begin(self._left.pop(0), step)
+                self._begin(self._left.pop(0))
             else:
-                self._begin(self._next, step)
+                self._begin(self._next)
                 self._next = self._next.after(prompts)
 
     def _new_flight(self, crew: Crew) -> Flight:
         written = Path(self.config.run.dir) / stacks.FOLDER
         return Flight(crew.conversations, self.lacking, self._journal, partial(group_seconds, self.config), written)
 
-    def _begin(self, slot: Slot, step: int) -> None:
-        """Begin a group of the task that follows from its slot, at `step`: every refill has an order of its own."""
+    def _begin(self, slot: Slot) -> None:
+        """Begin a group of the task that follows from its slot: every refill has an order of its own."""
         seed = self.config.run.seed
         if slot.refill:
             seed = int(np.random.SeedSequence((seed, slot.refill)).generate_state(1)[0])
         at = slot.step * self.config.train.prompts_per_step + slot.number
         (row,) = Cursor(len(self.tasks), seed).batch(at, 1)
-        self._flight.begin(Asked(slot, slot.stream, "play", self.tasks[row]), step)
+        self._flight.begin(Asked(slot, slot.stream, "play", self.tasks[row]))
 
     def _evaluate(self, name: str, step: int) -> Generator[bool, None, None]:
         if self.config.data.eval is None or self.config.train.eval_tasks == 0:
@@ -218,7 +236,7 @@ class Collector:
         tasks = load_tasks(Path(self.config.data.eval))[: self.config.train.eval_tasks]
         for index, task in enumerate(tasks):
             asked = Asked(Slot(step, 0, index), f"eval-{name}-{index}", "evaluate", task)
-            self._evaluating.begin(asked, step)
+            self._evaluating.begin(asked)
         taken = yield from self._evaluating.take(len(tasks), f"evaluation {name}")
         groups = list(taken.values())
         self.run.evaluation(name, step, summary(groups), groups)

@@ -2,6 +2,8 @@
 
 A file a step of their slots, to which every group is appended as it is found finished. A group is pickled: that keeps
 its floats and kinds to the last bit, and a run trusts its own folder as it trusts its checkpoints. One writer.
+
+Before a group stand the newest version that sampled any of it and that version's digest (lineage.py).
 """
 
 from __future__ import annotations
@@ -15,16 +17,22 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron_collab import files
+from megatron_collab.rollout.lineage import Lineage
 from megatron_collab.types import Conversation, Ending, Group, Missing, Task
 
-_HEAD = struct.Struct(">HQI")  # bytes of the stream's name, bytes of the group, CRC-32 of both
+_HEAD = struct.Struct(">HQI")  # bytes of the stream's name, bytes of the group, CRC-32 of all that follows
+_WEIGHTS = struct.Struct(">q64s")  # version and digest; then come name and group
 _FILE = re.compile(r"step_(\d+)\.groups")
 
 
 class Entry(NamedTuple):
-    """Where the group of a stream lies: in `file`, the bytes from `start` to `stop`."""
+    """Where the group of a stream lies: in `file`, the bytes from `start` to `stop`; `version` is the newest that
+    sampled any of it, `digest` that version's."""
 
     stream: str
+    version: int
+    digest: str
     file: Path
     start: int
     stop: int
@@ -33,8 +41,9 @@ class Entry(NamedTuple):
 class Journal:
     """The finished groups of a run, in `folder`; what is there when it is made is of earlier starts."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, lineage: Lineage) -> None:
         self.folder = folder
+        self.lineage = lineage
         folder.mkdir(parents=True, exist_ok=True)
         self._found: dict[str, Entry] = {}  # of two of a stream the later
         for file in self._files():
@@ -44,25 +53,42 @@ class Journal:
                 end = entry.stop
             os.truncate(file, end)  # what follows was being written when the process was killed
 
-    def find(self, stream: str, task: Task, version: int) -> Group | None:
+    def find(self, stream: str, task: Task) -> Group | None:
         """The group that an earlier start had played on `stream`, where it still serves.
 
-        It has to be of the same task, and sampled by `version` or older ones: weights that are yet to be trained
-        may come out differently.
+        It has to be of the same task, and sampled by weights that this run has, or has had: those that are yet to be
+        trained may come out differently.
         """
         entry = self._found.get(stream)
-        if entry is None:
+        if entry is None or self.lineage.digest(entry.version) != entry.digest:
             return None
         with entry.file.open("rb") as content:
             content.seek(entry.start)
-            group: Group = pickle.loads(content.read(entry.stop - entry.start))
-        return group if group.task == task and _newest(group) <= version else None
+            pickled = content.read(entry.stop - entry.start)
+        try:
+            group: Group = pickle.loads(pickled)
+            return group if group.task == task else None
+        except (
+            AttributeError,
+            ImportError,
+            TypeError,
+            ValueError,
+        ):  # another checkout wrote it, whose groups are not ours
+            return None
 
     def write(self, step: int, groups: Mapping[str, Group]) -> None:
-        """Append those of `groups`, by stream, that lack nothing; they are on disk when it returns."""
-        frames = [_frame(stream, group) for stream, group in groups.items() if whole(group)]
+        """Append those of `groups`, by stream, that lack nothing; they are on disk when it returns.
+
+        RunStopped where they cannot be written. What is sampled by weights that are too old to be trained is left out.
+        """
+        frames = []
+        for stream, group in groups.items():
+            digest = self.lineage.digest(version := _newest(group))
+            if whole(group) and digest is not None:
+                frames.append(_frame(stream, group, version, digest))
         if frames:
-            with (self.folder / f"step_{step}.groups").open("ab") as out:
+            file = self.folder / f"step_{step}.groups"
+            with files.writing(file), file.open("ab") as out:
                 out.writelines(frames)
                 out.flush()
                 os.fsync(out.fileno())
@@ -86,11 +112,13 @@ def entries(file: Path) -> Iterator[Entry]:
     at = 0
     while at + _HEAD.size <= len(content):
         named, size, crc = _HEAD.unpack_from(content, at)
-        start = at + _HEAD.size
-        stop = start + named + size
-        if not named or stop > len(content) or zlib.crc32(content[start:stop]) != crc:
+        at += _HEAD.size
+        start = at + _WEIGHTS.size + named
+        stop = start + size
+        if not named or stop > len(content) or zlib.crc32(content[at:stop]) != crc:
             return
-        yield Entry(content[start : start + named].decode(), file, start + named, stop)
+        version, digest = _WEIGHTS.unpack_from(content, at)
+        yield Entry(content[start - named : start].decode(), version, digest.decode(), file, start, stop)
         at = stop
 
 
@@ -112,7 +140,7 @@ def _newest(group: Group) -> int:
     return max((version for turn in turns for version in turn.versions), default=0)
 
 
-def _frame(stream: str, group: Group) -> bytes:
+def _frame(stream: str, group: Group, version: int, digest: str) -> bytes:
     name, content = stream.encode(), pickle.dumps(group)
-    body = name + content
+    body = _WEIGHTS.pack(version, digest.encode()) + name + content
     return _HEAD.pack(len(name), len(content), zlib.crc32(body)) + body

@@ -37,16 +37,25 @@ def look() -> None:
 
 
 def from_leader(make: Callable[[], Any]) -> Any:
+    """As `shared`; Preempted on every rank where rank 0 has been told to end."""
+
+    def unless_told() -> Any:
+        preemption.check()
+        return make()
+
+    return shared(unless_told)
+
+
+def shared(make: Callable[[], Any]) -> Any:
     """What rank 0 makes, on every rank; where rank 0 fails, every rank raises instead of waiting for it.
 
-    Where rank 0 raises RunStopped, every rank does; Preempted on every rank where rank 0 has been told to end.
+    Where rank 0 raises RunStopped, every rank does.
     """
     watch.beat()
     box: list[Any] = [None, None, None]
     failure: Exception | None = None
     if dist.get_rank() == 0:
         try:
-            preemption.check()
             box[0] = make()
         except Exception as error:
             failure = error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +14,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megatron_collab import fabric
+from megatron_collab import fabric, preemption, watch
 from megatron_collab.config import Config
 from megatron_collab.rollout.server_process import ServerError, ServerProcess
 
@@ -37,9 +38,13 @@ class Machines:
         """The id of a Ray node that lives on the machine with this address; None where there is none."""
         alive = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
         asked = {node: self._ask(node) for node in alive if node not in self._addresses}
+        waiting, deadline = list(asked.values()), time.monotonic() + ASK_SECONDS
+        while waiting and time.monotonic() < deadline:
+            _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=POLL_SECONDS)
+            watch.beat()
         for node, answer in asked.items():
             with suppress(RayError):  # it has just ended
-                self._addresses[node] = ray.get(answer, timeout=ASK_SECONDS)
+                self._addresses[node] = ray.get(answer, timeout=0)
         there = [node for node in alive if self._addresses.get(node) == address]
         chosen = min(there, key=lambda node: self._uses[node], default=None)
         self._uses.update([chosen] if chosen else [])
@@ -65,12 +70,22 @@ class RemoteProcess:
 
     @property
     def url(self) -> str:
-        """As ServerProcess.url; ServerError where the server could not be started."""
+        """As ServerProcess.url; ServerError where the server could not be started.
+
+        Where it is first asked for, which is at the start, it waits for that; Preempted there.
+        """
         if not self._url:
             if self._actor is None:
                 raise ServerError(self._nowhere())
+            deadline = time.monotonic() + self._timeout
+            while not ray.wait([self._started], timeout=POLL_SECONDS)[0]:
+                if time.monotonic() > deadline:
+                    setting = f"rollout.server.start_timeout={self._timeout:g} s"
+                    raise ServerError(f"the SGLang server on {self._address}: Ray has not started it after {setting}")
+                watch.beat()
+                preemption.check()
             try:
-                self._url = ray.get(self._started, timeout=self._timeout)
+                self._url = ray.get(self._started)
             except RayError as error:
                 raise ServerError(f"the SGLang server on {self._address}: {_reason(error)}") from error
         return self._url

@@ -73,6 +73,11 @@ class Crew:
     rewards: list[Any]
     limiter: Any
 
+    def stop(self) -> None:
+        """End the workers, and with them what they ask of users and judges."""
+        for worker in (*self.conversations, *self.rewards):
+            ray.kill(worker)
+
 
 def start_crew(config: Config, servers: list[tuple[str, str]]) -> Crew:
     """The run's workers, spread over the nodes, and its limiter; does not wait for them."""

@@ -95,7 +95,7 @@ def put_away_first(folder: Path) -> bool:
         mark.touch()
 
     try:
-        with policies.leader_ends_first(60.0), ExitStack() as stack:
+        with policies.leader_ends_first(60.0, print), ExitStack() as stack:
             if os.environ["RANK"] == "0":
                 stack.callback(put_away)
             raise RunStopped("told to end")

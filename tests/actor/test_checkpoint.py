@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_collab import watch
 from megatron_collab.actor import model as policies
-from megatron_collab.actor import storage
+from megatron_collab.actor import paced, storage
 from megatron_collab.actor.actor import Actor
 from megatron_collab.actor.checkpoint import Checkpoints
 from megatron_collab.actor.stored import Stored
@@ -205,6 +206,26 @@ def test_a_step_is_saved_again_over_what_was_there(copied: tuple) -> None:
     checkpoints, actor = copied
     checkpoints.save(2, actor, {"saved": "again"})
     assert checkpoints.load_latest(actor) == (2, {"saved": "again"})
+
+
+def test_ranks_move_while_they_save_and_load(copied: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every tensor, and at every piece that is flushed."""
+    checkpoints, actor = copied
+    monkeypatch.setattr(storage, "_READ_BYTES", 1 << 30)  # a check of sums is a move a file then
+    tensors = len(weights(actor))
+    before, synced = watch.here.moves, []
+    checkpoints.load_latest(actor)
+    assert watch.here.moves - before >= tensors
+    monkeypatch.setattr(paced, "PIECE_BYTES", 10_000)
+    monkeypatch.setattr(paced.os, "fsync", synced.append)
+    before = watch.here.moves
+    checkpoints.save(3, actor, {"saved": 3})
+    checkpoints.finish()
+    size = (checkpoints.folder / "step_3" / "__0_0.distcp").stat().st_size
+    assert len(synced) >= size // 20_000 > 10
+    assert watch.here.moves - before >= tensors + size // 20_000
+    monkeypatch.undo()
+    assert checkpoints.load_latest(actor) == (3, {"saved": 3})
 
 
 def test_nothing_saved_is_nothing_loaded(copied: tuple, tmp_path: Path) -> None:

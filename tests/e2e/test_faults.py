@@ -24,13 +24,14 @@ SFT = ["experiment=booking_sft", "train.steps=30", "optim.warmup_steps=5"]
 RL = ["experiment=booking", "train.steps=3", "train.checkpoint_every=1", "train.prompts_per_step=4"]
 RL += ["train.rollouts_per_prompt=4", "rollout.futures=2", "train.eval_tasks=0"]
 SAME = ("reward", "turn_tokens", "loss", "grad_norm", "missing", "ending/error")
-# On PYTHONPATH: every Python process sees the wall clock jump by a day, forth and back, every second.
+# On PYTHONPATH: every Python process sees the wall clock jump by a day, forth and back, every second, and says so.
 JUMPING = """
-import time
+import os, time
 real, real_ns = time.time, time.time_ns
 ahead = lambda: int(time.monotonic()) % 2 * 86400
 time.time = lambda: real() + ahead()
 time.time_ns = lambda: real_ns() + ahead() * 10**9
+open(f"{os.path.dirname(__file__)}/jumps-{os.getpid()}", "w").close()
 """
 # Ray asks a node five times, three seconds apart, before it is dead; here less often.
 QUICK = json.dumps(
@@ -105,6 +106,7 @@ def test_a_clock_that_jumps_changes_nothing(root: Path, undisturbed: Path, start
     (root / "clock" / "sitecustomize.py").write_text(JUMPING)
     start(rl(root, "jumps"), PYTHONPATH=f"{root}/clock:{os.environ.get('PYTHONPATH', '')}").finish()
     same(root / "jumps", undisturbed)
+    assert len(list((root / "clock").glob("jumps-*"))) >= 5  # torchrun, two ranks, at least two workers
 
 
 Nodes = tuple[str, psutil.Process, dict[str, str]]

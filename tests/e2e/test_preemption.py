@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SIGNALS = 3
-WITHIN = 60  # seconds from the signal to the end
+WITHIN = 300  # seconds from the signal to the end: what --signal of the scripts in slurm/ leaves
 
 
 def test_a_machine_that_is_wanted_back_costs_no_step_and_no_group(tmp_path: Path) -> None:
@@ -30,5 +30,6 @@ def test_a_machine_that_is_wanted_back_costs_no_step_and_no_group(tmp_path: Path
     assert bench.returncode == 0, f"{said}\n{logs}"
     values = json.loads(said.splitlines()[-1])["values"]
     assert values["saved"] == values["of"] == SIGNALS, f"{said}\n{logs}"
+    assert values["in_journal"] > 0, said
     assert values["equal"] == 1 and values["played_again"] == 0, said
     assert values["slowest_s"] <= WITHIN, said

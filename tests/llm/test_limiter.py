@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -101,13 +102,10 @@ def test_the_budget_stops_every_further_call_and_says_what_to_do() -> None:
 
 
 def test_what_was_spent_is_in_the_ledger_from_which_the_next_limiter_goes_on() -> None:
-    clock = Clock()
-    before = Limiter(LlmConfig(), LEDGER, clock)
+    before = Limiter(LlmConfig(), LEDGER)
     calls = before.talk([], [Wish(1, 10)] * 3).calls
-    before.talk([Ended(calls[0], 10, 0.5)], [])
-    assert not LEDGER.exists()  # a second has not passed
-    clock.now += 1
-    before.talk([Ended(calls[1], 20, None)], [])
+    before.talk([Ended(calls[0], 10, 0.5), Ended(calls[1], 20, None)], [])
+    before.write()
     assert json.loads(LEDGER.read_text()) == {"calls": 2, "tokens": 30, "usd": 0.5, "unpriced": 1}
     before.talk([Ended(calls[2])], [])
     assert before.spend() == json.loads(LEDGER.read_text()) == {"calls": 3, "tokens": 30, "usd": 0.5, "unpriced": 1}
@@ -264,6 +262,16 @@ def test_processes_share_one_limiter(actor: Any) -> None:
     callers = [Caller.remote() for _ in range(3)]
     assert ray.get([caller.calls.remote(40) for caller in callers]) == [40] * 3
     assert ray.get(actor.spend.remote()) == {"calls": 120, "tokens": 1200, "usd": pytest.approx(1.2), "unpriced": 0}
+
+
+@pytest.mark.parametrize("actor", [LlmConfig()], indirect=True)
+def test_the_last_talk_of_all_is_written_too(actor: Any) -> None:
+    (call,) = ray.get(actor.talk.remote([], [Wish(1, 60.0)])).calls
+    ray.get(actor.talk.remote([Ended(call, 10, 0.5)], []))
+    deadline = time.monotonic() + 60
+    while not LEDGER.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert json.loads(LEDGER.read_text())["usd"] == 0.5
 
 
 @pytest.mark.parametrize("actor", [LlmConfig(budget_usd=0.05, max_concurrent=2)], indirect=True)

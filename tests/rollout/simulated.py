@@ -77,13 +77,19 @@ class FakeRay:
         return found, [one for one in pending if one not in found]
 
 
+class _Crew(Crew):
+    def stop(self) -> None:
+        """There is no process."""
+
+
 class World:
     """A run of one worker that gives `rewards`, with weights whose version is the step.
 
     `played` are streams and their tasks, `calls` how often each was played, `begun` the version that sampled it,
     `written` the transcripts, `usd` what was spent, `peak` the most groups that were in flight. What is in `slow` is
     not finished; what is in `broken` ends with errors, the first time. No server is left from the look number `outage`
-    on, until they are revived, which calls `on_revive`. `journal`: that of an earlier run in `folder` is kept.
+    on, until they are revived, which calls `on_revive`. `stats` is what every
+    update measures. `journal`: that of an earlier run in `folder` is kept.
     """
 
     def __init__(
@@ -109,6 +115,7 @@ class World:
         self.rewards = rewards
         self.version = 0
         self.usd = 0.0
+        self.stats = {"loss": 0.25, "grad_norm": 1.5}
         self.played: dict[str, int] = {}
         self.begun: dict[str, int] = {}
         self.written: list[Group] = []
@@ -126,7 +133,7 @@ class World:
             take_counters=Method(lambda: {"asked": 1}),
             spend=Method(lambda: {"usd": self.usd}),
         )
-        crew = Crew([actor], [], actor) if dist.get_rank() == 0 else None
+        crew = _Crew([actor], [], actor) if dist.get_rank() == 0 else None
         run: Any = SimpleNamespace(
             transcripts=lambda step, groups: self.written.extend(groups),
             evaluation=lambda name, step, metrics, groups: self.evaluated.extend(groups),
@@ -134,8 +141,11 @@ class World:
         self.collector = Collector(config, crew, run, self._lacking, self._revive, state or {})
 
     def next(self, step: int) -> Batch:
+        """The batch of a step, which is learned."""
         self.version = step
-        return self.collector.next(step)
+        batch = self.collector.next(step)
+        self.collector.learned(self.stats)
+        return batch
 
     def trained(self, batch: Batch) -> list[int]:
         """The tasks of a batch, in its order."""

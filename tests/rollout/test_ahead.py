@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from megatron_collab.processes import RunStopped
+from megatron_collab.rollout import ahead
 from megatron_collab.rollout.ahead import Slot, window
 from megatron_collab.types import Ending, Group, Missing, Task
 from tests.actor.ranks import run_ranks
-from tests.rollout.simulated import DIFFERENT, EQUAL, PROMPTS, World, rollout
+from tests.rollout.simulated import DIFFERENT, EQUAL, PROMPTS, FakeRay, World, rollout
 
 STEPS = 5
 Maker = Callable[..., World]
@@ -75,6 +76,27 @@ def test_no_group_is_begun_too_early_or_trained_too_late(world: Maker, ahead: in
     for slot, version in zip(slots(list(made.begun)), made.begun.values(), strict=True):
         assert version == (slot.step if slot.refill else max(0, slot.step - ahead))
     assert len(made.played) == len(made.written)  # nothing is left in flight
+
+
+def test_a_group_that_could_not_be_played_costs_no_other(world: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found at one look, wherever it stands among them."""
+    made, get = make(world, 0), ahead.ray.get
+    broken = {"train-0-2"}
+
+    def failing(asked: Any) -> Any:
+        answer = get(asked)
+        if isinstance(answer, Group) and made.played[next(iter(broken))] == int(answer.task.id):
+            raise ValueError("no such task")
+        return answer
+
+    monkeypatch.setattr(ahead.ray, "get", failing)
+    with pytest.raises(ValueError, match="no such task"):
+        made.next(0)
+    monkeypatch.undo()
+    monkeypatch.setattr(ahead, "ray", FakeRay())
+    after = make(world, 0, journal=True)
+    after.next(0)
+    assert after.played.keys() == broken
 
 
 def test_a_slow_group_is_trained_a_step_later(world: Maker) -> None:
@@ -200,11 +222,11 @@ def test_a_run_that_starts_again_at_every_step_trains_all_once(world: Maker) -> 
     """Each time with another staleness: what cannot be begun yet stays in the state."""
     trained: list[str] = []
     made = make(world, 2)
-    for step, ahead in enumerate([2, 0, 1, 0, 2]):
-        made = resumed(world, made, step, ahead)
+    for step, staleness in enumerate([2, 0, 1, 0, 2]):
+        made = resumed(world, made, step, staleness)
         made.next(step)
         trained += [name for name in made.played if name not in outstanding(made)]
-        assert made.peak == window(step, STEPS, PROMPTS, ahead)
+        assert made.peak == window(step, STEPS, PROMPTS, staleness)
     assert sorted(trained) == sorted(name for step in range(STEPS) for name in own(step))
 
 

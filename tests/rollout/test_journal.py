@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_collab import preemption
+from megatron_collab import preemption, types
 from megatron_collab.processes import Preempted
 from megatron_collab.rollout.journal import Journal, entries
+from megatron_collab.rollout.lineage import Lineage
 from megatron_collab.types import Batch, Ending, Group, Message, Missing, Task
 from tests.rollout.simulated import DIFFERENT, EQUAL, PROMPTS, World, rollout
 
@@ -23,18 +24,57 @@ GROUP = Group(TASK, (rollout(0.1, 2), rollout(1.0, 3)))
 Maker = Callable[..., World]
 
 
+def lineage(*losses: float) -> Lineage:
+    """Of a run that began at version 2 and has since learned with these losses."""
+    made = Lineage(keep=8)
+    made.begin(2)
+    for loss in losses:
+        made.learned({"loss": loss})
+    return made
+
+
+def opened(folder: Path, *losses: float) -> Journal:
+    return Journal(folder, lineage(*losses or (0.1, 0.2)))
+
+
 def test_a_group_comes_back_to_the_last_bit(tmp_path: Path) -> None:
-    Journal(tmp_path).write(3, {"train-3-0": GROUP})
-    assert Journal(tmp_path).find("train-3-0", TASK, 3) == GROUP
-    assert Journal(tmp_path).find("train-3-1", TASK, 3) is None
+    opened(tmp_path).write(3, {"train-3-0": GROUP})
+    assert opened(tmp_path).find("train-3-0", TASK) == GROUP
+    assert opened(tmp_path).find("train-3-1", TASK) is None
 
 
-def test_it_serves_its_own_task_and_weights_that_are_no_older(tmp_path: Path) -> None:
-    Journal(tmp_path).write(2, {"train-2-0": GROUP})
-    found = Journal(tmp_path)
-    assert found.find("train-2-0", replace(TASK, goal="another"), 3) is None
-    assert found.find("train-2-0", TASK, 2) is None
-    assert found.find("train-2-0", TASK, 4) == GROUP
+def test_it_serves_its_own_task_and_weights_that_the_run_has(tmp_path: Path) -> None:
+    """GROUP was sampled by versions 2 and 3."""
+    opened(tmp_path).write(2, {"train-2-0": GROUP})
+    assert opened(tmp_path).find("train-2-0", replace(TASK, goal="another")) is None
+    assert Journal(tmp_path, lineage()).find("train-2-0", TASK) is None, "version 3 is yet to come"
+    assert opened(tmp_path, 0.1, 0.3).find("train-2-0", TASK) == GROUP
+    assert opened(tmp_path, 0.1 + 1e-15, 0.2).find("train-2-0", TASK) is None, "another version 3"
+
+
+def test_what_weights_that_are_too_old_sampled_is_not_kept(tmp_path: Path) -> None:
+    old = Lineage(keep=1)
+    old.begin(3)
+    old.learned({"loss": 0.1})
+    Journal(tmp_path, old).write(2, {"train-2-0": GROUP})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_checkpoint_keeps_which_weights_there_are() -> None:
+    made = lineage(0.1, 0.2)
+    again = Lineage(2, json.loads(json.dumps(made.state())))
+    again.learned({"loss": 0.3})
+    made.learned({"loss": 0.3})
+    assert [again.digest(version) for version in (3, 4, 5, 6)] == [None, made.digest(4), made.digest(5), None]
+
+
+def test_a_group_of_another_checkout_is_no_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = type("Gone", (Group,), {"__module__": types.__name__})
+    monkeypatch.setattr(types, "Gone", gone, raising=False)
+    opened(tmp_path).write(3, {"train-3-0": gone(TASK, GROUP.rollouts)})
+    assert opened(tmp_path).find("train-3-0", TASK) is not None
+    monkeypatch.delattr(types, "Gone")
+    assert opened(tmp_path).find("train-3-0", TASK) is None
 
 
 def test_what_lacks_a_reward_or_ended_with_an_error_is_played_again(tmp_path: Path) -> None:
@@ -42,13 +82,13 @@ def test_what_lacks_a_reward_or_ended_with_an_error_is_played_again(tmp_path: Pa
         "no reward": Group(TASK, (rollout(1.0, 0), rollout(Missing("down"), 0))),
         "error": Group(TASK, (rollout(1.0, 0, Ending.ERROR),)),
     }
-    Journal(tmp_path).write(0, lost)
+    opened(tmp_path).write(0, lost)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("cut", [1, 5, 14, 20, 60, "damaged"])
 def test_what_a_kill_left_half_written_is_dropped(tmp_path: Path, cut: int | str) -> None:
-    journal = Journal(tmp_path)
+    journal = opened(tmp_path)
     (file,) = [tmp_path / "step_0.groups"]
     journal.write(0, {"first": GROUP})
     size = file.stat().st_size
@@ -59,25 +99,25 @@ def test_what_a_kill_left_half_written_is_dropped(tmp_path: Path, cut: int | str
     else:
         content[-3] ^= 1
     file.write_bytes(content)
-    again = Journal(tmp_path)
-    assert again.find("first", TASK, 9) == GROUP and again.find("second", TASK, 9) is None
+    again = opened(tmp_path)
+    assert again.find("first", TASK) == GROUP and again.find("second", TASK) is None
     again.write(0, {"third": GROUP})
     assert [entry.stream for entry in entries(file)] == ["first", "third"]
 
 
 def test_a_file_that_the_file_system_filled_with_zeros_is_empty(tmp_path: Path) -> None:
     (tmp_path / "step_0.groups").write_bytes(bytes(100))
-    Journal(tmp_path)
+    opened(tmp_path)
     assert (tmp_path / "step_0.groups").stat().st_size == 0
 
 
 def test_steps_before_a_checkpoint_are_forgotten(tmp_path: Path) -> None:
     for step in (2, 10, 11):
-        Journal(tmp_path).write(step, {f"train-{step}-0": GROUP})
-    journal = Journal(tmp_path)
+        opened(tmp_path).write(step, {f"train-{step}-0": GROUP})
+    journal = opened(tmp_path)
     journal.forget(11)
     assert [file.name for file in tmp_path.iterdir()] == ["step_11.groups"]
-    assert journal.find("train-2-0", TASK, 9) is None
+    assert journal.find("train-2-0", TASK) is None
     journal.forget()
     assert not list(tmp_path.iterdir())
 
@@ -168,6 +208,20 @@ def test_what_newer_weights_sampled_is_played_again_by_a_run_that_went_back(worl
     assert set(after.played) == {"train-1-0"}
 
 
+def test_what_weights_sampled_that_came_out_differently_is_played_again(world: Maker) -> None:
+    """A run that goes back to an older checkpoint learns versions of the same number once more."""
+    before = make(world)
+    for step in range(2):
+        before.next(step)
+    same, other = (make(world, journal=True) for _ in range(2))
+    other.stats = {**other.stats, "grad_norm": 1.5000000000000002}
+    for after in (same, other):
+        for step in range(2):
+            after.next(step)
+    assert not same.played
+    assert other.played == {name: task for name, task in before.played.items() if name.startswith("train-1")}
+
+
 def test_what_is_finished_when_a_run_is_stopped_is_kept(world: Maker) -> None:
     """Groups that nobody looked at, as the ranks were training."""
     before = make(world, max_staleness=1)
@@ -180,6 +234,26 @@ def test_what_is_finished_when_a_run_is_stopped_is_kept(world: Maker) -> None:
     after.version = 1
     after.next(1)
     assert not {name for name in after.played if name.startswith("train-1-")}
+
+
+def test_a_run_that_is_stopped_ends_for_its_own_reason(
+    world: Maker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever fails when it puts away what is finished; its workers are ended all the same."""
+    made, ended = make(world, max_staleness=1), []
+    made.slow = {"train-1-0"}
+    made.next(0)
+    made.slow.clear()
+
+    def fail(*_: object) -> None:
+        raise OSError("no space\nleft")
+
+    monkeypatch.setattr(made.collector._journal, "write", fail)
+    monkeypatch.setattr(type(made.collector.crew), "stop", lambda _: ended.append("workers"))
+    with pytest.raises(Preempted), made.collector:
+        raise Preempted
+    assert ended == ["workers"]
+    assert capsys.readouterr().err == "megatron-collab: at the end of sampling: no space left\n"
 
 
 @pytest.mark.parametrize("step", [0, 5])

@@ -91,6 +91,7 @@ def steps_a_second(workers: list[Any], folder: Path, staleness: int) -> tuple[fl
         assert min(sample.version for sample in batch.samples) >= step - staleness
         trained, dropped = trained + len(batch.samples), dropped + batch.metrics.get("staleness/dropped", 0.0)
         time.sleep(SECONDS)
+        collector.learned({"step": float(step)})
     seconds = time.monotonic() - began
     assert trained == STEPS * PROMPTS * 2
     return STEPS / seconds, dropped / trained

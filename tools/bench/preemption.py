@@ -2,7 +2,8 @@
 
 `python tools/bench/preemption.py [--signals 20] [--root FOLDER]` trains a random model on the booking world for a few
 steps, first undisturbed, which takes T seconds, and then sends SIGUSR1 at random times of [0, T], start-up included,
-to the process that the user started, and starts it again; a run that gets to its end is followed by another. Values:
+to the process that the user started, and starts it again; a run that gets to its end is followed by another. Of N
+signals one is in each of N equal parts of [0, T], so that even few of them meet the middle of steps. Values:
 
 - saved, of: signals after which the run ended with the exit code that says so, all finished steps in a checkpoint.
 - slowest_s: seconds from a signal to the end of the process.
@@ -128,6 +129,7 @@ def main() -> None:
 
 def measured(root: Path, signals: int) -> dict[str, float]:
     drawn = random.Random(SEED)
+    parts = drawn.sample(range(signals), signals)
     began = time.monotonic()
     with started(root, "undisturbed") as process:
         assert wait(process, Journal(root / "undisturbed"), DEADLINE) and process.returncode == 0, f"see {root}"
@@ -141,10 +143,12 @@ def measured(root: Path, signals: int) -> dict[str, float]:
         journal = Journal(root / name)
         while code == EXIT_PREEMPTED:
             found += journal.now()
-            moment = drawn.uniform(0, whole)
+            last = sent == signals
+            # A run may be at its end before its part comes: then the next has another moment of the same part.
+            moment = DEADLINE if last else drawn.uniform(parts[sent], parts[sent] + 1) * whole / signals
             with started(root, name) as process:
-                last = sent == signals
-                if not wait(process, journal, DEADLINE if last else moment):
+                if not wait(process, journal, moment):
+                    assert not last, f"not at its end after {DEADLINE:g} s: see {root / name}.log"
                     process.send_signal(preemption.SIGNAL)
                     sent, told = sent + 1, time.monotonic()
                     wait(process, journal, DEADLINE)
