@@ -51,7 +51,9 @@ def test_a_dry_run_prints_every_command(tmp_path: Path) -> None:
 
 
 def test_ports_are_explicit_distinct_and_below_those_of_the_kernel(tmp_path: Path) -> None:
-    done = dry_run("train_8b.sh", "experiment=booking_sft", "launch.nodes=3", f"run.dir={tmp_path}")
+    done = dry_run(
+        "train_8b.sh", "experiment=booking_sft", "launch.nodes=3", "launch.interface=lo", f"run.dir={tmp_path}"
+    )
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("srun")]
     ports, blocks = [], []
@@ -72,6 +74,14 @@ def test_ports_are_explicit_distinct_and_below_those_of_the_kernel(tmp_path: Pat
 def test_bad_input_is_one_line() -> None:
     refused = dry_run("train_70b.sh", "parallel.pq=3")
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1 and "parallel.pq" in refused.stderr
+    refused = dry_run("train_8b.sh", "launch.nodes=2")
+    assert refused.returncode == 2 and refused.stderr.startswith(
+        "megatron-collab: launch.nodes=2: needs launch.interface"
+    )
+    refused = dry_run("train_70b.sh", "launch.nodes=8")
+    assert refused.returncode == 2 and "/ launch.nodes=8: needs 16 devices of a node" in refused.stderr
+    refused = dry_run("train_70b.sh", "optim.lr=my-secret-key", MY_KEY="my-secret-key")
+    assert refused.returncode == 2 and "optim.lr=***" in refused.stderr and "my-secret-key" not in refused.stderr
     refused = dry_run("train_70b.sh", VENV="/nowhere")
     assert refused.returncode == 2 and refused.stderr.startswith("megatron-collab: no /nowhere/bin/python")
 
