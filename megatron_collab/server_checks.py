@@ -29,8 +29,8 @@ def check(config: Config) -> None:
     here, trainer = servers_per_node(config) * server.tp, config.launch.nproc_per_node
     require(
         nodes == 1 or not server.colocated or here <= trainer,
-        f"rollout.server.replicas={server.replicas} x rollout.server.tp={server.tp} / launch.nodes={nodes}: needs {here} "
-        "devices of a node, and rollout.server.colocated=true has servers share the trainer's "
+        f"rollout.server.replicas={server.replicas} x rollout.server.tp={server.tp} / launch.nodes={nodes}: needs "
+        f"{here} devices of a node, and rollout.server.colocated=true has servers share the trainer's "
         f"launch.nproc_per_node={trainer}; lower rollout.server.replicas or rollout.server.tp",
     )
     require(
