@@ -57,6 +57,11 @@ def _check_values(config: Config) -> None:
         require(0 <= beta < 1, f"optim.{name}={beta}: must be from 0 to below 1")
     warmup = config.optim.warmup_steps
     require(warmup >= 0, f"optim.warmup_steps={warmup}: must be 0 or greater")
+    nodes = config.launch.nodes
+    require(
+        nodes == 1 or config.launch.interface is not None,
+        f"launch.nodes={nodes}: needs launch.interface, the network interface that the nodes talk over, as ib0",
+    )
     layout_checks.check(config)
 
 
@@ -229,11 +234,6 @@ def _check_device(config: Config) -> None:
 
 
 def _check_interface(config: Config) -> None:
-    launch = config.launch
-    require(
-        launch.nodes == 1 or launch.interface is not None,
-        f"launch.nodes={launch.nodes}: needs launch.interface, the network interface that the nodes talk over, as ib0",
-    )
     try:
         fabric.address(config)
     except ValueError as error:

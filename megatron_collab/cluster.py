@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 
 from megatron_collab.config import Config, ConfigError, parse
+from megatron_collab.keys import redact
 from megatron_collab.processes import EXIT_BAD_INPUT, EXIT_STOPPED, RunStopped
 
 _LOOK = 0.5  # seconds
@@ -105,10 +106,10 @@ def main(arguments: Sequence[str]) -> int:
             at, seconds, *names = rest
             wait(at, float(seconds), names)
     except ConfigError as error:
-        print(f"megatron-collab: {error}", file=sys.stderr)
+        print(f"megatron-collab: {redact(str(error))}", file=sys.stderr)
         return EXIT_BAD_INPUT
     except RunStopped as error:
-        print(f"megatron-collab: {error}", file=sys.stderr)
+        print(f"megatron-collab: {redact(str(error))}", file=sys.stderr)
         return EXIT_STOPPED
     return 0
 

@@ -63,7 +63,7 @@ def meet(config: Config, store: dist.Store) -> list[str]:
 def variables(config: Config) -> dict[str, str]:
     """What tells gloo and NCCL to keep to launch.interface; read when a process makes its first group."""
     name = config.launch.interface or LOOPBACK
-    return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+    return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}  # NCCL takes a prefix without =
 
 
 def _addresses() -> dict[str, str]:

@@ -27,6 +27,7 @@ MAY_CHANGE = (
     "train.keep_checkpoints",
     "run.wandb_project",
     "rollout.server.port",
+    "rollout.server.replicas",  # a sample follows from its seed, on whatever server
     "rollout.server.start_timeout",
     "rollout.max_staleness",  # what was in flight is in the checkpoint
 )
@@ -63,7 +64,8 @@ def prepare(config: Config) -> None:
     if nodes > 1 and config.train.stage == "rl" and "RAY_ADDRESS" not in os.environ:
         raise ConfigError(
             f"launch.nodes={nodes}: RAY_ADDRESS is not set, and Ray would be on one node only; start Ray on every node "
-            "and set RAY_ADDRESS to HOST:PORT of its head, or set launch.nodes=1"
+            "in this folder, where relative paths begin, and set RAY_ADDRESS to HOST:PORT of its head, or set "
+            "launch.nodes=1"
         )
     try:
         worlds.prepare(config)

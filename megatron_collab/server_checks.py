@@ -26,6 +26,13 @@ def check(config: Config) -> None:
         f"rollout.server.replicas={server.replicas}: is no multiple of launch.nodes={nodes}, and every node has as "
         "many servers; choose one",
     )
+    here, trainer = servers_per_node(config) * server.tp, config.launch.nproc_per_node
+    require(
+        nodes == 1 or not server.colocated or here <= trainer,
+        f"rollout.server.replicas={server.replicas} x rollout.server.tp={server.tp} / launch.nodes={nodes}: needs "
+        f"{here} devices of a node, and rollout.server.colocated=true has servers share the trainer's "
+        f"launch.nproc_per_node={trainer}; lower rollout.server.replicas or rollout.server.tp",
+    )
     require(
         server.colocated or not config.parallel.offload,
         "parallel.offload=true: makes room for servers on the trainer's devices; set parallel.offload=false, or "

@@ -5,11 +5,17 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 python=${VENV:-.venv}/bin/python
-first_port=${PORT:-11000}       # node i has the ports from here + 100 i, to here + 100 i + 99
-ray_timeout=${RAY_TIMEOUT:-300} # seconds
-rank_wait=60                    # seconds from the end of one node's ranks until the others' are killed
+first_port=${PORT:-11000}         # node i has the ports from here + 100 i, to here + 100 i + 99
+servers_port=20000                # SGLang's servers take free ones from here on (megatron_collab/ports.py)
+ray_timeout=${RAY_TIMEOUT:-300}   # seconds
+rank_wait=60                      # seconds from the end of one node's ranks until the others' are killed
+save_seconds=${SAVE_SECONDS:-210} # from USR1 on; what --signal leaves, less the two below
+end_wait=30                       # seconds for what is killed at the end
+log_wait=60                       # seconds to keep Ray's logs
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+export RAY_worker_niceness=0 # else 15: workers would starve beside ranks that are busy
 export RAY_raylet_start_wait_time_s=$ray_timeout # else 30, and Ray gives up by itself
+ulimit -n "$(ulimit -Hn)" # a connection a conversation; srun hands the limit on
 
 preempted=75 # of megatron_collab/processes.py
 dry_run=false overrides=()
@@ -39,8 +45,10 @@ else
 fi
 
 read -r ephemeral _ </proc/sys/net/ipv4/ip_local_port_range
-((first_port + 100 * node_count <= ephemeral)) ||
-  refuse "PORT=$first_port: $node_count nodes need 100 ports each below $ephemeral, which the kernel hands out itself"
+below=$((ephemeral < servers_port ? ephemeral : servers_port))
+((first_port + 100 * node_count <= below)) ||
+  refuse "PORT=$first_port: $node_count nodes need 100 ports each below $below: SGLang has those from $servers_port on," \
+    "the kernel hands out those from $ephemeral on"
 
 attempt=0
 while [ -e "$run_dir/logs/attempt-$attempt" ]; do attempt=$((attempt + 1)); done
@@ -52,11 +60,13 @@ step=(srun --export=ALL --overlap --cpu-bind=none --ntasks-per-node=1)
 
 # --- Running, or printing ------------------------------------------------------------------------------------------
 
-# A command as it could be pasted. What only the nodes know stands there as a variable.
+# A command as it could be pasted. What only the nodes know stands there as a variable: a mark until then, which nobody
+# types.
+mark=__ADDRESS_OF_NODE_
 show() {
   local line
   printf -v line '%q ' "$@"
-  sed -E 's/ADDRESS_([0-9]+)/"${address[\1]}"/g' <<<"${line% }"
+  sed -E "s/$mark([0-9]+)/\"\${address[\1]}\"/g" <<<"${line% }"
 }
 
 # start LOG COMMAND…: in the background; its process id is `started`.
@@ -65,29 +75,37 @@ start() {
 }
 
 # Until one of these processes ends: it is `ended`, its exit code `code`. The first of them counts where several have
-# ended. A signal that is trapped interrupts the sleep.
+# ended. A signal that is trapped interrupts the sleep. Where they do not end in time after USR1, neither does the job.
 until_one_ends() {
   while true; do
     for ended in "$@"; do
       if ! kill -0 "$ended" 2>/dev/null; then code=0; wait "$ended" || code=$?; return; fi
     done
+    if [ -n "$save_until" ] && ((SECONDS >= save_until)); then
+      say "not saved $save_seconds s after USR1 (SAVE_SECONDS): the last checkpoint counts"
+      finish "$preempted"
+    fi
     sleep 1 & wait $! || true
   done
 }
 
-# End the job's processes, keep Ray's logs, and exit.
+# What was killed may write for a moment longer.
+keep_logs=(timeout --kill-after=5 "$log_wait" "${step[@]}" --nodes="$node_count" --ntasks="$node_count" bash -c
+  'dir=$0-$SLURM_NODEID; cp -r "$dir/session_latest/logs" "$1/ray-$SLURM_NODEID"; sleep 2; rm -rf "$dir"'
+  "$ray_dir" "$logs")
+requeue=(scontrol requeue "${SLURM_JOB_ID:-JOB}")
+
+# End the job's processes, keep Ray's logs, and exit. All of it has a deadline, since Slurm may want the nodes at once;
+# what has not ended by then ends with the job. The logs come before the requeue, after which no step can be started.
 finish() {
-  local pid
+  local processes=(${ranks:+"$ranks"} "${ray[@]}") deadline=$((SECONDS + end_wait))
   trap '' USR1
-  for pid in ${ranks:+"$ranks"} "${ray[@]}"; do
-    kill "$pid" 2>/dev/null && wait "$pid" || true
-  done
-  "${step[@]}" --nodes="$node_count" --ntasks="$node_count" bash -c \
-    'dir=$0-$SLURM_NODEID; cp -r "$dir/session_latest/logs" "$1/ray-$SLURM_NODEID"; sleep 2; rm -rf "$dir"' \
-    "$ray_dir" "$logs" || true # what was killed may write for a moment longer
+  kill "${processes[@]}" 2>/dev/null || true
+  while ((SECONDS < deadline)) && kill -0 "${processes[@]}" 2>/dev/null; do sleep 0.2; done # true while any is there
+  "${keep_logs[@]}" || true
   if [ "$1" = "$preempted" ]; then
     say "preempted: job $SLURM_JOB_ID goes back into the queue"
-    scontrol requeue "$SLURM_JOB_ID" && sleep infinity # Slurm ends this script
+    "${requeue[@]}" && sleep infinity # Slurm ends this script
   fi
   exit "$1"
 }
@@ -114,7 +132,8 @@ await_ray() {
 
 # The ranks alone are told that the nodes are wanted back; they save and end. Without ranks there is nothing to save.
 give_back() {
-  wanted=true
+  trap : USR1 # once is enough
+  wanted=true save_until=$((SECONDS + save_seconds))
   say "USR1: the nodes are wanted back"
   if [ -z "$ranks" ]; then finish "$preempted"; fi
   kill -USR1 "$ranks" 2>/dev/null || true
@@ -122,19 +141,20 @@ give_back() {
 
 # --- The job -------------------------------------------------------------------------------------------------------
 
-ranks='' ray=()
+ranks='' ray=() save_until=''
 trap give_back USR1
 if $wanted; then give_back; fi
 
 addresses=("${step[@]}" --nodes="$node_count" --ntasks="$node_count" --label "$python" -m megatron_collab.cluster address
   "${overrides[@]}")
 if $dry_run; then
-  for ((i = 0; i < node_count; i++)); do address+=("ADDRESS_$i"); done
+  for ((i = 0; i < node_count; i++)); do address+=("$mark$i"); done
   show mkdir -p "$logs"
   echo "mapfile -t address < <($(show "${addresses[@]}") | sort -n | sed 's/.*: //')"
-  show export OMP_NUM_THREADS="$OMP_NUM_THREADS" RAY_raylet_start_wait_time_s="$RAY_raylet_start_wait_time_s"
+  show export OMP_NUM_THREADS="$OMP_NUM_THREADS" RAY_worker_niceness=0 \
+    RAY_raylet_start_wait_time_s="$RAY_raylet_start_wait_time_s"
   echo "export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=\"\$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')\""
-  echo "export RAY_ADDRESS=$(show "ADDRESS_0:$first_port")"
+  echo "export RAY_ADDRESS=$(show "${address[0]}:$first_port")"
 else
   mkdir -p "$logs"
   found=$("${addresses[@]}") || refuse "the nodes have no address to talk over; see above"
@@ -171,7 +191,13 @@ start "$logs/ranks.log" "${step[@]}" --nodes="$node_count" --ntasks="$node_count
   "$python" "$logs" --nnodes="$node_count" --nproc-per-node="$ranks_per_node" --max-restarts=0 \
   --master-addr="${address[0]}" --master-port=$((first_port + 1)) --rdzv-id="${SLURM_JOB_ID:-JOB}" --tee=3 \
   -m megatron_collab.train "${overrides[@]}"
-if $dry_run; then exit 0; fi
+if $dry_run; then
+  echo "# once the ranks or a node of Ray have ended, and the others were killed:"
+  echo "# $(show "${keep_logs[@]}")"
+  echo "# and where the ranks ended with $preempted:"
+  echo "# $(show "${requeue[@]}")"
+  exit 0
+fi
 ranks=$started
 
 until_one_ends "$ranks" "${ray[@]}"

@@ -6,10 +6,14 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
+#SBATCH --mem=0
 #SBATCH --requeue
-#SBATCH --signal=B:USR1@300
+#SBATCH --signal=B:USR1@600
 #SBATCH --open-mode=append
 set -euo pipefail
+
+# A checkpoint has 1 TB (14 bytes a parameter), which takes these seconds at 2 GB/s; hence the 600 s above.
+export SAVE_SECONDS=${SAVE_SECONDS:-510}
 
 # Under sbatch this file is a copy elsewhere, and the checkout is where sbatch was called.
 if [ -z "${CHECKOUT:-}" ]; then

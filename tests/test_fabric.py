@@ -37,8 +37,8 @@ def on(interface: str | None, **launch: object) -> Config:
 def test_the_address_is_that_of_the_interface(machine: None) -> None:
     assert fabric.address(on("ib0")) == "10.1.0.7"
     assert fabric.address(on(None)) == HOST
-    assert fabric.variables(on("ib0")) == {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "ib0"}
-    assert fabric.variables(on(None)) == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    assert fabric.variables(on("ib0")) == {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "=ib0"}
+    assert fabric.variables(on(None)) == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
 
 
 @pytest.mark.parametrize("interface", ["ib7", "eth1"])

@@ -35,10 +35,10 @@ def test_sampling_on_several_nodes_needs_a_ray_cluster(monkeypatch: pytest.Monke
         launch.prepare(parse(["experiment=train_70b"]))
 
 
-def test_a_run_goes_on_with_another_staleness_but_not_with_other_numbers(tmp_path: Path) -> None:
+def test_a_run_goes_on_with_more_servers_but_not_with_other_numbers(tmp_path: Path) -> None:
     config = parse(["experiment=booking", f"run.dir={tmp_path}"])
     (tmp_path / "config.json").write_text(json.dumps(asdict(config)))
-    config.rollout.max_staleness, config.rollout.server.start_timeout = 2, 900.0
+    config.rollout.max_staleness, config.rollout.server.replicas = 2, 8
     launch._check_same_run(config)
     config.optim.lr *= 2
     with pytest.raises(ConfigError, match=r"holds a run with optim\.lr="):

@@ -119,12 +119,25 @@ def test_colocated_servers_on_gpus_get_no_weights_over_the_network(machine: Mach
 
 
 def test_memory_on_several_nodes_is_for_colocated_servers() -> None:
-    config = configure(colocated=False)
+    config = configure(colocated=False, replicas=2)
     config.publish.transport = "memory"
     server_checks.check(config)
     config.launch.nodes = 2
     assert refused(server_checks.check, config).startswith("publish.transport=memory: on launch.nodes=2 ")
     config.rollout.server.colocated = True
+    server_checks.check(config)
+
+
+def test_colocated_servers_on_several_nodes_fit_the_devices_of_the_trainer() -> None:
+    config = configure(nproc=4, replicas=4, tp=2)
+    config.launch.nodes = 2
+    server_checks.check(config)
+    config.rollout.server.tp = 4
+    said = refused(server_checks.check, config)
+    assert said.startswith(
+        "rollout.server.replicas=4 x rollout.server.tp=4 / launch.nodes=2: needs 8 devices of a node"
+    )
+    config.rollout.server.colocated = False
     server_checks.check(config)
 
 

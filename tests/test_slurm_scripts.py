@@ -45,13 +45,27 @@ def test_a_dry_run_prints_every_command(tmp_path: Path) -> None:
     assert shlex.split(ranks.partition(" >")[0])[-5:-2] == overrides
     assert "experiment=train_70b" in ranks
     assert not list(tmp_path.iterdir()), "nothing was run"
+    assert "session_latest/logs" in done.stdout and done.stdout.endswith("\n# scontrol requeue JOB\n")
     assert SECRET not in done.stdout and re.search(r"RAY_AUTH_TOKEN=\"\$\(", done.stdout)
     checked = subprocess.run(["bash", "-n"], input=done.stdout, text=True, capture_output=True)
     assert checked.returncode == 0, checked.stderr
 
 
+def test_an_override_comes_through_unchanged(tmp_path: Path) -> None:
+    override = f"""run.dir="{tmp_path}/it's $HOME, ADDRESS_0 & (more)\""""
+    done = dry_run("train_8b.sh", override)
+    assert done.returncode == 0, done.stderr
+    ranks = done.stdout.splitlines()[-5].removesuffix(" 2>&1 &").rpartition(" >")[0]
+    printing = 'address=(10.0.0.1); srun() { printf "%s\\0" "$@"; }; ' + ranks
+    arguments = subprocess.run(["bash", "-c", printing], capture_output=True, text=True, check=True).stdout.split("\0")
+    assert arguments[-3:-1] == ["experiment=train_8b", override]
+    assert "--master-addr=10.0.0.1" in arguments
+
+
 def test_ports_are_explicit_distinct_and_below_those_of_the_kernel(tmp_path: Path) -> None:
-    done = dry_run("train_8b.sh", "experiment=booking_sft", "launch.nodes=3", f"run.dir={tmp_path}")
+    done = dry_run(
+        "train_8b.sh", "experiment=booking_sft", "launch.nodes=3", "launch.interface=lo", f"run.dir={tmp_path}"
+    )
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("srun")]
     ports, blocks = [], []
@@ -64,14 +78,22 @@ def test_ports_are_explicit_distinct_and_below_those_of_the_kernel(tmp_path: Pat
     every = [*ports, *(port for block in blocks for port in block)]
     assert len(every) == len(set(every))
     kernel = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    assert max(every) < kernel
-    refused = dry_run("train_8b.sh", f"run.dir={tmp_path}", PORT=str(kernel - 10))
-    assert refused.returncode == 2 and refused.stderr.startswith(f"megatron-collab: PORT={kernel - 10}: ")
+    assert max(every) < min(kernel, 20_000)
+    refused = dry_run("train_8b.sh", f"run.dir={tmp_path}", PORT=str(min(kernel, 20_000) - 10))
+    assert refused.returncode == 2 and re.match(r"megatron-collab: PORT=\d+: 1 nodes need 100 ports", refused.stderr)
 
 
 def test_bad_input_is_one_line() -> None:
     refused = dry_run("train_70b.sh", "parallel.pq=3")
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1 and "parallel.pq" in refused.stderr
+    refused = dry_run("train_8b.sh", "launch.nodes=2")
+    assert refused.returncode == 2 and refused.stderr.startswith(
+        "megatron-collab: launch.nodes=2: needs launch.interface"
+    )
+    refused = dry_run("train_70b.sh", "launch.nodes=8")
+    assert refused.returncode == 2 and "/ launch.nodes=8: needs 16 devices of a node" in refused.stderr
+    refused = dry_run("train_70b.sh", "optim.lr=my-secret-key", MY_KEY="my-secret-key")
+    assert refused.returncode == 2 and "optim.lr=***" in refused.stderr and "my-secret-key" not in refused.stderr
     refused = dry_run("train_70b.sh", VENV="/nowhere")
     assert refused.returncode == 2 and refused.stderr.startswith("megatron-collab: no /nowhere/bin/python")
 

@@ -52,12 +52,9 @@ class Memory:
         }
         others = [rank for rank in nodes.members(self._node) if rank != self._rank]
         offers = _gathered({(t, rank): self._handles(t) for t in self._own for rank in others})
-        self._segments = [
-            [segment.data for segment in self._own[t]]
-            if t in self._own
-            else [opened(handle) for handle in offers[t, self._rank]]
-            for t in range(len(devices))
-        ]
+        written = {t for parts in writer.parts for t in parts}  # what comes from other nodes goes into our own
+        self._segments = {t: [opened(handle) for handle in offers[t, self._rank]] for t in written - self._own.keys()}
+        self._segments |= {t: [segment.data for segment in segments] for t, segments in self._own.items()}
 
     @property
     def scratch_bytes(self) -> int:

@@ -53,6 +53,8 @@ def ray_session(config: Config) -> Iterator[None]:
             _await_nodes(config)
         else:
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+            # By itself Ray starts workers at nice 15, which starve beside ranks that are busy.
+            os.environ.setdefault("RAY_worker_niceness", "0")
             processes = config.rollout.workers + config.reward.workers  # Ray starts a process a CPU in advance
             ray.init("local", num_cpus=processes, include_dashboard=False, **quiet)
             stack.callback(_reaper().communicate, "\n")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 
 from megatron_collab import preemption
 from megatron_collab.config import ServerConfig
@@ -20,7 +20,7 @@ POLL_SECONDS = 0.1
 
 
 class Fleet:
-    """On rank 0. One thread only: a server ends with the thread that started it.
+    """On rank 0. Servers are started and ended on one thread only: a server ends with the thread that started it.
 
     `lacked`: whether there was a time, since the last `recover`, when no server was left. `hopeless`: why a server
     cannot be kept alive, which is raised where all ranks wait: in `ready`.
@@ -137,9 +137,7 @@ class Fleet:
         """The run ends: colocated servers give their memory back, so that the trainer can save; else they are ended."""
         if not self.options.colocated:
             return
-        for server in self._present:
-            with suppress(ServerError):
-                server.release()
+        self._failing(lambda server: server.release())
         for server in self.servers:
             if server.released != set(MEMORY):
                 server.stop()
@@ -155,11 +153,22 @@ class Fleet:
             self._each(lambda server: server.release())
 
     def _each(self, call: Callable[[SGLangServer], None]) -> None:
-        for server in list(self._present):
+        """Have all that are present do it; one where it fails is lost."""
+        for server, reason in self._failing(call):
+            self.lost(server, reason)
+
+    def _failing(self, call: Callable[[SGLangServer], None]) -> list[tuple[SGLangServer, str]]:
+        """Have all that are present do it at once; where it fails, and why."""
+        present = sorted(self._present, key=lambda server: server.index)
+        with ThreadPoolExecutor(len(self.servers)) as callers:
+            calls = [callers.submit(call, server) for server in present]
+        failing = []
+        for server, done in zip(present, calls, strict=True):
             try:
-                call(server)
+                done.result()
             except ServerError as error:
-                self.lost(server, str(error))
+                failing.append((server, str(error)))
+        return failing
 
     def _start_again(self, server: SGLangServer, reason: str) -> None:
         self._failures[server.index] += 1

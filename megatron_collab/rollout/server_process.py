@@ -59,9 +59,10 @@ class ServerProcess:
         """
         self._config, self._log, self._index, self._api_key = config, log, index, api_key
         first = config.rollout.server.port
-        host = fabric.address(config)
+        host, parts = fabric.address(config), servers_per_node(config)
+        port = port or (first + index if first else 0)
         try:
-            self._port = bindable("rollout.server.port", port or (first + index if first else 0), host)
+            self._port = bindable("rollout.server.port", port, host, index % parts, parts)
         except ValueError as error:
             raise ServerError(str(error)) from error
         self.url = f"http://{host}:{self._port}"

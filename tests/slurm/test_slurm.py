@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -35,7 +36,6 @@ RL = [
     "train.eval_tasks=8",
     "train.checkpoint_every=1",
 ]
-# SGLang servers start on the node of rank 0 only.
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -53,10 +53,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 class Job:
     """A script that was submitted, and its folder."""
 
-    def __init__(self, run: Path, *overrides: str) -> None:
+    def __init__(self, run: Path, *overrides: str, **variables: str) -> None:
         self.run, self.output = run, run.with_suffix(".out")
         options = ["--parsable", "--nodes=2", "--gpus-per-node=0", f"--output={self.output}"]
-        environment = {**os.environ, "VENV": str(Path(sys.executable).parents[1]), "PYTHONPATH": str(ROOT)}
+        environment = {**os.environ, "VENV": str(Path(sys.executable).parents[1]), "PYTHONPATH": str(ROOT), **variables}
         self.id = subprocess.run(
             ["sbatch", *options, "slurm/train_8b.sh", *overrides, f"run.dir={run}"],
             cwd=ROOT,
@@ -106,6 +106,29 @@ class Job:
                 continue
         return found
 
+    def token(self) -> str:
+        """Ray's, from a process that has it."""
+        found: set[str] = set()
+
+        def look() -> bool:
+            for process in self.processes():
+                with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                    found.update(filter(None, [process.environ().get("RAY_AUTH_TOKEN")]))
+            return bool(found)
+
+        self.when(look)
+        (token,) = found
+        return token
+
+    def nodes_of_servers(self) -> set[str]:
+        """Where SGLang servers run: what starts one has its node's name from Slurm, on the second from Ray there."""
+        found = set()
+        for process in self.processes():
+            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                if "megatron_collab.sglang_cpu.serve" in process.cmdline():
+                    found.add(process.environ()["SLURMD_NODENAME"])
+        return found
+
     def steps(self) -> int:
         metrics = self.run / "metrics.jsonl"
         return len(metrics.read_text().splitlines()) if metrics.exists() else 0
@@ -118,8 +141,8 @@ class Job:
 def submit(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     jobs: list[Job] = []
 
-    def submitter(name: str, *overrides: str) -> Job:
-        jobs.append(Job(tmp_path / name, *overrides, f"data.dir={tmp_path}/world"))
+    def submitter(name: str, *overrides: str, **variables: str) -> Job:
+        jobs.append(Job(tmp_path / name, *overrides, f"data.dir={tmp_path}/world", **variables))
         return jobs[-1]
 
     yield submitter
@@ -142,17 +165,23 @@ def check_logs(job: Job, attempt: int) -> None:
     for node in (0, 1):
         assert len(list(folder.glob(f"ranks-{node}/*/attempt_0/0/stderr.log"))) == 1
         assert (folder / f"ray-{node}" / "raylet.out").is_file()
-    assert "RAY_AUTH_TOKEN" not in job.log()
+
+
+def check_nowhere(secret: str, job: Job) -> None:
+    for file in [job.output, *job.run.rglob("*")]:
+        assert not file.is_file() or secret.encode() not in file.read_bytes(), file
 
 
 def test_a_supervised_run_on_two_nodes(submit: Callable[..., Job]) -> None:
     job = submit("sft", *SFT, "train.steps=20")
+    token = job.token()
     assert job.code() == 0, job.log()
     assert job.steps() == 20 and (job.run / "result.json").is_file()
     config = json.loads((job.run / "config.json").read_text())
     assert (config["launch"]["nodes"], config["run"]["dir"]) == (2, str(job.run))
     assert "Ray has 2 of 2 nodes" in job.output.read_text()
     check_logs(job, 0)
+    check_nowhere(token, job)
     check_nothing_left(job)
 
 
@@ -192,9 +221,12 @@ def test_reinforcement_learning_on_two_nodes(submit: Callable[..., Job]) -> None
     supervised = submit("sft", *SFT, "train.steps=60")
     assert supervised.code() == 0, supervised.log()
     job = submit("rl", *RL, "train.steps=2", f"model.path={supervised.run}/hf")
+    token = job.token()
+    job.when(lambda: job.nodes_of_servers() == {"n0", "n1"})
     assert job.code() == 0, job.log()
     assert job.steps() == 2 and (job.run / "result.json").is_file()
     check_logs(job, 0)
+    check_nowhere(token, job)
     assert {log.name for log in job.run.glob("sglang-*.log")} == {"sglang-0.log", "sglang-1.log"}
     check_nothing_left(job)
 
@@ -222,6 +254,16 @@ def test_a_job_whose_nodes_are_wanted_back_is_requeued_and_goes_on(submit: Calla
     assert job.steps() == 3 and "goes back into the queue" in job.output.read_text()
     for attempt in (0, 1):
         check_logs(job, attempt)
+    check_nothing_left(job)
+
+
+def test_a_job_that_does_not_save_in_time_is_requeued_all_the_same(submit: Callable[..., Job]) -> None:
+    job = submit("slow", *SFT, "train.steps=1000000", "train.checkpoint_every=1000000", SAVE_SECONDS="0")
+    job.when(lambda: job.steps() >= 1)
+    subprocess.run(["scancel", "--signal=USR1", "--batch", job.id], check=True)
+    job.when(lambda: job.field("Restarts") == "1" and job.field("JobState") == "PENDING")
+    assert "not saved 0 s after USR1 (SAVE_SECONDS)" in job.output.read_text()
+    check_logs(job, 0)
     check_nothing_left(job)
 
 

@@ -8,6 +8,7 @@ from types import ModuleType
 import pytest
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
+APART = ["rollout.server.colocated=false", "parallel.offload=false"]
 
 
 @pytest.fixture
@@ -19,21 +20,20 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_the_plan_of_an_experiment(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    """Sixteen colocated servers of a 70B model in FP8, 72.7 GB each: one of sixteen needs no network."""
+    """Sixteen colocated servers of a 70B model in FP8, 72.7 GB each: a node holds one pipeline stage of four."""
     assert tool.main(["experiment=train_70b"]) == 0
     printed = capsys.readouterr().out
     assert "trainer of 128 ranks, tp=8 pp=4" in printed and "16 servers of tp=8 ep=1 FP8" in printed
     rows = {line[:26].strip(): line[26:].split() for line in printed.splitlines()}
-    assert rows["the same device"] == ["72.69", "0.00"] and rows["a device of another node"] == ["1090.37", "0.00"]
+    assert rows["the same device"] == ["290.77", "0.00"] and rows["a device of another node"] == ["872.30", "0.00"]
     assert "rank 0 of server 0 receives the most, 9.09 GB" in printed and "1163.06 GB take " in printed
 
 
 def test_slower_links_take_longer(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    split = ["rollout.server.colocated=false", "parallel.offload=false"]
-    options = ["experiment=train_70b", *split, "rollout.server.replicas=1", "rollout.server.fp8=false"]
+    options = ["experiment=train_70b", *APART, "rollout.server.fp8=false"]
     assert tool.main([*options, "--bandwidth", "1000", "100", "1"]) == 0
     printed = capsys.readouterr().out
-    assert "141.13 GB take 17." in printed and "1.0 times the floor of 17.64 s" in printed
+    assert "2258.01 GB take 18.17 s" in printed and "1.0 times the floor of 17.64 s" in printed
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_slower_links_take_longer(tool: ModuleType, capsys: pytest.CaptureFixtur
     [
         (["model.path=models/unknown"], "model.path=models/unknown: neither"),
         (["rollout.server.tp=16", "rollout.server.ep=3"], "rollout.server.ep=3: does not divide"),
-        (["rollout.server.tp=64"], "448 rows on a server's rank, no multiple of 128"),
+        ([*APART, "rollout.server.tp=64"], "448 rows on a server's rank, no multiple of 128"),
         (["parallel.pq=3"], "parallel.pq"),
         (["train.stage=sft"], "train.stage=sft: publishes nothing"),
     ],

@@ -8,8 +8,8 @@ half to one and a half of TURN_SECONDS and has 200 tokens, a question or a booki
 
 Groups begin at the pace that CONVERSATIONS need and a fifth faster, as long as fewer than a tenth more are in flight:
 so they stand at all stages. Time counts from the moment that so many are in flight; at its end no group begins any
-more, and those that have begun are played to their ends. Ray's workers run at the priority of all other processes here:
-left to Ray, what else goes on beside them on the machine would be measured.
+more, and those that have begun are played to their ends. Where so many are not in flight within START_SECONDS, the
+bench ends with exit code 1 and says how many were.
 
     lost            conversations begun that did not come back, ended in an error or lack a score
     in_flight_mean  turns of the policy that the worker waits for, looked at four times a second; in_flight_least
@@ -58,6 +58,7 @@ BOOKS = 1 / 3  # of the turns, after which the user is done
 TURNS = ROLLOUTS * (1 + FUTURES * sum((1 - BOOKS) ** turn for turn in range(1, USER_TURNS + 1)))  # of a group, mean
 FIRST_TOKEN = 0.05  # of a turn's time
 LOOK = 0.25  # seconds
+START_SECONDS = 600
 _SPAWN = multiprocessing.get_context("spawn")
 PLAYED = (Ending.USER_DONE, Ending.TURN_LIMIT)
 
@@ -181,12 +182,15 @@ def play(worker: Any, engine: tuple[Engine, psutil.Process], conversations: int,
     load, pending = Load(), []
     pace = TURNS * simulated.turn_seconds / conversations / 1.2  # seconds from one group to the next
     due, end = time.monotonic(), math.inf
+    latest = due + START_SECONDS
     while pending or due < end:
         in_flight = ray.get(worker.__ray_call__.remote(lambda worker: sum(worker.policy.in_flight)))
         now = time.monotonic()
         if in_flight >= conversations and end == math.inf:
             end = now + seconds
             print(f"{in_flight} in flight", flush=True)
+        if end == math.inf and now > latest:
+            raise SystemExit(f"{in_flight} of {conversations} in flight after {START_SECONDS} s; ask for fewer")
         while due <= min(now, end):
             due += pace
             if in_flight >= 1.1 * conversations:
@@ -240,7 +244,6 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=3.0)
     parser.add_argument("--turn-seconds", type=float, default=20.0)
     options = parser.parse_args()
-    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  (Ray's name)
     with TemporaryDirectory() as folder:
         config = configure(Path(folder))
         engine = Engine(replies(ChatRenderer(folder)), options.turn_seconds)
