@@ -32,6 +32,7 @@ _REQUEST = 1.0  # seconds of work in one request: what waits behind it, or is do
 _HANDLING = 0.005  # seconds that a job takes whatever its metrics
 _GATHERING = 0.005  # seconds in which conversations that end share requests
 _AHEAD = 4  # times the scores that the workers make at once is sent; the rest waits to see who has the least to do
+STARTS = 3  # of Ray, in a row, that may fail
 _POLL = 0.2  # seconds between looks for the nodes of a cluster
 _REQUESTS = 100_000  # that an actor may have at once; the rest would wait where nobody sees them
 
@@ -56,9 +57,26 @@ def ray_session(config: Config) -> Iterator[None]:
             # By itself Ray starts workers at nice 15, which starve beside ranks that are busy.
             os.environ.setdefault("RAY_worker_niceness", "0")
             processes = config.rollout.workers + config.reward.workers  # Ray starts a process a CPU in advance
-            ray.init("local", num_cpus=processes, include_dashboard=False, **quiet)
+            _start_ray(num_cpus=processes, **quiet)
             stack.callback(_reaper().communicate, "\n")
         yield
+
+
+def _start_ray(**options: Any) -> None:
+    """A Ray of our own. It gives itself 30 seconds, which a busy machine may not keep to: RunStopped after STARTS."""
+    others = set(psutil.Process().children())
+    for left in reversed(range(STARTS)):
+        watch.beat()
+        preemption.check()
+        try:
+            ray.init("local", include_dashboard=False, **options)
+            return
+        except Exception as error:  # Ray has no kind of its own for it
+            ray.shutdown()
+            for child in set(psutil.Process().children()) - others:  # what it leaves behind would start on
+                child.kill()
+            if not left:
+                raise RunStopped(f"Ray did not start, {STARTS} times in a row: {error}") from error
 
 
 def _await_nodes(config: Config) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +20,8 @@ from ray.exceptions import RayActorError
 from megatron_collab.config import Config, LlmConfig, RewardConfig, RunConfig
 from megatron_collab.llm import limiter
 from megatron_collab.llm.limiter import BudgetSpent
-from megatron_collab.reward import metrics
+from megatron_collab.processes import RunStopped
+from megatron_collab.reward import loop, metrics
 from megatron_collab.reward.loop import Job, RewardClient, RewardWorker, Scores, chunks, ray_session, start_actor
 from megatron_collab.reward.metrics import Metric, NoOptions
 from megatron_collab.types import Conversation, Ending, Finish, Message, Missing, Score, Task, Turn
@@ -123,6 +127,30 @@ def settings(*names: str, **options: Any) -> RewardConfig:
 @pytest.fixture
 def of_this_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "split", split)
+
+
+@pytest.mark.parametrize("failures", [2, loop.STARTS])
+def test_a_start_of_ray_that_fails_is_tried_again_and_leaves_no_process(
+    failures: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def init(address: str, **options: object) -> None:
+        started.append(subprocess.Popen(["sleep", "600"]))
+        if len(started) <= failures:
+            raise Exception("the current node timed out during startup")
+
+    monkeypatch.setattr(loop, "ray", SimpleNamespace(init=init, shutdown=lambda: None))
+    before = subprocess.Popen(["sleep", "600"])
+    try:
+        with nullcontext() if failures < loop.STARTS else pytest.raises(RunStopped, match=r"3 times .* timed out"):
+            loop._start_ray(num_cpus=1)
+        assert [process.wait(30) for process in started[:failures]] == [-signal.SIGKILL] * failures
+        assert all(process.poll() is None for process in [before, *started[failures:]])
+    finally:
+        for process in [before, *started]:
+            process.kill()
+            process.wait()
 
 
 @pytest.fixture(scope="module")
