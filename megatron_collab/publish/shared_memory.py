@@ -51,9 +51,10 @@ class Memory:
             if nodes.keeper(self._node, t) == self._rank
         }
         others = [rank for rank in nodes.members(self._node) if rank != self._rank]
-        offers = _gathered({(t, rank): self._handles(t) for t in self._own for rank in others})
-        written = {t for parts in writer.parts for t in parts}  # what comes from other nodes goes into our own
-        self._segments = {t: [opened(handle) for handle in offers[t, self._rank]] for t in written - self._own.keys()}
+        # By rank, which segments of others it writes to; what comes from other nodes goes into its own.
+        needs = _gathered({self._rank: {t for parts in writer.parts for t in parts} - self._own.keys()})
+        offers = _gathered({(t, rank): self._handles(t) for t in self._own for rank in others if t in needs[rank]})
+        self._segments = {t: [opened(handle) for handle in offers[t, self._rank]] for t in needs[self._rank]}
         self._segments |= {t: [segment.data for segment in segments] for t, segments in self._own.items()}
 
     @property

@@ -159,6 +159,10 @@ def session() -> Iterator[None]:
         yield
 
 
+def test_workers_have_the_priority_of_who_started_ray(session: None) -> None:
+    assert ray.get(ray.remote(lambda: os.nice(0)).options(num_cpus=0).remote()) == os.nice(0)
+
+
 ALL = settings("length", "process", "careless", "slow", concurrency=4)
 
 
