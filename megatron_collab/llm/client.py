@@ -63,17 +63,24 @@ class LlmClient:
         self._unconstrained: set[tuple[str, str | None]] = set()  # endpoints that refuse a response_format
 
     async def ask(
-        self, endpoint: EndpointConfig, messages: Messages, fields: Sequence[Field], *, sample: str | None = None
+        self,
+        endpoint: EndpointConfig,
+        messages: Messages,
+        fields: Sequence[Field],
+        *,
+        sample: str | None = None,
+        others: bool = False,
     ) -> dict[str, Any]:
         """The values of `fields` in the model's answer.
 
         `sample` numbers the answers to the same question: each is asked for once and kept. Without it the answer
         is neither kept nor looked up. Raises LlmError where there is no usable answer within `endpoint.attempts`
         and `endpoint.deadline`, or at once where another try cannot help; BudgetSpent once llm.budget_usd is used up.
-        Waiting for the limiter does not count, and where nobody takes the connection that is no try.
+        Waiting for the limiter does not count, and where nobody takes the connection that is no try, unless there are
+        `others` who may be asked instead.
         """
         if sample is None or self._cache is None:
-            return await self._ask(endpoint, messages, fields)
+            return await self._ask(endpoint, messages, fields, others)
         key = key_of(
             {
                 "model": endpoint.model,
@@ -89,11 +96,13 @@ class LlmClient:
         async with lock:  # whoever asks the same meanwhile finds the answer in the cache
             answer = self._cache.get(key)
             if answer is None:
-                answer = await self._ask(endpoint, messages, fields)
+                answer = await self._ask(endpoint, messages, fields, others)
                 self._cache.put(key, answer)
             return answer
 
-    async def _ask(self, endpoint: EndpointConfig, messages: Messages, fields: Sequence[Field]) -> dict[str, Any]:
+    async def _ask(
+        self, endpoint: EndpointConfig, messages: Messages, fields: Sequence[Field], others: bool
+    ) -> dict[str, Any]:
         allowance = _Allowance(endpoint.deadline)
         again: Messages = []
         failure: Exception | None = None
@@ -109,7 +118,7 @@ class LlmClient:
                 failure = error
                 if not _may_pass(error):
                     break
-                tries -= _away(error)
+                tries -= _away(error) and not others
                 pause = retry_after(error) + random.uniform(0, longest)
             longest = min(_LONGEST_PAUSE, 2 * longest)
             if tries == endpoint.attempts or pause >= allowance.left:

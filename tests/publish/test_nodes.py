@@ -117,7 +117,8 @@ def test_on_one_node_ranks_of_the_targets_devices_write_what_they_hold_and_nothi
 def test_of_a_70b_model_every_link_carries_the_same() -> None:
     """16 nodes of 8, TP8 PP4: in every round every device sends and receives three quarters of a bucket."""
     options = ["launch.nodes=16", "launch.nproc_per_node=8", "parallel.tp=8", "parallel.pp=4"]
-    config = parse(["experiment=train_70b", *options, "rollout.server.tp=8", "rollout.server.replicas=16"])
+    options += ["rollout.server.tp=8", "rollout.server.replicas=16", "rollout.server.fp8=false"]
+    config = parse(["experiment=train_70b", *options])
     shape = hf_config.read(CONF / "shapes" / "Llama-3.3-70B-Instruct.json")
     found = plan.plan(shape, plan.trainer_layout(config), plan.server_layout(config), 2)
     places = nodes(config)

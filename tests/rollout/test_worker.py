@@ -27,6 +27,8 @@ from megatron_collab.llm.client import LlmClient
 from megatron_collab.processes import Hung
 from megatron_collab.reward.loop import RewardClient, RewardWorker, ray_session, start_actor
 from megatron_collab.rollout.ahead import Asked, Flight, Slot, answers
+from megatron_collab.rollout.journal import Journal
+from megatron_collab.rollout.lineage import Lineage
 from megatron_collab.rollout.player import Player
 from megatron_collab.rollout.sglang import EngineError
 from megatron_collab.rollout.users import Users
@@ -270,7 +272,10 @@ def gives_up_on_a_worker_that_hangs(worker: Any, task: Task, written: Path) -> N
     process = psutil.Process(int(file.stem.rpartition("-")[2]))
     process.suspend()
     try:
-        flight = Flight([worker], lambda: False, lambda groups: 2.0 * groups, written)
+        lineage = Lineage(keep=1)
+        lineage.begin(0)
+        journal = Journal(written.parent / "journal", lineage)
+        flight = Flight([worker], lambda: False, journal, lambda groups: 2.0 * groups, written)
         for number in range(2):
             slot = Slot(7, 0, number)
             flight.begin(Asked(slot, slot.stream, "play", task))

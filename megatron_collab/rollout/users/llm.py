@@ -96,7 +96,7 @@ class LlmUser(User):
         failure: LlmError | None = None
         for endpoint in self._endpoints():
             try:
-                return await self.users.client.ask(endpoint, request, FIELDS)
+                return await self.users.client.ask(endpoint, request, FIELDS, others=self.model == POLICY)
             except LlmError as error:
                 failure = error
                 if isinstance(error.__cause__, MalformedAnswer):

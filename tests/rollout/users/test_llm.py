@@ -177,7 +177,7 @@ def test_a_cancelled_reply_leaves_a_user_that_can_finish() -> None:
 
 def test_a_spent_budget_is_no_error_of_the_user() -> None:
     class Broke:
-        async def ask(self, *_: Any) -> None:
+        async def ask(self, *_: Any, **options: Any) -> None:
             raise BudgetSpent("llm.budget_usd=1 is used up")
 
     config = Config()
