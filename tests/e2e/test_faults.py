@@ -20,9 +20,9 @@ from tests.helpers import free_port
 
 pytestmark = pytest.mark.slow
 
-SFT = ["experiment=booking_sft", "train.steps=30", "optim.warmup_steps=5"]
 RL = ["experiment=booking", "train.steps=3", "train.checkpoint_every=1", "train.prompts_per_step=4"]
 RL += ["train.rollouts_per_prompt=4", "rollout.futures=2", "train.eval_tasks=0"]
+RL += ["reward.malformed=null", "reward.weights.token_amount=-0.01"]  # the random model ends no turn by itself
 SAME = ("reward", "turn_tokens", "loss", "grad_norm", "missing", "ending/error")
 # On PYTHONPATH: every Python process sees the wall clock jump by a day, forth and back, every second, and says so.
 JUMPING = """
@@ -45,12 +45,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rl(root: Path, name: str) -> list[str]:
-    return [*RL, f"run.dir={root}/{name}", f"data.dir={root}/world", f"model.path={root}/sft/hf"]
+    return [*RL, f"run.dir={root}/{name}", f"data.dir={root}/world", f"model.path={root}/world/model"]
 
 
 @pytest.fixture(scope="module")
 def undisturbed(root: Path) -> Path:
-    Program([*SFT, f"run.dir={root}/sft", f"data.dir={root}/world"], root / "sft.log").finish()
     Program(rl(root, "rl"), root / "rl.log").finish()
     return root / "rl"
 

@@ -104,8 +104,10 @@ def hang(ranks: int, nodes: int, transport: str, moment: str, quantised: bool) -
     makers = note_makers()
     with Publisher(config, [], fakes.SHAPE, fleet, fakes.BUCKET // (1 + quantised)) as sender:
         assert len(sender._in_place._plan.rounds) > 4
-        near = inplace.nodes(config).members(node)
-        assert makers() <= set(near) and (transport == "network" or len(near) == 1 or makers())
+        places, parts = inplace.nodes(config), sender._in_place.writer.parts
+        into = set() if transport == "network" else {places.keeper(node, t) for own in parts for t in own}
+        assert makers() == into - {dist.get_rank()}  # it opens what it writes to, which is on its node
+        assert into <= set(places.members(node))
         sender.publish(1)
         found: dict[str, Any] = {"version": sender.version}
         if fleet:

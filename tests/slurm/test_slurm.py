@@ -236,6 +236,7 @@ def test_a_run_that_stops_ends_with_its_code(submit: Callable[..., Job]) -> None
     supervised = submit("sft", *SFT, "train.steps=2")
     assert supervised.code() == 0, supervised.log()
     judge = ["reward.weights={accuracy: 1.0}", "reward.metrics={accuracy: {judge: true}}", "reward.judge.deadline=5"]
+    judge += ["reward.max_missing=0"]
     judge += ["reward.judge.model=openai/nobody", "reward.judge.api_base=http://127.0.0.1:9/v1"]
     job = submit("stopped", *RL, "train.steps=2", f"model.path={supervised.run}/hf", *judge)
     assert job.code() == EXIT_STOPPED, job.log()
