@@ -232,13 +232,11 @@ def test_reinforcement_learning_on_two_nodes(submit: Callable[..., Job]) -> None
 
 
 def test_a_run_that_stops_ends_with_its_code(submit: Callable[..., Job]) -> None:
-    """A judge that nobody can reach: too many scores are missing."""
+    """Users that nobody can reach: too many rollouts have no reward."""
     supervised = submit("sft", *SFT, "train.steps=2")
     assert supervised.code() == 0, supervised.log()
-    judge = ["reward.weights={accuracy: 1.0}", "reward.metrics={accuracy: {judge: true}}", "reward.judge.deadline=5"]
-    judge += ["reward.max_missing=0"]
-    judge += ["reward.judge.model=openai/nobody", "reward.judge.api_base=http://127.0.0.1:9/v1"]
-    job = submit("stopped", *RL, "train.steps=2", f"model.path={supervised.run}/hf", *judge)
+    users = ["user.name=llm", "user.model=openai/nobody", "user.api_base=http://127.0.0.1:9/v1", "user.deadline=5"]
+    job = submit("stopped", *RL, "train.steps=2", f"model.path={supervised.run}/hf", *users)
     assert job.code() == EXIT_STOPPED, job.log()
     check_nothing_left(job)
 
