@@ -161,6 +161,12 @@ def parameters(run: Path) -> bytes:
     return (run / "hf" / "model.safetensors").read_bytes()
 
 
+def workers(run: Path, name: str) -> list[psutil.Process]:
+    """The run's living Ray workers of that name."""
+    pids = [int(file.stem.rpartition("-")[2]) for file in run.glob(f"stacks/{name}-*.txt")]
+    return [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+
+
 def kill(program: Program) -> None:
     """SIGKILL the process that the user started; everything else must notice."""
     program.process.kill()
@@ -175,20 +181,14 @@ def test_supervised_training_learns_and_exports_a_hugging_face_folder(supervised
     assert (supervised / "hf" / "config.json").exists()
 
 
-def test_supervised_training_killed_three_times_ends_with_the_same_parameters(
+def test_supervised_training_that_is_killed_ends_with_the_same_parameters(
     root: Path, supervised: Path, start: Callable[[list[str]], Program]
 ) -> None:
     arguments = [*SFT, f"run.dir={root}/sft_killed", f"data.dir={root}/world"]
     run = root / "sft_killed"
-    before_any_checkpoint = start(arguments)
-    before_any_checkpoint.when(lambda: steps_done(run) >= 3)
-    kill(before_any_checkpoint)
-    in_the_save = start(arguments)
-    in_the_save.when(lambda: any(run.glob("checkpoints/step_20*")))
-    kill(in_the_save)
-    after_a_checkpoint = start(arguments)
-    after_a_checkpoint.when(lambda: steps_done(run) >= 47)
-    kill(after_a_checkpoint)
+    between_checkpoints = start(arguments)
+    between_checkpoints.when(lambda: steps_done(run) >= 47)
+    kill(between_checkpoints)
     start(arguments).finish()
     assert [line["step"] for line in lines(run / "metrics.jsonl")] == list(range(60))
     assert parameters(run) == parameters(supervised)
@@ -205,11 +205,17 @@ def test_what_is_sampled_is_what_is_trained(trained: Path) -> None:
     assert metrics[-1]["kl"] > 1e-9, "three updates have moved the policy"
 
 
-def test_pipeline_parallel_trains_the_same(root: Path, trained: Path, start: Callable[[list[str]], Program]) -> None:
+def test_pipeline_parallel_trains_the_same_and_ctrl_c_leaves_no_process_behind(
+    root: Path, trained: Path, start: Callable[[list[str]], Program]
+) -> None:
     """Two ranks as PP2: same samples, same update as TP2."""
-    layout = ["parallel.tp=1", "parallel.pp=2"]
-    start([*rl(root, "pp2"), "train.steps=2", "train.eval_tasks=0", *layout]).finish()
-    for ours, theirs in zip(lines(root / "pp2" / "metrics.jsonl"), lines(trained / "metrics.jsonl")[:2], strict=True):
+    run = root / "pp2"
+    program = start([*rl(root, "pp2"), "train.eval_tasks=0", "parallel.tp=1", "parallel.pp=2"])
+    program.when(lambda: steps_done(run) >= 2)
+    os.killpg(program.process.pid, signal.SIGINT)
+    assert program.wait(60) != 0
+    assert program.gone() == []
+    for ours, theirs in zip(lines(run / "metrics.jsonl")[:2], lines(trained / "metrics.jsonl")[:2], strict=True):
         assert ours["mismatch/max_abs"] <= 1e-4
         assert ours["reward"] == theirs["reward"]
         assert ours["turn_tokens"] == theirs["turn_tokens"]
@@ -235,49 +241,41 @@ def test_no_file_of_a_run_holds_a_key(trained: Path, keys: dict[str, str]) -> No
         assert [name for name, key in keys.items() if key.encode() in text] == [], file
 
 
-def test_training_killed_three_times_ends_with_the_same_parameters(
+def test_training_whose_parts_are_killed_ends_with_the_same_parameters(
     root: Path, trained: Path, start: Callable[[list[str]], Program]
 ) -> None:
-    run = root / "rl_killed"
-    in_the_rollout = start(rl(root, "rl_killed"))
-    in_the_rollout.when(lambda: steps_done(run) == 1)
-    kill(in_the_rollout)
-    in_the_save = start(rl(root, "rl_killed"))
-    in_the_save.when(lambda: any(run.glob("checkpoints/step_2*")))
-    kill(in_the_save)
-    in_the_update = start(rl(root, "rl_killed"))
-    in_the_update.when(lambda: any(line["step"] == 3 for line in lines(run / "transcripts.jsonl")))
-    kill(in_the_update)
-    start(rl(root, "rl_killed")).finish()
-    assert [line["step"] for line in lines(run / "metrics.jsonl")] == [0, 1, 2, 3]
-    assert parameters(run) == parameters(trained)
-
-
-def test_a_server_that_is_killed_is_replaced_and_the_steps_stay_the_same(
-    root: Path, trained: Path, start: Callable[[list[str]], Program]
-) -> None:
-    run = root / "server_killed"
-    program = start([*rl(root, "server_killed"), "train.steps=2", "train.eval_tasks=0"])
-    program.when(lambda: steps_done(run) == 1)
-    (server,) = (p.pid for p in program.left() if "--weight-version" in p.cmdline() and os.getsid(p.pid) == p.pid)
-    os.kill(server, signal.SIGKILL)
-    program.finish()
-    console = program.log.read_text()
+    """Workers and server are started again, and what they were doing is done again; a rank ends the job."""
+    run = root / "killed"
+    parts = start(rl(root, "killed"))
+    parts.when(lambda: steps_done(run) == 1)
+    time.sleep(0.5)  # the weights are published, the next step is sampled
+    (server,) = (p for p in parts.left() if "--weight-version" in p.cmdline() and os.getsid(p.pid) == p.pid)
+    for process in (*workers(run, "conversation-0"), *workers(run, "reward-0"), server):
+        process.kill()
+    parts.when(lambda: steps_done(run) == 2)
+    assert len(list(run.glob("stacks/conversation-0-*.txt"))) == len(list(run.glob("stacks/reward-0-*.txt"))) == 2
+    console = parts.log.read_text()
     assert "engine: SGLang server 0 is left out and started again: " in console
     assert "engine: SGLang server 0 is back (start 2)" in console
+    (rank,) = (p for p in parts.left() if p.environ().get("RANK") == "1" and "megatron_collab.train" in p.cmdline())
+    rank.kill()
+    assert parts.wait() != 0
+    assert parts.gone() == []
+
+    in_the_save = start(rl(root, "killed"))
+    in_the_save.when(lambda: any(run.glob("checkpoints/step_3*")))
+    kill(in_the_save)
+    in_the_update = start(rl(root, "killed"))
+    in_the_update.when(lambda: any(line["step"] == 3 for line in lines(run / "transcripts.jsonl")))
+    kill(in_the_update)
+    start(rl(root, "killed")).finish()
     metrics = lines(run / "metrics.jsonl")
-    assert [(line["servers/lost"], line["servers/back"]) for line in metrics] == [(0, 0), (1, 1)]
-    for ours, theirs in zip(metrics, lines(trained / "metrics.jsonl")[:2], strict=True):
+    assert [line["step"] for line in metrics] == [0, 1, 2, 3]
+    assert [(line["servers/lost"], line["servers/back"]) for line in metrics[:2]] == [(0, 0), (1, 1)]
+    for ours, theirs in zip(metrics, lines(trained / "metrics.jsonl"), strict=True):
         assert ours["missing"] == 0
         assert all(ours[name] == theirs[name] for name in ("reward", "turn_tokens", "loss", "grad_norm"))
-
-
-def test_ctrl_c_leaves_no_process_behind(root: Path, supervised: Path, start: Callable[[list[str]], Program]) -> None:
-    program = start(rl(root, "interrupted"))
-    program.when(lambda: steps_done(root / "interrupted") >= 1)
-    os.killpg(program.process.pid, signal.SIGINT)
-    assert program.wait(60) != 0
-    assert program.gone() == []
+    assert parameters(run) == parameters(trained)
 
 
 def test_a_finished_run_is_not_trained_again(trained: Path, root: Path, start: Callable[[list[str]], Program]) -> None:

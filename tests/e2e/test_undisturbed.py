@@ -1,4 +1,5 @@
-"""Parts of the real program are killed, and its clock jumps: it ends with the parameters of an undisturbed run."""
+"""A Ray node dies, the clock jumps, the machine is wanted back, the ranks are on two hosts: the parameters at the end
+are to the last bit those of an undisturbed run on one."""
 
 from __future__ import annotations
 
@@ -15,7 +16,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.test_booking import Program, lines, parameters, steps_done
+from megatron_collab import preemption
+from megatron_collab.processes import EXIT_PREEMPTED
+from megatron_collab.rollout.journal import Entry, entries
+from tests.e2e.test_booking import Program, lines, parameters, steps_done, workers
 from tests.helpers import free_port
 
 pytestmark = pytest.mark.slow
@@ -37,6 +41,7 @@ open(f"{os.path.dirname(__file__)}/jumps-{os.getpid()}", "w").close()
 QUICK = json.dumps(
     {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 4}
 )
+NAMESPACES = ["unshare", "--user", "--map-root-user", "--net", "--mount", "--pid", "--mount-proc", "--fork"]
 
 
 @pytest.fixture(scope="module")
@@ -67,36 +72,36 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Program]]:
         program.end()
 
 
-def workers(run: Path, name: str) -> list[psutil.Process]:
-    """The run's living Ray workers of that name."""
-    pids = [int(file.stem.rpartition("-")[2]) for file in run.glob(f"stacks/{name}-*.txt")]
-    return [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-
-
 def same(run: Path, undisturbed: Path) -> None:
     for ours, theirs in zip(lines(run / "metrics.jsonl"), lines(undisturbed / "metrics.jsonl"), strict=True):
         assert {name: ours.get(name) for name in SAME} == {name: theirs.get(name) for name in SAME}
     assert parameters(run) == parameters(undisturbed)
 
 
-def test_workers_and_a_rank_that_are_killed(root: Path, undisturbed: Path, start: Callable[..., Program]) -> None:
-    """Ray starts the workers again, and what they were doing is done again; a rank ends the job."""
-    run = root / "killed"
-    program = start(rl(root, "killed"))
-    program.when(lambda: steps_done(run) == 1)
-    time.sleep(0.5)  # the weights are published, the next step is sampled
-    for name in ("conversation-0", "reward-0"):
-        (worker,) = workers(run, name)
-        worker.kill()
-    program.when(lambda: steps_done(run) == 2)
-    assert len(list(run.glob("stacks/conversation-0-*.txt"))) == len(list(run.glob("stacks/reward-0-*.txt"))) == 2
-    (rank,) = (p for p in program.left() if p.environ().get("RANK") == "1" and "megatron_collab.train" in p.cmdline())
-    began = time.monotonic()
-    rank.kill()
-    assert program.wait() != 0
-    assert program.gone() == []
-    print(f"ended {time.monotonic() - began:.1f} s after its rank")
-    start(rl(root, "killed")).finish()
+def test_a_machine_that_is_wanted_back(root: Path, undisturbed: Path, start: Callable[..., Program]) -> None:
+    """SIGUSR1 once a step is learned and of the next some groups are finished: both are there when the run goes on.
+
+    With the save of every step left out it is the signal that saves. tools/bench/preemption.py sends it at any time.
+    """
+    run = root / "preempted"
+    arguments = [*rl(root, "preempted"), "train.checkpoint_every=3"]
+    found: list[Entry] = []
+    while not found:  # where all of the groups were finished at once, the step may have been learned meanwhile
+        program = start(arguments)
+        program.when(lambda: steps_done(run) >= 1)
+        journal, deadline = run / "journal" / f"step_{steps_done(run)}.groups", time.monotonic() + 120
+        while not (journal.exists() and list(entries(journal))):
+            assert time.monotonic() < deadline and program.process.poll() is None, program.log.read_text()[-3000:]
+        program.process.send_signal(preemption.SIGNAL)
+        assert program.wait() == EXIT_PREEMPTED
+        assert program.gone() == []
+        learned = steps_done(run)
+        assert (run / "checkpoints" / "latest").read_text() == f"step_{learned}"
+        assert learned < 3, "the signal came too late each time"
+        found = list(entries(journal)) if journal.exists() else []
+    start(arguments).finish()
+    assert lines(run / "metrics.jsonl")[learned]["count/from_journal"] == len(found)
+    assert (run / "transcripts.jsonl").read_text() == (undisturbed / "transcripts.jsonl").read_text()
     same(run, undisturbed)
 
 
@@ -150,3 +155,19 @@ def test_a_ray_node_that_is_killed(root: Path, undisturbed: Path, nodes: Nodes, 
         process.kill()
     program.finish()
     same(run, undisturbed)
+
+
+def test_two_hosts_train_what_one_trains(root: Path, undisturbed: Path, tmp_path: Path) -> None:
+    """Each a network of its own, with a torchrun agent, a Ray node and an SGLang server: seeds decide the samples,
+    whichever server gives them, and the two ranks compute the same."""
+    script = [*NAMESPACES, "--kill-child", "bash", str(Path(__file__).with_name("two_hosts.sh")), str(tmp_path)]
+    environment = os.environ | {"PYTHON": sys.executable, "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    command = [*script, *rl(root, "two_hosts"), "rollout.server.replicas=2"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    logs = "\n".join(log.read_text()[-2000:] for log in sorted(tmp_path.glob("*.log")))
+    assert done.returncode == 0, f"{done.stderr}\n{logs}"
+    console = (tmp_path / "host0.log").read_text()
+    ready = next(line for line in console.splitlines() if line.startswith("engine: ready"))
+    assert "(http://10.77.0.1:" in ready and ", http://10.77.0.2:" in ready
+    same(root / "two_hosts", undisturbed)
+    assert parameters(undisturbed) != (root / "world" / "model" / "model.safetensors").read_bytes()
