@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import tempfile
 import threading
 import time
 from contextlib import suppress
@@ -29,13 +30,14 @@ def main(arguments: list[str]) -> int:
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    try:
-        run.main(arguments)
-    except ChildFailedError as error:
-        _, failure = error.get_first_failure()
-        if failure.exitcode not in _EXPLAINED:
-            print(error, file=sys.stderr)
-        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode  # as shells count signals
+    with tempfile.TemporaryDirectory(prefix="torchrun-") as logs:  # its own choice it would leave behind
+        try:
+            run.main([f"--log-dir={logs}", *arguments])
+        except ChildFailedError as error:
+            _, failure = error.get_first_failure()
+            if failure.exitcode not in _EXPLAINED:
+                print(error, file=sys.stderr)
+            return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode  # as shells count signals
     return 0
 
 

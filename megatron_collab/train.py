@@ -6,6 +6,7 @@ runs `fit`; rank 0 also holds the SGLang servers and the Ray workers.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -18,6 +19,7 @@ from megatron_collab import preemption
 
 if __name__ == "__main__":
     preemption.block()  # what is imported below takes seconds, in which the signal would end us
+    gc.disable()  # until `fit` has what it needs: imports make no garbage, and looking for it takes a quarter of them
 
 from megatron_collab import config as options
 from megatron_collab import fabric, launch
@@ -48,6 +50,8 @@ def fit(config: Config) -> None:
     from megatron_collab.rollout.collector import Collector
     from megatron_collab.rollout.engine import Engine
 
+    gc.freeze()
+    gc.enable()
     supervised = config.train.stage == "sft"
     with ExitStack() as stack:
         stack.enter_context(alarm.armed(config))

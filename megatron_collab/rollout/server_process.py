@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import psutil
+
 from megatron_collab import device, fabric, stacks
 from megatron_collab.config import Config
 from megatron_collab.layout import servers_per_node
@@ -102,12 +104,12 @@ class ServerProcess:
 
     def stop(self) -> None:
         """End the server with all its processes."""
-        segments = _shared_memory(self.pid)
+        left_behind = _left_behind(self.pid)
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
-        for segment in {self._store, *segments}:
-            segment.unlink(missing_ok=True)
+        for file in {self._store, *left_behind}:
+            file.unlink(missing_ok=True)
 
 
 def arguments(config: Config, url: str, index: int) -> list[str]:
@@ -169,14 +171,17 @@ def _environment(config: Config, api_key: str, index: int) -> dict[str, str]:
     return inherited | settings
 
 
-def _shared_memory(group: int) -> set[Path]:
-    """What SGLang's processes made and have mapped: segments, semaphores. Killed, they do not unlink it."""
-    segments: set[Path] = set()
+def _left_behind(group: int) -> set[Path]:
+    """What SGLang's processes made and hold: shared memory, semaphores, sockets. Killed, they do not unlink it."""
+    found: set[Path] = set()
+    sockets = f"{tempfile.gettempdir()}/tmp"
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if os.getpgid(int(process.name)) == group:
                 maps = (process / "maps").read_text()
-                segments |= {Path(path) for path in _LEFT_BEHIND.findall(maps)}
-        except (ProcessLookupError, FileNotFoundError):  # it has just ended
+                found |= {Path(path) for path in _LEFT_BEHIND.findall(maps)}
+                connections = psutil.Process(int(process.name)).net_connections("unix")
+                found |= {Path(end.laddr) for end in connections if end.laddr.startswith(sockets)}
+        except (ProcessLookupError, FileNotFoundError, psutil.NoSuchProcess):  # it has just ended
             continue
-    return segments
+    return found

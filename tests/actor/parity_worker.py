@@ -25,6 +25,7 @@ from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
 from megatron_collab.actor import model as policies
 from megatron_collab.config import Config
+from tests.actor.ranks import process_group
 
 # name: settings of parallel.*; data parallel is what remains of four ranks
 DENSE = {
@@ -148,7 +149,7 @@ def measure(folder: Path, name: str, layout: str) -> None:
 def main(folder: Path) -> None:
     names = sorted(path.parent.name for path in folder.glob("*/config.json"))
     for layout in LAYOUTS:
-        with policies.init_parallel(configure(folder, layout)):
+        with process_group(configure(folder, layout)):
             for name in names:
                 if layout in layouts_of(name):
                     measure(folder, name, layout)

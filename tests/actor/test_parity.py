@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,12 +12,11 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_collab.sglang_cpu import parts
-from tests.actor.parity_worker import EPS, LR, layouts_of
-from tests.helpers import free_port, make_model
+from tests.actor.parity_worker import EPS, LAYOUTS, LR, layouts_of
+from tests.actor.ranks import run_ranks
+from tests.helpers import make_model
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 RANKS = 4
-TIMEOUT = 400
 TOLERANCE = 2e-5
 VOCAB = 301  # odd: no tensor-parallel size divides it
 LLAMA3 = {
@@ -93,36 +88,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in range(4):
         packed[number] = [rng.integers(3, VOCAB, length) for length in rng.integers(3, 24, size=3)]
     np.savez(folder / "tokens.npz", micro_batches=packed)
-    run_ranks(folder)
+    run_ranks("parity_worker", RANKS, [str(folder)], groups=len(LAYOUTS))
     return folder
-
-
-def run_ranks(folder: Path) -> None:
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(REPOSITORY),
-        "PYTHONWARNINGS": "ignore",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": str(RANKS),
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    command = [sys.executable, str(Path(__file__).with_name("parity_worker.py")), str(folder)]
-    ranks = []
-    for rank in range(RANKS):
-        log = (folder / f"rank{rank}.log").open("w")
-        environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
-        log.close()
-    deadline = time.monotonic() + TIMEOUT
-    try:
-        codes = [process.wait(max(0.1, deadline - time.monotonic())) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    logs = "\n".join((folder / f"rank{rank}.log").read_text()[-2000:] for rank in range(RANKS))
-    assert codes == [0] * RANKS, logs
 
 
 @pytest.fixture(scope="module")
