@@ -161,12 +161,6 @@ def parameters(run: Path) -> bytes:
     return (run / "hf" / "model.safetensors").read_bytes()
 
 
-def workers(run: Path, name: str) -> list[psutil.Process]:
-    """The run's living Ray workers of that name."""
-    pids = [int(file.stem.rpartition("-")[2]) for file in run.glob(f"stacks/{name}-*.txt")]
-    return [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-
-
 def kill(program: Program) -> None:
     """SIGKILL the process that the user started; everything else must notice."""
     program.process.kill()
@@ -239,44 +233,6 @@ def test_no_file_of_a_run_holds_a_key(trained: Path, keys: dict[str, str]) -> No
     for file in files:
         text = file.read_bytes()
         assert [name for name, key in keys.items() if key.encode() in text] == [], file
-
-
-def test_training_whose_parts_are_killed_ends_with_the_same_parameters(
-    root: Path, trained: Path, start: Callable[[list[str]], Program]
-) -> None:
-    """Workers and server are started again, and what they were doing is done again; a rank ends the job."""
-    run = root / "killed"
-    parts = start(rl(root, "killed"))
-    parts.when(lambda: steps_done(run) == 1)
-    time.sleep(0.5)  # the weights are published, the next step is sampled
-    (server,) = (p for p in parts.left() if "--weight-version" in p.cmdline() and os.getsid(p.pid) == p.pid)
-    for process in (*workers(run, "conversation-0"), *workers(run, "reward-0"), server):
-        process.kill()
-    parts.when(lambda: steps_done(run) == 2)
-    counted = [(line["servers/lost"], line["servers/back"]) for line in lines(run / "metrics.jsonl")[:2]]
-    assert counted == [(0, 0), (1, 1)]
-    assert len(list(run.glob("stacks/conversation-0-*.txt"))) == len(list(run.glob("stacks/reward-0-*.txt"))) == 2
-    console = parts.log.read_text()
-    assert "engine: SGLang server 0 is left out and started again: " in console
-    assert "engine: SGLang server 0 is back (start 2)" in console
-    (rank,) = (p for p in parts.left() if p.environ().get("RANK") == "1" and "megatron_collab.train" in p.cmdline())
-    rank.kill()
-    assert parts.wait() != 0
-    assert parts.gone() == []
-
-    in_the_save = start(rl(root, "killed"))
-    in_the_save.when(lambda: any(run.glob("checkpoints/step_3*")))
-    kill(in_the_save)
-    in_the_update = start(rl(root, "killed"))
-    in_the_update.when(lambda: any(line["step"] == 3 for line in lines(run / "transcripts.jsonl")))
-    kill(in_the_update)
-    start(rl(root, "killed")).finish()
-    metrics = lines(run / "metrics.jsonl")
-    assert [line["step"] for line in metrics] == [0, 1, 2, 3]
-    for ours, theirs in zip(metrics, lines(trained / "metrics.jsonl"), strict=True):
-        assert ours["missing"] == 0
-        assert all(ours[name] == theirs[name] for name in ("reward", "turn_tokens", "loss", "grad_norm"))
-    assert parameters(run) == parameters(trained)
 
 
 def test_a_finished_run_is_not_trained_again(trained: Path, root: Path, start: Callable[[list[str]], Program]) -> None:

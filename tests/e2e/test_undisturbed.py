@@ -1,5 +1,7 @@
-"""A Ray node dies, the clock jumps, the machine is wanted back, the ranks are on two hosts: the parameters at the end
-are to the last bit those of an undisturbed run on one."""
+"""Processes and a Ray node die, the clock jumps, the machine is wanted back, the ranks are on two hosts.
+
+The parameters at the end are to the last bit those of an undisturbed run on one host.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ import pytest
 from megatron_collab import preemption
 from megatron_collab.processes import EXIT_PREEMPTED
 from megatron_collab.rollout.journal import Entry, entries
-from tests.e2e.test_booking import Program, lines, parameters, steps_done, workers
+from tests.e2e.test_booking import Program, kill, lines, parameters, steps_done
 from tests.helpers import free_port
 
 pytestmark = pytest.mark.slow
@@ -72,10 +74,47 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Program]]:
         program.end()
 
 
+def workers(run: Path, name: str) -> list[psutil.Process]:
+    """The run's living Ray workers of that name."""
+    pids = [int(file.stem.rpartition("-")[2]) for file in run.glob(f"stacks/{name}-*.txt")]
+    return [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+
+
 def same(run: Path, undisturbed: Path) -> None:
     for ours, theirs in zip(lines(run / "metrics.jsonl"), lines(undisturbed / "metrics.jsonl"), strict=True):
         assert {name: ours.get(name) for name in SAME} == {name: theirs.get(name) for name in SAME}
     assert parameters(run) == parameters(undisturbed)
+
+
+def test_training_whose_parts_are_killed(root: Path, undisturbed: Path, start: Callable[..., Program]) -> None:
+    """Workers and server are started again, and what they were doing is done again; a rank ends the job."""
+    run = root / "killed"
+    parts = start(rl(root, "killed"))
+    parts.when(lambda: steps_done(run) == 1)
+    time.sleep(0.5)  # the weights are published, the next step is sampled
+    (server,) = (p for p in parts.left() if "--weight-version" in p.cmdline() and os.getsid(p.pid) == p.pid)
+    for process in (*workers(run, "conversation-0"), *workers(run, "reward-0"), server):
+        process.kill()
+    parts.when(lambda: steps_done(run) == 2)
+    counted = [(line["servers/lost"], line["servers/back"]) for line in lines(run / "metrics.jsonl")[:2]]
+    assert counted == [(0, 0), (1, 1)]
+    assert len(list(run.glob("stacks/conversation-0-*.txt"))) == len(list(run.glob("stacks/reward-0-*.txt"))) == 2
+    console = parts.log.read_text()
+    assert "engine: SGLang server 0 is left out and started again: " in console
+    assert "engine: SGLang server 0 is back (start 2)" in console
+    (rank,) = (p for p in parts.left() if p.environ().get("RANK") == "1" and "megatron_collab.train" in p.cmdline())
+    rank.kill()
+    assert parts.wait() != 0
+    assert parts.gone() == []
+
+    in_the_update = start(rl(root, "killed"))
+    in_the_update.when(lambda: any(line["step"] == 2 for line in lines(run / "transcripts.jsonl")))
+    kill(in_the_update)
+    in_the_save = start(rl(root, "killed"))
+    in_the_save.when(lambda: any(run.glob("checkpoints/step_3*")))
+    kill(in_the_save)
+    start(rl(root, "killed")).finish()
+    same(run, undisturbed)
 
 
 def test_a_machine_that_is_wanted_back(root: Path, undisturbed: Path, start: Callable[..., Program]) -> None:
