@@ -155,7 +155,7 @@ class Load:
 def configure(folder: Path) -> Config:
     config = Config()
     tiny.word_tokenizer(booking.words()).save_pretrained(folder)
-    config.model.path, config.train.rollouts_per_prompt = str(folder), ROLLOUTS
+    config.run.dir, config.model.path, config.train.rollouts_per_prompt = f"{folder}/run", str(folder), ROLLOUTS
     config.rollout.futures, config.rollout.max_user_turns = FUTURES, USER_TURNS
     config.rollout.max_assistant_turns = 1 + USER_TURNS
     config.rollout.turn.max_new_tokens = config.rollout.future.max_new_tokens = 2 * TOKENS
