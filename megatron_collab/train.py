@@ -15,17 +15,17 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 
-from megatron_collab import preemption
+from megatron_collab.runtime import preemption
 
 if __name__ == "__main__":
     preemption.block()  # what is imported below takes seconds, in which the signal would end us
     gc.disable()  # until `fit` has what it needs: imports make no garbage, and looking for it takes a quarter of them
 
-from megatron_collab import config as options
-from megatron_collab import fabric, launch
 from megatron_collab.config import Config, ConfigError
-from megatron_collab.keys import redact
-from megatron_collab.processes import (
+from megatron_collab.config import schema as options
+from megatron_collab.launch import prepare
+from megatron_collab.runtime import network
+from megatron_collab.runtime.process import (
     EXIT_BAD_INPUT,
     EXIT_HUNG,
     EXIT_PREEMPTED,
@@ -35,26 +35,26 @@ from megatron_collab.processes import (
     RunStopped,
     die_with_parent,
 )
+from megatron_collab.runtime.redact import redact
 
 
 def fit(config: Config) -> None:
     """Train from the last checkpoint in run.dir, or from model.path, to train.steps."""
-    from megatron_collab import alarm
-    from megatron_collab.actor import model
-    from megatron_collab.actor.actor import Actor
-    from megatron_collab.actor.checkpoint import Checkpoints
-    from megatron_collab.actor.critic import Critic
-    from megatron_collab.observe.progress import Stopwatch
-    from megatron_collab.observe.run import Run
-    from megatron_collab.rollout import leader
-    from megatron_collab.rollout.collector import Collector
-    from megatron_collab.rollout.engine import Engine
+    from megatron_collab.checkpoint.checkpointer import Checkpoints
+    from megatron_collab.observability.progress import Stopwatch
+    from megatron_collab.observability.run import Run
+    from megatron_collab.rollout.manager import Collector
+    from megatron_collab.rollout.session import Engine
+    from megatron_collab.runtime import hang_detector, rank0
+    from megatron_collab.trainer.critic import Critic
+    from megatron_collab.trainer.megatron import model
+    from megatron_collab.trainer.trainer import Actor
 
     gc.freeze()
     gc.enable()
     supervised = config.train.stage == "sft"
     with ExitStack() as stack:
-        stack.enter_context(alarm.armed(config))
+        stack.enter_context(hang_detector.armed(config))
         stack.enter_context(model.leader_ends_first(config.launch.timeout, partial(_explain, config)))
         engine = None if supervised else stack.enter_context(Engine(config))
         stack.enter_context(model.init_parallel(config))
@@ -73,7 +73,7 @@ def fit(config: Config) -> None:
             source: Collector | Supervised = stack.enter_context(collector)
             sampling: Callable[[int], AbstractContextManager[object]] = partial(engine.sampling, publisher)
         else:
-            from megatron_collab.sft import Supervised
+            from megatron_collab.data.sft import Supervised
 
             source, sampling = Supervised(config), nullcontext
 
@@ -99,7 +99,7 @@ def fit(config: Config) -> None:
             source.learned(stats)
             counters = engine.take_counters() if engine else {}
             metrics = {**batch.metrics, **stats, **counters, **clock.read()}
-            leader.shared(partial(run.record, step, metrics))
+            rank0.shared(partial(run.record, step, metrics))
             if (step + 1) % config.train.checkpoint_every == 0 or step + 1 == config.train.steps:
                 checkpoints.save(step + 1, actor, {**run.state(), "collector": source.state()})
                 source.forget(checkpoints.on_disk)
@@ -117,19 +117,19 @@ def main(arguments: list[str]) -> int:
         return 0
     try:
         config = options.load(arguments)
-        launch.prepare(config)
+        prepare.prepare(config)
     except ConfigError as error:
-        if launch.first_on_node():  # what is missing may be missing on this node only
+        if prepare.first_on_node():  # what is missing may be missing on this node only
             print(f"megatron-collab: {redact(str(error))}", file=sys.stderr)
         return EXIT_BAD_INPUT
-    if launch.finished(config):
+    if prepare.finished(config):
         print(f"{config.run.dir}: all {config.train.steps} steps are done; choose another run.dir to train anew")
         return 0
-    if not launch.under_torchrun():
-        launch.replace_by_torchrun(config, arguments)
-    os.environ |= fabric.variables(config)
-    die_with_parent(launch.parent())
-    if launch.global_rank() == 0:  # the one that decides, and has something to put away
+    if not prepare.under_torchrun():
+        prepare.replace_by_torchrun(config, arguments)
+    os.environ |= network.variables(config)
+    die_with_parent(prepare.parent())
+    if prepare.global_rank() == 0:  # the one that decides, and has something to put away
         preemption.heed()
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     else:  # Python would see Ctrl-C only after the collective that it waits in
@@ -147,7 +147,7 @@ def _explain(config: Config, error: RunStopped) -> None:
     """Why the run ends, in one line."""
     why = str(error)
     if isinstance(error, Preempted):
-        saved = f"{launch.saved(config)} and all groups that were finished since are saved"
+        saved = f"{prepare.saved(config)} and all groups that were finished since are saved"
         why += f"; {saved}, {preemption.seconds():.1f} s after it came"
     print(f"megatron-collab: {redact(why)}", file=sys.stderr, flush=True)
 

@@ -6,7 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 python=${VENV:-.venv}/bin/python
 first_port=${PORT:-11000}         # node i has the ports from here + 100 i, to here + 100 i + 99
-servers_port=20000                # SGLang's servers take free ones from here on (megatron_collab/ports.py)
+servers_port=20000                # SGLang's servers take free ones from here on (megatron_collab/runtime/ports.py)
 ray_timeout=${RAY_TIMEOUT:-300}   # seconds
 rank_wait=60                      # seconds from the end of one node's ranks until the others' are killed
 save_seconds=${SAVE_SECONDS:-210} # from USR1 on; what --signal leaves, less the two below
@@ -17,7 +17,7 @@ export RAY_worker_niceness=0 # else 15: workers would starve beside ranks that a
 export RAY_raylet_start_wait_time_s=$ray_timeout # else 30, and Ray gives up by itself
 ulimit -n "$(ulimit -Hn)" # a connection a conversation; srun hands the limit on
 
-preempted=75 # of megatron_collab/processes.py
+preempted=75 # of megatron_collab/runtime/process.py
 dry_run=false overrides=()
 for argument in "$@"; do
   if [ "$argument" = --dry-run ]; then dry_run=true; else overrides+=("$argument"); fi
@@ -34,7 +34,7 @@ refuse() { echo "megatron-collab: $*" >&2; exit 2; }
 # --- What runs where ---------------------------------------------------------------------------------------------
 
 [ -x "$python" ] || refuse "no $python in $PWD; call sbatch in the checkout, or set CHECKOUT and VENV"
-settings=$("$python" -m megatron_collab.cluster settings "${overrides[@]}")
+settings=$("$python" -m megatron_collab.launch.slurm settings "${overrides[@]}")
 { read -r run_dir; read -r node_count; read -r ranks_per_node; read -r ray_cpus; } <<<"$settings"
 
 if [ -n "${SLURM_JOB_ID:-}" ]; then
@@ -121,7 +121,7 @@ lost_ray() {
 
 # await_ray NODE…: until these are Ray's nodes, and no others.
 await_ray() {
-  local waiting=("$python" -m megatron_collab.cluster wait "${address[0]}:$first_port" "$ray_timeout" "$@")
+  local waiting=("$python" -m megatron_collab.launch.slurm wait "${address[0]}:$first_port" "$ray_timeout" "$@")
   if $dry_run; then show "${waiting[@]}"; return; fi
   "${waiting[@]}" & started=$!
   until_one_ends "$started" "${ray[@]}"
@@ -145,7 +145,7 @@ ranks='' ray=() save_until=''
 trap give_back USR1
 if $wanted; then give_back; fi
 
-addresses=("${step[@]}" --nodes="$node_count" --ntasks="$node_count" --label "$python" -m megatron_collab.cluster address
+addresses=("${step[@]}" --nodes="$node_count" --ntasks="$node_count" --label "$python" -m megatron_collab.launch.slurm address
   "${overrides[@]}")
 if $dry_run; then
   for ((i = 0; i < node_count; i++)); do address+=("$mark$i"); done
@@ -187,7 +187,7 @@ if ((node_count > 1)); then await_ray "${nodes[@]}"; fi
 start "$logs/ranks.log" "${step[@]}" --nodes="$node_count" --ntasks="$node_count" --wait="$rank_wait" \
   --output="$logs/ranks-%n.log" \
   env --block-signal=USR1 bash -c \
-  'exec "$0" -m megatron_collab.agent --node-rank="$SLURM_NODEID" --log-dir="$1/ranks-$SLURM_NODEID" "${@:2}"' \
+  'exec "$0" -m megatron_collab.launch.torchrun --node-rank="$SLURM_NODEID" --log-dir="$1/ranks-$SLURM_NODEID" "${@:2}"' \
   "$python" "$logs" --nnodes="$node_count" --nproc-per-node="$ranks_per_node" --max-restarts=0 \
   --master-addr="${address[0]}" --master-port=$((first_port + 1)) --rdzv-id="${SLURM_JOB_ID:-JOB}" --tee=3 \
   -m megatron_collab.train "${overrides[@]}"

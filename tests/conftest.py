@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from megatron_collab.config import Config
-from megatron_collab.rollout.sglang import SGLangServer
-from tests.helpers import make_model
+from megatron_collab.inference.sglang import SGLangServer
+from tests.helpers import free_port, make_model
 
 # Ray reads the token once in a process, and tests that set the environment take away what they find new in it.
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
@@ -53,3 +53,19 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Serv
         for served in found.values():
             served.server.wait_healthy(400.0)
         yield found
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[Config]:
+    """The configuration of a single fp32 rank on CPU, inside its process group."""
+    from megatron_collab.trainer.megatron import model as policies
+
+    config = Config()
+    config.launch.device = "cpu"
+    config.model.dtype = "float32"
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": free_port()}.items():
+            patch.setenv(name, str(value))
+        patch.setenv("MASTER_ADDR", "127.0.0.1")
+        with policies.init_parallel(config):
+            yield config

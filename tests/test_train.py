@@ -12,13 +12,14 @@ from typing import NoReturn
 import pytest
 import torch.distributed as dist
 
-from megatron_collab import launch, train
-from megatron_collab.actor import model
+from megatron_collab import train
 from megatron_collab.config import Config
+from megatron_collab.launch import prepare
 from megatron_collab.llm.limiter import BudgetSpent
-from megatron_collab.processes import RunStopped
-from megatron_collab.rollout.collector import TooManyMissing
-from megatron_collab.rollout.leader import from_leader
+from megatron_collab.rollout.manager import TooManyMissing
+from megatron_collab.runtime.process import RunStopped
+from megatron_collab.runtime.rank0 import from_leader
+from megatron_collab.trainer.megatron import model
 
 
 @pytest.fixture
@@ -61,8 +62,8 @@ def test_a_stopped_run_says_why_in_one_line(
     monkeypatch.setattr(train, "fit", fit)
     monkeypatch.setattr(train, "die_with_parent", lambda parent: None)
     monkeypatch.setattr(train.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(launch, "prepare", lambda config: None)
-    monkeypatch.setattr(launch, "under_torchrun", lambda: True)
+    monkeypatch.setattr(prepare, "prepare", lambda config: None)
+    monkeypatch.setattr(prepare, "under_torchrun", lambda: True)
     code = train.main(["experiment=booking_sft", f"run.dir={tmp_path}/run", f"data.dir={tmp_path}/world"])
     assert code == train.EXIT_STOPPED == 3
     assert said == ["megatron-collab: llm.budget_usd=5 is used up\n"]

@@ -15,7 +15,7 @@ import warnings
 from pathlib import Path
 
 from megatron_collab.config import ConfigError
-from megatron_collab.refuse import ArgumentParser
+from megatron_collab.config.refuse import ArgumentParser
 
 EXIT_BAD_INPUT, EXIT_DIFFERENT = 2, 1
 DTYPES = ("bfloat16", "float32")
@@ -44,7 +44,8 @@ def main(arguments: list[str] | None = None) -> int:
 def convert(given: argparse.Namespace) -> int:
     import torch
 
-    from megatron_collab.actor import convert, verify
+    from megatron_collab.checkpoint import convert
+    from megatron_collab.commands import verify
 
     warnings.filterwarnings("ignore", category=FutureWarning)  # of torch about Megatron-Core's calls
     dtype = getattr(torch, given.dtype) if given.dtype else None

@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_collab import device
 from megatron_collab.config import Config, ConfigError, parse
-from megatron_collab.refuse import ArgumentParser
+from megatron_collab.config.refuse import ArgumentParser
+from megatron_collab.runtime import device
 
 if TYPE_CHECKING:
-    from megatron_collab.memory import Plan
+    from megatron_collab.planning.memory import Plan
 
 TITLES = {
     "cuda": "CUDA device",
@@ -88,12 +88,13 @@ def table(found: Sequence[device.Probe]) -> str:
 
 
 def planned(overrides: Sequence[str], gpu_gib: float) -> int:
-    from megatron_collab import checks, shapes
-    from megatron_collab.memory import GIB, plan
+    from megatron_collab.launch import validate
+    from megatron_collab.planning import shapes
+    from megatron_collab.planning.memory import GIB, plan
 
     config = parse(overrides)
-    checks.check_settings(config)
-    found = plan(config, checks.check_model(config, shapes.described(Path(config.model.path))))
+    validate.check_settings(config)
+    found = plan(config, validate.check_model(config, shapes.described(Path(config.model.path))))
     print(report(config, found))
     need = found.peak(found.fullest) / GIB
     if need > gpu_gib:
@@ -108,7 +109,7 @@ def planned(overrides: Sequence[str], gpu_gib: float) -> int:
 
 def report(config: Config, found: Plan) -> str:
     """The plan as text: the GPUs, the parts of the fullest one, the sums of the others, the host's memory."""
-    from megatron_collab.memory import GIB
+    from megatron_collab.planning.memory import GIB
 
     launch, parallel = config.launch, config.parallel
     parts = found.stages[found.fullest]

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_collab.config import Config, ConfigError, parse
-from megatron_collab.refuse import ArgumentParser, require
+from megatron_collab.config.refuse import ArgumentParser, require
 
 if TYPE_CHECKING:
-    from megatron_collab.publish.cost import Cost
-    from megatron_collab.publish.plan import Plan
+    from megatron_collab.planning.weight_sync_cost import Cost
+    from megatron_collab.weight_sync.plan import Plan
 
 EXIT_BAD_INPUT = 2
 GB, MIB = 1e9, 1 << 20
@@ -63,14 +63,15 @@ def _gb(text: str) -> float:
 def planned(options: Sequence[str], bandwidths: Sequence[float]) -> str:
     import torch
 
-    from megatron_collab import checks, shapes
-    from megatron_collab.publish import plan as publishing
-    from megatron_collab.publish.cost import Link, cost
+    from megatron_collab.launch import validate
+    from megatron_collab.planning import shapes
+    from megatron_collab.planning.weight_sync_cost import Link, cost
+    from megatron_collab.weight_sync import plan as publishing
 
     config = parse(options)
     require(config.train.stage == "rl", f"train.stage={config.train.stage}: publishes nothing; set train.stage=rl")
-    checks.check_settings(config)
-    shape = checks.check_model(config, shapes.described(Path(config.model.path)))
+    validate.check_settings(config)
+    shape = validate.check_model(config, shapes.described(Path(config.model.path)))
     trainer, server = publishing.trainer_layout(config), publishing.server_layout(config)
     found = publishing.plan(shape, trainer, server, getattr(torch, config.model.dtype).itemsize)
     speeds = {link: GB * speed for link, speed in zip(Link, bandwidths, strict=True)}
@@ -79,8 +80,8 @@ def planned(options: Sequence[str], bandwidths: Sequence[float]) -> str:
 
 def report(config: Config, found: Plan, paper: Cost) -> str:
     """The plan as text."""
-    from megatron_collab.layout import ranks
-    from megatron_collab.publish.cost import Cut, Link
+    from megatron_collab.models.parallel_layout import ranks
+    from megatron_collab.planning.weight_sync_cost import Cut, Link
 
     parallel, server, gpus = config.parallel, config.rollout.server, ranks(config)
     sizes = [bucket.size for row in found.rounds for bucket in row]

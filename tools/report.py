@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from megatron_collab.observe import report
+from megatron_collab.observability import report
 
 
 def main() -> int:

@@ -8,9 +8,9 @@ from itertools import accumulate
 
 import numpy as np
 
-from megatron_collab.algo.advantage import GROUPED
+from megatron_collab.algo.advantages import GROUPED
 from megatron_collab.config import Config, future_range, reward_to_go_gamma
-from megatron_collab.reward.mr import turn_reward
+from megatron_collab.reward.multiturn import turn_reward
 from megatron_collab.types import Conversation, Credit, Group, Missing, Rollout, Sample, Turn
 
 

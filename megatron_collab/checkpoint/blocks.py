@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from megatron_collab import watch
+from megatron_collab.runtime import heartbeat
 
 Shape = Sequence[int]
 
@@ -85,5 +85,5 @@ class SaveBlocks(DefaultSavePlanner):
         return SavePlan(self._items)
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        watch.beat()
+        heartbeat.beat()
         return self._data[write_item.index]

@@ -28,11 +28,11 @@ from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-from megatron_collab import alarm, watch
-from megatron_collab.actor import paced, storage
-from megatron_collab.actor.blocks import SaveBlocks
-from megatron_collab.actor.sharded import MAIN, Snapshot, Trainable, restore, restore_weights, snapshot
-from megatron_collab.processes import RunStopped
+from megatron_collab.checkpoint import paced, storage
+from megatron_collab.checkpoint.blocks import SaveBlocks
+from megatron_collab.checkpoint.sharded_state import MAIN, Snapshot, Trainable, restore, restore_weights, snapshot
+from megatron_collab.runtime import hang_detector, heartbeat
+from megatron_collab.runtime.process import RunStopped
 
 COMMON = "common.pt"
 _OWNED = re.compile(r"__(\d+)_\d+\.distcp|random_(\d+)\.pkl")
@@ -70,7 +70,7 @@ class Checkpoints:
         """`timeout`: launch.timeout."""
         self.folder = folder
         self.keep = keep
-        self._group = dist.new_group(backend="gloo", timeout=alarm.collective_timeout(timeout))
+        self._group = dist.new_group(backend="gloo", timeout=hang_detector.collective_timeout(timeout))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
         self._written: tuple[int, dict[str, Any]] = 0, {}
@@ -92,7 +92,7 @@ class Checkpoints:
         optimizer's state (12 bytes for every parameter of the shard, over the data parallel ranks).
         """
         self.finish()
-        watch.at(f"the save of step {step}")
+        heartbeat.at(f"the save of step {step}")
         content = _Content(step, snapshot(actor.trainables), pickle.dumps(_random_state()), json.dumps(state))
         self._writing, self._written = self._thread.submit(self._write, content), (step, state)
 
@@ -100,7 +100,7 @@ class Checkpoints:
         """Wait until the last save is on disk; RunStopped if it failed, and then nothing of it is left there."""
         if self._writing is None:
             return
-        watch.at("the wait for the last checkpoint to be written")
+        heartbeat.at("the wait for the last checkpoint to be written")
         writing, self._writing = self._writing, None
         try:
             writing.result()
@@ -121,7 +121,7 @@ class Checkpoints:
         whole. On another number of ranks the RNG states are not restored.
         """
         self.finish()
-        watch.at(f"the load from {self.folder}")
+        heartbeat.at(f"the load from {self.folder}")
         found = _from_rank_0(lambda: storage.candidates(self.folder))
         for checkpoint in found:
             saved, damage = self._inspect(checkpoint)

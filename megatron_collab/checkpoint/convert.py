@@ -20,13 +20,13 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, cre
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 
-from megatron_collab.actor import hf_folder, storage
-from megatron_collab.actor.blocks import write_item
-from megatron_collab.actor.hf_folder import HFTensors
-from megatron_collab.actor.stored import FUSED, Location, Stored, locate
+from megatron_collab.checkpoint import hf_folder, storage
+from megatron_collab.checkpoint.blocks import write_item
+from megatron_collab.checkpoint.hf_folder import HFTensors
+from megatron_collab.checkpoint.stored import FUSED, Location, Stored, locate
 from megatron_collab.config import ConfigError
-from megatron_collab.publish import hf_map
-from megatron_collab.publish.hf_map import LAYER, Cut, Entry, ModelShape
+from megatron_collab.models import hf_to_megatron
+from megatron_collab.models.hf_to_megatron import LAYER, Cut, Entry, ModelShape
 
 METADATA = ".metadata"  # of torch.distributed.checkpoint: which tensor lies where
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -45,7 +45,7 @@ def to_hf(checkpoint: Path, folder: Path, source: Path, dtype: torch.dtype | Non
     _check_model(stored, shape, source)
     target = dtype or stored.dtype(EMBEDDING)
     entries = {name: entry for entry in _exported(shape) for name in entry.hf}
-    shapes = hf_map.hf_shapes(shape)
+    shapes = hf_to_megatron.hf_shapes(shape)
     files = hf_folder.plan_files(shapes, target.itemsize, file_bytes)
     whole: dict[str, torch.Tensor] = {}  # the last parameter: q, k and v come from one
 
@@ -55,7 +55,7 @@ def to_hf(checkpoint: Path, folder: Path, source: Path, dtype: torch.dtype | Non
             whole.clear()
             whole[entry.megatron] = stored.read(entry.megatron)
         tensor = torch.empty(shapes[name], dtype=target)
-        for piece in hf_map.pieces(entry, shape, tp=1, tp_rank=0):
+        for piece in hf_to_megatron.pieces(entry, shape, tp=1, tp_rank=0):
             if piece.hf == name:
                 tensor[piece.hf_index] = whole[entry.megatron][piece.shard_index].to(target)
         return tensor
@@ -103,7 +103,7 @@ def find(folder: Path) -> Path:
 
 
 def _exported(shape: ModelShape) -> list[Entry]:
-    return [entry for entry in hf_map.table(shape) if entry.exported]
+    return [entry for entry in hf_to_megatron.table(shape) if entry.exported]
 
 
 def _check_free(folder: Path) -> None:
@@ -126,7 +126,7 @@ def _check_whole(checkpoint: Path) -> None:
 def _check_model(stored: Stored, shape: ModelShape, source: Path) -> None:
     way_out = "give the model that the run began with"
     for entry in _exported(shape):
-        found, wanted = stored.shape(entry.megatron), hf_map.shard_shape(entry, tp=1)
+        found, wanted = stored.shape(entry.megatron), hf_to_megatron.shard_shape(entry, tp=1)
         if entry.cut is Cut.VOCABULARY and found and found[0] > wanted[0]:
             found = (wanted[0], *found[1:])  # the rest is padding
         if found != wanted:
@@ -161,7 +161,7 @@ class _Convert(DefaultSavePlanner):
     def __init__(self, tensors: HFTensors, shape: ModelShape, dtype: torch.dtype | None) -> None:
         super().__init__(flatten_state_dict=False)
         self._tensors, self._shape = tensors, shape
-        self._dtype = dtype or tensors.read(next(iter(hf_map.hf_shapes(shape)))).dtype
+        self._dtype = dtype or tensors.read(next(iter(hf_to_megatron.hf_shapes(shape)))).dtype
         self._entries: dict[MetadataIndex, Entry] = {}
 
     def plans(self, file_bytes: int) -> Iterator[SavePlan]:
@@ -180,8 +180,8 @@ class _Convert(DefaultSavePlanner):
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
         entry = self._entries[write_item.index]
         parameter = torch.empty(write_item.tensor_data.chunk.sizes, dtype=self._dtype)
-        shard = parameter.view(hf_map.shard_shape(entry, tp=1))
-        pieces = hf_map.pieces(entry, self._shape, tp=1, tp_rank=0)
+        shard = parameter.view(hf_to_megatron.shard_shape(entry, tp=1))
+        pieces = hf_to_megatron.pieces(entry, self._shape, tp=1, tp_rank=0)
         for name in entry.hf:
             tensor = self._tensors.read(name)
             for piece in pieces:
@@ -197,7 +197,7 @@ class _Convert(DefaultSavePlanner):
             stacks[key] = tuple(map(max, stacks.get(key, index), index))
         for entry in entries:
             key, index = locations[entry.megatron]
-            shard = hf_map.shard_shape(entry, tp=1)
+            shard = hf_to_megatron.shard_shape(entry, tp=1)
             offsets, sizes = (*index, *(0 for _ in shard)), (*(1 for _ in index), *shard)
             whole = (*(last + 1 for last in stacks[key]), *shard)
             item = write_item(key, whole, offsets, sizes, self._dtype)

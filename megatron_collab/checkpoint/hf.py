@@ -1,6 +1,6 @@
 """Weights in and out: a Hugging Face folder into the shards of the ranks, and back.
 
-What belongs where is said by publish/hf_map.py alone.
+What belongs where is said by models/hf_to_megatron.py alone.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from megatron.core import parallel_state
 from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
 from safetensors.torch import save_file
 
-from megatron_collab import watch
-from megatron_collab.actor.hf_folder import HFTensors, plan_files, write_rest
-from megatron_collab.publish import hf_map
-from megatron_collab.publish.hf_map import Entry, ModelShape, Piece, Place
+from megatron_collab.checkpoint.hf_folder import HFTensors, plan_files, write_rest
+from megatron_collab.models import hf_to_megatron
+from megatron_collab.models.hf_to_megatron import Entry, ModelShape, Piece, Place
+from megatron_collab.runtime import heartbeat
 
 FILE_BYTES = 4 << 30
 # local_experts.N.linear_fc1.weight, or with TransformerEngine's grouped GEMM linear_fc1.weightN
@@ -41,7 +41,7 @@ def named_shards(chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[str, torch
     for chunk in chunks:
         policy = unwrap(chunk)
         for name, parameter in policy.named_parameters():
-            layer = hf_map.LAYER.fullmatch(name)
+            layer = hf_to_megatron.LAYER.fullmatch(name)
             if layer:
                 module = policy.decoder.layers[int(layer[1])]
                 name = f"decoder.layers.{module.layer_number - 1}.{_name_in_layer(module, layer[2])}"
@@ -52,7 +52,7 @@ def _name_in_layer(layer: torch.nn.Module, name: str) -> str:
     """TransformerEngine names some parameters otherwise, and experts are counted from the rank's first one."""
     expert = _EXPERT.fullmatch(name)
     if not expert:
-        return hf_map.FUSED_NAMES.get(name, name)
+        return hf_to_megatron.FUSED_NAMES.get(name, name)
     number = layer.mlp.local_expert_indices[int(expert["local"] or expert["grouped"])]
     return f"mlp.experts.{number}.{expert['linear']}.weight"
 
@@ -80,21 +80,21 @@ def load_hf(chunks: Iterable[torch.nn.Module], folder: Path, shape: ModelShape) 
     """
     tp, tp_rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
     tensors = HFTensors(folder, shape)
-    entries = {entry.megatron: entry for entry in hf_map.table(shape)}
+    entries = {entry.megatron: entry for entry in hf_to_megatron.table(shape)}
     with torch.no_grad():
         for name, parameter in named_shards(chunks):
-            watch.beat()
+            heartbeat.beat()
             entry = entries[name]
             _check_shard(entry, parameter, tp)
             # Made in full before it is copied: FP8 parameters are scaled as a whole.
             shard = torch.zeros(parameter.shape, dtype=parameter.dtype)
-            for piece in hf_map.pieces(entry, shape, tp, tp_rank):
+            for piece in hf_to_megatron.pieces(entry, shape, tp, tp_rank):
                 shard[piece.shard_index] = tensors.read(piece.hf, piece.hf_index)
             parameter.copy_(shard)
 
 
 def _check_shard(entry: Entry, parameter: torch.Tensor, tp: int) -> None:
-    wanted = hf_map.shard_shape(entry, tp)
+    wanted = hf_to_megatron.shard_shape(entry, tp)
     if tuple(parameter.shape) != wanted:
         raise ValueError(f"{entry.megatron} has shape {tuple(parameter.shape)}, the table says {wanted}")
 
@@ -105,29 +105,31 @@ def save_hf(chunks: Iterable[torch.nn.Module], folder: Path, source: Path, shape
     Rank 0 receives the tensors one by one and holds one file of them at a time. config.json, tokenizer and
     other small files come from `source`.
     """
-    watch.at(f"the export to {folder}")
+    heartbeat.at(f"the export to {folder}")
     own = place()
     shards = dict(named_shards(chunks))
     example = next(iter(shards.values()))
     offers = {
-        entry.megatron: own.tp_rank for entry in hf_map.table(shape) if entry.megatron in shards and own.writes(entry)
+        entry.megatron: own.tp_rank
+        for entry in hf_to_megatron.table(shape)
+        if entry.megatron in shards and own.writes(entry)
     }
     if dist.get_rank() == 0:
         offered: list[dict[str, int]] = [{}] * dist.get_world_size()
         dist.gather_object(offers, offered)
         writer = _Writer(folder, source, shape, example.dtype)
-        for entry in hf_map.table(shape):
+        for entry in hf_to_megatron.table(shape):
             for rank, owned in enumerate(offered):
                 if entry.megatron not in owned:
                     continue
-                watch.beat()
+                heartbeat.beat()
                 if rank == 0:
                     shard = values(shards[entry.megatron])
                 else:
-                    wanted = hf_map.shard_shape(entry, own.tp)
+                    wanted = hf_to_megatron.shard_shape(entry, own.tp)
                     shard = torch.empty(wanted, dtype=example.dtype, device=example.device)
                     dist.recv(shard, rank)
-                writer.fill(shard, hf_map.pieces(entry, shape, own.tp, owned[entry.megatron]))
+                writer.fill(shard, hf_to_megatron.pieces(entry, shape, own.tp, owned[entry.megatron]))
         writer.finish()
     else:
         dist.gather_object(offers)
@@ -142,7 +144,7 @@ class _Writer:
     def __init__(self, folder: Path, source: Path, shape: ModelShape, dtype: torch.dtype) -> None:
         self.folder, self.source, self.dtype = folder, source, dtype
         self.partial = folder.with_name(f".{folder.name}.partial")
-        self.shapes = hf_map.hf_shapes(shape)
+        self.shapes = hf_to_megatron.hf_shapes(shape)
         self.files = plan_files(self.shapes, dtype.itemsize, FILE_BYTES)
         self.file_of = {name: file for file, names in self.files.items() for name in names}
         self.missing = {file: sum(prod(self.shapes[name]) for name in names) for file, names in self.files.items()}

@@ -13,8 +13,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megatron_collab.config import ConfigError
-from megatron_collab.publish import hf_config
-from megatron_collab.publish.hf_map import Index, ModelShape, Shape, hf_shapes
+from megatron_collab.models import hf_config
+from megatron_collab.models.hf_to_megatron import Index, ModelShape, Shape, hf_shapes
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -11,7 +11,7 @@ from typing import Any
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from megatron_collab import watch
+from megatron_collab.runtime import heartbeat
 
 PIECE_BYTES = 1 << 26
 
@@ -56,5 +56,5 @@ class Pieces(io.FileIO):
         if self.unflushed >= PIECE_BYTES:
             os.fsync(self.fileno())
             self.unflushed = 0
-            watch.beat()
+            heartbeat.beat()
         return written

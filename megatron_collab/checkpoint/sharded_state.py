@@ -25,9 +25,9 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 from torch.distributed.checkpoint.planner import ReadItem
 
-from megatron_collab import watch
-from megatron_collab.actor.blocks import Block, rectangles
-from megatron_collab.actor.weights import unwrap
+from megatron_collab.checkpoint.blocks import Block, rectangles
+from megatron_collab.checkpoint.hf import unwrap
+from megatron_collab.runtime import heartbeat
 
 MAIN = "policy"  # its keys in a checkpoint have no prefix
 _SHARDING = "fully_reshardable"
@@ -167,11 +167,11 @@ class _MovingPlanner(megatron_torch.MCoreLoadPlanner):
     """Says at every part that is read that this rank moves."""
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        watch.beat()
+        heartbeat.beat()
         return super().resolve_tensor(read_item)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        watch.beat()
+        heartbeat.beat()
         super().load_bytes(read_item, value)
 
 

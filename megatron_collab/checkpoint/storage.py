@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_collab import watch
-from megatron_collab.files import replace
+from megatron_collab.runtime import heartbeat
+from megatron_collab.runtime.files import replace
 
 LATEST = "latest"
 STATE = "state.json"
@@ -34,7 +34,7 @@ def _checksum(file: Path) -> tuple[int, int]:
     size = crc = 0
     with file.open("rb") as content:
         while block := content.read(_READ_BYTES):
-            watch.beat()
+            heartbeat.beat()
             size, crc = size + len(block), zlib.crc32(block, crc)
     return size, crc
 

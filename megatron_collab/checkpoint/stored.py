@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorSt
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from megatron_collab.publish import hf_map
-from megatron_collab.publish.hf_map import LAYER, Shape
+from megatron_collab.models import hf_to_megatron
+from megatron_collab.models.hf_to_megatron import LAYER, Shape
 
-FUSED = {norm: fused for fused, norm in hf_map.FUSED_NAMES.items()}
+FUSED = {norm: fused for fused, norm in hf_to_megatron.FUSED_NAMES.items()}
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(.+)")
 
 Location = tuple[str, tuple[int, ...]]

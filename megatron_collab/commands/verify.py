@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from megatron_collab.actor import model as policies
-from megatron_collab.actor.hf_folder import read_shape
-from megatron_collab.actor.sharded import load_weights
+from megatron_collab.checkpoint.hf_folder import read_shape
+from megatron_collab.checkpoint.sharded_state import load_weights
 from megatron_collab.config import Config
-from megatron_collab.ports import HOST, bindable
-from megatron_collab.sglang_cpu import parts
+from megatron_collab.inference.cpu import parts
+from megatron_collab.runtime.ports import HOST, bindable
+from megatron_collab.trainer.megatron import model as policies
 
 SEQUENCES, LENGTH = 4, 64
 # Both compute in float32 with equal weights; what is left is the order of sums. A tensor in a wrong place: > 0.1.

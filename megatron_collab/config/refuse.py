@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from megatron_collab.config import ConfigError
+from megatron_collab.config.schema import ConfigError
 
 
 def require(holds: bool, message: str) -> None:

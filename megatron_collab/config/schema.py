@@ -1,4 +1,4 @@
-"""Every option: one owner, one default, one line of help. Hydra composes, checks.py refuses what cannot run.
+"""Every option: one owner, one default, one line of help. Hydra composes, launch/validate.py refuses what cannot run.
 
 The dataclasses are the schema; `conf/` holds only what differs from them. `load` raises `ConfigError` with
 one line that names the setting and the way out, before any process is started.
@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 WORLDS = ("booking", "gsm8k")  # modules of data/worlds
 MODES = ("mr", "single_turn", "paper", "collabllm", "verl")
-CONF = Path(__file__).resolve().parent.parent / "conf"
+CONF = Path(__file__).resolve().parents[2] / "conf"
 
 
 # A value as adaptive(2,6), which Hydra would take for a function of its own unless it is quoted.
@@ -304,10 +304,10 @@ ConfigStore.instance().store(name="schema", node=_schema())
 
 def load(overrides: Sequence[str]) -> Config:
     """The settings of a run on this machine: as `parse`; ConfigError also for what cannot run here."""
-    from megatron_collab import checks  # which imports this module
+    from megatron_collab.launch import validate  # which imports this module
 
     config = parse(overrides)
-    checks.check(config)
+    validate.check(config)
     return config
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from megatron_collab.config import Config
+from megatron_collab.data.chat_template import ChatRenderer
 from megatron_collab.data.datasets import Cursor, load_conversations
-from megatron_collab.data.prompts import ChatRenderer
 from megatron_collab.types import Batch, Finish, Message, Sample, Turn
 
 

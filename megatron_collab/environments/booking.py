@@ -170,9 +170,9 @@ def make(folder: Path, seed: int, source: str | None) -> None:
     """Write model/, sft.jsonl (4,096 conversations), train.jsonl (4,096 tasks) and eval.jsonl (256 held-out tasks)."""
     # Imported here: scripted users and metrics import this module and need no model.
     from megatron_collab.data.datasets import task_row, write_jsonl
-    from megatron_collab.data.worlds import tiny
+    from megatron_collab.environments import tiny_model
 
-    tiny.save(folder / "model", tiny.word_tokenizer(words()), seed, CONTEXT)
+    tiny_model.save(folder / "model", tiny_model.word_tokenizer(words()), seed, CONTEXT)
     write_jsonl(folder / "train.jsonl", map(task_row, tasks(seed, 4096)))
     write_jsonl(folder / "eval.jsonl", map(task_row, tasks(seed, 256, held_out=True)))
     rows = ({"messages": [message.as_dict() for message in messages]} for messages in conversations(seed, 4096))

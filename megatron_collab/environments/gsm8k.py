@@ -65,10 +65,10 @@ def make(folder: Path, seed: int, source: str | None) -> None:
             raise FileNotFoundError(f"data.path={source}: no {name} there; give the folder with GSM8K's files")
     # Imported here: cutting problems needs no model.
     from megatron_collab.data.datasets import task_row, write_jsonl
-    from megatron_collab.data.worlds import tiny
+    from megatron_collab.environments import tiny_model
 
     train, test = (tasks(Path(source) / name) for name in ("train.jsonl", "test.jsonl"))
     texts = (text for task in train for text in json.loads(task.goal)["facts"] + [task.messages[0].content])
-    tiny.save(folder / "model", tiny.byte_tokenizer(texts, VOCABULARY), seed, CONTEXT)
+    tiny_model.save(folder / "model", tiny_model.byte_tokenizer(texts, VOCABULARY), seed, CONTEXT)
     write_jsonl(folder / "train.jsonl", map(task_row, train))
     write_jsonl(folder / "eval.jsonl", map(task_row, test))

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from megatron_collab.sglang_cpu import parts
+from megatron_collab.inference.cpu import parts
 
 PAD, UNKNOWN, END, USER, ASSISTANT, SYSTEM = SPECIAL = [
     "<|pad|>", "<|unknown|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>",

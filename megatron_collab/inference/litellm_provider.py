@@ -1,6 +1,6 @@
 """LiteLLM providers of our own, there once this file is imported.
 
-`scripted/WORLD` answers with `reply(goal, messages)` of megatron_collab.data.worlds.WORLD, from the request alone.
+`scripted/WORLD` answers with `reply(goal, messages)` of megatron_collab.environments.WORLD, from the request alone.
 `policy/SAMPLE` is the model that is trained: the run's SGLang servers, each with a key of its own, which stays in this
 process's memory. What is drawn follows from SAMPLE and the messages, where the server is deterministic.
 """
@@ -26,7 +26,7 @@ class Scripted(litellm.CustomLLM):
     async def acompletion(self, *, model: str, messages: list[dict[str, str]], **_: Any) -> litellm.ModelResponse:
         goal, shown = read_request(messages)
         try:
-            world = importlib.import_module(f"megatron_collab.data.worlds.{model}")
+            world = importlib.import_module(f"megatron_collab.environments.{model}")
         except ModuleNotFoundError as error:
             raise litellm.NotFoundError(f"no scripted user {model!r}", model=model, llm_provider="scripted") from error
         answer = {"current_answer": "", "thought": "", "response": world.reply(goal, shown)}

@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from megatron_collab import preemption
 from megatron_collab.config import ServerConfig
-from megatron_collab.rollout.sglang import MEMORY, ServerError, SGLangServer
+from megatron_collab.inference.sglang import MEMORY, ServerError, SGLangServer
+from megatron_collab.runtime import preemption
 
 STARTS = 3  # in a row that may fail before the run ends
 POLL_SECONDS = 0.1

@@ -14,9 +14,9 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megatron_collab import fabric, preemption, watch
 from megatron_collab.config import Config
-from megatron_collab.rollout.server_process import ServerError, ServerProcess
+from megatron_collab.inference.server_process import ServerError, ServerProcess
+from megatron_collab.runtime import heartbeat, network, preemption
 
 POLL_SECONDS = 0.1
 ASK_SECONDS = 60  # that a Ray node may take to start a process that says its address
@@ -41,7 +41,7 @@ class Machines:
         waiting, deadline = list(asked.values()), time.monotonic() + ASK_SECONDS
         while waiting and time.monotonic() < deadline:
             _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=POLL_SECONDS)
-            watch.beat()
+            heartbeat.beat()
         for node, answer in asked.items():
             with suppress(RayError):  # it has just ended
                 self._addresses[node] = ray.get(answer, timeout=0)
@@ -51,7 +51,7 @@ class Machines:
         return chosen
 
     def _ask(self, node: str) -> Any:
-        ask = ray.remote(fabric.address).options(num_cpus=0, max_retries=0, scheduling_strategy=_on(node))
+        ask = ray.remote(network.address).options(num_cpus=0, max_retries=0, scheduling_strategy=_on(node))
         return ask.remote(self._config)
 
 
@@ -82,7 +82,7 @@ class RemoteProcess:
                 if time.monotonic() > deadline:
                     setting = f"rollout.server.start_timeout={self._timeout:g} s"
                     raise ServerError(f"the SGLang server on {self._address}: Ray has not started it after {setting}")
-                watch.beat()
+                heartbeat.beat()
                 preemption.check()
             try:
                 self._url = ray.get(self._started)

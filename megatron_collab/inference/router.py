@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 from megatron_collab.config import RolloutConfig, SamplingConfig
-from megatron_collab.rollout.sglang import UNPUBLISHED, ServerGone, SGLangClient
+from megatron_collab.inference.sglang import UNPUBLISHED, ServerGone, SGLangClient
 from megatron_collab.rollout.tools import ToolCall
 from megatron_collab.types import Turn
 

@@ -17,12 +17,12 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from megatron_collab import device, fabric, stacks
 from megatron_collab.config import Config
-from megatron_collab.layout import servers_per_node
-from megatron_collab.ports import bindable
-from megatron_collab.processes import RunStopped
-from megatron_collab.sglang_cpu.key import KEY_VARIABLE, PARENT_VARIABLE, STACKS_VARIABLE
+from megatron_collab.inference.cpu.key import KEY_VARIABLE, PARENT_VARIABLE, STACKS_VARIABLE
+from megatron_collab.models.parallel_layout import servers_per_node
+from megatron_collab.runtime import device, network, stacks
+from megatron_collab.runtime.ports import bindable
+from megatron_collab.runtime.process import RunStopped
 
 # Left to itself, SGLang fills nearly all memory of the machine with its cache, and touches every page of it.
 CPU_CACHE_TOKENS = 2**18
@@ -61,7 +61,7 @@ class ServerProcess:
         """
         self._config, self._log, self._index, self._api_key = config, log, index, api_key
         first = config.rollout.server.port
-        host, parts = fabric.address(config), servers_per_node(config)
+        host, parts = network.address(config), servers_per_node(config)
         port = port or (first + index if first else 0)
         try:
             self._port = bindable("rollout.server.port", port, host, index % parts, parts)
@@ -86,7 +86,7 @@ class ServerProcess:
                 [
                     sys.executable,
                     "-m",
-                    "megatron_collab.sglang_cpu.serve",
+                    "megatron_collab.inference.cpu.serve",
                     *arguments(self._config, self.url, self._index),
                 ],
                 env=_environment(self._config, self._api_key, self._index)
@@ -127,7 +127,7 @@ def arguments(config: Config, url: str, index: int) -> list[str]:
         "random-seed": config.run.seed,
         "weight-version": UNPUBLISHED,
         "log-level": "warning",
-        "custom-weight-loader": "megatron_collab.publish.receiver.receive",
+        "custom-weight-loader": "megatron_collab.weight_sync.receiver.receive",
     }
     on_cpu = device.select(config.launch.device).type == "cpu"
     cache_tokens = server.max_total_tokens or (CPU_CACHE_TOKENS if on_cpu else None)
@@ -149,7 +149,7 @@ def arguments(config: Config, url: str, index: int) -> list[str]:
 def _environment(config: Config, api_key: str, index: int) -> dict[str, str]:
     place = index % servers_per_node(config)
     inherited = {name: value for name, value in os.environ.items() if not _TORCHRUN_VARIABLES.match(name)}
-    settings = fabric.variables(config) | {
+    settings = network.variables(config) | {
         KEY_VARIABLE: api_key,
         PARENT_VARIABLE: str(os.getpid()),
         "HF_HUB_OFFLINE": "1",  # the model is a folder

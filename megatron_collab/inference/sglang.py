@@ -19,11 +19,11 @@ from urllib.request import Request, urlopen
 
 import aiohttp
 
-from megatron_collab import preemption, watch
 from megatron_collab.config import Config, RolloutConfig, SamplingConfig
-from megatron_collab.keys import redact
-from megatron_collab.rollout.server_process import UNPUBLISHED, ServerError, ServerProcess
+from megatron_collab.inference.server_process import UNPUBLISHED, ServerError, ServerProcess
 from megatron_collab.rollout.tools import ToolCall
+from megatron_collab.runtime import heartbeat, preemption
+from megatron_collab.runtime.redact import redact
 from megatron_collab.types import Finish, Turn
 
 __all__ = [
@@ -115,7 +115,7 @@ class SGLangServer:
 
     def healthy(self) -> bool:
         """Whether requests are served."""
-        watch.beat()  # however often that is asked: whoever waits for it has a deadline
+        heartbeat.beat()  # however often that is asked: whoever waits for it has a deadline
         try:
             with urlopen(f"{self.url}/health", timeout=HEALTH_SECONDS):
                 pass
@@ -183,7 +183,7 @@ class SGLangServer:
         return "\n  ".join([f"the end of {self.log}:", *lines])
 
     def _call(self, path: str, **body: Any) -> None:
-        watch.beat()
+        heartbeat.beat()
         headers = {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"}
         try:
             request = Request(self.url + path, json.dumps(body).encode(), headers)

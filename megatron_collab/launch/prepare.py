@@ -10,10 +10,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_collab import fabric
-from megatron_collab.checks import check_model
 from megatron_collab.config import Config, ConfigError
-from megatron_collab.ports import bindable
+from megatron_collab.launch.validate import check_model
+from megatron_collab.runtime import network
+from megatron_collab.runtime.ports import bindable
 from megatron_collab.types import Task
 
 FINISHED = "result.json"
@@ -50,16 +50,17 @@ def prepare(config: Config) -> None:
 
     Raises ConfigError; nothing has been started by then.
     """
-    from megatron_collab.data import datasets, worlds
-    from megatron_collab.data.prompts import ChatRenderer
+    from megatron_collab import environments
+    from megatron_collab.data import datasets
+    from megatron_collab.data.chat_template import ChatRenderer
     from megatron_collab.rollout import tools
 
     nodes = config.launch.nodes
     if nodes > 1 and not under_torchrun():
         raise ConfigError(
             f"launch.nodes={nodes}: only the ranks of this node could be started from here; start "
-            f"python -m megatron_collab.agent --nnodes {nodes} --nproc-per-node {config.launch.nproc_per_node} … "
-            "-m megatron_collab.train on each node, or set launch.nodes=1"
+            f"python -m megatron_collab.launch.torchrun --nnodes {nodes} --nproc-per-node "
+            f"{config.launch.nproc_per_node} … -m megatron_collab.train on each node, or set launch.nodes=1"
         )
     if nodes > 1 and config.train.stage == "rl" and "RAY_ADDRESS" not in os.environ:
         raise ConfigError(
@@ -68,7 +69,7 @@ def prepare(config: Config) -> None:
             "launch.nodes=1"
         )
     try:
-        worlds.prepare(config)
+        environments.prepare(config)
         check_model(config)
         if config.train.stage == "sft":
             datasets.load_conversations(Path(config.data.train), "data.train")
@@ -78,7 +79,7 @@ def prepare(config: Config) -> None:
                 _check_users(config, "data.eval", datasets.load_tasks(Path(config.data.eval), "data.eval"))
         if not under_torchrun():
             ChatRenderer(config.model.path, tools.schemas(config.rollout.tools))
-            bindable("rollout.server.port", config.rollout.server.port, fabric.address(config))
+            bindable("rollout.server.port", config.rollout.server.port, network.address(config))
     except ConfigError:
         raise
     except (ValueError, FileNotFoundError) as error:
@@ -93,7 +94,7 @@ def finished(config: Config) -> bool:
 
 def saved(config: Config) -> str:
     """What the newest checkpoint in run.dir is called."""
-    from megatron_collab.actor.storage import LATEST
+    from megatron_collab.checkpoint.storage import LATEST
 
     latest = Path(config.run.dir) / "checkpoints" / LATEST
     return latest.read_text().strip() if latest.is_file() else "no step"
@@ -102,7 +103,7 @@ def saved(config: Config) -> str:
 def replace_by_torchrun(config: Config, arguments: list[str]) -> NoReturn:
     """Become `agent … -m megatron_collab.train` with the same arguments; does not return."""
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), _PARENT: str(os.getpid())}
-    command = [sys.executable, "-m", "megatron_collab.agent", "--standalone", "--max-restarts=0"]
+    command = [sys.executable, "-m", "megatron_collab.launch.torchrun", "--standalone", "--max-restarts=0"]
     command += [f"--nproc-per-node={config.launch.nproc_per_node}", "-m", "megatron_collab.train", *arguments]
     os.execve(sys.executable, command, environment)
 

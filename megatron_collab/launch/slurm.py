@@ -1,8 +1,8 @@
 """What slurm/run.sh asks about a run and its nodes.
 
-python -m megatron_collab.cluster settings [option=value …]     # what decides its commands, a line each
-python -m megatron_collab.cluster address [option=value …]      # this node's address on launch.interface
-python -m megatron_collab.cluster wait ADDRESS SECONDS NODE…    # until Ray at ADDRESS has these nodes, no others
+python -m megatron_collab.launch.slurm settings [option=value …]     # what decides its commands, a line each
+python -m megatron_collab.launch.slurm address [option=value …]      # this node's address on launch.interface
+python -m megatron_collab.launch.slurm wait ADDRESS SECONDS NODE…    # until Ray at ADDRESS has these nodes, no others
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import time
 from collections.abc import Sequence
 
 from megatron_collab.config import Config, ConfigError, parse
-from megatron_collab.keys import redact
-from megatron_collab.processes import EXIT_BAD_INPUT, EXIT_STOPPED, RunStopped
+from megatron_collab.runtime.process import EXIT_BAD_INPUT, EXIT_STOPPED, RunStopped
+from megatron_collab.runtime.redact import redact
 
 _LOOK = 0.5  # seconds
 
@@ -25,9 +25,9 @@ def settings(config: Config) -> list[str]:
 
     Ray starts a process a CPU in advance: as many as there are workers for a node.
     """
-    from megatron_collab import checks  # the other commands do without it
+    from megatron_collab.launch import validate  # the other commands do without it
 
-    checks.check_settings(config)
+    validate.check_settings(config)
     workers = config.rollout.workers + config.reward.workers
     cpus = -(-workers // config.launch.nodes)
     return [config.run.dir, str(config.launch.nodes), str(config.launch.nproc_per_node), str(cpus)]
@@ -35,10 +35,10 @@ def settings(config: Config) -> list[str]:
 
 def address(config: Config) -> str:
     """This node's address on launch.interface."""
-    from megatron_collab import fabric
+    from megatron_collab.runtime import network
 
     try:
-        return fabric.address(config)
+        return network.address(config)
     except ValueError as error:
         raise ConfigError(str(error)) from error
 

@@ -1,8 +1,8 @@
-"""torchrun as this program needs it: `python -m megatron_collab.agent ARGUMENTS OF TORCHRUN`.
+"""torchrun as this program needs it: `python -m megatron_collab.launch.torchrun ARGUMENTS OF TORCHRUN`.
 
-The signal of preemption.py goes on to the ranks of this node instead of ending them, and the exit code is that of the
-rank that failed first. To be safe from the first millisecond, start it with the signal blocked: `env
---block-signal=USR1 python -m megatron_collab.agent …`.
+The signal of runtime/preemption.py goes on to the ranks of this node instead of ending them, and the exit code is that
+of the rank that failed first. To be safe from the first millisecond, start it with the signal blocked: `env
+--block-signal=USR1 python -m megatron_collab.launch.torchrun …`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from contextlib import suppress
 
 import psutil
 
-from megatron_collab import preemption
-from megatron_collab.processes import EXIT_BAD_INPUT, EXIT_HUNG, EXIT_PREEMPTED, EXIT_STOPPED
+from megatron_collab.runtime import preemption
+from megatron_collab.runtime.process import EXIT_BAD_INPUT, EXIT_HUNG, EXIT_PREEMPTED, EXIT_STOPPED
 
 _EXPLAINED = (EXIT_BAD_INPUT, EXIT_STOPPED, EXIT_HUNG, EXIT_PREEMPTED)  # rank 0 has said why, in one line
 _AGAIN = 1.0  # seconds; a rank that is started after the signal has to have it as well

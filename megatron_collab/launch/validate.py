@@ -7,8 +7,7 @@ from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 
-from megatron_collab import device, fabric, keys, layout_checks, server_checks
-from megatron_collab.algo.advantage import GROUPED
+from megatron_collab.algo.advantages import GROUPED
 from megatron_collab.config import (
     MODES,
     WORLDS,
@@ -19,11 +18,13 @@ from megatron_collab.config import (
     reward_to_go_gamma,
     uses_wandb,
 )
-from megatron_collab.publish import hf_config
-from megatron_collab.publish.hf_config import ModelShape
-from megatron_collab.refuse import one_of, require
+from megatron_collab.config.refuse import one_of, require
+from megatron_collab.launch import validate_layout, validate_servers
+from megatron_collab.models import hf_config
+from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.reward import metrics
 from megatron_collab.rollout import tools
+from megatron_collab.runtime import device, network, redact
 
 
 def check(config: Config) -> None:
@@ -40,7 +41,7 @@ def check_settings(config: Config) -> None:
 
 
 def _check_values(config: Config) -> None:
-    keys.check(asdict(config))
+    redact.check(asdict(config))
     one_of("train.stage", config.train.stage, ["rl", "sft"])
     one_of("launch.device", config.launch.device, device.SETTINGS)
     one_of("model.dtype", config.model.dtype, ["bfloat16", "float32"])
@@ -62,15 +63,15 @@ def _check_values(config: Config) -> None:
         nodes == 1 or config.launch.interface is not None,
         f"launch.nodes={nodes}: needs launch.interface, the network interface that the nodes talk over, as ib0",
     )
-    layout_checks.check(config)
+    validate_layout.check(config)
 
 
 def _check_machine(config: Config) -> None:
     """Devices, libraries and files."""
     _check_device(config)
     _check_interface(config)
-    layout_checks.check_machine(config)
-    server_checks.check_machine(config)
+    validate_layout.check_machine(config)
+    validate_servers.check_machine(config)
     if config.data.world is None or Path(config.model.path).exists():
         check_model(config)
     _check_files(config)
@@ -85,7 +86,7 @@ def _check_stage(config: Config) -> None:
     if config.train.stage == "rl":
         _check_reward(config.reward)
         _check_rollout(config)
-        server_checks.check(config)
+        validate_servers.check(config)
         _check_algo(config)
         _check_budget(config)
 
@@ -235,7 +236,7 @@ def _check_device(config: Config) -> None:
 
 def _check_interface(config: Config) -> None:
     try:
-        fabric.address(config)
+        network.address(config)
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
@@ -250,9 +251,9 @@ def check_model(config: Config, described: Path | None = None) -> ModelShape:
         shape = hf_config.read(file)
     except ValueError as error:
         raise ConfigError(f"model.path={folder}: {error}; give another model") from error
-    layout_checks.check_shape(config, shape)
+    validate_layout.check_shape(config, shape)
     if config.train.stage == "rl":
-        server_checks.check_shape(config, shape)
+        validate_servers.check_shape(config, shape)
     return shape
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from megatron_collab import device, layout
 from megatron_collab.config import Config, ModelConfig, ParallelConfig
-from megatron_collab.publish.hf_config import ModelShape
-from megatron_collab.refuse import one_of, require
+from megatron_collab.config.refuse import one_of, require
+from megatron_collab.models import parallel_layout
+from megatron_collab.models.hf_config import ModelShape
+from megatron_collab.runtime import device
 
 
 def check(config: Config) -> None:
     """What can be said without the model and without this machine."""
     one_of("model.fp8", config.model.fp8, [None, "hybrid", "e4m3"])
-    one_of("model.fp8_recipe", config.model.fp8_recipe, list(layout.FP8_MULTIPLE))
+    one_of("model.fp8_recipe", config.model.fp8_recipe, list(parallel_layout.FP8_MULTIPLE))
     one_of("parallel.recompute", config.parallel.recompute, ["none", "selective", "full"])
     if config.model.fp8:
         _check_fp8(config.model)
@@ -39,7 +40,7 @@ def check_shape(config: Config, shape: ModelShape) -> None:
 
 
 def _check_layout(config: Config) -> None:
-    parallel, ranks = config.parallel, layout.ranks(config)
+    parallel, ranks = config.parallel, parallel_layout.ranks(config)
     size = parallel.tp * parallel.pp * parallel.cp
     require(
         ranks % size == 0,
@@ -60,7 +61,7 @@ def _check_layout(config: Config) -> None:
         f"parallel.ep={parallel.ep}: does not divide the {ranks // parallel.pp} ranks of a pipeline stage; "
         "choose a divisor",
     )
-    _, multiple = layout.alignment(config)
+    _, multiple = parallel_layout.alignment(config)
     tokens = config.train.tokens_per_micro_batch
     require(
         tokens % multiple == 0,
@@ -140,7 +141,7 @@ def _check_cuts(parallel: ParallelConfig, shape: ModelShape) -> None:
 def _check_fp8_sizes(config: Config, shape: ModelShape) -> None:
     """TransformerEngine multiplies FP8 matrices only where their sides are multiples of a block."""
     model, tp, pp = config.model, config.parallel.tp, config.parallel.pp
-    multiple = layout.FP8_MULTIPLE[model.fp8_recipe]
+    multiple = parallel_layout.FP8_MULTIPLE[model.fp8_recipe]
     sizes = {
         "hidden size": shape.hidden,
         "attention width": shape.heads * shape.head_dim // tp,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from megatron_collab import device
 from megatron_collab.config import Config
-from megatron_collab.layout import servers_per_node
-from megatron_collab.publish import plan, server_map
-from megatron_collab.publish.hf_config import ModelShape
-from megatron_collab.refuse import require
+from megatron_collab.config.refuse import require
+from megatron_collab.models import hf_to_sglang
+from megatron_collab.models.hf_config import ModelShape
+from megatron_collab.models.parallel_layout import servers_per_node
+from megatron_collab.runtime import device
+from megatron_collab.weight_sync import plan
 
 # Before Ada SGLang repacks FP8 weights for a kernel without FP8 units; from Blackwell on it changes their scales.
 _FP8_FIRST, _FP8_END = (8, 9), (10, 0)
@@ -135,7 +136,7 @@ def check_shape(config: Config, shape: ModelShape) -> None:
     require(
         layout.ep == 1 or shape.experts is not None, f"rollout.server.ep={layout.ep}: the model has no experts; set 1"
     )
-    fault = server_map.fault(shape, layout) or plan.fp8_fault(shape, plan.trainer_layout(config), layout)
+    fault = hf_to_sglang.fault(shape, layout) or plan.fp8_fault(shape, plan.trainer_layout(config), layout)
     require(fault is None, fault or "")
 
 

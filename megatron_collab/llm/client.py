@@ -20,11 +20,11 @@ from litellm._internal_context import is_internal_call
 from openai import OpenAIError
 
 from megatron_collab.config import EndpointConfig
-from megatron_collab.keys import redact
 from megatron_collab.llm.answer import Field, MalformedAnswer, json_schema, parse
 from megatron_collab.llm.cache import Cache, key_of
 from megatron_collab.llm.limiter import BudgetSpent as BudgetSpent
 from megatron_collab.llm.limiter import Ended, Line, Wish
+from megatron_collab.runtime.redact import redact
 
 Messages = list[dict[str, str]]
 

@@ -22,9 +22,9 @@ import ray
 from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megatron_collab import files
 from megatron_collab.config import LlmConfig
-from megatron_collab.processes import RunStopped
+from megatron_collab.runtime import files
+from megatron_collab.runtime.process import RunStopped
 
 NAME = "limiter"
 MINUTE = 60.0

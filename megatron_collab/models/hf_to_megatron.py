@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from megatron_collab.publish.hf_config import Experts, ModelShape
+from megatron_collab.models.hf_config import Experts, ModelShape
 
 Shape = tuple[int, ...]
 Index = tuple[slice, ...]

@@ -1,8 +1,8 @@
 """What each rank of an SGLang server holds: its parameters, and which block of which Hugging Face tensor lies where.
 
-The server's side of hf_map.py, as pure. Names, fusions, cuts and paddings are those of SGLang 0.5.23: in srt/models the
-families, in srt/layers linear.py, vocab_parallel_embedding.py and moe/fused_moe_triton/layer.py. What is not fused has
-its Hugging Face name.
+The server's side of hf_to_megatron.py, as pure. Names, fusions, cuts and paddings are those of SGLang 0.5.23: in
+srt/models the families, in srt/layers linear.py, vocab_parallel_embedding.py and moe/fused_moe_triton/layer.py.
+What is not fused has its Hugging Face name.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_collab.publish.hf_config import Experts, ModelShape
-from megatron_collab.publish.hf_map import Index, Shape
+from megatron_collab.models.hf_config import Experts, ModelShape
+from megatron_collab.models.hf_to_megatron import Index, Shape
 
 _VOCABULARY_MULTIPLE = 64
 

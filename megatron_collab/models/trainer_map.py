@@ -1,4 +1,4 @@
-"""Which trainer ranks hold which block of which Hugging Face tensor: hf_map.py, and where a layout puts its shards.
+"""Which trainer ranks hold which block of which Hugging Face tensor: the table, and where a layout puts its shards.
 
 Ranks are counted as Megatron-Core 0.16.1 does (parallel_state.RankGenerator, order tp-cp-ep-dp-pp): the ranks of a
 pipeline stage follow one another; within it the tensor parallel rank counts fastest, for experts, which are not cut,
@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_collab.layout import stage_layers
-from megatron_collab.publish import hf_map
-from megatron_collab.publish.hf_config import ModelShape
-from megatron_collab.publish.hf_map import Cut, Entry, Piece
+from megatron_collab.models import hf_to_megatron
+from megatron_collab.models.hf_config import ModelShape
+from megatron_collab.models.hf_to_megatron import Cut, Entry, Piece
+from megatron_collab.models.parallel_layout import stage_layers
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def held(entry: Entry, shape: ModelShape, trainer: TrainerLayout) -> list[Held]:
     return [
         Held(entry.megatron, piece, holders)
         for part, holders in owners.items()
-        for piece in hf_map.pieces(entry, shape, trainer.tp, part)
+        for piece in hf_to_megatron.pieces(entry, shape, trainer.tp, part)
     ]
 
 

@@ -13,7 +13,7 @@ from jinja2 import Environment, PackageLoader
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from megatron_collab import files
+from megatron_collab.runtime import files
 
 CONVERSATIONS = 10
 Rows = Sequence[Mapping[str, Any]]
@@ -22,7 +22,9 @@ Series = dict[str, list[tuple[int, float]]]
 
 def write(folder: Path) -> Path:
     """Make `folder`/report.html from what is there; the file's path."""
-    pages = Environment(loader=PackageLoader("megatron_collab.observe", "templates"), autoescape=True, trim_blocks=True)
+    pages = Environment(
+        loader=PackageLoader("megatron_collab.observability", "templates"), autoescape=True, trim_blocks=True
+    )
     metrics = _lines(folder / "metrics.jsonl")
     before, after = _lines(folder / "eval_before.jsonl"), _lines(folder / "eval_after.jsonl")
     html = pages.get_template("report.html.j2").render(

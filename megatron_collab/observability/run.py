@@ -29,10 +29,12 @@ from uuid import uuid4
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from megatron_collab import __version__, files, launch, processes
+from megatron_collab import __version__
 from megatron_collab.config import Config, uses_wandb
-from megatron_collab.keys import redacted
-from megatron_collab.observe.progress import progress
+from megatron_collab.launch import prepare
+from megatron_collab.observability.progress import progress
+from megatron_collab.runtime import files, process
+from megatron_collab.runtime.redact import redacted
 from megatron_collab.thoughts import visible
 from megatron_collab.types import Future, Group, Missing
 
@@ -54,7 +56,7 @@ class Run:
     def __init__(self, config: Config, start: int, state: Mapping[str, Any]) -> None:
         self.config = config
         self.folder = Path(config.run.dir)
-        self.leader = launch.global_rank() == 0
+        self.leader = prepare.global_rank() == 0
         self._seconds_before = float(state.get("seconds", 0.0))
         self._start, self._began = start, time.monotonic()
         self._last_line = 0.0
@@ -130,10 +132,10 @@ class Run:
         result["single_turn_ask_after"] = None
         result["train_minutes"] = round(self._seconds() / 60, 2)
         result["versions"] = {"megatron-collab": __version__, **{name: metadata.version(name) for name in VERSIONS}}
-        from megatron_collab.observe import report  # and with it what draws, a second of imports
+        from megatron_collab.observability import report  # and with it what draws, a second of imports
 
         report.write(self.folder)
-        _replace(self.folder / launch.FINISHED, result)
+        _replace(self.folder / prepare.FINISHED, result)
 
     def _left(self, done: int) -> str:
         """Time until the last step, at the mean rate since this start."""
@@ -142,7 +144,7 @@ class Run:
 
     def _seconds(self) -> float:
         """Seconds this run has taken over all its starts, from the start of torchrun on."""
-        return self._seconds_before + processes.age(os.getppid())
+        return self._seconds_before + process.age(os.getppid())
 
     def _tensorboard(self, start: int) -> Iterator[Callable[[int, Mapping[str, float]], None]]:
         from torch.utils.tensorboard import SummaryWriter

@@ -1,4 +1,4 @@
-"""Activations on paper: what the layers of actor/local_spec.py keep between forward and backward pass, in bytes.
+"""Activations on paper: what the layers of trainer/megatron/layers.py keep between forward and backward pass, in bytes.
 
 Counted is what autograd saves, each tensor once, with the fused SwiGLU that GPUs use. TransformerEngine's layers keep
 the same or less: their norms keep no float32 copy of the input, and their FP8 products keep inputs in one byte. Not
@@ -29,10 +29,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_collab.actor.megatron_config import DTYPES
 from megatron_collab.config import Config
-from megatron_collab.layout import stage_layers
-from megatron_collab.publish.hf_config import ModelShape
+from megatron_collab.models.hf_config import ModelShape
+from megatron_collab.models.parallel_layout import stage_layers
+from megatron_collab.trainer.megatron.config import DTYPES
 
 
 @dataclass(frozen=True)

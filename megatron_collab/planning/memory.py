@@ -10,13 +10,15 @@ from collections import Counter
 from dataclasses import dataclass
 from math import prod
 
-from megatron_collab.actor import activations, logprob
-from megatron_collab.actor.megatron_config import DTYPES
 from megatron_collab.config import Config
-from megatron_collab.layout import ranks, servers_per_node, stage_layers
-from megatron_collab.publish import fp8, hf_map, server_map
-from megatron_collab.publish.hf_config import ModelShape
-from megatron_collab.publish.plan import BUCKET_BYTES, server_layout
+from megatron_collab.models import hf_to_megatron, hf_to_sglang
+from megatron_collab.models.hf_config import ModelShape
+from megatron_collab.models.parallel_layout import ranks, servers_per_node, stage_layers
+from megatron_collab.planning import activations
+from megatron_collab.trainer import logprobs
+from megatron_collab.trainer.megatron.config import DTYPES
+from megatron_collab.weight_sync import fp8
+from megatron_collab.weight_sync.plan import BUCKET_BYTES, server_layout
 
 GIB = float(1 << 30)
 
@@ -147,14 +149,14 @@ def _counts(config: Config, shape: ModelShape, rank: int, critic: bool) -> tuple
     stages = parallel.pp * parallel.vpp
     stage_of = [stage for stage, count in enumerate(stage_layers(shape.layers, stages)) for _ in range(count)]
     found: Counter[str] = Counter()
-    for entry in hf_map.table(shape):
-        layer = hf_map.LAYER.fullmatch(entry.megatron)
+    for entry in hf_to_megatron.table(shape):
+        layer = hf_to_megatron.LAYER.fullmatch(entry.megatron)
         number = int(layer[1]) if layer else -1
         stage = stage_of[number] if layer else 0 if entry.megatron.startswith("embedding") else stages - 1
         copy = not entry.exported and stages == 1  # of a tied embedding, which the same rank has
         if stage % parallel.pp != rank or copy:
             continue
-        size = prod(hf_map.shard_shape(entry, parallel.tp))
+        size = prod(hf_to_megatron.shard_shape(entry, parallel.tp))
         output = entry.megatron.startswith("output_layer") and entry.exported
         found["expert" if entry.expert else "frozen" if critic and output else "dense"] += size
         fp8 = model.fp8 and model.fp8_skip_first <= number < shape.layers - model.fp8_skip_last
@@ -173,14 +175,14 @@ def micro_batch_tokens(config: Config) -> int:
 
 
 def head(config: Config, shape: ModelShape, tokens: int) -> float:
-    """Log-probs by actor/logprob.py on the last stage, where every one of `tokens` is trained.
+    """Log-probs by trainer/logprobs.py on the last stage, where every one of `tokens` is trained.
 
     Two tiles of float32; of the hidden states, complete on every rank, the states themselves and those asked for, and
     of the latter the gradient in float32 and in a narrower dtype of the model: (2 i + 4) h a token, i h more.
     """
     item = DTYPES[config.model.dtype].itemsize
     narrow = item if item < 4 else 0
-    return 2 * 4 * logprob.TILE["cuda"] + tokens * shape.hidden * (2 * item + 4 + narrow)
+    return 2 * 4 * logprobs.TILE["cuda"] + tokens * shape.hidden * (2 * item + 4 + narrow)
 
 
 def server_weights(config: Config, shape: ModelShape) -> float:
@@ -188,7 +190,7 @@ def server_weights(config: Config, shape: ModelShape) -> float:
     item = DTYPES[config.model.dtype].itemsize
     return sum(
         fp8.nbytes(parameter.shape) if parameter.quantised else item * prod(parameter.shape)
-        for parameter in server_map.table(shape, server_layout(config), 0)
+        for parameter in hf_to_sglang.table(shape, server_layout(config), 0)
     )
 
 

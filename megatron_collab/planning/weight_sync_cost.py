@@ -9,11 +9,11 @@ from enum import Enum
 from math import prod
 
 from megatron_collab.config import Config
-from megatron_collab.layout import ranks, servers_per_node
-from megatron_collab.publish import hf_map
-from megatron_collab.publish.hf_config import ModelShape
-from megatron_collab.publish.nodes import Nodes, nodes
-from megatron_collab.publish.plan import Plan, Slice, uses_memory
+from megatron_collab.models import hf_to_megatron
+from megatron_collab.models.hf_config import ModelShape
+from megatron_collab.models.parallel_layout import ranks, servers_per_node
+from megatron_collab.weight_sync.node_routing import Nodes, nodes
+from megatron_collab.weight_sync.plan import Plan, Slice, uses_memory
 
 
 class Link(Enum):
@@ -121,7 +121,7 @@ def _block(target: int, piece: Slice) -> _Block:
 
 def _same_cuts(found: Plan, shape: ModelShape, tp: int) -> set[_Block]:
     """Blocks that are one shard: what they take of the shards of its name has the size of one."""
-    shards = {entry.megatron: prod(hf_map.shard_shape(entry, tp)) for entry in hf_map.table(shape)}
+    shards = {entry.megatron: prod(hf_to_megatron.shard_shape(entry, tp)) for entry in hf_to_megatron.table(shape)}
     missing: dict[_Block, int] = {}
     for row in found.rounds:
         for target, bucket in enumerate(row):

@@ -62,7 +62,7 @@ class Checker:
 
 
 def _start(hard_limit: float) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "megatron_collab.reward.checker", str(hard_limit)]
+    command = [sys.executable, "-m", "megatron_collab.reward.math_verify_worker", str(hard_limit)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 

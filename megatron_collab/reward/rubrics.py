@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from megatron_collab.data.transcript import render
 from megatron_collab.llm.answer import Field
-from megatron_collab.rollout.transcript import render
 from megatron_collab.types import Conversation, Task
 
 PLACEHOLDERS = ("conversation", "goal", "answer", "question")

@@ -20,10 +20,10 @@ import psutil
 import ray
 from ray.exceptions import RayActorError
 
-from megatron_collab import preemption, stacks, watch
 from megatron_collab.config import Config, RewardConfig
-from megatron_collab.processes import RunStopped
 from megatron_collab.reward import metrics
+from megatron_collab.runtime import heartbeat, preemption, stacks
+from megatron_collab.runtime.process import RunStopped
 from megatron_collab.types import Conversation, Ending, Missing, Score, Task
 
 Scores = dict[str, Score]
@@ -66,7 +66,7 @@ def _start_ray(**options: Any) -> None:
     """A Ray of our own. It gives itself 30 seconds, which a busy machine may not keep to: RunStopped after STARTS."""
     others = set(psutil.Process().children())
     for left in reversed(range(STARTS)):
-        watch.beat()
+        heartbeat.beat()
         preemption.check()
         try:
             ray.init("local", include_dashboard=False, **options)
@@ -89,7 +89,7 @@ def _await_nodes(config: Config) -> None:
                 f"RAY_ADDRESS={os.environ['RAY_ADDRESS']}: {found} Ray nodes after "
                 f"rollout.server.start_timeout={timeout:g} s, and launch.nodes={wanted}; start Ray on all of them"
             )
-        watch.beat()
+        heartbeat.beat()
         preemption.check()
         time.sleep(_POLL)
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from megatron_collab import thoughts
 from megatron_collab.config import Config, SamplingConfig
+from megatron_collab.inference.sglang import EngineError
 from megatron_collab.rollout.policy import Policy, Renderer
-from megatron_collab.rollout.sglang import EngineError
 from megatron_collab.rollout.tools import Toolbox
 from megatron_collab.rollout.users import User, UserError, Users
 from megatron_collab.types import Conversation, Ending, Finish, Message, Task

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_collab.config import Config, future_range
-from megatron_collab.reward.loop import RewardClient
-from megatron_collab.reward.mr import turn_reward
+from megatron_collab.reward.multiturn import turn_reward
+from megatron_collab.reward.workers import RewardClient
 from megatron_collab.rollout.adaptive import allocate
+from megatron_collab.rollout.conversation import Place, Sampler
 from megatron_collab.rollout.policy import Policy, Renderer
-from megatron_collab.rollout.sampler import Place, Sampler
 from megatron_collab.rollout.users import Users
 from megatron_collab.types import Conversation, Ending, Future, Group, Missing, Reward, Rollout, Task
 

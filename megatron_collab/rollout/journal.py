@@ -17,8 +17,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_collab import files
 from megatron_collab.rollout.lineage import Lineage
+from megatron_collab.runtime import files
 from megatron_collab.types import Conversation, Ending, Group, Missing, Task
 
 _HEAD = struct.Struct(">HQI")  # bytes of the stream's name, bytes of the group, CRC-32 of all that follows

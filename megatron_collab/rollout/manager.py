@@ -16,19 +16,19 @@ from typing import Any, TypeVar
 import numpy as np
 import torch.distributed as dist
 
-from megatron_collab import stacks, watch
 from megatron_collab.algo.credit import fresh, samples_of, teaches
 from megatron_collab.config import Config
 from megatron_collab.data.datasets import Cursor, load_tasks
-from megatron_collab.observe.run import Run
-from megatron_collab.processes import RunStopped
-from megatron_collab.rollout.ahead import Asked, Flight, Slot, answers, window
+from megatron_collab.observability.run import Run
 from megatron_collab.rollout.journal import Journal
-from megatron_collab.rollout.leader import from_leader
 from megatron_collab.rollout.lineage import Lineage
 from megatron_collab.rollout.patience import group_seconds
+from megatron_collab.rollout.scheduler import Asked, Flight, Slot, answers, window
 from megatron_collab.rollout.summary import mean, summary
-from megatron_collab.rollout.worker import Crew
+from megatron_collab.rollout.workers import Crew
+from megatron_collab.runtime import heartbeat, stacks
+from megatron_collab.runtime.process import RunStopped
+from megatron_collab.runtime.rank0 import from_leader
 from megatron_collab.types import Batch, Group, Missing, Sample
 
 _Result = TypeVar("_Result")
@@ -106,13 +106,13 @@ class Collector:
 
     def next(self, step: int) -> Batch:
         """The batch of `step`, the same on every rank, while the servers have version `step`; collective."""
-        watch.at(f"the rollouts of step {step}")
+        heartbeat.at(f"the rollouts of step {step}")
         self._lineage.begin(step)
         return self._together(self._collect(step))
 
     def evaluate(self, name: str, step: int) -> None:
         """Play `train.eval_tasks` tasks of data.eval to their end, once each, and record the scores; collective."""
-        watch.at(f"evaluation {name}")
+        heartbeat.at(f"evaluation {name}")
         self._lineage.begin(step)
         self._together(self._evaluate(name, step))
 

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import ray
 
-from megatron_collab import stacks
-from megatron_collab.observe.progress import progress
-from megatron_collab.processes import Hung
+from megatron_collab.observability.progress import progress
 from megatron_collab.rollout.journal import Journal, conversations
+from megatron_collab.runtime import stacks
+from megatron_collab.runtime.process import Hung
 from megatron_collab.types import Ending, Group, Task
 
 POLL_SECONDS = 1.0  # between two looks at the servers; a request to one that has gone fails later than that

@@ -12,21 +12,22 @@ from typing import Any
 
 import torch
 
-from megatron_collab import fabric, launch, watch
-from megatron_collab.actor.model import run_store
 from megatron_collab.config import Config
-from megatron_collab.layout import servers_per_node
-from megatron_collab.observe.run import Run
-from megatron_collab.publish.hf_map import ModelShape
-from megatron_collab.publish.publisher import Publisher, PublishError
-from megatron_collab.reward.loop import ray_session
-from megatron_collab.rollout.ahead import answers
-from megatron_collab.rollout.collector import Collector
-from megatron_collab.rollout.fleet import Fleet
-from megatron_collab.rollout.leader import from_leader
-from megatron_collab.rollout.remote import Machines, RemoteProcess
-from megatron_collab.rollout.sglang import SGLangServer
-from megatron_collab.rollout.worker import Crew, start_crew
+from megatron_collab.inference.pool import Fleet
+from megatron_collab.inference.remote import Machines, RemoteProcess
+from megatron_collab.inference.sglang import SGLangServer
+from megatron_collab.launch import prepare
+from megatron_collab.models.hf_to_megatron import ModelShape
+from megatron_collab.models.parallel_layout import servers_per_node
+from megatron_collab.observability.run import Run
+from megatron_collab.reward.workers import ray_session
+from megatron_collab.rollout.manager import Collector
+from megatron_collab.rollout.scheduler import answers
+from megatron_collab.rollout.workers import Crew, start_crew
+from megatron_collab.runtime import heartbeat, network
+from megatron_collab.runtime.rank0 import from_leader
+from megatron_collab.trainer.megatron.model import run_store
+from megatron_collab.weight_sync.sync import Publisher, PublishError
 
 PUBLISHES = 3  # tries to publish a version before the run ends: all servers may fail at once
 
@@ -48,8 +49,8 @@ class Engine:
 
     def __enter__(self) -> Engine:
         """RunStopped where servers, Ray nodes or the ranks of other nodes do not come in time."""
-        if launch.global_rank() == 0:
-            watch.at("the start of SGLang and Ray")
+        if prepare.global_rank() == 0:
+            heartbeat.at("the start of SGLang and Ray")
             with self._stack:
                 options, began = self.config.rollout.server, time.monotonic()
                 logs = [Path(self.config.run.dir) / f"sglang-{index}.log" for index in range(options.replicas)]
@@ -66,7 +67,7 @@ class Engine:
                 print(f"engine: ready after {time.monotonic() - began:.0f} s ({urls})", flush=True)
                 self._stack = self._stack.pop_all()
         elif self.config.launch.nodes > 1:
-            fabric.meet(self.config, run_store()[0])
+            network.meet(self.config, run_store()[0])
         return self
 
     def __exit__(
@@ -78,7 +79,7 @@ class Engine:
         """Start the servers of the other nodes."""
         if self.config.launch.nodes == 1:
             return
-        addresses, machines = fabric.meet(self.config, run_store()[0]), Machines(self.config)
+        addresses, machines = network.meet(self.config, run_store()[0]), Machines(self.config)
         here = servers_per_node(self.config)
         for index, log in list(enumerate(logs))[here:]:
             there = partial(RemoteProcess, machines, addresses[index // here])
@@ -103,7 +104,7 @@ class Engine:
             if self.fleet and not self.config.rollout.max_staleness:
                 self.fleet.recover()  # nothing was in flight by then
             yield
-            watch.at("the end of sampling")
+            heartbeat.at("the end of sampling")
             from_leader(lambda: self._led().rest())
             self._wait(lambda: self._led().rested(self._look))
         except Exception:
@@ -133,7 +134,7 @@ class Engine:
 
     def _publish(self, publisher: Publisher, version: int) -> None:
         """Publish, again where all servers were lost on the way, and have the workers ask who has the weights."""
-        watch.at(f"the publish of version {version}")
+        heartbeat.at(f"the publish of version {version}")
         for tried in range(1, PUBLISHES + 1):
             self._wait(lambda: self._led().ready(self._look))
             try:

@@ -10,10 +10,10 @@ from typing import Any
 
 import ray
 
-from megatron_collab import stacks
 from megatron_collab.config import Config
-from megatron_collab.reward.loop import RewardClient, RewardWorker, start_actor
+from megatron_collab.reward.workers import RewardClient, RewardWorker, start_actor
 from megatron_collab.rollout.tools import schemas
+from megatron_collab.runtime import stacks
 from megatron_collab.types import Group, Task
 
 _GARBAGE = 50_000  # objects made and not yet gone, after which Python looks for cycles
@@ -28,11 +28,11 @@ class ConversationWorker:
         """
         stacks.register(Path(config.run.dir) / stacks.FOLDER, name)
         # Imported here: the process that starts the workers needs neither LiteLLM nor the tokenizer.
-        from megatron_collab.data.prompts import ChatRenderer
+        from megatron_collab.data.chat_template import ChatRenderer
+        from megatron_collab.inference.router import Router
         from megatron_collab.llm import limiter
         from megatron_collab.llm.client import LlmClient
-        from megatron_collab.rollout.player import Player
-        from megatron_collab.rollout.router import Router
+        from megatron_collab.rollout.group import Player
         from megatron_collab.rollout.users import Users
 
         self.servers = servers

@@ -61,7 +61,7 @@ _LIBRARIES = {
     "ray": ("ray", "ray", "conversations and scoring", ""),
 }
 
-# On CPU these two are importable only after actor/cpu.py and sglang_cpu/ have supplied what they miss there.
+# On CPU these two are importable only after patches/cpu.py and sglang_cpu/ have supplied what they miss there.
 _NOT_IMPORTED = ("megatron.core", "sglang")
 
 

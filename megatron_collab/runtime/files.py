@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_collab.processes import RunStopped
+from megatron_collab.runtime.process import RunStopped
 
 
 @contextmanager

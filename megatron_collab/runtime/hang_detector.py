@@ -1,6 +1,6 @@
 """No silent hang: a thread on every rank knows whether anything moves, and ends the run where nothing does.
 
-The ranks count their moves (watch.py) together, in the run's store: one that waits for another that is slow has time.
+The ranks count their moves (heartbeat.py) together, in the run's store: one that waits for a slow one has time.
 Where none has moved for launch.timeout seconds all of them write their stacks, one says who waits where for whom, and
 every process ends with EXIT_HUNG. A process whose threads cannot run, since one never gives up the interpreter, is
 ended by faulthandler.
@@ -23,9 +23,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_collab import launch, stacks, watch
 from megatron_collab.config import Config
-from megatron_collab.processes import EXIT_HUNG
+from megatron_collab.launch import prepare
+from megatron_collab.runtime import heartbeat, stacks
+from megatron_collab.runtime.process import EXIT_HUNG
 
 LOOK_SECONDS = 1.0
 ANSWER_SECONDS = 10.0  # that ranks may take to say where they are, once there is alarm
@@ -42,7 +43,7 @@ def collective_timeout(timeout: float) -> timedelta:
 def armed(config: Config) -> Iterator[None]:
     """Watch this rank within it, together with the others; needs the store of torchrun's environment."""
     folder = Path(config.run.dir) / stacks.FOLDER
-    watchman = _Watchman(launch.global_rank(), int(os.environ["WORLD_SIZE"]), config.launch.timeout, folder)
+    watchman = _Watchman(prepare.global_rank(), int(os.environ["WORLD_SIZE"]), config.launch.timeout, folder)
     watchman.start()
     try:
         yield
@@ -95,7 +96,7 @@ class _Watchman(threading.Thread):
         while not self._over.wait(LOOK_SECONDS):
             faulthandler.dump_traceback_later(self.timeout + GRACE_SECONDS, file=self._file, exit=True)
             now, before, counted_before = time.monotonic(), moves, counted
-            moves = watch.here.moves
+            moves = heartbeat.here.moves
             if moves != before:
                 self._moved = now
             try:
@@ -114,7 +115,7 @@ class _Watchman(threading.Thread):
     def _end(self, tell: Callable[[Account], None], code: int = EXIT_HUNG) -> None:
         """Write the stacks, tell why, end the process, whatever of that hangs."""
         faulthandler.dump_traceback_later(GRACE_SECONDS, file=self._file, exit=True)
-        account = Account(watch.here.place, *stacks.innermost(), time.monotonic() - self._moved)
+        account = Account(heartbeat.here.place, *stacks.innermost(), time.monotonic() - self._moved)
         _within(2.0, lambda: self._dump(account))  # where the file system is frozen, this is
         _within(2 * ANSWER_SECONDS, lambda: tell(account))
         os._exit(code)

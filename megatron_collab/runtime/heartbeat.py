@@ -1,4 +1,4 @@
-"""Where this process is and that it moves, for whoever watches it (alarm.py): a call costs nothing without one.
+"""Heartbeat and current stage of this process, read by hang_detector.py; a call costs next to nothing.
 
 Whatever may take long on a trainer's rank says so: a wait with a deadline of its own each time it looks, work each time
 a part of it is done.

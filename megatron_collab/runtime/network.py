@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from megatron_collab import preemption, watch
 from megatron_collab.config import Config
-from megatron_collab.processes import RunStopped
+from megatron_collab.runtime import heartbeat, preemption
+from megatron_collab.runtime.process import RunStopped
 
 if TYPE_CHECKING:  # the launcher, which checks the interface, does without
     import torch.distributed as dist
@@ -54,7 +54,7 @@ def meet(config: Config, store: dist.Store) -> list[str]:
                 f"launch.nodes={config.launch.nodes}: the ranks of node {silent} have not started after "
                 f"rollout.server.start_timeout={timeout:g} s"
             )
-        watch.beat()
+        heartbeat.beat()
         preemption.check()
         time.sleep(_POLL)
     return [store.get(node).decode() for node in nodes]

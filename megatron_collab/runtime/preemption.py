@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 
-from megatron_collab.processes import Preempted
+from megatron_collab.runtime.process import Preempted
 
 SIGNAL = signal.SIGUSR1
 _came: float | None = None  # time.monotonic()

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_collab import preemption, watch
-from megatron_collab.processes import Hung, Preempted, RunStopped
+from megatron_collab.runtime import heartbeat, preemption
+from megatron_collab.runtime.process import Hung, Preempted, RunStopped
 
 # What a failure of rank 0 becomes on the other ranks: the first that it is one of.
 _KINDS = (Preempted, Hung, RunStopped, RuntimeError)
@@ -51,7 +51,7 @@ def shared(make: Callable[[], Any]) -> Any:
 
     Where rank 0 raises RunStopped, every rank does.
     """
-    watch.beat()
+    heartbeat.beat()
     box: list[Any] = [None, None, None]
     failure: Exception | None = None
     if dist.get_rank() == 0:
@@ -63,7 +63,7 @@ def shared(make: Callable[[], Any]) -> Any:
             kind = next((number for number, kind in enumerate(_KINDS) if isinstance(failure, kind)), len(_KINDS) - 1)
             box[1:] = f"{type(failure).__name__}: {failure}", kind
     dist.broadcast_object_list(box, src=0, group=_group)
-    watch.beat()
+    heartbeat.beat()
     if failure is not None:
         raise failure
     if box[1] is not None:

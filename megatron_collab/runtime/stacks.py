@@ -22,7 +22,7 @@ import psutil
 
 FOLDER = "stacks"  # in run.dir
 SIGNAL = signal.SIGUSR2  # Ray's agents take it for the same; SGLang and its libraries do not use it
-_PACKAGE = str(Path(__file__).parent)
+_PACKAGE = str(Path(__file__).parents[1])
 _COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
 
 

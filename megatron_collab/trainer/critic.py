@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_collab.actor import loss as losses
-from megatron_collab.actor import model
-from megatron_collab.actor.model import unwrap
-from megatron_collab.actor.share import Columns, MicroBatch, Share, make_share
-from megatron_collab.actor.trainable import Trainable, infer
 from megatron_collab.config import Config
+from megatron_collab.trainer import losses
+from megatron_collab.trainer.megatron import model
+from megatron_collab.trainer.megatron.model import unwrap
+from megatron_collab.trainer.microbatches import Columns, MicroBatch, Share, make_share
+from megatron_collab.trainer.network import Trainable, infer
 
 
 class Critic:

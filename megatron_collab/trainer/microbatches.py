@@ -13,9 +13,9 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megatron_collab.actor import packing
 from megatron_collab.config import Config
-from megatron_collab.layout import alignment
+from megatron_collab.models.parallel_layout import alignment
+from megatron_collab.trainer import packing
 
 # Per-sample arrays [S] by name: token_ids int64, all others float32.
 Columns = Mapping[str, Sequence[np.ndarray]]

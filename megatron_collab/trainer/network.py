@@ -14,12 +14,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from megatron_collab import watch
-from megatron_collab.actor.offload import Offload
-from megatron_collab.actor.optimizer import build_optimizer
-from megatron_collab.actor.share import MicroBatch, Share
 from megatron_collab.config import Config
-from megatron_collab.rollout.leader import look
+from megatron_collab.runtime import heartbeat
+from megatron_collab.runtime.rank0 import look
+from megatron_collab.trainer.microbatches import MicroBatch, Share
+from megatron_collab.trainer.offload import Offload
+from megatron_collab.trainer.optimizer import build_optimizer
 
 # From a micro-batch and the last stage's hidden states [1, T, h] to (loss, report).
 Loss = Callable[[MicroBatch, Tensor], tuple[Tensor, Any]]
@@ -122,7 +122,7 @@ def schedule(
         look()
 
     def forward(batches: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
-        watch.beat()
+        heartbeat.beat()
         if interruptible and not staged:
             look()
         micro_batch = next(batches)

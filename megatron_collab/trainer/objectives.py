@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_collab.actor import loss as losses
-from megatron_collab.actor.logprob import head_log_probs
-from megatron_collab.actor.model import unwrap
-from megatron_collab.actor.share import MicroBatch
 from megatron_collab.config import AlgoConfig
+from megatron_collab.trainer import losses
+from megatron_collab.trainer.logprobs import head_log_probs
+from megatron_collab.trainer.megatron.model import unwrap
+from megatron_collab.trainer.microbatches import MicroBatch
 
 # What a micro-batch reports: its part of the loss, sums over its trained tokens, and maxima.
 Report = tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]

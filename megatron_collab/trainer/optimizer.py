@@ -8,8 +8,8 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer import get_standard_config_overrides as no_decay_for_norms_and_biases
 
-from megatron_collab.actor.model import DTYPES
 from megatron_collab.config import Config, OptimConfig
+from megatron_collab.trainer.megatron.model import DTYPES
 
 
 def build_optimizer(config: Config, chunks: Sequence[DistributedDataParallel], lr: float) -> MegatronOptimizer:

@@ -15,16 +15,16 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_collab import watch
-from megatron_collab.actor.critic import Critic
-from megatron_collab.actor.model import unwrap
-from megatron_collab.actor.objective import Head, PolicyObjective, Report, SupervisedObjective, names
-from megatron_collab.actor.optimizer import learning_rate
-from megatron_collab.actor.share import Columns, make_share
-from megatron_collab.actor.trainable import Loss, Trainable, infer
-from megatron_collab.algo import advantage
+from megatron_collab.algo import advantages
 from megatron_collab.algo.average import token_weights
 from megatron_collab.config import Config
+from megatron_collab.runtime import heartbeat
+from megatron_collab.trainer.critic import Critic
+from megatron_collab.trainer.megatron.model import unwrap
+from megatron_collab.trainer.microbatches import Columns, make_share
+from megatron_collab.trainer.network import Loss, Trainable, infer
+from megatron_collab.trainer.objectives import Head, PolicyObjective, Report, SupervisedObjective, names
+from megatron_collab.trainer.optimizer import learning_rate
 from megatron_collab.types import Batch, Sample
 
 
@@ -78,7 +78,7 @@ class Actor:
         nothing is trained, FloatingPointError where the gradient is not finite. Preempted on every rank where the
         machine is wanted back before the first optimizer step; nothing has changed then.
         """
-        watch.at(f"the update of step {self.step}")
+        heartbeat.at(f"the update of step {self.step}")
         lr = learning_rate(self.config.optim, self.config.train.steps, self.step)
         critic_lr = self.config.algo.critic_lr * lr / self.config.optim.lr
         columns = self._columns(batch.samples)
@@ -127,7 +127,7 @@ class Actor:
             if shaped
             else None
         )
-        estimated = advantage.assign(samples, algo, log_ratios, columns.get("values"))
+        estimated = advantages.assign(samples, algo, log_ratios, columns.get("values"))
         columns["advantages"] = estimated.advantages
         return columns | ({"returns": estimated.returns} if estimated.returns is not None else {})
 

@@ -14,11 +14,11 @@ from urllib.parse import urlsplit
 
 import torch
 
-from megatron_collab import watch
-from megatron_collab.processes import RunStopped
-from megatron_collab.rollout.sglang import ServerError
+from megatron_collab.inference.sglang import ServerError
+from megatron_collab.runtime import heartbeat
+from megatron_collab.runtime.process import RunStopped
 
-LOADER = "megatron_collab.publish.receiver.receive"
+LOADER = "megatron_collab.weight_sync.receiver.receive"
 
 
 class PublishError(RunStopped):
@@ -137,7 +137,7 @@ class Links:
     def settle(self) -> None:
         """Wait for what was started."""
         for link, call in self._calls:
-            watch.beat()
+            heartbeat.beat()
             try:
                 call.result()
             except PublishError as error:

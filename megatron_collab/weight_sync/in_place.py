@@ -12,21 +12,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_collab import alarm, device
-from megatron_collab.actor.model import DTYPES
-from megatron_collab.actor.weights import named_shards
+from megatron_collab.checkpoint.hf import named_shards
 from megatron_collab.config import Config
-from megatron_collab.publish import fp8, server_map
-from megatron_collab.publish.board import Board, Peer, connect
-from megatron_collab.publish.checksum import Sums, combined
-from megatron_collab.publish.hf_map import Index, ModelShape
-from megatron_collab.publish.link import Link, Links, PublishError
-from megatron_collab.publish.network import Network
-from megatron_collab.publish.nodes import hops, nodes, sent, written
-from megatron_collab.publish.plan import Slice, plan, server_layout, trainer_layout, uses_memory
-from megatron_collab.publish.relay import Relay
-from megatron_collab.publish.shared_memory import Memory
-from megatron_collab.publish.writer import Writer
+from megatron_collab.models import hf_to_sglang
+from megatron_collab.models.hf_to_megatron import Index, ModelShape
+from megatron_collab.runtime import device, hang_detector
+from megatron_collab.trainer.megatron.model import DTYPES
+from megatron_collab.weight_sync import fp8
+from megatron_collab.weight_sync.checksum import Sums, combined
+from megatron_collab.weight_sync.http_protocol import Link, Links, PublishError
+from megatron_collab.weight_sync.node_routing import hops, nodes, sent, written
+from megatron_collab.weight_sync.plan import Slice, plan, server_layout, trainer_layout, uses_memory
+from megatron_collab.weight_sync.sender import Writer
+from megatron_collab.weight_sync.store_protocol import Board, Peer, connect
+from megatron_collab.weight_sync.transports.internode import Relay
+from megatron_collab.weight_sync.transports.p2p import Network
+from megatron_collab.weight_sync.transports.shared_memory import Memory
 
 
 class InPlace:
@@ -48,7 +49,7 @@ class InPlace:
         self._prefix, self._timeout = f"publish/{token[0]}", timeout
         self._address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         # Two lines: one waits for buckets while rank 0's calls are under way on the other.
-        limit = alarm.collective_timeout(config.launch.timeout).total_seconds()
+        limit = hang_detector.collective_timeout(config.launch.timeout).total_seconds()
         self._store, self._calls_store = (connect(self._address, self._prefix, limit) for _ in range(2))
         self._before: Board | None = None  # of the last publish, with its servers
         self._peers: Sequence[Peer] = ()
@@ -113,7 +114,7 @@ class InPlace:
     def _attach(self, server: int, rank: int) -> dict[str, Any]:
         node = self._nodes.of_server(server)
         parameters: dict[str, tuple[tuple[int, ...], str]] = {}
-        for parameter in server_map.table(self._shape, self._server, rank):
+        for parameter in hf_to_sglang.table(self._shape, self._server, rank):
             parameters[parameter.name] = parameter.shape, "float8_e4m3fn" if parameter.quantised else self._dtype
             if parameter.quantised:
                 parameters[f"{parameter.name}_scale_inv"] = fp8.scales(parameter.shape), "float32"

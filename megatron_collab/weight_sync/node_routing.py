@@ -14,8 +14,8 @@ from functools import cache
 from typing import NamedTuple
 
 from megatron_collab.config import Config
-from megatron_collab.layout import ranks, servers_per_node
-from megatron_collab.publish.plan import Bucket, Plan, Slice, uses_memory
+from megatron_collab.models.parallel_layout import ranks, servers_per_node
+from megatron_collab.weight_sync.plan import Bucket, Plan, Slice, uses_memory
 
 Item = tuple[int, Slice]  # with the server rank that it is for
 

@@ -7,11 +7,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from megatron_collab.publish import fp8, hf_map, server_map, trainer_map
-from megatron_collab.publish.hf_config import ModelShape
-from megatron_collab.publish.hf_map import Index, Shape
-from megatron_collab.publish.server_map import Parameter, Part, ServerLayout
-from megatron_collab.publish.trainer_map import Held, Holders, TrainerLayout
+from megatron_collab.models import hf_to_megatron, hf_to_sglang, trainer_map
+from megatron_collab.models.hf_config import ModelShape
+from megatron_collab.models.hf_to_megatron import Index, Shape
+from megatron_collab.models.hf_to_sglang import Parameter, Part, ServerLayout
+from megatron_collab.models.trainer_map import Held, Holders, TrainerLayout
+from megatron_collab.weight_sync import fp8
 
 _LAYER = re.compile(r"\blayers\.\d+\.")
 
@@ -42,7 +43,7 @@ def placed(shape: ModelShape, trainer: TrainerLayout, server: ServerLayout) -> I
 
     ValueError, which names the setting, if a layout cannot hold the model or cuts blocks of FP8.
     """
-    server_map.check_layers(shape)
+    hf_to_sglang.check_layers(shape)
     experts = replace(shape.experts, layers=(0,)) if shape.experts else None
     outside: list[Block] = []
     inside: list[Block] = []
@@ -58,13 +59,13 @@ def placed(shape: ModelShape, trainer: TrainerLayout, server: ServerLayout) -> I
 def _common(shape: ModelShape, trainer: TrainerLayout, server: ServerLayout) -> Iterator[Block]:
     """Every element of every server rank in one block, blocks as large as both sides allow."""
     held: dict[str, list[Held]] = defaultdict(list)
-    for entry in hf_map.table(shape):
+    for entry in hf_to_megatron.table(shape):
         if entry.exported:
             for own in trainer_map.held(entry, shape, trainer):
                 held[own.piece.hf].append(own)
-    tensors = hf_map.hf_shapes(shape)
+    tensors = hf_to_megatron.hf_shapes(shape)
     for rank in range(server.tp):
-        for parameter in server_map.table(shape, server, rank):
+        for parameter in hf_to_sglang.table(shape, server, rank):
             shared = (block for part in parameter.parts for block in _shared(rank, parameter, part, held[part.hf]))
             found = list(_merged(shared))
             if parameter.quantised:

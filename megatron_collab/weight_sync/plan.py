@@ -6,7 +6,7 @@
 
 In round k every server rank receives its k-th bucket. Whoever has something for a server rank writes an equal share of
 it in every round: all stages and ranks work side by side until the end, and no link waits for another. Data parallel
-ranks that hold the same write a share each. What a node of several writes itself instead is a matter of nodes.py.
+ranks that hold the same write a share each. node_routing.py says what a node of several writes itself.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from megatron_collab.config import Config
-from megatron_collab.layout import ranks
-from megatron_collab.publish import blocks, fp8
-from megatron_collab.publish.blocks import Block
-from megatron_collab.publish.hf_config import ModelShape
-from megatron_collab.publish.hf_map import Index
-from megatron_collab.publish.server_map import ServerLayout
-from megatron_collab.publish.trainer_map import Holders, TrainerLayout
+from megatron_collab.models.hf_config import ModelShape
+from megatron_collab.models.hf_to_megatron import Index
+from megatron_collab.models.hf_to_sglang import ServerLayout
+from megatron_collab.models.parallel_layout import ranks
+from megatron_collab.models.trainer_map import Holders, TrainerLayout
+from megatron_collab.weight_sync import fp8, overlap
+from megatron_collab.weight_sync.overlap import Block
 
 __all__ = [
     "ALIGNMENT",
@@ -144,7 +144,7 @@ def fp8_fault(shape: ModelShape, trainer: TrainerLayout, server: ServerLayout) -
     if not server.fp8:
         return None
     try:
-        next(blocks.placed(shape, trainer, server))
+        next(overlap.placed(shape, trainer, server))
     except ValueError as error:
         return str(error)
     return None
@@ -202,7 +202,7 @@ class _Queue:
 
 def _queues(shape: ModelShape, trainer: TrainerLayout, server: ServerLayout, item_bytes: int) -> list[_Queue]:
     found: dict[tuple[int, range], list[_Load]] = defaultdict(list)
-    for stage, layer, block in blocks.placed(shape, trainer, server):
+    for stage, layer, block in overlap.placed(shape, trainer, server):
         rows, *columns = (cut.stop - cut.start for cut in block.shard_index)
         size, unit = (
             fp8.nbytes((count, *columns)) if block.quantised else count * prod(columns) * item_bytes

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_collab.publish import fp8
-from megatron_collab.publish.board import Address, Board, connect
-from megatron_collab.publish.checksum import checksum, combined
-from megatron_collab.publish.network import NetworkBuckets
-from megatron_collab.publish.segments import Handle
-from megatron_collab.publish.shared_memory import SharedBuckets
+from megatron_collab.weight_sync import fp8
+from megatron_collab.weight_sync.checksum import checksum, combined
+from megatron_collab.weight_sync.store_protocol import Address, Board, connect
+from megatron_collab.weight_sync.transports.p2p import NetworkBuckets
+from megatron_collab.weight_sync.transports.segments import Handle
+from megatron_collab.weight_sync.transports.shared_memory import SharedBuckets
 
 logger = logging.getLogger(__name__)
 _receiver: Receiver | None = None

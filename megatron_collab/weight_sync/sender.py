@@ -9,12 +9,12 @@ import torch
 from megatron.core.fp8_utils import is_float8tensor
 from torch import Tensor
 
-from megatron_collab import watch
-from megatron_collab.actor.weights import values
-from megatron_collab.publish import fp8
-from megatron_collab.publish.checksum import Sums, checksum
-from megatron_collab.publish.nodes import Item
-from megatron_collab.publish.plan import Slice
+from megatron_collab.checkpoint.hf import values
+from megatron_collab.runtime import heartbeat
+from megatron_collab.weight_sync import fp8
+from megatron_collab.weight_sync.checksum import Sums, checksum
+from megatron_collab.weight_sync.node_routing import Item
+from megatron_collab.weight_sync.plan import Slice
 
 Part = tuple[int, int]
 
@@ -61,7 +61,7 @@ class Writer:
 
         Where they are asked for, the checksum of each slice is added to those of the nodes that get it.
         """
-        watch.beat()
+        heartbeat.beat()
         places, blocks = self._planned(number, parts)
         if places:
             torch._foreach_copy_(places, blocks)

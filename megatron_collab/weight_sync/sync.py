@@ -18,17 +18,17 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron_collab.actor.weights import save_hf
+from megatron_collab.checkpoint.hf import save_hf
 from megatron_collab.config import Config
-from megatron_collab.publish.board import Peer
-from megatron_collab.publish.hf_map import ModelShape
-from megatron_collab.publish.inplace import InPlace
-from megatron_collab.publish.link import Link, Links, PublishError
-from megatron_collab.publish.plan import BUCKET_BYTES
+from megatron_collab.models.hf_to_megatron import ModelShape
+from megatron_collab.weight_sync.http_protocol import Link, Links, PublishError
+from megatron_collab.weight_sync.in_place import InPlace
+from megatron_collab.weight_sync.plan import BUCKET_BYTES
+from megatron_collab.weight_sync.store_protocol import Peer
 
 if TYPE_CHECKING:
-    from megatron_collab.rollout.fleet import Fleet
-    from megatron_collab.rollout.sglang import SGLangServer
+    from megatron_collab.inference.pool import Fleet
+    from megatron_collab.inference.sglang import SGLangServer
 
 
 class Publisher:

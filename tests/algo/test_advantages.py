@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from megatron_collab.algo.advantage import assign
+from megatron_collab.algo.advantages import assign
 from megatron_collab.config import AlgoConfig
 from megatron_collab.types import Credit, Sample
 

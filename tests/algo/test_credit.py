@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_collab.algo.advantage import assign
+from megatron_collab.algo.advantages import assign
 from megatron_collab.algo.credit import fresh, samples_of, teaches, whole
 from megatron_collab.config import Config
 from megatron_collab.types import (

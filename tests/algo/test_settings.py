@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_collab import checks
 from megatron_collab.config import ConfigError, load, parse
+from megatron_collab.launch import validate
 from tests.helpers import refused
 
 
@@ -45,7 +45,7 @@ def test_what_cannot_work_names_the_setting_and_the_way_out(overrides: list[str]
 def test_gspo_does_not_cut_sequences() -> None:
     config = parse(["experiment=gsm8k", "algo.loss=gspo", "parallel.tp=1", "parallel.cp=2"])
     with pytest.raises(ConfigError, match=r"algo\.loss=gspo: needs whole sequences .* set parallel\.cp=1"):
-        checks.check_settings(config)
+        validate.check_settings(config)
 
 
 @pytest.mark.parametrize("advantage", ["reinforce++", "gae"])

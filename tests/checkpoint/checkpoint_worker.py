@@ -20,13 +20,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_collab.actor import model as policies
-from megatron_collab.actor.actor import Actor
-from megatron_collab.actor.checkpoint import Checkpoints
-from megatron_collab.actor.critic import Critic
-from megatron_collab.processes import RunStopped
+from megatron_collab.checkpoint.checkpointer import Checkpoints
+from megatron_collab.runtime.process import RunStopped
+from megatron_collab.trainer.critic import Critic
+from megatron_collab.trainer.megatron import model as policies
+from megatron_collab.trainer.trainer import Actor
 from megatron_collab.types import Batch
-from tests.actor.ranks import make_config, make_samples, process_group
+from tests.ranks import make_config, make_samples, process_group
 
 LAYOUTS: dict[str, dict[str, object]] = {
     "tp2": {"parallel.tp": 2},

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_collab.actor import model as policies
-from megatron_collab.actor.actor import Actor
-from megatron_collab.actor.checkpoint import Checkpoints
-from tests.actor.ranks import make_config, process_group
+from megatron_collab.checkpoint.checkpointer import Checkpoints
+from megatron_collab.trainer.megatron import model as policies
+from megatron_collab.trainer.trainer import Actor
+from tests.ranks import make_config, process_group
 
 FAMILIES = ("qwen3", "qwen2", "llama", "mistral", "qwen3_moe")
 TIED = ("qwen2",)

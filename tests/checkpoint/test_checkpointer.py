@@ -12,25 +12,27 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_collab import watch
-from megatron_collab.actor import model as policies
-from megatron_collab.actor import paced, storage
-from megatron_collab.actor.actor import Actor
-from megatron_collab.actor.checkpoint import Checkpoints
-from megatron_collab.actor.stored import Stored
+from megatron_collab.checkpoint import paced, storage
+from megatron_collab.checkpoint.checkpointer import Checkpoints
+from megatron_collab.checkpoint.stored import Stored
 from megatron_collab.config import Config
-from megatron_collab.processes import RunStopped
+from megatron_collab.runtime import heartbeat
+from megatron_collab.runtime.process import RunStopped
+from megatron_collab.trainer.megatron import model as policies
+from megatron_collab.trainer.trainer import Actor
 from megatron_collab.types import Batch
-from tests.actor.checkpoint_worker import LAYOUTS, RESHARDED
-from tests.actor.ranks import make_config, make_model, make_samples, run_ranks
+from tests.checkpoint.checkpoint_worker import LAYOUTS, RESHARDED
+from tests.ranks import make_config, make_model, make_samples, run_ranks
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoint")
     make_model(folder / "model")
-    run_ranks("checkpoint_worker", 2, ["first", str(folder)], groups=len(LAYOUTS))
-    run_ranks("checkpoint_worker", 2, ["second", str(folder)], groups=len(LAYOUTS) + len(RESHARDED) + 1)
+    run_ranks("tests.checkpoint.checkpoint_worker", 2, ["first", str(folder)], groups=len(LAYOUTS))
+    run_ranks(
+        "tests.checkpoint.checkpoint_worker", 2, ["second", str(folder)], groups=len(LAYOUTS) + len(RESHARDED) + 1
+    )
     return folder
 
 
@@ -213,17 +215,17 @@ def test_ranks_move_while_they_save_and_load(copied: tuple, monkeypatch: pytest.
     checkpoints, actor = copied
     monkeypatch.setattr(storage, "_READ_BYTES", 1 << 30)  # a check of sums is a move a file then
     tensors = len(weights(actor))
-    before, synced = watch.here.moves, []
+    before, synced = heartbeat.here.moves, []
     checkpoints.load_latest(actor)
-    assert watch.here.moves - before >= tensors
+    assert heartbeat.here.moves - before >= tensors
     monkeypatch.setattr(paced, "PIECE_BYTES", 10_000)
     monkeypatch.setattr(paced.os, "fsync", synced.append)
-    before = watch.here.moves
+    before = heartbeat.here.moves
     checkpoints.save(3, actor, {"saved": 3})
     checkpoints.finish()
     size = (checkpoints.folder / "step_3" / "__0_0.distcp").stat().st_size
     assert len(synced) >= size // 20_000 > 10
-    assert watch.here.moves - before >= tensors + size // 20_000
+    assert heartbeat.here.moves - before >= tensors + size // 20_000
     monkeypatch.undo()
     assert checkpoints.load_latest(actor) == (3, {"saved": 3})
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_collab.actor import model as policies
-from megatron_collab.actor import weights
+from megatron_collab.checkpoint import hf
 from megatron_collab.config import Config
-from megatron_collab.publish.hf_map import ModelShape
+from megatron_collab.models.hf_to_megatron import ModelShape
+from megatron_collab.trainer.megatron import model as policies
 from tests.helpers import make_model
 
 
@@ -41,7 +41,7 @@ def test_several_files_and_one_hold_the_same_model(
     config: Config, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, shape = policies.load(config)
-    monkeypatch.setattr(weights, "FILE_BYTES", 60_000)
+    monkeypatch.setattr(hf, "FILE_BYTES", 60_000)
     policies.save_hf(model, tmp_path / "split", source, shape)
     files = sorted((tmp_path / "split").glob("*.safetensors"))
     assert len(files) > 2

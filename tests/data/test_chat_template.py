@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_collab.data.prompts import ChatRenderer
-from megatron_collab.data.worlds import booking, tiny
+from megatron_collab.data.chat_template import ChatRenderer
+from megatron_collab.environments import booking, tiny_model
 from megatron_collab.types import Finish, Message, Turn
 
 QWEN = (
@@ -18,7 +18,11 @@ LLAMA = (
     "{{ message['content'] | trim }}<|eot_id|>{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
-TEMPLATES = {"qwen": (QWEN, "<|im_end|>"), "llama": (LLAMA, "<|eot_id|>"), "ours": (tiny.CHAT_TEMPLATE, tiny.END)}
+TEMPLATES = {
+    "qwen": (QWEN, "<|im_end|>"),
+    "llama": (LLAMA, "<|eot_id|>"),
+    "ours": (tiny_model.CHAT_TEMPLATE, tiny_model.END),
+}
 SAID = [
     Message("user", "please book a table for 2 people ."),
     Message("assistant", "which day and what time ?"),
@@ -29,7 +33,7 @@ SAID = [
 
 
 def renderer(folder: Path, template: str) -> ChatRenderer:
-    tokenizer = tiny.byte_tokenizer(["which day and what time"], 300)
+    tokenizer = tiny_model.byte_tokenizer(["which day and what time"], 300)
     marks = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
     tokenizer.add_special_tokens({"additional_special_tokens": marks, "bos_token": "<|begin|>"})
     tokenizer.chat_template = template
@@ -92,7 +96,7 @@ def test_sampled_tokens_are_kept_although_the_tokenizer_would_have_cut_the_text_
 
 
 def test_the_booking_world_as_words(tmp_path: Path) -> None:
-    tiny.word_tokenizer(booking.words()).save_pretrained(tmp_path)
+    tiny_model.word_tokenizer(booking.words()).save_pretrained(tmp_path)
     chat = ChatRenderer(str(tmp_path))
     assert stream(chat, SAID) == chat.first(SAID)
     assert chat.tokenizer.unk_token_id not in chat.first(SAID)

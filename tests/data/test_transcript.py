@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_collab.rollout.transcript import read, render, without_tools
+from megatron_collab.data.transcript import read, render, without_tools
 from megatron_collab.types import Message
 
 WITH_TOOLS = [

@@ -18,9 +18,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_collab import preemption
-from megatron_collab.processes import EXIT_PREEMPTED
 from megatron_collab.rollout.journal import Entry, entries
+from megatron_collab.runtime import preemption
+from megatron_collab.runtime.process import EXIT_PREEMPTED
 from tests.e2e.test_booking import Program, kill, lines, parameters, steps_done
 from tests.helpers import free_port
 

@@ -23,7 +23,7 @@ ray=("${PYTHON:?}" -m ray.scripts.scripts start --num-cpus 1 --disable-usage-sta
     >"$folder/ray0.log" 2>&1
 second "${ray[@]}" --address "$RAY_ADDRESS" --node-ip-address 10.77.0.2 >"$folder/ray1.log" 2>&1
 
-agent=("$PYTHON" -m megatron_collab.agent --nnodes 2 --nproc-per-node 1 --master-addr 10.77.0.1 --master-port 29400)
+agent=("$PYTHON" -m megatron_collab.launch.torchrun --nnodes 2 --nproc-per-node 1 --master-addr 10.77.0.1 --master-port 29400)
 train=(-m megatron_collab.train launch.nodes=2 launch.nproc_per_node=1 launch.interface=fab0)
 "${agent[@]}" --node-rank 0 "${train[@]}" "$@" >"$folder/host0.log" 2>&1 &
 first=$!

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megatron_collab.data.worlds import booking
+from megatron_collab.environments import booking
 from megatron_collab.types import Message, Task
 
 GOAL = {"people": "4", "day": "friday", "time": "7pm"}

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from megatron_collab import environments
 from megatron_collab.config import Config
-from megatron_collab.data import worlds
+from megatron_collab.data.chat_template import ChatRenderer
 from megatron_collab.data.datasets import load_conversations, load_tasks
-from megatron_collab.data.prompts import ChatRenderer
-from megatron_collab.data.worlds import booking
+from megatron_collab.environments import booking
 from megatron_collab.types import Task
 
 
@@ -23,7 +23,7 @@ def config(folder: Path, world: str | None = "booking", seed: int = 0) -> Config
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("worlds") / "booking"
-    worlds.prepare(config(folder))
+    environments.prepare(config(folder))
     return folder
 
 
@@ -41,18 +41,18 @@ def test_the_booking_world_is_a_model_and_data(world: Path) -> None:
 
 def test_a_world_that_is_there_is_left_alone(world: Path) -> None:
     before = {file: file.stat().st_mtime_ns for file in world.rglob("*")}
-    worlds.prepare(config(world))
+    environments.prepare(config(world))
     assert {file: file.stat().st_mtime_ns for file in world.rglob("*")} == before
 
 
 def test_a_world_of_another_seed_is_refused(world: Path) -> None:
     with pytest.raises(ValueError, match=r"data\.dir=.*'seed': 0.*not.*'seed': 1.*choose another"):
-        worlds.prepare(config(world, seed=1))
+        environments.prepare(config(world, seed=1))
 
 
 def test_a_folder_that_is_no_world_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"data\.dir=.*holds something else"):
-        worlds.prepare(config(tmp_path))
+        environments.prepare(config(tmp_path))
 
 
 def test_a_half_made_world_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,14 +62,14 @@ def test_a_half_made_world_is_made_again(tmp_path: Path, monkeypatch: pytest.Mon
     folder = tmp_path / "world"
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(booking, "tasks", broken)
-        worlds.prepare(config(folder))
+        environments.prepare(config(folder))
     assert not folder.exists()
-    worlds.prepare(config(folder))
+    environments.prepare(config(folder))
     assert (folder / "world.json").exists() and not list(tmp_path.glob("*unfinished*"))
 
 
 def test_no_world_is_no_work(tmp_path: Path) -> None:
-    worlds.prepare(config(tmp_path / "world", world=None))
+    environments.prepare(config(tmp_path / "world", world=None))
     assert not (tmp_path / "world").exists()
 
 
@@ -77,4 +77,4 @@ def test_a_world_needs_a_folder() -> None:
     nowhere = config(Path("x"))
     nowhere.data.dir = None
     with pytest.raises(ValueError, match=r"data\.dir: not set"):
-        worlds.prepare(nowhere)
+        environments.prepare(nowhere)

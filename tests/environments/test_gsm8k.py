@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_collab.data.worlds import gsm8k
+from megatron_collab.environments import gsm8k
 
 DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "gsm8k"
 

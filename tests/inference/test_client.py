@@ -13,8 +13,8 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from megatron_collab.config import RolloutConfig, SamplingConfig
-from megatron_collab.rollout import sglang
-from megatron_collab.rollout.sglang import EngineError, ServerGone, SGLangClient
+from megatron_collab.inference import sglang
+from megatron_collab.inference.sglang import EngineError, ServerGone, SGLangClient
 from megatron_collab.rollout.tools import ToolCall
 from megatron_collab.types import Finish, Turn
 

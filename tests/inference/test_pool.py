@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import pytest
 
 from megatron_collab.config import SamplingConfig, ServerConfig
-from megatron_collab.rollout.fleet import Fleet
-from megatron_collab.rollout.sglang import UNPUBLISHED, EngineError, SGLangClient, SGLangServer
+from megatron_collab.inference.pool import Fleet
+from megatron_collab.inference.sglang import UNPUBLISHED, EngineError, SGLangClient, SGLangServer
 from tests.conftest import Served
-from tests.rollout.test_sglang_server import PROMPTS, sample, with_client
+from tests.inference.test_server import PROMPTS, sample, with_client
 
 ASKED = [(prompt, seed) for seed, prompt in enumerate(PROMPTS[:4])]
 

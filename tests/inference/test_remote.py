@@ -14,10 +14,10 @@ import pytest
 import ray
 
 from megatron_collab.config import Config
-from megatron_collab.ports import HOST
-from megatron_collab.reward.loop import ray_session
-from megatron_collab.rollout.remote import Machines, RemoteProcess
-from megatron_collab.rollout.server_process import ServerError
+from megatron_collab.inference.remote import Machines, RemoteProcess
+from megatron_collab.inference.server_process import ServerError
+from megatron_collab.reward.workers import ray_session
+from megatron_collab.runtime.ports import HOST
 from tests.conftest import serving_config
 from tests.helpers import make_model
 

@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_collab.config import RolloutConfig, SamplingConfig
-from megatron_collab.rollout import sglang
-from megatron_collab.rollout.router import LOAD_FACTOR, Router, choose
-from megatron_collab.rollout.sglang import EngineError, ServerGone
+from megatron_collab.inference import sglang
+from megatron_collab.inference.router import LOAD_FACTOR, Router, choose
+from megatron_collab.inference.sglang import EngineError, ServerGone
 from megatron_collab.types import Turn
-from tests.rollout.test_sglang_client import ANSWER, stream, stream_turn
+from tests.inference.test_client import ANSWER, stream, stream_turn
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 NAMES = [f"train-3-{i}" for i in range(400)]

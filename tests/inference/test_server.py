@@ -24,11 +24,11 @@ import numpy as np
 import psutil
 import pytest
 
-from megatron_collab import device, stacks
 from megatron_collab.config import Config, RolloutConfig, SamplingConfig
-from megatron_collab.rollout import server_process
-from megatron_collab.rollout.sglang import EngineError, ServerError, SGLangClient, SGLangServer
+from megatron_collab.inference import server_process
+from megatron_collab.inference.sglang import EngineError, ServerError, SGLangClient, SGLangServer
 from megatron_collab.rollout.tools import ToolCall
+from megatron_collab.runtime import device, stacks
 from megatron_collab.types import Finish, Turn
 from tests.conftest import Served, serving_config
 from tests.helpers import make_model
@@ -268,7 +268,7 @@ def test_arguments_on_gpus(on_gpus: None) -> None:
         "random-seed": "0",
         "weight-version": "-1",
         "log-level": "warning",
-        "custom-weight-loader": "megatron_collab.publish.receiver.receive",
+        "custom-weight-loader": "megatron_collab.weight_sync.receiver.receive",
         "base-gpu-id": "2",
         "sleep-on-idle": None,
         "skip-server-warmup": None,

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_collab import checks, device, launch
 from megatron_collab.config import parse
+from megatron_collab.launch import prepare, validate
+from megatron_collab.runtime import device
 from megatron_collab.train import EXIT_BAD_INPUT, main
 
 
@@ -19,7 +20,7 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("a process was about to be started")
 
-    monkeypatch.setattr(launch, "replace_by_torchrun", refuse)
+    monkeypatch.setattr(prepare, "replace_by_torchrun", refuse)
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -112,7 +113,7 @@ def test_more_servers_than_gpus(
     line = refused(capsys, *rl)
     assert "rollout.server.replicas=2 x rollout.server.tp=2: needs more than the 3 GPUs of this node" in line
     for allowed in (settings, [*rl, "launch.device=cpu"], [*rl, "rollout.server.replicas=1"]):
-        checks.check(parse(allowed))
+        validate.check(parse(allowed))
 
 
 def test_a_required_option_that_is_not_set(capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,7 +212,7 @@ def test_a_wandb_key_without_wandb(
     capsys: pytest.CaptureFixture[str], booking: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "key")
-    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    monkeypatch.setattr(validate, "find_spec", lambda name: None)
     line = refused(capsys, *booking)
     assert "run.wandb_project=megatron-collab: WANDB_API_KEY is set" in line and "run.wandb_project=null" in line
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_collab import cluster
 from megatron_collab.config import ConfigError, parse
-from megatron_collab.processes import RunStopped
+from megatron_collab.launch import slurm
+from megatron_collab.runtime.process import RunStopped
 from tests.helpers import free_port
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SECRET = "sk-do-not-print-this"
 
 
@@ -41,7 +41,7 @@ def test_a_dry_run_prints_every_command(tmp_path: Path) -> None:
     assert "ray start --head" in head and "ray start --address=" in worker
     assert (option(head, "--nodelist"), option(worker, "--nodelist")) == ("node0", "node1")
     assert "cluster wait" in done.stdout and " node0 node1" in done.stdout
-    assert "megatron_collab.agent" in ranks and option(ranks, "--nnodes") == "2"
+    assert "megatron_collab.launch.torchrun" in ranks and option(ranks, "--nnodes") == "2"
     assert shlex.split(ranks.partition(" >")[0])[-5:-2] == overrides
     assert "experiment=train_70b" in ranks
     assert not list(tmp_path.iterdir()), "nothing was run"
@@ -101,11 +101,11 @@ def test_bad_input_is_one_line() -> None:
 def test_the_settings_that_decide_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     config = parse(["experiment=booking", "launch.nodes=2", "launch.interface=lo", "rollout.workers=3"])
     config.rollout.server.replicas = 2
-    assert cluster.settings(config) == ["runs/booking/rl", "2", "2", "2"]
-    assert cluster.address(config) == "127.0.0.1"
+    assert slurm.settings(config) == ["runs/booking/rl", "2", "2", "2"]
+    assert slurm.address(config) == "127.0.0.1"
     config.launch.interface = "nothing0"
     with pytest.raises(ConfigError, match=r"launch\.interface=nothing0"):
-        cluster.address(config)
+        slurm.address(config)
 
 
 @pytest.fixture
@@ -149,4 +149,4 @@ def test_ray_is_waited_for(ray_head: str) -> None:
 
 def test_a_head_that_does_not_come() -> None:
     with pytest.raises(RunStopped, match=r"head does not answer at 127\.0\.0\.1:\d+ after 0\.1 s"):
-        cluster.wait(f"127.0.0.1:{free_port()}", 0.1, ["a"])
+        slurm.wait(f"127.0.0.1:{free_port()}", 0.1, ["a"])

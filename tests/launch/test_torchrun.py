@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_collab import preemption
-from megatron_collab.processes import EXIT_PREEMPTED, EXIT_STOPPED
+from megatron_collab.runtime import preemption
+from megatron_collab.runtime.process import EXIT_PREEMPTED, EXIT_STOPPED
 
 TIMEOUT = 120
 # Rank 0 has a process like any server; it waits for the signal, rank 1 for rank 0.
@@ -53,7 +53,7 @@ os.kill(os.getpid(), -code) if code < 0 else sys.exit(code)
 def agent(script: str, folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """Two ranks of `script`; started with the signal blocked, as `env --block-signal=USR1` does."""
     (folder / "rank.py").write_text(script)
-    command = [sys.executable, "-m", "megatron_collab.agent", "--standalone", "--nproc-per-node=2"]
+    command = [sys.executable, "-m", "megatron_collab.launch.torchrun", "--standalone", "--nproc-per-node=2"]
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {preemption.SIGNAL})
     try:
         process = subprocess.Popen([*command, str(folder / "rank.py"), *arguments], stderr=subprocess.PIPE, text=True)

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from megatron_collab import device, layout, layout_checks
 from megatron_collab.config import Config, ConfigError
-from megatron_collab.publish.hf_config import ModelShape
+from megatron_collab.launch import validate_layout
+from megatron_collab.models import parallel_layout
+from megatron_collab.models.hf_config import ModelShape
+from megatron_collab.runtime import device
 from tests.helpers import configured
 
 DENSE = {
@@ -47,10 +49,10 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> None:
 def refused(settings: dict[str, Any], shape: dict[str, Any] | None = None) -> str:
     config = configure(settings)
     with pytest.raises(ConfigError) as error:
-        layout_checks.check(config)
-        layout_checks.check_machine(config)
+        validate_layout.check(config)
+        validate_layout.check_machine(config)
         if shape:
-            layout_checks.check_shape(config, ModelShape.from_hf(shape))
+            validate_layout.check_shape(config, ModelShape.from_hf(shape))
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -116,7 +118,7 @@ def test_recipes_of_fp8_need_their_devices(
     monkeypatch.setattr(device, "capability", lambda: capability)
     settings = {"model.fp8": "hybrid", "model.fp8_recipe": recipe}
     if allowed:
-        layout_checks.check_machine(configure(settings))
+        validate_layout.check_machine(configure(settings))
         return
     line = refused(settings)
     assert line.startswith(f"model.fp8_recipe={recipe}: needs a device of compute capability")
@@ -200,9 +202,9 @@ def test_what_does_not_suit_the_model(engine: None, settings: dict[str, Any], sh
 )
 def test_what_works_is_let_through(engine: None, settings: dict[str, Any], shape: dict[str, Any]) -> None:
     config = configure(settings)
-    layout_checks.check(config)
-    layout_checks.check_machine(config)
-    layout_checks.check_shape(config, ModelShape.from_hf(shape))
+    validate_layout.check(config)
+    validate_layout.check_machine(config)
+    validate_layout.check_shape(config, ModelShape.from_hf(shape))
 
 
 @pytest.mark.parametrize(
@@ -219,4 +221,4 @@ def test_what_works_is_let_through(engine: None, settings: dict[str, Any], shape
     ids=str,
 )
 def test_lengths_are_multiples_of(settings: dict[str, Any], expected: tuple[int, int]) -> None:
-    assert layout.alignment(configure(settings)) == expected
+    assert parallel_layout.alignment(configure(settings)) == expected

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from megatron_collab import checks, device, server_checks
 from megatron_collab.config import Config, ConfigError
-from megatron_collab.publish.hf_config import ModelShape
+from megatron_collab.launch import validate, validate_servers
+from megatron_collab.models.hf_config import ModelShape
+from megatron_collab.runtime import device
 
 DENSE = {
     "model_type": "qwen3",
@@ -72,79 +73,79 @@ def refused(check: Any, config: Config, *shape: ModelShape) -> str:
 
 
 def test_colocated_servers_fit_the_gpus_of_the_node(machine: Machine) -> None:
-    server_checks.check_machine(configure(nproc=8, replicas=4, tp=2))
-    said = refused(server_checks.check_machine, configure(nproc=8, replicas=5, tp=2))
+    validate_servers.check_machine(configure(nproc=8, replicas=4, tp=2))
+    said = refused(validate_servers.check_machine, configure(nproc=8, replicas=5, tp=2))
     assert said.startswith("rollout.server.replicas=5 x rollout.server.tp=2: needs more than the 8 GPUs")
 
 
 def test_servers_of_their_own_need_gpus_beside_the_trainer(machine: Machine) -> None:
-    server_checks.check_machine(configure(nproc=4, replicas=2, tp=2, colocated=False))
-    said = refused(server_checks.check_machine, configure(nproc=5, replicas=2, tp=2, colocated=False))
+    validate_servers.check_machine(configure(nproc=4, replicas=2, tp=2, colocated=False))
+    said = refused(validate_servers.check_machine, configure(nproc=5, replicas=2, tp=2, colocated=False))
     assert "beside launch.nproc_per_node=5, more than the 8 of this node" in said
 
 
 def test_gpus_are_counted_on_a_node(machine: Machine) -> None:
     config = configure(nproc=4, replicas=6, tp=2, colocated=False)
-    assert "more than the 8 of this node" in refused(server_checks.check_machine, config)
+    assert "more than the 8 of this node" in refused(validate_servers.check_machine, config)
     config.launch.nodes = 3
-    server_checks.check_machine(config)
-    server_checks.check(config)
+    validate_servers.check_machine(config)
+    validate_servers.check(config)
     config.launch.nodes = 4
-    said = refused(server_checks.check, config)
+    said = refused(validate_servers.check, config)
     assert said.startswith("rollout.server.replicas=6: is no multiple of launch.nodes=4")
 
 
 def test_colocated_servers_on_gpus_need_the_memory_saver(machine: Machine) -> None:
     machine.saver = False
-    said = refused(server_checks.check_machine, configure())
+    said = refused(validate_servers.check_machine, configure())
     assert "needs torch-memory-saver (not installed)" in said and "set rollout.server.colocated=false" in said
-    server_checks.check_machine(configure(colocated=False))
+    validate_servers.check_machine(configure(colocated=False))
     machine.gpus = 0
-    server_checks.check_machine(configure())
+    validate_servers.check_machine(configure())
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_colocated_servers_on_gpus_get_no_weights_over_the_network(machine: Machine, nodes: int) -> None:
     config = configure()
     config.publish.transport, config.launch.nodes = "network", nodes
-    said = refused(server_checks.check_machine, config)
+    said = refused(validate_servers.check_machine, config)
     assert said.startswith("publish.transport=network: ") and "set publish.transport=auto" in said
     config.rollout.server.colocated = False
-    server_checks.check_machine(config)
+    validate_servers.check_machine(config)
     for transport in ("auto", "memory", "disk"):
         config.rollout.server.colocated, config.publish.transport = True, transport
-        server_checks.check_machine(config)
+        validate_servers.check_machine(config)
     config.publish.transport, machine.gpus = "network", 0
-    server_checks.check_machine(config)
+    validate_servers.check_machine(config)
 
 
 def test_memory_on_several_nodes_is_for_colocated_servers() -> None:
     config = configure(colocated=False, replicas=2)
     config.publish.transport = "memory"
-    server_checks.check(config)
+    validate_servers.check(config)
     config.launch.nodes = 2
-    assert refused(server_checks.check, config).startswith("publish.transport=memory: on launch.nodes=2 ")
+    assert refused(validate_servers.check, config).startswith("publish.transport=memory: on launch.nodes=2 ")
     config.rollout.server.colocated = True
-    server_checks.check(config)
+    validate_servers.check(config)
 
 
 def test_colocated_servers_on_several_nodes_fit_the_devices_of_the_trainer() -> None:
     config = configure(nproc=4, replicas=4, tp=2)
     config.launch.nodes = 2
-    server_checks.check(config)
+    validate_servers.check(config)
     config.rollout.server.tp = 4
-    said = refused(server_checks.check, config)
+    said = refused(validate_servers.check, config)
     assert said.startswith(
         "rollout.server.replicas=4 x rollout.server.tp=4 / launch.nodes=2: needs 8 devices of a node"
     )
     config.rollout.server.colocated = False
-    server_checks.check(config)
+    validate_servers.check(config)
 
 
 def test_colocated_servers_on_gpus_do_not_size_their_own_cache(machine: Machine) -> None:
-    said = refused(server_checks.check_machine, configure(max_total_tokens=None))
+    said = refused(validate_servers.check_machine, configure(max_total_tokens=None))
     assert said.startswith("rollout.server.max_total_tokens: not set")
-    server_checks.check_machine(configure(max_total_tokens=None, colocated=False))
+    validate_servers.check_machine(configure(max_total_tokens=None, colocated=False))
 
 
 @pytest.mark.parametrize(
@@ -154,9 +155,9 @@ def test_colocated_servers_on_gpus_do_not_size_their_own_cache(machine: Machine)
 def test_fp8_needs_a_device_that_multiplies_it(
     machine: Machine, gpus: int, capability: tuple[int, int] | None, said: str
 ) -> None:
-    server_checks.check_machine(configure(fp8=True))
+    validate_servers.check_machine(configure(fp8=True))
     machine.gpus, machine.capability = gpus, capability
-    line = refused(server_checks.check_machine, configure(fp8=True))
+    line = refused(validate_servers.check_machine, configure(fp8=True))
     assert (
         line.startswith("rollout.server.fp8=true: needs GPUs of compute capability 8.9 to below 10.0") and said in line
     )
@@ -166,16 +167,16 @@ def test_gpus_matter_only_where_servers_run(machine: Machine) -> None:
     config = configure(replicas=9, fp8=True)
     config.train.stage = "sft"
     machine.capability = (8, 0)
-    server_checks.check_machine(config)
+    validate_servers.check_machine(config)
 
 
 def test_fp8_needs_bfloat16_and_a_transport_that_quantises() -> None:
     config = configure(fp8=True)
-    server_checks.check(config)
+    validate_servers.check(config)
     config.publish.transport = "disk"
-    assert refused(server_checks.check, config).startswith("publish.transport=disk: ")
+    assert refused(validate_servers.check, config).startswith("publish.transport=disk: ")
     config.publish.transport, config.model.dtype = "auto", "float32"
-    assert "needs model.dtype=bfloat16, not float32" in refused(server_checks.check, config)
+    assert "needs model.dtype=bfloat16, not float32" in refused(validate_servers.check, config)
 
 
 @pytest.mark.parametrize(
@@ -193,12 +194,12 @@ def test_fp8_needs_bfloat16_and_a_transport_that_quantises() -> None:
     ],
 )
 def test_a_model_that_cannot_be_cut_like_that(model: dict[str, Any], settings: dict[str, Any], said: str) -> None:
-    assert said in refused(server_checks.check_shape, configure(**settings), ModelShape.from_hf(model))
+    assert said in refused(validate_servers.check_shape, configure(**settings), ModelShape.from_hf(model))
 
 
 def test_models_that_can_be_cut() -> None:
-    server_checks.check_shape(configure(tp=2, fp8=True), ModelShape.from_hf(WIDE))
-    server_checks.check_shape(configure(tp=2, ep=2, fp8=True), ModelShape.from_hf(EXPERTS | {"head_dim": 128}))
+    validate_servers.check_shape(configure(tp=2, fp8=True), ModelShape.from_hf(WIDE))
+    validate_servers.check_shape(configure(tp=2, ep=2, fp8=True), ModelShape.from_hf(EXPERTS | {"head_dim": 128}))
 
 
 def test_a_supervised_run_has_no_server_to_fit(tmp_path: Path) -> None:
@@ -206,6 +207,6 @@ def test_a_supervised_run_has_no_server_to_fit(tmp_path: Path) -> None:
     config = configure()
     config.model.path = str(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(EXPERTS | {"mlp_only_layers": [0], "hidden_size": 64}))
-    assert "layer 0 has no experts" in refused(checks.check_model, config)
+    assert "layer 0 has no experts" in refused(validate.check_model, config)
     config.train.stage = "sft"
-    assert checks.check_model(config).experts is not None
+    assert validate.check_model(config).experts is not None

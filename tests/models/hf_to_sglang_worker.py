@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
-from megatron_collab.sglang_cpu import parts
+from megatron_collab.inference.cpu import parts
 
 parts.install()
 
@@ -28,9 +28,9 @@ from sglang.srt.models import llama, qwen2, qwen3, qwen3_moe
 from sglang.srt.server_args import ServerArgs
 from transformers import AutoConfig
 
-from megatron_collab.publish import hf_map, server_map
-from megatron_collab.publish.hf_config import ModelShape
-from megatron_collab.publish.server_map import Parameter, ServerLayout
+from megatron_collab.models import hf_to_megatron, hf_to_sglang
+from megatron_collab.models.hf_config import ModelShape
+from megatron_collab.models.hf_to_sglang import Parameter, ServerLayout
 
 MODELS = {
     "llama": llama.LlamaForCausalLM,
@@ -72,7 +72,7 @@ def ranked(folder: Path, layout: ServerLayout, rank: int) -> Iterator[None]:
 def numbered(shape: ModelShape) -> dict[str, torch.Tensor]:
     """The tensors of a checkpoint, every element a number of its own."""
     found, start = {}, 1
-    for name, sides in hf_map.hf_shapes(shape).items():
+    for name, sides in hf_to_megatron.hf_shapes(shape).items():
         count = torch.Size(sides).numel()
         found[name] = torch.arange(start, start + count, dtype=torch.float32).view(sides)
         start += count
@@ -84,7 +84,7 @@ def compare(hf: dict[str, Any], layout: ServerLayout, folder: Path) -> None:
     shape = ModelShape.from_hf(hf)
     quantisation = Fp8Config(True, "dynamic", weight_block_size=[128, 128]) if layout.fp8 else None
     for rank in range(layout.tp):
-        wanted = {parameter.name: parameter for parameter in server_map.table(shape, layout, rank)}
+        wanted = {parameter.name: parameter for parameter in hf_to_sglang.table(shape, layout, rank)}
         with ranked(folder, layout, rank), torch.no_grad():
             model = MODELS[hf["model_type"]](AutoConfig.from_pretrained(folder), quantisation)
             held = dict(model.named_parameters())
@@ -99,7 +99,7 @@ def compare(hf: dict[str, Any], layout: ServerLayout, folder: Path) -> None:
 
 
 def check_fp8(wanted: dict[str, Parameter], held: dict[str, torch.Tensor], scales: dict[str, torch.Tensor]) -> None:
-    from megatron_collab.publish import fp8
+    from megatron_collab.weight_sync import fp8
 
     quantised = {name: parameter for name, parameter in wanted.items() if parameter.quantised}
     assert {name for name, value in held.items() if value.dtype is torch.float8_e4m3fn} == quantised.keys()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_collab.publish.hf_config import Experts, Linear, Llama3, ModelShape, Rope, Yarn, read
+from megatron_collab.models.hf_config import Experts, Linear, Llama3, ModelShape, Rope, Yarn, read
 
 LLAMA = {
     "model_type": "llama",

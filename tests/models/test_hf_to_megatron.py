@@ -8,9 +8,9 @@ from itertools import product
 
 import pytest
 
-from megatron_collab.publish import hf_map
-from megatron_collab.publish.hf_config import FAMILIES
-from megatron_collab.publish.hf_map import Cut, Index, ModelShape, Place
+from megatron_collab.models import hf_to_megatron
+from megatron_collab.models.hf_config import FAMILIES
+from megatron_collab.models.hf_to_megatron import Cut, Index, ModelShape, Place
 
 LLAMA = {
     "model_type": "llama",
@@ -57,11 +57,11 @@ def test_every_element_is_exported_once_and_every_shard_is_filled(seed: int) -> 
     tp = rng.choice([1, 2, 3, 4])
     shape = random_shape(rng, tp)
     exported: Counter[tuple[str, tuple[int, ...]]] = Counter()
-    for entry in hf_map.table(shape):
-        shard = hf_map.shard_shape(entry, tp)
+    for entry in hf_to_megatron.table(shape):
+        shard = hf_to_megatron.shard_shape(entry, tp)
         for rank in range(tp):
             filled: Counter[tuple[int, ...]] = Counter()
-            for piece in hf_map.pieces(entry, shape, tp, rank):
+            for piece in hf_to_megatron.pieces(entry, shape, tp, rank):
                 source, target = cells(piece.hf_index), cells(piece.shard_index)
                 assert len(source) == len(target)
                 filled.update(target)
@@ -72,30 +72,32 @@ def test_every_element_is_exported_once_and_every_shard_is_filled(seed: int) -> 
                 expected = {cell for cell in expected if rank * shard[0] + cell[0] < shape.vocab}
             assert filled == Counter(expected), (entry.megatron, rank)
     expected_cells = {
-        (name, cell) for name, hf in hf_map.hf_shapes(shape).items() for cell in product(*(range(n) for n in hf))
+        (name, cell)
+        for name, hf in hf_to_megatron.hf_shapes(shape).items()
+        for cell in product(*(range(n) for n in hf))
     }
     assert exported == Counter(expected_cells)
 
 
 def test_query_groups_stay_together() -> None:
     shape = ModelShape.from_hf(LLAMA)  # 4 heads of 2 rows, 2 key/value heads
-    qkv = next(entry for entry in hf_map.table(shape) if entry.megatron.endswith("linear_qkv.weight"))
-    rows = [(piece.hf.split(".")[-2], piece.hf_index[0].start) for piece in hf_map.pieces(qkv, shape, 1, 0)]
+    qkv = next(entry for entry in hf_to_megatron.table(shape) if entry.megatron.endswith("linear_qkv.weight"))
+    rows = [(piece.hf.split(".")[-2], piece.hf_index[0].start) for piece in hf_to_megatron.pieces(qkv, shape, 1, 0)]
     assert rows == [("q_proj", 0), ("k_proj", 0), ("v_proj", 0), ("q_proj", 4), ("k_proj", 2), ("v_proj", 2)]
-    assert [piece.hf_index[0].start for piece in hf_map.pieces(qkv, shape, 2, 1)] == [4, 2, 2]
+    assert [piece.hf_index[0].start for piece in hf_to_megatron.pieces(qkv, shape, 2, 1)] == [4, 2, 2]
 
 
 def test_tied_output_layer_is_loaded_but_not_exported() -> None:
     shape = ModelShape.from_hf(LLAMA | {"tie_word_embeddings": True})
-    output = hf_map.table(shape)[-1]
+    output = hf_to_megatron.table(shape)[-1]
     assert output.hf == ("model.embed_tokens.weight",)
     assert not Place().writes(output)
-    assert "lm_head.weight" not in hf_map.hf_shapes(shape)
+    assert "lm_head.weight" not in hf_to_megatron.hf_shapes(shape)
 
 
 def test_experts_are_whole_and_have_a_router() -> None:
     experts = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 5, "mlp_only_layers": [0]}
-    table = hf_map.table(ModelShape.from_hf(LLAMA | {"model_type": "qwen3_moe", **experts}))
+    table = hf_to_megatron.table(ModelShape.from_hf(LLAMA | {"model_type": "qwen3_moe", **experts}))
     entries = {entry.megatron: entry for entry in table}
     assert (
         "decoder.layers.0.mlp.linear_fc1.weight" in entries and "decoder.layers.1.mlp.linear_fc1.weight" not in entries
@@ -103,12 +105,12 @@ def test_experts_are_whole_and_have_a_router() -> None:
     assert entries["decoder.layers.1.mlp.router.weight"].hf == ("model.layers.1.mlp.gate.weight",)
     up = entries["decoder.layers.1.mlp.experts.2.linear_fc1.weight"]
     assert up.hf == tuple(f"model.layers.1.mlp.experts.2.{x}_proj.weight" for x in ("gate", "up"))
-    assert hf_map.shard_shape(up, 2) == (10, 8)
+    assert hf_to_megatron.shard_shape(up, 2) == (10, 8)
     assert sum(entry.expert for entry in table) == 2 * 3
 
 
 def test_a_size_that_tp_does_not_divide_is_refused() -> None:
     shape = ModelShape.from_hf(LLAMA)
-    qkv = next(entry for entry in hf_map.table(shape) if entry.megatron.endswith("linear_qkv.weight"))
+    qkv = next(entry for entry in hf_to_megatron.table(shape) if entry.megatron.endswith("linear_qkv.weight"))
     with pytest.raises(ValueError, match=r"parallel\.tp"):
-        hf_map.pieces(qkv, shape, 4, 0)
+        hf_to_megatron.pieces(qkv, shape, 4, 0)

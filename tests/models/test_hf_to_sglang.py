@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from megatron_collab.publish import server_map
-from megatron_collab.publish.hf_config import ModelShape
-from megatron_collab.publish.server_map import ServerLayout
+from megatron_collab.models import hf_to_sglang
+from megatron_collab.models.hf_config import ModelShape
+from megatron_collab.models.hf_to_sglang import ServerLayout
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -71,7 +71,7 @@ CASES = [
 def test_ranks_hold_what_sglangs_models_hold(tmp_path: Path) -> None:
     """Names, shapes, dtypes, and after SGLang has loaded a checkpoint every element, on each rank."""
     cases = json.dumps([{"hf": hf, "server": server} for hf, server in CASES])
-    command = [sys.executable, "-m", "tests.publish.server_map_worker", cases, str(tmp_path)]
+    command = [sys.executable, "-m", "tests.models.hf_to_sglang_worker", cases, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("as SGLang has it") == len(CASES)
@@ -97,10 +97,10 @@ def test_ranks_hold_what_sglangs_models_hold(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_server_cannot_hold_is_said(hf: dict[str, Any], server: dict[str, int], said: str) -> None:
-    fault = server_map.fault(ModelShape.from_hf(hf), ServerLayout(**server))
+    fault = hf_to_sglang.fault(ModelShape.from_hf(hf), ServerLayout(**server))
     assert fault is not None and said in fault and "\n" not in fault
 
 
 def test_a_server_that_can_has_no_fault() -> None:
     for hf, server in CASES:
-        assert server_map.fault(ModelShape.from_hf(hf), ServerLayout(**server)) is None
+        assert hf_to_sglang.fault(ModelShape.from_hf(hf), ServerLayout(**server)) is None

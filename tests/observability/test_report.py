@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_collab.observe import report
+from megatron_collab.observability import report
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "report.py"
 

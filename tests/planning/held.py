@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron_collab.actor import megatron_config
-from megatron_collab.actor import model as policies
-from megatron_collab.actor.critic import _with_value_head
-from megatron_collab.actor.model import unwrap
-from megatron_collab.actor.share import make_share
-from megatron_collab.actor.trainable import Trainable
 from megatron_collab.config import Config
-from megatron_collab.publish.hf_map import ModelShape
+from megatron_collab.models.hf_to_megatron import ModelShape
+from megatron_collab.trainer.critic import _with_value_head
+from megatron_collab.trainer.megatron import config as megatron_config
+from megatron_collab.trainer.megatron import model as policies
+from megatron_collab.trainer.megatron.model import unwrap
+from megatron_collab.trainer.microbatches import make_share
+from megatron_collab.trainer.network import Trainable
 
 
 class Holder:

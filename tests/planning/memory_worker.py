@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron_collab.config import Config
-from tests.actor.ranks import make_config, process_group
+from tests.ranks import make_config, process_group
 
 MOE = {
     "model_type": "qwen3_moe",
@@ -47,7 +47,7 @@ def layout(settings: Mapping[str, object]) -> Config:
 
 
 def main(folder: Path) -> None:
-    from tests.actor.held import held
+    from tests.planning.held import held
 
     for name, (settings, hf) in LAYOUTS.items():
         config = layout(settings)

@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_collab import memory
-from megatron_collab.actor import logprob
-from megatron_collab.actor.activations import in_flight
-from megatron_collab.actor.objective import Head
 from megatron_collab.config import CONF, Config, parse
-from megatron_collab.publish.hf_config import ModelShape
-from tests.actor.held import held
-from tests.actor.memory_worker import LAYOUTS, MOE, layout
-from tests.actor.ranks import run_ranks
+from megatron_collab.models.hf_config import ModelShape
+from megatron_collab.planning import memory
+from megatron_collab.planning.activations import in_flight
+from megatron_collab.trainer import logprobs
+from megatron_collab.trainer.objectives import Head
+from tests.planning.held import held
+from tests.planning.memory_worker import LAYOUTS, MOE, layout
+from tests.ranks import run_ranks
 
 DENSE = {name: value for name, value in MOE.items() if "expert" not in name}
 SHAPES = {
@@ -61,7 +61,7 @@ def test_a_critic_trains_no_output_layer(one_rank: Config) -> None:
 
 def test_the_head(one_rank: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     """The most that the allocator gave out from the hidden states to their gradient."""
-    monkeypatch.setattr(logprob, "TILE", {"cpu": 1 << 14, "cuda": 1 << 14})
+    monkeypatch.setattr(logprobs, "TILE", {"cpu": 1 << 14, "cuda": 1 << 14})
     shape, tokens = ModelShape.from_hf(SHAPES["qwen3"]), 1024
     weight = torch.randn(shape.vocab, shape.hidden, requires_grad=True)
     weight.main_grad = torch.zeros_like(weight)
@@ -77,7 +77,7 @@ def test_the_head(one_rank: Config, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ranks(tmp_path: Path) -> None:
     """Each rank of every layout, among them pipelines with several micro-batches under way."""
-    run_ranks("memory_worker", ranks=2, arguments=[str(tmp_path)], groups=len(LAYOUTS))
+    run_ranks("tests.planning.memory_worker", ranks=2, arguments=[str(tmp_path)], groups=len(LAYOUTS))
     for name, (settings, hf) in LAYOUTS.items():
         config = layout(settings)
         for rank in range(2):

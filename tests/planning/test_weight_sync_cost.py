@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from megatron_collab.config import CONF, parse
-from megatron_collab.publish import hf_config, plan
-from megatron_collab.publish.cost import Cost, Cut, Link, cost
+from megatron_collab.models import hf_config
+from megatron_collab.planning.weight_sync_cost import Cost, Cut, Link, cost
+from megatron_collab.weight_sync import plan
 
 SPEEDS = {Link.MEMORY: 1000e9, Link.NODE: 100e9, Link.NETWORK: 10e9}
 BYTES = 2 * 8.03026e9  # of Llama 3.1 8B in bfloat16

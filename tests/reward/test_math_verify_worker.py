@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron_collab.reward import checker as checkers
-from megatron_collab.reward.checker import Checker, Verdict
+from megatron_collab.reward import math_verify_worker as checkers
+from megatron_collab.reward.math_verify_worker import Checker, Verdict
 from megatron_collab.types import Missing
 
 HOPELESS = r"\boxed{9^{9^{9^{9}}}}"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_collab.data.worlds import booking
+from megatron_collab.environments import booking
 from megatron_collab.reward import metrics
 from megatron_collab.types import Conversation, Message, Score, Task
 from tests.reward.fakes import about, play

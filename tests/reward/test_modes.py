@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from megatron_collab.reward.mr import turn_reward
+from megatron_collab.reward.multiturn import turn_reward
 from megatron_collab.types import Missing, Score
 
 DOWN = Missing("judge is down")

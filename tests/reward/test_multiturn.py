@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from megatron_collab.reward.mr import turn_reward
+from megatron_collab.reward.multiturn import turn_reward
 from megatron_collab.types import Missing
 
 DOWN = Missing("judge is down")

@@ -11,10 +11,10 @@ import pytest
 import torch
 from aiohttp import web
 
+from megatron_collab.inference.cpu import parts
+from megatron_collab.inference.sglang import SGLangServer
 from megatron_collab.reward import model as reward_model
 from megatron_collab.reward.metrics.reward_model import KEY_VARIABLE
-from megatron_collab.rollout.sglang import SGLangServer
-from megatron_collab.sglang_cpu import parts
 from megatron_collab.types import Message, Missing, Score
 from tests.conftest import serving_config
 from tests.helpers import byte_level_tokenizer

@@ -20,10 +20,11 @@ from ray.exceptions import RayActorError
 from megatron_collab.config import Config, LlmConfig, RewardConfig, RunConfig
 from megatron_collab.llm import limiter
 from megatron_collab.llm.limiter import BudgetSpent
-from megatron_collab.processes import RunStopped
-from megatron_collab.reward import loop, metrics
-from megatron_collab.reward.loop import Job, RewardClient, RewardWorker, Scores, chunks, ray_session, start_actor
+from megatron_collab.reward import metrics
+from megatron_collab.reward import workers as loop
 from megatron_collab.reward.metrics import Metric, NoOptions
+from megatron_collab.reward.workers import Job, RewardClient, RewardWorker, Scores, chunks, ray_session, start_actor
+from megatron_collab.runtime.process import RunStopped
 from megatron_collab.types import Conversation, Ending, Finish, Message, Missing, Score, Task, Turn
 
 TASK = Task("t", (Message("user", "hi"),), "goal", "answer", "testing")

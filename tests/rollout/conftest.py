@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron_collab.rollout import ahead
+from megatron_collab.rollout import scheduler
 from tests.rollout.simulated import FakeRay, World
 
 
 @pytest.fixture
 def fake_ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     fake = FakeRay()
-    monkeypatch.setattr(ahead, "ray", fake)
+    monkeypatch.setattr(scheduler, "ray", fake)
     return fake
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_collab.config import Config
-from megatron_collab.rollout.collector import Collector
-from megatron_collab.rollout.worker import Crew
+from megatron_collab.rollout.manager import Collector
+from megatron_collab.rollout.workers import Crew
 from megatron_collab.types import (
     Batch,
     Conversation,

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from megatron_collab.rollout.sampler import Place, Sampler, seed_of
-from megatron_collab.rollout.sglang import EngineError
+from megatron_collab.inference.sglang import EngineError
+from megatron_collab.rollout.conversation import Place, Sampler, seed_of
 from megatron_collab.rollout.users import UserError, UserReply
 from megatron_collab.types import Conversation, Ending, Finish, Message, Task, Turn
 from tests.rollout.fakes import STOP, CharacterRenderer, FakePolicy, FakeUsers, config, decode, encode

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_collab.processes import RunStopped
-from megatron_collab.rollout.collector import TooManyMissing
+from megatron_collab.rollout.manager import TooManyMissing
+from megatron_collab.runtime.process import RunStopped
 from megatron_collab.types import Missing, Score
 from tests.rollout.simulated import DIFFERENT, EQUAL, LOST, PROMPTS, World
 

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_collab import preemption, types
-from megatron_collab.processes import Preempted
+from megatron_collab import types
 from megatron_collab.rollout.journal import Journal, entries
 from megatron_collab.rollout.lineage import Lineage
+from megatron_collab.runtime import preemption
+from megatron_collab.runtime.process import Preempted
 from megatron_collab.types import Batch, Ending, Group, Message, Missing, Task
 from tests.rollout.simulated import DIFFERENT, EQUAL, PROMPTS, World, rollout
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron_collab.rollout.collector import TooManyMissing, refuse_missing
+from megatron_collab.rollout.manager import TooManyMissing, refuse_missing
 from megatron_collab.rollout.summary import summary
 from megatron_collab.types import (
     Conversation,

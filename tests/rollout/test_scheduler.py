@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from megatron_collab.processes import RunStopped
-from megatron_collab.rollout import ahead
-from megatron_collab.rollout.ahead import Slot, window
+from megatron_collab.rollout import scheduler as ahead
+from megatron_collab.rollout.scheduler import Slot, window
+from megatron_collab.runtime.process import RunStopped
 from megatron_collab.types import Ending, Group, Missing, Task
-from tests.actor.ranks import run_ranks
+from tests.ranks import run_ranks
 from tests.rollout.simulated import DIFFERENT, EQUAL, PROMPTS, FakeRay, World, rollout
 
 STEPS = 5
@@ -300,7 +300,7 @@ def test_an_evaluation_survives_an_outage_too(world: Maker) -> None:
 
 
 def test_all_ranks_revive_the_servers_and_have_the_batch(tmp_path: Path) -> None:
-    run_ranks("collector_worker", 2, [str(tmp_path)])
+    run_ranks("tests.trainer.collector_worker", 2, [str(tmp_path)])
     found = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
     assert [one.pop("asked") for one in found] == [2 * PROMPTS + 1, 0]
     assert found[0] == found[1]

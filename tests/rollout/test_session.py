@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from megatron_collab.config import Config
-from megatron_collab.processes import RunStopped
-from megatron_collab.publish.publisher import PublishError
-from megatron_collab.rollout.engine import Engine
-from megatron_collab.rollout.fleet import Fleet
-from megatron_collab.rollout.sglang import ServerError
-from tests.actor.ranks import run_ranks
+from megatron_collab.inference.pool import Fleet
+from megatron_collab.inference.sglang import ServerError
+from megatron_collab.rollout.session import Engine
+from megatron_collab.runtime.process import RunStopped
+from megatron_collab.weight_sync.sync import PublishError
+from tests.ranks import run_ranks
 from tests.rollout.recorder import Recorded
 
 RELEASE = [
@@ -342,6 +342,6 @@ def test_the_first_start_of_a_server_is_not_tried_twice(stage: Callable[..., Sta
 
 def test_all_ranks_stop_where_a_server_cannot_be_kept_alive(tmp_path: Path) -> None:
     """Rank 0 waits for servers a look at a time, and the other rank is told each time what it saw."""
-    run_ranks("engine_worker", 2, [str(tmp_path)])
+    run_ranks("tests.trainer.engine_worker", 2, [str(tmp_path)])
     raised = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
     assert all("server 0 failed after 3 new starts too" in reason for reason in raised)

@@ -21,18 +21,18 @@ import pytest
 import ray
 
 from megatron_collab.config import Config, RunConfig
-from megatron_collab.data.prompts import ChatRenderer
-from megatron_collab.data.worlds import booking, tiny
+from megatron_collab.data.chat_template import ChatRenderer
+from megatron_collab.environments import booking, tiny_model
+from megatron_collab.inference.sglang import EngineError
 from megatron_collab.llm.client import LlmClient
-from megatron_collab.processes import Hung
-from megatron_collab.reward.loop import RewardClient, RewardWorker, ray_session, start_actor
-from megatron_collab.rollout.ahead import Asked, Flight, Slot, answers
+from megatron_collab.reward.workers import RewardClient, RewardWorker, ray_session, start_actor
+from megatron_collab.rollout.group import Player
 from megatron_collab.rollout.journal import Journal
 from megatron_collab.rollout.lineage import Lineage
-from megatron_collab.rollout.player import Player
-from megatron_collab.rollout.sglang import EngineError
+from megatron_collab.rollout.scheduler import Asked, Flight, Slot, answers
 from megatron_collab.rollout.users import Users
-from megatron_collab.rollout.worker import start_crew
+from megatron_collab.rollout.workers import start_crew
+from megatron_collab.runtime.process import Hung
 from megatron_collab.types import Ending, Group, Message, Missing, Task
 from tests.helpers import free_port
 from tests.rollout.fakes import CharacterRenderer, FakePolicy, config
@@ -225,7 +225,7 @@ def server() -> Iterator[str]:
 def test_a_conversation_worker_speaks_to_the_server(
     session: None, options: Config, server: str, tmp_path: Path
 ) -> None:
-    tokenizer = tiny.word_tokenizer(booking.words())
+    tokenizer = tiny_model.word_tokenizer(booking.words())
     tokenizer.save_pretrained(tmp_path)
     renderer = ChatRenderer(str(tmp_path))
     FakeServer.reply_ids = list(renderer.reply("?"))

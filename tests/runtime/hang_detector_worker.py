@@ -1,4 +1,4 @@
-"""The ranks of tests/test_alarm.py: `alarm_worker.py FOLDER` forks those of all cases, which run at the same time.
+"""The ranks of tests/runtime/test_hang_detector.py: `… FOLDER` forks those of all cases, which run side by side.
 
 What rank N of a case says is in FOLDER/CASE/said-N.txt, the exit codes in FOLDER/CASE/codes.json.
 """
@@ -18,10 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_collab import alarm, watch
-from megatron_collab.actor.checkpoint import Checkpoints
+from megatron_collab.checkpoint.checkpointer import Checkpoints
 from megatron_collab.config import Config
-from megatron_collab.rollout.leader import from_leader
+from megatron_collab.runtime import hang_detector, heartbeat
+from megatron_collab.runtime.rank0 import from_leader
 from tests.helpers import free_port
 
 TIMEOUT = 3.0  # launch.timeout
@@ -31,7 +31,7 @@ PATIENCE = 120.0  # seconds until what has not ended never will
 
 def skip(rank: int, folder: Path) -> None:
     """Rank 1 goes on to something else where rank 0 waits for it."""
-    watch.at("rollouts" if rank else "update")
+    heartbeat.at("rollouts" if rank else "update")
     if rank:
         from_leader(lambda: None)
     else:
@@ -51,7 +51,7 @@ def slow(rank: int, folder: Path) -> None:
     """Rank 1 takes longer than launch.timeout, and moves; rank 0 waits for it."""
     for _ in range(int(2 * TIMEOUT / BEAT) if rank else 0):
         time.sleep(BEAT)
-        watch.beat()
+        heartbeat.beat()
     dist.barrier()
 
 
@@ -71,8 +71,8 @@ def run(case: Callable[[int, Path], None], rank: int, folder: Path) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     config = Config()
     config.run.dir, config.launch.timeout = str(folder), TIMEOUT
-    dist.init_process_group("gloo", timeout=alarm.collective_timeout(TIMEOUT))
-    with alarm.armed(config):
+    dist.init_process_group("gloo", timeout=hang_detector.collective_timeout(TIMEOUT))
+    with hang_detector.armed(config):
         case(rank, folder)
         dist.barrier()
 

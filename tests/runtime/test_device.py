@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_collab import device
+from megatron_collab.runtime import device
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +115,9 @@ def test_without_a_device_there_is_no_capability(monkeypatch: pytest.MonkeyPatch
 
 
 def test_importing_the_module_imports_no_library() -> None:
-    """config.py needs it before any check; torch alone would cost over a second."""
-    code = "import sys, megatron_collab.device; print({'torch', 'ray', 'sglang', 'megatron'} & set(sys.modules))"
+    """config/schema.py needs it before any check; torch alone would cost over a second."""
+    code = (
+        "import sys, megatron_collab.runtime.device; print({'torch', 'ray', 'sglang', 'megatron'} & set(sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

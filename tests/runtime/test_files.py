@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_collab import files
-from megatron_collab.processes import RunStopped
+from megatron_collab.runtime import files
+from megatron_collab.runtime.process import RunStopped
 
 WRITER = """
 import json, sys

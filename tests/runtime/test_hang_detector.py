@@ -11,18 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from megatron_collab.alarm import Account, describe
-from megatron_collab.processes import EXIT_HUNG
+from megatron_collab.runtime.hang_detector import Account, describe
+from megatron_collab.runtime.process import EXIT_HUNG
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What all ranks of all cases of alarm_worker.py left."""
+    """What all ranks of all cases of hang_detector_worker.py left."""
     root = tmp_path_factory.mktemp("alarm")
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.alarm_worker", str(root)]
+    command = [sys.executable, "-m", "tests.runtime.hang_detector_worker", str(root)]
     subprocess.run(command, cwd=REPOSITORY, env=environment, check=True, timeout=240)
     return root
 
@@ -62,7 +62,7 @@ def test_a_rank_that_is_slow_and_moves_is_waited_for(root: Path) -> None:
 def test_a_frozen_file_system_is_a_hang(root: Path) -> None:
     codes, said = ended(root / "frozen")
     assert codes == [EXIT_HUNG], said
-    assert "rank 0: the wait for the last checkpoint to be written, megatron_collab/actor/checkpoint.py:" in said
+    assert "rank 0: the wait for the last checkpoint to be written, megatron_collab/checkpoint/checkpointer.py:" in said
     assert "in write_bytes" in (root / "frozen" / "stacks" / "rank-0.txt").read_text()
 
 

@@ -10,10 +10,10 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from megatron_collab import fabric
 from megatron_collab.config import Config
-from megatron_collab.ports import HOST
-from megatron_collab.processes import RunStopped
+from megatron_collab.runtime import network
+from megatron_collab.runtime.ports import HOST
+from megatron_collab.runtime.process import RunStopped
 from tests.helpers import configured, refused
 
 
@@ -35,10 +35,10 @@ def on(interface: str | None, **launch: object) -> Config:
 
 
 def test_the_address_is_that_of_the_interface(machine: None) -> None:
-    assert fabric.address(on("ib0")) == "10.1.0.7"
-    assert fabric.address(on(None)) == HOST
-    assert fabric.variables(on("ib0")) == {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "=ib0"}
-    assert fabric.variables(on(None)) == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
+    assert network.address(on("ib0")) == "10.1.0.7"
+    assert network.address(on(None)) == HOST
+    assert network.variables(on("ib0")) == {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "=ib0"}
+    assert network.variables(on(None)) == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
 
 
 @pytest.mark.parametrize("interface", ["ib7", "eth1"])
@@ -60,7 +60,7 @@ def test_rank_0_hears_from_every_node(monkeypatch: pytest.MonkeyPatch) -> None:
     def as_rank(rank: int) -> list[str]:
         for name, value in {"RANK": rank, "LOCAL_RANK": rank % 2, "GROUP_RANK": rank // 2}.items():
             monkeypatch.setenv(name, str(value))
-        return fabric.meet(config, store)
+        return network.meet(config, store)
 
     with pytest.raises(
         RunStopped, match=r"the ranks of node 1 have not started after rollout\.server\.start_timeout=0\.5 s"

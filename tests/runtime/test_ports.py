@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_collab import ports
+from megatron_collab.runtime import ports
 from tests.helpers import free_port
 
 

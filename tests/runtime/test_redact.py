@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from megatron_collab.config import Config, ConfigError
-from megatron_collab.keys import check, redact
 from megatron_collab.llm.answer import Field
 from megatron_collab.llm.client import LlmClient, LlmError
-from megatron_collab.observe.run import Run
+from megatron_collab.observability.run import Run
+from megatron_collab.runtime.redact import check, redact
 from megatron_collab.types import Conversation, Ending, Future, Group, Message, Missing, Reward, Rollout, Task
 from tests.helpers import refused
 from tests.llm.endpoint import Endpoint, fails

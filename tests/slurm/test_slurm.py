@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_collab.processes import EXIT_BAD_INPUT, EXIT_STOPPED
+from megatron_collab.runtime.process import EXIT_BAD_INPUT, EXIT_STOPPED
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1800)]
 
@@ -125,7 +125,7 @@ class Job:
         found = set()
         for process in self.processes():
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                if "megatron_collab.sglang_cpu.serve" in process.cmdline():
+                if "megatron_collab.inference.cpu.serve" in process.cmdline():
                     found.add(process.environ()["SLURMD_NODENAME"])
         return found
 

@@ -18,12 +18,12 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_collab.config import RolloutConfig, SamplingConfig
-from megatron_collab.publish import hf_map
-from megatron_collab.rollout.sglang import SGLangClient, SGLangServer
-from tests.actor.convert_worker import FAMILIES, LAYOUTS, TIED
-from tests.actor.ranks import HF, run_ranks
+from megatron_collab.inference.sglang import SGLangClient, SGLangServer
+from megatron_collab.models import hf_to_megatron
+from tests.checkpoint.convert_worker import FAMILIES, LAYOUTS, TIED
 from tests.conftest import serving_config
 from tests.helpers import make_model
+from tests.ranks import HF, run_ranks
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 PROMPT = [[7, 250, 31, 4, 99, 120, 18, 3]]
@@ -48,7 +48,7 @@ def folder(tool: Callable[..., int], tmp_path_factory: pytest.TempPathFactory) -
         assert (
             tool(folder / family / "source", folder / family / "start", "--to-megatron", "--shard-size", "100KB") == 0
         )
-    run_ranks("convert_worker", 2, [str(folder)], groups=len(LAYOUTS))
+    run_ranks("tests.checkpoint.convert_worker", 2, [str(folder)], groups=len(LAYOUTS))
     return folder
 
 
@@ -152,7 +152,7 @@ def test_a_model_larger_than_the_memory_it_takes(tmp_path: Path) -> None:
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text(json.dumps(hf))
     rng = np.random.default_rng(0)
-    shapes = hf_map.hf_shapes(hf_map.ModelShape.from_hf(hf))
+    shapes = hf_to_megatron.hf_shapes(hf_to_megatron.ModelShape.from_hf(hf))
     model = {name: rng.random(shape, dtype=np.float32) for name, shape in shapes.items()}
     size = sum(tensor.nbytes for tensor in model.values())
     assert size > 9 * SHARD

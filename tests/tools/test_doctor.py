@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from megatron_collab.device import Probe, probes
+from megatron_collab.runtime.device import Probe, probes
 
 DOCTOR = Path(__file__).resolve().parents[2] / "tools" / "doctor.py"
 

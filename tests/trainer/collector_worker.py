@@ -1,4 +1,4 @@
-"""A rank of tests/rollout/test_ahead.py: `collector_worker.py FOLDER`. The servers are gone once; rank 0 alone asks."""
+"""A rank of tests/rollout/test_scheduler.py: `collector_worker.py FOLDER`. The servers are gone once."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_collab.rollout import ahead
+from megatron_collab.rollout import scheduler
 from tests.rollout.simulated import DIFFERENT, FakeRay, World
 
 
 def main(folder: Path) -> None:
     os.environ["MASTER_PORT"] = os.environ["PORTS"]
     dist.init_process_group("gloo")
-    ahead.ray = FakeRay()
+    scheduler.ray = FakeRay()
     world = World(folder, lambda task: DIFFERENT, max_staleness=1)
     world.outage, world.broken = 1, {"train-0-3"}
     batch = world.next(0)

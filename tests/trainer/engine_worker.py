@@ -1,4 +1,4 @@
-"""A rank of tests/rollout/test_engine.py: `engine_worker.py FOLDER`. Rank 0's server comes back once, then no more."""
+"""A rank of tests/rollout/test_session.py: `engine_worker.py FOLDER`. Rank 0's server comes back once, then no more."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_collab.processes import RunStopped
-from tests.rollout.test_engine import Stage
+from megatron_collab.runtime.process import RunStopped
+from tests.rollout.test_session import Stage
 
 
 def main(folder: Path) -> None:

@@ -13,14 +13,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_collab import preemption
-from megatron_collab.actor import model as policies
-from megatron_collab.actor.actor import Actor
-from megatron_collab.actor.critic import Critic
 from megatron_collab.config import Config
-from megatron_collab.processes import Preempted, RunStopped
+from megatron_collab.runtime import preemption
+from megatron_collab.runtime.process import Preempted, RunStopped
+from megatron_collab.trainer.critic import Critic
+from megatron_collab.trainer.megatron import model as policies
+from megatron_collab.trainer.trainer import Actor
 from megatron_collab.types import Batch
-from tests.actor.ranks import make_config, make_samples, process_group
+from tests.ranks import make_config, make_samples, process_group
 
 SMALL: dict[str, object] = {"train.tokens_per_micro_batch": 30, "algo.mini_batches": 2}
 CASES: dict[str, dict[str, object]] = {

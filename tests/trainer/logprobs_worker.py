@@ -1,4 +1,4 @@
-"""One rank of test_logprob.py: `logprob_worker FOLDER`; reads FOLDER/input.npz, writes FOLDER/rankN.npz."""
+"""One rank of test_logprob.py: `logprobs_worker FOLDER`; reads FOLDER/input.npz, writes FOLDER/rankN.npz."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_collab.actor.logprob import head_log_probs
-from tests.actor.ranks import make_config, process_group
+from megatron_collab.trainer.logprobs import head_log_probs
+from tests.ranks import make_config, process_group
 
 TEMPERATURES = (1.0, 0.7)
 

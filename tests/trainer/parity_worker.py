@@ -23,9 +23,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-from megatron_collab.actor import model as policies
 from megatron_collab.config import Config
-from tests.actor.ranks import process_group
+from megatron_collab.trainer.megatron import model as policies
+from tests.ranks import process_group
 
 # name: settings of parallel.*; data parallel is what remains of four ranks
 DENSE = {

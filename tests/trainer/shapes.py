@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_collab.publish.hf_config import ModelShape
+from megatron_collab.models.hf_config import ModelShape
 
 QWEN3 = {
     "model_type": "qwen3",

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_collab.actor import model as policies
-from megatron_collab.actor.actor import Actor
-from megatron_collab.actor.critic import Critic
-from megatron_collab.actor.model import unwrap
 from megatron_collab.config import Config
+from megatron_collab.trainer.critic import Critic
+from megatron_collab.trainer.megatron import model as policies
+from megatron_collab.trainer.megatron.model import unwrap
+from megatron_collab.trainer.trainer import Actor
 from megatron_collab.types import Batch
-from tests.actor.ranks import hidden_states, make_config, make_model, make_samples
+from tests.ranks import hidden_states, make_config, make_model, make_samples
 
 SAMPLES = make_samples(6, seed=3)
 COLUMNS = {name: [getattr(sample, name) for sample in SAMPLES] for name in ("token_ids", "loss_mask")}

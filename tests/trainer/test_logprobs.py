@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_collab.actor import logprob
-from megatron_collab.actor import model as policies
-from megatron_collab.actor.logprob import head_log_probs
 from megatron_collab.config import Config
-from tests.actor.logprob_worker import TEMPERATURES, compute
-from tests.actor.ranks import run_ranks
+from megatron_collab.trainer import logprobs
+from megatron_collab.trainer.logprobs import head_log_probs
+from megatron_collab.trainer.megatron import model as policies
 from tests.helpers import free_port
+from tests.ranks import run_ranks
+from tests.trainer.logprobs_worker import TEMPERATURES, compute
 
 TOKENS, HIDDEN, VOCAB, PADDED = 7, 6, 13, 20  # the second of two ranks has 3 real entries and 7 of padding
 RESULTS = ("log_probs", "entropy", "hidden_grad", "head_grad")
@@ -82,7 +82,7 @@ def test_one_result_alone(given: dict, one_rank: Config, silent: str) -> None:
 def cut(given: dict[str, np.ndarray], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, np.ndarray]]:
     folder: Path = tmp_path_factory.mktemp("logprob")
     np.savez(folder / "input.npz", **given)
-    run_ranks("logprob_worker", 2, [str(folder)])
+    run_ranks("tests.trainer.logprobs_worker", 2, [str(folder)])
     return [dict(np.load(folder / f"rank{rank}.npz")) for rank in range(2)]
 
 
@@ -108,7 +108,7 @@ def test_no_tokens(given: dict, one_rank: Config, cut: list[dict]) -> None:
 
 @pytest.mark.parametrize("size", [1, 5, 12, 16, 30])
 def test_tiles_of_any_size(given: dict, one_rank: Config, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(logprob.TILE, "cpu", size)
+    monkeypatch.setitem(logprobs.TILE, "cpu", size)
     compare(compute(given, 0.7), expected(given, 0.7), atol=1e-5)
 
 
@@ -167,7 +167,7 @@ class Largest(TorchDispatchMode):
 
 
 def test_full_logits_are_never_made(one_rank: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(logprob.TILE, "cpu", 256)
+    monkeypatch.setitem(logprobs.TILE, "cpu", 256)
     hidden, head = torch.randn(64, 4, requires_grad=True), torch.randn(500, 4, requires_grad=True)
     with Largest() as largest:
         log_probs, entropy = head_log_probs(hidden, head, torch.arange(64), 1.0, 500)

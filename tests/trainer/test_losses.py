@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_collab.actor.loss import (
+from megatron_collab.config import AlgoConfig
+from megatron_collab.trainer.losses import (
     PolicyTerms,
     importance_weights,
     kl,
@@ -21,7 +22,6 @@ from megatron_collab.actor.loss import (
     sft_loss,
     value_loss,
 )
-from megatron_collab.config import AlgoConfig
 
 N, SEQUENCES = 60, 7
 RNG = np.random.default_rng(0)

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_collab.actor import model as policies
-from megatron_collab.actor.actor import Actor
 from megatron_collab.config import Config
+from megatron_collab.trainer.megatron import model as policies
+from megatron_collab.trainer.trainer import Actor
 from megatron_collab.types import Batch
-from tests.actor.ranks import make_config, make_model, make_samples
+from tests.ranks import make_config, make_model, make_samples
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_collab.actor.packing import collate, context_slice, cost, plan, positions
+from megatron_collab.trainer.packing import collate, context_slice, cost, plan, positions
 
 
 @given(

@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_collab.sglang_cpu import parts
-from tests.actor.parity_worker import EPS, LAYOUTS, LR, layouts_of
-from tests.actor.ranks import run_ranks
+from megatron_collab.inference.cpu import parts
 from tests.helpers import make_model
+from tests.ranks import run_ranks
+from tests.trainer.parity_worker import EPS, LAYOUTS, LR, layouts_of
 
 RANKS = 4
 TOLERANCE = 2e-5
@@ -88,7 +88,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in range(4):
         packed[number] = [rng.integers(3, VOCAB, length) for length in rng.integers(3, 24, size=3)]
     np.savez(folder / "tokens.npz", micro_batches=packed)
-    run_ranks("parity_worker", RANKS, [str(folder)], groups=len(LAYOUTS))
+    run_ranks("tests.trainer.parity_worker", RANKS, [str(folder)], groups=len(LAYOUTS))
     return folder
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_collab.actor import model as policies
-from megatron_collab.actor.actor import Actor
-from megatron_collab.algo.advantage import assign
+from megatron_collab.algo.advantages import assign
 from megatron_collab.config import Config
+from megatron_collab.trainer.megatron import model as policies
+from megatron_collab.trainer.trainer import Actor
 from megatron_collab.types import Batch, Sample
-from tests.actor.ranks import make_config, make_model, make_samples
+from tests.ranks import make_config, make_model, make_samples
 
 HIGH = 1.1
 

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_collab.actor import model as policies
-from megatron_collab.actor.actor import Actor
-from megatron_collab.algo.advantage import assign
+from megatron_collab.algo.advantages import assign
 from megatron_collab.config import Config
+from megatron_collab.trainer.megatron import model as policies
+from megatron_collab.trainer.trainer import Actor
 from megatron_collab.types import Batch, Sample
-from tests.actor.ranks import hidden_states, make_config, make_model, make_samples, run_ranks
-from tests.actor.update_worker import EXPERT_LAYOUTS, LAYOUTS, STAGES, train
+from tests.ranks import hidden_states, make_config, make_model, make_samples, run_ranks
+from tests.trainer.update_worker import EXPERT_LAYOUTS, LAYOUTS, STAGES, train
 
 SAMPLES = make_samples(11, seed=1)
 Maker = Callable[..., Actor]
@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def layouts(folder: Path) -> dict[str, dict]:
     """By layout and stage, what `train` found on two ranks."""
     out = folder.parent / "found.json"
-    run_ranks("update_worker", 2, [str(folder), str(out)], groups=len(LAYOUTS) + len(EXPERT_LAYOUTS))
+    run_ranks("tests.trainer.update_worker", 2, [str(folder), str(out)], groups=len(LAYOUTS) + len(EXPERT_LAYOUTS))
     return json.loads(out.read_text())
 
 

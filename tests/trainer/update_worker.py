@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_collab.actor import model as policies
-from megatron_collab.actor.actor import Actor
-from megatron_collab.actor.critic import Critic
+from megatron_collab.trainer.critic import Critic
+from megatron_collab.trainer.megatron import model as policies
+from megatron_collab.trainer.trainer import Actor
 from megatron_collab.types import Batch
-from tests.actor.ranks import make_config, make_samples, process_group
+from tests.ranks import make_config, make_samples, process_group
 
 LAYOUTS: dict[str, dict[str, object]] = {
     "tp2": {"parallel.tp": 2},

@@ -18,15 +18,17 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_collab.publish import hf_map, inplace, publisher, shared_memory
-from megatron_collab.publish.board import Board
-from megatron_collab.publish.inplace import InPlace
-from megatron_collab.publish.link import Link, PublishError
-from megatron_collab.publish.network import Network
-from megatron_collab.publish.publisher import Publisher
-from megatron_collab.publish.receiver import Receiver
+from megatron_collab.models import hf_to_megatron
+from megatron_collab.weight_sync import in_place, sync
+from megatron_collab.weight_sync.http_protocol import Link, PublishError
+from megatron_collab.weight_sync.in_place import InPlace
+from megatron_collab.weight_sync.receiver import Receiver
+from megatron_collab.weight_sync.store_protocol import Board
+from megatron_collab.weight_sync.sync import Publisher
+from megatron_collab.weight_sync.transports import shared_memory
+from megatron_collab.weight_sync.transports.p2p import Network
 from tests.helpers import free_port
-from tests.publish import test_receiver as fakes
+from tests.weight_sync import test_receiver as fakes
 
 # name: (ranks, nodes, transport, what server 1 does not answer, whether it has FP8)
 HANGING = {
@@ -71,7 +73,7 @@ def stall(receiver: Receiver) -> None:
 
 def stage_of(name: str) -> int:
     """Of two pipeline stages, that of a shard."""
-    layer = hf_map.LAYER.fullmatch(name)
+    layer = hf_to_megatron.LAYER.fullmatch(name)
     return int(layer[1]) if layer else int(not name.startswith("embedding."))
 
 
@@ -89,14 +91,14 @@ def hang(ranks: int, nodes: int, transport: str, moment: str, quantised: bool) -
     config = fakes.configure(transport, quantised)
     config.launch.timeout, config.launch.nproc_per_node, config.publish.verify = TIMEOUT, ranks // nodes, 0
     config.launch.nodes = config.parallel.pp = nodes
-    HangingLink.moment, publisher.Link = moment, HangingLink
+    HangingLink.moment, sync.Link = moment, HangingLink
     if moment == "read":
         plan = Receiver._plan
         Receiver._plan = lambda self, *arguments: (stall(self), plan(self, *arguments))[1]
     shards = fakes.make_shards()
     node = dist.get_rank() * nodes // ranks
     own = {name: shard for name, shard in shards.items() if nodes == 1 or stage_of(name) == node}
-    inplace.named_shards = lambda chunks: own.items()
+    in_place.named_shards = lambda chunks: own.items()
     fleet = fakes.make_fleet(config) if dist.get_rank() == 0 else None
     silent = socket.create_server(("127.0.0.1", 0))
     if fleet:
@@ -104,7 +106,7 @@ def hang(ranks: int, nodes: int, transport: str, moment: str, quantised: bool) -
     makers = note_makers()
     with Publisher(config, [], fakes.SHAPE, fleet, fakes.BUCKET // (1 + quantised)) as sender:
         assert len(sender._in_place._plan.rounds) > 4
-        places, parts = inplace.nodes(config), sender._in_place.writer.parts
+        places, parts = in_place.nodes(config), sender._in_place.writer.parts
         into = set() if transport == "network" else {places.keeper(node, t) for own in parts for t in own}
         assert makers() == into - {dist.get_rank()}  # it opens what it writes to, which is on its node
         assert into <= set(places.members(node))
@@ -112,7 +114,7 @@ def hang(ranks: int, nodes: int, transport: str, moment: str, quantised: bool) -
         found: dict[str, Any] = {"version": sender.version}
         if fleet:
             found["reasons"] = {str(index): reason for index, reason in fleet.reasons.items()}
-            fakes.assert_holds(fleet.servers[0], inplace.server_layout(config), shards)
+            fakes.assert_holds(fleet.servers[0], in_place.server_layout(config), shards)
     return found
 
 
@@ -124,7 +126,7 @@ def be_slow() -> dict[str, Any]:
     config = fakes.configure("network", servers=1)
     config.launch.timeout, config.launch.nproc_per_node, config.publish.verify = 60.0, SLOW_RANKS, 0
     shards = fakes.make_shards()
-    inplace.named_shards = lambda chunks: shards.items()
+    in_place.named_shards = lambda chunks: shards.items()
     fleet = fakes.make_fleet(config) if dist.get_rank() == 0 else None
     store, through = dist.distributed_c10d._get_default_store(), list[bool]()
     carry, deliver = Network.carry, InPlace.deliver
@@ -142,7 +144,7 @@ def be_slow() -> dict[str, Any]:
 
     Network.carry, InPlace.deliver = carry_late, deliver_and_look
     with Publisher(config, [], fakes.SHAPE, fleet, fakes.BUCKET) as sender:
-        publisher.Link = RefusingLink
+        sync.Link = RefusingLink
         for version in (1, 2):
             try:
                 sender.publish(version)
@@ -151,10 +153,10 @@ def be_slow() -> dict[str, Any]:
                 assert "it takes nothing" in str(error)
             if fleet:
                 fleet.reasons.clear()
-        publisher.Link = fakes.ThreadLink
+        sync.Link = fakes.ThreadLink
         sender.publish(3)
         if fleet:
-            fakes.assert_holds(fleet.servers[0], inplace.server_layout(config), shards)
+            fakes.assert_holds(fleet.servers[0], in_place.server_layout(config), shards)
         return {"version": sender.version, "through": through}
 
 

@@ -19,12 +19,12 @@ from urllib.request import Request, urlopen
 
 import torch
 
-from megatron_collab.actor import model as policies
-from megatron_collab.publish.board import Board
-from megatron_collab.publish.link import Link
-from megatron_collab.publish.publisher import Publisher
+from megatron_collab.trainer.megatron import model as policies
+from megatron_collab.weight_sync.http_protocol import Link
+from megatron_collab.weight_sync.store_protocol import Board
+from megatron_collab.weight_sync.sync import Publisher
 from tests.helpers import free_port
-from tests.publish.publish_worker import configure
+from tests.weight_sync.publish_worker import configure
 
 BUCKETS = 5
 BUCKET_BYTES = 160_000

@@ -19,14 +19,14 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from megatron_collab.actor import model as policies
-from megatron_collab.actor.actor import Actor
 from megatron_collab.config import Config, RolloutConfig
-from megatron_collab.publish.board import Board
-from megatron_collab.publish.publisher import Publisher, PublishError
-from megatron_collab.publish.shared_memory import Memory
-from megatron_collab.rollout.sglang import SGLangClient
+from megatron_collab.inference.sglang import SGLangClient
+from megatron_collab.trainer.megatron import model as policies
+from megatron_collab.trainer.trainer import Actor
 from megatron_collab.types import Batch, Credit, Sample, Turn
+from megatron_collab.weight_sync.store_protocol import Board
+from megatron_collab.weight_sync.sync import Publisher, PublishError
+from megatron_collab.weight_sync.transports.shared_memory import Memory
 
 # name: (servers of this model, layout of the trainer, bytes of a bucket); data parallel is what remains of two ranks
 CASES: dict[str, tuple[str, dict[str, int], int]] = {

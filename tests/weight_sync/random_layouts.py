@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from megatron_collab.publish.hf_config import Experts, ModelShape, Rope
-from megatron_collab.publish.plan import ServerLayout, TrainerLayout
+from megatron_collab.models.hf_config import Experts, ModelShape, Rope
+from megatron_collab.weight_sync.plan import ServerLayout, TrainerLayout
 
 Case = tuple[ModelShape, TrainerLayout, ServerLayout]
 

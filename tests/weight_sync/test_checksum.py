@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from megatron_collab.publish.checksum import checksum, combined
+from megatron_collab.weight_sync.checksum import checksum, combined
 
 
 def random_bits(rng: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from megatron_collab.rollout.sglang import SGLangServer
+from megatron_collab.inference.sglang import SGLangServer
 from tests.conftest import Served, serving_config
 from tests.helpers import free_port, make_model
-from tests.publish.publish_worker import CASES, OTHERS, PROMPT, TURNS, TWO_NODES, UPDATES
+from tests.weight_sync.publish_worker import CASES, OTHERS, PROMPT, TURNS, TWO_NODES, UPDATES
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RANKS = 2

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megatron_collab.publish import fp8
+from megatron_collab.weight_sync import fp8
 
 SHAPES = [(128, 128), (256, 384), (130, 127), (1, 1), (300, 5)]
 

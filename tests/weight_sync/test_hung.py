@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.publish.hung_worker import DEAD, DEAD_RANKS, HANGING, SLOW, SLOW_RANKS
+from tests.weight_sync.hung_worker import DEAD, DEAD_RANKS, HANGING, SLOW, SLOW_RANKS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.conftest import Served
 from tests.helpers import make_model
-from tests.publish.kill_worker import MOMENTS
+from tests.weight_sync.kill_worker import MOMENTS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TIMEOUT = 200

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from megatron_collab.config import CONF, parse
-from megatron_collab.publish import hf_config, plan
-from megatron_collab.publish.nodes import Nodes, hops, nodes, sent, written
-from megatron_collab.publish.plan import Plan, ServerLayout, Slice, TrainerLayout
-from tests.publish.random_layouts import draw
-from tests.publish.test_plan import ITEM, Shards, run, trainer_shards
+from megatron_collab.models import hf_config
+from megatron_collab.weight_sync import plan
+from megatron_collab.weight_sync.node_routing import Nodes, hops, nodes, sent, written
+from megatron_collab.weight_sync.plan import Plan, ServerLayout, Slice, TrainerLayout
+from tests.weight_sync.random_layouts import draw
+from tests.weight_sync.test_plan import ITEM, Shards, run, trainer_shards
 
 Place = tuple[int, int, int]  # round, server rank, number of a slice in its bucket
 

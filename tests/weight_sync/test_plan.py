@@ -10,11 +10,12 @@ import pytest
 from megatron.core.parallel_state import RankGenerator
 
 from megatron_collab.config import CONF, parse
-from megatron_collab.layout import stage_layers
-from megatron_collab.publish import fp8, hf_config, hf_map, plan, server_map
-from megatron_collab.publish.hf_config import Experts, ModelShape
-from megatron_collab.publish.plan import Plan, ServerLayout, Slice, TrainerLayout
-from tests.publish.random_layouts import draw
+from megatron_collab.models import hf_config, hf_to_megatron, hf_to_sglang
+from megatron_collab.models.hf_config import Experts, ModelShape
+from megatron_collab.models.parallel_layout import stage_layers
+from megatron_collab.weight_sync import fp8, plan
+from megatron_collab.weight_sync.plan import Plan, ServerLayout, Slice, TrainerLayout
+from tests.weight_sync.random_layouts import draw
 
 ITEM = 4
 Shards = dict[str, np.ndarray]
@@ -23,7 +24,7 @@ Shards = dict[str, np.ndarray]
 def tensors(shape: ModelShape) -> Shards:
     """The Hugging Face model, every element a number of its own."""
     found, start = {}, 1
-    for name, sides in hf_map.hf_shapes(shape).items():
+    for name, sides in hf_to_megatron.hf_shapes(shape).items():
         count = int(np.prod(sides))
         found[name] = np.arange(start, start + count).reshape(sides)
         start += count
@@ -32,7 +33,7 @@ def tensors(shape: ModelShape) -> Shards:
 
 def trainer_shards(shape: ModelShape, trainer: TrainerLayout) -> list[Shards]:
     """What each rank holds, by Megatron's own account of the ranks' groups; padding of the vocabulary is -1."""
-    hf, entries = tensors(shape), {entry.megatron: entry for entry in hf_map.table(shape)}
+    hf, entries = tensors(shape), {entry.megatron: entry for entry in hf_to_megatron.table(shape)}
     dp = trainer.ranks // (trainer.tp * trainer.pp * trainer.cp)
     order = "tp-cp-ep-dp-pp"
     dense = RankGenerator(tp=trainer.tp, ep=1, dp=dp, pp=trainer.pp, cp=trainer.cp, order=order)
@@ -49,12 +50,12 @@ def trainer_shards(shape: ModelShape, trainer: TrainerLayout) -> list[Shards]:
     for rank in range(trainer.ranks):
         shards = {}
         for name, entry in entries.items():
-            layer = hf_map.LAYER.fullmatch(name)
+            layer = hf_to_megatron.LAYER.fullmatch(name)
             stage = chunk_of[int(layer[1])] % trainer.pp if layer else 0 if "embedding" in name else trainer.pp - 1
             own = not entry.expert or int(name.split(".")[5]) // (shape.experts.count // trainer.ep) == ep_ranks[rank]
             if stage == pp_ranks[rank] and own:
-                shard = np.full(hf_map.shard_shape(entry, trainer.tp if not entry.expert else 1), -1)
-                for piece in hf_map.pieces(entry, shape, trainer.tp, tp_ranks[rank]):
+                shard = np.full(hf_to_megatron.shard_shape(entry, trainer.tp if not entry.expert else 1), -1)
+                for piece in hf_to_megatron.pieces(entry, shape, trainer.tp, tp_ranks[rank]):
                     shard[piece.shard_index] = hf[piece.hf][piece.hf_index]
                 shards[name] = shard
         found.append(shards)
@@ -65,7 +66,7 @@ def run(found: Plan, shards: list[Shards], shape: ModelShape, server: ServerLayo
     """Carry out a plan with numbers for elements, and compare with what each server rank must hold."""
     hf = tensors(shape)
     for rank in range(server.tp):
-        parameters = {parameter.name: parameter for parameter in server_map.table(shape, server, rank)}
+        parameters = {parameter.name: parameter for parameter in hf_to_sglang.table(shape, server, rank)}
         held = {name: np.zeros(parameter.shape, int) for name, parameter in parameters.items()}
         written = {name: np.zeros(parameter.shape, int) for name, parameter in parameters.items()}
         for buckets in found.rounds:
@@ -133,7 +134,7 @@ def test_blocks_of_fp8_stay_whole(seed: int) -> None:
     run(found, trainer_shards(shape, trainer), shape, server)
     check_buckets(found, 8 << 20)
     for rank in range(server.tp):
-        table = server_map.table(shape, server, rank)
+        table = hf_to_sglang.table(shape, server, rank)
         scales = {own.name: np.zeros(fp8.scales(own.shape), int) for own in table if own.quantised}
         for _, piece in (pair for pair in slices(found) if pair[0] == rank):
             sides = [cut.stop - cut.start for cut in piece.target_index]

@@ -15,15 +15,16 @@ import torch
 import torch.distributed as dist
 
 from megatron_collab.config import Config
-from megatron_collab.publish import fp8, hf_map, inplace, publisher, server_map
-from megatron_collab.publish.board import Board, connect
-from megatron_collab.publish.hf_config import Experts, ModelShape, Rope
-from megatron_collab.publish.link import Link, PublishError
-from megatron_collab.publish.publisher import Publisher
-from megatron_collab.publish.receiver import Receiver
-from megatron_collab.publish.server_map import ServerLayout
-from megatron_collab.publish.writer import Writer
-from megatron_collab.rollout.sglang import ServerError
+from megatron_collab.inference.sglang import ServerError
+from megatron_collab.models import hf_to_megatron, hf_to_sglang
+from megatron_collab.models.hf_config import Experts, ModelShape, Rope
+from megatron_collab.models.hf_to_sglang import ServerLayout
+from megatron_collab.weight_sync import fp8, in_place, sync
+from megatron_collab.weight_sync.http_protocol import Link, PublishError
+from megatron_collab.weight_sync.receiver import Receiver
+from megatron_collab.weight_sync.sender import Writer
+from megatron_collab.weight_sync.store_protocol import Board, connect
+from megatron_collab.weight_sync.sync import Publisher
 from tests.helpers import free_port
 
 NORM = "model.norm.weight"
@@ -57,7 +58,7 @@ class Served:
         self.receivers: dict[int, Receiver] = {}
         self.calls: list[str] = []
         for rank, model in enumerate(self.models):
-            for parameter in server_map.table(SHAPE, layout, rank):
+            for parameter in hf_to_sglang.table(SHAPE, layout, rank):
                 dtype = torch.float8_e4m3fn if parameter.quantised else torch.bfloat16
                 self.hold(model, parameter.name, torch.zeros(parameter.shape, dtype=dtype))
                 if parameter.quantised:
@@ -114,7 +115,7 @@ class Fleet:
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    monkeypatch.setattr(publisher, "Link", ThreadLink)
+    monkeypatch.setattr(sync, "Link", ThreadLink)
     dist.init_process_group("gloo", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -123,7 +124,7 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def shards(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.nn.Parameter]:
     found = make_shards()
-    monkeypatch.setattr(inplace, "named_shards", lambda chunks: found.items())
+    monkeypatch.setattr(in_place, "named_shards", lambda chunks: found.items())
     return found
 
 
@@ -132,9 +133,9 @@ def make_shards() -> dict[str, torch.nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
     return {
         entry.megatron: torch.nn.Parameter(
-            torch.randn(hf_map.shard_shape(entry, 1), generator=generator).to(torch.bfloat16)
+            torch.randn(hf_to_megatron.shard_shape(entry, 1), generator=generator).to(torch.bfloat16)
         )
-        for entry in hf_map.table(SHAPE)
+        for entry in hf_to_megatron.table(SHAPE)
     }
 
 
@@ -147,14 +148,16 @@ def configure(transport: str, quantised: bool = False, servers: int = 2) -> Conf
 
 
 def make_fleet(config: Config) -> Fleet:
-    layout = inplace.server_layout(config)
+    layout = in_place.server_layout(config)
     return Fleet([Served(index, layout) for index in range(config.rollout.server.replicas)])
 
 
 def hf_tensors(shards: dict[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
-    tensors = {name: torch.empty(sides, dtype=torch.bfloat16) for name, sides in hf_map.hf_shapes(SHAPE).items()}
-    for entry in hf_map.table(SHAPE):
-        for piece in hf_map.pieces(entry, SHAPE, 1, 0):
+    tensors = {
+        name: torch.empty(sides, dtype=torch.bfloat16) for name, sides in hf_to_megatron.hf_shapes(SHAPE).items()
+    }
+    for entry in hf_to_megatron.table(SHAPE):
+        for piece in hf_to_megatron.pieces(entry, SHAPE, 1, 0):
             tensors[piece.hf][piece.hf_index] = shards[entry.megatron].detach()[piece.shard_index]
     return tensors
 
@@ -164,7 +167,7 @@ def assert_holds(server: Served, layout: ServerLayout, shards: dict[str, torch.n
     tensors = hf_tensors(shards)
     for rank, model in enumerate(server.models):
         held = dict(model.named_parameters())
-        for parameter in server_map.table(SHAPE, layout, rank):
+        for parameter in hf_to_sglang.table(SHAPE, layout, rank):
             for part in parameter.parts:
                 wanted = tensors[part.hf][part.hf_index].float()
                 found = held[parameter.name].float()
@@ -183,7 +186,7 @@ def assert_holds(server: Served, layout: ServerLayout, shards: dict[str, torch.n
 @pytest.mark.parametrize("quantised", [False, True])
 def test_all_of_it_arrives_every_time(transport: str, quantised: bool, shards: dict[str, torch.nn.Parameter]) -> None:
     config = configure(transport, quantised)
-    fleet, layout = make_fleet(config), inplace.server_layout(config)
+    fleet, layout = make_fleet(config), in_place.server_layout(config)
     store = connect(("127.0.0.1", int(os.environ["MASTER_PORT"])), "", 10.0)
     keys = []
     with Publisher(config, [], SHAPE, fleet, BUCKET) as sender:
@@ -214,7 +217,7 @@ def test_a_folder_is_saved_before_anybody_waits_for_it(tmp_path: Path, monkeypat
         for server in fleet.servers:
             server.calls.append("saved")
 
-    monkeypatch.setattr(publisher, "save_hf", save)
+    monkeypatch.setattr(sync, "save_hf", save)
     with Publisher(config, [], SHAPE, fleet) as sender:
         sender.publish(1)
     calls = ["saved", "/pause_generation", "/update_weights_from_disk", *ON]
@@ -254,7 +257,7 @@ def test_a_server_of_other_parameters_is_left_out_by_name(
     with Publisher(config, [], SHAPE, fleet, BUCKET) as sender:
         sender.publish(1)
         assert said in fleet.reasons[1] and sender.version == 1
-        assert_holds(fleet.servers[0], inplace.server_layout(config), shards)
+        assert_holds(fleet.servers[0], in_place.server_layout(config), shards)
         assert fleet.servers[1].calls[-1] == "receive 1"  # it stays paused
         sender.publish(2)
         assert fleet.servers[0].calls.count("/continue_generation") == 2
@@ -278,20 +281,20 @@ def test_a_server_that_breaks_off_holds_up_nobody(
     with Publisher(config, [], SHAPE, fleet, BUCKET) as sender:
         sender.publish(1)
         assert "killed" in fleet.reasons[1] and sender.version == 1
-        assert_holds(fleet.servers[0], inplace.server_layout(config), shards)
+        assert_holds(fleet.servers[0], in_place.server_layout(config), shards)
 
 
 def test_memory_is_shared_on_one_node_and_by_colocated_servers() -> None:
     config = configure("auto")
-    assert inplace.uses_memory(config)
+    assert in_place.uses_memory(config)
     config.launch.nodes = 2
-    assert inplace.uses_memory(config)
+    assert in_place.uses_memory(config)
     config.rollout.server.colocated = False
-    assert not inplace.uses_memory(config)
+    assert not in_place.uses_memory(config)
     config.launch.nodes = 1
-    assert inplace.uses_memory(config)
+    assert in_place.uses_memory(config)
     config.publish.transport = "network"
-    assert not inplace.uses_memory(config)
+    assert not in_place.uses_memory(config)
 
 
 def test_a_flipped_bit_is_found(shards: dict[str, torch.nn.Parameter], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,18 +25,18 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron_collab.algo.advantage import grpo
+from megatron_collab.algo.advantages import grpo
 from megatron_collab.config import Config, future_range, load
+from megatron_collab.data.chat_template import ChatRenderer
 from megatron_collab.data.datasets import load_tasks
-from megatron_collab.data.prompts import ChatRenderer
+from megatron_collab.inference.cpu import parts
+from megatron_collab.inference.router import Router
+from megatron_collab.inference.sglang import SGLangServer
 from megatron_collab.llm.client import LlmClient
 from megatron_collab.reward import metrics
 from megatron_collab.rollout.adaptive import allocate
-from megatron_collab.rollout.player import Player
-from megatron_collab.rollout.router import Router
-from megatron_collab.rollout.sglang import SGLangServer
+from megatron_collab.rollout.group import Player
 from megatron_collab.rollout.users import Users
-from megatron_collab.sglang_cpu import parts
 from megatron_collab.types import Conversation, Group, Missing, Rollout, Score, Task
 
 ADAPTIVE, FIXED, DRAWS = "adaptive(2,6)", 4, 400

@@ -24,21 +24,10 @@ import torch.distributed as dist
 
 from megatron_collab.config import Config
 from megatron_collab.data.datasets import task_row, write_jsonl
-from megatron_collab.reward.loop import ray_session, start_actor
-from megatron_collab.rollout.collector import Collector
-from megatron_collab.rollout.worker import Crew
-from megatron_collab.types import (
-    Conversation,
-    Ending,
-    Finish,
-    Future,
-    Group,
-    Message,
-    Reward,
-    Rollout,
-    Task,
-    Turn,
-)
+from megatron_collab.reward.workers import ray_session, start_actor
+from megatron_collab.rollout.manager import Collector
+from megatron_collab.rollout.workers import Crew
+from megatron_collab.types import Conversation, Ending, Finish, Future, Group, Message, Reward, Rollout, Task, Turn
 
 STEPS, PROMPTS, WORKERS, ROUNDS = 16, 16, 2, 3
 SECONDS = 0.6  # of an update, and of the longest group

@@ -24,8 +24,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from megatron_collab.config import Config, SamplingConfig
-from megatron_collab.rollout.player import Player
-from megatron_collab.rollout.sampler import Place, Sampler
+from megatron_collab.rollout.conversation import Place, Sampler
+from megatron_collab.rollout.group import Player
 from megatron_collab.rollout.users import UserReply
 from megatron_collab.types import Conversation, Finish, Message, Score, Task, Turn
 

@@ -45,11 +45,11 @@ import ray
 from aiohttp import web
 
 from megatron_collab.config import Config
-from megatron_collab.data.prompts import ChatRenderer
-from megatron_collab.data.worlds import booking, tiny
-from megatron_collab.processes import die_with_parent
-from megatron_collab.reward.loop import ray_session
-from megatron_collab.rollout.worker import start_crew
+from megatron_collab.data.chat_template import ChatRenderer
+from megatron_collab.environments import booking, tiny_model
+from megatron_collab.reward.workers import ray_session
+from megatron_collab.rollout.workers import start_crew
+from megatron_collab.runtime.process import die_with_parent
 from megatron_collab.types import Ending, Group, Missing
 
 ROLLOUTS, FUTURES, USER_TURNS = 8, 3, 2
@@ -154,7 +154,7 @@ class Load:
 
 def configure(folder: Path) -> Config:
     config = Config()
-    tiny.word_tokenizer(booking.words()).save_pretrained(folder)
+    tiny_model.word_tokenizer(booking.words()).save_pretrained(folder)
     config.run.dir, config.model.path, config.train.rollouts_per_prompt = f"{folder}/run", str(folder), ROLLOUTS
     config.rollout.futures, config.rollout.max_user_turns = FUTURES, USER_TURNS
     config.rollout.max_assistant_turns = 1 + USER_TURNS

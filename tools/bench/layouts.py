@@ -73,10 +73,10 @@ def rank_main(layout: str, out: Path) -> None:
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    from megatron_collab.actor import model as policies
-    from megatron_collab.actor.actor import Actor
     from megatron_collab.config import Config
-    from megatron_collab.publish.hf_map import ModelShape
+    from megatron_collab.models.hf_to_megatron import ModelShape
+    from megatron_collab.trainer.megatron import model as policies
+    from megatron_collab.trainer.trainer import Actor
     from megatron_collab.types import Batch, Credit, Sample
 
     config = Config()

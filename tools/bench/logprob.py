@@ -42,7 +42,7 @@ TEMPERATURE = 1.0
 
 
 def ours(hidden: Tensor, head: Tensor, labels: Tensor) -> Tensor:
-    from megatron_collab.actor.logprob import head_log_probs
+    from megatron_collab.trainer.logprobs import head_log_probs
 
     log_probs, _ = head_log_probs(hidden, head, labels, TEMPERATURE, len(head))
     return log_probs

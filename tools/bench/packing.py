@@ -23,7 +23,7 @@ from statistics import median
 
 import numpy as np
 
-from megatron_collab.actor import packing
+from megatron_collab.trainer import packing
 
 SAMPLES, BUDGET, SHORTEST = 4096, 8192, 16
 RANKS, MULTIPLE_OF, REPEATS = 8, 4, 21

@@ -12,8 +12,8 @@ import time
 from statistics import median
 
 from megatron_collab.config import CONF
-from megatron_collab.publish import hf_config
-from megatron_collab.publish.plan import ServerLayout, TrainerLayout, plan
+from megatron_collab.models import hf_config
+from megatron_collab.weight_sync.plan import ServerLayout, TrainerLayout, plan
 
 REPEATS = 5
 TRAINER, SERVER = TrainerLayout(tp=8, pp=16, ranks=128), ServerLayout(tp=8)

@@ -27,9 +27,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from megatron_collab import preemption
-from megatron_collab.processes import EXIT_PREEMPTED
 from megatron_collab.rollout.journal import entries
+from megatron_collab.runtime import preemption
+from megatron_collab.runtime.process import EXIT_PREEMPTED
 
 SEED = 0
 DEADLINE = 600.0  # seconds for one start, on a machine however busy

@@ -28,11 +28,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from megatron_collab.config import Config
-from megatron_collab.data.prompts import ChatRenderer
-from megatron_collab.data.worlds import tiny
-from megatron_collab.rollout.router import Router
-from megatron_collab.rollout.sampler import Place, Sampler
-from megatron_collab.rollout.sglang import SGLangServer
+from megatron_collab.data.chat_template import ChatRenderer
+from megatron_collab.environments import tiny_model
+from megatron_collab.inference.router import Router
+from megatron_collab.inference.sglang import SGLangServer
+from megatron_collab.rollout.conversation import Place, Sampler
 from megatron_collab.rollout.users import User, UserReply
 from megatron_collab.types import Conversation, Message, Task
 
@@ -61,7 +61,9 @@ class RandomUsers:
 def main() -> None:
     with TemporaryDirectory() as folder, ExitStack() as stack:
         config = configure(Path(folder) / "model")
-        tiny.save(Path(config.model.path), tiny.word_tokenizer(WORDS), seed=0, context=config.rollout.context_length)
+        tiny_model.save(
+            Path(config.model.path), tiny_model.word_tokenizer(WORDS), seed=0, context=config.rollout.context_length
+        )
         logs = [Path(folder) / f"sglang-{index}.log" for index in range(SERVERS)]
         servers = [stack.enter_context(SGLangServer(config, log, index)) for index, log in enumerate(logs)]
         for server in servers:

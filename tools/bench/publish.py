@@ -36,7 +36,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_collab.sglang_cpu import parts
+from megatron_collab.inference.cpu import parts
 
 warnings.filterwarnings("ignore")
 parts.install_torchvision_operators()
@@ -45,18 +45,18 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.multiprocessing  # noqa: E402
 
-from megatron_collab.actor import model as policies  # noqa: E402
-from megatron_collab.actor.actor import Actor  # noqa: E402
-from megatron_collab.actor.weights import named_shards  # noqa: E402
+from megatron_collab.checkpoint.hf import named_shards  # noqa: E402
 from megatron_collab.config import Config  # noqa: E402
-from megatron_collab.ports import bindable  # noqa: E402
-from megatron_collab.publish import hf_map  # noqa: E402
-from megatron_collab.publish.hf_map import Entry, ModelShape  # noqa: E402
-from megatron_collab.publish.link import Link  # noqa: E402
-from megatron_collab.publish.publisher import Publisher  # noqa: E402
-from megatron_collab.publish.writer import Writer  # noqa: E402
-from megatron_collab.rollout.sglang import SGLangClient, SGLangServer  # noqa: E402
+from megatron_collab.inference.sglang import SGLangClient, SGLangServer  # noqa: E402
+from megatron_collab.models import hf_to_megatron  # noqa: E402
+from megatron_collab.models.hf_to_megatron import Entry, ModelShape  # noqa: E402
+from megatron_collab.runtime.ports import bindable  # noqa: E402
+from megatron_collab.trainer.megatron import model as policies  # noqa: E402
+from megatron_collab.trainer.trainer import Actor  # noqa: E402
 from megatron_collab.types import Sample, Turn  # noqa: E402
+from megatron_collab.weight_sync.http_protocol import Link  # noqa: E402
+from megatron_collab.weight_sync.sender import Writer  # noqa: E402
+from megatron_collab.weight_sync.sync import Publisher  # noqa: E402
 
 LAYOUTS = {"tp2": (2, 1), "pp2": (1, 2)}
 VOCAB, BUCKET_BYTES = 4608, 110 << 20
@@ -72,9 +72,9 @@ def served(line: dict[str, Any]) -> SimpleNamespace:
 def make_model(folder: Path) -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from megatron_collab.data.worlds import tiny
+    from megatron_collab.environments import tiny_model
 
-    tokenizer = tiny.word_tokenizer([f"word{number}" for number in range(VOCAB - len(tiny.SPECIAL))])
+    tokenizer = tiny_model.word_tokenizer([f"word{number}" for number in range(VOCAB - len(tiny_model.SPECIAL))])
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     config = Qwen3Config(
@@ -115,7 +115,7 @@ class Gathering:
         self.link = Link(served(line), config.launch.timeout)
         self.buckets: list[list[Entry]] = [[]]
         size = 0
-        for entry in hf_map.table(shape):
+        for entry in hf_to_megatron.table(shape):
             nbytes = 4 * sum(map(np.prod, entry.shapes))
             if size + nbytes > BUCKET_BYTES:
                 self.buckets.append([])
@@ -144,7 +144,7 @@ class Gathering:
                 start += count
             for entry in bucket:
                 for tp_rank, shard in enumerate(self.gather(entry)):
-                    for piece in hf_map.pieces(entry, self.shape, self.tp, tp_rank):
+                    for piece in hf_to_megatron.pieces(entry, self.shape, self.tp, tp_rank):
                         tensors[piece.hf][piece.hf_index] = shard[piece.shard_index]
             if rank == 0:
                 self.flat[: 4 * start].view(torch.float32).copy_(self.whole[:start])
@@ -157,7 +157,7 @@ class Gathering:
 
     def gather(self, entry: Entry) -> list[torch.Tensor]:
         """The shards of all tensor-parallel ranks, on every rank."""
-        dimensions = hf_map.shard_shape(entry, self.tp)
+        dimensions = hf_to_megatron.shard_shape(entry, self.tp)
         count = int(np.prod(dimensions))
         found = [self.gathered[place * count : (place + 1) * count].view(dimensions) for place in range(self.tp)]
         if self.pp > 1:
@@ -238,7 +238,7 @@ def run_rank(folder: Path, layout: str, out: Path) -> None:
         profile = Profile()
         peer = Gathering(policy, shape, config, line)
         with Publisher(config, policy, shape, fleet if rank == 0 else None, BUCKET_BYTES) as publisher:
-            size = 4 * sum(int(np.prod(hf)) for hf in hf_map.hf_shapes(shape).values())
+            size = 4 * sum(int(np.prod(hf)) for hf in hf_to_megatron.hf_shapes(shape).values())
             source, target = (torch.ones(size // 4) for _ in range(2)) if rank == 0 else (torch.ones(1),) * 2
             times: dict[str, list[float]] = defaultdict(list)
             for number in range(WARM + TIMED):

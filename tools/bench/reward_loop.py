@@ -18,8 +18,8 @@ import ray
 
 from megatron_collab.config import Config, RewardConfig
 from megatron_collab.reward import metrics
-from megatron_collab.reward.loop import RewardClient, RewardWorker, ray_session, start_actor
 from megatron_collab.reward.metrics import Metric, NoOptions
+from megatron_collab.reward.workers import RewardClient, RewardWorker, ray_session, start_actor
 from megatron_collab.types import Conversation, Ending, Finish, Message, Score, Task, Turn
 
 FUTURES, WORKERS, CONCURRENCY = 4000, 2, 8

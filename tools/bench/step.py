@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_collab.sglang_cpu import parts
+from megatron_collab.inference.cpu import parts
 
 warnings.filterwarnings("ignore")
 parts.install_torchvision_operators()
@@ -32,11 +32,11 @@ parts.install_torchvision_operators()
 import torch  # noqa: E402
 from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
-from megatron_collab.actor import model as policies  # noqa: E402
-from megatron_collab.actor.actor import Actor  # noqa: E402
-from megatron_collab.algo import advantage  # noqa: E402
+from megatron_collab.algo import advantages as advantage  # noqa: E402
 from megatron_collab.config import Config  # noqa: E402
-from megatron_collab.ports import bindable  # noqa: E402
+from megatron_collab.runtime.ports import bindable  # noqa: E402
+from megatron_collab.trainer.megatron import model as policies  # noqa: E402
+from megatron_collab.trainer.trainer import Actor  # noqa: E402
 from megatron_collab.types import Batch, Credit, Sample  # noqa: E402
 
 SEQUENCES, GROUP, VOCAB, LR, CLIP = 128, 8, 32_768, 1e-5, 1.0

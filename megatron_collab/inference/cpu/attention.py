@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from megatron_collab.sglang_cpu.deterministic import MIN_ROWS
+from megatron_collab.inference.cpu.deterministic import MIN_ROWS
 
 BLOCK = 64  # keys that are multiplied at once
 _SUM_COLUMNS = 8  # columns that sum the weights; with them a product is never so narrow that it is summed otherwise

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-from megatron_collab.sglang_cpu.attention import BLOCK, attend
+from megatron_collab.inference.cpu.attention import BLOCK, attend
 
 ROWS = 256  # queries of a request that are taken at once: bounds the memory of the scores
 

@@ -34,7 +34,7 @@ def allow() -> None:
 
 def exact_attention(runner: Any) -> Any:
     """SGLang's backend for its model runner; imported only where a server needs it."""
-    from megatron_collab.sglang_cpu.backend import ExactAttentionBackend
+    from megatron_collab.inference.cpu.backend import ExactAttentionBackend
 
     return ExactAttentionBackend(runner)
 

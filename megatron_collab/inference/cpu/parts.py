@@ -36,7 +36,7 @@ def install() -> None:
     if importlib.util.find_spec("triton") is None:
         sys.meta_path.insert(0, _TritonStand())
     if importlib.util.find_spec("sgl_kernel") is None:
-        from megatron_collab.sglang_cpu import sgl_kernel
+        from megatron_collab.inference.cpu import sgl_kernel
 
         sys.modules["sgl_kernel"] = sgl_kernel
 

@@ -1,4 +1,4 @@
-"""`python -m megatron_collab.sglang_cpu.serve <SGLang's arguments>`: SGLang's HTTP server.
+"""`python -m megatron_collab.inference.cpu.serve <SGLang's arguments>`: SGLang's HTTP server.
 
 On a machine without a GPU the missing parts are installed first, and SGLang's processes are forked. Otherwise it
 spawns them, and a spawned process imports the main module again: what is done here is done in all of them.
@@ -14,9 +14,9 @@ import signal
 import sys
 from pathlib import Path
 
-from megatron_collab import stacks
-from megatron_collab.processes import die_with_parent
-from megatron_collab.sglang_cpu.key import KEY_VARIABLE, PARENT_VARIABLE, STACKS_VARIABLE
+from megatron_collab.inference.cpu.key import KEY_VARIABLE, PARENT_VARIABLE, STACKS_VARIABLE
+from megatron_collab.runtime import stacks
+from megatron_collab.runtime.process import die_with_parent
 
 
 def _register() -> None:
@@ -40,7 +40,7 @@ _register()
 # Looking for garbage among what the imports make is a quarter of the start-up, and of some requests later on.
 gc.disable()
 
-from megatron_collab.sglang_cpu import parts
+from megatron_collab.inference.cpu import parts
 
 parts.install()
 
@@ -51,7 +51,7 @@ if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
     os.register_at_fork(after_in_child=_end_with_parent)
     os.register_at_fork(after_in_child=_register)
 
-    from megatron_collab.sglang_cpu import deterministic
+    from megatron_collab.inference.cpu import deterministic
 
     deterministic.allow()
 

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from megatron_collab.llm.answer import Field
-from megatron_collab.reward.checker import Checker, Verdict
+from megatron_collab.reward.math_verify_worker import Checker, Verdict
 from megatron_collab.reward.metrics import Metric
 from megatron_collab.reward.rubrics import THOUGHT, prompt
 from megatron_collab.types import Conversation, Missing, Score, Task

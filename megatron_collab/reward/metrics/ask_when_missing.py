@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_collab.data.worlds import booking
+from megatron_collab.environments import booking
 from megatron_collab.reward.metrics import Metric
 from megatron_collab.types import Conversation, Score, Task
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import sacrebleu
 
+from megatron_collab.config.choices import one_of
 from megatron_collab.llm.answer import Field
 from megatron_collab.reward.metrics import Metric
-from megatron_collab.reward.options import one_of
 from megatron_collab.reward.rubrics import prompt
 from megatron_collab.types import Conversation, Missing, Score, Task
 

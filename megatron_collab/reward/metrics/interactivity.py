@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_collab.config.choices import one_of
 from megatron_collab.llm.answer import Field
 from megatron_collab.reward.metrics import Metric
-from megatron_collab.reward.options import one_of
 from megatron_collab.reward.rubrics import THOUGHT, prompt
 from megatron_collab.types import Conversation, Missing, Score, Task
 

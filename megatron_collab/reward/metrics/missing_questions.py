@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import takewhile
 
-from megatron_collab.data.worlds import booking
+from megatron_collab.environments import booking
 from megatron_collab.reward.metrics import Metric
 from megatron_collab.types import Conversation, Score, Task
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import tiktoken
 
+from megatron_collab.config.choices import one_of
 from megatron_collab.reward.metrics import Metric
-from megatron_collab.reward.options import one_of
 from megatron_collab.types import Conversation, Score, Task
 
 

@@ -2,7 +2,7 @@
 
 It is asked with a system prompt (role, goal, persona, how to end the chat, answer format) and one message that shows
 the conversation; it answers with a JSON object {current_answer, thought, response}. It never sees the task's answer.
-What rollout/gates.py refuses is asked for again, with what is wrong, up to user.attempts times.
+What rollout/users/guardrails.py refuses is asked for again, with what is wrong, up to user.attempts times.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_collab.config import Config, EndpointConfig
+from megatron_collab.data.transcript import read, render
 from megatron_collab.llm.answer import Field, MalformedAnswer
-from megatron_collab.rollout.gates import Refusal, refusal
-from megatron_collab.rollout.transcript import read, render
 from megatron_collab.rollout.users import User, UserError, UserReply, Users
+from megatron_collab.rollout.users.guardrails import Refusal, refusal
 from megatron_collab.types import Conversation, Message, Task
 
 POLICY = "policy"  # the name of the trained model among LiteLLM's
@@ -111,12 +111,12 @@ class LlmUser(User):
         config = self.users.config.user
         if self.model != POLICY:
             return [replace(config, model=self.model)]
-        from megatron_collab.rollout import providers
+        from megatron_collab.inference import litellm_provider
 
         # All conversations about a task begin alike: one server holds their prefix, as long as it is there.
         engine = sorted(self.users.engine, key=lambda server: random.Random(f"{server[0]} {self.task.id}").random())
         return [
-            replace(config, model=f"policy/{self.sample}", api_base=providers.POLICY.add(url, key))
+            replace(config, model=f"policy/{self.sample}", api_base=litellm_provider.POLICY.add(url, key))
             for url, key in engine
         ]
 

@@ -1,4 +1,4 @@
-"""The scripted user of a shipped world: `scripted/WORLD` is megatron_collab.data.worlds.WORLD.reply(goal, messages).
+"""The scripted user of a shipped world: `scripted/WORLD` is megatron_collab.environments.WORLD.reply(goal, messages).
 
 It is asked as a language model is, through LiteLLM, and sees no more than one would. It says what its script says:
 no gate refuses that.
@@ -10,7 +10,7 @@ import importlib
 from dataclasses import replace
 
 from megatron_collab.config import WORLDS, Config, EndpointConfig
-from megatron_collab.rollout.gates import Refusal
+from megatron_collab.rollout.users.guardrails import Refusal
 from megatron_collab.rollout.users.llm import LlmUser
 from megatron_collab.types import Conversation
 
@@ -18,7 +18,7 @@ from megatron_collab.types import Conversation
 class ScriptedUser(LlmUser):
     @classmethod
     def unavailable(cls, argument: str, config: Config) -> str | None:
-        worlds = {name: importlib.import_module(f"megatron_collab.data.worlds.{name}") for name in WORLDS}
+        worlds = {name: importlib.import_module(f"megatron_collab.environments.{name}") for name in WORLDS}
         known = [name for name, world in worlds.items() if hasattr(world, "reply")]
         return None if argument in known else f"no such world; there is scripted/{', scripted/'.join(known)}"
 
@@ -26,6 +26,6 @@ class ScriptedUser(LlmUser):
         return None
 
     def _endpoints(self) -> list[EndpointConfig]:
-        import megatron_collab.rollout.providers  # noqa: F401  makes the name `scripted/…` known to LiteLLM
+        import megatron_collab.inference.litellm_provider  # noqa: F401  makes the name `scripted/…` known to LiteLLM
 
         return [replace(self.users.config.user, model=f"scripted/{self.argument}")]

@@ -13,11 +13,12 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_collab import device
-from megatron_collab.actor import local_spec, rope
 from megatron_collab.config import Config, ModelConfig, ParallelConfig
-from megatron_collab.layout import stage_layers
-from megatron_collab.publish.hf_config import Experts, ModelShape
+from megatron_collab.models.hf_config import Experts, ModelShape
+from megatron_collab.models.parallel_layout import stage_layers
+from megatron_collab.runtime import device
+from megatron_collab.trainer.megatron import layers as local_spec
+from megatron_collab.trainer.megatron import rope
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _RECOMPUTE: dict[str, dict[str, Any]] = {

@@ -1,6 +1,6 @@
 """The policy as a Megatron-Core GPT model: process groups, configuration, construction.
 
-What a Hugging Face folder holds goes in and out through weights.py.
+What a Hugging Face folder holds goes in and out through hf.py.
 """
 
 from __future__ import annotations
@@ -29,17 +29,16 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
-from megatron_collab import alarm, device, watch
-from megatron_collab.actor import cpu, fixes
-from megatron_collab.actor.local_spec import rotated
-from megatron_collab.actor.megatron_config import DTYPES, backend_spec, transformer_config
-from megatron_collab.actor.rope import inverse_frequencies
-from megatron_collab.actor.weights import load_hf, named_shards, save_hf, unwrap
+from megatron_collab.checkpoint.hf import load_hf, named_shards, save_hf, unwrap
 from megatron_collab.config import Config
-from megatron_collab.processes import RunStopped
-from megatron_collab.publish import hf_config, hf_map
-from megatron_collab.publish.hf_map import ModelShape
-from megatron_collab.rollout import leader
+from megatron_collab.models import hf_config, hf_to_megatron
+from megatron_collab.models.hf_to_megatron import ModelShape
+from megatron_collab.patches import cpu, megatron
+from megatron_collab.runtime import device, hang_detector, heartbeat, rank0
+from megatron_collab.runtime.process import RunStopped
+from megatron_collab.trainer.megatron.config import DTYPES, backend_spec, transformer_config
+from megatron_collab.trainer.megatron.layers import rotated
+from megatron_collab.trainer.megatron.rope import inverse_frequencies
 
 __all__ = [
     "DTYPES",
@@ -89,19 +88,19 @@ def leader_ends_first(timeout: float, explain: Callable[[RunStopped], None]) -> 
 def init_parallel(config: Config) -> Iterator[None]:
     """Process groups and the seeds of the ranks, from torchrun's environment; may be entered again after its end.
 
-    How long a collective may wait is said by alarm.py.
+    How long a collective may wait is said by runtime/hang_detector.py.
     """
     chosen = device.select(config.launch.device)
     cpu.check(chosen.type)
     if chosen.type != "cpu":
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
-    watch.at("the meeting of the ranks")
-    timeout = alarm.collective_timeout(config.launch.timeout)
+    heartbeat.at("the meeting of the ranks")
+    timeout = hang_detector.collective_timeout(config.launch.timeout)
     store, rank, world_size = run_store()
     # A prefix of its own: what an earlier group of this process left in the store must not be read again.
     store = dist.PrefixStore(f"parallel/{next(_GROUPS)}", store)
     dist.init_process_group(chosen.backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
-    leader.listen(timeout)
+    rank0.listen(timeout)
     try:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=config.parallel.tp,
@@ -115,7 +114,7 @@ def init_parallel(config: Config) -> Iterator[None]:
         tensor_parallel.model_parallel_cuda_manual_seed(config.run.seed)
         yield
     finally:
-        leader.hang_up()
+        rank0.hang_up()
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
 
@@ -133,7 +132,7 @@ class Policy(GPTModel):
         super().__init__(
             config,
             backend_spec(config, vp_stage),
-            vocab_size=hf_map.padded_vocab(shape, config.tensor_model_parallel_size),
+            vocab_size=hf_to_megatron.padded_vocab(shape, config.tensor_model_parallel_size),
             max_sequence_length=shape.max_positions,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -194,7 +193,7 @@ def _build(config: TransformerConfig, shape: ModelShape, where: torch.device) ->
     stages = range(config.virtual_pipeline_model_parallel_size or 0)
     policies = [Policy(config, shape, vp_stage=stage) for stage in stages or [None]]
     for policy in policies:
-        fixes.reduce_experts(policy)
+        megatron.reduce_experts(policy)
         policy.to(where)
     return [_BFloat16(config, policy) if config.bf16 else policy for policy in policies]
 
@@ -202,7 +201,7 @@ def _build(config: TransformerConfig, shape: ModelShape, where: torch.device) ->
 def load(config: Config) -> tuple[list[torch.nn.Module], ModelShape]:
     """The model of model.path, loaded, and its shape."""
     folder = Path(config.model.path)
-    watch.at(f"the load of {folder}")
+    heartbeat.at(f"the load of {folder}")
     shape = hf_config.read(folder / "config.json")
     chunks = build(config, shape)
     load_hf(chunks, folder, shape)

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from megatron_collab.publish.hf_config import Linear, Llama3, Rope, Yarn
+from megatron_collab.models.hf_config import Linear, Llama3, Rope, Yarn
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:

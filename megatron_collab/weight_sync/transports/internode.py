@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_collab.publish.checksum import Sums
-from megatron_collab.publish.network import finish
-from megatron_collab.publish.nodes import Hop
-from megatron_collab.publish.writer import Writer
+from megatron_collab.weight_sync.checksum import Sums
+from megatron_collab.weight_sync.node_routing import Hop
+from megatron_collab.weight_sync.sender import Writer
+from megatron_collab.weight_sync.transports.p2p import finish
 
 
 class Relay:

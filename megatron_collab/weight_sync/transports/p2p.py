@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_collab.publish.board import Address, Board, Peer, connect
+from megatron_collab.weight_sync.store_protocol import Address, Board, Peer, connect
 
 if TYPE_CHECKING:  # the servers do without the trainer's libraries
-    from megatron_collab.publish.checksum import Sums
-    from megatron_collab.publish.writer import Writer
+    from megatron_collab.weight_sync.checksum import Sums
+    from megatron_collab.weight_sync.sender import Writer
 
 logger = logging.getLogger(__name__)
 

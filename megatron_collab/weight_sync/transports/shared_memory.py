@@ -1,7 +1,7 @@
 """Weights through memory that a node shares: ranks write, servers read; both ends are here.
 
 For each rank of its servers a node has two segments. One is written while the other is read; all servers of the node
-read the same ones. What no rank of the node holds comes from other nodes, straight into the segments (relay.py).
+read the same ones. What no rank of the node holds comes from other nodes, straight into the segments (internode.py).
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_collab.publish.board import Board, Peer
-from megatron_collab.publish.segments import Handle, Segment, opened
+from megatron_collab.weight_sync.store_protocol import Board, Peer
+from megatron_collab.weight_sync.transports.segments import Handle, Segment, opened
 
 if TYPE_CHECKING:  # the servers do without the trainer's libraries
-    from megatron_collab.publish.checksum import Sums
-    from megatron_collab.publish.nodes import Nodes
-    from megatron_collab.publish.plan import Plan
-    from megatron_collab.publish.relay import Relay
-    from megatron_collab.publish.writer import Writer
+    from megatron_collab.weight_sync.checksum import Sums
+    from megatron_collab.weight_sync.node_routing import Nodes
+    from megatron_collab.weight_sync.plan import Plan
+    from megatron_collab.weight_sync.sender import Writer
+    from megatron_collab.weight_sync.transports.internode import Relay
 
 
 class Memory:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_collab.sglang_cpu.attention import BLOCK, attend
+from megatron_collab.inference.cpu.attention import BLOCK, attend
 
 LENGTH = 300
 # heads, key/value heads, width

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_collab.sglang_cpu import deterministic, parts, sgl_kernel
+from megatron_collab.inference.cpu import deterministic, parts, sgl_kernel
 
 MASK = 0xFFFFFFFF
 
@@ -83,7 +83,7 @@ def test_a_real_part_wins(tmp_path: Path) -> None:
     for name in ("triton", "sgl_kernel"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("REAL = True\n")
-    repository = Path(parts.__file__).parents[2]
+    repository = Path(parts.__file__).parents[3]
     code = (
         "from megatron_collab.sglang_cpu import parts\nparts.install()\n"
         "import triton, sgl_kernel\nprint(triton.REAL, sgl_kernel.REAL)"
@@ -92,7 +92,7 @@ def test_a_real_part_wins(tmp_path: Path) -> None:
 
 
 def test_torchvision_imports_once_its_operators_are_declared() -> None:
-    repository = Path(parts.__file__).parents[2]
+    repository = Path(parts.__file__).parents[3]
     code = (
         "from megatron_collab.sglang_cpu import parts\nparts.install_torchvision_operators()\n"
         "import sys\nimport torchvision.ops\nprint('triton' in sys.modules)"

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megatron_collab.rollout.gates import EMPTY, FLIPPED, LEAKED, Refusal, refusal
+from megatron_collab.rollout.users.guardrails import EMPTY, FLIPPED, LEAKED, Refusal, refusal
 from megatron_collab.rollout.users.llm import system_prompt
 from megatron_collab.types import Message, Task
 

@@ -11,10 +11,10 @@ import pytest
 from aiohttp import web
 
 from megatron_collab.config import Config
+from megatron_collab.data.transcript import render
+from megatron_collab.inference import litellm_provider
 from megatron_collab.llm import client as clients
 from megatron_collab.llm.client import BudgetSpent
-from megatron_collab.rollout import providers
-from megatron_collab.rollout.transcript import render
 from megatron_collab.rollout.users import UserError, UserReply, Users
 from megatron_collab.rollout.users.llm import FIELDS, draw_persona, read_request, system_prompt
 from megatron_collab.types import Conversation, Message, Task
@@ -301,7 +301,7 @@ def test_the_trained_model_can_be_the_user(servers: dict[str, Served]) -> None:
 
 def test_what_the_trained_model_says_follows_from_the_conversations_name(servers: dict[str, Served]) -> None:
     url, key = addresses(servers)[0]
-    at = providers.POLICY.add(url, key)
+    at = litellm_provider.POLICY.add(url, key)
 
     async def draw(sample: str) -> str:
         messages = [{"role": "user", "content": "hi"}]

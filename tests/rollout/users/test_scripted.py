@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from megatron_collab.data.worlds import booking
+from megatron_collab.environments import booking
 from megatron_collab.rollout.users import UserError, UserReply
 from megatron_collab.types import Conversation, Message
 from tests.rollout.users.helpers import said, task, users

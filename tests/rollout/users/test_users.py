@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_collab.config import Config
-from megatron_collab.data.worlds import booking
+from megatron_collab.environments import booking
 from megatron_collab.rollout import users as package
 from megatron_collab.rollout.users import UserReply, check, known
 from megatron_collab.types import Conversation, Message, Task

@@ -19,13 +19,14 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
-from megatron_collab import device
-from megatron_collab.actor import local_spec, megatron_config
-from megatron_collab.actor.megatron_config import backend_spec, transformer_config
 from megatron_collab.config import Config
-from megatron_collab.publish.hf_config import ModelShape
-from tests.actor.shapes import EXPERTS, SHAPE, shape_of
+from megatron_collab.models.hf_config import ModelShape
+from megatron_collab.runtime import device
+from megatron_collab.trainer.megatron import config
+from megatron_collab.trainer.megatron import layers as local_spec
+from megatron_collab.trainer.megatron.config import backend_spec, transformer_config
 from tests.helpers import configured
+from tests.trainer.shapes import EXPERTS, SHAPE, shape_of
 
 MOE = shape_of(model_type="qwen3_moe", **EXPERTS)
 
@@ -208,7 +209,7 @@ def test_stages_share_the_layers_evenly(found: set[str], layers: int, pp: int, v
 def test_the_engines_layers_are_taken_where_it_is(found: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(
-        megatron_config, "get_gpt_decoder_block_spec", lambda *given, **more: asked.append((given, more)) or "block"
+        config, "get_gpt_decoder_block_spec", lambda *given, **more: asked.append((given, more)) or "block"
     )
     found.add("transformer_engine")
     made = transformer_config(configure({}), MOE)

@@ -6,26 +6,26 @@ import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from megatron_collab.actor import local_spec, rope
-from megatron_collab.actor.megatron_config import transformer_config
 from megatron_collab.config import Config
-from megatron_collab.publish.hf_config import ModelShape, Rope, Yarn
-from tests.actor.shapes import SHAPE
+from megatron_collab.models.hf_config import ModelShape, Rope, Yarn
+from megatron_collab.trainer.megatron import layers, rope
+from megatron_collab.trainer.megatron.config import transformer_config
+from tests.trainer.shapes import SHAPE
 
 LENGTHS = [3, 7, 1]
 
 
 @pytest.fixture(scope="module")
-def attention(one_rank: Config) -> local_spec.CausalAttention:
-    return local_spec.CausalAttention(transformer_config(one_rank, SHAPE))
+def attention(one_rank: Config) -> layers.CausalAttention:
+    return layers.CausalAttention(transformer_config(one_rank, SHAPE))
 
 
-def packing(positions: torch.Tensor | None = None) -> local_spec.Rotated:
+def packing(positions: torch.Tensor | None = None) -> layers.Rotated:
     bounds = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     plain = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
     if positions is None:
         positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
-    return local_spec.rotated(plain, positions, rope.inverse_frequencies(SHAPE.rope, 8), torch.float32)
+    return layers.rotated(plain, positions, rope.inverse_frequencies(SHAPE.rope, 8), torch.float32)
 
 
 def inputs() -> list[torch.Tensor]:
@@ -50,7 +50,7 @@ def expected(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale:
     return torch.cat(found)
 
 
-def test_attention_rotates_and_sees_the_past_of_its_own_sequence(attention: local_spec.CausalAttention) -> None:
+def test_attention_rotates_and_sees_the_past_of_its_own_sequence(attention: layers.CausalAttention) -> None:
     found, wanted = inputs(), inputs()
     ours, reference = attention(*found, packed_seq_params=packing()), expected(*wanted, scale=8**-0.5)
     assert torch.allclose(ours.double(), reference, atol=1e-6)
@@ -60,7 +60,7 @@ def test_attention_rotates_and_sees_the_past_of_its_own_sequence(attention: loca
     assert all(torch.allclose(x.grad, y.grad, atol=1e-5) for x, y in zip(found, wanted, strict=True))
 
 
-def test_positions_count_as_they_are_given(attention: local_spec.CausalAttention) -> None:
+def test_positions_count_as_they_are_given(attention: layers.CausalAttention) -> None:
     """Only distances matter: a sequence that begins elsewhere attends alike, one that is stretched does not."""
     positions = torch.cat([torch.arange(length) + 5 for length in LENGTHS])[None]
     plain = attention(*inputs(), packed_seq_params=packing())
@@ -71,13 +71,13 @@ def test_positions_count_as_they_are_given(attention: local_spec.CausalAttention
 def test_the_factor_of_yarn_multiplies_queries_and_keys(one_rank: Config) -> None:
     stretched = Rope(1e4, Yarn(1.0, 1.5, 32.0, 1.0, True, 64))
     config = transformer_config(one_rank, ModelShape(**{**vars(SHAPE), "rope": stretched}))
-    attention = local_spec.CausalAttention(config, softmax_scale=config.softmax_scale)
+    attention = layers.CausalAttention(config, softmax_scale=config.softmax_scale)
     found = attention(*inputs(), packed_seq_params=packing())
     assert torch.allclose(found.double(), expected(*inputs(), scale=1.5**2 * 8**-0.5), atol=1e-6)
 
 
 def test_norm_follows_its_formula(one_rank: Config) -> None:
-    norm = local_spec.RMSNorm(transformer_config(one_rank, SHAPE), 32, eps=1e-6)
+    norm = layers.RMSNorm(transformer_config(one_rank, SHAPE), 32, eps=1e-6)
     torch.nn.init.normal_(norm.weight)
     x = torch.randn(5, 2, 32)
     wide = x.double()

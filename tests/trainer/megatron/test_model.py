@@ -12,12 +12,12 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.moe.moe_utils import router_gating_linear
 
-from megatron_collab import device
-from megatron_collab.actor import cpu, fixes
-from megatron_collab.actor import model as policies
 from megatron_collab.config import Config
-from megatron_collab.publish.hf_map import Cut, table
-from tests.actor.shapes import EXPERTS, SHAPE, shape_of
+from megatron_collab.models.hf_to_megatron import Cut, table
+from megatron_collab.patches import cpu, megatron
+from megatron_collab.runtime import device
+from megatron_collab.trainer.megatron import model as policies
+from tests.trainer.shapes import EXPERTS, SHAPE, shape_of
 
 
 def packed(length: int) -> tuple[torch.Tensor, torch.Tensor, None, PackedSeqParams]:
@@ -128,7 +128,7 @@ def trained_optimizer(config: Config) -> DistributedOptimizer:
 
 
 def test_a_loaded_optimizer_counts_steps_for_each_parameter(one_rank: Config) -> None:
-    fixes.install()  # a second time: nothing happens
+    megatron.install()  # a second time: nothing happens
     optimizer = trained_optimizer(one_rank)
     optimizer.load_state_dict(optimizer.state_dict())
     steps = [state["step"] for state in optimizer.optimizer.state.values()]

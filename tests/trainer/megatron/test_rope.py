@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_collab.actor import rope
-from megatron_collab.publish.hf_config import ModelShape, Rope
-from megatron_collab.sglang_cpu import parts
+from megatron_collab.inference.cpu import parts
+from megatron_collab.models.hf_config import ModelShape, Rope
+from megatron_collab.trainer.megatron import rope
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}

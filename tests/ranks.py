@@ -16,11 +16,11 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from megatron_collab.config import Config
-from megatron_collab.publish import hf_map
+from megatron_collab.models import hf_to_megatron
 from megatron_collab.types import Credit, Sample
 from tests.helpers import configured, free_port
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[1]
 TIMEOUT = 400
 HF = {
     "model_type": "qwen3",
@@ -39,7 +39,7 @@ HF = {
 
 
 def run_ranks(module: str, ranks: int, arguments: list[str], groups: int = 1) -> None:
-    """Run `python -m tests.actor.MODULE ARGUMENTS` as `ranks` ranks that make `groups` process groups in turn."""
+    """Run `python -m MODULE ARGUMENTS` as `ranks` ranks that make `groups` process groups in turn."""
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",
@@ -48,7 +48,7 @@ def run_ranks(module: str, ranks: int, arguments: list[str], groups: int = 1) ->
         "WORLD_SIZE": str(ranks),
         "PORTS": " ".join(str(free_port()) for _ in range(groups)),
     }
-    command = [sys.executable, "-m", "tests.actor.forked", module, str(ranks), *arguments]
+    command = [sys.executable, "-m", "tests.forked", module, str(ranks), *arguments]
     with tempfile.TemporaryFile("w+") as output:
         forked = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=output, stderr=subprocess.STDOUT)
         try:
@@ -67,7 +67,7 @@ _ports = iter(os.environ.get("PORTS", "").split())
 @contextmanager
 def process_group(config: Config) -> Iterator[None]:
     """In a rank: the next process group, which all ranks enter together."""
-    from megatron_collab.actor import model
+    from megatron_collab.trainer.megatron import model
 
     os.environ["MASTER_PORT"] = next(_ports)
     with model.init_parallel(config):
@@ -89,7 +89,7 @@ def make_model(folder: Path, seed: int = 0, tied: bool = True, experts: bool = F
     rng = np.random.default_rng(seed)
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(hf))
-    shapes = hf_map.hf_shapes(hf_map.ModelShape.from_hf(hf))
+    shapes = hf_to_megatron.hf_shapes(hf_to_megatron.ModelShape.from_hf(hf))
     tensors = {name: rng.normal(float(len(s) == 1), 0.2, s).astype(np.float32) for name, s in shapes.items()}
     save_file(tensors, folder / "model.safetensors")
     return folder

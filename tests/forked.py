@@ -1,4 +1,4 @@
-"""`python -m tests.actor.forked MODULE RANKS ARGUMENTS…`: ranks that are forks of one process, which imports once."""
+"""`python -m tests.forked MODULE RANKS ARGUMENTS…`: ranks that are forks of one process, which imports once."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import os
 import runpy
 import sys
 
-from megatron_collab.processes import die_with_parent
+from megatron_collab.runtime.process import die_with_parent
 
 
 def main(module: str, ranks: int, arguments: list[str]) -> int:
-    """Run tests.actor.MODULE as every rank, with these arguments; how many ranks have failed."""
-    name, parent = f"tests.actor.{module}", os.getpid()
+    """Run MODULE as every rank, with these arguments; how many ranks have failed."""
+    name, parent = f"{module}", os.getpid()
     importlib.import_module(name)
     sys.argv = [name, *arguments]
     children = []
