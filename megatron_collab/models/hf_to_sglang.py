@@ -14,6 +14,9 @@ from megatron_collab.models.hf_config import Experts, ModelShape
 from megatron_collab.models.hf_to_megatron import Index, Shape
 
 _VOCABULARY_MULTIPLE = 64
+# Families whose SGLang models pass the quantization config to attention, which then has scales for an FP8 KV cache.
+# Our cache is never in FP8, but some of its attention backends apply these scales all the same: they must be 1.
+_KV_SCALE_FAMILIES = {"llama", "mistral", "qwen2"}
 
 
 @dataclass(frozen=True)
@@ -39,12 +42,14 @@ class Parameter:
     """One parameter of a server rank, its parts in the order of its rows; rows in no part are padding.
 
     `quantised`: float8_e4m3fn, with a second parameter NAME_scale_inv of a float32 for each block of 128 x 128.
+    `constant`: float32, filled with this number by the server's rank itself at every publish; it has no parts.
     """
 
     name: str
     shape: Shape
     parts: tuple[Part, ...]
     quantised: bool = False
+    constant: float | None = None
 
 
 # A block of rows [start, stop) of a Hugging Face tensor.
@@ -99,6 +104,9 @@ def _layer(shape: ModelShape, server: ServerLayout, rank: int, layer: int) -> It
     if shape.qk_norm:
         for x in "qk":
             yield _whole(f"{attention}{x}_norm.weight", (shape.head_dim,))
+    if fp8 and shape.family in _KV_SCALE_FAMILIES:
+        for x in "kv":
+            yield Parameter(f"{attention}attn.{x}_scale", (), (), constant=1.0)
     yield _columns(attention + "o_proj.weight", shape.hidden, width, rank, fp8)
     yield _whole(prefix + "post_attention_layernorm.weight", (shape.hidden,))
     mlp = prefix + "mlp."

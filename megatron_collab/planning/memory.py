@@ -189,7 +189,9 @@ def server_weights(config: Config, shape: ModelShape) -> float:
     """The parameters of the first rank of a server; in FP8 a byte each, and float32 scales of the blocks."""
     item = DTYPES[config.model.dtype].itemsize
     return sum(
-        fp8.nbytes(parameter.shape) if parameter.quantised else item * prod(parameter.shape)
+        fp8.nbytes(parameter.shape)
+        if parameter.quantised
+        else (item if parameter.constant is None else 4) * prod(parameter.shape)
         for parameter in hf_to_sglang.table(shape, server_layout(config), 0)
     )
 

@@ -114,8 +114,12 @@ class InPlace:
     def _attach(self, server: int, rank: int) -> dict[str, Any]:
         node = self._nodes.of_server(server)
         parameters: dict[str, tuple[tuple[int, ...], str]] = {}
+        constants: dict[str, float] = {}
         for parameter in hf_to_sglang.table(self._shape, self._server, rank):
-            parameters[parameter.name] = parameter.shape, "float8_e4m3fn" if parameter.quantised else self._dtype
+            dtype = "float8_e4m3fn" if parameter.quantised else self._dtype
+            if parameter.constant is not None:
+                constants[parameter.name], dtype = parameter.constant, "float32"
+            parameters[parameter.name] = parameter.shape, dtype
             if parameter.quantised:
                 parameters[f"{parameter.name}_scale_inv"] = fp8.scales(parameter.shape), "float32"
         return {
@@ -126,6 +130,7 @@ class InPlace:
             "rank": rank,
             "dtype": self._dtype,
             "parameters": parameters,
+            "constants": constants,
             "rounds": [
                 [_row(piece, self._nodes.writer(node, rank, piece)) for piece in buckets[rank].slices]
                 for buckets in self._plan.rounds

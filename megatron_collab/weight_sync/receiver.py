@@ -76,21 +76,23 @@ class Receiver:
         rank: int,
         dtype: str,
         parameters: Mapping[str, tuple[Sequence[int], str]],
+        constants: Mapping[str, float],
         rounds: Sequence[Sequence[Sequence[Any]]],
         memory: Sequence[Handle] | None = None,
         network: Mapping[str, Any] | None = None,
     ) -> None:
         """`store`, `prefix`: of the board (see board.connect); `server`, `rank`: who we are; `dtype`: of slices.
 
-        `parameters`: shape and dtype of all that the server must have, and no other; `rounds`: the rows of each
-        bucket. These come through the segments of shared `memory`, or by `network`: NetworkBuckets' arguments `name`,
-        `ranks` and `tp`.
+        `parameters`: shape and dtype of all that the server must have, and no other; `constants`: those of them that
+        are filled with a number instead of being sent; `rounds`: the rows of each bucket. These come through the
+        segments of shared `memory`, or by `network`: NetworkBuckets' arguments `name`, `ranks` and `tp`.
         """
         self._address: Address = (store[0], store[1])
         self._store = connect(self._address, prefix, timeout)
         self._timeout, self._server, self._rank = timeout, server, rank
         self._dtype = getattr(torch, dtype)
         self._parameters = {name: f"{dtype} {tuple(shape)}" for name, (shape, dtype) in parameters.items()}
+        self._constants = constants
         self._rounds = [[Row(*row) for row in rows] for rows in rounds]
         self._memory, self._network = memory, network
         self._buckets: SharedBuckets | NetworkBuckets | None = None
@@ -111,6 +113,8 @@ class Receiver:
             pointers = [parameter.data_ptr() for parameter in parameters.values()]
             if pointers != self._pointers:  # SGLang may make others after it has taken weights
                 self._copies, self._pointers = {}, pointers
+            for name, value in self._constants.items():  # at every publish: releasing memory loses them
+                parameters[name].fill_(value)
             for number, bucket in enumerate(self._buckets.each(board)):
                 if number not in self._copies:
                     self._copies[number] = self._plan(parameters, self._rounds[number], bucket)

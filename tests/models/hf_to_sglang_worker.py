@@ -24,6 +24,7 @@ parts.install()
 import torch
 from sglang.srt import runtime_context
 from sglang.srt.layers.quantization.fp8 import Fp8Config
+from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.models import llama, qwen2, qwen3, qwen3_moe
 from sglang.srt.server_args import ServerArgs
 from transformers import AutoConfig
@@ -94,6 +95,7 @@ def compare(hf: dict[str, Any], layout: ServerLayout, folder: Path) -> None:
             }
             if layout.fp8:
                 check_fp8(wanted, held, scales)
+                check_kv_scales(wanted, held, model)
             else:
                 check_elements(wanted, held, numbered(shape), model)
 
@@ -106,6 +108,20 @@ def check_fp8(wanted: dict[str, Parameter], held: dict[str, torch.Tensor], scale
     assert {name: (tuple(value.shape), value.dtype) for name, value in scales.items()} == {
         f"{name}_scale_inv": (fp8.scales(parameter.shape), torch.float32) for name, parameter in quantised.items()
     }
+
+
+def check_kv_scales(wanted: dict[str, Parameter], held: dict[str, torch.Tensor], model: torch.nn.Module) -> None:
+    """After a publish has filled in the constants, what SGLang derives from them at its end multiplies by 1."""
+    constants = {name: parameter.constant for name, parameter in wanted.items() if parameter.constant is not None}
+    for name, value in constants.items():
+        assert held[name].dtype is torch.float32 and not wanted[name].parts
+        held[name].fill_(value)
+    attention = {name: module for name, module in model.named_modules() if isinstance(module, RadixAttention)}
+    scaled = {name: module for name, module in attention.items() if module.quant_method is not None}
+    assert {f"{name}.{x}_scale" for name in scaled for x in "kv"} == constants.keys()
+    for module in scaled.values():
+        module.quant_method.process_weights_after_loading(module)
+        assert (module.k_scale_float, module.v_scale_float) == (1.0, 1.0)
 
 
 def check_elements(

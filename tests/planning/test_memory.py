@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
@@ -106,6 +107,9 @@ def test_the_server_takes_what_sglang_takes() -> None:
     assert memory.server_weights(config, shape) == pytest.approx(2 * (70.55e9 + 80 * 2 * 1024 * 8192) / 16, rel=1e-3)
     config.rollout.server.tp, config.rollout.server.fp8 = 8, True  # all but the two embeddings: 2.1e9
     assert memory.server_weights(config, shape) == pytest.approx((68.45e9 + 2 * 2.1e9) / 8, rel=0.001)
+    scales = 80 * 2 * 4  # of keys and values in each layer, float32; Qwen3 has none
+    without = memory.server_weights(config, replace(shape, family="qwen3"))
+    assert memory.server_weights(config, shape) == without + scales
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def draw(seed: int, equal_cuts: bool = False, fp8: bool = False) -> Case:
         count = ep * server_ep * rng.choice([1, 2])
         experts = Experts(count, 1, server_tp * rng.randint(1, 2) * block, False, tuple(range(layers)))
     shape = ModelShape(
-        family="qwen3",
+        family="llama",
         layers=layers,
         hidden=rng.choice([130, 256]) if fp8 else rng.randint(2, 6),
         ffn=tp * server_tp * rng.randint(1, 2) * block,

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ SHAPE = ModelShape(
     max_positions=64,
     experts=Experts(2, 1, 128, True, (0, 1)),
 )
+LLAMA = replace(SHAPE, family="llama", qk_norm=False, experts=None)
 BUCKET = 1 << 18
 ON = ["resume kv_cache", "/continue_generation"]  # requests that have waited need the cache at once
 
@@ -52,20 +54,28 @@ ON = ["resume kv_cache", "/continue_generation"]  # requests that have waited ne
 class Served:
     """A server of two ranks: what they hold, and the receivers that SGLang would keep."""
 
-    def __init__(self, index: int, layout: ServerLayout) -> None:
+    def __init__(self, index: int, layout: ServerLayout, shape: ModelShape) -> None:
         self.url, self.api_key, self.tp, self.index, self.generation = f"http://server{index}", "key", 2, index, 0
         self.models = [torch.nn.Module() for _ in range(self.tp)]
         self.receivers: dict[int, Receiver] = {}
         self.calls: list[str] = []
         for rank, model in enumerate(self.models):
-            for parameter in hf_to_sglang.table(SHAPE, layout, rank):
+            for parameter in hf_to_sglang.table(shape, layout, rank):
                 dtype = torch.float8_e4m3fn if parameter.quantised else torch.bfloat16
+                dtype = dtype if parameter.constant is None else torch.float32
                 self.hold(model, parameter.name, torch.zeros(parameter.shape, dtype=dtype))
                 if parameter.quantised:
                     self.hold(model, f"{parameter.name}_scale_inv", torch.zeros(fp8.scales(parameter.shape)))
 
     def resume(self, tag: str) -> None:
         self.calls.append(f"resume {tag}")
+
+    @torch.no_grad()
+    def forget(self) -> None:
+        """What releasing memory does to the parameters."""
+        for model in self.models:
+            for parameter in model.parameters():
+                parameter.fill_(torch.nan)
 
     @staticmethod
     def hold(model: torch.nn.Module, name: str, value: torch.Tensor) -> None:
@@ -128,14 +138,14 @@ def shards(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.nn.Parameter]:
     return found
 
 
-def make_shards() -> dict[str, torch.nn.Parameter]:
+def make_shards(shape: ModelShape = SHAPE) -> dict[str, torch.nn.Parameter]:
     """The trainer's weights, random."""
     generator = torch.Generator().manual_seed(0)
     return {
         entry.megatron: torch.nn.Parameter(
             torch.randn(hf_to_megatron.shard_shape(entry, 1), generator=generator).to(torch.bfloat16)
         )
-        for entry in hf_to_megatron.table(SHAPE)
+        for entry in hf_to_megatron.table(shape)
     }
 
 
@@ -147,27 +157,31 @@ def configure(transport: str, quantised: bool = False, servers: int = 2) -> Conf
     return config
 
 
-def make_fleet(config: Config) -> Fleet:
+def make_fleet(config: Config, shape: ModelShape = SHAPE) -> Fleet:
     layout = in_place.server_layout(config)
-    return Fleet([Served(index, layout) for index in range(config.rollout.server.replicas)])
+    return Fleet([Served(index, layout, shape) for index in range(config.rollout.server.replicas)])
 
 
-def hf_tensors(shards: dict[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
+def hf_tensors(shards: dict[str, torch.nn.Parameter], shape: ModelShape) -> dict[str, torch.Tensor]:
     tensors = {
-        name: torch.empty(sides, dtype=torch.bfloat16) for name, sides in hf_to_megatron.hf_shapes(SHAPE).items()
+        name: torch.empty(sides, dtype=torch.bfloat16) for name, sides in hf_to_megatron.hf_shapes(shape).items()
     }
-    for entry in hf_to_megatron.table(SHAPE):
-        for piece in hf_to_megatron.pieces(entry, SHAPE, 1, 0):
+    for entry in hf_to_megatron.table(shape):
+        for piece in hf_to_megatron.pieces(entry, shape, 1, 0):
             tensors[piece.hf][piece.hf_index] = shards[entry.megatron].detach()[piece.shard_index]
     return tensors
 
 
-def assert_holds(server: Served, layout: ServerLayout, shards: dict[str, torch.nn.Parameter]) -> None:
+def assert_holds(
+    server: Served, layout: ServerLayout, shards: dict[str, torch.nn.Parameter], shape: ModelShape = SHAPE
+) -> None:
     """Every parameter is what the trainer has, in FP8 to within its rounding (see fp8.quantise)."""
-    tensors = hf_tensors(shards)
+    tensors = hf_tensors(shards, shape)
     for rank, model in enumerate(server.models):
         held = dict(model.named_parameters())
-        for parameter in hf_to_sglang.table(SHAPE, layout, rank):
+        for parameter in hf_to_sglang.table(shape, layout, rank):
+            if parameter.constant is not None:
+                assert held[parameter.name] == parameter.constant, parameter.name
             for part in parameter.parts:
                 wanted = tensors[part.hf][part.hf_index].float()
                 found = held[parameter.name].float()
@@ -183,24 +197,31 @@ def assert_holds(server: Served, layout: ServerLayout, shards: dict[str, torch.n
 
 
 @pytest.mark.parametrize("transport", ["memory", "network"])
-@pytest.mark.parametrize("quantised", [False, True])
-def test_all_of_it_arrives_every_time(transport: str, quantised: bool, shards: dict[str, torch.nn.Parameter]) -> None:
-    config = configure(transport, quantised)
-    fleet, layout = make_fleet(config), in_place.server_layout(config)
+@pytest.mark.parametrize(("shape", "quantised"), [(SHAPE, False), (SHAPE, True), (LLAMA, True)])
+def test_all_of_it_arrives_every_time(
+    transport: str, shape: ModelShape, quantised: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, shards = configure(transport, quantised), make_shards(shape)
+    monkeypatch.setattr(in_place, "named_shards", lambda chunks: shards.items())
+    fleet, layout = make_fleet(config, shape), in_place.server_layout(config)
     store = connect(("127.0.0.1", int(os.environ["MASTER_PORT"])), "", 10.0)
     keys = []
-    with Publisher(config, [], SHAPE, fleet, BUCKET) as sender:
+    with Publisher(config, [], shape, fleet, BUCKET) as sender:
         for version in range(4):
+            for server in fleet.servers:
+                server.forget()
             with torch.no_grad():
                 for shard in shards.values():
                     shard.mul_(-1.5)
             sender.publish(version)
             assert sender.version == version and not fleet.reasons
             for server in fleet.servers:
-                assert_holds(server, layout, shards)
+                assert_holds(server, layout, shards, shape)
+                scales = [value for name, value in server.models[1].named_parameters() if name.endswith("v_scale")]
+                assert scales == [1.0] * (shape.layers if shape is LLAMA else 0)
             keys.append(store.num_keys())
             if version == 2:  # a new process, which knows nothing
-                fleet.servers[0] = Served(0, layout)
+                fleet.servers[0] = Served(0, layout, shape)
                 fleet.servers[0].generation = 1
         assert keys[2] == keys[1]  # the board is wiped
     calls = ["/pause_generation", "/begin_weight_update", "receive 3", "/end_weight_update", *ON]
