@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 
+from megatron_collab import patches
 from megatron_collab.runtime import preemption
 
 if __name__ == "__main__":
@@ -40,6 +41,7 @@ from megatron_collab.runtime.redact import redact
 
 def fit(config: Config) -> None:
     """Train from the last checkpoint in run.dir, or from model.path, to train.steps."""
+    patches.apply("megatron")
     from megatron_collab.checkpoint.checkpointer import Checkpoints
     from megatron_collab.observability.progress import Stopwatch
     from megatron_collab.observability.run import Run

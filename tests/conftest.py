@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from megatron_collab import patches
 from megatron_collab.config import Config
 from megatron_collab.inference.sglang import SGLangServer
 from tests.helpers import free_port, make_model
 
 # Ray reads the token once in a process, and tests that set the environment take away what they find new in it.
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+patches.apply("megatron", "litellm")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

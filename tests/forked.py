@@ -7,12 +7,14 @@ import os
 import runpy
 import sys
 
+from megatron_collab import patches
 from megatron_collab.runtime.process import die_with_parent
 
 
 def main(module: str, ranks: int, arguments: list[str]) -> int:
     """Run MODULE as every rank, with these arguments; how many ranks have failed."""
     name, parent = f"{module}", os.getpid()
+    patches.apply("megatron", "litellm")
     importlib.import_module(name)
     sys.argv = [name, *arguments]
     children = []

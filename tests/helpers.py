@@ -11,8 +11,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from megatron_collab import patches
 from megatron_collab.config import Config, ConfigError, load
-from megatron_collab.inference.cpu import parts
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -72,7 +72,7 @@ def make_model(
     Weights are wide enough (0.2) that log-probs differ clearly between seeds; norms and biases are perturbed,
     so that a weight that lands in the wrong place is noticed.
     """
-    parts.install_torchvision_operators()
+    patches.apply("torchvision")
     from transformers import AutoConfig, AutoModelForCausalLM
 
     tokenizer = byte_level_tokenizer(vocab)

@@ -14,6 +14,7 @@ import sys
 import warnings
 from pathlib import Path
 
+from megatron_collab import patches
 from megatron_collab.config import ConfigError
 from megatron_collab.config.refuse import ArgumentParser
 
@@ -44,6 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
 def convert(given: argparse.Namespace) -> int:
     import torch
 
+    patches.apply("megatron")
     from megatron_collab.checkpoint import convert
     from megatron_collab.commands import verify
 

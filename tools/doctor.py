@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_collab import patches
 from megatron_collab.config import Config, ConfigError, parse
 from megatron_collab.config.refuse import ArgumentParser
 from megatron_collab.runtime import device
@@ -71,6 +72,7 @@ def probe() -> int:
         print(f"\nRequired and missing: {', '.join(lacking)}. Run make setup.")
         return 1
     selected = device.select("auto")
+    print(f"\nChanges to libraries in force (megatron_collab/patches):\n{patches.table()}")
     print(f"\nlaunch.device=auto takes {selected.type}, torch.distributed {selected.backend}.")
     return 0
 
@@ -88,6 +90,7 @@ def table(found: Sequence[device.Probe]) -> str:
 
 
 def planned(overrides: Sequence[str], gpu_gib: float) -> int:
+    patches.apply("megatron")
     from megatron_collab.launch import validate
     from megatron_collab.planning import shapes
     from megatron_collab.planning.memory import GIB, plan

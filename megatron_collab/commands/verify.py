@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from megatron_collab import patches
 from megatron_collab.checkpoint.hf_folder import read_shape
 from megatron_collab.checkpoint.sharded_state import load_weights
 from megatron_collab.config import Config
-from megatron_collab.inference.cpu import parts
 from megatron_collab.runtime.ports import HOST, bindable
 from megatron_collab.trainer.megatron import model as policies
 
@@ -35,7 +35,7 @@ def largest_difference(checkpoint: Path, folder: Path, dtype: torch.dtype | None
 
 @torch.no_grad()
 def _transformers(folder: Path, dtype: torch.dtype | None, tokens: torch.Tensor) -> torch.Tensor:
-    parts.install_torchvision_operators()
+    patches.apply("torchvision")
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 

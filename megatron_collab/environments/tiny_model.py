@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from megatron_collab.inference.cpu import parts
+from megatron_collab import patches
 
 PAD, UNKNOWN, END, USER, ASSISTANT, SYSTEM = SPECIAL = [
     "<|pad|>", "<|unknown|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>",
@@ -59,7 +59,7 @@ def _with_chat(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 def save(folder: Path, tokenizer: PreTrainedTokenizerFast, seed: int, context: int) -> None:
     """Write a random fp32 Qwen3 (3 layers, width 128, tied embeddings) for `tokenizer` and up to `context` tokens."""
-    parts.install_torchvision_operators()
+    patches.apply("torchvision")
     logging.disable_progress_bar()
     from transformers import Qwen3Config, Qwen3ForCausalLM
 

@@ -12,11 +12,9 @@ import importlib
 import json
 from typing import Any
 
-import megatron_collab.llm  # noqa: F401  before LiteLLM, whose import it sets up
-
-# isort: split
 import litellm
 
+from megatron_collab.patches.litellm import add_provider
 from megatron_collab.rollout.users.llm import read_request
 
 
@@ -77,7 +75,5 @@ def _free(response: litellm.ModelResponse) -> litellm.ModelResponse:
 
 
 POLICY = Policy()
-litellm.custom_provider_map += [
-    {"provider": "scripted", "custom_handler": Scripted()},
-    {"provider": "policy", "custom_handler": POLICY},
-]
+add_provider("scripted", Scripted())
+add_provider("policy", POLICY)

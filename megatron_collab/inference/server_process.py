@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from megatron_collab.config import Config
-from megatron_collab.inference.cpu.key import KEY_VARIABLE, PARENT_VARIABLE, STACKS_VARIABLE
+from megatron_collab.inference.cpu import KEY_VARIABLE, PARENT_VARIABLE, STACKS_VARIABLE
 from megatron_collab.models.parallel_layout import servers_per_node
 from megatron_collab.runtime import device, network, stacks
 from megatron_collab.runtime.ports import bindable

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 
+from megatron_collab import patches
 from megatron_collab.algo.advantages import GROUPED
 from megatron_collab.config import (
     MODES,
@@ -118,6 +119,7 @@ def _check_budget(config: Config) -> None:
     """A budget holds only where the prices are known; the run's own model and scripted users cost nothing."""
     if config.llm.budget_usd is None:
         return
+    patches.apply("litellm")
     from megatron_collab.llm.client import priced
 
     for setting, model in (("user.model", config.user.model), ("reward.judge.model", config.reward.judge.model)):

@@ -24,6 +24,7 @@ from megatron_collab.llm.answer import Field, MalformedAnswer, json_schema, pars
 from megatron_collab.llm.cache import Cache, key_of
 from megatron_collab.llm.limiter import BudgetSpent as BudgetSpent
 from megatron_collab.llm.limiter import Ended, Line, Wish
+from megatron_collab.patches.litellm import be_quiet
 from megatron_collab.runtime.redact import redact
 
 Messages = list[dict[str, str]]
@@ -34,9 +35,6 @@ _GRACE = 10.0  # seconds after the timeout of a call when it is over for sure
 _LONGEST_REASON = 400  # characters
 _FREE = ("scripted/", "policy/")  # models of our own: no limit and no price
 _REFUSED = (400, 422)  # what a server says to a response_format that it does not know
-
-litellm.telemetry = False
-litellm.suppress_debug_info = True
 
 
 def priced(model: str) -> bool:
@@ -57,6 +55,7 @@ class LlmClient:
 
     def __init__(self, limiter: Any = None, cache: Cache | None = None) -> None:
         """`limiter`: the handle of a Limiter; none: no limits."""
+        be_quiet()
         self._line = None if limiter is None else Line(limiter)
         self._cache = cache
         self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()

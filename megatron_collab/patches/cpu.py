@@ -1,39 +1,57 @@
-"""Megatron-Core 0.16.1 on a machine without CUDA: the calls that raise there are redirected to the CPU.
+"""Megatron-Core on a machine without a CUDA device: the calls that raise there are redirected to the CPU.
 
-None of Megatron's mathematics is replaced. `install` must run before anything imports `megatron`, which the
-package's `__init__` sees to. Tested against the version above; a newer one may need other redirects.
+Libraries that need a CUDA device count as not installed, and Megatron takes what it has for machines without them.
+None of Megatron's mathematics is replaced.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from megatron_collab.patches import Patch
+
 CPU = torch.device("cpu")
-_installed: list[TorchFunctionMode] = []
+# Megatron uses these wherever they can be imported, and not in its layers alone: its optimizer and its
+# gradient norm take TransformerEngine's kernels too. All of these libraries need a CUDA device. Without a
+# driver the import of some raises OSError, and Megatron is prepared for ImportError only.
+_CUDA_ONLY = (
+    "transformer_engine",
+    "transformer_engine_torch",
+    "apex",
+    "amp_C",
+    "fused_weight_gradient_mlp_cuda",
+    "flash_attn",
+    "flash_attn_3",
+    "flashattn_hopper",
+    "flash_mla",
+    "deep_ep",
+    "grouped_gemm",
+)
 
 
-def install() -> None:
-    """Redirect Megatron's CUDA calls in this process; nothing happens where a CUDA device is visible."""
-    if _installed or torch.cuda.is_available():
-        return
-    _import_without_compilation()
-    _redirect_device()
-    _redirect_generator()
-    _redirect_token_dispatcher()
-    mode = _CudaMeansCpu()
-    mode.__enter__()  # for the life of the process
-    _installed.append(mode)
+def without_cuda() -> bool:
+    return not torch.cuda.is_available()
 
 
-def check(device_type: str) -> None:
-    """RuntimeError where the run asks for the CPU but Megatron would take the CUDA device that it sees."""
-    if device_type == "cpu" and not _installed:
+def refuse_visible_cuda(device_type: str) -> None:
+    """RuntimeError where the run asks for the CPU but Megatron would use the CUDA device that it sees."""
+    if device_type == "cpu" and not without_cuda():
         raise RuntimeError("launch.device=cpu: a CUDA device is visible; set CUDA_VISIBLE_DEVICES= (empty) to hide it")
+
+
+def _hide_cuda_libraries() -> None:
+    for name in _CUDA_ONLY:
+        sys.modules[name] = None  # type: ignore[assignment]  # an import of it then raises ModuleNotFoundError
+
+
+def _redirect_device_names() -> None:
+    _CudaMeansCpu().__enter__()  # for the life of the process
 
 
 class _CudaMeansCpu(TorchFunctionMode):
@@ -63,7 +81,7 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 class _Stream:
-    """The one stream of a CPU, and its own event: whatever one could wait for has already happened."""
+    """The one stream of a CPU, and its own event: there is never anything to wait for."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -86,10 +104,7 @@ class _Stream:
 
 
 def _import_without_compilation() -> None:
-    """Import Megatron with its `jit_fuser`, which is torch.compile, bound to the identity.
-
-    Compiling its small functions for a CPU takes seconds in every process and gains nothing.
-    """
+    """Import Megatron with its `jit_fuser`, which is torch.compile, bound to the identity."""
 
     def identity(function: Callable[..., Any] | None = None, **_: Any) -> Callable[..., Any]:
         return function if function is not None else identity
@@ -101,7 +116,7 @@ def _import_without_compilation() -> None:
         torch.compile = compiler
 
 
-def _redirect_device() -> None:
+def _redirect_streams() -> None:
     # One function object for each name: the compiler refuses an object that stands under two.
     torch.cuda.current_device = lambda: CPU
     torch.cuda.synchronize = lambda *_, **__: None
@@ -114,7 +129,6 @@ def _redirect_device() -> None:
 
 
 def _redirect_generator() -> None:
-    """What Megatron calls the CUDA generator is the CPU's."""
     from megatron.core.tensor_parallel import random
 
     def set_state(state: torch.Tensor, *_: Any, **__: Any) -> None:
@@ -133,10 +147,100 @@ def _redirect_generator() -> None:
 
 
 def _redirect_token_dispatcher() -> None:
-    """The expert dispatcher makes host sequences of its split sizes only where they were on a GPU."""
     from megatron.core.transformer.moe import token_dispatcher
 
     def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     token_dispatcher.maybe_move_tensor_to_cpu = to_host
+
+
+_TORCH, _MEGATRON = ("2.13.0", "2.14.1"), ("0.16.1",)
+_UNTIL = "Megatron-Core runs on CPU"
+
+PATCHES = (
+    Patch(
+        "libraries that need CUDA are hidden",
+        "megatron-core",
+        _MEGATRON,
+        why="Megatron uses TransformerEngine, apex and others wherever they are installed, also where no device is.",
+        upstream="megatron/core/optimizer/__init__.py, megatron/core/extensions/transformer_engine.py",
+        until=_UNTIL,
+        test="tests/patches/test_cpu.py::test_training_on_a_cpu_leaves_transformer_engine_alone",
+        apply=_hide_cuda_libraries,
+        when=without_cuda,
+    ),
+    Patch(
+        "no torch.compile in Megatron",
+        "megatron-core",
+        _MEGATRON,
+        why="Compiling its small functions for a CPU takes seconds in every process and gains nothing.",
+        upstream="megatron/core/jit.py",
+        until="Megatron-Core has a switch for jit_fuser",
+        test="tests/patches/test_cpu.py::test_megatron_is_not_compiled_on_a_cpu",
+        apply=_import_without_compilation,
+        when=without_cuda,
+    ),
+    Patch(
+        'device="cuda" is the CPU',
+        "torch",
+        _TORCH,
+        why='Megatron makes tensors with device="cuda", calls tensor.cuda(), and its optimizers ask tensor.type().',
+        upstream="megatron/core/tensor_parallel/layers.py, megatron/core/optimizer/optimizer.py",
+        until=_UNTIL,
+        test="tests/patches/test_cpu.py::test_device_names_reach_the_device",
+        apply=_redirect_device_names,
+        when=without_cuda,
+    ),
+    Patch(
+        "current device, streams and profiler ranges",
+        "torch",
+        _TORCH,
+        why="Megatron's gradient buffers, optimizers and pipeline schedules call these without asking for a device.",
+        upstream="megatron/core/distributed/param_and_grad_buffer.py",
+        until=_UNTIL,
+        test="tests/patches/test_cpu.py::test_streams_and_synchronisation_do_nothing_on_a_cpu",
+        attributes=(
+            "torch.cuda.current_device",
+            "torch.cuda.synchronize",
+            "torch.cuda.set_device",
+            "torch.cuda.nvtx.range_push",
+            "torch.cuda.nvtx.range_pop",
+            "torch.cuda.Stream",
+            "torch.cuda.current_stream",
+            "torch.cuda.default_stream",
+        ),
+        apply=_redirect_streams,
+        when=without_cuda,
+    ),
+    Patch(
+        "the CPU's random generator",
+        "torch",
+        _TORCH,
+        why="What Megatron seeds, saves and forks as the generator of the CUDA device is the CPU's here.",
+        upstream="megatron/core/tensor_parallel/random.py",
+        until=_UNTIL,
+        test="tests/patches/test_cpu.py::test_model_parallel_random_stream_is_apart",
+        attributes=(
+            "torch.cuda.manual_seed",
+            "torch.cuda.get_rng_state",
+            "torch.cuda.random.get_rng_state",
+            "torch.cuda.set_rng_state",
+            "megatron.core.tensor_parallel.random._set_cuda_rng_state",
+        ),
+        apply=_redirect_generator,
+        when=without_cuda,
+    ),
+    Patch(
+        "split sizes of the expert dispatcher",
+        "megatron-core",
+        _MEGATRON,
+        why="It makes host sequences of its split sizes only where they were on a GPU.",
+        upstream="megatron/core/transformer/moe/token_dispatcher.py (maybe_move_tensor_to_cpu)",
+        until=_UNTIL,
+        test="tests/trainer/test_parity.py::test_log_probs_equal_hugging_face",
+        attributes=("megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu",),
+        apply=_redirect_token_dispatcher,
+        when=without_cuda,
+    ),
+)

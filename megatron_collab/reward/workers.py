@@ -20,6 +20,7 @@ import psutil
 import ray
 from ray.exceptions import RayActorError
 
+from megatron_collab import patches
 from megatron_collab.config import Config, RewardConfig
 from megatron_collab.reward import metrics
 from megatron_collab.runtime import heartbeat, preemption, stacks
@@ -178,6 +179,7 @@ class RewardWorker:
 
 def _judge(config: Config) -> Any:
     """The Judge of `reward.judge`, which keeps to the run's limiter and remembers its answers."""
+    patches.apply("litellm")
     # Imported here: LiteLLM takes seconds to import, and most metrics do without.
     from megatron_collab.llm import limiter
     from megatron_collab.llm.cache import Cache

@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 
+from megatron_collab import patches
 from megatron_collab.config import Config
 from megatron_collab.reward.workers import RewardClient, RewardWorker, start_actor
 from megatron_collab.rollout.tools import schemas
@@ -27,6 +28,7 @@ class ConversationWorker:
         `name`: what the file with its stacks is called after.
         """
         stacks.register(Path(config.run.dir) / stacks.FOLDER, name)
+        patches.apply("litellm")
         # Imported here: the process that starts the workers needs neither LiteLLM nor the tokenizer.
         from megatron_collab.data.chat_template import ChatRenderer
         from megatron_collab.inference.router import Router

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_collab import patches
 from megatron_collab.config import RolloutConfig, SamplingConfig
-from megatron_collab.inference.cpu import parts
 from megatron_collab.inference.sglang import SGLangClient
 from megatron_collab.types import Turn
 from tests.conftest import Served
@@ -74,7 +74,7 @@ def sampled(servers: dict[str, Served], other: Path) -> Iterator[tuple[list[Turn
 
 def log_probs(folder: Path, turn: Turn) -> np.ndarray:
     """Of a turn's tokens, by transformers; float32 [tokens]."""
-    parts.install_torchvision_operators()
+    patches.apply("torchvision")
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -17,9 +17,9 @@ from types import SimpleNamespace
 from typing import Any
 
 os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
-from megatron_collab.inference.cpu import parts
+from megatron_collab import patches
 
-parts.install()
+patches.apply("torchvision", "sglang")
 
 import torch
 from sglang.srt import runtime_context

@@ -11,7 +11,7 @@ import pytest
 import torch
 from aiohttp import web
 
-from megatron_collab.inference.cpu import parts
+from megatron_collab import patches
 from megatron_collab.inference.sglang import SGLangServer
 from megatron_collab.reward import model as reward_model
 from megatron_collab.reward.metrics.reward_model import KEY_VARIABLE
@@ -117,7 +117,7 @@ def test_a_server_that_hangs_is_missing(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random reward model of Llama's family, with tokenizer and chat template."""
-    parts.install_torchvision_operators()
+    patches.apply("torchvision")
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
     folder = tmp_path_factory.mktemp("reward_model")

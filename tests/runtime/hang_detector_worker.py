@@ -2,6 +2,7 @@
 
 What rank N of a case says is in FOLDER/CASE/said-N.txt, the exit codes in FOLDER/CASE/codes.json.
 """
+# ruff: noqa: E402 (patches come before Megatron-Core)
 
 from __future__ import annotations
 
@@ -17,6 +18,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from megatron_collab import patches
+
+patches.apply("megatron")
 
 from megatron_collab.checkpoint.checkpointer import Checkpoints
 from megatron_collab.config import Config

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_collab.inference.cpu import parts
+from megatron_collab import patches
 from tests.helpers import make_model
 from tests.ranks import run_ranks
 from tests.trainer.parity_worker import EPS, LAYOUTS, LR, layouts_of
@@ -57,7 +57,7 @@ class Reference:
 
 def hugging_face(folder: Path, micro_batches: np.ndarray) -> Reference:
     """One step of AdamW on the mean log-prob of all tokens, sequence by sequence."""
-    parts.install_torchvision_operators()
+    patches.apply("torchvision")
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")

@@ -11,6 +11,7 @@ gradient of the log-probability of trained turn i (transformers, float32).
 Both are adaptive over fixed, below 1 is better. `bias` = distance of the two mean gradients over the length of the
 fixed one. `tokens_ratio` = tokens in the futures that were drawn. The last line is one JSON object.
 """
+# ruff: noqa: E402 (patches come before the libraries)
 
 from __future__ import annotations
 
@@ -25,11 +26,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from megatron_collab import patches
+
+patches.apply("litellm", "torchvision")
+
 from megatron_collab.algo.advantages import grpo
 from megatron_collab.config import Config, future_range, load
 from megatron_collab.data.chat_template import ChatRenderer
 from megatron_collab.data.datasets import load_tasks
-from megatron_collab.inference.cpu import parts
 from megatron_collab.inference.router import Router
 from megatron_collab.inference.sglang import SGLangServer
 from megatron_collab.llm.client import LlmClient
@@ -90,7 +94,6 @@ def played(rollout: Rollout) -> bool:
 
 def gram(groups: Sequence[Group], model_path: str) -> np.ndarray:
     """The inner products of the trained turns' gradients, [turns, turns]; every group has as many turns."""
-    parts.install_torchvision_operators()
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)

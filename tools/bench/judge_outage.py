@@ -13,6 +13,7 @@ looks like 0 or like a part of the score. Values:
   takes 60 s, with the tries and deadline that a judge has by default; both must be 0.
 - away_seconds: from the return of the endpoint until the last of these scores; the client pauses for 30 s at most.
 """
+# ruff: noqa: E402 (patches come before LiteLLM)
 
 from __future__ import annotations
 
@@ -26,6 +27,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from aiohttp import web
+
+from megatron_collab import patches
+
+patches.apply("litellm")
 
 from megatron_collab.config import EndpointConfig
 from megatron_collab.llm.answer import Field

@@ -71,6 +71,11 @@ def rank_main(layout: str, out: Path) -> None:
     import numpy as np
     import torch
     import torch.distributed as dist
+
+    from megatron_collab import patches
+
+    patches.apply("megatron")
+
     from megatron.core import parallel_state
 
     from megatron_collab.config import Config

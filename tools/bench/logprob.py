@@ -37,6 +37,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_collab import patches
+
 TOKENS, HIDDEN, VOCAB = 2048, 512, 151_936
 TEMPERATURE = 1.0
 
@@ -91,6 +93,7 @@ def memory(name: str) -> int:
 
 
 def child(way: str) -> None:
+    patches.apply("megatron")
     from megatron.core import parallel_state
 
     torch.set_num_threads(1)

@@ -36,10 +36,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron_collab.inference.cpu import parts
+from megatron_collab import patches
 
 warnings.filterwarnings("ignore")
-parts.install_torchvision_operators()
+patches.apply("torchvision", "megatron")
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402

@@ -24,10 +24,10 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_collab.inference.cpu import parts
+from megatron_collab import patches
 
 warnings.filterwarnings("ignore")
-parts.install_torchvision_operators()
+patches.apply("torchvision", "megatron")
 
 import torch  # noqa: E402
 from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402

@@ -9,10 +9,12 @@ would take another path.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
-from megatron_collab.inference.cpu.deterministic import MIN_ROWS
+from megatron_collab.patches.sglang import MIN_ROWS
 
 BLOCK = 64  # keys that are multiplied at once
 _SUM_COLUMNS = 8  # columns that sum the weights; with them a product is never so narrow that it is summed otherwise
@@ -48,3 +50,20 @@ def attend(
             total = total + part
         found.append((total[:, :rows, :width] / total[:, :rows, width:][..., :1]).view_as(query_K))
     return torch.cat(found, 2)
+
+
+def register() -> None:
+    """Have SGLang take torch_native, made exact, as a deterministic attention backend."""
+    from sglang.srt.arg_groups import choices
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+
+    choices.add_deterministic_attention_backend_choices(["torch_native"])
+    choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
+    register_attention_backend("torch_native")(_backend)
+
+
+def _backend(runner: Any) -> Any:
+    """The backend for SGLang's model runner; imported only where a server needs it."""
+    from megatron_collab.inference.cpu.backend import ExactAttentionBackend
+
+    return ExactAttentionBackend(runner)

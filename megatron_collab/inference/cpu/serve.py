@@ -1,20 +1,19 @@
 """`python -m megatron_collab.inference.cpu.serve <SGLang's arguments>`: SGLang's HTTP server.
 
-On a machine without a GPU the missing parts are installed first, and SGLang's processes are forked. Otherwise it
-spawns them, and a spawned process imports the main module again: what is done here is done in all of them.
+On a machine without a GPU the patches of SGLang are applied first, and its processes are forked. Otherwise it spawns
+them, and a spawned process imports the main module again: what is done here is done in all of them.
 """
 # ruff: noqa: E402 (the order of the imports is the point)
 
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 import signal
 import sys
 from pathlib import Path
 
-from megatron_collab.inference.cpu.key import KEY_VARIABLE, PARENT_VARIABLE, STACKS_VARIABLE
+from megatron_collab.inference.cpu import KEY_VARIABLE, PARENT_VARIABLE, STACKS_VARIABLE
 from megatron_collab.runtime import stacks
 from megatron_collab.runtime.process import die_with_parent
 
@@ -40,20 +39,19 @@ _register()
 # Looking for garbage among what the imports make is a quarter of the start-up, and of some requests later on.
 gc.disable()
 
-from megatron_collab.inference.cpu import parts
+from megatron_collab import patches
 
-parts.install()
+patches.apply("torchvision", "sglang")
 
-if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
-    # Spawned processes would import everything again: two thirds of the start-up. CUDA could not be forked.
-    start_method = multiprocessing.set_start_method
-    multiprocessing.set_start_method = lambda method, force=False: start_method("fork", force)
+from megatron_collab.patches.sglang import on_cpu
+
+if on_cpu():  # its processes are forked
     os.register_at_fork(after_in_child=_end_with_parent)
     os.register_at_fork(after_in_child=_register)
 
-    from megatron_collab.inference.cpu import deterministic
+    from megatron_collab.inference.cpu import attention
 
-    deterministic.allow()
+    attention.register()
 
 from sglang.launch_server import run_server
 from sglang.srt.entrypoints import engine as engine  # brings what the spawned processes run

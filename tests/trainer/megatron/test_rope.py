@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_collab.inference.cpu import parts
+from megatron_collab import patches
 from megatron_collab.models.hf_config import ModelShape, Rope
 from megatron_collab.trainer.megatron import rope
 
@@ -29,7 +29,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 )
 @pytest.mark.parametrize(("theta", "head_dim"), [(1e4, 16), (5e5, 128)])
 def test_scalings_equal_transformers(scaling: dict[str, object], theta: float, head_dim: int) -> None:
-    parts.install_torchvision_operators()
+    patches.apply("torchvision")
     from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

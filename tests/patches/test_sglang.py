@@ -1,4 +1,4 @@
-"""The missing parts: supplied where they are missing, right where they compute, absent where the real one is."""
+"""Stand-ins for what SGLang lacks on CPU: used where it is missing, right where they compute."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_collab.inference.cpu import deterministic, parts, sgl_kernel
+from megatron_collab.patches import sgl_kernel, sglang
 
 MASK = 0xFFFFFFFF
+REPOSITORY = Path(sglang.__file__).parents[2]
 
 
 def murmur3(blocks: list[int]) -> int:
@@ -68,10 +69,10 @@ def test_a_row_of_a_product_does_not_depend_on_the_others(sizes: tuple[int, int]
     inner, outer = sizes
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.randn(64, inner, generator=generator), torch.randn(outer, inner, generator=generator)
-    full = deterministic.linear(x, weight)
+    full = sglang.linear(x, weight)
     for rows in (1, 2, 3, 4, 5, 7, 16, 33):
-        assert torch.equal(deterministic.linear(x[:rows], weight), full[:rows])
-        assert torch.equal(deterministic.matmul(x[:rows], weight.T), full[:rows])
+        assert torch.equal(sglang.linear(x[:rows], weight), full[:rows])
+        assert torch.equal(sglang.matmul(x[:rows], weight.T), full[:rows])
 
 
 def run_python(code: str, *paths: Path) -> str:
@@ -79,22 +80,36 @@ def run_python(code: str, *paths: Path) -> str:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
 
-def test_a_real_part_wins(tmp_path: Path) -> None:
+def test_a_real_module_wins(tmp_path: Path) -> None:
     for name in ("triton", "sgl_kernel"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("REAL = True\n")
-    repository = Path(parts.__file__).parents[3]
     code = (
-        "from megatron_collab.sglang_cpu import parts\nparts.install()\n"
+        "from megatron_collab import patches\npatches.apply('torchvision', 'sglang')\n"
         "import triton, sgl_kernel\nprint(triton.REAL, sgl_kernel.REAL)"
     )
-    assert run_python(code, tmp_path, repository).split() == ["True", "True"]
+    assert run_python(code, tmp_path, REPOSITORY).split() == ["True", "True"]
 
 
 def test_torchvision_imports_once_its_operators_are_declared() -> None:
-    repository = Path(parts.__file__).parents[3]
     code = (
-        "from megatron_collab.sglang_cpu import parts\nparts.install_torchvision_operators()\n"
+        "from megatron_collab import patches\npatches.apply('torchvision')\n"
         "import sys\nimport torchvision.ops\nprint('triton' in sys.modules)"
     )
-    assert run_python(code, repository).strip() == "False"
+    assert run_python(code, REPOSITORY).strip() == "False"
+
+
+def test_a_server_on_cpu_forks_and_computes_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
+    code = """
+from megatron_collab import patches
+patches.apply("torchvision", "sglang")
+import multiprocessing, torch
+multiprocessing.set_start_method("spawn", force=True)
+print(multiprocessing.get_start_method())
+from sglang.srt.batch_invariant_ops import enable_batch_invariant_mode
+enable_batch_invariant_mode()
+print(torch.matmul.__module__, torch.nn.functional.linear.__module__)
+"""
+    module = sglang.__name__
+    assert run_python(code, REPOSITORY).split() == ["fork", module, module]

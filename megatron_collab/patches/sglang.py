@@ -1,0 +1,177 @@
+"""SGLang on a machine without a GPU: modules that it imports and lacks there, forked processes, exact products.
+
+Each stand-in is used only where the real module is missing. Nothing of SGLang is copied or changed on disk.
+
+Deterministic inference is what makes a request's seed decide its sample; SGLang refuses it on CPU for want of
+batch-invariant kernels. On one thread of a CPU two things depend on the batch: a matrix product of very few rows takes
+another path than one of many, which padding the rows here closes; and attention, see inference/cpu/attention.py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+import os
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+
+from megatron_collab.patches import Patch
+
+# The fewest rows from which a row of a float32 product no longer depends on how many rows there are.
+MIN_ROWS = 4
+
+_linear = F.linear
+_matmul = torch.matmul
+
+
+def on_cpu() -> bool:
+    """Whether a server computes on the CPU: what it was told by its environment, else what this machine has."""
+    told = os.environ.get("SGLANG_USE_CPU_ENGINE")
+    return told == "1" if told is not None else not torch.cuda.is_available()
+
+
+def without_triton() -> bool:
+    if any(isinstance(finder, _TritonStand) for finder in sys.meta_path):
+        return True
+    return importlib.util.find_spec("triton") is None
+
+
+def without_sgl_kernel() -> bool:
+    loaded = sys.modules.get("sgl_kernel")
+    if loaded is not None:
+        return loaded.__name__.startswith(__package__)
+    return importlib.util.find_spec("sgl_kernel") is None
+
+
+class _TritonStand(MetaPathFinder, Loader):
+    """Imports `triton` and everything below it as the stand-ins that SGLang ships for machines without it."""
+
+    def __init__(self) -> None:
+        package = importlib.util.find_spec("sglang")
+        if package is None or package.origin is None:
+            raise ModuleNotFoundError("sglang: not installed; run make setup")
+        file = Path(package.origin).parent / "_platform_stubs.py"
+        spec = importlib.util.spec_from_file_location("_sglang_platform_stubs", file)
+        assert spec is not None and spec.loader is not None
+        self.stubs = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = self.stubs  # its dataclasses look themselves up there
+        spec.loader.exec_module(self.stubs)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return ModuleSpec(fullname, self, is_package=True) if fullname.split(".")[0] == "triton" else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return sys.modules.get(spec.name) or self.stubs._MockModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        if module.__name__ == "triton":
+            names = {"cdiv": "_cdiv", "next_power_of_2": "_next_power_of_2", "Config": "_Config"}
+            vars(module).update({name: getattr(self.stubs, stub) for name, stub in names.items()}, __version__="3.4.0")
+        elif module.__name__ == "triton.language":
+            constexpr = type("constexpr", (), {"__init__": lambda self, value=None: None})
+            vars(module).update(constexpr=constexpr, core=self.stubs._MockModule("triton.language.core"))
+
+
+def _stand_in_for_triton() -> None:
+    sys.meta_path.insert(0, _TritonStand())
+
+
+def _stand_in_for_sgl_kernel() -> None:
+    from megatron_collab.patches import sgl_kernel
+
+    sys.modules["sgl_kernel"] = sgl_kernel
+
+
+def _fork() -> None:
+    start_method = multiprocessing.set_start_method
+    multiprocessing.set_start_method = lambda method, force=False: start_method("fork", force)
+
+
+def _supply_batch_invariant_mode() -> None:
+    from sglang.srt import batch_invariant_ops
+
+    batch_invariant_ops.enable_batch_invariant_mode = _enable_batch_invariant_mode
+
+
+def _enable_batch_invariant_mode() -> None:
+    vars(F)["linear"] = linear
+    vars(torch)["matmul"] = matmul
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`F.linear` of x [rows, in]; a row's result does not depend on the other rows."""
+    rows = x.shape[0]
+    if x.dim() != 2 or rows >= MIN_ROWS:
+        return _linear(x, weight, bias)
+    return _linear(F.pad(x, (0, 0, 0, MIN_ROWS - rows)), weight, bias)[:rows]
+
+
+def matmul(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """`torch.matmul` of x [rows, in] and y [in, out]; a row's result does not depend on the other rows."""
+    if x.dim() != 2 or y.dim() != 2 or x.shape[0] >= MIN_ROWS:
+        return _matmul(x, y)
+    return _matmul(F.pad(x, (0, 0, 0, MIN_ROWS - x.shape[0])), y)[: x.shape[0]]
+
+
+_VERSIONS = ("0.5.23",)
+_UNTIL = "SGLang's CPU engine can be installed without kernels built from source"
+
+PATCHES = (
+    Patch(
+        "a stand-in for triton",
+        "sglang",
+        _VERSIONS,
+        why="SGLang imports triton everywhere, and on macOS alone installs the stand-ins that it ships. Kernels can "
+        "then be defined, not run; on CPU none is.",
+        upstream="sglang/_platform_stubs.py",
+        until="SGLang installs them wherever triton is missing",
+        test="tests/patches/test_sglang.py::test_a_real_module_wins",
+        apply=_stand_in_for_triton,
+        when=without_triton,
+    ),
+    Patch(
+        "a stand-in for sgl_kernel",
+        "sglang",
+        _VERSIONS,
+        why="The two kernels that SGLang calls on CPU, in plain torch; others are imported by name and never called.",
+        upstream="sglang/srt/layers/sampler.py, sglang/srt/mem_cache",
+        until=_UNTIL,
+        test="tests/patches/test_sglang.py::test_requests_get_their_cache_slots",
+        apply=_stand_in_for_sgl_kernel,
+        when=without_sgl_kernel,
+    ),
+    Patch(
+        "forked processes",
+        "sglang",
+        _VERSIONS,
+        why="Spawned processes import everything again: two thirds of the start-up. CUDA could not be forked.",
+        upstream="sglang/srt/entrypoints/engine.py:1995",
+        until="SGLang takes the start method from a setting",
+        test="tests/patches/test_sglang.py::test_a_server_on_cpu_forks_and_computes_row_by_row",
+        attributes=("multiprocessing.set_start_method",),
+        apply=_fork,
+        when=on_cpu,
+    ),
+    Patch(
+        "batch-invariant products",
+        "sglang",
+        _VERSIONS,
+        why="SGLang's batch-invariant mode is made of triton kernels; on CPU padding the rows of F.linear and "
+        "torch.matmul has the same effect.",
+        upstream="sglang/srt/model_executor/model_runner.py:844",
+        until="SGLang has a batch-invariant mode for CPU",
+        test="tests/patches/test_sglang.py::test_a_server_on_cpu_forks_and_computes_row_by_row",
+        attributes=("sglang.srt.batch_invariant_ops.enable_batch_invariant_mode",),
+        apply=_supply_batch_invariant_mode,
+        when=on_cpu,
+    ),
+)

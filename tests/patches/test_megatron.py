@@ -1,0 +1,82 @@
+"""Faults of Megatron-Core are repaired."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.tensor_parallel import layers
+from megatron.core.transformer.moe.moe_utils import router_gating_linear
+
+from megatron_collab.config import Config
+from megatron_collab.patches import megatron
+from megatron_collab.trainer.megatron import model as policies
+from tests.trainer.megatron.test_model import packed
+from tests.trainer.shapes import SHAPE
+
+
+def test_router_works_without_transformer_engine() -> None:
+    x, weight = torch.randn(5, 8, requires_grad=True), torch.randn(4, 8, requires_grad=True)
+    scores = router_gating_linear(x, weight, None, torch.float32)
+    scores.sum().backward()
+    assert torch.allclose(scores, F.linear(x, weight), atol=1e-6)
+    assert x.grad is not None
+
+
+def test_fused_gradient_accumulation_needs_no_apex(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "_grad_accum_fusion_available", False)
+    (patch,) = (patch for patch in megatron.PATCHES if patch.name == "gradient accumulation fusion without apex")
+    assert patch.apply is not None
+    patch.apply()
+    assert layers._grad_accum_fusion_available
+
+
+def test_importing_megatron_prints_nothing() -> None:
+    program = """
+from megatron_collab import patches
+patches.apply("megatron")
+import megatron_collab.trainer.trainer
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def trained_optimizer(config: Config) -> DistributedOptimizer:
+    """A distributed optimizer after two steps."""
+    (model,) = policies.build(config, SHAPE)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    settings = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+    model = DistributedDataParallel(model.config, settings, model)
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-3, use_distributed_optimizer=True), [model])
+    for _ in range(2):
+        model.zero_grad_buffer()
+        model(*packed(8)).square().mean().backward()
+        model.finish_grad_sync()
+        optimizer.step()
+    (inner,) = optimizer.chained_optimizers
+    return inner
+
+
+def test_a_loaded_optimizer_counts_steps_for_each_parameter(one_rank: Config) -> None:
+    optimizer = trained_optimizer(one_rank)
+    optimizer.load_state_dict(optimizer.state_dict())
+    steps = [state["step"] for state in optimizer.optimizer.state.values()]
+    assert len({id(step) for step in steps}) == len(steps) > 1
+    assert {float(step) for step in steps} == {2.0}
+
+
+def test_an_optimizer_state_without_step_can_be_set(one_rank: Config) -> None:
+    optimizer = trained_optimizer(one_rank)
+    for parameter in optimizer.model_param_group_index_map:
+        state = dict(optimizer._get_main_param_and_optimizer_states(parameter))
+        state.pop("step", None)
+        with torch.no_grad():
+            optimizer._set_main_param_and_optimizer_states(parameter, state)
+        assert float(optimizer._get_main_param_and_optimizer_states(parameter)["step"]) == 2.0

@@ -1,0 +1,180 @@
+"""The register is complete: every entry is true, and nothing outside of it changes a library."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from pkgutil import resolve_name
+
+import pytest
+
+from megatron_collab import patches
+from megatron_collab.patches import Patch
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PACKAGE = REPOSITORY / "megatron_collab"
+LIBRARIES = ("torch", "megatron", "sglang", "litellm", "ray", "transformers", "torchvision", "multiprocessing")
+REGISTER = patches.register()
+# Names with an underscore that the language and its library document.
+DOCUMENTED = {"_exit", "_current_frames", "_replace", "_asdict"}
+
+
+def named(entries: list[Patch]) -> list[object]:
+    return [pytest.param(entry, id=entry.name) for entry in entries]
+
+
+def sources() -> Iterator[tuple[str, ast.Module]]:
+    for file in sorted(PACKAGE.rglob("*.py")):
+        if file.parent.name != "patches":
+            yield str(file.relative_to(PACKAGE)), ast.parse(file.read_text())
+
+
+def test_names_are_unique() -> None:
+    assert len({entry.name for entry in REGISTER}) == len(REGISTER)
+
+
+@pytest.mark.parametrize("entry", named(REGISTER))
+def test_the_test_of_an_entry_exists(entry: Patch) -> None:
+    file, name = entry.test.split("::")
+    assert re.search(rf"^def {name}\(", (REPOSITORY / file).read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("entry", named(REGISTER))
+def test_versions_are_those_of_the_lock_files(entry: Patch) -> None:
+    locks = [(REPOSITORY / "requirements" / name).read_text() for name in ("cpu.lock", "gpu.lock")]
+    pinned = {m[1] for lock in locks if (m := re.search(rf"^{entry.library}==(.+)$", lock, re.MULTILINE))}
+    assert set(entry.versions) == pinned
+
+
+@pytest.mark.parametrize(
+    "entry", named([e for e in REGISTER if e.attributes and e.apply and e.when() and e.library != "sglang"])
+)
+def test_what_is_replaced_is_ours(entry: Patch) -> None:
+    for attribute in entry.attributes:
+        found = resolve_name(attribute)
+        assert found is None or found.__module__.startswith(patches.__name__), attribute
+
+
+@pytest.mark.parametrize(
+    "entry", named([e for e in REGISTER if e.attributes and e.apply is None and e.library != "sglang"])
+)
+def test_private_interfaces_exist(entry: Patch) -> None:
+    for attribute in entry.attributes:
+        if "NCCL" not in attribute:  # a build for CPU has none
+            resolve_name(attribute)
+
+
+def test_what_comes_too_late_is_refused() -> None:
+    program = "import litellm\nfrom megatron_collab import patches\npatches.apply('litellm')"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=REPOSITORY)
+    assert done.returncode == 1
+    assert "patches.apply('litellm') must be called before the first import of litellm" in done.stderr
+
+
+def bound_to_libraries(tree: ast.Module) -> set[str]:
+    """Names that an import binds to a library, or to a part of one."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [(alias.asname or alias.name.split(".")[0], alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [(alias.asname or alias.name, node.module) for alias in node.names]
+        else:
+            continue
+        found |= {bound for bound, source in names if source.split(".")[0] in LIBRARIES}
+    return found
+
+
+def root(node: ast.expr) -> str | None:
+    """The name at the left end of `a.b[c].d`."""
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        node = node.value
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "vars" and node.args:
+        return root(node.args[0])
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def changes(tree: ast.Module) -> Iterator[int]:
+    """Lines that set an attribute or an item of a library, or of sys.modules, by any of the usual ways."""
+    bound = bound_to_libraries(tree)
+    for node in ast.walk(tree):
+        targets: list[ast.expr] = []
+        if isinstance(node, ast.Assign):
+            targets = node.targets
+        elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+            targets = [node.target]
+        elif isinstance(node, ast.Delete):
+            targets = node.targets
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("setattr", "delattr"):
+            if root(node.args[0]) in bound:
+                yield node.lineno
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "update":
+            value = node.func.value
+            if isinstance(value, ast.Call) and root(value) in bound:
+                yield node.lineno
+        flat = [part for target in targets for part in (target.elts if isinstance(target, ast.Tuple) else [target])]
+        for target in flat:
+            if isinstance(target, ast.Attribute | ast.Subscript) and (
+                root(target) in bound or ast.unparse(target).startswith("sys.modules")
+            ):
+                yield node.lineno
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import torch\ntorch.cuda.synchronize = None",
+        "import torch.nn.functional as F\nvars(F)['linear'] = None",
+        "import litellm\nlitellm.custom_provider_map += []",
+        "from megatron.core.optimizer import distrib_optimizer as d\nkept, d.HAVE_TE = d.HAVE_TE, True",
+        "import ray\nsetattr(ray, 'init', None)",
+        "import sglang\nvars(sglang).update(x=1)",
+        "import sys\nsys.modules['triton'] = None",
+    ],
+)
+def test_a_change_to_a_library_is_seen(program: str) -> None:
+    assert list(changes(ast.parse(program))) == [2]
+
+
+def test_nothing_outside_of_patches_changes_a_library() -> None:
+    # The sandbox's child runs programs as modules of their own.
+    found = [f"{file}:{line}" for file, tree in sources() for line in changes(tree)]
+    assert [place for place in found if not place.startswith("reward/sandbox_child.py")] == []
+
+
+def test_private_names_of_libraries_are_in_the_register() -> None:
+    """A name with an underscore that the package reads but never defines is some library's."""
+    own, read = set(dir(builtins)) | DOCUMENTED, {}
+    for file, tree in sources():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                own.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                own.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+                    own.add(node.attr)
+            elif isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+                read[node.attr] = f"{file}:{node.lineno}"
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in LIBRARIES:
+                private = [alias.name for alias in node.names if alias.name.startswith("_")]
+                read |= {name: f"{file}:{node.lineno}" for name in private}
+    known = {attribute.rsplit(".", 1)[1] for entry in REGISTER for attribute in entry.attributes}
+    assert {name: place for name, place in read.items() if name not in own | known} == {}
+
+
+def test_devices_are_named_in_one_place() -> None:
+    """Elsewhere a device comes from runtime/device.py."""
+    names = [
+        f"{file}:{number}"
+        for file in sorted(PACKAGE.rglob("*.py"))
+        if file.parent.name != "patches" and file != PACKAGE / "runtime" / "device.py"
+        for number, line in enumerate(file.read_text().splitlines(), start=1)
+        if re.search(r'"cuda|torch\.cuda\.', line)
+    ]
+    assert names == []
