@@ -80,7 +80,7 @@ def check_machine(config: Config) -> None:
     """The devices and libraries that the servers need."""
     if config.train.stage != "rl":
         return
-    on_gpus = device.select(config.launch.device).type == "cuda"
+    on_gpus = device.select(config.launch.device).type == device.GPU
     if config.rollout.server.fp8:
         found = device.capability() if on_gpus else None
         require(

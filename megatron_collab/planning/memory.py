@@ -15,6 +15,7 @@ from megatron_collab.models import hf_to_megatron, hf_to_sglang
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.parallel_layout import ranks, servers_per_node, stage_layers
 from megatron_collab.planning import activations
+from megatron_collab.runtime import device
 from megatron_collab.trainer import logprobs
 from megatron_collab.trainer.megatron.config import DTYPES
 from megatron_collab.weight_sync import fp8
@@ -182,7 +183,7 @@ def head(config: Config, shape: ModelShape, tokens: int) -> float:
     """
     item = DTYPES[config.model.dtype].itemsize
     narrow = item if item < 4 else 0
-    return 2 * 4 * logprobs.TILE["cuda"] + tokens * shape.hidden * (2 * item + 4 + narrow)
+    return 2 * 4 * logprobs.TILE[device.GPU] + tokens * shape.hidden * (2 * item + 4 + narrow)
 
 
 def server_weights(config: Config, shape: ModelShape) -> float:

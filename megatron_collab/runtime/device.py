@@ -11,8 +11,13 @@ import subprocess
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
+from typing import TYPE_CHECKING
 
-SETTINGS = ("auto", "cpu", "cuda")  # of launch.device
+if TYPE_CHECKING:
+    import torch
+
+GPU = "cuda"  # as torch names it
+SETTINGS = ("auto", "cpu", GPU)  # of launch.device
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,7 @@ _LIBRARIES = {
     "ray": ("ray", "ray", "conversations and scoring", ""),
 }
 
-# On CPU these two are importable only after patches/cpu.py and sglang_cpu/ have supplied what they miss there.
+# On CPU these two can be imported only after patches.apply.
 _NOT_IMPORTED = ("megatron.core", "sglang")
 
 
@@ -126,6 +131,14 @@ def count() -> int:
     import torch
 
     return torch.cuda.device_count()
+
+
+def synchronize(*tensors: torch.Tensor) -> None:
+    """Wait until all work queued on the current GPU is done, where one of `tensors` is on a GPU."""
+    if any(tensor.is_cuda for tensor in tensors):
+        import torch
+
+        torch.cuda.synchronize()
 
 
 @cache

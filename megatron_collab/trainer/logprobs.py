@@ -29,9 +29,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from megatron_collab.runtime.device import GPU
+
 # Logits of a tile, by device type; two buffers hold as many float32. A CPU wants them in its cache (4 MB
 # each), a GPU wants few launches (64 MB each).
-TILE = {"cpu": 1 << 20, "cuda": 1 << 24}
+TILE = {"cpu": 1 << 20, GPU: 1 << 24}
 _LOG2_E = 1.0 / math.log(2.0)
 
 

@@ -155,7 +155,7 @@ def _devices(config: Config) -> list[torch.device]:
     if device.select(config.launch.device).type == "cpu":
         return [torch.device("cpu")] * server.tp
     first = 0 if server.colocated else config.launch.nproc_per_node
-    return [torch.device("cuda", first + rank) for rank in range(server.tp)]
+    return [torch.device(device.GPU, first + rank) for rank in range(server.tp)]
 
 
 def _row(piece: Slice, writer: int) -> list[Any]:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_collab.runtime.device import synchronize
 from megatron_collab.weight_sync import fp8
 from megatron_collab.weight_sync.checksum import checksum, combined
 from megatron_collab.weight_sync.store_protocol import Address, Board, connect
@@ -121,8 +122,7 @@ class Receiver:
                 places, slices = self._copies[number]
                 if places:
                     torch._foreach_copy_(places, slices)
-                if bucket.is_cuda:
-                    torch.cuda.synchronize()  # the bucket may be written again as soon as we ask for the next one
+                synchronize(bucket)  # the bucket may be written again as soon as the next one is asked for
             sums = [_sum(parameters, row) for rows in self._rounds for row in rows] if verify else []
         except Exception as error:
             self._buckets, self._pointers = None, []  # whoever is sending notices

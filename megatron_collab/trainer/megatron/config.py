@@ -125,7 +125,7 @@ def _fusions(experts: bool) -> dict[str, bool]:
     return {
         "apply_rope_fusion": engine,
         # Compiled on CUDA; on CPU the same formula uncompiled is slower than plain SwiGLU.
-        "bias_activation_fusion": device.probe("cuda").found,
+        "bias_activation_fusion": device.probe(device.GPU).found,
         "gradient_accumulation_fusion": engine or apex,
         # For attention and norms that are used neither with TransformerEngine nor without.
         "masked_softmax_fusion": False,

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_collab.runtime.device import synchronize
 from megatron_collab.weight_sync.store_protocol import Board, Peer
 from megatron_collab.weight_sync.transports.segments import Handle, Segment, opened
 
@@ -80,8 +81,7 @@ class Memory:
             segments = {t: self._segments[t][number % 2] for t in targets}
             with self._relay.crossing(number, segments, sums):
                 self._writer.write(number, {t: segments[t][slice(*part)] for t, part in parts.items()}, sums)
-            if any(data.is_cuda for data in segments.values()):
-                torch.cuda.synchronize()  # what is copied to another device is ordered by this one's stream
+            synchronize(*segments.values())  # what is copied to another device is ordered by this one's stream
             board.set_written(number, self._rank)
 
     def drop(self, server: int) -> None:
