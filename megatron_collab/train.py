@@ -42,6 +42,7 @@ from megatron_collab.runtime.redact import redact
 def fit(config: Config) -> None:
     """Train from the last checkpoint in run.dir, or from model.path, to train.steps."""
     patches.apply("megatron")
+    from megatron_collab.checkpoint import hf
     from megatron_collab.checkpoint.checkpointer import Checkpoints
     from megatron_collab.observability.progress import Stopwatch
     from megatron_collab.observability.run import Run
@@ -49,7 +50,7 @@ def fit(config: Config) -> None:
     from megatron_collab.rollout.session import Engine
     from megatron_collab.runtime import hang_detector, rank0
     from megatron_collab.trainer.critic import Critic
-    from megatron_collab.trainer.megatron import model
+    from megatron_collab.trainer.megatron import model, parallel
     from megatron_collab.trainer.trainer import Actor
 
     gc.freeze()
@@ -57,9 +58,9 @@ def fit(config: Config) -> None:
     supervised = config.train.stage == "sft"
     with ExitStack() as stack:
         stack.enter_context(hang_detector.armed(config))
-        stack.enter_context(model.leader_ends_first(config.launch.timeout, partial(_explain, config)))
+        stack.enter_context(parallel.leader_ends_first(config.launch.timeout, partial(_explain, config)))
         engine = None if supervised else stack.enter_context(Engine(config))
-        stack.enter_context(model.init_parallel(config))
+        stack.enter_context(parallel.init_parallel(config))
         policy, shape = model.load(config)
         reference = model.frozen_copy(policy) if engine and config.algo.kl_coef > 0 else None
         critic = Critic(config) if engine and config.algo.advantage == "gae" else None
@@ -109,7 +110,7 @@ def fit(config: Config) -> None:
         checkpoints.finish()
         with actor.offloaded(), sampling(config.train.steps):
             source.evaluate("after", step=config.train.steps)
-        model.save_hf(policy, Path(config.run.dir) / "hf", Path(config.model.path), shape)
+        hf.save_hf(policy, Path(config.run.dir) / "hf", Path(config.model.path), shape)
         run.finish()
 
 

@@ -60,7 +60,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Serv
 @pytest.fixture(scope="module")
 def one_rank() -> Iterator[Config]:
     """The configuration of a single fp32 rank on CPU, inside its process group."""
-    from megatron_collab.trainer.megatron import model as policies
+    from megatron_collab.trainer.megatron import parallel
 
     config = Config()
     config.launch.device = "cpu"
@@ -69,5 +69,5 @@ def one_rank() -> Iterator[Config]:
         for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": free_port()}.items():
             patch.setenv(name, str(value))
         patch.setenv("MASTER_ADDR", "127.0.0.1")
-        with policies.init_parallel(config):
+        with parallel.init_parallel(config):
             yield config

@@ -67,10 +67,10 @@ _ports = iter(os.environ.get("PORTS", "").split())
 @contextmanager
 def process_group(config: Config) -> Iterator[None]:
     """In a rank: the next process group, which all ranks enter together."""
-    from megatron_collab.trainer.megatron import model
+    from megatron_collab.trainer.megatron import parallel
 
     os.environ["MASTER_PORT"] = next(_ports)
-    with model.init_parallel(config):
+    with parallel.init_parallel(config):
         yield
 
 

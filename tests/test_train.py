@@ -19,7 +19,7 @@ from megatron_collab.llm.limiter import BudgetSpent
 from megatron_collab.rollout.manager import TooManyMissing
 from megatron_collab.runtime.process import RunStopped
 from megatron_collab.runtime.rank0 import from_leader
-from megatron_collab.trainer.megatron import model
+from megatron_collab.trainer.megatron import parallel
 
 
 @pytest.fixture
@@ -53,10 +53,10 @@ def test_a_stopped_run_says_why_in_one_line(
     """Before the other ranks hear that rank 0 is done: torchrun ends all once one of them has ended."""
     said: list[str] = []
     store = SimpleNamespace(set=lambda *_: said.append(capsys.readouterr().err))
-    monkeypatch.setattr(model, "run_store", lambda: (store, 0, 1))
+    monkeypatch.setattr(parallel, "run_store", lambda: (store, 0, 1))
 
     def fit(config: Config) -> None:
-        with model.leader_ends_first(1.0, partial(train._explain, config)):
+        with parallel.leader_ends_first(1.0, partial(train._explain, config)):
             raise RunStopped("llm.budget_usd=5 is used up")
 
     monkeypatch.setattr(train, "fit", fit)

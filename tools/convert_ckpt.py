@@ -53,9 +53,9 @@ def convert(given: argparse.Namespace) -> int:
     dtype = getattr(torch, given.dtype) if given.dtype else None
     if given.to_megatron:
         convert.to_checkpoint(given.source, given.out, dtype, given.shard_size)
-        checkpoint, folder = convert.find(given.out), given.source
+        checkpoint, folder = convert.find_checkpoint(given.out), given.source
     else:
-        checkpoint, folder = convert.find(given.source), given.out
+        checkpoint, folder = convert.find_checkpoint(given.source), given.out
         convert.to_hf(checkpoint, folder, given.model, dtype, given.shard_size)
     print(f"{given.out}: written from {checkpoint if folder is given.out else folder}")
     if not given.verify:

@@ -28,9 +28,9 @@ from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-from megatron_collab.checkpoint import paced, storage
-from megatron_collab.checkpoint.blocks import SaveBlocks
-from megatron_collab.checkpoint.sharded_state import MAIN, Snapshot, Trainable, restore, restore_weights, snapshot
+from megatron_collab.checkpoint import storage
+from megatron_collab.checkpoint.sharded_state import MAIN, Checkpointable, Snapshot, restore, restore_weights, snapshot
+from megatron_collab.checkpoint.torch_dist import PacedWriter, SaveBlocks
 from megatron_collab.runtime import hang_detector, heartbeat
 from megatron_collab.runtime.process import RunStopped
 
@@ -44,7 +44,7 @@ class Trained(Protocol):
     step: int
 
     @property
-    def trainables(self) -> Mapping[str, Trainable]: ...
+    def trainables(self) -> Mapping[str, Checkpointable]: ...
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class Checkpoints:
             ranks.broadcast("prepare", lambda: storage.begin(self.folder, content.step))
             torch_checkpoint.save(
                 {},  # the planner has it all
-                storage_writer=paced.Writer(temporary, per_thread_copy_ahead=0),
+                storage_writer=PacedWriter(temporary, per_thread_copy_ahead=0),
                 planner=SaveBlocks(content.networks.blocks, content.networks.objects),
                 process_group=self._group,
             )

@@ -6,30 +6,39 @@ the model as a whole is never in memory.
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import product
 from math import prod
 from pathlib import Path
 
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch.distributed.checkpoint import FileSystemWriter, SavePlan
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, LoadPlan, SavePlan
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_global_save_plan,
+)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem, WriteItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from megatron_collab.checkpoint import hf_folder, storage
-from megatron_collab.checkpoint.blocks import write_item
-from megatron_collab.checkpoint.hf_folder import HFTensors
-from megatron_collab.checkpoint.stored import FUSED, Location, Stored, locate
+from megatron_collab.checkpoint import hf, storage
+from megatron_collab.checkpoint.hf import HFTensors
+from megatron_collab.checkpoint.torch_dist import write_item
 from megatron_collab.config import ConfigError
 from megatron_collab.models import hf_to_megatron
-from megatron_collab.models.hf_to_megatron import LAYER, Cut, Entry, ModelShape
+from megatron_collab.models.hf_to_megatron import LAYER, Cut, Entry, ModelShape, Shape
 
 METADATA = ".metadata"  # of torch.distributed.checkpoint: which tensor lies where
 EMBEDDING = "embedding.word_embeddings.weight"
+FUSED = {norm: fused for fused, norm in hf_to_megatron.FUSED_NAMES.items()}
+_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(.+)")
+
+Location = tuple[str, tuple[int, ...]]
 
 
 def to_hf(checkpoint: Path, folder: Path, source: Path, dtype: torch.dtype | None, file_bytes: int) -> None:
@@ -41,31 +50,13 @@ def to_hf(checkpoint: Path, folder: Path, source: Path, dtype: torch.dtype | Non
     """
     _check_free(folder)
     _check_whole(checkpoint)
-    shape, stored = hf_folder.read_shape(source), Stored(checkpoint)
+    shape, stored = hf.read_shape(source), Stored(checkpoint)
     _check_model(stored, shape, source)
-    target = dtype or stored.dtype(EMBEDDING)
-    entries = {name: entry for entry in _exported(shape) for name in entry.hf}
-    shapes = hf_to_megatron.hf_shapes(shape)
-    files = hf_folder.plan_files(shapes, target.itemsize, file_bytes)
-    whole: dict[str, torch.Tensor] = {}  # the last parameter: q, k and v come from one
-
-    def convert(name: str) -> torch.Tensor:
-        entry = entries[name]
-        if entry.megatron not in whole:
-            whole.clear()
-            whole[entry.megatron] = stored.read(entry.megatron)
-        tensor = torch.empty(shapes[name], dtype=target)
-        for piece in hf_to_megatron.pieces(entry, shape, tp=1, tp_rank=0):
-            if piece.hf == name:
-                tensor[piece.hf_index] = whole[entry.megatron][piece.shard_index].to(target)
-        return tensor
-
-    def write(partial: Path) -> None:
-        for file, names in files.items():
-            save_file({name: convert(name) for name in names}, partial / file, {"format": "pt"})
-        hf_folder.write_rest(partial, source, target, files)
-
-    _make(folder, write)
+    with _refusing(folder), hf.replacing(folder) as partial:
+        writer = hf.HFWriter(partial, shape, dtype or stored.dtype(EMBEDDING), file_bytes)
+        for entry in _exported(shape):
+            writer.fill(stored.read(entry.megatron), hf_to_megatron.pieces(entry, shape, tp=1, tp_rank=0))
+        writer.finish(source)
 
 
 def to_checkpoint(source: Path, folder: Path, dtype: torch.dtype | None, file_bytes: int) -> None:
@@ -75,10 +66,10 @@ def to_checkpoint(source: Path, folder: Path, dtype: torch.dtype | None, file_by
     is not a whole model. Memory: one file of at most `file_bytes` and two parameters.
     """
     _check_free(folder)
-    shape = hf_folder.read_shape(source)
+    shape = hf.read_shape(source)
     planner = _Convert(HFTensors(source, shape), shape, dtype)
 
-    def write(partial: Path) -> None:
+    with _refusing(folder), hf.replacing(folder) as partial:
         step = storage.begin(partial, 0)
         writer = FileSystemWriter(step)
         writer.set_up_storage_writer(is_coordinator=True)
@@ -91,10 +82,8 @@ def to_checkpoint(source: Path, folder: Path, dtype: torch.dtype | None, file_by
         state = {"step": 0, "ranks": 0, "state": {}, "weights_only": True}
         storage.commit(step, state, storage.checksums(step.iterdir()))
 
-    _make(folder, write)
 
-
-def find(folder: Path) -> Path:
+def find_checkpoint(folder: Path) -> Path:
     """`folder` if it is a checkpoint, else the newest one in it; ConfigError where there is none."""
     found = [folder] if folder.name.startswith("step_") else storage.candidates(folder)
     if not found or not found[0].is_dir():
@@ -138,16 +127,12 @@ def _check_model(stored: Stored, shape: ModelShape, source: Path) -> None:
         raise ConfigError(f"--model={source}: has {shape.layers} layers, the checkpoint has more; {way_out}")
 
 
-def _make(folder: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a folder that becomes `folder` once it is done; ConfigError where the disk refuses it."""
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+@contextmanager
+def _refusing(folder: Path) -> Iterator[None]:
+    """ConfigError where the disk does not take what is written within it."""
     try:
-        partial.mkdir(parents=True)
-        write(partial)
-        partial.rename(folder)
+        yield
     except (OSError, SafetensorError, RuntimeError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
         # torch.save meets the full disk, then fails once more while it closes its file.
         reason = error.__context__ if isinstance(error, RuntimeError) else error
         if not isinstance(reason, OSError | SafetensorError):
@@ -219,3 +204,93 @@ def _locations(names: Iterable[str]) -> dict[str, Location]:
         return match is not None and f"{FUSED.get(match[2], '').rpartition('.')[0]}.weight" in layers[match[1]]
 
     return {name: locate(name, apart, fused(name)) for name in names}
+
+
+def locate(name: str, apart: bool, fused: bool) -> Location:
+    """Key of a parameter in a checkpoint, and its index there: layer, expert, as far as they are stacked.
+
+    `apart`: layers are not stacked, as Megatron-Core does it where they are not alike. `fused`: a norm goes by
+    the name of the linear layer that it precedes, as all of Megatron-Core's dense layers have it.
+    """
+    layer = LAYER.fullmatch(name)
+    if not layer:
+        return name, ()
+    number, local = int(layer[1]), layer[2]
+    expert = _EXPERT.fullmatch(local)
+    index: tuple[int, ...] = ()
+    if expert:
+        index, local = (int(expert[1]),), f"mlp.experts.experts.{expert[2]}"
+    if fused:
+        local = FUSED.get(local, local)
+    return (f"decoder.layers.{number}.{local}", index) if apart else (f"decoder.layers.{local}", (number, *index))
+
+
+class Stored:
+    """The parameters of the main network in the step_N folder `checkpoint`, read one by one.
+
+    A checkpoint holds global tensors, whatever layout wrote it. What `hf_to_megatron.table` calls a parameter on one
+    tensor-parallel rank is such a tensor, or a slice of one where Megatron-Core stacks layers or experts.
+    """
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._reader = FileSystemReader(checkpoint)
+        metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+        self._tensors = {
+            key: found
+            for key, found in metadata.state_dict_metadata.items()
+            if isinstance(found, TensorStorageMetadata)
+        }
+        self._parts: dict[str, dict[tuple[int, ...], list[ChunkStorageMetadata]]] = {}
+
+    def dtype(self, name: str) -> torch.dtype:
+        found: torch.dtype = self._tensors[self._locate(name)[0]].properties.dtype
+        return found
+
+    def shape(self, name: str) -> Shape | None:
+        """Shape of a parameter as on one tensor-parallel rank, the vocabulary padded; None where there is none."""
+        key, index = self._locate(name)
+        if key not in self._tensors:
+            return None
+        stack, size = self._tensors[key].size[: len(index)], self._tensors[key].size[len(index) :]
+        return tuple(size) if all(i < n for i, n in zip(index, stack, strict=True)) else None
+
+    def read(self, name: str) -> torch.Tensor:
+        """A parameter as a whole."""
+        key, index = self._locate(name)
+        tensor = self._tensors[key]
+        beyond = tensor.size[len(index) :]
+        wanted = ChunkStorageMetadata(
+            torch.Size((*index, *(0 for _ in beyond))), torch.Size((*(1 for _ in index), *beyond))
+        )
+        parts = TensorStorageMetadata(tensor.properties, tensor.size, self._parts_at(key, index))
+        target = torch.empty(wanted.sizes, dtype=tensor.properties.dtype)
+        plan = LoadPlan(create_read_items_for_chunk_list(key, parts, [wanted]))
+        self._reader.read_data(plan, _Into(target)).wait()
+        return target[(0,) * len(index)]
+
+    def _locate(self, name: str) -> Location:
+        options = [locate(name, apart, fused) for apart, fused in product((False, True), repeat=2)]
+        return next((found for found in options if found[0] in self._tensors), options[0])
+
+    def _parts_at(self, key: str, index: tuple[int, ...]) -> list[ChunkStorageMetadata]:
+        """What is stored of one slice; looked up once for a key, whose parts are as many as layers x experts."""
+        if key not in self._parts:
+            found = self._parts[key] = {}
+            for part in self._tensors[key].chunks:
+                found.setdefault(tuple(part.offsets[: len(index)]), []).append(part)
+        return self._parts[key][index]
+
+
+class _Into(DefaultLoadPlanner):
+    """Reads into one tensor."""
+
+    def __init__(self, target: torch.Tensor) -> None:
+        super().__init__()
+        self._target = target
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        where = zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        return self._target[tuple(slice(start, start + length) for start, length in where)]
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None: ...

@@ -1,13 +1,15 @@
-"""Weights in and out: a Hugging Face folder into the shards of the ranks, and back.
+"""Hugging Face folders in and out: their files, the one writer of them, and the shards of the ranks.
 
 What belongs where is said by models/hf_to_megatron.py alone.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 
@@ -15,18 +17,161 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from megatron_collab.checkpoint.hf_folder import HFTensors, plan_files, write_rest
-from megatron_collab.models import hf_to_megatron
-from megatron_collab.models.hf_to_megatron import Entry, ModelShape, Piece, Place
+from megatron_collab.config import ConfigError
+from megatron_collab.models import hf_config, hf_to_megatron
+from megatron_collab.models.hf_to_megatron import Entry, Index, ModelShape, Piece, Place, Shape, hf_shapes
 from megatron_collab.runtime import heartbeat
 
 FILE_BYTES = 4 << 30
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+# Buffers that old checkpoints hold; every implementation computes them anew.
+_COMPUTED = re.compile(r".*rotary_emb\.inv_freq$")
+_WEIGHT_FILE = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|h5|msgpack|index\.json)$")
 # local_experts.N.linear_fc1.weight, or with TransformerEngine's grouped GEMM linear_fc1.weightN
 _EXPERT = re.compile(
     r"mlp\.experts\.(?:local_experts\.(?P<local>\d+)\.)?(?P<linear>linear_fc[12])\.weight(?P<grouped>\d*)"
 )
+
+
+def read_shape(folder: Path) -> ModelShape:
+    """The shape of the model in `folder`; ConfigError where there is none, or one that is not supported."""
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{folder}: no config.json there; give the folder of a Hugging Face model")
+    try:
+        return hf_config.read(folder / "config.json")
+    except ValueError as error:
+        raise ConfigError(f"{folder}: {error}; give another model") from error
+
+
+class HFTensors:
+    """The tensors of a Hugging Face folder, read without mapping files into memory."""
+
+    def __init__(self, folder: Path, shape: ModelShape) -> None:
+        """ConfigError where a file or a tensor is missing, one is too many, or has not the shape of config.json."""
+        self._file_of: dict[str, safe_open] = {}
+        for name in _files(folder):
+            if not (folder / name).is_file():
+                raise ConfigError(f"{folder}: no {name} there; give a complete folder of safetensors")
+            try:
+                opened = safe_open(folder / name, framework="pt", device="cpu", backend="pread")
+            except SafetensorError as error:
+                raise ConfigError(f"{folder}: {name} is corrupt ({error}); give a complete folder") from error
+            self._file_of |= dict.fromkeys(opened.keys(), opened)
+        expected = hf_shapes(shape)
+        extra = {name for name in self._file_of.keys() - expected.keys() if not _COMPUTED.fullmatch(name)}
+        if shape.tied:
+            extra.discard("lm_head.weight")  # the same tensor, written out a second time
+        if extra:
+            raise ConfigError(f"{folder}: {min(extra)} is unexpected; give a folder that fits its config.json")
+        for tensor, wanted in expected.items():
+            if tensor not in self._file_of:
+                raise ConfigError(f"{folder}: {tensor} is missing; give a complete folder of safetensors")
+            found = tuple(self._file_of[tensor].get_slice(tensor).get_shape())
+            if found != wanted:
+                raise ConfigError(f"{folder}: {tensor} has shape {found}, config.json asks for {wanted}")
+
+    def read(self, tensor: str, index: Index | None = None) -> torch.Tensor:
+        """The tensor, or only the block of it at `index`."""
+        opened = self._file_of[tensor]
+        found: torch.Tensor = opened.get_tensor(tensor) if index is None else opened.get_slice(tensor)[index]
+        return found
+
+
+def _files(folder: Path) -> list[str]:
+    """The names of the files with tensors; ConfigError where the index does not say them."""
+    index = folder / INDEX
+    if not index.is_file():
+        return [SINGLE]
+    try:
+        names = {str(name) for name in json.loads(index.read_text())["weight_map"].values()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{folder}: {INDEX} has no valid weight_map; give a complete folder of safetensors"
+        ) from error
+    return sorted(names)
+
+
+def _plan_files(shapes: Mapping[str, Shape], item_bytes: int, file_bytes: int) -> dict[str, list[str]]:
+    """File name -> its tensors, in the order of `shapes`: at most `file_bytes` each, a larger tensor alone."""
+    groups: list[list[str]] = [[]]
+    filled = 0
+    for name, shape in shapes.items():
+        size = prod(shape) * item_bytes
+        if groups[-1] and filled + size > file_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += size
+    if len(groups) == 1:
+        return {SINGLE: groups[0]}
+    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups, start=1)}
+
+
+@contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """An empty folder that takes the place of `folder` at the end of the block; removed where the block fails."""
+    partial, old = (folder.with_name(f".{folder.name}.{state}") for state in ("partial", "old"))
+    for leftover in (partial, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        if folder.exists():
+            folder.rename(old)
+        partial.rename(folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+class HFWriter:
+    """Writes a model into an empty folder from its shards; each file as soon as its tensors are complete.
+
+    Holds the tensors that are begun: one file at most where shards come in the order of `hf_to_megatron.table`.
+    """
+
+    def __init__(self, folder: Path, shape: ModelShape, dtype: torch.dtype, file_bytes: int) -> None:
+        """Files have at most `file_bytes`, a larger tensor has one of its own."""
+        self._folder, self._dtype = folder, dtype
+        self._shapes = hf_shapes(shape)
+        self._files = _plan_files(self._shapes, dtype.itemsize, file_bytes)
+        self._file_of = {name: file for file, names in self._files.items() for name in names}
+        self._missing = {file: sum(prod(self._shapes[name]) for name in names) for file, names in self._files.items()}
+        self._open: dict[str, torch.Tensor] = {}
+
+    def fill(self, shard: torch.Tensor, pieces: Sequence[Piece]) -> None:
+        """Copy the pieces of one shard into their tensors; write the files that they complete."""
+        for piece in pieces:
+            if piece.hf not in self._open:
+                self._open[piece.hf] = torch.empty(self._shapes[piece.hf], dtype=self._dtype)
+            part = shard[piece.shard_index]
+            self._open[piece.hf][piece.hf_index] = part.cpu()
+            self._missing[self._file_of[piece.hf]] -= part.numel()
+        for file in {self._file_of[piece.hf] for piece in pieces}:
+            if self._missing[file] == 0:
+                tensors = {name: self._open.pop(name) for name in self._files[file]}
+                save_file(tensors, self._folder / file, {"format": "pt"})
+
+    def finish(self, source: Path) -> None:
+        """Add the index, and all that the folder `source` has beside weights; config.json names the dtype."""
+        if self._open:
+            raise RuntimeError(f"{self._folder}: incomplete tensors, the first is {min(self._open)}")
+        for file in source.iterdir():
+            if file.is_file() and not _WEIGHT_FILE.fullmatch(file.name):
+                shutil.copy2(file, self._folder)
+        config = json.loads((source / "config.json").read_text())
+        config.pop("torch_dtype", None)  # how transformers 4 wrote it
+        config["dtype"] = str(self._dtype).removeprefix("torch.")
+        (self._folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        if len(self._files) > 1:
+            total = sum(prod(shape) for shape in self._shapes.values()) * self._dtype.itemsize
+            index = {"metadata": {"total_size": total}, "weight_map": self._file_of}
+            (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def unwrap(model: torch.nn.Module) -> torch.nn.Module:
@@ -117,62 +262,23 @@ def save_hf(chunks: Iterable[torch.nn.Module], folder: Path, source: Path, shape
     if dist.get_rank() == 0:
         offered: list[dict[str, int]] = [{}] * dist.get_world_size()
         dist.gather_object(offers, offered)
-        writer = _Writer(folder, source, shape, example.dtype)
-        for entry in hf_to_megatron.table(shape):
-            for rank, owned in enumerate(offered):
-                if entry.megatron not in owned:
-                    continue
-                heartbeat.beat()
-                if rank == 0:
-                    shard = values(shards[entry.megatron])
-                else:
-                    wanted = hf_to_megatron.shard_shape(entry, own.tp)
-                    shard = torch.empty(wanted, dtype=example.dtype, device=example.device)
-                    dist.recv(shard, rank)
-                writer.fill(shard, hf_to_megatron.pieces(entry, shape, own.tp, owned[entry.megatron]))
-        writer.finish()
+        with replacing(folder) as partial:
+            writer = HFWriter(partial, shape, example.dtype, FILE_BYTES)
+            for entry in hf_to_megatron.table(shape):
+                for rank, owned in enumerate(offered):
+                    if entry.megatron not in owned:
+                        continue
+                    heartbeat.beat()
+                    if rank == 0:
+                        shard = values(shards[entry.megatron])
+                    else:
+                        wanted = hf_to_megatron.shard_shape(entry, own.tp)
+                        shard = torch.empty(wanted, dtype=example.dtype, device=example.device)
+                        dist.recv(shard, rank)
+                    writer.fill(shard, hf_to_megatron.pieces(entry, shape, own.tp, owned[entry.megatron]))
+            writer.finish(source)
     else:
         dist.gather_object(offers)
         for name in offers:  # in the order of the table, as rank 0 asks for them
             dist.send(values(shards[name]).contiguous(), 0)
     dist.barrier()
-
-
-class _Writer:
-    """A Hugging Face folder in the making, beside its final place; a file is written when it is complete."""
-
-    def __init__(self, folder: Path, source: Path, shape: ModelShape, dtype: torch.dtype) -> None:
-        self.folder, self.source, self.dtype = folder, source, dtype
-        self.partial = folder.with_name(f".{folder.name}.partial")
-        self.shapes = hf_to_megatron.hf_shapes(shape)
-        self.files = plan_files(self.shapes, dtype.itemsize, FILE_BYTES)
-        self.file_of = {name: file for file, names in self.files.items() for name in names}
-        self.missing = {file: sum(prod(self.shapes[name]) for name in names) for file, names in self.files.items()}
-        self.open: dict[str, torch.Tensor] = {}
-        shutil.rmtree(self.partial, ignore_errors=True)
-        self.partial.mkdir(parents=True)
-
-    def fill(self, shard: torch.Tensor, pieces: Sequence[Piece]) -> None:
-        """Copy the pieces of one shard into their tensors; write the files that they complete."""
-        for piece in pieces:
-            if piece.hf not in self.open:
-                self.open[piece.hf] = torch.empty(self.shapes[piece.hf], dtype=self.dtype)
-            part = shard[piece.shard_index]
-            self.open[piece.hf][piece.hf_index] = part.cpu()
-            self.missing[self.file_of[piece.hf]] -= part.numel()
-        for file in {self.file_of[piece.hf] for piece in pieces}:
-            if self.missing[file] == 0:
-                tensors = {name: self.open.pop(name) for name in self.files[file]}
-                save_file(tensors, self.partial / file, {"format": "pt"})
-
-    def finish(self) -> None:
-        """Add what is no weight, and put the folder into its place."""
-        if self.open:
-            raise RuntimeError(f"{self.folder}: tensors were not complete, the first is {min(self.open)}")
-        write_rest(self.partial, self.source, self.dtype, self.files)
-        old = self.folder.with_name(f".{self.folder.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
-        if self.folder.exists():
-            self.folder.rename(old)
-        self.partial.rename(self.folder)
-        shutil.rmtree(old, ignore_errors=True)

@@ -19,21 +19,22 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory, is_main_replica
-from megatron.core.dist_checkpointing.strategies import torch as megatron_torch
+from megatron.core.dist_checkpointing.strategies.torch import MCoreLoadPlanner
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding, force_all_tensors_to_non_fp8
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 from torch.distributed.checkpoint.planner import ReadItem
 
-from megatron_collab.checkpoint.blocks import Block, rectangles
 from megatron_collab.checkpoint.hf import unwrap
+from megatron_collab.checkpoint.torch_dist import FileBlock, rectangles
+from megatron_collab.patches.megatron import load_planner
 from megatron_collab.runtime import heartbeat
 
 MAIN = "policy"  # its keys in a checkpoint have no prefix
 _SHARDING = "fully_reshardable"
 
 
-class Trainable(Protocol):
+class Checkpointable(Protocol):
     """A trained network on this rank: its chunks (one, or one a virtual pipeline stage) and their optimizer."""
 
     chunks: list[torch.nn.Module]
@@ -44,12 +45,12 @@ class Trainable(Protocol):
 class Snapshot:
     """What this rank writes, in CPU memory, and what is common to all ranks; nothing is shared with the training."""
 
-    blocks: list[Block]
+    blocks: list[FileBlock]
     objects: dict[str, bytes]
     common: dict[str, Any]
 
 
-def snapshot(trainables: Mapping[str, Trainable]) -> Snapshot:
+def snapshot(trainables: Mapping[str, Checkpointable]) -> Snapshot:
     """A copy of the networks as they are; no rank waits for another."""
     found = Snapshot([], {}, {})
     for name, trainable in trainables.items():
@@ -72,16 +73,16 @@ def snapshot(trainables: Mapping[str, Trainable]) -> Snapshot:
     return found
 
 
-def _weight_blocks(entry: ShardedTensor | ShardedTensorFactory, prefix: str) -> Iterator[Block]:
+def _weight_blocks(entry: ShardedTensor | ShardedTensorFactory, prefix: str) -> Iterator[FileBlock]:
     for part in _parts(entry):
         if is_main_replica(part.replica_id):
             tensor = part.data.detach().to("cpu", copy=True).reshape(_stacked(part, part.local_shape))
-            yield Block(prefix + part.key, part.global_shape, part.global_offset, tensor)
+            yield FileBlock(prefix + part.key, part.global_shape, part.global_offset, tensor)
 
 
 def _optimizer_blocks(
     optimizer: MegatronOptimizer, shards: Mapping[Tensor, ShardedTensor | ShardedTensorFactory], prefix: str
-) -> Iterator[Block]:
+) -> Iterator[FileBlock]:
     """This rank's part of the float32 weights and the moments: a range of elements of each parameter's shard."""
     buckets = [bucket for buffer in optimizer.gbuf_ranges for one_dtype in buffer.values() for bucket in one_dtype]
     for parameter, ranges in ((parameter, r) for bucket in buckets for parameter, r in bucket["param_map"].items()):
@@ -101,7 +102,7 @@ def _optimizer_blocks(
                     count = torch.Size(sizes).numel()
                     tensor, copied = copied[:count].reshape(_stacked(part, sizes)), copied[count:]
                     where = [a + b for a, b in zip(part.global_offset, _stacked(part, offsets, 0), strict=True)]
-                    yield Block(f"{prefix}optimizer.state.{kind}.{part.key}", part.global_shape, where, tensor)
+                    yield FileBlock(f"{prefix}optimizer.state.{kind}.{part.key}", part.global_shape, where, tensor)
                 done += size
 
 
@@ -121,7 +122,7 @@ def _serialised(content: Any) -> bytes:
     return buffer.getvalue()
 
 
-def restore(trainables: Mapping[str, Trainable], checkpoint: Path) -> None:
+def restore(trainables: Mapping[str, Checkpointable], checkpoint: Path) -> None:
     """Fill networks and optimizers from `checkpoint`; collective."""
     wanted: dict[str, Any] = {}
     for name, trainable in trainables.items():
@@ -142,7 +143,7 @@ def restore(trainables: Mapping[str, Trainable], checkpoint: Path) -> None:
         trainable.optimizer.load_state_dict(parts["optimizer"])
 
 
-def restore_weights(trainable: Trainable, checkpoint: Path) -> None:
+def restore_weights(trainable: Checkpointable, checkpoint: Path) -> None:
     """Fill one network from the main one of `checkpoint`; its optimizer takes the weights and is new. Collective."""
     load_weights(trainable.chunks, checkpoint)
     trainable.optimizer.reload_model_params()
@@ -163,7 +164,7 @@ def load_weights(chunks: Sequence[torch.nn.Module], checkpoint: Path) -> None:
     _load(chunks, {key: {**loaded[key], **kept[key]} for key in wanted})
 
 
-class _MovingPlanner(megatron_torch.MCoreLoadPlanner):
+class _MovingPlanner(MCoreLoadPlanner):
     """Says at every part that is read that this rank moves."""
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
@@ -176,8 +177,8 @@ class _MovingPlanner(megatron_torch.MCoreLoadPlanner):
 
 
 def _read(wanted: dict[str, Any], checkpoint: Path) -> Any:
-    megatron_torch.MCoreLoadPlanner = _MovingPlanner  # Megatron makes one by this name, and takes none
-    return dist_checkpointing.load(wanted, str(checkpoint))
+    with load_planner(_MovingPlanner):
+        return dist_checkpointing.load(wanted, str(checkpoint))
 
 
 def _load(chunks: Sequence[torch.nn.Module], parts: Mapping[str, Any]) -> None:

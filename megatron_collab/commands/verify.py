@@ -9,11 +9,13 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_collab import patches
-from megatron_collab.checkpoint.hf_folder import read_shape
+from megatron_collab.checkpoint import hf
+from megatron_collab.checkpoint.hf import read_shape
 from megatron_collab.checkpoint.sharded_state import load_weights
 from megatron_collab.config import Config
 from megatron_collab.runtime.ports import HOST, bindable
 from megatron_collab.trainer.megatron import model as policies
+from megatron_collab.trainer.megatron import parallel
 
 SEQUENCES, LENGTH = 4, 64
 # Both compute in float32 with equal weights; what is left is the order of sums. A tensor in a wrong place: > 0.1.
@@ -57,10 +59,10 @@ def _megatron(checkpoint: Path, folder: Path, dtype: torch.dtype | None, tokens:
         "MASTER_PORT": str(bindable("--verify", 0)),
     }
     shape = read_shape(folder)
-    with policies.init_parallel(config):
+    with parallel.init_parallel(config):
         chunks = policies.build(config, shape)
         load_weights(chunks, checkpoint)
-        policy = policies.unwrap(chunks[0]).eval()
+        policy = hf.unwrap(chunks[0]).eval()
         _round(policy, dtype)
         bounds = torch.arange(0, tokens.numel() + 1, LENGTH, dtype=torch.int32)
         packing = PackedSeqParams("thd", bounds, bounds, max_seqlen_q=LENGTH, max_seqlen_kv=LENGTH)

@@ -26,7 +26,7 @@ from megatron_collab.rollout.scheduler import answers
 from megatron_collab.rollout.workers import Crew, start_crew
 from megatron_collab.runtime import heartbeat, network
 from megatron_collab.runtime.rank0 import from_leader
-from megatron_collab.trainer.megatron.model import run_store
+from megatron_collab.trainer.megatron.parallel import run_store
 from megatron_collab.weight_sync.sync import Publisher, PublishError
 
 PUBLISHES = 3  # tries to publish a version before the run ends: all servers may fail at once

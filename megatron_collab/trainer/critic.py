@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from torch import Tensor
 
+from megatron_collab.checkpoint.hf import unwrap
 from megatron_collab.config import Config
 from megatron_collab.trainer import losses
 from megatron_collab.trainer.megatron import model
-from megatron_collab.trainer.megatron.model import unwrap
 from megatron_collab.trainer.microbatches import Columns, MicroBatch, Share, make_share
 from megatron_collab.trainer.network import Trainable, infer
 

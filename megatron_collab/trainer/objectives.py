@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_collab.checkpoint.hf import unwrap
 from megatron_collab.config import AlgoConfig
 from megatron_collab.trainer import losses
 from megatron_collab.trainer.logprobs import head_log_probs
-from megatron_collab.trainer.megatron.model import unwrap
 from megatron_collab.trainer.microbatches import MicroBatch
 
 # What a micro-batch reports: its part of the loss, sums over its trained tokens, and maxima.

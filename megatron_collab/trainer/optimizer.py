@@ -9,7 +9,7 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer import get_standard_config_overrides as no_decay_for_norms_and_biases
 
 from megatron_collab.config import Config, OptimConfig
-from megatron_collab.trainer.megatron.model import DTYPES
+from megatron_collab.trainer.megatron.config import DTYPES
 
 
 def build_optimizer(config: Config, chunks: Sequence[DistributedDataParallel], lr: float) -> MegatronOptimizer:

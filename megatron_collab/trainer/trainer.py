@@ -16,11 +16,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_collab.algo import advantages
-from megatron_collab.algo.average import token_weights
+from megatron_collab.algo.advantages import token_weights
+from megatron_collab.checkpoint.hf import unwrap
 from megatron_collab.config import Config
 from megatron_collab.runtime import heartbeat
 from megatron_collab.trainer.critic import Critic
-from megatron_collab.trainer.megatron.model import unwrap
 from megatron_collab.trainer.microbatches import Columns, make_share
 from megatron_collab.trainer.network import Loss, Trainable, infer
 from megatron_collab.trainer.objectives import Head, PolicyObjective, Report, SupervisedObjective, names

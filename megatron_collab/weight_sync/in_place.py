@@ -17,7 +17,7 @@ from megatron_collab.config import Config
 from megatron_collab.models import hf_to_sglang
 from megatron_collab.models.hf_to_megatron import Index, ModelShape
 from megatron_collab.runtime import device, hang_detector
-from megatron_collab.trainer.megatron.model import DTYPES
+from megatron_collab.trainer.megatron.config import DTYPES
 from megatron_collab.weight_sync import fp8
 from megatron_collab.weight_sync.checksum import Sums, combined
 from megatron_collab.weight_sync.http_protocol import Link, Links, PublishError

@@ -7,11 +7,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from megatron_collab.models import hf_to_megatron, hf_to_sglang, trainer_map
+from megatron_collab.models import hf_to_megatron, hf_to_sglang, parallel_layout
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.hf_to_megatron import Index, Shape
 from megatron_collab.models.hf_to_sglang import Parameter, Part, ServerLayout
-from megatron_collab.models.trainer_map import Held, Holders, TrainerLayout
+from megatron_collab.models.parallel_layout import Held, Holders, TrainerLayout
 from megatron_collab.weight_sync import fp8
 
 _LAYER = re.compile(r"\blayers\.\d+\.")
@@ -51,7 +51,7 @@ def placed(shape: ModelShape, trainer: TrainerLayout, server: ServerLayout) -> I
         (inside if block.in_layer else outside).append(block)
     for block in outside:
         yield 0 if block.shard.startswith("embedding.") else trainer.pp - 1, None, block
-    for layer, stage in enumerate(trainer_map.stages(shape, trainer)):
+    for layer, stage in enumerate(parallel_layout.stages(shape, trainer)):
         for block in inside:
             yield stage, layer, block
 
@@ -61,7 +61,7 @@ def _common(shape: ModelShape, trainer: TrainerLayout, server: ServerLayout) -> 
     held: dict[str, list[Held]] = defaultdict(list)
     for entry in hf_to_megatron.table(shape):
         if entry.exported:
-            for own in trainer_map.held(entry, shape, trainer):
+            for own in parallel_layout.held(entry, shape, trainer):
                 held[own.piece.hf].append(own)
     tensors = hf_to_megatron.hf_shapes(shape)
     for rank in range(server.tp):

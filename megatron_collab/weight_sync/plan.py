@@ -1,8 +1,8 @@
 """Who sends which block of the weights into which server rank's bucket, and in which round: pure, numbers only.
 
-    what trainer ranks hold (trainer_map) --+
-                                            +--> blocks in common (blocks) -> a source for each -> rounds of buckets
-    what server ranks hold (server_map) ----+
+    what trainer ranks hold (parallel_layout) -+
+                                               +--> blocks in common (blocks) -> a source for each -> rounds of buckets
+    what server ranks hold (hf_to_sglang) -----+
 
 In round k every server rank receives its k-th bucket. Whoever has something for a server rank writes an equal share of
 it in every round: all stages and ranks work side by side until the end, and no link waits for another. Data parallel
@@ -23,8 +23,7 @@ from megatron_collab.config import Config
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.hf_to_megatron import Index
 from megatron_collab.models.hf_to_sglang import ServerLayout
-from megatron_collab.models.parallel_layout import ranks
-from megatron_collab.models.trainer_map import Holders, TrainerLayout
+from megatron_collab.models.parallel_layout import Holders, TrainerLayout, ranks
 from megatron_collab.weight_sync import fp8, overlap
 from megatron_collab.weight_sync.overlap import Block
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_collab.checkpoint import hf
 from megatron_collab.checkpoint.checkpointer import Checkpoints
 from megatron_collab.runtime.process import RunStopped
 from megatron_collab.trainer.critic import Critic
@@ -91,7 +92,7 @@ def seed_everything(seed: int) -> None:
 def snapshot(actor: Actor) -> dict[str, np.ndarray]:
     found = {}
     for network, trainable in actor.trainables.items():
-        found |= {f"{network} model {name}": shard for name, shard in policies.named_shards(trainable.chunks)}
+        found |= {f"{network} model {name}": shard for name, shard in hf.named_shards(trainable.chunks)}
         for index, optimizer in enumerate(trainable.optimizer.chained_optimizers):
             for number, state in enumerate(optimizer.optimizer.state.values()):
                 found |= {f"{network} optimizer {index} {number} {name}": value for name, value in state.items()}

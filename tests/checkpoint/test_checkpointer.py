@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_collab.checkpoint import paced, storage
+from megatron_collab.checkpoint import hf, storage, torch_dist
 from megatron_collab.checkpoint.checkpointer import Checkpoints
-from megatron_collab.checkpoint.stored import Stored
+from megatron_collab.checkpoint.convert import Stored
 from megatron_collab.config import Config
 from megatron_collab.runtime import heartbeat
 from megatron_collab.runtime.process import RunStopped
@@ -96,7 +96,7 @@ def copied(saved: tuple[Path, Actor], tmp_path: Path) -> Iterator[tuple[Checkpoi
 
 
 def weights(actor: Actor) -> dict[str, np.ndarray]:
-    return {name: shard.detach().clone().numpy() for name, shard in policies.named_shards(actor.policy.chunks)}
+    return {name: shard.detach().clone().numpy() for name, shard in hf.named_shards(actor.policy.chunks)}
 
 
 def test_training_goes_on_while_what_was_is_written(copied: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,8 +218,8 @@ def test_ranks_move_while_they_save_and_load(copied: tuple, monkeypatch: pytest.
     before, synced = heartbeat.here.moves, []
     checkpoints.load_latest(actor)
     assert heartbeat.here.moves - before >= tensors
-    monkeypatch.setattr(paced, "PIECE_BYTES", 10_000)
-    monkeypatch.setattr(paced.os, "fsync", synced.append)
+    monkeypatch.setattr(torch_dist, "PIECE_BYTES", 10_000)
+    monkeypatch.setattr(torch_dist.os, "fsync", synced.append)
     before = heartbeat.here.moves
     checkpoints.save(3, actor, {"saved": 3})
     checkpoints.finish()

@@ -42,15 +42,15 @@ def test_several_files_and_one_hold_the_same_model(
 ) -> None:
     model, shape = policies.load(config)
     monkeypatch.setattr(hf, "FILE_BYTES", 60_000)
-    policies.save_hf(model, tmp_path / "split", source, shape)
+    hf.save_hf(model, tmp_path / "split", source, shape)
     files = sorted((tmp_path / "split").glob("*.safetensors"))
     assert len(files) > 2
     assert all(file.stat().st_size < 90_000 for file in files)
     index = json.loads((tmp_path / "split" / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"].values()) == {file.name for file in files}
     again = policies.build(config, shape)
-    policies.load_hf(again, tmp_path / "split", shape)
-    for (name, found), (_, expected) in zip(policies.named_shards(again), policies.named_shards(model), strict=True):
+    hf.load_hf(again, tmp_path / "split", shape)
+    for (name, found), (_, expected) in zip(hf.named_shards(again), hf.named_shards(model), strict=True):
         assert torch.equal(found, expected), name
 
 
@@ -59,7 +59,7 @@ def test_a_folder_is_replaced_and_nothing_is_left_beside_it(config: Config, sour
     target = tmp_path / "hf"
     target.mkdir()
     (target / "stale").write_text("from an earlier run")
-    policies.save_hf(model, target, source, shape)
+    hf.save_hf(model, target, source, shape)
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
     assert not (target / "stale").exists()
     assert (target / "tokenizer.json").is_file()
@@ -71,7 +71,7 @@ def test_bfloat16_rounds_once_and_says_so(config: Config, source: Path, tmp_path
         model, shape = policies.load(config)
     finally:
         config.model.dtype = "float32"
-    policies.save_hf(model, tmp_path / "hf", source, shape)
+    hf.save_hf(model, tmp_path / "hf", source, shape)
     expected, found = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "hf"))
     assert all(torch.equal(found[name], expected[name].bfloat16()) for name in expected)
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
@@ -97,19 +97,19 @@ def test_a_wrong_folder_is_refused(
     rewrite(damaged, change)
     model = policies.build(config, shape_of(damaged))
     with pytest.raises(ValueError, match=message):
-        policies.load_hf(model, damaged, shape_of(damaged))
+        hf.load_hf(model, damaged, shape_of(damaged))
 
 
 def test_a_missing_file_is_named(config: Config, damaged: Path) -> None:
     (damaged / "model.safetensors").unlink()
     model = policies.build(config, shape_of(damaged))
     with pytest.raises(ValueError, match=r"no model\.safetensors there"):
-        policies.load_hf(model, damaged, shape_of(damaged))
+        hf.load_hf(model, damaged, shape_of(damaged))
 
 
 def test_computed_buffers_of_old_checkpoints_are_passed_over(config: Config, damaged: Path) -> None:
     rewrite(damaged, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)})
     model = policies.build(config, shape_of(damaged))
-    policies.load_hf(model, damaged, shape_of(damaged))
+    hf.load_hf(model, damaged, shape_of(damaged))
     expected = load_file(damaged / "model.safetensors")["model.norm.weight"]
-    assert torch.equal(dict(policies.named_shards(model))["decoder.final_layernorm.weight"], expected)
+    assert torch.equal(dict(hf.named_shards(model))["decoder.final_layernorm.weight"], expected)

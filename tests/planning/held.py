@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from megatron_collab.checkpoint.hf import unwrap
 from megatron_collab.config import Config
 from megatron_collab.models.hf_to_megatron import ModelShape
 from megatron_collab.trainer.critic import _with_value_head
 from megatron_collab.trainer.megatron import config as megatron_config
 from megatron_collab.trainer.megatron import model as policies
-from megatron_collab.trainer.megatron.model import unwrap
 from megatron_collab.trainer.microbatches import make_share
 from megatron_collab.trainer.network import Trainable
 

@@ -18,6 +18,7 @@ from megatron_collab.runtime import preemption
 from megatron_collab.runtime.process import Preempted, RunStopped
 from megatron_collab.trainer.critic import Critic
 from megatron_collab.trainer.megatron import model as policies
+from megatron_collab.trainer.megatron import parallel
 from megatron_collab.trainer.trainer import Actor
 from megatron_collab.types import Batch
 from tests.ranks import make_config, make_samples, process_group
@@ -95,7 +96,7 @@ def put_away_first(folder: Path) -> bool:
         mark.touch()
 
     try:
-        with policies.leader_ends_first(60.0, print), ExitStack() as stack:
+        with parallel.leader_ends_first(60.0, print), ExitStack() as stack:
             if os.environ["RANK"] == "0":
                 stack.callback(put_away)
             raise RunStopped("told to end")

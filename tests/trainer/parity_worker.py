@@ -23,6 +23,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
+from megatron_collab.checkpoint import hf
 from megatron_collab.config import Config
 from megatron_collab.trainer.megatron import model as policies
 from tests.ranks import process_group
@@ -79,7 +80,7 @@ class Run:
         def forward(batches: Iterator[dict], chunk: torch.nn.Module) -> tuple[torch.Tensor, partial]:
             batch = next(batches)
             hidden = chunk(batch["tokens"], batch["positions"], None, packed_seq_params=batch["packing"])
-            return hidden, partial(self.loss, policies.unwrap(chunk), batch)
+            return hidden, partial(self.loss, hf.unwrap(chunk), batch)
 
         return get_forward_backward_func()(
             forward_step_func=forward,
@@ -91,7 +92,7 @@ class Run:
             **options,
         )
 
-    def loss(self, policy: policies.Policy, batch: dict, hidden: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:
+    def loss(self, policy: policies.PolicyModel, batch: dict, hidden: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:
         logits = hidden[0] @ policy.head.t()
         rows = torch.arange(logits.shape[1]) + parallel_state.get_tensor_model_parallel_rank() * logits.shape[1]
         logits = logits.masked_fill(rows >= policy.shape.vocab, -1e9)
@@ -117,7 +118,7 @@ def pack(sequences: list[np.ndarray], multiple: int) -> dict:
 
 def train(chunks: list[torch.nn.Module], run: Run) -> float:
     """One optimizer step that raises the mean log-prob; the norm of its gradient."""
-    megatron = policies.unwrap(chunks[0]).config
+    megatron = hf.unwrap(chunks[0]).config
     options = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
     model = [DistributedDataParallel(megatron, options, chunk) for chunk in chunks]
     adam = OptimizerConfig(lr=LR, adam_eps=EPS, weight_decay=0.0, clip_grad=1e9, use_distributed_optimizer=True)
@@ -131,7 +132,7 @@ def measure(folder: Path, name: str, layout: str) -> None:
     config = configure(folder / name, layout)
     out = folder / "out" / layout
     chunks, shape = policies.load(config)
-    policies.save_hf(chunks, out / name, folder / name, shape)
+    hf.save_hf(chunks, out / name, folder / name, shape)
     run = Run(folder, config.parallel.tp)
     twin = policies.frozen_copy(chunks)
     norm = train(chunks, run)  # the twin must hold weights of its own
@@ -141,7 +142,7 @@ def measure(folder: Path, name: str, layout: str) -> None:
     if parallel_state.get_tensor_model_parallel_rank() == 0:
         for number, log_probs in zip(run.own, found, strict=False):
             np.save(out / f"{name}.{number}.npy", log_probs)
-    policies.save_hf(chunks, out / f"{name}.trained", folder / name, shape)
+    hf.save_hf(chunks, out / f"{name}.trained", folder / name, shape)
     if torch.distributed.get_rank() == 0:
         (out / f"{name}.norm.json").write_text(json.dumps(norm))
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_collab.checkpoint.hf import unwrap
 from megatron_collab.config import Config
 from megatron_collab.trainer.critic import Critic
 from megatron_collab.trainer.megatron import model as policies
-from megatron_collab.trainer.megatron.model import unwrap
 from megatron_collab.trainer.trainer import Actor
 from megatron_collab.types import Batch
 from tests.ranks import hidden_states, make_config, make_model, make_samples

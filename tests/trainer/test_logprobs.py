@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_collab.config import Config
 from megatron_collab.trainer import logprobs
 from megatron_collab.trainer.logprobs import head_log_probs
-from megatron_collab.trainer.megatron import model as policies
+from megatron_collab.trainer.megatron import parallel
 from tests.helpers import free_port
 from tests.ranks import run_ranks
 from tests.trainer.logprobs_worker import TEMPERATURES, compute
@@ -182,7 +182,7 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     config = Config()
     config.launch.device = "cuda"
-    with policies.init_parallel(config):
+    with parallel.init_parallel(config):
         yield
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron_collab.algo.advantages import assign
+from megatron_collab.checkpoint import hf
 from megatron_collab.config import Config
 from megatron_collab.trainer.megatron import model as policies
 from megatron_collab.trainer.trainer import Actor
@@ -94,7 +95,7 @@ def test_training_moves_the_policy_and_the_clip_is_met(alone: dict) -> None:
 def torch_log_probs(actor: Actor, sample: Sample, temperature: float) -> torch.Tensor:
     """Log-probs of tokens 1… of one sequence, without Megatron's schedule, cross-entropy or padding."""
     (chunk,) = actor.policy.chunks
-    logits = hidden_states(chunk, sample.token_ids[:-1]) @ policies.unwrap(chunk).head.T
+    logits = hidden_states(chunk, sample.token_ids[:-1]) @ hf.unwrap(chunk).head.T
     return (logits / temperature).log_softmax(-1).gather(-1, torch.from_numpy(sample.token_ids)[1:, None])[:, 0]
 
 
@@ -194,7 +195,7 @@ def test_every_term_of_the_objective_is_in_the_update(
 def distributions(actor: Actor, sample: Sample) -> torch.Tensor:
     """Log-probs [S - 1, V] of all tokens after each token of a sequence, at the temperature of make_config."""
     (chunk,) = actor.policy.chunks
-    head = policies.unwrap(chunk).head
+    head = hf.unwrap(chunk).head
     return ((hidden_states(chunk, sample.token_ids[:-1]) @ head.T) / 0.8).log_softmax(-1)
 
 
@@ -237,9 +238,9 @@ def test_norms_and_biases_do_not_decay(make_actor: Maker) -> None:
     """An update whose advantages are all 0 moves by decay alone: matrices shrink, norms stay."""
     equal = [replace(sample, credits=tuple(replace(c, value=1.0) for c in sample.credits)) for sample in SAMPLES]
     actor = make_actor(optim__lr=0.5, optim__warmup_steps=0, optim__weight_decay=0.1, algo__kl_coef=0.0)
-    before = {name: shard.detach().clone() for name, shard in policies.named_shards(actor.policy.chunks)}
+    before = {name: shard.detach().clone() for name, shard in hf.named_shards(actor.policy.chunks)}
     assert actor.update(Batch(tuple(equal)))["grad_norm"] == 0.0
-    for name, shard in policies.named_shards(actor.policy.chunks):
+    for name, shard in hf.named_shards(actor.policy.chunks):
         factor = 1.0 if "norm" in name else 1.0 - 0.5 * 0.1
         torch.testing.assert_close(shard.detach(), before[name] * factor, msg=name)
 

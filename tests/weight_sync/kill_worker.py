@@ -20,6 +20,7 @@ from urllib.request import Request, urlopen
 import torch
 
 from megatron_collab.trainer.megatron import model as policies
+from megatron_collab.trainer.megatron import parallel
 from megatron_collab.weight_sync.http_protocol import Link
 from megatron_collab.weight_sync.store_protocol import Board
 from megatron_collab.weight_sync.sync import Publisher
@@ -46,7 +47,7 @@ class Fleet:
 def publish(folder: Path, server: dict[str, Any], version: int, factor: float) -> None:
     """As a rank: the model of `folder`, all weights times `factor`, as `version`."""
     config = configure(folder, {"tp": 2})
-    with policies.init_parallel(config):
+    with parallel.init_parallel(config):
         policy, shape = policies.load(config)
         with torch.no_grad():
             for chunk in policy:

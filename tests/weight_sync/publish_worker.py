@@ -22,6 +22,7 @@ import torch.distributed as dist
 from megatron_collab.config import Config, RolloutConfig
 from megatron_collab.inference.sglang import SGLangClient
 from megatron_collab.trainer.megatron import model as policies
+from megatron_collab.trainer.megatron import parallel
 from megatron_collab.trainer.trainer import Actor
 from megatron_collab.types import Batch, Credit, Sample, Turn
 from megatron_collab.weight_sync.store_protocol import Board
@@ -223,7 +224,7 @@ def run(folder: Path, name: str, servers: dict[str, Any]) -> dict[str, Any]:
     if name in TWO_NODES:
         config.launch.nodes, config.launch.nproc_per_node = 2, 1
     first = 10 * (1 + list(CASES).index(name))
-    with policies.init_parallel(config):
+    with parallel.init_parallel(config):
         case = Case(config, servers[kind], bucket_bytes)
         rounds = [case.measure()]
         stats: list[dict[str, float]] = []

@@ -81,6 +81,7 @@ def rank_main(layout: str, out: Path) -> None:
     from megatron_collab.config import Config
     from megatron_collab.models.hf_to_megatron import ModelShape
     from megatron_collab.trainer.megatron import model as policies
+    from megatron_collab.trainer.megatron import parallel
     from megatron_collab.trainer.trainer import Actor
     from megatron_collab.types import Batch, Credit, Sample
 
@@ -101,7 +102,7 @@ def rank_main(layout: str, out: Path) -> None:
         )
         for _ in range(SEQUENCES)
     )
-    with policies.init_parallel(config):
+    with parallel.init_parallel(config):
         shape = ModelShape.from_hf(hf)
         chunks = policies.build(config, shape)
         with torch.no_grad():

@@ -52,6 +52,7 @@ from megatron_collab.models import hf_to_megatron  # noqa: E402
 from megatron_collab.models.hf_to_megatron import Entry, ModelShape  # noqa: E402
 from megatron_collab.runtime.ports import bindable  # noqa: E402
 from megatron_collab.trainer.megatron import model as policies  # noqa: E402
+from megatron_collab.trainer.megatron import parallel  # noqa: E402
 from megatron_collab.trainer.trainer import Actor  # noqa: E402
 from megatron_collab.types import Sample, Turn  # noqa: E402
 from megatron_collab.weight_sync.http_protocol import Link  # noqa: E402
@@ -231,7 +232,7 @@ def run_rank(folder: Path, layout: str, out: Path) -> None:
     config = configure(folder, *LAYOUTS[layout])
     server = served(line)
     fleet = SimpleNamespace(present=lambda: [server], lost=lambda server, reason: sys.exit(reason))
-    with policies.init_parallel(config):
+    with parallel.init_parallel(config):
         policy, shape = policies.load(config)
         actor = Actor(config, policy)
         rank = dist.get_rank()

@@ -36,6 +36,7 @@ from megatron_collab.algo import advantages as advantage  # noqa: E402
 from megatron_collab.config import Config  # noqa: E402
 from megatron_collab.runtime.ports import bindable  # noqa: E402
 from megatron_collab.trainer.megatron import model as policies  # noqa: E402
+from megatron_collab.trainer.megatron import parallel  # noqa: E402
 from megatron_collab.trainer.trainer import Actor  # noqa: E402
 from megatron_collab.types import Batch, Credit, Sample  # noqa: E402
 
@@ -174,7 +175,7 @@ def main() -> None:
     os.environ["MASTER_PORT"] = str(bindable("MASTER_PORT", 0))
     config = Config()
     config.launch.device = "cpu"
-    with tempfile.TemporaryDirectory() as scratch, policies.init_parallel(config):
+    with tempfile.TemporaryDirectory() as scratch, parallel.init_parallel(config):
         folder = Path(scratch) / "model"
         parameters = make_model(folder)
         samples = make_samples()

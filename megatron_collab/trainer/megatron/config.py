@@ -17,8 +17,7 @@ from megatron_collab.config import Config, ModelConfig, ParallelConfig
 from megatron_collab.models.hf_config import Experts, ModelShape
 from megatron_collab.models.parallel_layout import stage_layers
 from megatron_collab.runtime import device
-from megatron_collab.trainer.megatron import layers as local_spec
-from megatron_collab.trainer.megatron import rope
+from megatron_collab.trainer.megatron import layers
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _RECOMPUTE: dict[str, dict[str, Any]] = {
@@ -31,7 +30,7 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
 def transformer_config(config: Config, shape: ModelShape) -> TransformerConfig:
     """Megatron's configuration for a model of this shape in the configured layout and precision."""
     dtype = DTYPES[config.model.dtype]
-    factor = rope.attention_factor(shape.rope)
+    factor = layers.attention_factor(shape.rope)
     return TransformerConfig(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
@@ -64,13 +63,13 @@ def transformer_config(config: Config, shape: ModelShape) -> TransformerConfig:
     )
 
 
-def _layout(parallel: ParallelConfig, layers: int) -> dict[str, Any]:
+def _layout(parallel: ParallelConfig, count: int) -> dict[str, Any]:
     return {
         "tensor_model_parallel_size": parallel.tp,
         "sequence_parallel": parallel.sequence_parallel,
         "pipeline_model_parallel_size": parallel.pp,
         "virtual_pipeline_model_parallel_size": parallel.vpp if parallel.vpp > 1 else None,
-        "pipeline_model_parallel_layout": _uneven_stages(layers, parallel.pp * parallel.vpp),
+        "pipeline_model_parallel_layout": _uneven_stages(count, parallel.pp * parallel.vpp),
         "context_parallel_size": parallel.cp,
         "expert_model_parallel_size": parallel.ep,
         "expert_tensor_parallel_size": 1,
@@ -83,11 +82,11 @@ def _layout(parallel: ParallelConfig, layers: int) -> dict[str, Any]:
     }
 
 
-def _uneven_stages(layers: int, stages: int) -> list[list[str]] | None:
+def _uneven_stages(count: int, stages: int) -> list[list[str]] | None:
     """The layout in Megatron's words, which it needs where the stages do not divide the layers."""
-    if layers % stages == 0:
+    if count % stages == 0:
         return None
-    layout = [["decoder"] * count for count in stage_layers(layers, stages)]
+    layout = [["decoder"] * own for own in stage_layers(count, stages)]
     return [["embedding", *layout[0]], *layout[1:-1], [*layout[-1], "loss"]]
 
 
@@ -104,11 +103,11 @@ def _fp8(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _experts(experts: Experts | None, layers: int) -> dict[str, Any]:
+def _experts(experts: Experts | None, count: int) -> dict[str, Any]:
     """Routed as transformers does it: softmax in float32, the best ones, divided by their sum where the model says."""
     if experts is None:
         return {}
-    sparse = [int(layer in experts.layers) for layer in range(layers)]
+    sparse = [int(layer in experts.layers) for layer in range(count)]
     return {
         "num_moe_experts": experts.count,
         "moe_router_topk": experts.per_token,
@@ -138,4 +137,4 @@ def backend_spec(config: TransformerConfig, vp_stage: int | None = None) -> Tran
     """The layers of this rank's (virtual) pipeline stage: TransformerEngine's where it is there, else ours."""
     engine = device.probe("transformer_engine").found
     block = get_gpt_decoder_block_spec(config, engine, normalization="RMSNorm", vp_stage=vp_stage)
-    return block if engine else local_spec.fill_in(block, config)
+    return block if engine else layers.fill_in(block, config)

@@ -1,23 +1,14 @@
-"""The policy as a Megatron-Core GPT model: process groups, configuration, construction.
-
-What a Hugging Face folder holds goes in and out through hf.py.
-"""
+"""The policy as a Megatron-Core GPT model: its layers, and how it is built, loaded and copied."""
 
 from __future__ import annotations
 
 import copy
-import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from datetime import timedelta
-from functools import cache
-from itertools import count
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import (
@@ -27,99 +18,18 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.distributed.rendezvous import rendezvous
 
-from megatron_collab.checkpoint.hf import load_hf, named_shards, save_hf, unwrap
+from megatron_collab.checkpoint.hf import load_hf, unwrap
 from megatron_collab.config import Config
 from megatron_collab.models import hf_config, hf_to_megatron
 from megatron_collab.models.hf_to_megatron import ModelShape
-from megatron_collab.patches import cpu, megatron
-from megatron_collab.runtime import device, hang_detector, heartbeat, rank0
-from megatron_collab.runtime.process import RunStopped
-from megatron_collab.trainer.megatron.config import DTYPES, backend_spec, transformer_config
-from megatron_collab.trainer.megatron.layers import rotated
-from megatron_collab.trainer.megatron.rope import inverse_frequencies
-
-__all__ = [
-    "DTYPES",
-    "Policy",
-    "build",
-    "frozen_copy",
-    "init_parallel",
-    "load",
-    "load_hf",
-    "named_shards",
-    "run_store",
-    "save_hf",
-    "transformer_config",
-    "unwrap",
-]
-
-_GROUPS = count()
-_LEADER_ENDED = "leader_ended"  # a key of the store
+from megatron_collab.patches import megatron
+from megatron_collab.runtime import device, heartbeat
+from megatron_collab.trainer.megatron.config import backend_spec, transformer_config
+from megatron_collab.trainer.megatron.layers import inverse_frequencies, rotated
 
 
-@cache
-def run_store() -> tuple[dist.Store, int, int]:
-    """Store, rank and number of ranks from torchrun's environment; the store lives as long as the process."""
-    return next(rendezvous("env://"))
-
-
-@contextmanager
-def leader_ends_first(timeout: float, explain: Callable[[RunStopped], None]) -> Iterator[None]:
-    """Where the run is stopped within it, the other ranks leave it after rank 0, or after `timeout` seconds.
-
-    torchrun ends all ranks once one has ended badly, and rank 0 has servers and Ray to put away, and to `explain`.
-    """
-    try:
-        yield
-    except RunStopped as error:
-        store, rank, _ = run_store()
-        if rank == 0:
-            explain(error)
-            store.set(_LEADER_ENDED, "")
-        else:
-            with suppress(dist.DistStoreError, dist.DistNetworkError):  # late, or gone with its node
-                store.wait([_LEADER_ENDED], timedelta(seconds=timeout))
-        raise
-
-
-@contextmanager
-def init_parallel(config: Config) -> Iterator[None]:
-    """Process groups and the seeds of the ranks, from torchrun's environment; may be entered again after its end.
-
-    How long a collective may wait is said by runtime/hang_detector.py.
-    """
-    chosen = device.select(config.launch.device)
-    cpu.check(chosen.type)
-    if chosen.type != "cpu":
-        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
-    heartbeat.at("the meeting of the ranks")
-    timeout = hang_detector.collective_timeout(config.launch.timeout)
-    store, rank, world_size = run_store()
-    # A prefix of its own: what an earlier group of this process left in the store must not be read again.
-    store = dist.PrefixStore(f"parallel/{next(_GROUPS)}", store)
-    dist.init_process_group(chosen.backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
-    rank0.listen(timeout)
-    try:
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=config.parallel.tp,
-            pipeline_model_parallel_size=config.parallel.pp,
-            virtual_pipeline_model_parallel_size=config.parallel.vpp if config.parallel.vpp > 1 else None,
-            context_parallel_size=config.parallel.cp,
-            expert_model_parallel_size=config.parallel.ep,
-            expert_tensor_parallel_size=1,
-            distributed_timeout_minutes=timeout.total_seconds() / 60,
-        )
-        tensor_parallel.model_parallel_cuda_manual_seed(config.run.seed)
-        yield
-    finally:
-        rank0.hang_up()
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
-
-
-class Policy(GPTModel):
+class PolicyModel(GPTModel):
     """One part of the policy on this rank, weights uninitialised: a (virtual) pipeline stage.
 
     `policy(token_ids, position_ids, None, packed_seq_params=...)`, both int64 [1, t], sequences packed ("thd"),
@@ -191,7 +101,7 @@ def build(config: Config, shape: ModelShape) -> list[torch.nn.Module]:
 
 def _build(config: TransformerConfig, shape: ModelShape, where: torch.device) -> list[torch.nn.Module]:
     stages = range(config.virtual_pipeline_model_parallel_size or 0)
-    policies = [Policy(config, shape, vp_stage=stage) for stage in stages or [None]]
+    policies = [PolicyModel(config, shape, vp_stage=stage) for stage in stages or [None]]
     for policy in policies:
         megatron.reduce_experts(policy)
         policy.to(where)

@@ -1,4 +1,4 @@
-"""Norm and attention of the layers without TransformerEngine, against their formulas in float64."""
+"""Norm, attention and wavelengths without TransformerEngine, against their formulas in float64 and transformers."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from megatron_collab import patches
 from megatron_collab.config import Config
 from megatron_collab.models.hf_config import ModelShape, Rope, Yarn
-from megatron_collab.trainer.megatron import layers, rope
+from megatron_collab.trainer.megatron import layers
 from megatron_collab.trainer.megatron.config import transformer_config
 from tests.trainer.shapes import SHAPE
 
 LENGTHS = [3, 7, 1]
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +28,7 @@ def packing(positions: torch.Tensor | None = None) -> layers.Rotated:
     plain = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
     if positions is None:
         positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
-    return layers.rotated(plain, positions, rope.inverse_frequencies(SHAPE.rope, 8), torch.float32)
+    return layers.rotated(plain, positions, layers.inverse_frequencies(SHAPE.rope, 8), torch.float32)
 
 
 def inputs() -> list[torch.Tensor]:
@@ -83,3 +86,43 @@ def test_norm_follows_its_formula(one_rank: Config) -> None:
     wide = x.double()
     wanted = wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight.double()
     assert torch.allclose(norm(x).double(), wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "linear", "factor": 2.5},
+        LLAMA3 | {"original_max_position_embeddings": 8192},
+        LLAMA3 | {"low_freq_factor": 2.0, "high_freq_factor": 3.0, "original_max_position_embeddings": 1000},
+        LLAMA3,
+        YARN,
+        YARN | {"truncate": False},
+        YARN | {"beta_fast": 16, "beta_slow": 2, "mscale": 1.0, "mscale_all_dim": 0.7},
+        YARN | {"attention_factor": 1.3, "original_max_position_embeddings": 64},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("theta", "head_dim"), [(1e4, 16), (5e5, 128)])
+def test_scalings_equal_transformers(scaling: dict[str, object], theta: float, head_dim: int) -> None:
+    patches.apply("torchvision")
+    from transformers import AutoConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = AutoConfig.for_model(
+        "llama",
+        hidden_size=2 * head_dim,
+        num_attention_heads=2,
+        head_dim=head_dim,
+        max_position_embeddings=32768,
+        rope_parameters={"rope_theta": theta, **scaling},
+    )
+    expected, factor = ROPE_INIT_FUNCTIONS[str(scaling["rope_type"])](config, torch.device("cpu"))
+    ours = ModelShape.from_hf(config.to_dict()).rope
+    assert torch.allclose(layers.inverse_frequencies(ours, head_dim), expected, rtol=1e-6, atol=0)
+    assert layers.attention_factor(ours) == pytest.approx(factor, rel=1e-12)
+
+
+def test_without_scaling_the_wavelengths_are_a_geometric_series() -> None:
+    found = layers.inverse_frequencies(Rope(1e4), 8)
+    assert torch.allclose(found, torch.tensor([1.0, 0.1, 0.01, 0.001]))
+    assert layers.attention_factor(Rope(1e4)) == 1.0

@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
-from megatron.core.transformer.moe.moe_utils import router_gating_linear
 
+from megatron_collab.checkpoint import hf
 from megatron_collab.config import Config
 from megatron_collab.models.hf_to_megatron import Cut, table
-from megatron_collab.patches import cpu, megatron
-from megatron_collab.runtime import device
 from megatron_collab.trainer.megatron import model as policies
 from tests.trainer.shapes import EXPERTS, SHAPE, shape_of
 
@@ -28,7 +21,7 @@ def packed(length: int) -> tuple[torch.Tensor, torch.Tensor, None, PackedSeqPara
 
 def test_what_is_cut_is_marked_for_the_gradient_norm(one_rank: Config) -> None:
     entries = {entry.megatron: entry for entry in table(SHAPE)}
-    for name, parameter in policies.named_shards(policies.build(one_rank, SHAPE)):
+    for name, parameter in hf.named_shards(policies.build(one_rank, SHAPE)):
         cut = entries[name].cut
         assert getattr(parameter, "tensor_model_parallel", False) == (cut is not Cut.WHOLE), name
         assert cut is Cut.WHOLE or parameter.partition_dim == (1 if cut is Cut.COLUMNS else 0), name
@@ -40,14 +33,14 @@ def test_hidden_states_stay_in_the_models_precision(one_rank: Config, monkeypatc
     hidden = chunk(*packed(12))
     assert hidden.shape == (1, 12, 32) and hidden.dtype is torch.bfloat16
     # rounded frequencies would turn late tokens elsewhere
-    assert policies.unwrap(chunk).inverse_frequencies.dtype is torch.float32
+    assert hf.unwrap(chunk).inverse_frequencies.dtype is torch.float32
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_head_is_the_weight_that_makes_logits(one_rank: Config, tied: bool) -> None:
     shape = shape_of(tie_word_embeddings=tied)
     chunks = policies.build(one_rank, shape)
-    names = {id(parameter): name for name, parameter in policies.named_shards(chunks)}
+    names = {id(parameter): name for name, parameter in hf.named_shards(chunks)}
     name = "embedding.word_embeddings.weight" if tied else "output_layer.weight"
     assert names[id(chunks[0].head)] == name
 
@@ -64,7 +57,7 @@ def test_a_frozen_copy_is_apart(one_rank: Config) -> None:
     twins = policies.frozen_copy(chunks)
     before = chunks[0](*packed(9)).detach()
     assert torch.equal(twins[0](*packed(9)), before)
-    assert policies.unwrap(twins[0]).config is not policies.unwrap(chunks[0]).config
+    assert hf.unwrap(twins[0]).config is not hf.unwrap(chunks[0]).config
     with torch.no_grad():
         for parameter in chunks[0].parameters():
             parameter.zero_()
@@ -74,5 +67,5 @@ def test_a_frozen_copy_is_apart(one_rank: Config) -> None:
 
 def test_every_expert_is_reduced_over_the_ranks_that_hold_it(one_rank: Config) -> None:
     chunks = policies.build(one_rank, shape_of(model_type="qwen3_moe", **EXPERTS))
-    apart = {name for name, parameter in policies.named_shards(chunks) if not getattr(parameter, "allreduce", True)}
-    assert apart == {entry.megatron for entry in table(policies.unwrap(chunks[0]).shape) if entry.expert}
+    apart = {name for name, parameter in hf.named_shards(chunks) if not getattr(parameter, "allreduce", True)}
+    assert apart == {entry.megatron for entry in table(hf.unwrap(chunks[0]).shape) if entry.expert}

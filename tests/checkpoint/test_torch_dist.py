@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_collab.checkpoint.blocks import rectangles
+from megatron_collab.checkpoint.torch_dist import rectangles
 
 
 @pytest.mark.parametrize("shape", [(7,), (5, 3), (1, 4), (4, 1), (3, 2, 4)])

@@ -1,26 +1,33 @@
-"""Rectangular blocks of global tensors, which is what a torch_dist checkpoint is made of."""
+"""How a torch_dist checkpoint is written: rectangular blocks of global tensors, flushed to disk piece by piece.
+
+One flush of a whole file can take longer than a rank may go without a heartbeat.
+"""
 
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import SavePlan
+from torch.distributed.checkpoint import FileSystemWriter, SavePlan
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from megatron_collab.runtime import heartbeat
 
 Shape = Sequence[int]
+PIECE_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
-class Block:
+class FileBlock:
     """`tensor` is the part that begins at `offsets` of the tensor `key`, whose shape is `whole`."""
 
     key: str
@@ -66,7 +73,7 @@ def _within(row: int, start: int, end: int, shape: Shape) -> Iterator[tuple[tupl
 class SaveBlocks(DefaultSavePlanner):
     """Has this rank write `blocks` and, by key, `objects` (serialised)."""
 
-    def __init__(self, blocks: Iterable[Block], objects: Mapping[str, bytes]) -> None:
+    def __init__(self, blocks: Iterable[FileBlock], objects: Mapping[str, bytes]) -> None:
         super().__init__(flatten_state_dict=False)
         self._items: list[WriteItem] = []
         self._data: dict[MetadataIndex, Any] = {}
@@ -87,3 +94,47 @@ class SaveBlocks(DefaultSavePlanner):
     def resolve_data(self, write_item: WriteItem) -> Any:
         heartbeat.beat()
         return self._data[write_item.index]
+
+
+class PacedWriter(FileSystemWriter):
+    """Writes a rank's file; raises the error of the operating system where it cannot."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.fs = _PacedFiles()
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            # torch.save hides a full disk behind an error about its own format.
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from error
+            raise
+
+
+class _PacedFiles(FileSystem):
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        if mode != "wb":
+            with super().create_stream(path, mode) as stream:
+                yield stream
+            return
+        with io.BufferedWriter(_Pieces(path, mode)) as stream:
+            yield stream
+
+
+class _Pieces(io.FileIO):
+    """A file that is flushed after every PIECE_BYTES."""
+
+    unflushed = 0
+
+    def write(self, content: Any) -> int:
+        """At most a piece of `content`; how many bytes that is."""
+        written = super().write(memoryview(content)[:PIECE_BYTES])
+        self.unflushed += written
+        if self.unflushed >= PIECE_BYTES:
+            os.fsync(self.fileno())
+            self.unflushed = 0
+            heartbeat.beat()
+        return written
