@@ -1,7 +1,7 @@
 """From a training checkpoint to a Hugging Face folder and back, in one process, without ranks or a GPU.
 
-One parameter after the other is fetched, taken apart or put together by the pieces of `hf_map.table`, and written:
-the model as a whole is never in memory.
+One parameter after the other is read, taken apart or put together by the pieces of `hf_to_megatron.table`, and
+written: the model as a whole is never in memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megatron_collab.checkpoint.hf import HFTensors
 from megatron_collab.checkpoint.torch_dist import write_item
 from megatron_collab.config import ConfigError
 from megatron_collab.models import hf_to_megatron
-from megatron_collab.models.hf_to_megatron import LAYER, Cut, Entry, ModelShape, Shape
+from megatron_collab.models.hf_to_megatron import LAYER, ModelShape, Shape, TensorCut, WeightEntry
 
 METADATA = ".metadata"  # of torch.distributed.checkpoint: which tensor lies where
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -91,7 +91,7 @@ def find_checkpoint(folder: Path) -> Path:
     return found[0]
 
 
-def _exported(shape: ModelShape) -> list[Entry]:
+def _exported(shape: ModelShape) -> list[WeightEntry]:
     return [entry for entry in hf_to_megatron.table(shape) if entry.exported]
 
 
@@ -116,7 +116,7 @@ def _check_model(stored: Stored, shape: ModelShape, source: Path) -> None:
     way_out = "give the model that the run began with"
     for entry in _exported(shape):
         found, wanted = stored.shape(entry.megatron), hf_to_megatron.shard_shape(entry, tp=1)
-        if entry.cut is Cut.VOCABULARY and found and found[0] > wanted[0]:
+        if entry.cut is TensorCut.VOCABULARY and found and found[0] > wanted[0]:
             found = (wanted[0], *found[1:])  # the rest is padding
         if found != wanted:
             there = f"has shape {found}" if found else "is not there"
@@ -147,7 +147,7 @@ class _Convert(DefaultSavePlanner):
         super().__init__(flatten_state_dict=False)
         self._tensors, self._shape = tensors, shape
         self._dtype = dtype or tensors.read(next(iter(hf_to_megatron.hf_shapes(shape)))).dtype
-        self._entries: dict[MetadataIndex, Entry] = {}
+        self._entries: dict[MetadataIndex, WeightEntry] = {}
 
     def plans(self, file_bytes: int) -> Iterator[SavePlan]:
         """The parameters in files of at most `file_bytes`, a larger one alone."""

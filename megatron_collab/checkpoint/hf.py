@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 
 from megatron_collab.config import ConfigError
 from megatron_collab.models import hf_config, hf_to_megatron
-from megatron_collab.models.hf_to_megatron import Entry, Index, ModelShape, Piece, Place, Shape, hf_shapes
+from megatron_collab.models.hf_to_megatron import Index, ModelShape, Piece, Shape, TensorPlace, WeightEntry, hf_shapes
 from megatron_collab.runtime import heartbeat
 
 FILE_BYTES = 4 << 30
@@ -182,7 +182,7 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def named_shards(chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """This rank's parameters, under the names that `hf_map.table` gives them: layers and experts counted globally."""
+    """This rank's parameters, named as in `hf_to_megatron.table`: layers and experts are counted globally."""
     for chunk in chunks:
         policy = unwrap(chunk)
         for name, parameter in policy.named_parameters():
@@ -207,9 +207,9 @@ def values(shard: torch.nn.Parameter) -> torch.Tensor:
     return dequantize_fp8_tensor(shard.detach()) if is_float8tensor(shard) else shard.detach()
 
 
-def place() -> Place:
+def place() -> TensorPlace:
     """Where this rank stands in the layout."""
-    return Place(
+    return TensorPlace(
         tp=parallel_state.get_tensor_model_parallel_world_size(),
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         replica=parallel_state.get_data_parallel_rank(with_context_parallel=True),
@@ -238,7 +238,7 @@ def load_hf(chunks: Iterable[torch.nn.Module], folder: Path, shape: ModelShape) 
             parameter.copy_(shard)
 
 
-def _check_shard(entry: Entry, parameter: torch.Tensor, tp: int) -> None:
+def _check_shard(entry: WeightEntry, parameter: torch.Tensor, tp: int) -> None:
     wanted = hf_to_megatron.shard_shape(entry, tp)
     if tuple(parameter.shape) != wanted:
         raise ValueError(f"{entry.megatron} has shape {tuple(parameter.shape)}, the table says {wanted}")

@@ -3,7 +3,7 @@
 Loading, export and publishing all move data along the same `Piece`s, so they cannot disagree. Nothing here
 imports a framework: shapes are tuples, slices are slices.
 
-    table(shape)                       what exists: an `Entry` per Megatron parameter, global layer numbers
+    table(shape)                       what exists: an `WeightEntry` per Megatron parameter, global layer numbers
     pieces(entry, shape, tp, tp_rank)  shard[piece.shard_index] <-> hf_tensor[piece.hf_index]
 """
 
@@ -20,7 +20,7 @@ Shape = tuple[int, ...]
 Index = tuple[slice, ...]
 
 
-class Cut(Enum):
+class TensorCut(Enum):
     """How a parameter is divided over the tensor-parallel ranks."""
 
     WHOLE = "every rank holds all of it"
@@ -38,7 +38,7 @@ class Join(Enum):
 
 
 @dataclass(frozen=True)
-class Entry:
+class WeightEntry:
     """One Megatron parameter: `hf` names and `shapes` are the tensors it is made of, in `join` order.
 
     `exported` is False for a second copy (the output layer of a tied model's last pipeline stage): it is
@@ -49,14 +49,14 @@ class Entry:
     megatron: str
     hf: tuple[str, ...]
     shapes: tuple[Shape, ...]
-    cut: Cut
+    cut: TensorCut
     join: Join = Join.ONE
     exported: bool = True
     expert: bool = False
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorPlace:
     """A rank's place in the layout: its tensor-parallel rank, and which replica of what it holds it is.
 
     Dense parameters are replicated over the data (and context) parallel ranks, experts over their own ones.
@@ -67,11 +67,11 @@ class Place:
     replica: int = 0
     expert_replica: int = 0
 
-    def writes(self, entry: Entry) -> bool:
+    def writes(self, entry: WeightEntry) -> bool:
         """Whether this rank, which holds `entry`, is the one that exports its pieces."""
         if entry.expert:
             return self.expert_replica == 0
-        first = entry.cut is not Cut.WHOLE or self.tp_rank == 0
+        first = entry.cut is not TensorCut.WHOLE or self.tp_rank == 0
         return entry.exported and first and self.replica == 0
 
 
@@ -94,26 +94,26 @@ FUSED_NAMES: Mapping[str, str] = {
 }
 
 
-def table(shape: ModelShape) -> tuple[Entry, ...]:
+def table(shape: ModelShape) -> tuple[WeightEntry, ...]:
     """Every parameter of the model under its global Megatron name, in the order of a forward pass."""
     return tuple(_entries(shape))
 
 
-def _entries(shape: ModelShape) -> Iterator[Entry]:
+def _entries(shape: ModelShape) -> Iterator[WeightEntry]:
     vocabulary = (shape.vocab, shape.hidden)
     norm = (shape.hidden,)
     embedding = "model.embed_tokens.weight"
-    yield Entry("embedding.word_embeddings.weight", (embedding,), (vocabulary,), Cut.VOCABULARY)
+    yield WeightEntry("embedding.word_embeddings.weight", (embedding,), (vocabulary,), TensorCut.VOCABULARY)
     for layer in range(shape.layers):
         yield from _layer(shape, layer)
-    yield Entry("decoder.final_layernorm.weight", ("model.norm.weight",), (norm,), Cut.WHOLE)
+    yield WeightEntry("decoder.final_layernorm.weight", ("model.norm.weight",), (norm,), TensorCut.WHOLE)
     if shape.tied:
-        yield Entry("output_layer.weight", (embedding,), (vocabulary,), Cut.VOCABULARY, exported=False)
+        yield WeightEntry("output_layer.weight", (embedding,), (vocabulary,), TensorCut.VOCABULARY, exported=False)
     else:
-        yield Entry("output_layer.weight", ("lm_head.weight",), (vocabulary,), Cut.VOCABULARY)
+        yield WeightEntry("output_layer.weight", ("lm_head.weight",), (vocabulary,), TensorCut.VOCABULARY)
 
 
-def _layer(shape: ModelShape, layer: int) -> Iterator[Entry]:
+def _layer(shape: ModelShape, layer: int) -> Iterator[WeightEntry]:
     megatron, hf = f"decoder.layers.{layer}.", f"model.layers.{layer}."
     norm, head_norm = (shape.hidden,), (shape.head_dim,)
     rows = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.kv_heads * shape.head_dim)
@@ -122,38 +122,46 @@ def _layer(shape: ModelShape, layer: int) -> Iterator[Entry]:
     def qkv(what: str) -> tuple[str, ...]:
         return tuple(f"{attention}{x}_proj.{what}" for x in "qkv")
 
-    yield Entry(megatron + "input_layernorm.weight", (hf + "input_layernorm.weight",), (norm,), Cut.WHOLE)
+    yield WeightEntry(megatron + "input_layernorm.weight", (hf + "input_layernorm.weight",), (norm,), TensorCut.WHOLE)
     weights = tuple((n, shape.hidden) for n in rows)
-    yield Entry(megatron + "self_attention.linear_qkv.weight", qkv("weight"), weights, Cut.ROWS, Join.QKV)
+    yield WeightEntry(megatron + "self_attention.linear_qkv.weight", qkv("weight"), weights, TensorCut.ROWS, Join.QKV)
     if shape.qkv_bias:
         biases = tuple((n,) for n in rows)
-        yield Entry(megatron + "self_attention.linear_qkv.bias", qkv("bias"), biases, Cut.ROWS, Join.QKV)
+        yield WeightEntry(megatron + "self_attention.linear_qkv.bias", qkv("bias"), biases, TensorCut.ROWS, Join.QKV)
     if shape.qk_norm:
         for x in "qk":
             name = f"{megatron}self_attention.{x}_layernorm.weight"
-            yield Entry(name, (f"{attention}{x}_norm.weight",), (head_norm,), Cut.WHOLE)
+            yield WeightEntry(name, (f"{attention}{x}_norm.weight",), (head_norm,), TensorCut.WHOLE)
     projection = (shape.hidden, rows[0])
-    yield Entry(
-        megatron + "self_attention.linear_proj.weight", (attention + "o_proj.weight",), (projection,), Cut.COLUMNS
+    yield WeightEntry(
+        megatron + "self_attention.linear_proj.weight", (attention + "o_proj.weight",), (projection,), TensorCut.COLUMNS
     )
-    yield Entry(megatron + "pre_mlp_layernorm.weight", (hf + "post_attention_layernorm.weight",), (norm,), Cut.WHOLE)
+    yield WeightEntry(
+        megatron + "pre_mlp_layernorm.weight", (hf + "post_attention_layernorm.weight",), (norm,), TensorCut.WHOLE
+    )
     if shape.experts is not None and layer in shape.experts.layers:
         yield from _experts(shape.hidden, shape.experts, megatron + "mlp.", hf + "mlp.")
     else:
         gate_up = (hf + "mlp.gate_proj.weight", hf + "mlp.up_proj.weight")
-        yield Entry(megatron + "mlp.linear_fc1.weight", gate_up, ((shape.ffn, shape.hidden),) * 2, Cut.ROWS, Join.STACK)
+        yield WeightEntry(
+            megatron + "mlp.linear_fc1.weight", gate_up, ((shape.ffn, shape.hidden),) * 2, TensorCut.ROWS, Join.STACK
+        )
         down = (shape.hidden, shape.ffn)
-        yield Entry(megatron + "mlp.linear_fc2.weight", (hf + "mlp.down_proj.weight",), (down,), Cut.COLUMNS)
+        yield WeightEntry(
+            megatron + "mlp.linear_fc2.weight", (hf + "mlp.down_proj.weight",), (down,), TensorCut.COLUMNS
+        )
 
 
-def _experts(hidden: int, experts: Experts, megatron: str, hf: str) -> Iterator[Entry]:
-    yield Entry(megatron + "router.weight", (hf + "gate.weight",), ((experts.count, hidden),), Cut.WHOLE)
+def _experts(hidden: int, experts: Experts, megatron: str, hf: str) -> Iterator[WeightEntry]:
+    yield WeightEntry(megatron + "router.weight", (hf + "gate.weight",), ((experts.count, hidden),), TensorCut.WHOLE)
     up, down = (experts.ffn, hidden), (hidden, experts.ffn)
     for number in range(experts.count):
         expert, source = f"{megatron}experts.{number}.", f"{hf}experts.{number}."
         gate_up = (source + "gate_proj.weight", source + "up_proj.weight")
-        yield Entry(expert + "linear_fc1.weight", gate_up, (up, up), Cut.WHOLE, Join.STACK, expert=True)
-        yield Entry(expert + "linear_fc2.weight", (source + "down_proj.weight",), (down,), Cut.WHOLE, expert=True)
+        yield WeightEntry(expert + "linear_fc1.weight", gate_up, (up, up), TensorCut.WHOLE, Join.STACK, expert=True)
+        yield WeightEntry(
+            expert + "linear_fc2.weight", (source + "down_proj.weight",), (down,), TensorCut.WHOLE, expert=True
+        )
 
 
 def hf_shapes(shape: ModelShape) -> dict[str, Shape]:
@@ -161,19 +169,19 @@ def hf_shapes(shape: ModelShape) -> dict[str, Shape]:
     return {name: hf for entry in table(shape) for name, hf in zip(entry.hf, entry.shapes, strict=True)}
 
 
-def shard_shape(entry: Entry, tp: int) -> Shape:
+def shard_shape(entry: WeightEntry, tp: int) -> Shape:
     """Shape of the Megatron parameter on one tensor-parallel rank, padding of the vocabulary included."""
     rows, *columns = (sum(_rows(entry, hf, tp) for hf in entry.shapes), *entry.shapes[0][1:])
-    if entry.cut is Cut.COLUMNS:
+    if entry.cut is TensorCut.COLUMNS:
         columns = [_divide(columns[0], tp)]
     return (rows, *columns)
 
 
-def _rows(entry: Entry, hf: Shape, tp: int) -> int:
+def _rows(entry: WeightEntry, hf: Shape, tp: int) -> int:
     """Rows that one Hugging Face tensor has in the shard of a rank, padding included."""
-    if entry.cut is Cut.VOCABULARY:
+    if entry.cut is TensorCut.VOCABULARY:
         return -(-hf[0] // tp)
-    return _divide(hf[0], tp) if entry.cut is Cut.ROWS else hf[0]
+    return _divide(hf[0], tp) if entry.cut is TensorCut.ROWS else hf[0]
 
 
 def padded_vocab(shape: ModelShape, tp: int) -> int:
@@ -181,7 +189,7 @@ def padded_vocab(shape: ModelShape, tp: int) -> int:
     return -(-shape.vocab // tp) * tp
 
 
-def pieces(entry: Entry, shape: ModelShape, tp: int, tp_rank: int) -> tuple[Piece, ...]:
+def pieces(entry: WeightEntry, shape: ModelShape, tp: int, tp_rank: int) -> tuple[Piece, ...]:
     """What the shard of `tp_rank` shares with the Hugging Face tensors; padding rows are in no piece.
 
     Indices have a slice with explicit bounds for every dimension. ValueError if tp does not divide a size.
@@ -189,14 +197,14 @@ def pieces(entry: Entry, shape: ModelShape, tp: int, tp_rank: int) -> tuple[Piec
     if entry.join is Join.QKV:
         return tuple(_qkv_pieces(entry, shape, tp, tp_rank))
     tail = tuple(slice(0, n) for n in entry.shapes[0][1:])
-    if entry.cut is Cut.COLUMNS:
+    if entry.cut is TensorCut.COLUMNS:
         rows, width = slice(0, entry.shapes[0][0]), _divide(entry.shapes[0][1], tp)
         columns = slice(tp_rank * width, (tp_rank + 1) * width)
         return (Piece(entry.hf[0], (rows, columns), (rows, slice(0, width))),)
     found, row = [], 0
     for name, hf in zip(entry.hf, entry.shapes, strict=True):
         height = _rows(entry, hf, tp)
-        start = 0 if entry.cut is Cut.WHOLE else tp_rank * height
+        start = 0 if entry.cut is TensorCut.WHOLE else tp_rank * height
         stop = min(start + height, hf[0])
         if start < stop:
             found.append(Piece(name, (slice(start, stop), *tail), (slice(row, row + stop - start), *tail)))
@@ -204,7 +212,7 @@ def pieces(entry: Entry, shape: ModelShape, tp: int, tp_rank: int) -> tuple[Piec
     return tuple(found)
 
 
-def _qkv_pieces(entry: Entry, shape: ModelShape, tp: int, tp_rank: int) -> Iterator[Piece]:
+def _qkv_pieces(entry: WeightEntry, shape: ModelShape, tp: int, tp_rank: int) -> Iterator[Piece]:
     groups = _divide(shape.kv_heads, tp)
     # rows that one query group has in q, k and v
     heights = (_divide(shape.heads, shape.kv_heads) * shape.head_dim, shape.head_dim, shape.head_dim)

@@ -29,7 +29,7 @@ class ServerLayout:
 
 
 @dataclass(frozen=True)
-class Part:
+class ServerTensor:
     """parameter[index] is hf[hf_index], read in the order of its elements: an expert's block has a dimension more."""
 
     hf: str
@@ -47,7 +47,7 @@ class Parameter:
 
     name: str
     shape: Shape
-    parts: tuple[Part, ...]
+    parts: tuple[ServerTensor, ...]
     quantised: bool = False
     constant: float | None = None
 
@@ -148,8 +148,8 @@ def _experts(hidden: int, experts: Experts, server: ServerLayout, rank: int, mlp
         source, here = f"{mlp}experts.{first + number}.", slice(number, number + 1)
         for half, x in enumerate(("gate", "up")):
             rows = slice(half * ffn, (half + 1) * ffn)
-            up.append(Part(f"{source}{x}_proj.weight", (own, across), (here, rows, across)))
-        down.append(Part(f"{source}down_proj.weight", (across, own), (here, across, slice(0, ffn))))
+            up.append(ServerTensor(f"{source}{x}_proj.weight", (own, across), (here, rows, across)))
+        down.append(ServerTensor(f"{source}down_proj.weight", (across, own), (here, across, slice(0, ffn))))
     yield Parameter(mlp + "experts.w13_weight", (count, 2 * ffn, hidden), tuple(up), server.fp8)
     yield Parameter(mlp + "experts.w2_weight", (count, hidden, ffn), tuple(down), server.fp8)
 
@@ -162,18 +162,18 @@ def _vocabulary(name: str, hf: str, shape: ModelShape, tp: int, rank: int) -> Pa
     rows = -(-shape.vocab // multiple) * multiple // tp
     start, stop = rank * rows, min((rank + 1) * rows, shape.vocab)
     across = slice(0, shape.hidden)
-    part = Part(hf, (slice(start, stop), across), (slice(0, stop - start), across))
+    part = ServerTensor(hf, (slice(start, stop), across), (slice(0, stop - start), across))
     return Parameter(name, (rows, shape.hidden), (part,) if start < stop else ())
 
 
 def _whole(name: str, shape: Shape) -> Parameter:
     index = tuple(slice(0, size) for size in shape)
-    return Parameter(name, shape, (Part(name, index, index),))
+    return Parameter(name, shape, (ServerTensor(name, index, index),))
 
 
 def _columns(name: str, rows: int, width: int, rank: int, fp8: bool) -> Parameter:
     down = slice(0, rows)
-    part = Part(name, (down, slice(rank * width, (rank + 1) * width)), (down, slice(0, width)))
+    part = ServerTensor(name, (down, slice(rank * width, (rank + 1) * width)), (down, slice(0, width)))
     return Parameter(name, (rows, width), (part,), fp8)
 
 
@@ -182,7 +182,7 @@ def _fused(name: str, blocks: Sequence[_Rows], tail: Shape, fp8: bool = False) -
     across = tuple(slice(0, size) for size in tail)
     parts, row = [], 0
     for hf, start, stop in blocks:
-        parts.append(Part(hf, (slice(start, stop), *across), (slice(row, row + stop - start), *across)))
+        parts.append(ServerTensor(hf, (slice(start, stop), *across), (slice(row, row + stop - start), *across)))
         row += stop - start
     return Parameter(name, (row, *tail), tuple(parts), fp8)
 

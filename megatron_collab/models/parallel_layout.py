@@ -13,7 +13,7 @@ from math import lcm
 from megatron_collab.config import Config
 from megatron_collab.models import hf_to_megatron
 from megatron_collab.models.hf_config import ModelShape
-from megatron_collab.models.hf_to_megatron import Cut, Entry, Piece
+from megatron_collab.models.hf_to_megatron import Piece, TensorCut, WeightEntry
 
 # recipe: what the sides of FP8 matrices are multiples of
 FP8_MULTIPLE = {"delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32}
@@ -85,13 +85,13 @@ class Held:
     holders: Holders
 
 
-def held(entry: Entry, shape: ModelShape, trainer: TrainerLayout) -> list[Held]:
+def held(entry: WeightEntry, shape: ModelShape, trainer: TrainerLayout) -> list[Held]:
     """All pieces of an entry, each of them once however many ranks hold it."""
     if entry.expert:
         assert shape.experts is not None
         number = int(entry.megatron.split(".experts.")[1].split(".")[0])
         owners = {0: Holders(number * trainer.ep // shape.experts.count, trainer.ep)}
-    elif entry.cut is Cut.WHOLE:
+    elif entry.cut is TensorCut.WHOLE:
         owners = {0: Holders()}
     else:
         owners = {part: Holders(part, trainer.tp) for part in range(trainer.tp)}

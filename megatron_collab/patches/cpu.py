@@ -1,4 +1,4 @@
-"""Megatron-Core on a machine without a CUDA device: the calls that raise there are redirected to the CPU.
+"""Megatron-Core's import, and its use without a CUDA device: the calls that raise there are redirected to the CPU.
 
 Libraries that need a CUDA device count as not installed, and Megatron takes what it has for machines without them.
 None of Megatron's mathematics is replaced.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,6 +44,12 @@ def refuse_visible_cuda(device_type: str) -> None:
     """RuntimeError where the run asks for the CPU but Megatron would use the CUDA device that it sees."""
     if device_type == "cpu" and not without_cuda():
         raise RuntimeError("launch.device=cpu: a CUDA device is visible; set CUDA_VISIBLE_DEVICES= (empty) to hide it")
+
+
+def _silence_warnings() -> None:
+    warnings.filterwarnings("ignore", module=r"megatron\.core\.")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")
+    warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
 
 
 def _hide_cuda_libraries() -> None:
@@ -159,6 +166,17 @@ _TORCH, _MEGATRON = ("2.13.0", "2.14.1"), ("0.16.1",)
 _UNTIL = "Megatron-Core runs on CPU"
 
 PATCHES = (
+    Patch(
+        "warnings",
+        "megatron-core",
+        _MEGATRON,
+        why="Every rank would print at every start what is not installed (tools/doctor.py says that), and which names "
+        "of torch.distributed are deprecated.",
+        upstream="megatron/core/utils.py and others",
+        until="Megatron-Core uses the names of torch 2.13",
+        test="tests/patches/test_megatron.py::test_importing_megatron_prints_nothing",
+        apply=_silence_warnings,
+    ),
     Patch(
         "libraries that need CUDA are hidden",
         "megatron-core",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -32,12 +31,6 @@ def without_transformer_engine() -> bool:
 def without_fused_adam() -> bool:
     optimizers = ("transformer_engine.pytorch.optimizers", "apex.optimizers")
     return without_cuda() or not any(_importable(module, "FusedAdam") for module in optimizers)
-
-
-def _silence_warnings() -> None:
-    warnings.filterwarnings("ignore", module=r"megatron\.core\.")
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")
-    warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
 
 
 def _bind_router_gemm() -> None:
@@ -111,17 +104,6 @@ _VERSIONS = ("0.16.1",)
 _OPTIMIZER = "megatron/core/optimizer/distrib_optimizer.py"
 
 PATCHES = (
-    Patch(
-        "warnings",
-        "megatron-core",
-        _VERSIONS,
-        why="Every rank would print at every start what is not installed (tools/doctor.py says that), and which names "
-        "of torch.distributed are deprecated.",
-        upstream="megatron/core/utils.py and others",
-        until="Megatron-Core uses the names of torch 2.13",
-        test="tests/patches/test_megatron.py::test_importing_megatron_prints_nothing",
-        apply=_silence_warnings,
-    ),
     Patch(
         "the router's product without TransformerEngine",
         "megatron-core",

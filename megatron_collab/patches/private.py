@@ -122,5 +122,6 @@ PATCHES = (
         upstream="litellm/types/utils.py (ModelResponse._hidden_params)",
         until="ModelResponse has a public field for it",
         test="tests/llm/test_client.py::test_tokens_and_price_of_every_try_are_counted",
+        attributes=("litellm.ModelResponse._hidden_params",),
     ),
 )

@@ -82,7 +82,7 @@ def make_share(config: Config, columns: Columns, device: torch.device, ask: str 
     parallel = config.parallel
     lengths = [len(token_ids) for token_ids in columns["token_ids"]]
     align, total = alignment(config)
-    plan = packing.plan(
+    plan = packing.pack(
         [packing.positions(length) for length in lengths],
         parallel_state.get_data_parallel_world_size(),
         config.train.tokens_per_micro_batch * parallel.cp,
@@ -96,7 +96,7 @@ def make_share(config: Config, columns: Columns, device: torch.device, ask: str 
 
 def _micro_batch(
     columns: Columns,
-    indices: packing.MicroBatch,
+    indices: packing.SampleIndices,
     align: int,
     total: int,
     starts: np.ndarray,

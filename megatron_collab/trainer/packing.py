@@ -1,6 +1,6 @@
 """Micro-batches: which samples go through the model together, on which rank, and their arrays, packed end to end.
 
-`plan` is pure: from lengths alone, so every rank computes the same plan and takes its own part of it.
+`pack` is pure: from lengths alone, so every rank computes the same plan and takes its own part of it.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any
 
 import numpy as np
 
-MicroBatch = tuple[int, ...]
+SampleIndices = tuple[int, ...]
 
 # Length at which attention costs as much as the rest of a layer: 12 times a hidden size of 4,096; see `cost`.
 _EVEN_LENGTH = 12 * 4096
 
 
 @dataclass(frozen=True)
-class Plan:
+class PackingPlan:
     """`ranks[d]` are the micro-batches (sample indices) of data-parallel rank d, equally many on every rank."""
 
-    ranks: tuple[tuple[MicroBatch, ...], ...]
+    ranks: tuple[tuple[SampleIndices, ...], ...]
 
 
 def positions(tokens: int) -> int:
@@ -43,7 +43,7 @@ def cost(lengths: np.ndarray) -> np.ndarray:
     return lengths * (1.0 + lengths / _EVEN_LENGTH)
 
 
-def plan(lengths: Sequence[int], ranks: int, budget: int, *, align: int = 1, multiple_of: int = 1) -> Plan:
+def pack(lengths: Sequence[int], ranks: int, budget: int, *, align: int = 1, multiple_of: int = 1) -> PackingPlan:
     """Spread samples of `lengths` positions over `ranks` data-parallel ranks in micro-batches.
 
     A micro-batch holds at most `budget` positions, each sequence counted up to a multiple of `align`, or a single
@@ -65,13 +65,13 @@ def plan(lengths: Sequence[int], ranks: int, budget: int, *, align: int = 1, mul
     ordered = sorted(_split(bins, costs, count), key=lambda weighed: -weighed[0])
 
     totals = [0.0] * ranks
-    dealt: list[list[MicroBatch]] = [[] for _ in range(ranks)]
+    dealt: list[list[SampleIndices]] = [[] for _ in range(ranks)]
     for start in range(0, count, ranks):
         poorest_first = sorted(range(ranks), key=totals.__getitem__)
         for rank, (total, indices) in zip(poorest_first, ordered[start : start + ranks], strict=True):
             totals[rank] += total
             dealt[rank].append(tuple(indices))
-    return Plan(tuple(tuple([*falling[::-2], *falling[len(falling) % 2 :: 2]]) for falling in dealt))
+    return PackingPlan(tuple(tuple([*falling[::-2], *falling[len(falling) % 2 :: 2]]) for falling in dealt))
 
 
 def _best_fit_decreasing(lengths: np.ndarray, budget: int) -> list[list[int]]:
@@ -114,7 +114,7 @@ def _split(bins: list[list[int]], costs: list[float], count: int) -> list[tuple[
 
 
 def collate(
-    columns: Mapping[str, Sequence[np.ndarray]], indices: MicroBatch, align: int = 1, total: int = 1
+    columns: Mapping[str, Sequence[np.ndarray]], indices: SampleIndices, align: int = 1, total: int = 1
 ) -> dict[str, Any]:
     """One micro-batch: the samples `indices`, one after the other in T positions.
 

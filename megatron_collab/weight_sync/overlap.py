@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from megatron_collab.models import hf_to_megatron, hf_to_sglang, parallel_layout
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.hf_to_megatron import Index, Shape
-from megatron_collab.models.hf_to_sglang import Parameter, Part, ServerLayout
+from megatron_collab.models.hf_to_sglang import Parameter, ServerLayout, ServerTensor
 from megatron_collab.models.parallel_layout import Held, Holders, TrainerLayout
 from megatron_collab.weight_sync import fp8
 
@@ -99,7 +99,7 @@ def _check_fp8(
                 )
 
 
-def _shared(rank: int, parameter: Parameter, part: Part, held: Iterable[Held]) -> Iterator[Block]:
+def _shared(rank: int, parameter: Parameter, part: ServerTensor, held: Iterable[Held]) -> Iterator[Block]:
     """What a part of a server's parameter shares with the pieces of its tensor."""
     name = _LAYER.sub("layers.{}.", parameter.name)
     leading = part.index[: -len(part.hf_index)]

@@ -1,7 +1,7 @@
-"""SGLang's own models, built and loaded on one CPU process as any rank of a server, beside what server_map says.
+"""SGLang's own models, built and loaded on one CPU process as any rank of a server, beside models/hf_to_sglang.py.
 
-No process groups are made: the layers ask them only for a size and a rank. Run by test_server_map.py, as SGLang decides
-at import that there is no GPU.
+No process groups are made: the layers ask them only for a size and a rank. Run by test_hf_to_sglang.py in a process of
+its own, as SGLang decides at import that there is no GPU.
 """
 # ruff: noqa: E402 (the missing parts come first)
 

@@ -80,7 +80,8 @@ def run_python(code: str, *paths: Path) -> str:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
 
-def test_a_real_module_wins(tmp_path: Path) -> None:
+def test_a_real_module_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "0")  # real ones are there on GPUs
     for name in ("triton", "sgl_kernel"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("REAL = True\n")

@@ -110,9 +110,9 @@ WRONG_TABLE = f"""
 import sys
 sys.path.insert(0, {str(TOOLS)!r})
 from dataclasses import replace
-from megatron_collab.publish import hf_map
-right = hf_map.table
-hf_map.table = lambda shape: tuple(
+from megatron_collab.models import hf_to_megatron
+right = hf_to_megatron.table
+hf_to_megatron.table = lambda shape: tuple(
     replace(entry, hf=entry.hf[::-1]) if "linear_fc1" in entry.megatron else entry for entry in right(shape)
 )
 import convert_ckpt
@@ -129,7 +129,9 @@ SHARD = 12 << 20
 MEASURE = """
 import sys
 from pathlib import Path
-from megatron_collab.actor import convert
+from megatron_collab import patches
+patches.apply("megatron")
+from megatron_collab.checkpoint import convert
 
 def resident(field):
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -49,7 +49,7 @@ from megatron_collab.checkpoint.hf import named_shards  # noqa: E402
 from megatron_collab.config import Config  # noqa: E402
 from megatron_collab.inference.sglang import SGLangClient, SGLangServer  # noqa: E402
 from megatron_collab.models import hf_to_megatron  # noqa: E402
-from megatron_collab.models.hf_to_megatron import Entry, ModelShape  # noqa: E402
+from megatron_collab.models.hf_to_megatron import ModelShape, WeightEntry  # noqa: E402
 from megatron_collab.runtime.ports import bindable  # noqa: E402
 from megatron_collab.trainer.megatron import model as policies  # noqa: E402
 from megatron_collab.trainer.megatron import parallel  # noqa: E402
@@ -114,7 +114,7 @@ class Gathering:
         self.shape, self.tp, self.pp = shape, config.parallel.tp, config.parallel.pp
         self.shards = {name: shard.detach() for name, shard in named_shards(chunks)}
         self.link = Link(served(line), config.launch.timeout)
-        self.buckets: list[list[Entry]] = [[]]
+        self.buckets: list[list[WeightEntry]] = [[]]
         size = 0
         for entry in hf_to_megatron.table(shape):
             nbytes = 4 * sum(map(np.prod, entry.shapes))
@@ -156,7 +156,7 @@ class Gathering:
             self.link.go_on()
         dist.barrier()
 
-    def gather(self, entry: Entry) -> list[torch.Tensor]:
+    def gather(self, entry: WeightEntry) -> list[torch.Tensor]:
         """The shards of all tensor-parallel ranks, on every rank."""
         dimensions = hf_to_megatron.shard_shape(entry, self.tp)
         count = int(np.prod(dimensions))

@@ -22,8 +22,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron_collab.config import Config
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.runtime import device
-from megatron_collab.trainer.megatron import config
-from megatron_collab.trainer.megatron import layers as local_spec
+from megatron_collab.trainer.megatron import config, layers
 from megatron_collab.trainer.megatron.config import backend_spec, transformer_config
 from tests.helpers import configured
 from tests.trainer.shapes import EXPERTS, SHAPE, shape_of
@@ -220,14 +219,14 @@ def test_the_engines_layers_are_taken_where_it_is(found: set[str], monkeypatch: 
 @pytest.mark.parametrize("shape", [SHAPE, shape_of(model_type="llama"), MOE], ids=lambda shape: shape.family)
 def test_without_it_our_norms_and_attention_are_filled_in(one_rank: Config, found: set[str], shape: ModelShape) -> None:
     block = backend_spec(transformer_config(configure({}), shape))
-    assert block.layer_norm is local_spec.RMSNorm
+    assert block.layer_norm is layers.RMSNorm
     assert len(block.layer_specs) == 2
     for layer in block.layer_specs:
         modules = layer.submodules
         attention = modules.self_attention.submodules
-        assert modules.input_layernorm is modules.pre_mlp_layernorm is local_spec.RMSNorm
-        assert attention.core_attention is local_spec.CausalAttention
-        assert attention.q_layernorm is (local_spec.RMSNorm if shape.qk_norm else IdentityOp)
+        assert modules.input_layernorm is modules.pre_mlp_layernorm is layers.RMSNorm
+        assert attention.core_attention is layers.CausalAttention
+        assert attention.q_layernorm is (layers.RMSNorm if shape.qk_norm else IdentityOp)
         assert modules.mlp.module is (MoELayer if shape.experts else MLP)
         assert shape.experts is None or modules.mlp.submodules.experts.module is SequentialMLP
         renamed = set(modules.sharded_state_dict_keys_map)

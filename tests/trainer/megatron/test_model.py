@@ -8,7 +8,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_collab.checkpoint import hf
 from megatron_collab.config import Config
-from megatron_collab.models.hf_to_megatron import Cut, table
+from megatron_collab.models.hf_to_megatron import TensorCut, table
 from megatron_collab.trainer.megatron import model as policies
 from tests.trainer.shapes import EXPERTS, SHAPE, shape_of
 
@@ -23,8 +23,8 @@ def test_what_is_cut_is_marked_for_the_gradient_norm(one_rank: Config) -> None:
     entries = {entry.megatron: entry for entry in table(SHAPE)}
     for name, parameter in hf.named_shards(policies.build(one_rank, SHAPE)):
         cut = entries[name].cut
-        assert getattr(parameter, "tensor_model_parallel", False) == (cut is not Cut.WHOLE), name
-        assert cut is Cut.WHOLE or parameter.partition_dim == (1 if cut is Cut.COLUMNS else 0), name
+        assert getattr(parameter, "tensor_model_parallel", False) == (cut is not TensorCut.WHOLE), name
+        assert cut is TensorCut.WHOLE or parameter.partition_dim == (1 if cut is TensorCut.COLUMNS else 0), name
 
 
 def test_hidden_states_stay_in_the_models_precision(one_rank: Config, monkeypatch: pytest.MonkeyPatch) -> None:
