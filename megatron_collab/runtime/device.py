@@ -64,6 +64,10 @@ _LIBRARIES = {
 # On CPU these two are importable only after patches/cpu.py and sglang_cpu/ have supplied what they miss there.
 _NOT_IMPORTED = ("megatron.core", "sglang")
 
+# Version of a package that only reserves its name; an unpinned transformer-engine may resolve to one. Compared as a
+# whole: the releases of torch-memory-saver begin with 0.0 too.
+_PLACEHOLDER = "0.0.0"
+
 
 @cache
 def probe(name: str) -> Probe:
@@ -87,7 +91,7 @@ def _library(module: str, distribution: str) -> tuple[bool, str]:
         version = metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return False, "not installed"
-    if version.startswith("0.0"):
+    if version == _PLACEHOLDER:
         return False, f"{version} is a placeholder"
     if module in _NOT_IMPORTED:
         return True, version

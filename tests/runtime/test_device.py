@@ -74,6 +74,13 @@ def test_the_placeholder_of_transformer_engine_is_not_transformer_engine(
     assert probe.detail == "0.0.0 is a placeholder"
 
 
+def test_a_low_version_is_no_placeholder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """0.0.10 is a release: the one in requirements/gpu.lock, without which colocated servers are refused on GPUs."""
+    assert "torch-memory-saver==0.0.10" in (Path(__file__).parents[2] / "requirements/gpu.lock").read_text()
+    installed(monkeypatch, tmp_path, "torch-memory-saver", "0.0.10", "")
+    assert device.probe("memory_saver").found and device.probe("memory_saver").detail == "0.0.10"
+
+
 def test_missing_slurm_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert not device.probe("slurm").found
