@@ -1,5 +1,6 @@
 """Megatron-Core 0.16.1 on a machine without CUDA: the calls that raise there are redirected to the CPU.
 
+Libraries that need a CUDA device count as not installed, and Megatron takes what it has for machines without them.
 None of Megatron's mathematics is replaced. `install` must run before anything imports `megatron`, which the
 package's `__init__` sees to. Tested against the version above; a newer one may need other redirects.
 """
@@ -7,6 +8,7 @@ package's `__init__` sees to. Tested against the version above; a newer one may 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +16,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
+# Megatron uses these wherever they can be imported, and not in its layers alone: its optimizer and its
+# gradient norm take TransformerEngine's kernels too. All of these libraries need a CUDA device.
+_CUDA_ONLY = ("transformer_engine", "transformer_engine_torch", "apex", "amp_C", "fused_weight_gradient_mlp_cuda")
 _installed: list[TorchFunctionMode] = []
 
 
@@ -21,6 +26,8 @@ def install() -> None:
     """Redirect Megatron's CUDA calls in this process; nothing happens where a CUDA device is visible."""
     if _installed or torch.cuda.is_available():
         return
+    for name in _CUDA_ONLY:
+        sys.modules[name] = None  # type: ignore[assignment]  # an import of it then raises ModuleNotFoundError
     _import_without_compilation()
     _redirect_device()
     _redirect_generator()

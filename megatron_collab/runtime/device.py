@@ -61,6 +61,8 @@ _LIBRARIES = {
     "ray": ("ray", "ray", "conversations and scoring", ""),
 }
 
+# These need a CUDA device to run, though not to be installed or imported.
+_CUDA_ONLY = ("transformer_engine", "apex", "flash_attn")
 # On CPU these two are importable only after patches/cpu.py and sglang_cpu/ have supplied what they miss there.
 _NOT_IMPORTED = ("megatron.core", "sglang")
 
@@ -77,7 +79,7 @@ def probe(name: str) -> Probe:
     if name == "slurm":
         return _slurm()
     module, distribution, enables, fallback = _LIBRARIES[name]
-    found, detail = _library(module, distribution)
+    found, detail = _library(module, distribution, name in _CUDA_ONLY)
     return Probe(name, found, detail, enables, fallback)
 
 
@@ -86,13 +88,15 @@ def probes() -> list[Probe]:
     return [probe(name) for name in ("cuda", *_LIBRARIES, "slurm")]
 
 
-def _library(module: str, distribution: str) -> tuple[bool, str]:
+def _library(module: str, distribution: str, cuda_only: bool) -> tuple[bool, str]:
     try:
         version = metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return False, "not installed"
     if version == _PLACEHOLDER:
         return False, f"{version} is a placeholder"
+    if cuda_only and not probe("cuda").found:
+        return False, f"{version} needs a CUDA device"
     if module in _NOT_IMPORTED:
         return True, version
     try:
