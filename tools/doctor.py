@@ -88,9 +88,13 @@ def table(found: Sequence[device.Probe]) -> str:
 
 
 def planned(overrides: Sequence[str], gpu_gib: float) -> int:
-    from megatron_collab.launch import validate
-    from megatron_collab.planning import shapes
-    from megatron_collab.planning.memory import GIB, plan
+    try:
+        from megatron_collab.launch import validate
+        from megatron_collab.planning import shapes
+        from megatron_collab.planning.memory import GIB, plan
+    except Exception as error:  # whatever a library raises that cannot work here: OSError without its driver
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(f"--plan: torch or Megatron-Core cannot be imported on this machine: {text}") from error
 
     config = parse(overrides)
     validate.check_settings(config)

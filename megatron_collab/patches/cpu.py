@@ -16,9 +16,22 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
-# Megatron uses these wherever they can be imported, and not in its layers alone: its optimizer and its
-# gradient norm take TransformerEngine's kernels too. All of these libraries need a CUDA device.
-_CUDA_ONLY = ("transformer_engine", "transformer_engine_torch", "apex", "amp_C", "fused_weight_gradient_mlp_cuda")
+# Megatron uses these wherever they can be imported, and not in its layers alone: its optimizer and its gradient norm
+# take TransformerEngine's kernels too. All of these libraries need a CUDA device. Without a driver the import of some
+# (flash_mla) raises OSError, and Megatron is prepared for ImportError only.
+_CUDA_ONLY = (
+    "transformer_engine",
+    "transformer_engine_torch",
+    "apex",
+    "amp_C",
+    "fused_weight_gradient_mlp_cuda",
+    "flash_attn",
+    "flash_attn_3",
+    "flashattn_hopper",
+    "flash_mla",
+    "deep_ep",
+    "grouped_gemm",
+)
 _installed: list[TorchFunctionMode] = []
 
 

@@ -92,6 +92,15 @@ def test_a_broken_install_is_not_found_and_says_why(monkeypatch: pytest.MonkeyPa
     assert probe.detail == "2.8.3 cannot be imported: undefined symbol: _ZN3c10"
 
 
+@pytest.mark.parametrize("error", [OSError, RuntimeError, AssertionError, AttributeError])
+def test_whatever_an_import_raises_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: type) -> None:
+    """OSError: ctypes without a driver. AssertionError: TransformerEngine, whose parts are of different versions."""
+    installed(monkeypatch, tmp_path, "torch-memory-saver", "0.0.10", f"raise {error.__name__}('libcuda.so.1: no file')")
+    probe = device.probe("memory_saver")
+    assert not probe.found
+    assert probe.detail == "0.0.10 cannot be imported: libcuda.so.1: no file"
+
+
 def test_the_placeholder_of_transformer_engine_is_not_transformer_engine(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

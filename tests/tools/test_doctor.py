@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -67,6 +68,28 @@ def test_a_plan_needs_nothing_of_the_run(doctor: ModuleType, capsys: pytest.Capt
     for column in range(2):
         assert float(rows["sum"][column]) == pytest.approx(sum(float(rows[name][column]) for name in names), abs=0.05)
     assert "The largest part is server: KV cache." in printed and "Fits a GPU of 80 GiB" in printed
+
+
+def plan_on_a_login_node(folder: Path, *broken: str) -> subprocess.CompletedProcess[str]:
+    """The plan of train_70b where importing one of `broken` raises what a library without its driver raises."""
+    for library in broken:
+        (folder / f"{library}.py").write_text("raise OSError('libcuda.so.1: cannot open')")
+    environment = os.environ | {"PYTHONPATH": f"{folder}:{DOCTOR.parents[1]}", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, DOCTOR, "--plan", "experiment=train_70b", "launch.device=cuda"]
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+def test_a_plan_needs_no_library_of_gpus(tmp_path: Path) -> None:
+    done = plan_on_a_login_node(tmp_path, "flash_mla", "deep_ep", "transformer_engine")
+    assert done.returncode == 0, done.stderr
+    assert "Fits a GPU of 80 GiB" in done.stdout
+
+
+def test_a_plan_without_what_it_needs_is_refused_in_one_line(tmp_path: Path) -> None:
+    done = plan_on_a_login_node(tmp_path, "torch")
+    assert done.returncode == 2 and done.stdout == ""
+    said = "--plan: torch or Megatron-Core cannot be imported on this machine: OSError: libcuda.so.1: cannot open"
+    assert done.stderr == f"megatron-collab: {said}\n"
 
 
 def test_a_plan_that_does_not_fit_ends_in_1(doctor: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
