@@ -166,6 +166,69 @@ def test_a_reply_cannot_skip_its_tests() -> None:
     assert score({"tests": BIG_CODE["test"]}, reply(skips), reply(SUMS + at_once)) == [0.0, 0.0]
 
 
+JUMP = """import sys
+def jump(frame, event, argument):
+    if frame.f_code.co_filename == "<tests>" and frame.f_code.co_name == "check" and event == "line":
+        frame.f_lineno = 3
+    return jump
+sys.settrace(jump)
+"""
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import builtins\nbuiltins.exec = lambda *a, **k: None\n",
+        "import builtins\nbuiltins.compile = lambda *a, **k: ''\n",
+        "import __main__\n__main__.exec = lambda *a, **k: None\n",
+        "import __main__\n__main__.compile = lambda *a, **k: ''\n",
+        "import sys\nsys._getframe(1).f_locals['sources']['tests'] = ''\n",
+        "import builtins\nbuiltins.abs = lambda x: 0\n",
+        "__builtins__ = {'abs': lambda x: 0}\n",
+        JUMP,
+    ],
+)
+def test_what_a_reply_replaces_does_not_run_its_tests(code: str) -> None:
+    test = "def check(candidate):\n    assert abs(candidate(2) - 4) < 0.1\n    return\n"
+    assert score(TWICE | {"test": test}, reply(code + "def twice(x):\n    return x\n")) == [0.0]
+
+
+RUNNER = """import sys, types, unittest
+class Runner:
+    def run(self, suite):
+        return types.SimpleNamespace(wasSuccessful=lambda: True, skipped=[], testsRun=1)
+fake = types.ModuleType("unittest")
+vars(fake).update(vars(unittest), TextTestRunner=Runner)
+sys.modules["unittest"] = fake
+"""
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import builtins\nbuiltins.exec = lambda *a, **k: None\n",
+        "isinstance = lambda *a: False\n",
+        "import unittest\nunittest.TestCase.assertEqual = lambda *a, **k: None\n",
+        "import unittest\nunittest.TestCase.run = lambda self, result: result.startTest(self)\n",
+        "import unittest\nunittest.TestResult.wasSuccessful = lambda self: True\n",
+        RUNNER,
+    ],
+)
+def test_what_a_reply_replaces_does_not_run_its_unittest_cases(code: str) -> None:
+    case = "import unittest\nclass TestTwice(unittest.TestCase):\n    def test_it(self):\n        {}\n"
+    tests = {"tests": case.format("self.assertEqual(twice(2), 4)")}
+    assert score(tests, reply(code + "def twice(x):\n    return x\n")) == [0.0]
+
+
+def test_a_reply_may_use_unittest_itself() -> None:
+    """Tests find a unittest whose parts belong together, whatever the reply has loaded of its own."""
+    uses = "import unittest.mock\nfrom unittest import IsolatedAsyncioTestCase, TestCase\n"
+    tests = BIG_CODE["test"].replace(
+        "from unittest.mock import patch", "import unittest.mock\npatch = unittest.mock.patch"
+    )
+    assert score(BIG_CODE | {"test": tests}, reply(uses + SUMS)) == [1.0]
+
+
 def test_a_prompt_comes_first_whether_the_reply_repeats_it_or_goes_on() -> None:
     helped = TWICE | {"prompt": 'import math\n\ndef twice(x):\n    """2 * x"""\n'}
     assert score(helped, reply("    return math.prod([2, x])\n")) == [1.0]

@@ -35,12 +35,12 @@ _MOST_CLOSINGS = 16  # how many fences inside strings of one block are looked at
 # Runs the unittest cases that the tests define, not those of the reply.
 _UNITTEST = """
 import unittest
-_kinds = [kind for kind in list(globals().values()) if isinstance(kind, type) and kind.__module__ == "tests"]
-_cases = [kind for kind in _kinds if issubclass(kind, unittest.TestCase)]
-_suites = map(unittest.defaultTestLoader.loadTestsFromTestCase, _cases)
-_result = unittest.TextTestRunner().run(unittest.TestSuite(_suites))
-assert _result.wasSuccessful() and not _result.skipped
-assert _result.testsRun or {optional} and not _cases, "no test has run"
+kinds = [kind for kind in list(tests.values()) if isinstance(kind, type) and kind.__module__ == "tests"]
+cases = [kind for kind in kinds if issubclass(kind, unittest.TestCase)]
+suites = map(unittest.defaultTestLoader.loadTestsFromTestCase, cases)
+result = unittest.TextTestRunner().run(unittest.TestSuite(suites))
+assert result.wasSuccessful() and not result.skipped
+assert result.testsRun or {optional} and not cases, "no test has run"
 """
 
 
@@ -96,7 +96,11 @@ def program(code: str, metadata: Mapping[str, Any]) -> dict[str, str]:
     test = metadata.get("test")
     if test and _CHECK.search(test):
         return sources | {"tests": f"{test}\ncheck({metadata['entry_point']})\n"}
-    return sources | {"tests": f"{test or metadata['tests']}\n{_UNITTEST.format(optional=not test)}"}
+    # Not in the module of the tests, where names of the reply would hide builtins.
+    cases = (
+        f"import builtins\nbuiltins.exec({_UNITTEST.format(optional=not test)!r}, {{'tests': builtins.globals()}})\n"
+    )
+    return sources | {"tests": f"{test or metadata['tests']}\n{cases}"}
 
 
 def extract(reply: str) -> str:
