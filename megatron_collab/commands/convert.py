@@ -1,9 +1,9 @@
-"""Turn a training checkpoint into a Hugging Face folder, or a Hugging Face folder into a checkpoint to start from.
+"""Convert a checkpoint to a Hugging Face folder, or a Hugging Face folder to a checkpoint to start from.
 
-    python tools/convert_ckpt.py RUN/checkpoints OUT --model HF    # the newest one; or RUN/checkpoints/step_50
-    python tools/convert_ckpt.py HF OUT --to-megatron              # OUT: the `checkpoints` folder of a new run
+    megatron-collab convert RUN/checkpoints OUT --model HF    # the newest checkpoint; or RUN/checkpoints/step_50
+    megatron-collab convert HF OUT --to-megatron              # OUT: the `checkpoints` folder of a new run
 
-One process, no GPU, a file's memory: the model as a whole is never loaded (`--verify` loads it).
+One process, no GPU, the memory of one file: the whole model is never loaded, except by --verify.
 """
 
 from __future__ import annotations
@@ -12,42 +12,50 @@ import argparse
 import re
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_collab.config import ConfigError
 from megatron_collab.config.refuse import ArgumentParser
+from megatron_collab.runtime.process import EXIT_BAD_INPUT
 
-EXIT_BAD_INPUT, EXIT_DIFFERENT = 2, 1
+EXIT_DIFFERENT = 1
 DTYPES = ("bfloat16", "float32")
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: Sequence[str]) -> int:
+    parser = ArgumentParser(
+        "megatron-collab convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("source", type=Path, help="checkpoint, folder of checkpoints, or Hugging Face folder")
-    parser.add_argument("out", type=Path, help="folder to make")
-    parser.add_argument("--model", type=Path, help="Hugging Face folder the run began with: config and tokenizer")
-    parser.add_argument("--to-megatron", action="store_true", help="make a checkpoint of a Hugging Face folder")
-    parser.add_argument("--shard-size", type=_bytes, default=_bytes("5GB"), help="largest file, such as 5GB")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the result; default: as it is stored")
-    parser.add_argument("--verify", action="store_true", help="compare log-probs of the two on random tokens")
+    parser.add_argument("out", type=Path, help="folder to write")
+    parser.add_argument(
+        "--model", type=Path, help="Hugging Face folder that the run started from: config and tokenizer"
+    )
+    parser.add_argument("--to-megatron", action="store_true", help="convert a Hugging Face folder to a checkpoint")
+    parser.add_argument("--shard-size", type=_bytes, default=_bytes("5GB"), help="size of the largest file [5GB]")
+    parser.add_argument("--dtype", choices=DTYPES, help="dtype of the result [that of the source]")
+    parser.add_argument(
+        "--verify", action="store_true", help="compare the log-probs of source and result on random tokens"
+    )
     given = parser.parse_args(arguments)
     if given.to_megatron == (given.model is not None):
-        parser.error("give --model HF for a checkpoint, or --to-megatron for a Hugging Face folder")
+        parser.error("give --model HF to convert a checkpoint, or --to-megatron to convert a Hugging Face folder")
     try:
-        return convert(given)
+        return run(given)
     except (ConfigError, OSError) as error:
         print(f"megatron-collab: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
 
 
-def convert(given: argparse.Namespace) -> int:
+def run(given: argparse.Namespace) -> int:
     import torch
 
     from megatron_collab.checkpoint import convert
     from megatron_collab.commands import verify
 
-    warnings.filterwarnings("ignore", category=FutureWarning)  # of torch about Megatron-Core's calls
+    warnings.filterwarnings("ignore", category=FutureWarning)  # torch's, about names that Megatron-Core uses
     dtype = getattr(torch, given.dtype) if given.dtype else None
     if given.to_megatron:
         convert.to_checkpoint(given.source, given.out, dtype, given.shard_size)
@@ -67,9 +75,5 @@ def convert(given: argparse.Namespace) -> int:
 def _bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(|KB|MB|GB)", text.upper())
     if not match or float(match[1]) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; give one such as 5GB or 500MB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; give one such as 5GB or 500MB")
     return int(float(match[1]) * _UNITS[match[2]])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

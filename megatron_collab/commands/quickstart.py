@@ -1,8 +1,7 @@
-"""The main job in two runs: supervised training on mixed behaviour, then GRPO with multiturn-aware reward.
+"""The booking world in two runs: supervised training on mixed behaviour, then GRPO with multiturn-aware reward.
 
-`python tools/quickstart.py [--seed N] [--compare] [--root DIR] [option=value …]`. Each run is
-`python -m megatron_collab.train`; stopped at any point, the same command goes on. `--compare` also runs the
-second stage with the reward of the turn alone. Prints result.json last.
+Each run is one `megatron-collab train`; interrupted at any point, the same command resumes. --compare also runs the
+second stage with the reward of the trained turn alone. The last line printed is result.json.
 """
 
 from __future__ import annotations
@@ -11,18 +10,25 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_collab.config.refuse import ArgumentParser
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--root", type=Path, default=Path("runs/quickstart"))
-    parser.add_argument("--compare", action="store_true", help="also train on the reward of the turn alone")
-    parser.add_argument("overrides", nargs="*", help="options for every run, such as parallel.tp=1 parallel.pp=2")
-    arguments = parser.parse_args()
-    root = arguments.root / f"seed{arguments.seed}"
-    common = [f"run.seed={arguments.seed}", f"data.dir={root}/world", *arguments.overrides]
+
+def main(arguments: Sequence[str]) -> int:
+    parser = ArgumentParser(
+        "megatron-collab quickstart", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of both runs [0]")
+    parser.add_argument(
+        "--root", type=Path, default=Path("runs/quickstart"), help="folder of the runs [runs/quickstart]"
+    )
+    parser.add_argument("--compare", action="store_true", help="also train on the reward of the trained turn alone")
+    parser.add_argument("overrides", nargs="*", metavar="option=value", help="settings of every run")
+    given = parser.parse_args(arguments)
+    root = given.root / f"seed{given.seed}"
+    common = [f"run.seed={given.seed}", f"data.dir={root}/world", *given.overrides]
     second_stage = ["experiment=booking", f"model.path={root}/sft/hf", *common]
 
     print(f"1. Supervised training on mixed behaviour -> {root}/sft", flush=True)
@@ -30,8 +36,8 @@ def main() -> int:
     print(f"2. GRPO with multiturn-aware reward -> {root}/rl", flush=True)
     train(*second_stage, f"run.dir={root}/rl")
     alone = None
-    if arguments.compare:
-        print(f"3. GRPO with the reward of the turn alone -> {root}/single_turn", flush=True)
+    if given.compare:
+        print(f"3. GRPO with the reward of the trained turn alone -> {root}/single_turn", flush=True)
         train(*second_stage, f"run.dir={root}/single_turn", "reward.mode=single_turn")
         alone = read(root / "single_turn")["ask_when_missing_after"]
 
@@ -52,11 +58,11 @@ def main() -> int:
 
 
 def train(*overrides: str) -> None:
-    """One run of the trainer; its failure is ours, with its exit code."""
+    """One training run; if it fails, this process ends with its exit code."""
     process = subprocess.Popen([sys.executable, "-m", "megatron_collab.train", *overrides])
     try:
         code = process.wait()
-    except KeyboardInterrupt:  # the terminal has told the trainer too; it puts its processes away
+    except KeyboardInterrupt:  # the terminal has sent it to the trainer too, which ends its processes
         try:
             code = process.wait(timeout=60)
         except subprocess.TimeoutExpired:
@@ -68,7 +74,3 @@ def train(*overrides: str) -> None:
 
 def read(folder: Path) -> dict:
     return json.loads((folder / "result.json").read_text())
-
-
-if __name__ == "__main__":
-    sys.exit(main())
