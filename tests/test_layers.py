@@ -15,11 +15,12 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "megatron_collab"
 
 # Modules with an import of the package within a function, and why it cannot be at the top.
-# None of these hides a circle: nothing imports commands.
+# None of these hides a circle: nothing imports commands or launch.slurm.
 LAZY = {
     "commands.convert": "answers --help and wrong arguments before torch is imported",
     "commands.doctor": "lists what is missing on a machine without torch",
     "commands.plan_sync": "answers --help and wrong arguments before torch is imported",
+    "launch.slurm": "its commands address and wait, which every node runs, need no torch",
 }
 
 

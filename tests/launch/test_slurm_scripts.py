@@ -142,8 +142,8 @@ def test_ray_is_waited_for(ray_head: str) -> None:
     done = subprocess.run([sys.executable, "-c", WAITS, ray_head], timeout=600, capture_output=True, text=True)
     assert done.stdout.splitlines() == [
         "all are there",
-        "1 of 3 Ray nodes are there after 1 s; missing: b, c; see their logs",
-        f"Ray at {ray_head} has nodes that are not of this job: a",
+        "1 of 3 Ray nodes joined within 1 s; missing: b, c; see their logs",
+        f"Ray at {ray_head} has nodes of another job: a",
     ], done.stderr
 
 
