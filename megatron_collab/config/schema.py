@@ -23,7 +23,9 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 WORLDS = ("booking", "gsm8k")  # modules of data/worlds
 MODES = ("mr", "single_turn", "paper", "collabllm", "verl")
-CONF = Path(__file__).resolve().parents[2] / "conf"
+_PACKAGE = Path(__file__).resolve().parents[1]
+# In an installed package, or at the top of a checkout.
+CONF = next(folder for folder in (_PACKAGE / "conf", _PACKAGE.parent / "conf") if folder.is_dir())
 
 
 # A value as adaptive(2,6), which Hydra would take for a function of its own unless it is quoted.

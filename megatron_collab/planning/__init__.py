@@ -1,1 +1,0 @@
-import megatron_collab.patches.megatron_ready  # noqa: F401 (before anything imports Megatron-Core)
