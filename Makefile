@@ -33,3 +33,4 @@ quickstart-compare: setup
 lint: setup
 	.venv/bin/python -m ruff check .
 	.venv/bin/python -m mypy
+	.venv/bin/lint-imports

@@ -1,12 +1,18 @@
-"""Package metadata. Versions stand in requirements/ only; the extras read them from there."""
+"""Package metadata. Pinned versions are in requirements/ only, the package's own is in megatron_collab/__init__.py."""
 
 from __future__ import annotations
 
+import re
+import shutil
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
-REQUIREMENTS = Path(__file__).parent / "requirements"
+ROOT = Path(__file__).resolve().parent
+REQUIREMENTS = ROOT / "requirements"
+VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "megatron_collab" / "__init__.py").read_text())
+assert VERSION
 
 # What the package imports itself. SGLang is not among them on CPU: its own requirements name CUDA packages, so
 # it comes from requirements/cpu.lock with --no-deps, as `make setup` does.
@@ -32,7 +38,7 @@ CPU = [
     "tqdm",
     "filelock",
 ]
-DEV = ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy"]
+DEV = ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "import-linter"]
 
 
 def lines(name: str) -> list[str]:
@@ -47,14 +53,28 @@ def pinned(names: list[str], lock: str) -> list[str]:
     return [pins[name] for name in names]
 
 
+class BuildWithConf(build_py):
+    """conf/ is at the top of the repository, and in a wheel it is megatron_collab/conf."""
+
+    def run(self) -> None:
+        package = Path(self.build_lib) / "megatron_collab"
+        if not self.editable_mode:
+            shutil.rmtree(package, ignore_errors=True)  # an earlier build's modules would go into this wheel
+        super().run()
+        if not self.editable_mode:
+            shutil.copytree(ROOT / "conf", package / "conf")
+
+
 setup(
     name="megatron-collab",
-    version="0.1.0",
+    version=VERSION[1],
     description="Multiturn-aware reinforcement learning with Megatron-Core and SGLang",
     license="Apache-2.0",
     python_requires="==3.11.*",
     packages=find_packages(include=["megatron_collab*"]),
-    package_data={"megatron_collab": ["**/*.j2"]},
+    package_data={"megatron_collab": ["**/*.j2", "py.typed"]},
+    cmdclass={"build_py": BuildWithConf},
+    entry_points={"console_scripts": ["megatron-collab = megatron_collab.commands.__main__:main"]},
     extras_require={
         "cpu": pinned(CPU, "cpu.lock"),
         "gpu": lines("gpu.in"),  # resolved, never run: see requirements/gpu.in

@@ -1,11 +1,13 @@
-"""What several tests need: a tiny random Hugging Face model on disk and a free port."""
+"""What several tests need: a tiny random Hugging Face model on disk, a free port, where processes listen."""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -41,6 +43,16 @@ def refused(*overrides: str) -> str:
         load(["experiment=gsm8k", *overrides])
     assert "\n" not in str(error.value)
     return str(error.value)
+
+
+def listening(processes: Iterable[psutil.Process]) -> dict[psutil.Process, set[tuple[str, int]]]:
+    """By process, the addresses and ports of TCP at which it listens; those that have ended are left out."""
+    found = {}
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            sockets = process.net_connections("tcp")
+            found[process] = {tuple(one.laddr) for one in sockets if one.status == psutil.CONN_LISTEN}
+    return found
 
 
 def free_port() -> int:

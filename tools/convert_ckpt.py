@@ -1,77 +1,8 @@
-"""Turn a training checkpoint into a Hugging Face folder, or a Hugging Face folder into a checkpoint to start from.
+"""`megatron-collab convert` from a source checkout."""
 
-    python tools/convert_ckpt.py RUN/checkpoints OUT --model HF    # the newest one; or RUN/checkpoints/step_50
-    python tools/convert_ckpt.py HF OUT --to-megatron              # OUT: the `checkpoints` folder of a new run
-
-One process, no GPU, a file's memory: the model as a whole is never loaded (`--verify` loads it).
-"""
-
-from __future__ import annotations
-
-import argparse
-import re
 import sys
-import warnings
-from pathlib import Path
 
-from megatron_collab import patches
-from megatron_collab.config import ConfigError
-from megatron_collab.config.refuse import ArgumentParser
-
-EXIT_BAD_INPUT, EXIT_DIFFERENT = 2, 1
-DTYPES = ("bfloat16", "float32")
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source", type=Path, help="checkpoint, folder of checkpoints, or Hugging Face folder")
-    parser.add_argument("out", type=Path, help="folder to make")
-    parser.add_argument("--model", type=Path, help="Hugging Face folder the run began with: config and tokenizer")
-    parser.add_argument("--to-megatron", action="store_true", help="make a checkpoint of a Hugging Face folder")
-    parser.add_argument("--shard-size", type=_bytes, default=_bytes("5GB"), help="largest file, such as 5GB")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the result; default: as it is stored")
-    parser.add_argument("--verify", action="store_true", help="compare log-probs of the two on random tokens")
-    given = parser.parse_args(arguments)
-    if given.to_megatron == (given.model is not None):
-        parser.error("give --model HF for a checkpoint, or --to-megatron for a Hugging Face folder")
-    try:
-        return convert(given)
-    except (ConfigError, OSError) as error:
-        print(f"megatron-collab: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
-
-
-def convert(given: argparse.Namespace) -> int:
-    import torch
-
-    patches.apply("megatron")
-    from megatron_collab.checkpoint import convert
-    from megatron_collab.commands import verify
-
-    warnings.filterwarnings("ignore", category=FutureWarning)  # of torch about Megatron-Core's calls
-    dtype = getattr(torch, given.dtype) if given.dtype else None
-    if given.to_megatron:
-        convert.to_checkpoint(given.source, given.out, dtype, given.shard_size)
-        checkpoint, folder = convert.find_checkpoint(given.out), given.source
-    else:
-        checkpoint, folder = convert.find_checkpoint(given.source), given.out
-        convert.to_hf(checkpoint, folder, given.model, dtype, given.shard_size)
-    print(f"{given.out}: written from {checkpoint if folder is given.out else folder}")
-    if not given.verify:
-        return 0
-    difference = verify.largest_difference(checkpoint, folder, dtype)
-    same = difference <= verify.TOLERANCE
-    print(f"largest difference of log-probs: {difference:.2e}, {'within' if same else 'ABOVE'} {verify.TOLERANCE:g}")
-    return 0 if same else EXIT_DIFFERENT
-
-
-def _bytes(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(|KB|MB|GB)", text.upper())
-    if not match or float(match[1]) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; give one such as 5GB or 500MB")
-    return int(float(match[1]) * _UNITS[match[2]])
-
+from megatron_collab.commands.convert import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -6,6 +6,7 @@ one line that names the setting and the way out, before any process is started.
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from collections.abc import Sequence
@@ -18,15 +19,20 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 WORLDS = ("booking", "gsm8k")  # modules of data/worlds
 MODES = ("mr", "single_turn", "paper", "collabllm", "verl")
-CONF = Path(__file__).resolve().parents[2] / "conf"
+_PACKAGE = Path(__file__).resolve().parents[1]
+# In an installed package, or at the top of a checkout.
+CONF = next(folder for folder in (_PACKAGE / "conf", _PACKAGE.parent / "conf") if folder.is_dir())
 
 
 # A value as adaptive(2,6), which Hydra would take for a function of its own unless it is quoted.
 _CALL = re.compile(r"^([\w.]+=)(\w+\([\d., ]*\))$")
+
+# What Hydra recommends and is refused here: to add an option with a +, to sweep over values.
+_REFUSED = re.compile(r" (To append to your \w+|3\. To sweep) .*")
 
 
 class ConfigError(ValueError):
@@ -316,6 +322,8 @@ def parse(overrides: Sequence[str]) -> Config:
 
     Raises ConfigError for an unknown option, a value of the wrong type, or a required one that is not set.
     """
+    # Hydra's + and ++ add what the schema does not know, and nothing would read it. What may be added needs neither.
+    overrides = [override.lstrip("+") for override in overrides]
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
@@ -324,13 +332,33 @@ def parse(overrides: Sequence[str]) -> Config:
         missing = sorted(OmegaConf.missing_keys(node))
         config = None if missing else OmegaConf.to_object(node)
     except (HydraException, OmegaConfBaseException) as error:
-        cause = f": {str(error.__cause__).splitlines()[0]}" if error.__cause__ else ""
-        reason = " ".join(f"{error}{cause}".split())
+        reason = _unknown(error, overrides)
+        if reason is None:
+            cause = f": {str(error.__cause__).splitlines()[0]}" if error.__cause__ else ""
+            reason = _REFUSED.sub("", " ".join(f"{error}{cause}".split()))
         raise ConfigError(f"{reason} (all options: python -m megatron_collab.train --help)") from error
     if missing:
         raise ConfigError(f"{missing[0]}: not set; give {missing[0]}=VALUE or an experiment=NAME that sets it")
     assert isinstance(config, Config)
     return config
+
+
+def _unknown(error: Exception, overrides: Sequence[str]) -> str | None:
+    """What to say where one of `overrides` sets an option that is not there, and None for any other error.
+
+    Hydra would recommend to add it with a +.
+    """
+    cause = error.__cause__
+    if isinstance(cause, ConfigAttributeError | ConfigKeyError):
+        missing = str(cause.full_key)  # the first part of a name that is not there, or a key of a value in braces
+        for override in overrides:
+            name = override.partition("=")[0]
+            if f"{name}.".startswith(f"{missing}.") or missing.startswith(f"{name}."):
+                name = max(name, missing, key=len)
+                options = [line.split()[0] for line in describe()] + ["experiment", "reward"]
+                nearest = difflib.get_close_matches(name, options, n=1, cutoff=0)[0]
+                return f"{name}: no such option; the nearest is {nearest}"
+    return None
 
 
 def future_range(futures: int | str) -> tuple[int, int]:

@@ -103,7 +103,7 @@ def saved(config: Config) -> str:
 def replace_by_torchrun(config: Config, arguments: list[str]) -> NoReturn:
     """Become `agent … -m megatron_collab.train` with the same arguments; does not return."""
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), _PARENT: str(os.getpid())}
-    command = [sys.executable, "-m", "megatron_collab.launch.torchrun", "--standalone", "--max-restarts=0"]
+    command = [sys.executable, "-m", "megatron_collab.launch.torchrun", "--max-restarts=0"]
     command += [f"--nproc-per-node={config.launch.nproc_per_node}", "-m", "megatron_collab.train", *arguments]
     os.execve(sys.executable, command, environment)
 

@@ -1,8 +1,8 @@
-"""What slurm/run.sh asks about a run and its nodes.
+"""Questions of slurm/run.sh about a run and its nodes.
 
-python -m megatron_collab.launch.slurm settings [option=value …]     # what decides its commands, a line each
+python -m megatron_collab.launch.slurm settings [option=value …]     # those that decide its commands, one a line
 python -m megatron_collab.launch.slurm address [option=value …]      # this node's address on launch.interface
-python -m megatron_collab.launch.slurm wait ADDRESS SECONDS NODE…    # until Ray at ADDRESS has these nodes, no others
+python -m megatron_collab.launch.slurm wait ADDRESS SECONDS NODE…    # until Ray at ADDRESS has exactly these nodes
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 
 from megatron_collab.config import Config, ConfigError, parse
+from megatron_collab.runtime import network
 from megatron_collab.runtime.process import EXIT_BAD_INPUT, EXIT_STOPPED, RunStopped
 from megatron_collab.runtime.redact import redact
 
@@ -21,11 +22,11 @@ _LOOK = 0.5  # seconds
 
 
 def settings(config: Config) -> list[str]:
-    """run.dir, launch.nodes, launch.nproc_per_node, and the CPUs that Ray counts on a node.
+    """run.dir, launch.nodes, launch.nproc_per_node, and the number of CPUs to declare to Ray on a node.
 
-    Ray starts a process a CPU in advance: as many as there are workers for a node.
+    Ray starts one process per CPU in advance, so there are as many CPUs as workers of a node.
     """
-    from megatron_collab.launch import validate  # the other commands do without it
+    from megatron_collab.launch import validate  # imports torch, which `address` and `wait` do not need
 
     validate.check_settings(config)
     workers = config.rollout.workers + config.reward.workers
@@ -35,8 +36,6 @@ def settings(config: Config) -> list[str]:
 
 def address(config: Config) -> str:
     """This node's address on launch.interface."""
-    from megatron_collab.runtime import network
-
     try:
         return network.address(config)
     except ValueError as error:
@@ -46,7 +45,7 @@ def address(config: Config) -> str:
 def wait(address: str, seconds: float, names: Sequence[str]) -> None:
     """Return once exactly the nodes called `names` are alive in the Ray cluster at `address`, HOST:PORT.
 
-    Raises RunStopped with what is missing after `seconds`, or at once with what does not belong there.
+    Raises RunStopped that names the missing nodes after `seconds`, or at once if there are nodes of another job.
     """
     import ray
 
@@ -57,16 +56,16 @@ def wait(address: str, seconds: float, names: Sequence[str]) -> None:
         time.sleep(_LOOK)
     try:
         while True:
-            there = [node["NodeName"] for node in ray.nodes() if node["Alive"]]
-            strangers = sorted(set(there) - set(names))
+            alive = [node["NodeName"] for node in ray.nodes() if node["Alive"]]
+            strangers = sorted(set(alive) - set(names))
             if strangers:
-                raise RunStopped(f"Ray at {address} has nodes that are not of this job: {', '.join(strangers)}")
-            missing = [name for name in names if name not in there]
+                raise RunStopped(f"Ray at {address} has nodes of another job: {', '.join(strangers)}")
+            missing = [name for name in names if name not in alive]
             if not missing:
                 return
             if time.monotonic() > deadline:
                 raise RunStopped(
-                    f"{len(there)} of {len(names)} Ray nodes are there after {seconds:g} s; missing: "
+                    f"{len(alive)} of {len(names)} Ray nodes joined within {seconds:g} s; missing: "
                     f"{', '.join(missing)}; see their logs"
                 )
             time.sleep(_LOOK)
@@ -75,7 +74,7 @@ def wait(address: str, seconds: float, names: Sequence[str]) -> None:
 
 
 def _listens(address: str) -> bool:
-    """Whether anybody does: where nobody answers, ray.init ends the process after two minutes."""
+    """Whether anything listens at `address`; ray.init would end the process after two minutes without an answer."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host, int(port)), timeout=_LOOK):
@@ -85,7 +84,7 @@ def _listens(address: str) -> bool:
 
 
 def _joined(address: str) -> bool:
-    """Whether this process is now a driver there: Ray's control store answers before its node is known to it."""
+    """Connect to Ray as a driver; False while its control store answers but does not know its own node yet."""
     import ray
 
     try:

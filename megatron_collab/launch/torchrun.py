@@ -3,21 +3,30 @@
 The signal of runtime/preemption.py goes on to the ranks of this node instead of ending them, and the exit code is that
 of the rank that failed first. To be safe from the first millisecond, start it with the signal blocked: `env
 --block-signal=USR1 python -m megatron_collab.launch.torchrun …`.
+
+The ranks meet at --master-addr: a port of loopback that is free, or for several nodes a port of an address that the
+first of them has. Nothing listens elsewhere.
 """
 
 from __future__ import annotations
 
 import signal
+import socket
 import sys
 import tempfile
 import threading
 import time
+from argparse import Namespace
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import psutil
 
 from megatron_collab.runtime import preemption
 from megatron_collab.runtime.process import EXIT_BAD_INPUT, EXIT_HUNG, EXIT_PREEMPTED, EXIT_STOPPED
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 _EXPLAINED = (EXIT_BAD_INPUT, EXIT_STOPPED, EXIT_HUNG, EXIT_PREEMPTED)  # rank 0 has said why, in one line
 _AGAIN = 1.0  # seconds; a rank that is started after the signal has to have it as well
@@ -31,14 +40,56 @@ def main(arguments: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     with tempfile.TemporaryDirectory(prefix="torchrun-") as logs:  # its own choice it would leave behind
+        options = run.parse_args([f"--log-dir={logs}", *arguments])
         try:
-            run.main([f"--log-dir={logs}", *arguments])
+            store = _store(options)
+        except ValueError as error:
+            print(f"megatron-collab: {error}", file=sys.stderr)
+            return EXIT_BAD_INPUT
+        try:
+            run.run(options)
         except ChildFailedError as error:
             _, failure = error.get_first_failure()
             if failure.exitcode not in _EXPLAINED:
                 print(error, file=sys.stderr)
             return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode  # as shells count signals
+        finally:
+            del store  # which had to live until torchrun took it
     return 0
+
+
+def _store(options: Namespace) -> dist.TCPStore | None:
+    """Where the ranks meet, on the first node; torchrun takes it, as it is there at the port that `options` then name.
+
+    By itself torchrun listens on every interface, and with --standalone or on one node also unpickles what anybody
+    has put into its store. ValueError where --master-addr and --master-port cannot be had, or others are asked for.
+    """
+    import torch.distributed as dist
+    from torch.distributed import run
+
+    if options.rdzv_backend != "static" or options.rdzv_endpoint:
+        raise ValueError("--rdzv-backend, --rdzv-endpoint: the ranks meet at --master-addr, --master-port; give these")
+    options.standalone = False  # it says what one node has anyway
+    if options.master_port is None:
+        options.master_port = 0 if run.parse_min_max_nnodes(options.nnodes)[1] == 1 else 29500  # torchrun's own
+    if options.node_rank != 0:
+        return None
+    try:
+        listener = socket.create_server((options.master_addr, options.master_port))
+    except (OSError, OverflowError) as error:
+        raise ValueError(
+            f"--master-addr={options.master_addr}, --master-port={options.master_port}: {error}; give an address of "
+            "this node, the first one, and a port of it that is free"
+        ) from error
+    options.master_port = listener.getsockname()[1]
+    return dist.TCPStore(
+        options.master_addr,
+        options.master_port,
+        is_master=True,
+        wait_for_workers=False,
+        multi_tenant=True,  # shared by all of this process that name its port
+        master_listen_fd=listener.detach(),
+    )
 
 
 def _forward() -> None:

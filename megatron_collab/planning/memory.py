@@ -1,20 +1,46 @@
-"""Memory of a GPU on paper: what a run needs, from its settings and the model's shape alone.
+"""GPU memory of a run, estimated from its settings and the model's shape alone; nothing is allocated.
 
-`plan` counts what the program allocates and keeps. Not counted: CUDA contexts, NCCL's buffers, CUDA graphs and
-workspaces of SGLang, what lives for a moment within a pass, and fragments; leave some GiB.
+`plan_memory` counts what the program allocates and keeps. Not counted: CUDA contexts, NCCL's buffers, CUDA graphs and
+workspaces of SGLang, temporaries within a forward or backward pass, and fragmentation; leave some GiB.
+
+Activations are what the layers of trainer/megatron/layers.py keep between forward and backward pass. Counted is what
+autograd saves, each tensor once, with the fused SwiGLU that GPUs use. TransformerEngine's layers keep the same or less:
+their norms keep no float32 copy of the input, and their FP8 products keep inputs in one byte. Temporaries within a pass
+are about half of what a layer keeps, measured on a CPU.
+
+Per token, with i the bytes of the dtype, h the hidden size, t = parallel.tp, and s = t with sequence parallelism, else
+1; Q and K are the widths of queries and of keys, heads (or key/value heads) times their size:
+
+    a norm of width w     4 w (its input, in float32) + 2 i w (normalised; scaled) + 4
+    layer norms           two of width h, over s
+    queries and keys      i (Q + 2 K) / t; keys and values are views of it, queries too if every head has its own key
+    their norms, if any   as above, but the scaled one is not kept, nor in float32 an input that is a view
+    core attention        (i (2 Q + K) + 4 heads) / t: rotated queries and keys, output, log-sum-exp
+    projection            its input: i Q / t
+    feed-forward          i 3 f / t: gate and up, and their product
+    experts instead       k i (h + 3 e) / s: k of n experts of width e, routed evenly
+    and their router      (k (20 + i) + n (1 + i)) / s
+
+Selective recompute keeps of the core attention only its inputs, where they are no views; what it recomputes is less
+than what the backward pass of that layer's feed-forward has freed by then. Full recompute keeps only the input of a
+layer, i h / s, and recomputes one layer at a time, after the final norm has been released; in float32 the input is the
+first norm's.
+Korthikanti et al. 2022 (arXiv:2205.05198), section 4, count the same way for a layer with dropout and without a gate.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 
-from megatron_collab.config import Config
+from megatron_collab.config import CONF, Config, ConfigError, parse
+from megatron_collab.launch import validate
 from megatron_collab.models import hf_to_megatron, hf_to_sglang
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.parallel_layout import ranks, servers_per_node, stage_layers
-from megatron_collab.planning import activations
 from megatron_collab.runtime import device
 from megatron_collab.trainer import logprobs
 from megatron_collab.trainer.megatron.config import DTYPES
@@ -25,8 +51,8 @@ GIB = float(1 << 30)
 
 
 @dataclass(frozen=True)
-class Part:
-    """Bytes on the device while the run trains, and while it samples; `host`: on the host instead."""
+class MemoryPart:
+    """Bytes on the device while the run trains, and while it samples; `host`: bytes in host memory instead."""
 
     name: str
     training: float
@@ -35,29 +61,26 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """`stages[r]`: the parts of a rank of pipeline stage r that holds as much as any other one of that stage.
-
-    `dp` is the data parallel size.
-    """
+class MemoryPlan:
+    """`stages[r]`: the parts of the fullest rank of pipeline stage r; `dp`: the data parallel size."""
 
     gpus: int
     dp: int
-    stages: tuple[tuple[Part, ...], ...]
+    stages: tuple[tuple[MemoryPart, ...], ...]
 
     @property
     def fullest(self) -> int:
-        """The pipeline stage whose ranks need the most."""
+        """The pipeline stage whose ranks need the most memory."""
         return max(range(len(self.stages)), key=lambda stage: self.peak(stage))
 
     def peak(self, stage: int) -> float:
-        """Bytes in the phase that needs more."""
+        """Bytes in whichever phase, training or sampling, needs more."""
         parts = self.stages[stage]
         return max(sum(part.training for part in parts), sum(part.sampling for part in parts))
 
 
 @dataclass(frozen=True)
-class Network:
+class NetworkMemory:
     """Bytes of a trained network on a rank: its parameters, their gradients, its optimizer."""
 
     parameters: float
@@ -65,70 +88,87 @@ class Network:
     optimizer: float
 
 
-def plan(config: Config, shape: ModelShape) -> Plan:
-    """The parts by pipeline stage; the settings must have passed their checks.
+def read_run(overrides: Sequence[str]) -> tuple[Config, ModelShape]:
+    """The checked settings and the model's shape, from model.path or conf/shapes; ConfigError for settings that cannot
+    work. Neither devices nor data nor weights are needed.
+    """
+    config = parse(overrides)
+    validate.check_settings(config)
+    folder = Path(config.model.path)
+    choices = [folder / "config.json", CONF / "shapes" / f"{folder.name}.json"]
+    for file in choices:
+        if file.is_file():
+            return config, validate.check_model(config, file)
+    raise ConfigError(
+        f"model.path={folder}: neither {choices[0]} nor conf/shapes/{folder.name}.json exists; give the folder of a "
+        "Hugging Face model, or save its config.json in conf/shapes"
+    )
+
+
+def plan_memory(config: Config, shape: ModelShape) -> MemoryPlan:
+    """The parts by pipeline stage; the settings must have been validated.
 
     Policy, reference and critic share their layout. The optimizer works on the policy and the critic in turn, so
-    activations are counted once. Colocated servers have their weights and their cache while the run samples only.
+    activations are counted once. Colocated servers hold weights and KV cache only while the run samples.
     """
     parallel = config.parallel
     gpus, tokens = ranks(config), micro_batch_tokens(config)
     sampling = config.train.stage == "rl"
     stages = []
     for rank in range(parallel.pp):
-        policy = network(config, shape, rank)
+        policy = network_memory(config, shape, rank)
         parts = [
-            Part("parameters", policy.parameters, policy.parameters),
-            _away("gradients", policy.gradients, config, host=False),
-            _away("optimizer", policy.optimizer, config),
+            MemoryPart("parameters", policy.parameters, policy.parameters),
+            _offloaded("gradients", policy.gradients, config, host=False),
+            _offloaded("optimizer", policy.optimizer, config),
         ]
         if sampling and config.algo.kl_coef > 0:
-            parts.append(Part("reference", policy.parameters, policy.parameters))
+            parts.append(MemoryPart("reference", policy.parameters, policy.parameters))
         if sampling and config.algo.advantage == "gae":
-            critic = network(config, shape, rank, critic=True)
+            critic = network_memory(config, shape, rank, critic=True)
             parts += [
-                Part("critic: parameters", critic.parameters, critic.parameters),
-                _away("critic: gradients", critic.gradients, config, host=False),
-                _away("critic: optimizer", critic.optimizer, config),
+                MemoryPart("critic: parameters", critic.parameters, critic.parameters),
+                _offloaded("critic: gradients", critic.gradients, config, host=False),
+                _offloaded("critic: optimizer", critic.optimizer, config),
             ]
-        parts.append(Part("activations", activations.of_rank(config, shape, rank, tokens), 0.0))
+        parts.append(MemoryPart("activations", activations(config, shape, rank, tokens), 0.0))
         if rank == parallel.pp - 1:
-            parts.append(Part("head", head(config, shape, tokens), 0.0))
-        # Servers take a node's devices in order, and so do pipeline stages: all ranks of the first, then of the second.
+            parts.append(MemoryPart("head", head(config, shape, tokens), 0.0))
+        # Servers take a node's devices in order, and so do pipeline stages: all ranks of the first, then the second.
         first_gpu = rank * gpus // parallel.pp % config.launch.nproc_per_node
         server = config.rollout.server
         if sampling and server.colocated and first_gpu < servers_per_node(config) * server.tp:
             weights, cache = server_weights(config, shape), kv_cache(config, shape)
-            buckets = publish_buckets(config, weights)
+            buckets = sync_buckets(config, weights)
             parts += [
-                Part("server: weights", 0.0, weights),
-                Part("server: KV cache", 0.0, cache),
-                Part("publish buckets", buckets, buckets),
+                MemoryPart("server: weights", 0.0, weights),
+                MemoryPart("server: KV cache", 0.0, cache),
+                MemoryPart("weight sync buckets", buckets, buckets),
             ]
         stages.append(tuple(parts))
-    return Plan(
+    return MemoryPlan(
         gpus=gpus,
         dp=gpus // (parallel.tp * parallel.pp * parallel.cp),
         stages=tuple(stages),
     )
 
 
-def _away(name: str, size: float, config: Config, host: bool = True) -> Part:
-    """What parallel.offload takes off the device while sampling; gradients come back as zeros, so nothing is kept."""
+def _offloaded(name: str, size: float, config: Config, host: bool = True) -> MemoryPart:
+    """A part that parallel.offload frees while sampling; gradients come back as zeros, so the host keeps no copy."""
     if not config.parallel.offload:
-        return Part(name, size, size)
-    return Part(name, size, 0.0, size if host else 0.0)
+        return MemoryPart(name, size, size)
+    return MemoryPart(name, size, 0.0, size if host else 0.0)
 
 
-def network(config: Config, shape: ModelShape, rank: int, critic: bool = False) -> Network:
+def network_memory(config: Config, shape: ModelShape, rank: int, critic: bool = False) -> NetworkMemory:
     """A trained network on a rank of pipeline stage `rank`.
 
-    With i bytes of the dtype and d data (times context) parallel ranks, over which the optimizer is cut (Rajbhandari
-    et al. 2020, arXiv:1910.02054, stage 1), a parameter takes i bytes, 4 for its gradient (the float32 buffer of
-    Megatron's DistributedDataParallel) and 12 / d for float32 master and two moments; 8 / d where it is float32
-    itself. Experts, spread over parallel.ep, have tp cp dp / ep replicas instead. With FP8 (read, not measured) the
-    linear layers hold data and transpose, 2 bytes a weight, instead of their parameters with model.fp8_params, else
-    beside them. A `critic` has a value of width h on the last stage, and does not train an output layer of its own.
+    With i bytes of the dtype and d data (times context) parallel ranks that shard the optimizer (Rajbhandari et al.
+    2020, arXiv:1910.02054, stage 1), a parameter takes i bytes, 4 for its gradient (the float32 buffer of Megatron's
+    DistributedDataParallel) and 12 / d for float32 master and two moments; 8 / d where it is float32 itself. Experts,
+    sharded over parallel.ep, have tp cp dp / ep replicas instead. With FP8 (derived from the code, not measured) the
+    linear layers hold data and transpose, 2 bytes a weight: instead of their parameters with model.fp8_params, else in
+    addition. A `critic` has a value head of width h on the last stage, and does not train its output layer.
     """
     parallel, model = config.parallel, config.model
     item = DTYPES[model.dtype].itemsize
@@ -137,7 +177,7 @@ def network(config: Config, shape: ModelShape, rank: int, critic: bool = False) 
     dense, experts, eight_bit, frozen = _counts(config, shape, rank, critic)
     trained = dense + experts
     copies = (2 - item if model.fp8_params else 2) * eight_bit
-    return Network(
+    return NetworkMemory(
         parameters=item * (trained + frozen) + copies,
         gradients=4 * trained,
         optimizer=state * (dense / (stage_ranks // parallel.tp) + experts / (stage_ranks // parallel.ep)),
@@ -145,7 +185,7 @@ def network(config: Config, shape: ModelShape, rank: int, critic: bool = False) 
 
 
 def _counts(config: Config, shape: ModelShape, rank: int, critic: bool) -> tuple[float, float, float, float]:
-    """Elements on a rank: trained and dense, trained experts, those with FP8 data, not trained."""
+    """Elements on a rank: trained dense ones, trained experts, those with FP8 data, frozen ones."""
     parallel, model = config.parallel, config.model
     stages = parallel.pp * parallel.vpp
     stage_of = [stage for stage, count in enumerate(stage_layers(shape.layers, stages)) for _ in range(count)]
@@ -170,16 +210,16 @@ def _counts(config: Config, shape: ModelShape, rank: int, critic: bool) -> tuple
 
 
 def micro_batch_tokens(config: Config) -> int:
-    """Tokens of the largest micro-batch on a context parallel rank: a sequence longer than the budget goes alone."""
+    """Tokens of the largest micro-batch on a context parallel rank; a sequence above the budget is one of its own."""
     longest = -(-config.rollout.context_length // config.parallel.cp) if config.train.stage == "rl" else 0
     return max(config.train.tokens_per_micro_batch, longest)
 
 
 def head(config: Config, shape: ModelShape, tokens: int) -> float:
-    """Log-probs by trainer/logprobs.py on the last stage, where every one of `tokens` is trained.
+    """Bytes of the log-probs (trainer/logprobs.py) on the last stage, where every one of `tokens` is trained.
 
-    Two tiles of float32; of the hidden states, complete on every rank, the states themselves and those asked for, and
-    of the latter the gradient in float32 and in a narrower dtype of the model: (2 i + 4) h a token, i h more.
+    Two float32 tiles of logits; the hidden states, whole on every rank, and the selected ones; the gradient of the
+    latter in float32, and again in a narrower dtype of the model: (2 i + 4) h a token, i h more.
     """
     item = DTYPES[config.model.dtype].itemsize
     narrow = item if item < 4 else 0
@@ -187,7 +227,7 @@ def head(config: Config, shape: ModelShape, tokens: int) -> float:
 
 
 def server_weights(config: Config, shape: ModelShape) -> float:
-    """The parameters of the first rank of a server; in FP8 a byte each, and float32 scales of the blocks."""
+    """Bytes of the parameters on the first rank of a server; in FP8 one each, and float32 scales of the blocks."""
     item = DTYPES[config.model.dtype].itemsize
     return sum(
         fp8.nbytes(parameter.shape)
@@ -198,10 +238,10 @@ def server_weights(config: Config, shape: ModelShape) -> float:
 
 
 def kv_cache(config: Config, shape: ModelShape) -> float:
-    """A GPU's part of SGLang's cache: 2 x layers x key/value heads x their size x bytes of the dtype a token.
+    """Bytes of SGLang's KV cache on a GPU: 2 x layers x key/value heads x their size x bytes of the dtype a token.
 
-    Heads are cut over rollout.server.tp, at least one stays on each GPU. Tokens are rollout.server.max_total_tokens;
-    where SGLang is to decide, as many as rollout.server.max_running_requests of rollout.context_length need.
+    Heads are sharded over rollout.server.tp, at least one on each GPU. Tokens are rollout.server.max_total_tokens;
+    where SGLang chooses them, what rollout.server.max_running_requests of rollout.context_length need.
     """
     server = config.rollout.server
     tokens = server.max_total_tokens or server.max_running_requests * config.rollout.context_length
@@ -209,9 +249,108 @@ def kv_cache(config: Config, shape: ModelShape) -> float:
     return 2 * shape.layers * heads * shape.head_dim * DTYPES[config.model.dtype].itemsize * tokens
 
 
-def publish_buckets(config: Config, weights: float) -> float:
-    """What new weights pass through on a server's GPU, of whose `weights` bytes it is no more: one bucket is written
-    while the server reads the other; they are kept, since making them anew takes longer than filling them. On several
-    nodes what is sent to others lies in a third, which is no larger.
+def sync_buckets(config: Config, weights: float) -> float:
+    """Bytes of the weight sync's buckets on a server's GPU, at most the server's `weights`.
+
+    One bucket is written while the server reads the other. They stay allocated, since allocating them takes longer than
+    filling them. On several nodes a third one, no larger, holds what is sent to other nodes.
     """
     return min(weights, (2 if config.launch.nodes == 1 else 3) * BUCKET_BYTES)
+
+
+@dataclass(frozen=True)
+class LayerActivations:
+    """Bytes of one layer and one micro-batch: its input, the core attention's inputs and what it saves, the rest."""
+
+    input: float
+    core_inputs: float
+    core: float
+    rest: float
+
+    def kept(self, recompute: str) -> float:
+        """Bytes kept from the forward to the backward pass with parallel.recompute=`recompute`."""
+        kept = {
+            "none": self.rest + self.core,
+            "selective": self.rest + self.core_inputs,
+            "full": self.input,
+        }
+        return kept[recompute]
+
+
+def layer_activations(config: Config, shape: ModelShape, number: int, tokens: int) -> LayerActivations:
+    """Layer `number` (from 0) with a micro-batch of `tokens` on a context parallel rank."""
+    item, tp = DTYPES[config.model.dtype].itemsize, config.parallel.tp
+    rows = _rows(config, tokens)
+    queries, keys = (tokens * heads * shape.head_dim / tp for heads in (shape.heads, shape.kv_heads))
+    rest = 2 * rows * (_norm(shape.hidden, item) + item * shape.hidden)
+    rest += item * (queries + 2 * keys) + item * queries
+    views = keys + (queries if shape.heads == shape.kv_heads else 0)
+    if shape.qk_norm:
+        rest += (4 + item) * (queries + keys) + 4 * tokens * (shape.heads + shape.kv_heads) / tp
+        rest -= 4 * views if item == 4 else 0
+    experts = shape.experts
+    if experts is None or number not in experts.layers:
+        rest += item * 3 * shape.ffn * tokens / tp
+    else:
+        rest += rows * experts.per_token * item * (shape.hidden + 3 * experts.ffn)
+        rest += rows * (experts.per_token * (20 + item) + experts.count * (1 + item))
+    return LayerActivations(
+        input=rows * item * shape.hidden,
+        core_inputs=item * (queries + keys - (0 if shape.qk_norm else views)),
+        core=item * (2 * queries + keys) + 4 * tokens * shape.heads / tp,
+        rest=rest,
+    )
+
+
+def activations(config: Config, shape: ModelShape, rank: int, tokens: int) -> float:
+    """The most bytes that pipeline rank `rank` holds at once, in a step of many micro-batches of `tokens`.
+
+    Beside the layers a micro-batch keeps its token ids and rotary embedding, the final norm on the last stage, and what
+    a stage received from the previous and sent to the next one.
+    """
+    pp, vpp = config.parallel.pp, config.parallel.vpp
+    counts = stage_layers(shape.layers, pp * vpp)
+    item, rows = DTYPES[config.model.dtype].itemsize, _rows(config, tokens)
+    recompute, full = config.parallel.recompute, config.parallel.recompute == "full"
+    chunks, recomputed = [], 0.0
+    for stage in range(rank, pp * vpp, pp):
+        first = sum(counts[:stage])
+        layers = [layer_activations(config, shape, number, tokens) for number in range(first, first + counts[stage])]
+        kept = sum(one.kept(recompute) for one in layers) + tokens * (8 + 2 * item * shape.head_dim)
+        last = stage == pp * vpp - 1
+        kept += rows * _norm(shape.hidden, item) if last and not full else 0
+        kept += rows * item * shape.hidden * ((stage > 0) + (not last))
+        chunks.append(kept)
+        if full:
+            recomputed = max(recomputed, *(one.rest + one.core - (one.input if item == 4 else 0) for one in layers))
+    return in_flight(chunks, pp, rank) + recomputed
+
+
+def in_flight(chunks: Sequence[float], pp: int, rank: int) -> float:
+    """The most that is held at once if a micro-batch keeps `chunks[c]` in the rank's virtual stage c.
+
+    Megatron's schedules (Narayanan et al. 2021, arXiv:2104.04473, section 2.2): forward passes go through groups of pp
+    micro-batches, all of them through one virtual stage and then the next; backward passes take the virtual stages in
+    the opposite order. After the warm-up of pp - rank - 1 passes, or 2 (pp - rank - 1) + (v - 1) pp where there are
+    v > 1 virtual stages, each forward pass is followed by a backward pass. With one stage that is pp - rank
+    micro-batches.
+    """
+    count = len(chunks)
+    order = [chunk for _ in range(3) for chunk in range(count) for _ in range(pp)]  # long enough to repeat
+    warm_up = pp - rank - 1 if count == 1 else 2 * (pp - rank - 1) + (count - 1) * pp
+    held = most = sum(chunks[chunk] for chunk in order[:warm_up])
+    for forward, backward in zip(order[warm_up:], order, strict=False):
+        held += chunks[forward]
+        most = max(most, held)
+        held -= chunks[count - 1 - backward]
+    return most
+
+
+def _rows(config: Config, tokens: int) -> float:
+    """Tokens of a micro-batch on a rank, outside of attention and feed-forward layer."""
+    return tokens / config.parallel.tp if config.parallel.sequence_parallel else tokens
+
+
+def _norm(width: int, item: int) -> float:
+    """Bytes a token that an RMS norm keeps; its output is counted with the consumer."""
+    return (4 + item) * width + 4

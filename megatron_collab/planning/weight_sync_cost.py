@@ -1,4 +1,4 @@
-"""What a plan of publishing costs on paper: bytes by path, seconds by link."""
+"""Estimated cost of a weight sync plan: bytes by path, seconds by bandwidth."""
 
 from __future__ import annotations
 
@@ -16,57 +16,57 @@ from megatron_collab.weight_sync.node_routing import Nodes, nodes
 from megatron_collab.weight_sync.plan import Plan, Slice, uses_memory
 
 
-class Link(Enum):
-    """What bytes pass on their way from one device to another."""
+class Bandwidth(Enum):
+    """What limits a transfer between two devices."""
 
     MEMORY = "the same device"
     NODE = "another device of the node"
     NETWORK = "a device of another node"
 
 
-class Cut(Enum):
-    """Whether a trainer rank holds a parameter as the server rank does."""
+class Sharding(Enum):
+    """Whether a trainer rank holds a parameter sharded as the server rank does."""
 
-    SAME = "same cut"
-    OTHER = "cut anew"
+    SAME = "same shard"
+    OTHER = "resharded"
 
 
 @dataclass(frozen=True)
-class Cost:
-    """Of one publish to all servers.
+class SyncCost:
+    """Of one weight sync to all servers.
 
-    `sent`: bytes by trainer rank; `received`: by (server, its rank). `seconds`: all rounds, each as long as the busiest
-    link of a device in one direction. `floor`: the bytes of each kind of link over those links of all server ranks
-    together, of the kind that takes longest.
+    `paths`: bytes by kind; `sent`: bytes by trainer rank; `received`: bytes by (server, its rank). `seconds`: sum over
+    the rounds, each as long as the busiest link of a device in one direction. `floor`: seconds that the slowest kind of
+    link takes if its bytes are spread over all server ranks evenly.
     """
 
-    paths: Mapping[tuple[Cut, Link], int]
+    paths: Mapping[tuple[Sharding, Bandwidth], int]
     sent: Mapping[int, int]
     received: Mapping[tuple[int, int], int]
     seconds: float
     floor: float
 
 
-def cost(config: Config, shape: ModelShape, found: Plan, bandwidths: Mapping[Link, float]) -> Cost:
+def sync_cost(config: Config, shape: ModelShape, plan: Plan, bandwidths: Mapping[Bandwidth, float]) -> SyncCost:
     """`bandwidths` in bytes a second, of one device in one direction.
 
-    Colocated servers stand on the trainer's devices in order, others on devices of their own: of the trainer's node
-    where that is the only one, else of further nodes. Through memory what several servers of a node take comes to the
-    first of them once; the others take it from there.
+    Colocated servers use the trainer's devices in order, others use further devices: of the same node if the trainer
+    has only one, else of further nodes. With shared memory, what several servers of a node need is sent to the first of
+    them once, and the others copy it from there.
     """
     servers, tp = range(config.rollout.server.replicas), config.rollout.server.tp
-    same, places = _same_cuts(found, shape, config.parallel.tp), nodes(config)
-    paths: Counter[tuple[Cut, Link]] = Counter()
+    same, places = _same_shards(plan, shape, config.parallel.tp), nodes(config)
+    paths: Counter[tuple[Sharding, Bandwidth]] = Counter()
     sent: Counter[int] = Counter()
     received: Counter[tuple[int, int]] = Counter()
     seconds = 0.0
-    for row in found.rounds:
-        busy: Counter[tuple[int, str, Link]] = Counter()
+    for row in plan.rounds:
+        busy: Counter[tuple[int, str, Bandwidth]] = Counter()
         for target, bucket in enumerate(row):
-            cuts = [Cut.SAME if _block(target, piece) in same else Cut.OTHER for piece in bucket.slices]
+            cuts = [Sharding.SAME if _block(target, piece) in same else Sharding.OTHER for piece in bucket.slices]
             for server in servers:
                 device = _device(config, server, target)
-                sizes: Counter[tuple[int, Cut]] = Counter()
+                sizes: Counter[tuple[int, Sharding]] = Counter()
                 for piece, cut in zip(bucket.slices, cuts, strict=True):
                     sizes[_source(config, places, server, target, piece), cut] += piece.size
                 for (source, cut), size in sizes.items():
@@ -77,15 +77,15 @@ def cost(config: Config, shape: ModelShape, found: Plan, bandwidths: Mapping[Lin
                     busy[source, "out", link] += size
                     busy[device, "in", link] += size
         seconds += max(size / bandwidths[link] for (_, _, link), size in busy.items())
-    by_link: Counter[Link] = Counter()
+    by_link: Counter[Bandwidth] = Counter()
     for (_, link), size in paths.items():
         by_link[link] += size
     floor = max(size / (len(servers) * tp * bandwidths[link]) for link, size in by_link.items())
-    return Cost(paths, sent, received, seconds, floor)
+    return SyncCost(paths, sent, received, seconds, floor)
 
 
 def _source(config: Config, places: Nodes, server: int, target: int, piece: Slice) -> int:
-    """The device that a server's rank has a slice from."""
+    """The device that a server's rank receives a slice from."""
     node = places.of_server(server)
     first = node * places.servers
     if uses_memory(config) and server != first:
@@ -94,7 +94,7 @@ def _source(config: Config, places: Nodes, server: int, target: int, piece: Slic
 
 
 def _device(config: Config, server: int, rank: int) -> int:
-    """Devices are counted as trainer ranks are, and on."""
+    """Device numbers: those of the trainer ranks first, then those of separate servers."""
     options = config.rollout.server
     if not options.colocated:
         return ranks(config) + server * options.tp + rank
@@ -102,15 +102,15 @@ def _device(config: Config, server: int, rank: int) -> int:
     return node * config.launch.nproc_per_node + place * options.tp + rank
 
 
-def _link(config: Config, source: int, device: int) -> Link:
+def _link(config: Config, source: int, device: int) -> Bandwidth:
     if source == device:
-        return Link.MEMORY
+        return Bandwidth.MEMORY
     size = config.launch.nproc_per_node
     near = config.launch.nodes == 1 or source // size == device // size
-    return Link.NODE if near else Link.NETWORK
+    return Bandwidth.NODE if near else Bandwidth.NETWORK
 
 
-# A parameter of a server rank, of stacked experts one: (server rank, name, first index of an expert).
+# A parameter of a server rank, or one of its stacked experts: (server rank, name, first index of an expert).
 _Block = tuple[int, str, int]
 
 
@@ -119,11 +119,11 @@ def _block(target: int, piece: Slice) -> _Block:
     return target, piece.target, piece.target_index[0].start if stacked else 0
 
 
-def _same_cuts(found: Plan, shape: ModelShape, tp: int) -> set[_Block]:
-    """Blocks that are one shard: what they take of the shards of its name has the size of one."""
+def _same_shards(plan: Plan, shape: ModelShape, tp: int) -> set[_Block]:
+    """Blocks that equal one shard: what they take from the shards of that name has the size of one."""
     shards = {entry.megatron: prod(hf_to_megatron.shard_shape(entry, tp)) for entry in hf_to_megatron.table(shape)}
     missing: dict[_Block, int] = {}
-    for row in found.rounds:
+    for row in plan.rounds:
         for target, bucket in enumerate(row):
             for piece in bucket.slices:
                 block = _block(target, piece)

@@ -66,8 +66,14 @@ _LIBRARIES = {
     "ray": ("ray", "ray", "conversations and scoring", ""),
 }
 
+# These need a CUDA device to run, though not to be installed or imported.
+_CUDA_ONLY = ("transformer_engine", "apex", "flash_attn")
 # On CPU these two can be imported only after patches.apply.
 _NOT_IMPORTED = ("megatron.core", "sglang")
+
+# Version of a package that only reserves its name; an unpinned transformer-engine may resolve to one. Compared as a
+# whole: the releases of torch-memory-saver begin with 0.0 too.
+_PLACEHOLDER = "0.0.0"
 
 
 @cache
@@ -78,7 +84,7 @@ def probe(name: str) -> Probe:
     if name == "slurm":
         return _slurm()
     module, distribution, enables, fallback = _LIBRARIES[name]
-    found, detail = _library(module, distribution)
+    found, detail = _library(module, distribution, name in _CUDA_ONLY)
     return Probe(name, found, detail, enables, fallback)
 
 
@@ -87,18 +93,20 @@ def probes() -> list[Probe]:
     return [probe(name) for name in ("cuda", *_LIBRARIES, "slurm")]
 
 
-def _library(module: str, distribution: str) -> tuple[bool, str]:
+def _library(module: str, distribution: str, cuda_only: bool) -> tuple[bool, str]:
     try:
         version = metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return False, "not installed"
-    if version.startswith("0.0"):
+    if version == _PLACEHOLDER:
         return False, f"{version} is a placeholder"
+    if cuda_only and not probe("cuda").found:
+        return False, f"{version} needs a CUDA device"
     if module in _NOT_IMPORTED:
         return True, version
     try:
         importlib.import_module(module)
-    except (ImportError, OSError, RuntimeError) as error:
+    except Exception as error:  # OSError without a driver, AssertionError where versions do not match, …
         return False, f"{version} cannot be imported: {' '.join(str(error).split())[:80]}"
     return True, version
 

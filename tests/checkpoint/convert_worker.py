@@ -1,4 +1,4 @@
-"""One rank of test_convert_ckpt.py: `convert_worker FOLDER`.
+"""One rank of test_convert.py: `convert_worker FOLDER`.
 
 For every family and layout: start from the converted checkpoint FOLDER/FAMILY/start, in a model of other weights,
 and save FOLDER/FAMILY/LAYOUT, a checkpoint of training. Rank 0 adds what it saw to FOLDER/FAMILY/LAYOUT.json.

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_collab.config import future_range, load, reward_to_go_gamma
+from megatron_collab.config import future_range, load, parse, reward_to_go_gamma
 from tests.helpers import refused
 
 
@@ -86,6 +86,37 @@ def test_a_published_reward_is_one_word(mode: str, tokens: float, count: str, ru
 )
 def test_what_cannot_work_names_the_setting_and_the_way_out(overrides: list[str], said: str) -> None:
     assert said in refused(*overrides)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("reward.judge.modl=x", "reward.judge.modl: no such option; the nearest is reward.judge.model ("),
+        ("+reward.clampp.accuracy=1", "reward.clampp.accuracy: no such option; the nearest is reward.clamp ("),
+        ("++lr=1e-6", "lr: no such option; the nearest is optim.lr ("),
+        ("optim={clipgrad: 1.0}", "optim.clipgrad: no such option; the nearest is optim.clip_grad ("),
+        ("++optim.clipgrad=1.0", "optim.clipgrad: no such option; the nearest is optim.clip_grad ("),
+        ("+experimnt=booking", "experimnt: no such option; the nearest is experiment ("),
+        ("foo.bar=1", "foo.bar: no such option; the nearest is "),
+        ("+foo.bar=1", "foo.bar: no such option; the nearest is "),
+        ("+hydra.foo=1", "hydra.foo: no such option; the nearest is "),
+        ("experiment@foo=gsm8k", "Could not override 'experiment@foo'. Did you mean to override experiment? ("),
+        ("optim.lr=1e-6,1e-5", "Ambiguous value for argument 'optim.lr=1e-6,1e-5' 1. To use it as a list, "),
+    ],
+)
+def test_an_unknown_option_is_refused_and_nothing_that_is_refused_is_recommended(override: str, said: str) -> None:
+    found = refused(override)
+    assert found.startswith(said)
+    assert "+" not in found and "multirun" not in found
+
+
+@pytest.mark.parametrize("plus", ["", "+", "++"])
+def test_a_plus_says_nothing_where_the_option_is_there(plus: str) -> None:
+    """Or may be added: the metrics of a reward."""
+    overrides = ["reward=verl", "optim.lr=0.5", "rollout.futures=adaptive(2,6)", "reward.weights.bleu=0.5"]
+    config = parse([plus + override for override in ("experiment=gsm8k", *overrides)])
+    assert (config.reward.mode, config.optim.lr, config.rollout.futures) == ("verl", 0.5, "adaptive(2,6)")
+    assert config.reward.weights["bleu"] == 0.5
 
 
 def test_a_budget_is_held_where_prices_are_known() -> None:

@@ -40,7 +40,7 @@ def test_a_dry_run_prints_every_command(tmp_path: Path) -> None:
     head, worker, ranks = (line for line in done.stdout.splitlines() if line.startswith("srun") and line.endswith("&"))
     assert "ray start --head" in head and "ray start --address=" in worker
     assert (option(head, "--nodelist"), option(worker, "--nodelist")) == ("node0", "node1")
-    assert "cluster wait" in done.stdout and " node0 node1" in done.stdout
+    assert "launch.slurm wait" in done.stdout and " node0 node1" in done.stdout
     assert "megatron_collab.launch.torchrun" in ranks and option(ranks, "--nnodes") == "2"
     assert shlex.split(ranks.partition(" >")[0])[-5:-2] == overrides
     assert "experiment=train_70b" in ranks
@@ -126,11 +126,11 @@ def ray_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 WAITS = """
 import sys
-from megatron_collab import cluster
-from megatron_collab.processes import RunStopped
+from megatron_collab.launch import slurm
+from megatron_collab.runtime.process import RunStopped
 for seconds, names in ((300, "a"), (1, "abc"), (300, "b")):
     try:
-        cluster.wait(sys.argv[1], seconds, list(names))
+        slurm.wait(sys.argv[1], seconds, list(names))
         print("all are there")
     except RunStopped as error:
         print(error)
@@ -142,8 +142,8 @@ def test_ray_is_waited_for(ray_head: str) -> None:
     done = subprocess.run([sys.executable, "-c", WAITS, ray_head], timeout=600, capture_output=True, text=True)
     assert done.stdout.splitlines() == [
         "all are there",
-        "1 of 3 Ray nodes are there after 1 s; missing: b, c; see their logs",
-        f"Ray at {ray_head} has nodes that are not of this job: a",
+        "1 of 3 Ray nodes joined within 1 s; missing: b, c; see their logs",
+        f"Ray at {ray_head} has nodes of another job: a",
     ], done.stderr
 
 

@@ -1,8 +1,10 @@
-"""Our torchrun: whose exit code it has, and that SIGUSR1 reaches the ranks and ends nobody, however early it comes."""
+"""Our torchrun: whose exit code it has, where it listens, and that SIGUSR1 reaches the ranks and ends nobody, however
+early it comes."""
 
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,7 +16,8 @@ import psutil
 import pytest
 
 from megatron_collab.runtime import preemption
-from megatron_collab.runtime.process import EXIT_PREEMPTED, EXIT_STOPPED
+from megatron_collab.runtime.process import EXIT_BAD_INPUT, EXIT_PREEMPTED, EXIT_STOPPED
+from tests.helpers import listening
 
 TIMEOUT = 120
 # Rank 0 has a process like any server; it waits for the signal, rank 1 for rank 0.
@@ -40,6 +43,18 @@ except Preempted:
     child.kill()
     sys.exit(code)
 """
+MEETS = """
+import os, sys, time
+from datetime import timedelta
+from pathlib import Path
+from torch.distributed.rendezvous import rendezvous
+
+store, rank, ranks = next(rendezvous("env://", timeout=timedelta(seconds=60)))
+store.set(str(rank), os.environ["MASTER_ADDR"])
+met = {store.get(str(other)) for other in range(ranks)}
+(Path(sys.argv[1]) / f"met-{rank}").write_bytes(b" ".join(met))
+time.sleep(600)
+"""
 ENDS = """
 import os, signal, sys, time
 if os.environ["RANK"] == "0":
@@ -50,10 +65,10 @@ os.kill(os.getpid(), -code) if code < 0 else sys.exit(code)
 
 
 @contextmanager
-def agent(script: str, folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+def agent(script: str, folder: Path, *arguments: str, options: Sequence[str] = ()) -> Iterator[subprocess.Popen[str]]:
     """Two ranks of `script`; started with the signal blocked, as `env --block-signal=USR1` does."""
     (folder / "rank.py").write_text(script)
-    command = [sys.executable, "-m", "megatron_collab.launch.torchrun", "--standalone", "--nproc-per-node=2"]
+    command = [sys.executable, "-m", "megatron_collab.launch.torchrun", *options, "--nproc-per-node=2"]
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {preemption.SIGNAL})
     try:
         process = subprocess.Popen([*command, str(folder / "rank.py"), *arguments], stderr=subprocess.PIPE, text=True)
@@ -98,3 +113,38 @@ def test_the_exit_code_is_that_of_the_rank_that_failed_first(tmp_path: Path, cod
     with agent(ENDS, tmp_path, str(code)) as process:
         found, said = ended(process)
         assert (found, "rank      : 1" in said) == (shown, code < 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "address"),
+    [([], "127.0.0.1"), (["--standalone"], "127.0.0.1"), (["--master-addr=127.0.0.2"], "127.0.0.2")],
+)
+def test_it_listens_on_one_address(tmp_path: Path, options: list[str], address: str) -> None:
+    """torchrun would listen on all of them, and unpickle what anybody has put into the store of a single node."""
+    with agent(MEETS, tmp_path, str(tmp_path), options=options) as process:
+        deadline = time.monotonic() + TIMEOUT
+        met = [tmp_path / f"met-{rank}" for rank in range(2)]
+        while not all(file.exists() and file.read_text() for file in met):
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.01)
+        assert {file.read_text() for file in met} == {address}
+        family = psutil.Process(process.pid)
+        found = listening([family, *family.children(recursive=True)])
+        assert {host for sockets in found.values() for host, _ in sockets} == {address}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--rdzv-backend=c10d"], "--rdzv-backend, --rdzv-endpoint: "),
+        (["--master-addr=192.0.2.1"], "--master-addr=192.0.2.1, --master-port=0: "),  # of nobody (RFC 5737)
+        (["--master-port={taken}"], "--master-addr=127.0.0.1, --master-port={taken}: "),
+    ],
+)
+def test_where_it_cannot_listen_nothing_is_started(tmp_path: Path, options: list[str], said: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        taken = listener.getsockname()[1]
+        with agent(ENDS, tmp_path, "0", options=[option.format(taken=taken) for option in options]) as process:
+            code, error = ended(process)
+    assert code == EXIT_BAD_INPUT
+    assert error.startswith(f"megatron-collab: {said.format(taken=taken)}") and error.count("\n") == 1

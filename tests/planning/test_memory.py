@@ -15,7 +15,6 @@ from torch.profiler import ProfilerActivity, profile
 from megatron_collab.config import CONF, Config, parse
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.planning import memory
-from megatron_collab.planning.activations import in_flight
 from megatron_collab.trainer import logprobs
 from megatron_collab.trainer.objectives import Head
 from tests.planning.held import held
@@ -33,7 +32,7 @@ TENTH = 0.1
 
 def planned(config: Config, hf: dict[str, object], stage: int = 0) -> dict[str, float]:
     config.rollout.server.colocated = False  # SGLang has no model of which some layers only have experts
-    parts = memory.plan(config, ModelShape.from_hf(hf)).stages[stage]
+    parts = memory.plan_memory(config, ModelShape.from_hf(hf)).stages[stage]
     return {part.name: part.training for part in parts}
 
 
@@ -88,12 +87,12 @@ def test_ranks(tmp_path: Path) -> None:
 
 
 def test_micro_batches_under_way() -> None:
-    assert [in_flight([1.0], 4, rank) for rank in range(4)] == [4, 3, 2, 1]
-    assert in_flight([1.0], 1, 0) == 1
+    assert [memory.in_flight([1.0], 4, rank) for rank in range(4)] == [4, 3, 2, 1]
+    assert memory.in_flight([1.0], 1, 0) == 1
     # 2 (p - r - 1) + (v - 1) p + 1 of the schedule's own count
-    assert [in_flight([1.0, 1.0], 4, rank) for rank in range(4)] == [11, 9, 7, 5]
+    assert [memory.in_flight([1.0, 1.0], 4, rank) for rank in range(4)] == [11, 9, 7, 5]
     # Two virtual stages of different sizes: three passes of the first and two of the second are under way.
-    assert in_flight([1.0, 10.0], 2, 0) == 2 + 2 * 10 + 1
+    assert memory.in_flight([1.0, 10.0], 2, 0) == 2 + 2 * 10 + 1
 
 
 def test_the_server_takes_what_sglang_takes() -> None:
@@ -123,13 +122,13 @@ def test_the_server_takes_what_sglang_takes() -> None:
 )
 def test_the_shapes_have_the_published_sizes(name: str, billions: float) -> None:
     config = layout({"launch.nproc_per_node": 1})
-    assert memory.network(config, shape_of(name), 0).parameters == pytest.approx(4e9 * billions, rel=0.001)
+    assert memory.network_memory(config, shape_of(name), 0).parameters == pytest.approx(4e9 * billions, rel=0.001)
 
 
 def test_what_is_where_in_the_two_phases() -> None:
     shape = shape_of("Llama-3.3-70B-Instruct")
     stays = parse(["experiment=train_70b", "parallel.offload=false"])
-    for part in memory.plan(stays, shape).stages[0]:
+    for part in memory.plan_memory(stays, shape).stages[0]:
         assert part.host == 0
         if part.name == "activations":
             assert part.training > part.sampling == 0
@@ -138,12 +137,12 @@ def test_what_is_where_in_the_two_phases() -> None:
         else:
             assert part.sampling == part.training > 0
     away = parse(["experiment=train_70b", "algo.kl_coef=0"])
-    parts = {part.name: part for part in memory.plan(away, shape).stages[0]}
+    parts = {part.name: part for part in memory.plan_memory(away, shape).stages[0]}
     assert "reference" not in parts
     assert parts["optimizer"].sampling == parts["gradients"].sampling == parts["gradients"].host == 0
     assert parts["optimizer"].host == parts["optimizer"].training
     supervised = parse(["experiment=train_70b", "train.stage=sft"])
-    names = {part.name for part in memory.plan(supervised, shape).stages[3]}
+    names = {part.name for part in memory.plan_memory(supervised, shape).stages[3]}
     assert names == {"parameters", "gradients", "optimizer", "activations", "head"}
 
 
@@ -158,7 +157,7 @@ ON_ONE_NODE = [
 
 
 def test_servers_stand_on_the_first_gpus() -> None:
-    stages = memory.plan(parse(ON_ONE_NODE), shape_of("Llama-3.3-70B-Instruct")).stages
+    stages = memory.plan_memory(parse(ON_ONE_NODE), shape_of("Llama-3.3-70B-Instruct")).stages
     assert [any(part.name == "server: weights" for part in parts) for parts in stages] == [True, False, False, False]
 
 
@@ -166,21 +165,23 @@ def test_buckets_of_new_weights_stand_beside_a_server() -> None:
     """On the GPUs that have one: two, and a third where there are other nodes; less where the weights are less."""
     config, shape = parse(ON_ONE_NODE), shape_of("Llama-3.3-70B-Instruct")
     sizes = [
-        sum(part.training for part in stage if part.name == "publish buckets")
-        for stage in memory.plan(config, shape).stages
+        sum(part.training for part in stage if part.name == "weight sync buckets")
+        for stage in memory.plan_memory(config, shape).stages
     ]
     assert sizes == [memory.GIB, 0, 0, 0]
     config.rollout.server.colocated = False
-    assert not any("server" in part.name or "publish" in part.name for part in memory.plan(config, shape).stages[0])
-    assert memory.publish_buckets(config, 1000.0) == 1000.0
+    assert not any(
+        "server" in part.name or "publish" in part.name for part in memory.plan_memory(config, shape).stages[0]
+    )
+    assert memory.sync_buckets(config, 1000.0) == 1000.0
     config.launch.nodes = 2
-    assert memory.publish_buckets(config, 2.0 * memory.GIB) == 1.5 * memory.GIB
+    assert memory.sync_buckets(config, 2.0 * memory.GIB) == 1.5 * memory.GIB
 
 
 def test_train_70b_fits_128_gpus_of_80_gib_with_room() -> None:
     config = parse(["experiment=train_70b"])
-    found = memory.plan(config, shape_of("Llama-3.3-70B-Instruct"))
+    found = memory.plan_memory(config, shape_of("Llama-3.3-70B-Instruct"))
     assert (found.gpus, found.dp) == (128, 4)
     assert all(found.peak(stage) < 65 * memory.GIB for stage in range(4))
     config.parallel.pp = 1
-    assert memory.plan(config, shape_of("Llama-3.3-70B-Instruct")).peak(0) > 80 * memory.GIB
+    assert memory.plan_memory(config, shape_of("Llama-3.3-70B-Instruct")).peak(0) > 80 * memory.GIB

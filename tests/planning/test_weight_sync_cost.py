@@ -6,26 +6,26 @@ import pytest
 
 from megatron_collab.config import CONF, parse
 from megatron_collab.models import hf_config
-from megatron_collab.planning.weight_sync_cost import Cost, Cut, Link, cost
+from megatron_collab.planning.weight_sync_cost import Bandwidth, Sharding, SyncCost, sync_cost
 from megatron_collab.weight_sync import plan
 
-SPEEDS = {Link.MEMORY: 1000e9, Link.NODE: 100e9, Link.NETWORK: 10e9}
+SPEEDS = {Bandwidth.MEMORY: 1000e9, Bandwidth.NODE: 100e9, Bandwidth.NETWORK: 10e9}
 BYTES = 2 * 8.03026e9  # of Llama 3.1 8B in bfloat16
 
 
-def planned(nodes: int, ranks: int, *overrides: str) -> Cost:
+def planned(nodes: int, ranks: int, *overrides: str) -> SyncCost:
     """Of the 8B model on `nodes` of `ranks` each."""
     layout = [f"launch.nodes={nodes}", f"launch.nproc_per_node={ranks}", "rollout.server.replicas=1", "parallel.pp=1"]
     layout += ["rollout.server.fp8=false"]
     config = parse(["experiment=train_70b", *layout, *overrides])
     shape = hf_config.read(CONF / "shapes" / "Llama-3.1-8B-Instruct.json")
     found = plan.plan(shape, plan.trainer_layout(config), plan.server_layout(config), 2)
-    return cost(config, shape, found, SPEEDS)
+    return sync_cost(config, shape, found, SPEEDS)
 
 
 def test_equal_cuts_on_the_same_devices_send_nothing() -> None:
     found = planned(1, 8, "parallel.tp=8", "rollout.server.tp=8")
-    assert found.paths == {(Cut.SAME, Link.MEMORY): pytest.approx(BYTES, rel=1e-3)}
+    assert found.paths == {(Sharding.SAME, Bandwidth.MEMORY): pytest.approx(BYTES, rel=1e-3)}
     assert found.sent == {rank: pytest.approx(BYTES / 8, rel=1e-3) for rank in range(8)}
     assert found.seconds == pytest.approx(found.floor, rel=1e-2)
     assert found.floor == pytest.approx(BYTES / (8 * 1000e9), rel=1e-3)
@@ -33,8 +33,8 @@ def test_equal_cuts_on_the_same_devices_send_nothing() -> None:
 
 def test_a_second_stage_sends_its_half_in_the_same_cut() -> None:
     found = planned(1, 8, "parallel.tp=4", "parallel.pp=2", "rollout.server.tp=4")
-    assert set(found.paths) == {(Cut.SAME, Link.MEMORY), (Cut.SAME, Link.NODE)}
-    assert found.paths[Cut.SAME, Link.NODE] == pytest.approx(BYTES / 2, rel=1e-3)
+    assert set(found.paths) == {(Sharding.SAME, Bandwidth.MEMORY), (Sharding.SAME, Bandwidth.NODE)}
+    assert found.paths[Sharding.SAME, Bandwidth.NODE] == pytest.approx(BYTES / 2, rel=1e-3)
     assert found.floor == pytest.approx(BYTES / 2 / (4 * 100e9), rel=1e-3)
 
 
@@ -43,23 +43,23 @@ def test_two_servers_on_other_nodes_receive_what_they_cut_anew() -> None:
     servers = ["rollout.server.colocated=false", "rollout.server.replicas=2", "rollout.server.tp=1"]
     found = planned(2, 2, "parallel.tp=2", *servers)
     norms = 2 * 2 * 65 * 4096
-    assert found.paths[Cut.SAME, Link.NETWORK] == norms
-    assert found.paths[Cut.OTHER, Link.NETWORK] == pytest.approx(2 * BYTES - norms, rel=1e-3)
+    assert found.paths[Sharding.SAME, Bandwidth.NETWORK] == norms
+    assert found.paths[Sharding.OTHER, Bandwidth.NETWORK] == pytest.approx(2 * BYTES - norms, rel=1e-3)
     assert set(found.received) == {(0, 0), (1, 0)}
     assert found.seconds == pytest.approx(BYTES / 10e9, rel=0.02) and found.seconds >= found.floor
 
 
 def test_on_one_node_other_devices_are_of_the_node() -> None:
     found = planned(1, 2, "parallel.tp=2", "rollout.server.tp=2", "rollout.server.colocated=false")
-    assert set(found.paths) == {(Cut.SAME, Link.NODE)}
+    assert set(found.paths) == {(Sharding.SAME, Bandwidth.NODE)}
 
 
 def test_each_node_takes_from_another_what_it_does_not_hold_once() -> None:
     """Two nodes, a stage on each: half of the model crosses to each, and its second server has it from the first."""
     servers = ["rollout.server.tp=2", "rollout.server.replicas=4"]
     found = planned(2, 4, "parallel.tp=2", "parallel.pp=2", *servers)
-    bytes_by_link = {link: sum(size for (_, own), size in found.paths.items() if own is link) for link in Link}
-    assert bytes_by_link[Link.NETWORK] == pytest.approx(2 * BYTES / 2, rel=1e-3)
-    assert bytes_by_link[Link.MEMORY] == pytest.approx(2 * BYTES / 2, rel=1e-3)
-    assert bytes_by_link[Link.NODE] == pytest.approx(2 * BYTES, rel=1e-3)
+    bytes_by_link = {link: sum(size for (_, own), size in found.paths.items() if own is link) for link in Bandwidth}
+    assert bytes_by_link[Bandwidth.NETWORK] == pytest.approx(2 * BYTES / 2, rel=1e-3)
+    assert bytes_by_link[Bandwidth.MEMORY] == pytest.approx(2 * BYTES / 2, rel=1e-3)
+    assert bytes_by_link[Bandwidth.NODE] == pytest.approx(2 * BYTES, rel=1e-3)
     assert found.seconds == pytest.approx(BYTES / 2 / 2 / 10e9, rel=0.02)  # two devices of a node receive it

@@ -106,6 +106,127 @@ def test_tests_may_be_unittest_cases_and_those_of_the_reply_do_not_count() -> No
     tests = {"tests": case.format("TestTwice", "twice(2)", 4) + "\nif __name__ == '__main__':\n    unittest.main()\n"}
     own = CODE + case.format("TestOwn", 1, 2)
     assert score(tests, reply(CODE), reply("twice = abs\n"), reply(own)) == [1.0, 0.0, 1.0]
+    assert score({"tests": "assert twice(2) == 4"}, reply(own), reply(own + "twice = abs\n")) == [1.0, 0.0]
+
+
+BIG_CODE = {  # BigCodeBench's form; its solution may be a whole program as well
+    "test": """import unittest
+from unittest.mock import patch
+class TestCases(unittest.TestCase):
+    def setUp(self):
+        self.lines = ["b,1", "a,2", "b,3"]
+    def test_sums(self):
+        self.assertEqual(task_func(self.lines), {"a": 2, "b": 4})
+    def test_nothing(self):
+        self.assertEqual(task_func([]), {})
+    @patch("csv.reader", side_effect=ValueError)
+    def test_lines_that_cannot_be_read(self, reader):
+        with self.assertRaises(ValueError):
+            task_func(self.lines)
+""",
+    "entry_point": "task_func",
+}
+SUMS = """import csv
+from collections import Counter
+def task_func(lines):
+    sums = Counter()
+    for name, count in csv.reader(lines):
+        sums[name] += int(count)
+    return dict(sums)
+"""
+
+
+def test_tests_may_have_the_form_of_big_code_bench() -> None:
+    wrong = [SUMS.replace("+=", "="), SUMS.replace("csv.reader(lines)", "(line.split(',') for line in lines)"), ""]
+    helped = SUMS + "def check(numbers):\n    return False\n"  # a helper of that name makes it no HumanEval
+    assert score(BIG_CODE, reply(SUMS), *map(reply, wrong), reply(helped)) == [1.0, 0.0, 0.0, 0.0, 1.0]
+    named = {"test": BIG_CODE["test"]}  # the tests call the candidate by its name themselves
+    assert score(named, reply(SUMS), reply(wrong[0])) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "def test_it():\n    assert task_func([]) == {}\n",
+        "import unittest\nclass TestCases(unittest.TestCase):\n    def sums(self):\n        pass\n",
+        BIG_CODE["test"].replace("class", "@unittest.skip('slow')\nclass"),
+        BIG_CODE["test"].replace(
+            "    def setUp", "    @unittest.skip('slow')\n    def test_more(self): ...\n    def setUp"
+        ),
+    ],
+)
+def test_tests_that_do_not_run_are_not_passed(test: str) -> None:
+    assert score(BIG_CODE | {"test": test}, reply(SUMS)) == [0.0]
+
+
+def test_a_reply_cannot_skip_its_tests() -> None:
+    skips = "import unittest\ndef task_func(lines):\n    raise unittest.SkipTest\n"
+    at_once = "import unittest\ndef setUpModule():\n    raise unittest.SkipTest\n"
+    assert score(BIG_CODE, reply(skips), reply(SUMS + at_once)) == [0.0, 0.0]
+    assert score({"tests": BIG_CODE["test"]}, reply(skips), reply(SUMS + at_once)) == [0.0, 0.0]
+
+
+JUMP = """import sys
+def jump(frame, event, argument):
+    if frame.f_code.co_filename == "<tests>" and frame.f_code.co_name == "check" and event == "line":
+        frame.f_lineno = 3
+    return jump
+sys.settrace(jump)
+"""
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import builtins\nbuiltins.exec = lambda *a, **k: None\n",
+        "import builtins\nbuiltins.compile = lambda *a, **k: ''\n",
+        "import __main__\n__main__.exec = lambda *a, **k: None\n",
+        "import __main__\n__main__.compile = lambda *a, **k: ''\n",
+        "import sys\nsys._getframe(1).f_locals['sources']['tests'] = ''\n",
+        "import builtins\nbuiltins.abs = lambda x: 0\n",
+        "__builtins__ = {'abs': lambda x: 0}\n",
+        JUMP,
+    ],
+)
+def test_what_a_reply_replaces_does_not_run_its_tests(code: str) -> None:
+    test = "def check(candidate):\n    assert abs(candidate(2) - 4) < 0.1\n    return\n"
+    assert score(TWICE | {"test": test}, reply(code + "def twice(x):\n    return x\n")) == [0.0]
+
+
+RUNNER = """import sys, types, unittest
+class Runner:
+    def run(self, suite):
+        return types.SimpleNamespace(wasSuccessful=lambda: True, skipped=[], testsRun=1)
+fake = types.ModuleType("unittest")
+vars(fake).update(vars(unittest), TextTestRunner=Runner)
+sys.modules["unittest"] = fake
+"""
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import builtins\nbuiltins.exec = lambda *a, **k: None\n",
+        "isinstance = lambda *a: False\n",
+        "import unittest\nunittest.TestCase.assertEqual = lambda *a, **k: None\n",
+        "import unittest\nunittest.TestCase.run = lambda self, result: result.startTest(self)\n",
+        "import unittest\nunittest.TestResult.wasSuccessful = lambda self: True\n",
+        RUNNER,
+    ],
+)
+def test_what_a_reply_replaces_does_not_run_its_unittest_cases(code: str) -> None:
+    case = "import unittest\nclass TestTwice(unittest.TestCase):\n    def test_it(self):\n        {}\n"
+    tests = {"tests": case.format("self.assertEqual(twice(2), 4)")}
+    assert score(tests, reply(code + "def twice(x):\n    return x\n")) == [0.0]
+
+
+def test_a_reply_may_use_unittest_itself() -> None:
+    """Tests find a unittest whose parts belong together, whatever the reply has loaded of its own."""
+    uses = "import unittest.mock\nfrom unittest import IsolatedAsyncioTestCase, TestCase\n"
+    tests = BIG_CODE["test"].replace(
+        "from unittest.mock import patch", "import unittest.mock\npatch = unittest.mock.patch"
+    )
+    assert score(BIG_CODE | {"test": tests}, reply(uses + SUMS)) == [1.0]
 
 
 def test_a_prompt_comes_first_whether_the_reply_repeats_it_or_goes_on() -> None:

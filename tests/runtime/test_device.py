@@ -6,6 +6,7 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -34,6 +35,10 @@ def installed(monkeypatch: pytest.MonkeyPatch, folder: Path, distribution: str, 
     monkeypatch.delitem(sys.modules, module, raising=False)
 
 
+def with_cuda(monkeypatch: pytest.MonkeyPatch, found: bool) -> None:
+    monkeypatch.setattr(device, "_cuda", lambda: device.Probe("cuda", found, "", "", ""))
+
+
 def test_probe_of_what_is_installed_gives_its_version() -> None:
     torch, megatron, sglang = (device.probe(name) for name in ("torch", "megatron", "sglang"))
     assert torch.found and torch.detail == metadata.version("torch")
@@ -42,16 +47,37 @@ def test_probe_of_what_is_installed_gives_its_version() -> None:
 
 
 def test_probe_of_a_working_library_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with_cuda(monkeypatch, True)
     installed(monkeypatch, tmp_path, "flash-attn", "2.8.3", "")
     assert device.probe("flash_attn").found and device.probe("flash_attn").detail == "2.8.3"
+
+
+@pytest.mark.parametrize(
+    ("name", "distribution"),
+    [("transformer_engine", "transformer-engine"), ("apex", "apex"), ("flash_attn", "flash-attn")],
+)
+def test_cuda_kernels_are_not_found_without_a_cuda_device(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, distribution: str
+) -> None:
+    """TransformerEngine, for one, can be imported on a machine without a GPU; its layers cannot be built there."""
+    installed(monkeypatch, tmp_path, distribution, "2.20.2", "__path__ = []")
+    for module in ("transformer_engine.pytorch", "fused_weight_gradient_mlp_cuda"):
+        monkeypatch.setitem(sys.modules, module, ModuleType(module))
+    for cuda in (True, False):
+        with_cuda(monkeypatch, cuda)
+        device.probe.cache_clear()
+        assert device.probe(name).found == cuda
+    assert device.probe(name).detail == "2.20.2 needs a CUDA device"
 
 
 def test_apex_counts_where_it_was_built_with_its_cuda_extensions(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    with_cuda(monkeypatch, True)
     installed(monkeypatch, tmp_path, "apex", "0.1", "")
     assert not device.probe("apex").found
     device.probe.cache_clear()
+    monkeypatch.delitem(sys.modules, "fused_weight_gradient_mlp_cuda", raising=False)
     (tmp_path / "fused_weight_gradient_mlp_cuda.py").write_text("")
     assert device.probe("apex") == device.Probe(
         "apex", True, "0.1", "fused Adam and gradient accumulation", "torch AdamW"
@@ -59,10 +85,20 @@ def test_apex_counts_where_it_was_built_with_its_cuda_extensions(
 
 
 def test_a_broken_install_is_not_found_and_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with_cuda(monkeypatch, True)
     installed(monkeypatch, tmp_path, "flash-attn", "2.8.3", "raise ImportError('undefined symbol:\\n  _ZN3c10')")
     probe = device.probe("flash_attn")
     assert not probe.found
     assert probe.detail == "2.8.3 cannot be imported: undefined symbol: _ZN3c10"
+
+
+@pytest.mark.parametrize("error", [OSError, RuntimeError, AssertionError, AttributeError])
+def test_whatever_an_import_raises_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: type) -> None:
+    """OSError: ctypes without a driver. AssertionError: TransformerEngine, whose parts are of different versions."""
+    installed(monkeypatch, tmp_path, "torch-memory-saver", "0.0.10", f"raise {error.__name__}('libcuda.so.1: no file')")
+    probe = device.probe("memory_saver")
+    assert not probe.found
+    assert probe.detail == "0.0.10 cannot be imported: libcuda.so.1: no file"
 
 
 def test_the_placeholder_of_transformer_engine_is_not_transformer_engine(
@@ -74,6 +110,13 @@ def test_the_placeholder_of_transformer_engine_is_not_transformer_engine(
     assert probe.detail == "0.0.0 is a placeholder"
 
 
+def test_a_low_version_is_no_placeholder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """0.0.10 is a release: the one in requirements/gpu.lock, without which colocated servers are refused on GPUs."""
+    assert "torch-memory-saver==0.0.10" in (Path(__file__).parents[2] / "requirements/gpu.lock").read_text()
+    installed(monkeypatch, tmp_path, "torch-memory-saver", "0.0.10", "")
+    assert device.probe("memory_saver").found and device.probe("memory_saver").detail == "0.0.10"
+
+
 def test_missing_slurm_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert not device.probe("slurm").found
@@ -82,10 +125,6 @@ def test_missing_slurm_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     stub.chmod(0o755)
     device.probe.cache_clear()
     assert device.probe("slurm").detail == "slurm-wlm 22.05.8"
-
-
-def with_cuda(monkeypatch: pytest.MonkeyPatch, found: bool) -> None:
-    monkeypatch.setattr(device, "_cuda", lambda: device.Probe("cuda", found, "", "", ""))
 
 
 def test_auto_takes_cuda_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,11 @@
 """How close a step's conversations come to the time they cannot beat, and how much longer the published order takes.
 
-`python tools/bench/futures.py [--seeds 0 1 2 3 4]`: 16 tasks x 8 trained turns x 3 futures of 2 user turns on the real
-Player and Sampler. Engine, user and judge are simulated, at most CONCURRENCY of each kind at once. A call takes MEDIAN
-seconds times a factor of its own, times one of its task where it is engine or user (some problems need long answers);
-both are lognormal, and the tail is heavy: one task in a hundred takes ten times the median. Time is virtual: the event
-loop jumps to the next timer, so no clock is read and a seed gives the same values everywhere.
+`python tools/bench/futures.py [--seeds 0 1 2 3 4] [--smoke]`: 16 tasks x 8 trained turns x 3 futures of 2 user turns on
+the real Player and Sampler. Engine, user and judge are simulated, at most CONCURRENCY of each kind at once. A call
+takes MEDIAN seconds times a factor of its own, times one of its task where it is engine or user (some problems need
+long answers); both are lognormal, and the tail is heavy: one task in a hundred takes ten times the median. Time is
+virtual: the event loop jumps to the next timer, so no clock is read and a seed gives the same values everywhere.
+--smoke: 2 tasks and one seed.
 
 `makespan_over_bound` = makespan / max(longest chain, work / concurrency of each kind), where a chain is the calls that
 one future needs one after the other; the worst over the seeds. `serial_over_ours` = the same calls in the order of
@@ -29,7 +30,8 @@ from megatron_collab.rollout.group import Player
 from megatron_collab.rollout.users import UserReply
 from megatron_collab.types import Conversation, Finish, Message, Score, Task, Turn
 
-TASKS, ROLLOUTS, FUTURES, USER_TURNS = 16, 8, 3, 2
+TASKS, SMOKE_TASKS = 16, 2
+ROLLOUTS, FUTURES, USER_TURNS = 8, 3, 2
 MEDIAN = {"engine": 2.0, "user": 6.0, "judge": 2.0}  # seconds
 OWN, OF_TASK = 0.2, 1.0  # sigmas of the factors' logarithms
 CONCURRENCY = {"engine": 256, "user": 256, "judge": 256}
@@ -52,10 +54,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class Simulation:
-    """Calls that take their time; `work` sums the seconds of each kind."""
+    """`tasks` and the time that calls about them take; `work` sums the seconds of each kind."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, tasks: Sequence[Task]) -> None:
         self.seed = seed
+        self.tasks = tasks
         self.places = {kind: asyncio.Semaphore(count) for kind, count in CONCURRENCY.items()}
         self.work: dict[str, float] = defaultdict(float)
 
@@ -81,7 +84,7 @@ class Engine:
         self, prompt_ids: tuple[int, ...], *, max_new_tokens: int, sampling: SamplingConfig, seed: int, affinity: str
     ) -> Turn:
         await self.simulation.call("engine", str(seed), affinity)
-        return Turn(prompt_ids, (seed,), (-1.0,), 0, Finish.STOP, str(seed))
+        return Turn(prompt_ids, (seed,), (-1.0,), (0,), Finish.STOP, str(seed))
 
     async def tool_calls(self, text: str, schemas: Sequence[Any]) -> list[Any]:
         return []
@@ -144,13 +147,13 @@ def options() -> Config:
     return config
 
 
-def tasks() -> list[Task]:
-    return [Task(f"t{i}", (Message("user", "hi"),), "", "", "") for i in range(TASKS)]
+def make_tasks(count: int) -> list[Task]:
+    return [Task(f"t{i}", (Message("user", "hi"),), "", "", "") for i in range(count)]
 
 
 async def ours(simulation: Simulation) -> list[Conversation]:
     player = Player(Engine(simulation), Renderer(), Users(simulation), Judge(simulation), options())  # type: ignore[arg-type]
-    groups = await asyncio.gather(*(player.play(task, task.id) for task in tasks()))
+    groups = await asyncio.gather(*(player.play(task, task.id) for task in simulation.tasks))
     return [f.conversation for group in groups for rollout in group.rollouts for f in rollout.futures]
 
 
@@ -164,18 +167,20 @@ async def serial(simulation: Simulation) -> list[Conversation]:
         places = [Place(task.id, rollout, number) for number in range(FUTURES)]
         return [await sampler.play_on(start, task, place, config.rollout.future) for place in places]
 
-    played = await asyncio.gather(*(turn(task, rollout) for task in tasks() for rollout in range(ROLLOUTS)))
+    played = await asyncio.gather(*(turn(task, rollout) for task in simulation.tasks for rollout in range(ROLLOUTS)))
     conversations = [conversation for futures in played for conversation in futures]
     judge = Judge(simulation)
-    await asyncio.gather(*(judge.score(tasks()[0], conversation) for conversation in conversations))
+    await asyncio.gather(*(judge.score(simulation.tasks[0], conversation) for conversation in conversations))
     return conversations
 
 
-def run(play: Callable[[Simulation], Coroutine[Any, Any, _Result]], seed: int) -> tuple[float, Simulation, _Result]:
+def run(
+    play: Callable[[Simulation], Coroutine[Any, Any, _Result]], seed: int, tasks: Sequence[Task]
+) -> tuple[float, Simulation, _Result]:
     """The virtual seconds that `play` takes, what it used, and what it made."""
     loop = VirtualLoop()
     try:
-        simulation = Simulation(seed)
+        simulation = Simulation(seed, tasks)
         result = loop.run_until_complete(play(simulation))
         return loop.time(), simulation, result
     finally:
@@ -184,7 +189,7 @@ def run(play: Callable[[Simulation], Coroutine[Any, Any, _Result]], seed: int) -
 
 def longest_chain(simulation: Simulation, conversations: Sequence[Conversation]) -> float:
     """The seconds of the future that has to wait longest when nothing is ever busy; futures in the order of `ours`."""
-    places = [Place(task.id, i, j) for task in tasks() for i in range(ROLLOUTS) for j in range(FUTURES)]
+    places = [Place(task.id, i, j) for task in simulation.tasks for i in range(ROLLOUTS) for j in range(FUTURES)]
     chains = []
     for place, conversation in zip(places, conversations, strict=True):
         engine = [simulation.seconds("engine", turn.text, place.stream) for turn in conversation.turns]
@@ -196,12 +201,15 @@ def longest_chain(simulation: Simulation, conversations: Sequence[Conversation])
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(5)))
+    parser.add_argument("--smoke", action="store_true", help="one seed of a few tasks: shows that it runs, no figures")
+    arguments = parser.parse_args()
+    tasks = make_tasks(SMOKE_TASKS if arguments.smoke else TASKS)
     over_bound, over_ours = [], []
-    for seed in parser.parse_args().seeds:
-        seconds, simulation, conversations = run(ours, seed)
+    for seed in arguments.seeds[:1] if arguments.smoke else arguments.seeds:
+        seconds, simulation, conversations = run(ours, seed, tasks)
         chain = longest_chain(simulation, conversations)
         bounds = {kind: simulation.work[kind] / CONCURRENCY[kind] for kind in CONCURRENCY}
-        published, _, same = run(serial, seed)
+        published, _, same = run(serial, seed, tasks)
         assert sorted(c.token_ids for c in same) == sorted(c.token_ids for c in conversations)
         over_bound.append(seconds / max(chain, *bounds.values()))
         over_ours.append(published / seconds)

@@ -202,7 +202,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for layout in LAYOUTS:
             out = Path(scratch) / f"{layout}.json"
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+            command = [sys.executable, "-m", "megatron_collab.launch.torchrun"]
             command += [f"--nproc-per-node={RANKS.get(layout, 2)}", __file__, "--rank", layout, str(out)]
             subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"})
             found = json.loads(out.read_text())

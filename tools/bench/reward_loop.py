@@ -3,11 +3,12 @@
 4,000 futures of three turns of 200 tokens end at the same time. Their one metric awaits 20 ms, which stands for a
 call of something elsewhere; a worker makes `reward.concurrency` = 8 scores at once. At best that takes 4000 x 0.020 s
 / (2 workers x 8) = 5 s; `time_over_ideal` is the time from the first request to the last score over that.
-`python tools/bench/reward_loop.py` prints, last, one JSON object.
+`python tools/bench/reward_loop.py [--smoke]` prints, last, one JSON object; with --smoke there are 80 futures.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import time
@@ -22,7 +23,8 @@ from megatron_collab.reward.metrics import Metric, NoOptions
 from megatron_collab.reward.workers import RewardClient, RewardWorker, ray_session, start_actor
 from megatron_collab.types import Conversation, Ending, Finish, Message, Score, Task, Turn
 
-FUTURES, WORKERS, CONCURRENCY = 4000, 2, 8
+FUTURES, SMOKE_FUTURES = 4000, 80
+WORKERS, CONCURRENCY = 2, 8
 TURNS, TOKENS = 3, 200
 TASK = Task("t", (Message("user", "a table please"),), "goal", "answer", "nobody")
 
@@ -52,7 +54,8 @@ class Worker(RewardWorker):
 def future(number: int) -> Conversation:
     conversation = Conversation(TASK.messages, (number,))
     for _ in range(TURNS):
-        turn = Turn(conversation.token_ids, tuple(range(TOKENS)), (-0.5,) * TOKENS, 0, Finish.STOP, "word " * TOKENS)
+        log_probs, versions = (-0.5,) * TOKENS, (0,) * TOKENS
+        turn = Turn(conversation.token_ids, tuple(range(TOKENS)), log_probs, versions, Finish.STOP, "word " * TOKENS)
         conversation = conversation.add_turn(turn)
     return conversation.end(Ending.TURN_LIMIT)
 
@@ -63,17 +66,20 @@ async def score_all(client: RewardClient, futures: list[Conversation]) -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--smoke", action="store_true", help="a few futures: shows that it runs, no figures")
+    count = SMOKE_FUTURES if parser.parse_args().smoke else FUTURES
     config = Config(reward=RewardConfig(weights={"waits": 1.0}, workers=WORKERS, concurrency=CONCURRENCY))
     metrics.split = only_waits
-    futures = [future(number) for number in range(FUTURES)]
+    futures = [future(number) for number in range(count)]
     with ray_session(config):
         workers = [start_actor(Worker, config) for _ in range(WORKERS)]
         ray.get([worker.ready.remote() for worker in workers])
         began = time.monotonic()
         asyncio.run(score_all(RewardClient(workers, config.reward), futures))
         seconds = time.monotonic() - began
-    ideal = FUTURES * Waits.seconds / (WORKERS * CONCURRENCY)
-    print(f"{FUTURES} scores in {seconds:.2f} s; {ideal:.2f} s at best")
+    ideal = count * Waits.seconds / (WORKERS * CONCURRENCY)
+    print(f"{count} scores in {seconds:.2f} s; {ideal:.2f} s at best")
     print(json.dumps({"name": "reward_loop", "values": {"time_over_ideal": round(seconds / ideal, 3)}}))
 
 

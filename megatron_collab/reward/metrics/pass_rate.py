@@ -1,9 +1,11 @@
 """Whether the code in the policy's last message passes the task's tests, run in the sandbox: 1 if all pass.
 
 Tests stand in the task's metadata: `test` defines check(candidate) and `entry_point` names the candidate, as in
-HumanEval (arXiv 2107.03374), where `prompt` is code that comes before the policy's; or `tests` is code with asserts
-or unittest cases. Tests run in the process of what they test, as in HumanEval's own harness: code that sets out to
-deceive them, by values equal to everything for one, can.
+HumanEval (arXiv 2107.03374), where `prompt` is code that comes before the policy's; or `test` has unittest cases that
+call the candidate by its name, as in BigCodeBench (arXiv 2406.15877); or `tests` is code with asserts or unittest
+cases. Of unittest cases at least one must run, and none may be skipped: the candidate could raise SkipTest. Tests run
+in the process of what they test, as in HumanEval's own harness: code that sets out to deceive them, by values equal
+to everything for one, can.
 """
 
 from __future__ import annotations
@@ -27,15 +29,18 @@ if TYPE_CHECKING:
 
 _OPENING = re.compile(r"(?P<indent>[ \t]*)(?P<fence>`{3,}|~{3,})[ \t]*(?P<language>[^\s`{]*)[^`]*")
 _PYTHON = ("python", "python3", "py")
+_CHECK = re.compile(r"^def check\b", re.MULTILINE)
 _MOST_CLOSINGS = 16  # how many fences inside strings of one block are looked at
 
 # Runs the unittest cases that the tests define, not those of the reply.
 _UNITTEST = """
 import unittest
-_loader = unittest.defaultTestLoader
-_cases = [kind for kind in list(globals().values()) if isinstance(kind, type) and issubclass(kind, unittest.TestCase)]
-_suites = [_loader.loadTestsFromTestCase(kind) for kind in _cases if kind.__module__ == "tests"]
-assert unittest.TextTestRunner().run(unittest.TestSuite(_suites)).wasSuccessful()
+kinds = [kind for kind in list(tests.values()) if isinstance(kind, type) and kind.__module__ == "tests"]
+cases = [kind for kind in kinds if issubclass(kind, unittest.TestCase)]
+suites = map(unittest.defaultTestLoader.loadTestsFromTestCase, cases)
+result = unittest.TextTestRunner().run(unittest.TestSuite(suites))
+assert result.wasSuccessful() and not result.skipped
+assert result.testsRun or {optional} and not cases, "no test has run"
 """
 
 
@@ -67,7 +72,7 @@ class PassRate(Metric):
     async def score(self, task: Task, conversation: Conversation) -> Score | None:
         if not (task.metadata.get("test") or task.metadata.get("tests")):
             return None
-        if task.metadata.get("test") and not task.metadata.get("entry_point"):
+        if _CHECK.search(task.metadata.get("test") or "") and not task.metadata.get("entry_point"):
             return Missing(f"task {task.id}: its metadata has test, but no entry_point to hand to check(candidate)")
         code = extract("".join(conversation.replies[-1:]))  # who never spoke to the user wrote no code
         try:
@@ -88,9 +93,14 @@ def program(code: str, metadata: Mapping[str, Any]) -> dict[str, str]:
         sources = {"solution": prompt + code}
     else:
         sources = {"prompt": prompt, "solution": code} if _parses(prompt) else {"solution": code}
-    if metadata.get("test"):
-        return sources | {"tests": f"{metadata['test']}\ncheck({metadata['entry_point']})\n"}
-    return sources | {"tests": f"{metadata['tests']}\n{_UNITTEST}"}
+    test = metadata.get("test")
+    if test and _CHECK.search(test):
+        return sources | {"tests": f"{test}\ncheck({metadata['entry_point']})\n"}
+    # Not in the module of the tests, where names of the reply would hide builtins.
+    cases = (
+        f"import builtins\nbuiltins.exec({_UNITTEST.format(optional=not test)!r}, {{'tests': builtins.globals()}})\n"
+    )
+    return sources | {"tests": f"{test or metadata['tests']}\n{cases}"}
 
 
 def extract(reply: str) -> str:

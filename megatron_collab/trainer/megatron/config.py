@@ -134,7 +134,7 @@ def _fusions(experts: bool) -> dict[str, bool]:
 
 
 def backend_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """The layers of this rank's (virtual) pipeline stage: TransformerEngine's where it is there, else ours."""
+    """The layers of this rank's (virtual) pipeline stage: TransformerEngine's where it can run, else ours."""
     engine = device.probe("transformer_engine").found
     block = get_gpt_decoder_block_spec(config, engine, normalization="RMSNorm", vp_stage=vp_stage)
     return block if engine else layers.fill_in(block, config)

@@ -1,27 +1,17 @@
-"""What tools/plan_publish.py prints of an experiment, and how it refuses."""
+"""What plan-sync prints of an experiment, and how it refuses."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from types import ModuleType
-
 import pytest
 
-TOOLS = Path(__file__).resolve().parents[2] / "tools"
+from megatron_collab.commands import plan_sync
+
 APART = ["rollout.server.colocated=false", "parallel.offload=false"]
 
 
-@pytest.fixture
-def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(TOOLS))
-    import plan_publish
-
-    return plan_publish
-
-
-def test_the_plan_of_an_experiment(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_of_an_experiment(capsys: pytest.CaptureFixture[str]) -> None:
     """Sixteen colocated servers of a 70B model in FP8, 72.7 GB each: a node holds one pipeline stage of four."""
-    assert tool.main(["experiment=train_70b"]) == 0
+    assert plan_sync.main(["experiment=train_70b"]) == 0
     printed = capsys.readouterr().out
     assert "trainer of 128 ranks, tp=8 pp=4" in printed and "16 servers of tp=8 ep=1 FP8" in printed
     rows = {line[:26].strip(): line[26:].split() for line in printed.splitlines()}
@@ -29,9 +19,9 @@ def test_the_plan_of_an_experiment(tool: ModuleType, capsys: pytest.CaptureFixtu
     assert "rank 0 of server 0 receives the most, 9.09 GB" in printed and "1163.06 GB take " in printed
 
 
-def test_slower_links_take_longer(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_slower_links_take_longer(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["experiment=train_70b", *APART, "rollout.server.fp8=false"]
-    assert tool.main([*options, "--bandwidth", "1000", "100", "1"]) == 0
+    assert plan_sync.main([*options, "--bandwidth", "1000", "100", "1"]) == 0
     printed = capsys.readouterr().out
     assert "2258.01 GB take 18.17 s" in printed and "1.0 times the floor of 17.64 s" in printed
 
@@ -43,20 +33,20 @@ def test_slower_links_take_longer(tool: ModuleType, capsys: pytest.CaptureFixtur
         (["rollout.server.tp=16", "rollout.server.ep=3"], "rollout.server.ep=3: does not divide"),
         ([*APART, "rollout.server.tp=64"], "448 rows on a server's rank, no multiple of 128"),
         (["parallel.pq=3"], "parallel.pq"),
-        (["train.stage=sft"], "train.stage=sft: publishes nothing"),
+        (["train.stage=sft"], "train.stage=sft: has no servers"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(
-    tool: ModuleType, capsys: pytest.CaptureFixture[str], options: list[str], said: str
+    capsys: pytest.CaptureFixture[str], options: list[str], said: str
 ) -> None:
-    assert tool.main(["experiment=train_70b", *options]) == 2
+    assert plan_sync.main(["experiment=train_70b", *options]) == 2
     printed, line = capsys.readouterr()
     assert printed == "" and line.count("\n") == 1 and said in line
 
 
 @pytest.mark.parametrize("speed", ["0", "-1", "nan", "fast"])
-def test_no_bandwidth(tool: ModuleType, capsys: pytest.CaptureFixture[str], speed: str) -> None:
+def test_no_bandwidth(capsys: pytest.CaptureFixture[str], speed: str) -> None:
     with pytest.raises(SystemExit) as ended:
-        tool.main(["experiment=train_70b", "--bandwidth", "1000", speed, "1"])
+        plan_sync.main(["experiment=train_70b", "--bandwidth", "1000", speed, "1"])
     line = capsys.readouterr().err
-    assert ended.value.code == 2 and line.count("\n") == 1 and f"{speed!r} is no bandwidth" in line
+    assert ended.value.code == 2 and line.count("\n") == 1 and f"{speed!r} is not a bandwidth" in line

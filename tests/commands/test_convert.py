@@ -8,7 +8,6 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +16,7 @@ import safetensors.numpy
 import torch
 from safetensors.torch import load_file
 
+from megatron_collab.commands import convert
 from megatron_collab.config import RolloutConfig, SamplingConfig
 from megatron_collab.inference.sglang import SGLangClient, SGLangServer
 from megatron_collab.models import hf_to_megatron
@@ -25,21 +25,15 @@ from tests.conftest import serving_config
 from tests.helpers import make_model
 from tests.ranks import HF, run_ranks
 
-TOOLS = Path(__file__).resolve().parents[2] / "tools"
 PROMPT = [[7, 250, 31, 4, 99, 120, 18, 3]]
 
 
-@pytest.fixture(scope="module")
-def tool() -> Callable[..., int]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(TOOLS))
-        import convert_ckpt
-
-        return lambda *arguments: convert_ckpt.main([str(argument) for argument in arguments])
+def tool(*arguments: object) -> int:
+    return convert.main([str(argument) for argument in arguments])
 
 
 @pytest.fixture(scope="module")
-def folder(tool: Callable[..., int], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """For each family the models source and other, the checkpoints start, and those of training in each layout."""
     folder = tmp_path_factory.mktemp("convert")
     for family in FAMILIES:
@@ -58,9 +52,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_round_trip_is_bit_equal(
-    folder: Path, tool: Callable[..., int], tmp_path: Path, family: str, layout: str
-) -> None:
+def test_round_trip_is_bit_equal(folder: Path, tmp_path: Path, family: str, layout: str) -> None:
     source = folder / family / "source"
     assert json.loads((folder / family / f"{layout}.json").read_text()) == [0, {}]
     out = tmp_path / "out"
@@ -85,7 +77,7 @@ def greedy(folder: Path) -> list[int]:
     return [int(token) for token in tokens[0]]
 
 
-def test_another_dtype_is_the_rounded_model(folder: Path, tool: Callable[..., int], tmp_path: Path) -> None:
+def test_another_dtype_is_the_rounded_model(folder: Path, tmp_path: Path) -> None:
     source = folder / "qwen3" / "source"
     assert tool(folder / "qwen3" / "tp2", tmp_path / "out", "--model", source, "--dtype", "bfloat16") == 0
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
@@ -96,32 +88,32 @@ def test_another_dtype_is_the_rounded_model(folder: Path, tool: Callable[..., in
 def test_verify_compares_with_transformers(folder: Path, tmp_path: Path) -> None:
     source = folder / "qwen3" / "source"
     checkpoint = folder / "qwen3" / "tp2"
-    same = run_tool(checkpoint, tmp_path / "out", "--model", source, "--dtype", "bfloat16", "--verify")
+    same = run_process(checkpoint, tmp_path / "out", "--model", source, "--dtype", "bfloat16", "--verify")
     assert same.returncode == 0, same.stderr
     assert float(same.stdout.split("log-probs: ")[1].split(",")[0]) < 1e-4
-    (tmp_path / "patched.py").write_text(WRONG_TABLE)
-    other = run_tool(source, tmp_path / "start", "--to-megatron", "--verify", script=tmp_path / "patched.py")
+    other = run_process(source, tmp_path / "start", "--to-megatron", "--verify", program=WRONG_TABLE + RUN)
     assert other.returncode == 1, other.stderr
     assert "ABOVE" in other.stdout
 
 
-# gate and up change places
-WRONG_TABLE = f"""
+RUN = """
 import sys
-sys.path.insert(0, {str(TOOLS)!r})
+from megatron_collab.commands import convert
+sys.exit(convert.main(sys.argv[1:]))
+"""
+# gate and up change places
+WRONG_TABLE = """
 from dataclasses import replace
 from megatron_collab.models import hf_to_megatron
 right = hf_to_megatron.table
 hf_to_megatron.table = lambda shape: tuple(
     replace(entry, hf=entry.hf[::-1]) if "linear_fc1" in entry.megatron else entry for entry in right(shape)
 )
-import convert_ckpt
-sys.exit(convert_ckpt.main())
 """
 
 
-def run_tool(*arguments: object, script: Path = TOOLS / "convert_ckpt.py") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(script), *map(str, arguments)]
+def run_process(*arguments: object, program: str = RUN) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", program, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True)
 
 
@@ -168,9 +160,7 @@ def test_a_model_larger_than_the_memory_it_takes(tmp_path: Path) -> None:
     assert all(np.array_equal(found[name].numpy(), tensor) for name, tensor in model.items())
 
 
-def test_bad_input_is_one_line_and_exit_2(
-    folder: Path, tool: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_is_one_line_and_exit_2(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, checkpoint = folder / "qwen3" / "source", folder / "qwen3" / "tp2" / "step_1"
     torn = Path(shutil.copytree(checkpoint, tmp_path / "step_1"))
     (torn / "__1_0.distcp").unlink()
@@ -215,7 +205,6 @@ def broken(folder: Path, tmp_path: Path, file: str, content: str | None) -> Path
 )
 def test_a_checkpoint_that_is_not_whole(
     folder: Path,
-    tool: Callable[..., int],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     file: str,
@@ -243,7 +232,6 @@ def test_a_checkpoint_that_is_not_whole(
     ],
 )
 def test_a_model_that_cannot_be_read(
-    tool: Callable[..., int],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     file: str,
@@ -258,9 +246,7 @@ def test_a_model_that_cannot_be_read(
     assert told in error and "; give a" in error and error.count("\n") == 1, error
 
 
-def test_a_folder_that_cannot_be_made(
-    tool: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_model(tmp_path / "model", vocab=301)
     (tmp_path / "file").write_text("")
     capsys.readouterr()
@@ -270,9 +256,7 @@ def test_a_folder_that_cannot_be_made(
 
 
 @pytest.mark.parametrize("to_megatron", [True, False])
-def test_a_full_disk(
-    tool: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str], to_megatron: bool
-) -> None:
+def test_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str], to_megatron: bool) -> None:
     """A limit on the size of a file stands in for it: writing fails half-way. Nothing is left behind."""
     make_model(tmp_path / "model", vocab=301)
     assert tool(tmp_path / "model", tmp_path / "start", "--to-megatron") == 0
@@ -294,15 +278,13 @@ def test_a_full_disk(
     ("arguments", "said"),
     [
         ((), "the following arguments are required: source, out"),
-        (("a", "b"), "give --model HF for a checkpoint, or --to-megatron"),
+        (("a", "b"), "give --model HF to convert a checkpoint, or --to-megatron"),
         (("a", "b", "--to-megatron", "--dtype", "int8"), "--dtype: invalid choice: 'int8'"),
-        (("a", "b", "--to-megatron", "--shard-size", "0"), "--shard-size: '0' is no size; give one such as 5GB"),
+        (("a", "b", "--to-megatron", "--shard-size", "0"), "--shard-size: '0' is not a size; give one such as 5GB"),
     ],
     ids=str,
 )
-def test_wrong_options(
-    tool: Callable[..., int], capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str
-) -> None:
+def test_wrong_options(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str) -> None:
     with pytest.raises(SystemExit) as ended:
         tool(*arguments)
     error = capsys.readouterr().err
@@ -311,7 +293,7 @@ def test_wrong_options(
 
 
 @pytest.mark.slow
-def test_sglang_samples_what_the_source_samples(folder: Path, tool: Callable[..., int], tmp_path: Path) -> None:
+def test_sglang_samples_what_the_source_samples(folder: Path, tmp_path: Path) -> None:
     source = folder / "qwen3" / "source"
     assert tool(folder / "qwen3" / "pp2", tmp_path / "out", "--model", source) == 0
 

@@ -1,23 +1,25 @@
-"""The doctor says what is there and what replaces what is not, and what memory a run would need."""
+"""The doctor lists what was found and what replaces the rest, and the GPU memory that a run needs."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from megatron_collab import patches
+from megatron_collab.commands import doctor
+from megatron_collab.config import CONF
 from megatron_collab.runtime.device import Probe, probes
 
-DOCTOR = Path(__file__).resolve().parents[2] / "tools" / "doctor.py"
+ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_every_probe_has_a_row(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, DOCTOR], capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    rows = done.stdout.splitlines()
+def test_every_probe_has_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main([]) == 0
+    rows = capsys.readouterr().out.splitlines()
     libraries = [
         "torch",
         "Megatron-Core",
@@ -34,19 +36,13 @@ def test_every_probe_has_a_row(tmp_path: Path) -> None:
         assert probe.detail in row and probe.enables in row
         assert ("missing" in row) != probe.found
         assert probe.found or f"-> {probe.fallback}" in row
-    assert "launch.device=auto takes" in rows[-1]
-
-
-@pytest.fixture
-def doctor(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(DOCTOR.parent))
-    import doctor
-
-    return doctor
+    printed = "\n".join(rows)
+    assert all(patch.name in printed for patch in patches.in_force())
+    assert "launch.device=auto selects" in rows[-1]
 
 
 def test_what_is_required_and_missing_ends_in_1(
-    doctor: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lacking = [Probe("ray", False, "not installed", "conversations and scoring", "")]
     monkeypatch.setattr(doctor.device, "probes", lambda: lacking)
@@ -56,24 +52,46 @@ def test_what_is_required_and_missing_ends_in_1(
     assert "Required and missing: Ray. Run make setup." in printed
 
 
-def test_a_plan_needs_nothing_of_the_run(doctor: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_needs_nothing_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     """Neither model nor data nor devices nor TransformerEngine, which this run would use."""
     assert doctor.main(["--plan", "experiment=train_70b", "launch.device=cuda"]) == 0
     printed = capsys.readouterr().out
     assert "on 128 GPUs: launch.nodes=16 x launch.nproc_per_node=8" in printed
     rows = {line[:34].strip(): line[34:].split() for line in printed.splitlines()}
     names = ["parameters", "gradients", "optimizer", "reference", "activations"]
-    names += ["server: weights", "server: KV cache", "publish buckets"]
+    names += ["server: weights", "server: KV cache", "weight sync buckets"]
     for column in range(2):
         assert float(rows["sum"][column]) == pytest.approx(sum(float(rows[name][column]) for name in names), abs=0.05)
     assert "The largest part is server: KV cache." in printed and "Fits a GPU of 80 GiB" in printed
 
 
-def test_a_plan_that_does_not_fit_ends_in_1(doctor: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def plan_on_a_login_node(folder: Path, *broken: str) -> subprocess.CompletedProcess[str]:
+    """The plan of train_70b where importing one of `broken` raises what a library without its driver raises."""
+    for library in broken:
+        (folder / f"{library}.py").write_text("raise OSError('libcuda.so.1: cannot open')")
+    environment = os.environ | {"PYTHONPATH": f"{folder}:{ROOT}", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, ROOT / "tools" / "doctor.py", "--plan", "experiment=train_70b", "launch.device=cuda"]
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+def test_a_plan_needs_no_library_of_gpus(tmp_path: Path) -> None:
+    done = plan_on_a_login_node(tmp_path, "flash_mla", "deep_ep", "transformer_engine")
+    assert done.returncode == 0, done.stderr
+    assert "Fits a GPU of 80 GiB" in done.stdout
+
+
+def test_a_plan_without_what_it_needs_is_refused_in_one_line(tmp_path: Path) -> None:
+    done = plan_on_a_login_node(tmp_path, "torch")
+    assert done.returncode == 2 and done.stdout == ""
+    said = "--plan: torch or Megatron-Core cannot be imported on this machine: OSError: libcuda.so.1: cannot open"
+    assert done.stderr == f"megatron-collab: {said}\n"
+
+
+def test_a_plan_that_does_not_fit_ends_in_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.main(["--gpu-gib", "40", "--plan", "experiment=train_70b", "parallel.offload=true"]) == 1
     printed = capsys.readouterr().out
     assert "Does not fit a GPU of 40 GiB" in printed
-    assert "on the host of each node, while sampling: 50.8 GiB of optimizer" in printed
+    assert "in host memory of each node, while sampling: 50.8 GiB of optimizer state" in printed
 
 
 @pytest.mark.parametrize(
@@ -85,18 +103,14 @@ def test_a_plan_that_does_not_fit_ends_in_1(doctor: ModuleType, capsys: pytest.C
         ("parallel.pq=3", "parallel.pq"),
     ],
 )
-def test_a_plan_of_what_cannot_be(
-    doctor: ModuleType, capsys: pytest.CaptureFixture[str], override: str, said: str
-) -> None:
+def test_a_plan_of_what_cannot_be(capsys: pytest.CaptureFixture[str], override: str, said: str) -> None:
     assert doctor.main(["--plan", "experiment=train_70b", override]) == 2
     printed, line = capsys.readouterr()
     assert printed == "" and line.count("\n") == 1 and said in line
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"model_type": "llama", "hidden_size": "64"}'])
-def test_a_plan_of_a_broken_description(
-    doctor: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str
-) -> None:
+def test_a_plan_of_a_broken_description(capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     assert doctor.main(["--plan", "experiment=train_70b", f"model.path={tmp_path}"]) == 2
     line = capsys.readouterr().err
@@ -106,18 +120,16 @@ def test_a_plan_of_a_broken_description(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--gpu-gib", "0"], "--gpu-gib: '0' is no memory of a GPU"),
-        (["--gpu-gib", "-1"], "--gpu-gib: '-1' is no memory of a GPU"),
-        (["--gpu-gib", "nan"], "--gpu-gib: 'nan' is no memory of a GPU"),
-        (["--gpu-gib", "much"], "--gpu-gib: 'much' is no memory of a GPU"),
+        (["--gpu-gib", "0"], "--gpu-gib: '0' is not a memory size"),
+        (["--gpu-gib", "-1"], "--gpu-gib: '-1' is not a memory size"),
+        (["--gpu-gib", "nan"], "--gpu-gib: 'nan' is not a memory size"),
+        (["--gpu-gib", "much"], "--gpu-gib: 'much' is not a memory size"),
         (["--plan"], "--plan: expected at least one argument"),
         (["--pan"], "unrecognized arguments: --pan"),
     ],
     ids=str,
 )
-def test_wrong_options_of_the_doctor(
-    doctor: ModuleType, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
-) -> None:
+def test_wrong_options_of_the_doctor(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
     with pytest.raises(SystemExit) as ended:
         doctor.main(arguments)
     printed, line = capsys.readouterr()
@@ -126,11 +138,11 @@ def test_wrong_options_of_the_doctor(
 
 
 def test_the_folder_of_the_model_comes_before_the_known_shapes(
-    doctor: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     folder = tmp_path / "Llama-3.3-70B-Instruct"
     folder.mkdir()
-    smaller = (DOCTOR.parents[1] / "conf/shapes/Llama-3.1-8B-Instruct.json").read_text()
+    smaller = (CONF / "shapes" / "Llama-3.1-8B-Instruct.json").read_text()
     (folder / "config.json").write_text(smaller)
     assert doctor.main(["--plan", "experiment=train_70b", f"model.path={folder}", "--gpu-gib", "30"]) == 0
     assert "Fits a GPU of 30 GiB" in capsys.readouterr().out

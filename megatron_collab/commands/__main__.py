@@ -1,0 +1,58 @@
+"""The program `megatron-collab`, also `python -m megatron_collab.commands`: one command per module of this package.
+
+Nothing heavy is imported here, so that --help and --version answer at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from importlib import import_module
+
+from megatron_collab import __version__
+
+EXIT_BAD_INPUT = 2  # as runtime/process.py has it, which takes longer to import
+COMMANDS = {
+    "train": "train a policy: experiment=NAME [option=value …]",
+    "quickstart": "the booking world, supervised and then with GRPO, on two CPU cores",
+    "doctor": "what this machine provides; --plan: the GPU memory that a run needs",
+    "plan-sync": "how a run would sync its weights: bytes by path, rounds, seconds",
+    "convert": "convert a checkpoint to a Hugging Face folder, or the other way round",
+    "report": "rewrite report.html of a run",
+}
+
+
+def main() -> int:
+    name, *arguments = sys.argv[1:] or ["--help"]
+    if name in ("-h", "--help"):
+        commands = [f"  {command:12}{text}" for command, text in COMMANDS.items()]
+        print(
+            "usage: megatron-collab [--version] COMMAND …",
+            *commands,
+            "megatron-collab COMMAND --help: its options",
+            sep="\n",
+        )
+        return 0
+    if name == "--version":
+        print(f"megatron-collab {__version__}")
+        return 0
+    if name not in COMMANDS:
+        nearest = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0)[0]
+        print(f"megatron-collab: no command {name!r}; did you mean {nearest}? (all commands: --help)", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    if name == "train":  # replaces this process: train blocks the preemption signal before it imports anything heavy
+        os.execv(sys.executable, [sys.executable, "-m", "megatron_collab.train", *arguments])
+    try:
+        command = import_module(f"megatron_collab.commands.{name.replace('-', '_')}")
+    except ModuleNotFoundError as error:
+        print(
+            f"megatron-collab: {error.name} is not installed; install the extra cpu or gpu, as megatron-collab[cpu]",
+            file=sys.stderr,
+        )
+        return EXIT_BAD_INPUT
+    return int(command.main(arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

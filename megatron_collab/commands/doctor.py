@@ -1,0 +1,140 @@
+"""What this machine provides, or how much GPU memory a run needs.
+
+`megatron-collab doctor` prints one row for each library and device: whether it was found, what it enables and what is
+used without it; a run uses the same probes. Exit code 1 if something required is missing.
+
+`megatron-collab doctor --plan experiment=NAME [option=value …]` takes the options of train and prints the memory of the
+fullest GPU by part. It needs neither GPU nor data nor weights: the model's shape is read from model.path, else from
+conf/shapes. Exit code 1 if the run does not fit, 2 for settings that cannot work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_collab import patches
+from megatron_collab.config import Config, ConfigError
+from megatron_collab.config.refuse import ArgumentParser
+from megatron_collab.runtime import device
+from megatron_collab.runtime.process import EXIT_BAD_INPUT
+
+if TYPE_CHECKING:
+    from megatron_collab.planning.memory import MemoryPlan
+
+TITLES = {
+    "cuda": "CUDA device",
+    "torch": "torch",
+    "megatron": "Megatron-Core",
+    "transformer_engine": "TransformerEngine",
+    "apex": "apex",
+    "flash_attn": "flash-attn",
+    "sglang": "SGLang",
+    "memory_saver": "torch-memory-saver",
+    "ray": "Ray",
+    "slurm": "Slurm",
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = ArgumentParser(
+        "megatron-collab doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--plan", nargs="+", metavar="OPTION=VALUE", help="print the GPU memory that this run needs")
+    parser.add_argument("--gpu-gib", type=_gib, default=80.0, help="memory of a GPU in GiB [80]")
+    given = parser.parse_args(arguments)
+    if given.plan is None:
+        return print_probes()
+    try:
+        return print_plan(given.plan, given.gpu_gib)
+    except ConfigError as error:
+        print(f"megatron-collab: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+
+
+def _gib(text: str) -> float:
+    try:
+        size = float(text)
+    except ValueError:
+        size = 0.0
+    if not 0 < size < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a memory size; give GiB, as 80")
+    return size
+
+
+def print_probes() -> int:
+    found = device.probes()
+    print(table(found))
+    lacking = [TITLES[probe.name] for probe in found if not probe.found and not probe.fallback]
+    if lacking:
+        print(f"\nRequired and missing: {', '.join(lacking)}. Run make setup.")
+        return 1
+    selected = device.select("auto")
+    print(f"\nChanges to libraries in force (megatron_collab/patches):\n{patches.table()}")
+    print(f"\nlaunch.device=auto selects {selected.type}, with torch.distributed over {selected.backend}.")
+    return 0
+
+
+def table(found: Sequence[device.Probe]) -> str:
+    """The probes as a text table; the last column says what is used in place of a missing one."""
+    rows = [("", "found", "enables", "without it")]
+    for probe in found:
+        used = "-" if probe.found else f"-> {probe.fallback or 'nothing: required'}"
+        state = probe.detail if probe.found else f"missing: {probe.detail}"
+        rows.append((TITLES[probe.name], state, probe.enables, used))
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    lines = ["  ".join((*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3])) for row in rows]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def print_plan(overrides: Sequence[str], gpu_gib: float) -> int:
+    try:
+        patches.apply("megatron")
+        from megatron_collab.planning.memory import GIB, plan_memory, read_run
+    except Exception as error:  # libraries raise anything where they cannot work, as OSError without their driver
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(f"--plan: torch or Megatron-Core cannot be imported on this machine: {text}") from error
+
+    config, shape = read_run(overrides)
+    plan = plan_memory(config, shape)
+    print(report(config, plan))
+    need = plan.peak(plan.fullest) / GIB
+    if need > gpu_gib:
+        print(f"Does not fit a GPU of {gpu_gib:g} GiB: needs {need - gpu_gib:.1f} GiB more.")
+        return 1
+    print(
+        f"Fits a GPU of {gpu_gib:g} GiB: {gpu_gib - need:.1f} GiB remain for what is not counted "
+        "(CUDA contexts, NCCL, SGLang's graphs and workspace, temporaries)."
+    )
+    return 0
+
+
+def report(config: Config, plan: MemoryPlan) -> str:
+    """The plan as text: the GPUs, the parts of the fullest one, the sums of the others, the host's memory."""
+    from megatron_collab.planning.memory import GIB
+
+    launch, parallel = config.launch, config.parallel
+    parts = plan.stages[plan.fullest]
+    rows = [(part.name, part.training, part.sampling) for part in parts]
+    sums = ("sum", sum(part.training for part in parts), sum(part.sampling for part in parts))
+    lines = [
+        f"{Path(config.model.path).name} on {plan.gpus} GPUs: launch.nodes={launch.nodes} x "
+        f"launch.nproc_per_node={launch.nproc_per_node}",
+        f"tp={parallel.tp} pp={parallel.pp} vpp={parallel.vpp} cp={parallel.cp} ep={parallel.ep}, "
+        f"data parallel {plan.dp}, recompute={parallel.recompute}",
+        "",
+        f"{f'GiB on a GPU of pipeline stage {plan.fullest}':34}  training  sampling",
+        *(f"{name:34}  {training / GIB:8.2f}  {sampling / GIB:8.2f}" for name, training, sampling in [*rows, sums]),
+        "",
+        "at most, by pipeline stage: "
+        + ", ".join(f"{plan.peak(stage) / GIB:.1f}" for stage in range(len(plan.stages))),
+    ]
+    host = sum(part.host for part in parts) * launch.nproc_per_node
+    if host:
+        lines.append(f"in host memory of each node, while sampling: {host / GIB:.1f} GiB of optimizer state")
+    largest = max(parts, key=lambda part: max(part.training, part.sampling))
+    return "\n".join([*lines, f"The largest part is {largest.name}."])

@@ -1,0 +1,76 @@
+"""The booking world in two runs: supervised training on mixed behaviour, then GRPO with multiturn-aware reward.
+
+Each run is one `megatron-collab train`; interrupted at any point, the same command resumes. --compare also runs the
+second stage with the reward of the trained turn alone. The last line printed is result.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_collab.config.refuse import ArgumentParser
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = ArgumentParser(
+        "megatron-collab quickstart", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of both runs [0]")
+    parser.add_argument(
+        "--root", type=Path, default=Path("runs/quickstart"), help="folder of the runs [runs/quickstart]"
+    )
+    parser.add_argument("--compare", action="store_true", help="also train on the reward of the trained turn alone")
+    parser.add_argument("overrides", nargs="*", metavar="option=value", help="settings of every run")
+    given = parser.parse_args(arguments)
+    root = given.root / f"seed{given.seed}"
+    common = [f"run.seed={given.seed}", f"data.dir={root}/world", *given.overrides]
+    second_stage = ["experiment=booking", f"model.path={root}/sft/hf", *common]
+
+    print(f"1. Supervised training on mixed behaviour -> {root}/sft", flush=True)
+    train("experiment=booking_sft", f"run.dir={root}/sft", *common)
+    print(f"2. GRPO with multiturn-aware reward -> {root}/rl", flush=True)
+    train(*second_stage, f"run.dir={root}/rl")
+    alone = None
+    if given.compare:
+        print(f"3. GRPO with the reward of the trained turn alone -> {root}/single_turn", flush=True)
+        train(*second_stage, f"run.dir={root}/single_turn", "reward.mode=single_turn")
+        alone = read(root / "single_turn")["ask_when_missing_after"]
+
+    result = read(root / "rl")
+    result["train_minutes"] = round(read(root / "sft")["train_minutes"] + result["train_minutes"], 2)
+    result["single_turn_ask_after"] = alone
+    (root / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+    report = root / "rl" / "report.html"
+    print(
+        f"\nReport: {report}\n"
+        f"Learned: asks when something is missing {result['ask_when_missing_before']:.3f} -> "
+        f"{result['ask_when_missing_after']:.3f}, asks when nothing is {result['needless_before']:.3f} -> "
+        f"{result['needless_after']:.3f}, final answer right {result['accuracy_before']:.3f} -> "
+        f"{result['accuracy_after']:.3f}, in {result['train_minutes']} minutes."
+    )
+    print(json.dumps(result))
+    return 0
+
+
+def train(*overrides: str) -> None:
+    """One training run; if it fails, this process ends with its exit code."""
+    process = subprocess.Popen([sys.executable, "-m", "megatron_collab.train", *overrides])
+    try:
+        code = process.wait()
+    except KeyboardInterrupt:  # the terminal has sent it to the trainer too, which ends its processes
+        try:
+            code = process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            code = 130
+    if code != 0:
+        sys.exit(code)
+
+
+def read(folder: Path) -> dict:
+    return json.loads((folder / "result.json").read_text())

@@ -1,0 +1,90 @@
+"""The program `megatron-collab`: its commands, and how it refuses."""
+
+from __future__ import annotations
+
+import runpy
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from megatron_collab import __version__
+from megatron_collab.commands import __main__ as program
+
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
+FACES = {"convert_ckpt": "convert", "doctor": "doctor", "plan_publish": "plan_sync", "quickstart": "quickstart"}
+FACES["report"] = "report"
+
+
+def run(*arguments: str, setup: str = "") -> subprocess.CompletedProcess[str]:
+    """The program in a process that also prints, last, which heavy libraries it has imported."""
+    code = f"import sys\n{setup}\nfrom megatron_collab.commands.__main__ import main\ncode = main()\n"
+    code += "print(sorted({'torch', 'hydra'} & sys.modules.keys()))\nsys.exit(code)"
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+
+
+def test_help_and_version_answer_without_anything_heavy() -> None:
+    shown = run("--help")
+    assert shown.returncode == 0 and shown.stderr == ""
+    first, *commands, _, heavy = shown.stdout.splitlines()
+    assert first.startswith("usage: megatron-collab") and heavy == "[]"
+    assert [line.split()[0] for line in commands] == list(program.COMMANDS)
+    assert run().stdout == shown.stdout
+    assert run("--version").stdout == f"megatron-collab {__version__}\n[]\n"
+
+
+@pytest.mark.parametrize("command", [name for name in program.COMMANDS if name != "train"])
+def test_every_command_has_help(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["megatron-collab", command, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        program.main()
+    assert ended.value.code == 0 and capsys.readouterr().out.startswith(f"usage: megatron-collab {command} ")
+
+
+def test_train_is_the_trainer() -> None:
+    """In a process of its own, whose exit code is that of the program."""
+    done = run("train", "experiment=booking", "parallel.pq=3")
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("megatron-collab: ") and done.stderr.count("\n") == 1 and "parallel.pq" in done.stderr
+
+
+@pytest.mark.parametrize(("word", "nearest"), [("trian", "train"), ("plan_sync", "plan-sync"), ("?", "")])
+def test_an_unknown_command_is_one_line(
+    word: str, nearest: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["megatron-collab", word])
+    assert program.main() == 2
+    printed, line = capsys.readouterr()
+    assert printed == "" and line.count("\n") == 1
+    assert f"no command {word!r}; did you mean {nearest}" in line
+
+
+def test_a_library_that_is_not_installed_is_one_line() -> None:
+    """As after an installation without one of the extras."""
+    done = run("doctor", setup="sys.modules['hydra'] = None")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "megatron-collab: hydra is not installed; install the extra cpu or gpu" in done.stderr
+
+
+def test_a_report_needs_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["megatron-collab", "report", str(tmp_path)])
+    assert program.main() == 2
+    assert capsys.readouterr().err == f"megatron-collab: {tmp_path}: has no metrics.jsonl; give the folder of a run\n"
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_a_checkout_has_the_commands_in_tools(face: str) -> None:
+    command = import_module(f"{program.__package__}.{FACES[face]}")
+    assert runpy.run_path(str(TOOLS / f"{face}.py"))["main"] is command.main
+
+
+def test_a_tool_runs_in_any_folder(tmp_path: Path) -> None:
+    command = [sys.executable, TOOLS / "plan_publish.py", "experiment=booking"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.startswith("megatron-collab: model.path="), done.stderr

@@ -1,0 +1,84 @@
+"""The layout of the package: one-way layers, no import circles, no hidden imports, names that tell things apart."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import grimp
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = "megatron_collab"
+
+# Modules with an import of the package within a function, and why it cannot be at the top.
+# None of these hides a circle: nothing imports commands or launch.slurm.
+LAZY = {
+    "commands.convert": "answers --help and wrong arguments before torch is imported",
+    "commands.doctor": "lists what is missing on a machine without torch",
+    "commands.plan_sync": "answers --help and wrong arguments before torch is imported",
+    "launch.slurm": "its commands address and wait, which every node runs, need no torch",
+}
+
+
+def modules() -> Iterator[tuple[str, ast.Module]]:
+    """The modules by their names within the package."""
+    for file in sorted((ROOT / PACKAGE).rglob("*.py")):
+        name = ".".join(file.relative_to(ROOT / PACKAGE).with_suffix("").parts)
+        yield name.removesuffix(".__init__"), ast.parse(file.read_text())
+
+
+def test_packages_import_only_packages_below_them() -> None:
+    """The contracts of pyproject.toml, as `make lint` runs them."""
+    program = Path(sys.executable).with_name("lint-imports")
+    done = subprocess.run([program, "--no-cache"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    """Neither within a package nor through its __init__, of which the contract on siblings knows nothing."""
+    graph = grimp.build_graph(PACKAGE, cache_dir=None)
+    circles = [
+        f"{module} -> {imported}"
+        for module in sorted(graph.modules)
+        for imported in sorted(graph.find_modules_directly_imported_by(module))
+        if graph.chain_exists(importer=imported, imported=module)
+    ]
+    assert not circles, "\n".join(circles)
+
+
+def test_imports_of_the_package_are_at_the_top() -> None:
+    found: dict[str, set[str]] = defaultdict(set)
+    for name, tree in modules():
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        for node in (node for function in functions for node in ast.walk(function)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGE):
+                found[name].add(str(node.module))
+            if isinstance(node, ast.Import):
+                found[name] |= {alias.name for alias in node.names if alias.name.startswith(PACKAGE)}
+    hidden = [f"{name}: {', '.join(sorted(lazy))}" for name, lazy in found.items() if lazy and name not in LAZY]
+    assert not hidden, "\n".join(hidden)
+    assert all(found[name] for name in LAZY), "an exception that is no longer needed"
+
+
+def test_a_public_class_has_a_name_of_its_own() -> None:
+    owners: dict[str, list[str]] = defaultdict(list)
+    for name, tree in modules():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                owners[node.name].append(name)
+    shared = [f"{name}: {', '.join(where)}" for name, where in owners.items() if len(where) > 1]
+    assert not shared, "\n".join(shared)
+
+
+def test_a_public_function_says_what_it_checks_plans_or_finds() -> None:
+    bare = [
+        f"{name}.{node.name}"
+        for name, tree in modules()
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name in ("check", "plan", "find")
+    ]
+    assert not bare, "\n".join(bare)
