@@ -16,7 +16,7 @@ EPSILON = 1e-6
 
 
 class Advantages(NamedTuple):
-    """For each sample float32 [S], 0 where no token is trained; `returns`, what a critic learns, with gae alone."""
+    """For each sample float32 [S], 0 outside trained tokens; `returns`, the critic's targets, with gae only."""
 
     advantages: list[np.ndarray]
     returns: list[np.ndarray] | None
@@ -28,7 +28,7 @@ def assign(
     kl: Sequence[np.ndarray] | None = None,
     values: Sequence[np.ndarray] | None = None,
 ) -> Advantages:
-    """The advantages of a whole batch, as algo.advantage says.
+    """The advantages of a whole batch, by the estimator algo.advantage.
 
     `kl`, given where algo.kl_in=reward: for each sample log pi_old - log pi_ref of its tokens, float [S]; their
     estimate algo.kl times algo.kl_coef is taken off the reward. `values`, needed by gae: for each sample what the
@@ -37,7 +37,7 @@ def assign(
     """
     worth = [credit.value for sample in samples for credit in sample.credits]
     if not np.isfinite(worth).all():
-        raise ValueError(f"rewards must be finite numbers, not {worth}; leave out what has no reward")
+        raise ValueError(f"rewards must be finite numbers, not {worth}; leave out samples without a reward")
     costs = [np.zeros(np.count_nonzero(sample.loss_mask)) for sample in samples]
     if kl is not None:
         costs = [algo.kl_coef * kl_estimate(row, algo.kl) for row in _trained(samples, kl)]
@@ -144,7 +144,7 @@ def token_weights(masks: Sequence[np.ndarray], average: str) -> list[np.ndarray]
 
 
 def _compared(samples: Sequence[Sample], costs: Sequence[np.ndarray], advantage: str) -> list[np.ndarray]:
-    """Every credit beside its peers, at its tokens; it is lowered by the costs from its first token to the end."""
+    """Each credit compared with its peers, at its tokens; costs from its first token on are subtracted before."""
     rows = [np.zeros_like(cost) for cost in costs]
     owned = [
         (credit, _tokens(sample, credit), cost, row)
@@ -163,7 +163,7 @@ def _compared(samples: Sequence[Sample], costs: Sequence[np.ndarray], advantage:
 
 
 def _rewards(sample: Sample) -> np.ndarray:
-    """Of each trained token: the value of the credit that ends there, else 0."""
+    """For each trained token the value of the credit that ends there, else 0."""
     rewards = np.zeros(np.count_nonzero(sample.loss_mask))
     for credit in sample.credits:
         rewards[_tokens(sample, credit)[-1:]] = credit.value

@@ -1,4 +1,4 @@
-"""From rewarded rollouts to samples: which turns are trained, what each of them is worth, and what is compared."""
+"""Credit assignment: from rewarded rollouts to samples, with the trained turns, their credits and their peers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_collab.types import Conversation, Credit, Group, Missing, Rollout,
 
 
 def samples_of(group: Group, config: Config, number: int) -> list[Sample]:
-    """The trained sequences of a group with their credits; what has no reward leaves its group.
+    """The trained sequences of a group with their credits; rollouts without a reward are dropped.
 
     `number` is the group's own within the batch, since the same task may be played twice. Where rollouts are compared
     with each other, a group with fewer than two rewards gives no samples.
@@ -31,7 +31,7 @@ def samples_of(group: Group, config: Config, number: int) -> list[Sample]:
 
 
 def teaches(samples: Sequence[Sample]) -> bool:
-    """Whether some trained tokens are worth more or less than what they are compared with."""
+    """Whether some credit of trained tokens differs from its peers, so that there is a gradient."""
     values: dict[str, set[float]] = defaultdict(set)
     for credit in _credits(samples):
         values[credit.peers].add(credit.value)
@@ -130,7 +130,7 @@ def _later(rollout: Rollout, config: Config, peers: str, scale: str) -> tuple[li
 
 
 def _fewest(config: Config) -> int:
-    """Rewards that there must be for one of them to teach anything."""
+    """Fewest rewards of a group that give a gradient."""
     return 2 if config.algo.advantage in GROUPED else 1
 
 

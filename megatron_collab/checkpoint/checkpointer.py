@@ -39,7 +39,7 @@ _OWNED = re.compile(r"__(\d+)_\d+\.distcp|random_(\d+)\.pkl")
 
 
 class Trained(Protocol):
-    """Whoever holds the trained networks by name, the main one as "policy", and counts the updates."""
+    """What is checkpointed: the trained networks by name, the main one as "policy", and the number of updates."""
 
     step: int
 
@@ -49,7 +49,7 @@ class Trained(Protocol):
 
 @dataclass(frozen=True)
 class _Content:
-    """What one rank writes, nothing of it shared with the training that goes on."""
+    """What one rank writes; shares no memory with the training that continues."""
 
     step: int
     networks: Snapshot
@@ -61,9 +61,9 @@ class Checkpoints:
     """The checkpoints in `folder`; the newest `keep` stay on disk.
 
     Made, and called, by all ranks together. The writing threads talk to each other in a process group of their
-    own, in which nobody else does and one save at a time: their collectives cannot meet those of the training.
+    own, one save at a time: their collectives cannot mix with those of the training.
 
-    `on_disk`: step and state of the newest checkpoint that is known to be whole on disk.
+    `on_disk`: step and state of the newest checkpoint that is known to be complete on disk.
     """
 
     def __init__(self, folder: Path, keep: int, timeout: float) -> None:
@@ -80,27 +80,27 @@ class Checkpoints:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Wait for what is being written, whatever ended the block."""
+        """Wait for a save in progress, also after an error."""
         self.finish()
         self._thread.shutdown()
 
     def save(self, step: int, actor: Trained, state: dict[str, Any]) -> None:
-        """Begin to write the checkpoint of `step` finished updates. `state` (JSON) is that of rank 0.
+        """Start writing the checkpoint after `step` updates. `state` (JSON) is that of rank 0.
 
         Waits for the save before; RunStopped if that one failed. Until it is written, a rank keeps in CPU memory
         what it writes: the first rank of a data parallel group the weights of its shard, each its part of the
         optimizer's state (12 bytes for every parameter of the shard, over the data parallel ranks).
         """
         self.finish()
-        heartbeat.at(f"the save of step {step}")
+        heartbeat.at(f"saving step {step}")
         content = _Content(step, snapshot(actor.trainables), pickle.dumps(_random_state()), json.dumps(state))
         self._writing, self._written = self._thread.submit(self._write, content), (step, state)
 
     def finish(self) -> None:
-        """Wait until the last save is on disk; RunStopped if it failed, and then nothing of it is left there."""
+        """Wait until the last save is on disk; RunStopped if it failed, with its files removed."""
         if self._writing is None:
             return
-        heartbeat.at("the wait for the last checkpoint to be written")
+        heartbeat.at("waiting for the last checkpoint to be written")
         writing, self._writing = self._writing, None
         try:
             writing.result()
@@ -110,31 +110,31 @@ class Checkpoints:
             if not isinstance(cause, OSError | RunStopped):
                 raise
             raise RunStopped(
-                f"{self.folder}: rank {rank} could not write the checkpoint: {cause}; make room there, or lower "
-                "train.keep_checkpoints; the same command goes on from the checkpoint before"
+                f"{self.folder}: rank {rank} could not write the checkpoint: {cause}; free disk space, or lower "
+                "train.keep_checkpoints; the same command resumes from the previous checkpoint"
             ) from error
 
     def load_latest(self, actor: Trained) -> tuple[int, dict[str, Any]] | None:
-        """Load the newest whole checkpoint into `actor`: its step and state on every rank, None where there is none.
+        """Load the newest intact checkpoint into `actor`: its step and state on every rank; None if there is none.
 
-        One with a missing, short or corrupt file is named, and the one before is taken; RunStopped where none is
-        whole. On another number of ranks the RNG states are not restored.
+        One with a missing, short or corrupt file is reported, and the previous one is used; RunStopped if none is
+        intact. On another number of ranks the RNG states are not restored.
         """
         self.finish()
-        heartbeat.at(f"the load from {self.folder}")
+        heartbeat.at(f"loading from {self.folder}")
         found = _from_rank_0(lambda: storage.candidates(self.folder))
         for checkpoint in found:
             saved, damage = self._inspect(checkpoint)
             if saved is not None and not damage:
                 self.on_disk = _load(checkpoint, saved, actor)
                 return self.on_disk
-            _say(f"{checkpoint}: is not whole ({'; '.join(damage)}); taking the one before")
+            _say(f"{checkpoint}: is damaged ({'; '.join(damage)}); using the previous one")
         if found:
-            raise RunStopped(f"{self.folder}: no checkpoint there is whole; restore one, or remove the folder")
+            raise RunStopped(f"{self.folder}: contains no intact checkpoint; restore one, or remove the folder")
         return None
 
     def _inspect(self, checkpoint: Path) -> tuple[dict[str, Any] | None, list[str]]:
-        """What state.json says and what is wrong with the files, of which each rank reads its part."""
+        """The content of state.json, and what is wrong with the files; each rank reads its part of them."""
         saved = _from_rank_0(lambda: storage.read_state(checkpoint))
         if saved is None:
             return None, [f"no valid {storage.STATE}"]
@@ -145,7 +145,7 @@ class Checkpoints:
         return saved, [one for some in damage for one in some]
 
     def _write(self, content: _Content) -> None:
-        """In the thread: write this rank's files; rank 0 makes them a checkpoint once every rank has.
+        """In the thread: write this rank's files; rank 0 commits the checkpoint once every rank has.
 
         An error of one rank is raised on all of them.
         """
@@ -176,7 +176,7 @@ class Checkpoints:
 
 
 def _write_rest(folder: Path, content: _Content) -> storage.Files:
-    """Write what is no tensor; the checksums of all files that are this rank's."""
+    """Write what is not a tensor; return the checksums of all files of this rank."""
     rank = dist.get_rank()
     _random_file(folder).write_bytes(content.random)
     if rank == 0:
@@ -192,7 +192,7 @@ def _owner(name: str) -> int:
 
 def _load(checkpoint: Path, saved: Mapping[str, Any], actor: Trained) -> tuple[int, dict[str, Any]]:
     if saved.get("weights_only"):
-        _say(f"{checkpoint}: holds weights alone; the optimizer begins anew, at step {saved['step']}")
+        _say(f"{checkpoint}: contains weights only; training starts with a new optimizer, at step {saved['step']}")
         restore_weights(actor.trainables[MAIN], checkpoint)
     else:
         restore(actor.trainables, checkpoint)
@@ -202,7 +202,7 @@ def _load(checkpoint: Path, saved: Mapping[str, Any], actor: Trained) -> tuple[i
     elif not saved.get("weights_only"):
         _say(
             f"{checkpoint}: was written by {saved['ranks']} ranks; "
-            "their random states are not restored, they follow anew from run.seed"
+            "its random states are not restored but derived from run.seed"
         )
     return saved["step"], saved["state"]
 

@@ -1,4 +1,4 @@
-"""From a training checkpoint to a Hugging Face folder and back, in one process, without ranks or a GPU.
+"""Converts a training checkpoint to a Hugging Face folder and back, in one process, without ranks or a GPU.
 
 One parameter after the other is read, taken apart or put together by the pieces of `hf_to_megatron.table`, and
 written: the model as a whole is never in memory.
@@ -42,10 +42,10 @@ Location = tuple[str, tuple[int, ...]]
 
 
 def to_hf(checkpoint: Path, folder: Path, source: Path, dtype: torch.dtype | None, file_bytes: int) -> None:
-    """Write the weights of `checkpoint` (a step_N folder) as a Hugging Face folder; `source` gives the rest of it.
+    """Write the weights of `checkpoint` (a step_N folder) as a Hugging Face folder; all other files come from `source`.
 
     Files have at most `file_bytes`; `dtype` is that of the checkpoint unless given. ConfigError where `folder`
-    exists, the checkpoint is not whole or it holds another model than `source` describes. Memory: one file, one
+    exists, the checkpoint is damaged or it holds another model than `source` describes. Memory: one file, one
     Megatron parameter and one stored part of it.
     """
     _check_free(folder)
@@ -60,7 +60,7 @@ def to_hf(checkpoint: Path, folder: Path, source: Path, dtype: torch.dtype | Non
 
 
 def to_checkpoint(source: Path, folder: Path, dtype: torch.dtype | None, file_bytes: int) -> None:
-    """Write the Hugging Face folder `source` as a folder of checkpoints, from which a run can start at step 0.
+    """Write the Hugging Face folder `source` as a folder of checkpoints that a run can start from at step 0.
 
     It holds weights alone. `dtype` is that of `source` unless given. ConfigError where `folder` exists or `source`
     is not a whole model. Memory: one file of at most `file_bytes` and two parameters.
@@ -87,7 +87,7 @@ def find_checkpoint(folder: Path) -> Path:
     """`folder` if it is a checkpoint, else the newest one in it; ConfigError where there is none."""
     found = [folder] if folder.name.startswith("step_") else storage.candidates(folder)
     if not found or not found[0].is_dir():
-        raise ConfigError(f"{folder}: no checkpoint there; give a step_N folder, or the folder that holds them")
+        raise ConfigError(f"{folder}: contains no checkpoint; give a step_N folder, or the folder that contains them")
     return found[0]
 
 
@@ -109,17 +109,17 @@ def _check_whole(checkpoint: Path) -> None:
     else:
         damage = storage.damage(checkpoint, saved.get("files", {}))
     if damage:
-        raise ConfigError(f"{checkpoint}: is not whole ({'; '.join(damage)}); give another checkpoint")
+        raise ConfigError(f"{checkpoint}: is damaged ({'; '.join(damage)}); give another checkpoint")
 
 
 def _check_model(stored: Stored, shape: ModelShape, source: Path) -> None:
-    way_out = "give the model that the run began with"
+    way_out = "give the model that the run started from"
     for entry in _exported(shape):
         found, wanted = stored.shape(entry.megatron), hf_to_megatron.shard_shape(entry, tp=1)
         if entry.cut is TensorCut.VOCABULARY and found and found[0] > wanted[0]:
             found = (wanted[0], *found[1:])  # the rest is padding
         if found != wanted:
-            there = f"has shape {found}" if found else "is not there"
+            there = f"has shape {found}" if found else "is missing"
             raise ConfigError(
                 f"--model={source}: {entry.megatron} has shape {wanted}; in the checkpoint it {there}; {way_out}"
             )
@@ -129,7 +129,7 @@ def _check_model(stored: Stored, shape: ModelShape, source: Path) -> None:
 
 @contextmanager
 def _refusing(folder: Path) -> Iterator[None]:
-    """ConfigError where the disk does not take what is written within it."""
+    """ConfigError if writing to the disk fails within it."""
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
@@ -137,11 +137,11 @@ def _refusing(folder: Path) -> Iterator[None]:
         reason = error.__context__ if isinstance(error, RuntimeError) else error
         if not isinstance(reason, OSError | SafetensorError):
             raise
-        raise ConfigError(f"{folder}: cannot be written ({reason}); give another folder, or make room") from error
+        raise ConfigError(f"{folder}: cannot be written ({reason}); give another folder, or free disk space") from error
 
 
 class _Convert(DefaultSavePlanner):
-    """Writes the parameters of a Hugging Face folder, each made when its turn comes."""
+    """Writes the parameters of a Hugging Face folder, converting one at a time."""
 
     def __init__(self, tensors: HFTensors, shape: ModelShape, dtype: torch.dtype | None) -> None:
         super().__init__(flatten_state_dict=False)
@@ -191,7 +191,7 @@ class _Convert(DefaultSavePlanner):
 
 
 def _locations(names: Iterable[str]) -> dict[str, Location]:
-    """Where Megatron-Core looks for each parameter: layers are stacked where all of them have the same parameters."""
+    """Where Megatron-Core looks for each parameter: layers are stacked if all of them have the same parameters."""
     names = list(names)
     layers: dict[str, set[str]] = {}
     for match in filter(None, map(LAYER.fullmatch, names)):
@@ -199,7 +199,7 @@ def _locations(names: Iterable[str]) -> dict[str, Location]:
     apart = len(set(map(frozenset, layers.values()))) > 1
 
     def fused(name: str) -> bool:
-        """Whether the linear layer is there that this norm precedes (before experts there is none)."""
+        """Whether this norm precedes a linear layer (before experts it does not)."""
         match = LAYER.fullmatch(name)
         return match is not None and f"{FUSED.get(match[2], '').rpartition('.')[0]}.weight" in layers[match[1]]
 
@@ -274,7 +274,7 @@ class Stored:
         return next((found for found in options if found[0] in self._tensors), options[0])
 
     def _parts_at(self, key: str, index: tuple[int, ...]) -> list[ChunkStorageMetadata]:
-        """What is stored of one slice; looked up once for a key, whose parts are as many as layers x experts."""
+        """The stored parts of one slice; grouped once per key, which has as many as layers x experts."""
         if key not in self._parts:
             found = self._parts[key] = {}
             for part in self._tensors[key].chunks:

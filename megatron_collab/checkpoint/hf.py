@@ -1,6 +1,6 @@
-"""Hugging Face folders in and out: their files, the one writer of them, and the shards of the ranks.
+"""Reading and writing Hugging Face folders, from and to the shards of the ranks.
 
-What belongs where is said by models/hf_to_megatron.py alone.
+models/hf_to_megatron.py says which tensor belongs where.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _EXPERT = re.compile(
 
 
 def read_shape(folder: Path) -> ModelShape:
-    """The shape of the model in `folder`; ConfigError where there is none, or one that is not supported."""
+    """The shape of the model in `folder`; ConfigError if there is none, or it is not supported."""
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"{folder}: no config.json there; give the folder of a Hugging Face model")
+        raise ConfigError(f"{folder}: contains no config.json; give the folder of a Hugging Face model")
     try:
         return hf_config.read(folder / "config.json")
     except ValueError as error:
@@ -51,11 +51,11 @@ class HFTensors:
     """The tensors of a Hugging Face folder, read without mapping files into memory."""
 
     def __init__(self, folder: Path, shape: ModelShape) -> None:
-        """ConfigError where a file or a tensor is missing, one is too many, or has not the shape of config.json."""
+        """ConfigError for a missing file, and a tensor that is missing, unexpected or not of config.json's shape."""
         self._file_of: dict[str, safe_open] = {}
         for name in _files(folder):
             if not (folder / name).is_file():
-                raise ConfigError(f"{folder}: no {name} there; give a complete folder of safetensors")
+                raise ConfigError(f"{folder}: {name} is missing; give a complete folder of safetensors")
             try:
                 opened = safe_open(folder / name, framework="pt", device="cpu", backend="pread")
             except SafetensorError as error:
@@ -82,7 +82,7 @@ class HFTensors:
 
 
 def _files(folder: Path) -> list[str]:
-    """The names of the files with tensors; ConfigError where the index does not say them."""
+    """The names of the files with tensors; ConfigError for an invalid index."""
     index = folder / INDEX
     if not index.is_file():
         return [SINGLE]
@@ -194,7 +194,7 @@ def named_shards(chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[str, torch
 
 
 def _name_in_layer(layer: torch.nn.Module, name: str) -> str:
-    """TransformerEngine names some parameters otherwise, and experts are counted from the rank's first one."""
+    """TransformerEngine has other names for some parameters; experts are counted from the rank's first one."""
     expert = _EXPERT.fullmatch(name)
     if not expert:
         return hf_to_megatron.FUSED_NAMES.get(name, name)
@@ -203,12 +203,12 @@ def _name_in_layer(layer: torch.nn.Module, name: str) -> str:
 
 
 def values(shard: torch.nn.Parameter) -> torch.Tensor:
-    """What a parameter stands for: itself without its gradient, out of FP8 where it is kept in that."""
+    """The values of a parameter, detached, and dequantised if it is kept in FP8."""
     return dequantize_fp8_tensor(shard.detach()) if is_float8tensor(shard) else shard.detach()
 
 
 def place() -> TensorPlace:
-    """Where this rank stands in the layout."""
+    """This rank's place in the layout."""
     return TensorPlace(
         tp=parallel_state.get_tensor_model_parallel_world_size(),
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
@@ -250,7 +250,7 @@ def save_hf(chunks: Iterable[torch.nn.Module], folder: Path, source: Path, shape
     Rank 0 receives the tensors one by one and holds one file of them at a time. config.json, tokenizer and
     other small files come from `source`.
     """
-    heartbeat.at(f"the export to {folder}")
+    heartbeat.at(f"exporting to {folder}")
     own = place()
     shards = dict(named_shards(chunks))
     example = next(iter(shards.values()))

@@ -43,7 +43,7 @@ class Checkpointable(Protocol):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What this rank writes, in CPU memory, and what is common to all ranks; nothing is shared with the training."""
+    """What this rank writes, and what all ranks have in common; in CPU memory, nothing shared with the training."""
 
     blocks: list[FileBlock]
     objects: dict[str, bytes]
@@ -51,7 +51,7 @@ class Snapshot:
 
 
 def snapshot(trainables: Mapping[str, Checkpointable]) -> Snapshot:
-    """A copy of the networks as they are; no rank waits for another."""
+    """Copy the current networks; not collective."""
     found = Snapshot([], {}, {})
     for name, trainable in trainables.items():
         prefix = "" if name == MAIN else f"{name}."
@@ -107,12 +107,12 @@ def _optimizer_blocks(
 
 
 def _parts(entry: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
-    """The global tensors that a parameter lies in, in the order of its rows: gate and up are apart."""
+    """The global tensors that a parameter consists of, in the order of its rows: gate and up are separate."""
     return entry.build() if isinstance(entry, ShardedTensorFactory) else [entry]
 
 
 def _stacked(part: ShardedTensor, sizes: Sequence[int], before: int = 1) -> tuple[int, ...]:
-    """`sizes` with the axes before them along which Megatron stacks layers and experts."""
+    """`sizes`, preceded by the axes along which Megatron stacks layers and experts."""
     return (before,) * part.prepend_axis_num + tuple(sizes)
 
 
@@ -144,7 +144,7 @@ def restore(trainables: Mapping[str, Checkpointable], checkpoint: Path) -> None:
 
 
 def restore_weights(trainable: Checkpointable, checkpoint: Path) -> None:
-    """Fill one network from the main one of `checkpoint`; its optimizer takes the weights and is new. Collective."""
+    """Fill one network from the main one of `checkpoint`, with a new optimizer of these weights. Collective."""
     load_weights(trainable.chunks, checkpoint)
     trainable.optimizer.reload_model_params()
 
@@ -165,7 +165,7 @@ def load_weights(chunks: Sequence[torch.nn.Module], checkpoint: Path) -> None:
 
 
 class _MovingPlanner(MCoreLoadPlanner):
-    """Says at every part that is read that this rank moves."""
+    """Gives a heartbeat for every part that is read."""
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         heartbeat.beat()

@@ -1,4 +1,4 @@
-"""Folders of checkpoints on disk: which there are, whether one is whole, which may go. Files only, no ranks.
+"""Folders of checkpoints on disk: listing, verifying, committing and discarding them. Files only, no ranks.
 
 A checkpoint is a folder step_N. It is written as step_N.tmp and renamed when it is whole; then the file `latest`
 names it. `state.json` is written last in the folder and records size and CRC-32 of every other file.
@@ -40,7 +40,7 @@ def _checksum(file: Path) -> tuple[int, int]:
 
 
 def begin(folder: Path, step: int) -> Path:
-    """An empty step_N.tmp."""
+    """Create an empty step_N.tmp."""
     temporary = folder / f"step_{step}.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -48,7 +48,7 @@ def begin(folder: Path, step: int) -> Path:
 
 
 def commit(temporary: Path, state: Mapping[str, Any], files: Files) -> Path:
-    """Make step_N.tmp, in which all `files` are written, the newest checkpoint; the folder it is now."""
+    """Make step_N.tmp, which contains all `files`, the newest checkpoint; return its final folder."""
     replace(temporary / STATE, json.dumps({**state, "files": files}))
     final, before = temporary.with_suffix(""), temporary.with_suffix(".old")
     if final.exists():  # a step that is saved again; removed only once the new one stands in its place
@@ -60,7 +60,7 @@ def commit(temporary: Path, state: Mapping[str, Any], files: Files) -> Path:
 
 
 def discard(folder: Path, step: int, keep: int) -> None:
-    """Remove what was left half-written, and of the checkpoints before `step` all but the newest `keep` - 1."""
+    """Remove incomplete folders, and of the checkpoints before `step` all but the newest `keep` - 1."""
     for leftover in [*folder.glob("step_*.tmp"), *folder.glob("step_*.old")]:
         shutil.rmtree(leftover)
     older = [found for found in _folders(folder) if _step(found) < step]
@@ -69,7 +69,7 @@ def discard(folder: Path, step: int, keep: int) -> None:
 
 
 def candidates(folder: Path) -> list[Path]:
-    """The checkpoints in `folder`, the one that `latest` names first, then from the newest to the oldest."""
+    """The checkpoints in `folder`: first the one that `latest` names, then from newest to oldest."""
     found = sorted(_folders(folder), key=_step, reverse=True)
     latest = folder / LATEST
     named = latest.read_text().strip() if latest.is_file() else None
@@ -77,7 +77,7 @@ def candidates(folder: Path) -> list[Path]:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any] | None:
-    """What `state.json` says; None where there is none, or one that is not whole."""
+    """The content of `state.json`; None if it is missing or invalid."""
     try:
         state = json.loads((checkpoint / STATE).read_text())
     except (FileNotFoundError, ValueError):
@@ -86,7 +86,7 @@ def read_state(checkpoint: Path) -> dict[str, Any] | None:
 
 
 def damage(checkpoint: Path, files: Mapping[str, Iterable[int]]) -> list[str]:
-    """What is wrong with those of the recorded `files`, a few words each; empty where nothing is."""
+    """What is wrong with the recorded `files`, a few words each; empty if they are intact."""
     found = []
     for name, (size, crc) in files.items():
         file = checkpoint / name

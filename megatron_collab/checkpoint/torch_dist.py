@@ -37,14 +37,14 @@ class FileBlock:
 
 
 def write_item(key: str, whole: Shape, offsets: Shape, sizes: Shape, dtype: torch.dtype) -> WriteItem:
-    """The request to write a block."""
+    """torch's request to write a block."""
     chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
     data = TensorWriteData(chunk, TensorProperties(dtype=dtype), torch.Size(whole))
     return WriteItem(MetadataIndex(key, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
 
 
 def rectangles(start: int, end: int, shape: Shape) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Offsets and sizes of the blocks that elements [start, end) of a row-major tensor are, in their order.
+    """Offsets and sizes of the blocks that make up elements [start, end) of a row-major tensor, in their order.
 
     At most 2 n - 1 for n dimensions: a part of a row, whole rows, a part of a row.
     """
@@ -71,7 +71,7 @@ def _within(row: int, start: int, end: int, shape: Shape) -> Iterator[tuple[tupl
 
 
 class SaveBlocks(DefaultSavePlanner):
-    """Has this rank write `blocks` and, by key, `objects` (serialised)."""
+    """The save plan of this rank: its `blocks` and, by key, serialised `objects`."""
 
     def __init__(self, blocks: Iterable[FileBlock], objects: Mapping[str, bytes]) -> None:
         super().__init__(flatten_state_dict=False)
@@ -130,7 +130,7 @@ class _Pieces(io.FileIO):
     unflushed = 0
 
     def write(self, content: Any) -> int:
-        """At most a piece of `content`; how many bytes that is."""
+        """Write at most one piece of `content`; return the number of bytes."""
         written = super().write(memoryview(content)[:PIECE_BYTES])
         self.unflushed += written
         if self.unflushed >= PIECE_BYTES:

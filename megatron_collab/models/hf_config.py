@@ -1,4 +1,4 @@
-"""What config.json of a Hugging Face folder says about a model, as far as it changes what is computed.
+"""Reads config.json of a Hugging Face folder, as far as it changes what is computed.
 
 Nothing here imports a framework. What is not supported is named and refused.
 """
@@ -56,7 +56,7 @@ _COUNTS = (
     "vocab_size",
 )
 
-# Settings of config.json that change the computation, with the values that leave it as we compute it.
+# Settings of config.json that change the computation, with the values that leave it as implemented here.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "attention_bias": (None, False),
     "attention_dropout": (None, 0, 0.0),
@@ -124,7 +124,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What config.json says about a decoder-only transformer: sizes, and what its family adds."""
+    """Sizes of a decoder-only transformer, and what its family adds."""
 
     family: str
     layers: int
@@ -179,7 +179,7 @@ class ModelShape:
 
 
 def read(file: Path) -> ModelShape:
-    """What `file`, a config.json, says; ValueError with one line where it cannot be read or is not supported."""
+    """The shape in `file`, a config.json; ValueError in one line if it cannot be read or is not supported."""
     try:
         hf = json.loads(file.read_text())
     except (OSError, ValueError) as error:
@@ -278,7 +278,7 @@ def _yarn(rope: Mapping[str, Any], positions: int, group: str) -> Yarn:
 
 
 def _experts(hf: Mapping[str, Any]) -> Experts | None:
-    """None where every layer is dense after all."""
+    """The experts; None if every layer is dense."""
     count = hf.get("num_local_experts", hf.get("num_experts"))  # transformers 5 writes the first, reads both
     _require({**hf, "num_experts": count}, "num_experts", "num_experts_per_tok", "moe_intermediate_size")
     if type(count) is not int or count < 0:

@@ -21,7 +21,7 @@ Index = tuple[slice, ...]
 
 
 class TensorCut(Enum):
-    """How a parameter is divided over the tensor-parallel ranks."""
+    """How a parameter is sharded over the tensor-parallel ranks."""
 
     WHOLE = "every rank holds all of it"
     VOCABULARY = "dimension 0, padded to a multiple of the ranks"
@@ -30,7 +30,7 @@ class TensorCut(Enum):
 
 
 class Join(Enum):
-    """How the Hugging Face tensors of an entry lie in the Megatron tensor, along its rows."""
+    """How the Hugging Face tensors of an entry are arranged along the rows of the Megatron tensor."""
 
     ONE = "there is one tensor"
     QKV = "per query group: the rows of its query heads, then its key's, then its value's"
@@ -57,7 +57,7 @@ class WeightEntry:
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """A rank's place in the layout: its tensor-parallel rank, and which replica of what it holds it is.
+    """A rank's place in the layout: its tensor-parallel rank, and the index of its replica.
 
     Dense parameters are replicated over the data (and context) parallel ranks, experts over their own ones.
     """
@@ -190,7 +190,7 @@ def padded_vocab(shape: ModelShape, tp: int) -> int:
 
 
 def pieces(entry: WeightEntry, shape: ModelShape, tp: int, tp_rank: int) -> tuple[Piece, ...]:
-    """What the shard of `tp_rank` shares with the Hugging Face tensors; padding rows are in no piece.
+    """The blocks that the shard of `tp_rank` and the Hugging Face tensors share; padding rows are in no piece.
 
     Indices have a slice with explicit bounds for every dimension. ValueError if tp does not divide a size.
     """

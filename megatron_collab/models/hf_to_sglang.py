@@ -1,4 +1,4 @@
-"""What each rank of an SGLang server holds: its parameters, and which block of which Hugging Face tensor lies where.
+"""The parameters on each rank of an SGLang server, and where each block of a Hugging Face tensor goes.
 
 The server's side of hf_to_megatron.py, as pure. Names, fusions, cuts and paddings are those of SGLang 0.5.23: in
 srt/models the families, in srt/layers linear.py, vocab_parallel_embedding.py and moe/fused_moe_triton/layer.py.
@@ -62,7 +62,7 @@ def table(shape: ModelShape, server: ServerLayout, rank: int) -> tuple[Parameter
 
 
 def fault(shape: ModelShape, server: ServerLayout) -> str | None:
-    """Why a server of this layout cannot hold a model of this shape, in one line; None where it can."""
+    """Why a server of this layout cannot hold a model of this shape, in one line; None if it can."""
     try:
         table(shape, server, 0)
     except ValueError as error:

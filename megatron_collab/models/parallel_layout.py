@@ -1,4 +1,4 @@
-"""The layout of the trainer's ranks: what it asks of settings and data, and which ranks hold which shard.
+"""The parallel layout of the trainer: constraints on settings and data, and which ranks hold which shard.
 
 Numbers only, no framework. Ranks are counted as Megatron-Core 0.16.1 does (parallel_state.RankGenerator, order
 tp-cp-ep-dp-pp): the ranks of a pipeline stage follow one another; within it the tensor parallel rank counts fastest,
@@ -53,7 +53,7 @@ def stage_layers(layers: int, stages: int) -> list[int]:
 
 @dataclass(frozen=True)
 class TrainerLayout:
-    """`ranks`: all of them; what tp, pp and cp leave of them is data parallel. `vpp`: virtual stages of a stage."""
+    """`ranks`: the world size; what tp, pp and cp leave of it is data parallel. `vpp`: virtual stages per stage."""
 
     tp: int
     pp: int = 1
@@ -78,7 +78,7 @@ class Holders:
 
 @dataclass(frozen=True)
 class Held:
-    """A piece of a shard, and who has it in the stage that has the shard."""
+    """A piece of a shard, and its holders within the pipeline stage of the shard."""
 
     shard: str
     piece: Piece
@@ -86,7 +86,7 @@ class Held:
 
 
 def held(entry: WeightEntry, shape: ModelShape, trainer: TrainerLayout) -> list[Held]:
-    """All pieces of an entry, each of them once however many ranks hold it."""
+    """All pieces of an entry, each once, however many ranks hold it."""
     if entry.expert:
         assert shape.experts is not None
         number = int(entry.megatron.split(".experts.")[1].split(".")[0])
@@ -103,6 +103,6 @@ def held(entry: WeightEntry, shape: ModelShape, trainer: TrainerLayout) -> list[
 
 
 def stages(shape: ModelShape, trainer: TrainerLayout) -> list[int]:
-    """The pipeline stage of every layer; virtual stages go round over the stages."""
+    """The pipeline stage of every layer; virtual stages are assigned round-robin."""
     counts = stage_layers(shape.layers, trainer.pp * trainer.vpp)
     return [virtual % trainer.pp for virtual, count in enumerate(counts) for _ in range(count)]

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropy where the vocabulary is cut over the tensor-parallel ranks.
+"""Log-probabilities and entropy with the vocabulary sharded over the tensor-parallel ranks.
 
 `head_log_probs` never makes the logits [N, V]: they pass by in tiles, and once more in the backward pass. The
 vocabulary is padded to a multiple of the ranks; no padded entry enters a softmax here.
@@ -142,7 +142,7 @@ def _tiles(tokens: int, entries: int, device_type: str) -> Iterator[tuple[slice,
 
 
 def _buffers(hidden: Tensor) -> Tensor:
-    """Memory of two tiles, the same for all tiles of a pass: on a CPU the first touch of a page is dear."""
+    """Memory of two tiles, reused for all tiles of a pass: on a CPU the first touch of a page is expensive."""
     return torch.empty(2, TILE[hidden.device.type], device=hidden.device)
 
 
@@ -153,7 +153,7 @@ def _tile(buffers: Tensor, rows: slice, columns: slice) -> tuple[Tensor, Tensor]
 
 
 def _operand(matrix: Tensor) -> Tensor:
-    """What a product takes: a CPU multiplies no bfloat16 into a float32 result."""
+    """The operand of a product: a CPU cannot multiply bfloat16 into a float32 result."""
     return matrix.float() if matrix.device.type == "cpu" else matrix
 
 

@@ -1,4 +1,4 @@
-"""Losses per trained token. Which tokens, their weights in the mean and the sum are the caller's.
+"""Losses per trained token; the caller selects, weights and sums the tokens.
 
 All tensors are float [N], one number a trained token of a micro-batch, log-probabilities natural ones; what is not
 trained is left out before.
@@ -96,7 +96,7 @@ def _surrogate(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: fl
 
 
 def importance_weights(old_log_probs: Tensor, engine_log_probs: Tensor, algo: AlgoConfig) -> Tensor:
-    """What the policy loss of each token is multiplied with, since the engine sampled it and not the trainer; detached.
+    """Weight of each token in the policy loss, for sampling by the engine instead of the trainer; detached.
 
     With w = exp(old - engine) and the bounds of algo.correction_low and _high:
 
@@ -147,7 +147,7 @@ def kl_k3(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> ValueTerms:
-    """Squared error of the critic, no better than with a step of at most `clip` from the old values.
+    """Squared error of the critic, clipped to a step of at most `clip` from the old values.
 
     max((V - R)^2, (old + clip(V - old, -clip, clip) - R)^2) / 2: PPO (arXiv:1707.06347, equation 9) with the clipped
     value of OpenAI's baselines (Huang et al. 2022, The 37 implementation details of PPO, detail 9).

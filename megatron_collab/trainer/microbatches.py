@@ -1,4 +1,4 @@
-"""This rank's part of a batch as packed micro-batches, and the way back: from positions to the tokens of samples."""
+"""This rank's share of a batch as packed micro-batches, and results mapped back to the tokens of samples."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Columns = Mapping[str, Sequence[np.ndarray]]
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Packed sequences on this rank's device, and the N positions whose predictions are asked for.
+    """Packed sequences on this rank's device, and the N positions whose predictions are requested.
 
     `token_ids` and `position_ids` are int64 [1, T]; `cu_seqlens` int32 as in PackedSeqParams. Of each asked position:
     `positions` (where it is in T), `labels` (the token it predicts) and `sequence` (its sample's number within the
@@ -55,13 +55,13 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Share:
-    """This rank's micro-batches of some samples; `lengths` are those of all samples, on every rank the same."""
+    """This rank's micro-batches of some samples; `lengths` are those of all samples, the same on every rank."""
 
     micro_batches: list[MicroBatch]
     lengths: list[int]
 
     def collect(self, found: Sequence[Tensor]) -> list[np.ndarray]:
-        """What the ranks found for the asked positions, float32 [S] for each sample on every rank; collective.
+        """Results of all ranks for the requested positions, float32 [S] for each sample on every rank; collective.
 
         `found[i]` is float [N] for micro-batch i; empty but on the last pipeline stage. What nobody asked for is 0.
         """

@@ -1,4 +1,4 @@
-"""From the hidden states of a micro-batch to its part of the loss, and what it reports."""
+"""The part of the loss that a micro-batch contributes, from its hidden states, and its reported statistics."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _report(total: Tensor, sums: dict[str, Tensor], maxima: dict[str, Tensor]) -
 
 
 def names(algo: AlgoConfig, supervised: bool, reference: bool) -> tuple[list[str], list[str]]:
-    """The sums and the maxima that reports of these settings hold, on ranks that see none as well."""
+    """Names of the sums and of the maxima in a report; the same on ranks that have no report."""
     if supervised:
         return [], []
     sums = ["entropy", "ratio_mean", "clip_fraction", "mismatch/k3"]

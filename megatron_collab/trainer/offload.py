@@ -1,4 +1,4 @@
-"""Optimizer state and gradients off the device between two updates."""
+"""Offloading: optimizer state and gradients leave the device between two updates."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.core.optimizer import MegatronOptimizer
 
 
 class Offload:
-    """Takes the storage of optimizer state, float32 masters and gradients away and gives it back.
+    """Offloads optimizer state, float32 masters and gradients to host memory, and brings them back.
 
     The tensors stay the same objects, so every view of them is valid again afterwards. Gradients come back as zeros.
     The copies in host memory are kept for the next time. Megatron's own offload gives the parameters of a float32
@@ -41,7 +41,7 @@ class Offload:
             chunk.restore_grad_buffers()
 
     def _storages(self) -> Iterator[torch.UntypedStorage]:
-        """Those of states and parameters of the inner optimizers, each once, but not those of the model itself."""
+        """Storages of the states and parameters of the inner optimizers, each once, without those of the model."""
         buffers = [buffer for chunk in self._chunks for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]]
         seen = {buffer.param_data.untyped_storage()._cdata for buffer in buffers}
         for part in self._optimizer.chained_optimizers:

@@ -9,11 +9,12 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer import get_standard_config_overrides as no_decay_for_norms_and_biases
 
 from megatron_collab.config import Config, OptimConfig
+from megatron_collab.patches.megatron import count_padding
 from megatron_collab.trainer.megatron.config import DTYPES
 
 
 def build_optimizer(config: Config, chunks: Sequence[DistributedDataParallel], lr: float) -> MegatronOptimizer:
-    """AdamW over the parameters of `chunks`, its state cut over the data parallel ranks."""
+    """AdamW over the parameters of `chunks`, its state sharded over the data parallel ranks."""
     options = OptimizerConfig(
         optimizer="adam",
         lr=lr,
@@ -26,20 +27,8 @@ def build_optimizer(config: Config, chunks: Sequence[DistributedDataParallel], l
         use_distributed_optimizer=True,
     )
     for chunk in chunks:
-        _count_padding(chunk)
+        count_padding(chunk)
     return get_megatron_optimizer(options, list(chunks), no_decay_for_norms_and_biases(options))
-
-
-def _count_padding(model: DistributedDataParallel) -> None:
-    """Count the padding between buckets in what Megatron 0.16.1 sets aside to load a checkpoint into.
-
-    It leaves that padding out but goes on to cut by positions that count it, so that the last parameters lie
-    beyond the end. Tied embeddings on the last pipeline stage have a bucket of their own, so such a model has two.
-    """
-    for buffer in [*model.buffers, *model.expert_parallel_buffers]:
-        for bucket in buffer.buckets:
-            bucket.numel_unpadded = bucket.grad_data.numel()
-        buffer.numel_unpadded = buffer.numel
 
 
 def learning_rate(optim: OptimConfig, steps: int, step: int) -> float:

@@ -34,7 +34,7 @@ def positions(tokens: int) -> int:
 
 
 def cost(lengths: np.ndarray) -> np.ndarray:
-    """What sequences of `lengths` positions cost, in positions of a sequence without attention; float64.
+    """Cost of sequences of `lengths` positions, in positions of a sequence without attention; float64.
 
     A layer of hidden size h has about 12 h^2 parameters, so a position takes 24 h^2 FLOPs forward, and 2 h S more for
     causal attention in a sequence of S: S (1 + S / (12 h)) in all (Narayanan et al. 2021, arXiv:2104.04473, appendix,
@@ -93,7 +93,7 @@ def _best_fit_decreasing(lengths: np.ndarray, budget: int) -> list[list[int]]:
 
 
 def _split(bins: list[list[int]], costs: list[float], count: int) -> list[tuple[float, list[int]]]:
-    """`count` bins with their costs: the costliest ones that can be split are, then empty ones are added."""
+    """`count` bins with their costs: the costliest that can be split are split, then empty ones are added."""
     whole = [(sum(costs[index] for index in indices), indices) for indices in bins]
     heap = [(-total, number) for number, (total, indices) in enumerate(whole) if len(indices) > 1]
     heapq.heapify(heap)
@@ -125,13 +125,13 @@ def collate(
     Gives `token_ids`, `labels` (the next token) and `position_ids` int64 [1, T]; each other column float32 [T],
     shifted so that position i speaks of label i; `sequence` int64 [T], the place in `indices` of the sample that
     position i predicts a token of, -1 in padding; `cu_seqlens` int32, where each sequence starts and the last one
-    ends, padding included; `max_seqlen`, an int, the longest of them. ValueError where a sample's first token is to
-    be trained by `loss_mask`: nothing predicts it.
+    ends, padding included; `max_seqlen`, an int, the longest of them. ValueError where `loss_mask`
+    includes a sample's first token: nothing predicts it.
     """
     samples = [columns["token_ids"][index] for index in indices]
     for index in indices if "loss_mask" in columns else ():
         if columns["loss_mask"][index][0] != 0:
-            raise ValueError(f"sample {index}: its first token is to be trained, but nothing stands before it")
+            raise ValueError(f"sample {index}: its first token is in the loss mask, but no token precedes it")
     sizes = [-(-positions(len(sample)) // align) * align for sample in samples]
     whole = lcm(align, total)
     padding = -sum(sizes) % whole or (0 if sizes else whole)
@@ -161,7 +161,7 @@ def collate(
 
 
 def context_slice(cu_seqlens: np.ndarray, cp: int, cp_rank: int) -> np.ndarray:
-    """Positions that a context-parallel rank keeps, int64 [T / cp], in the order in which TransformerEngine wants them.
+    """Positions that a context-parallel rank keeps, int64 [T / cp], in the order that TransformerEngine expects.
 
     Each sequence is cut into 2 cp chunks, of which rank r keeps r and 2 cp - 1 - r: under a causal mask all ranks then
     have the same work. `cu_seqlens` as from `collate`; ValueError where a sequence is no multiple of 2 cp.

@@ -128,7 +128,7 @@ def test_a_full_disk_ends_the_run_with_one_line(copied: tuple, room: int) -> Non
     try:
         checkpoints.save(3, actor, {"saved": 3})
         with pytest.raises(
-            RunStopped, match=r"rank 0 could not write the checkpoint: .*File too large; make room"
+            RunStopped, match=r"rank 0 could not write the checkpoint: .*File too large; free disk space"
         ) as told:
             checkpoints.save(4, actor, {"saved": 4})
     finally:
@@ -166,14 +166,14 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(
     assert checkpoints.load_latest(actor) == (1, {"saved": 1})
     assert actor.step == 1
     told = capsys.readouterr().err
-    assert f"step_2: is not whole ({said}" in told and told.count("\n") == 1
+    assert f"step_2: is damaged ({said}" in told and told.count("\n") == 1
 
 
 def test_where_none_is_whole_the_run_does_not_begin_anew(copied: tuple) -> None:
     checkpoints, actor = copied
     for step in (1, 2):
         flip(checkpoints.folder / f"step_{step}" / "__0_0.distcp")
-    with pytest.raises(RunStopped, match="no checkpoint there is whole"):
+    with pytest.raises(RunStopped, match="contains no intact checkpoint"):
         checkpoints.load_latest(actor)
 
 

@@ -103,7 +103,7 @@ def test_a_wrong_folder_is_refused(
 def test_a_missing_file_is_named(config: Config, damaged: Path) -> None:
     (damaged / "model.safetensors").unlink()
     model = policies.build(config, shape_of(damaged))
-    with pytest.raises(ValueError, match=r"no model\.safetensors there"):
+    with pytest.raises(ValueError, match=r"model\.safetensors is missing"):
         hf.load_hf(model, damaged, shape_of(damaged))
 
 

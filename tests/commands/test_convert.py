@@ -171,12 +171,12 @@ def test_bad_input_is_one_line_and_exit_2(folder: Path, tmp_path: Path, capsys: 
     (tmp_path / "no weights" / "config.json").write_text(json.dumps(config))
     out = tmp_path / "out"
     for arguments, told in [
-        ((tmp_path / "none", out, "--model", source), "none: no checkpoint there; give a step_N folder"),
-        ((tmp_path / "step_9", out, "--model", source), "step_9: no checkpoint there"),
-        ((torn, out, "--model", source), "step_1: is not whole (__1_0.distcp is missing); give another checkpoint"),
+        ((tmp_path / "none", out, "--model", source), "none: contains no checkpoint; give a step_N folder"),
+        ((tmp_path / "step_9", out, "--model", source), "step_9: contains no checkpoint"),
+        ((torn, out, "--model", source), "step_1: is damaged (__1_0.distcp is missing); give another checkpoint"),
         ((checkpoint, out, "--model", folder / "qwen2" / "source"), "--model="),
         ((checkpoint, out, "--model", smaller), "has 2 layers, the checkpoint has more"),
-        ((checkpoint, out, "--model", tmp_path), "no config.json there"),
+        ((checkpoint, out, "--model", tmp_path), "contains no config.json"),
         ((checkpoint, tmp_path, "--model", source), f"{tmp_path}: exists; give another folder"),
         ((tmp_path / "no weights", out, "--to-megatron"), "no model.safetensors there"),
     ]:
@@ -198,8 +198,8 @@ def broken(folder: Path, tmp_path: Path, file: str, content: str | None) -> Path
 @pytest.mark.parametrize(
     ("file", "content", "told"),
     [
-        ("state.json", "[1]", "is not whole (no valid state.json)"),
-        ("state.json", "{", "is not whole (no valid state.json)"),
+        ("state.json", "[1]", "is damaged (no valid state.json)"),
+        ("state.json", "{", "is damaged (no valid state.json)"),
         ("state.json", '{"step": 1}', ".metadata is missing"),
     ],
 )
@@ -270,7 +270,7 @@ def test_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str], to_mega
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     error = capsys.readouterr().err
-    assert "out: cannot be written (" in error and "make room" in error and error.count("\n") == 1, error
+    assert "out: cannot be written (" in error and "free disk space" in error and error.count("\n") == 1, error
     assert {found.name for found in tmp_path.iterdir()} == {"model", "start"}
 
 

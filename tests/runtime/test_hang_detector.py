@@ -62,7 +62,7 @@ def test_a_rank_that_is_slow_and_moves_is_waited_for(root: Path) -> None:
 def test_a_frozen_file_system_is_a_hang(root: Path) -> None:
     codes, said = ended(root / "frozen")
     assert codes == [EXIT_HUNG], said
-    assert "rank 0: the wait for the last checkpoint to be written, megatron_collab/checkpoint/checkpointer.py:" in said
+    assert "rank 0: waiting for the last checkpoint to be written, megatron_collab/checkpoint/checkpointer.py:" in said
     assert "in write_bytes" in (root / "frozen" / "stacks" / "rank-0.txt").read_text()
 
 

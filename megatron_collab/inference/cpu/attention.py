@@ -1,4 +1,4 @@
-"""Attention on CPU whose result for a token does not depend on how that token came to be computed.
+"""Batch-invariant attention on CPU: a token's result is the same whether it was decoded, prefilled or cached.
 
 SGLang's torch_native backend hands a decoded token and one that is read as part of a prompt to kernels of other
 shapes, which round differently: what the prefix cache holds would show in the samples. Here every product of a

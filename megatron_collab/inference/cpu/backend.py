@@ -1,4 +1,4 @@
-"""SGLang's attention backend for CPU on which what is cached does not show."""
+"""SGLang's attention backend for CPU, batch-invariant: caching does not change a sample."""
 
 from __future__ import annotations
 

@@ -24,9 +24,9 @@ def _register() -> None:
 
 
 def _end_with_parent() -> None:
-    """SGLang's processes see to this themselves, but only after imports that take many seconds."""
+    """SGLang's processes do this themselves, but only after imports that take many seconds."""
     die_with_parent()
-    if os.getsid(os.getppid()) != os.getsid(0):  # the parent had ended already, and somebody else took its place
+    if os.getsid(os.getppid()) != os.getsid(0):  # the parent had ended already, and another process adopted this one
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -62,7 +62,7 @@ gc.enable()
 
 
 def main(arguments: list[str]) -> None:
-    """Serve until ended; the API key comes from the environment."""
+    """Serve until terminated; the API key comes from the environment."""
     run_server(prepare_server_args([*arguments, "--api-key", os.environ.pop(KEY_VARIABLE)]))
 
 

@@ -83,7 +83,7 @@ def _layout(parallel: ParallelConfig, count: int) -> dict[str, Any]:
 
 
 def _uneven_stages(count: int, stages: int) -> list[list[str]] | None:
-    """The layout in Megatron's words, which it needs where the stages do not divide the layers."""
+    """The layers of each stage as Megatron takes them; needed if the stages do not divide the layers."""
     if count % stages == 0:
         return None
     layout = [["decoder"] * own for own in stage_layers(count, stages)]
@@ -104,7 +104,7 @@ def _fp8(model: ModelConfig) -> dict[str, Any]:
 
 
 def _experts(experts: Experts | None, count: int) -> dict[str, Any]:
-    """Routed as transformers does it: softmax in float32, the best ones, divided by their sum where the model says."""
+    """Routing as in transformers: softmax in float32, top k, divided by their sum if the model says so."""
     if experts is None:
         return {}
     sparse = [int(layer in experts.layers) for layer in range(count)]

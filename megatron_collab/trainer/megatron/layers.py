@@ -110,7 +110,7 @@ def fill_in(block: TransformerBlockSubmodules, config: TransformerConfig) -> Tra
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """Angle per position of each pair of a head's dimensions, float32 [head_dim / 2]."""
+    """Rotation angle per position of each pair of a head's dimensions, float32 [head_dim / 2]."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
     plain = 1.0 / rope.theta**exponents
     match rope.scaling:
@@ -124,7 +124,7 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
 
 
 def attention_factor(rope: Rope) -> float:
-    """What the rotated queries and keys are multiplied by."""
+    """Factor of the rotated queries and keys."""
     return rope.scaling.attention_factor if isinstance(rope.scaling, Yarn) else 1.0
 
 
@@ -140,7 +140,7 @@ def _yarn(plain: Tensor, theta: float, head_dim: int, scaling: Yarn) -> Tensor:
     """Pairs that turn often over the original context are kept, the others divided (arXiv 2309.00071, section 3.2)."""
 
     def pair(turns: float) -> float:
-        """Where the pair with that many turns over the original context would stand."""
+        """Index of the pair with that many turns over the original context."""
         return head_dim * math.log(scaling.original_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     first, last = pair(scaling.beta_fast), pair(scaling.beta_slow)

@@ -30,7 +30,7 @@ from megatron_collab.trainer.megatron.layers import inverse_frequencies, rotated
 
 
 class PolicyModel(GPTModel):
-    """One part of the policy on this rank, weights uninitialised: a (virtual) pipeline stage.
+    """A (virtual) pipeline stage of the policy on this rank, weights uninitialised.
 
     `policy(token_ids, position_ids, None, packed_seq_params=...)`, both int64 [1, t], sequences packed ("thd"),
     gives the last stage's hidden states after the final norm, [1, t, h] in the model's dtype, complete on every
@@ -48,7 +48,7 @@ class PolicyModel(GPTModel):
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
             parallel_output=True,
             share_embeddings_and_output_weights=shape.tied,
-            # Our own attention rotates by itself.
+            # CausalAttention rotates by itself.
             position_embedding_type="rope" if config.apply_rope_fusion else "none",
             vp_stage=vp_stage,
         )
@@ -76,7 +76,7 @@ class PolicyModel(GPTModel):
         return super().forward(token_ids, position_ids, attention_mask, packed_seq_params=packing)
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
-        """The hidden states where Megatron would go on to logits; of its output layer only the weight is used."""
+        """Return the hidden states instead of logits; of the output layer only the weight is used."""
         if not self.post_process:
             return hidden_states
         complete = (
@@ -88,14 +88,14 @@ class PolicyModel(GPTModel):
 
 
 class _BFloat16(Float16Module):
-    """The model's parameters in bfloat16; hidden states stay what they are, whoever needs float32 makes it."""
+    """The model with parameters in bfloat16; unlike Megatron's, it returns hidden states in bfloat16."""
 
     def forward(self, *inputs: Any, **options: Any) -> Tensor:
         return super().forward(*inputs, fp32_output=False, **options)
 
 
 def build(config: Config, shape: ModelShape) -> list[torch.nn.Module]:
-    """This rank's parts of the model on its device, weights uninitialised: one for each virtual pipeline stage."""
+    """This rank's stages of the model on its device, weights uninitialised: one per virtual pipeline stage."""
     return _build(transformer_config(config, shape), shape, torch.device(device.select(config.launch.device).type))
 
 
@@ -111,7 +111,7 @@ def _build(config: TransformerConfig, shape: ModelShape, where: torch.device) ->
 def load(config: Config) -> tuple[list[torch.nn.Module], ModelShape]:
     """The model of model.path, loaded, and its shape."""
     folder = Path(config.model.path)
-    heartbeat.at(f"the load of {folder}")
+    heartbeat.at(f"loading {folder}")
     shape = hf_config.read(folder / "config.json")
     chunks = build(config, shape)
     load_hf(chunks, folder, shape)
@@ -119,7 +119,7 @@ def load(config: Config) -> tuple[list[torch.nn.Module], ModelShape]:
 
 
 def frozen_copy(chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
-    """A second model with the same weights, which is never trained."""
+    """A frozen second model with the same weights."""
     policy = unwrap(chunks[0])
     # A configuration of its own: an optimizer hangs its functions on the trained model's.
     twins = _build(copy.copy(policy.config), policy.shape, next(policy.parameters()).device)

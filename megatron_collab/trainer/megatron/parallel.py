@@ -1,4 +1,4 @@
-"""The ranks of a run: their store, their process groups and seeds, and the order in which they end."""
+"""The ranks of a run: their store, process groups and seeds, and the order in which they exit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run_store() -> tuple[dist.Store, int, int]:
 
 @contextmanager
 def leader_ends_first(timeout: float, explain: Callable[[RunStopped], None]) -> Iterator[None]:
-    """Where the run is stopped within it, the other ranks leave it after rank 0, or after `timeout` seconds.
+    """When the run stops inside the block, the other ranks leave it after rank 0, or after `timeout` seconds.
 
     torchrun ends all ranks once one has ended badly, and rank 0 has servers and Ray to put away, and to `explain`.
     """
@@ -58,7 +58,7 @@ def init_parallel(config: Config) -> Iterator[None]:
     cpu.refuse_visible_cuda(chosen.type)
     if chosen.type != "cpu":
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
-    heartbeat.at("the meeting of the ranks")
+    heartbeat.at("rendezvous of the ranks")
     timeout = hang_detector.collective_timeout(config.launch.timeout)
     store, rank, world_size = run_store()
     # A prefix of its own: what an earlier group of this process left in the store must not be read again.
