@@ -162,14 +162,14 @@ def _redirect_token_dispatcher() -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = to_host
 
 
-_TORCH, _MEGATRON = ("2.13.0", "2.14.1"), ("0.16.1",)
+_TORCH = ("torch", ("2.13.0", "2.14.1"))
+_MEGATRON = ("megatron-core", ("0.16.1",))
 _UNTIL = "Megatron-Core runs on CPU"
 
 PATCHES = (
     Patch(
         "warnings",
-        "megatron-core",
-        _MEGATRON,
+        *_MEGATRON,
         why="Every rank would print at every start what is not installed (tools/doctor.py says that), and which names "
         "of torch.distributed are deprecated.",
         upstream="megatron/core/utils.py and others",
@@ -179,8 +179,7 @@ PATCHES = (
     ),
     Patch(
         "libraries that need CUDA are hidden",
-        "megatron-core",
-        _MEGATRON,
+        *_MEGATRON,
         why="Megatron uses TransformerEngine, apex and others wherever they are installed, also where no device is.",
         upstream="megatron/core/optimizer/__init__.py, megatron/core/extensions/transformer_engine.py",
         until=_UNTIL,
@@ -190,8 +189,7 @@ PATCHES = (
     ),
     Patch(
         "no torch.compile in Megatron",
-        "megatron-core",
-        _MEGATRON,
+        *_MEGATRON,
         why="Compiling its small functions for a CPU takes seconds in every process and gains nothing.",
         upstream="megatron/core/jit.py",
         until="Megatron-Core has a switch for jit_fuser",
@@ -201,8 +199,7 @@ PATCHES = (
     ),
     Patch(
         'device="cuda" is the CPU',
-        "torch",
-        _TORCH,
+        *_TORCH,
         why='Megatron makes tensors with device="cuda", calls tensor.cuda(), and its optimizers ask tensor.type().',
         upstream="megatron/core/tensor_parallel/layers.py, megatron/core/optimizer/optimizer.py",
         until=_UNTIL,
@@ -212,8 +209,7 @@ PATCHES = (
     ),
     Patch(
         "current device, streams and profiler ranges",
-        "torch",
-        _TORCH,
+        *_TORCH,
         why="Megatron's gradient buffers, optimizers and pipeline schedules call these without asking for a device.",
         upstream="megatron/core/distributed/param_and_grad_buffer.py",
         until=_UNTIL,
@@ -233,8 +229,7 @@ PATCHES = (
     ),
     Patch(
         "the CPU's random generator",
-        "torch",
-        _TORCH,
+        *_TORCH,
         why="What Megatron seeds, saves and forks as the generator of the CUDA device is the CPU's here.",
         upstream="megatron/core/tensor_parallel/random.py",
         until=_UNTIL,
@@ -251,8 +246,7 @@ PATCHES = (
     ),
     Patch(
         "split sizes of the expert dispatcher",
-        "megatron-core",
-        _MEGATRON,
+        *_MEGATRON,
         why="It makes host sequences of its split sizes only where they were on a GPU.",
         upstream="megatron/core/transformer/moe/token_dispatcher.py (maybe_move_tensor_to_cpu)",
         until=_UNTIL,

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_collab.patches import Patch
 
-_VERSIONS = ("1.106.2",)
+_LITELLM = ("litellm", ("1.106.2",))
 
 
 def _use_local_prices() -> None:
@@ -31,8 +31,7 @@ def add_provider(name: str, handler: Any) -> None:
 PATCHES = (
     Patch(
         "prices from the package",
-        "litellm",
-        _VERSIONS,
+        *_LITELLM,
         why="At its import LiteLLM would download the prices of models, and wait where there is no network.",
         upstream="litellm_core_utils/get_model_cost_map.py:383 (environment variable)",
         until="LiteLLM downloads prices only on request",
@@ -41,8 +40,7 @@ PATCHES = (
     ),
     Patch(
         "no advice on standard output",
-        "litellm",
-        _VERSIONS,
+        *_LITELLM,
         why="Before it raises an error, LiteLLM prints where to ask for help: lines in the logs for every failed call.",
         upstream="litellm_core_utils/exception_mapping_utils.py:2386; issue 5942",
         until="LiteLLM logs instead of printing",
@@ -51,8 +49,7 @@ PATCHES = (
     ),
     Patch(
         "providers of the package",
-        "litellm",
-        _VERSIONS,
+        *_LITELLM,
         why="Simulated users are called by model name; LiteLLM takes custom providers from this list only.",
         upstream="litellm/__init__.py (custom_provider_map, documented)",
         until="never: this is LiteLLM's interface for it",

@@ -100,14 +100,13 @@ def load_planner(planner: type) -> Iterator[None]:
         strategies.MCoreLoadPlanner = original
 
 
-_VERSIONS = ("0.16.1",)
+_MEGATRON = ("megatron-core", ("0.16.1",))
 _OPTIMIZER = "megatron/core/optimizer/distrib_optimizer.py"
 
 PATCHES = (
     Patch(
         "the router's product without TransformerEngine",
-        "megatron-core",
-        _VERSIONS,
+        *_MEGATRON,
         why="The router reads te_general_gemm to see whether to use it; without TransformerEngine it is never bound.",
         upstream="megatron/core/transformer/moe/moe_utils.py:1192",
         until="te_general_gemm is bound to None there",
@@ -118,8 +117,7 @@ PATCHES = (
     ),
     Patch(
         "gradient accumulation fusion without apex",
-        "megatron-core",
-        _VERSIONS,
+        *_MEGATRON,
         why="The constructor of Megatron's linear layer asks for apex. TransformerEngine's layers accumulate without "
         "it, and the one layer left of Megatron's own, the head, is never called.",
         upstream="megatron/core/tensor_parallel/layers.py:924",
@@ -131,8 +129,7 @@ PATCHES = (
     ),
     Patch(
         "AdamW's step in a resharded checkpoint",
-        "megatron-core",
-        _VERSIONS,
+        *_MEGATRON,
         why="torch's AdamW has a `step` in the state of each parameter (the fused optimizers: in the group). Loading a "
         "fully reshardable checkpoint leaves it out of the sources but not out of the targets: KeyError.",
         upstream=f"{_OPTIMIZER}:911",
@@ -146,8 +143,7 @@ PATCHES = (
     ),
     Patch(
         "AdamW's step shared by all parameters",
-        "megatron-core",
-        _VERSIONS,
+        *_MEGATRON,
         why="A loaded state gives every parameter the same `step` tensor, which AdamW then increments once for each of "
         "them: a silently wrong bias correction after a resume.",
         upstream=f"{_OPTIMIZER}:690",
@@ -159,8 +155,7 @@ PATCHES = (
     ),
     Patch(
         "gradients of experts that are not spread",
-        "megatron-core",
-        _VERSIONS,
+        *_MEGATRON,
         why="Megatron sums the gradients of experts over all ranks that hold them only where ep > 1. Tensor-parallel "
         "ranks that each hold every expert, uncut, see different tokens and would silently drift apart.",
         upstream="megatron/core/distributed/distributed_data_parallel.py:122 (parameter.allreduce)",
@@ -169,8 +164,7 @@ PATCHES = (
     ),
     Patch(
         "padding between gradient buckets",
-        "megatron-core",
-        _VERSIONS,
+        *_MEGATRON,
         why="The buffer that a checkpoint is loaded into leaves this padding out, but is cut by positions that count "
         "it: the last parameters lie beyond its end. Tied embeddings on the last pipeline stage make two buckets.",
         upstream=f"{_OPTIMIZER}:1027",
@@ -179,8 +173,7 @@ PATCHES = (
     ),
     Patch(
         "a load planner with a heartbeat",
-        "megatron-core",
-        _VERSIONS,
+        *_MEGATRON,
         why="Loading a large checkpoint must not count as a hang; Megatron takes no planner but makes one by name.",
         upstream="megatron/core/dist_checkpointing/strategies/torch.py:802",
         until="dist_checkpointing.load takes a planner",

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from megatron_collab.patches import Patch
 
-_TORCH, _MEGATRON, _LITELLM, _SGLANG = ("2.13.0", "2.14.1"), ("0.16.1",), ("1.106.2",), ("0.5.23",)
+_TORCH = ("torch", ("2.13.0", "2.14.1"))
+_MEGATRON = ("megatron-core", ("0.16.1",))
+_LITELLM = ("litellm", ("1.106.2",))
+_SGLANG = ("sglang", ("0.5.23",))
 _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
 
 PATCHES = (
     Patch(
         "hidden states instead of logits",
-        "megatron-core",
-        _MEGATRON,
+        *_MEGATRON,
         why="trainer/megatron/model.py overrides this method, so that the logits are never made.",
         upstream="megatron/core/models/gpt/gpt_model.py",
         until="GPTModel can return hidden states",
@@ -20,8 +22,7 @@ PATCHES = (
     ),
     Patch(
         "each rank's part of the optimizer state",
-        "megatron-core",
-        _MEGATRON,
+        *_MEGATRON,
         why="checkpoint/sharded_state.py has each rank write its own part; Megatron gathers it on one rank first.",
         upstream="megatron/core/optimizer/distrib_optimizer.py",
         until="Megatron-Core saves fully reshardable checkpoints in parallel",
@@ -33,8 +34,7 @@ PATCHES = (
     ),
     Patch(
         "the state of the device's random generator",
-        "megatron-core",
-        _MEGATRON,
+        *_MEGATRON,
         why="checkpoint/checkpointer.py saves it for every rank; the tracker knows the other generators only.",
         upstream="megatron/core/tensor_parallel/random.py",
         until="the tracker returns it with its states",
@@ -46,8 +46,7 @@ PATCHES = (
     ),
     Patch(
         "an error of one rank raised on all",
-        "torch",
-        _TORCH,
+        *_TORCH,
         why="checkpoint/checkpointer.py writes what is no tensor with the same rules as torch writes tensors.",
         upstream="torch/distributed/checkpoint/utils.py",
         until="torch exports it",
@@ -56,8 +55,7 @@ PATCHES = (
     ),
     Patch(
         "the identity of a storage",
-        "torch",
-        _TORCH,
+        *_TORCH,
         why="trainer/offload.py moves every storage once; storages cannot be hashed.",
         upstream="torch/storage.py",
         until="UntypedStorage can be hashed",
@@ -66,8 +64,7 @@ PATCHES = (
     ),
     Patch(
         "many copies at once",
-        "torch",
-        _TORCH,
+        *_TORCH,
         why="weight_sync/sender.py and receiver.py copy the pieces of a bucket in one launch.",
         upstream="torch/optim (its own users)",
         until="torch exports it",
@@ -76,8 +73,7 @@ PATCHES = (
     ),
     Patch(
         "the timeout of an NCCL group",
-        "torch",
-        _TORCH,
+        *_TORCH,
         why="weight_sync/transports/p2p.py makes a group apart from torch's global state; Options take no timeout.",
         upstream="torch/csrc/distributed/c10d/init.cpp",
         until="ProcessGroupNCCL.Options takes a timeout",
@@ -86,18 +82,15 @@ PATCHES = (
     ),
     Patch(
         "SGLang's stand-ins",
-        "sglang",
-        _SGLANG,
+        *_SGLANG,
         why="patches/sglang.py uses the modules that SGLang makes for machines without triton.",
         upstream="sglang/_platform_stubs.py",
         until="SGLang installs them wherever triton is missing",
         test="tests/patches/test_sglang.py::test_torchvision_imports_once_its_operators_are_declared",
-        attributes=(),
     ),
     Patch(
         "SGLang's torch_native attention",
-        "sglang",
-        _SGLANG,
+        *_SGLANG,
         why="inference/cpu/backend.py overrides its two inner methods, so that caching does not change a sample.",
         upstream="sglang/srt/layers/attention/torch_native_backend.py",
         until="SGLang has a batch-invariant mode for CPU",
@@ -105,8 +98,7 @@ PATCHES = (
     ),
     Patch(
         "no payloads for callbacks",
-        "litellm",
-        _LITELLM,
+        *_LITELLM,
         why="llm/client.py marks its calls as internal: what LiteLLM would record for callbacks, of which there are "
         "none, costs a third of a call.",
         upstream="litellm/_internal_context.py",
@@ -116,8 +108,7 @@ PATCHES = (
     ),
     Patch(
         "the price of a call",
-        "litellm",
-        _LITELLM,
+        *_LITELLM,
         why="llm/client.py reads the price that LiteLLM computed, and inference/litellm_provider.py sets it to 0.",
         upstream="litellm/types/utils.py (ModelResponse._hidden_params)",
         until="ModelResponse has a public field for it",

@@ -122,14 +122,13 @@ def matmul(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return _matmul(F.pad(x, (0, 0, 0, MIN_ROWS - x.shape[0])), y)[: x.shape[0]]
 
 
-_VERSIONS = ("0.5.23",)
+_SGLANG = ("sglang", ("0.5.23",))
 _UNTIL = "SGLang's CPU engine can be installed without kernels built from source"
 
 PATCHES = (
     Patch(
         "a stand-in for triton",
-        "sglang",
-        _VERSIONS,
+        *_SGLANG,
         why="SGLang imports triton everywhere, and on macOS alone installs the stand-ins that it ships. Kernels can "
         "then be defined, not run; on CPU none is.",
         upstream="sglang/_platform_stubs.py",
@@ -140,8 +139,7 @@ PATCHES = (
     ),
     Patch(
         "a stand-in for sgl_kernel",
-        "sglang",
-        _VERSIONS,
+        *_SGLANG,
         why="The two kernels that SGLang calls on CPU, in plain torch; others are imported by name and never called.",
         upstream="sglang/srt/layers/sampler.py, sglang/srt/mem_cache",
         until=_UNTIL,
@@ -151,8 +149,7 @@ PATCHES = (
     ),
     Patch(
         "forked processes",
-        "sglang",
-        _VERSIONS,
+        *_SGLANG,
         why="Spawned processes import everything again: two thirds of the start-up. CUDA could not be forked.",
         upstream="sglang/srt/entrypoints/engine.py:1995",
         until="SGLang takes the start method from a setting",
@@ -163,8 +160,7 @@ PATCHES = (
     ),
     Patch(
         "batch-invariant products",
-        "sglang",
-        _VERSIONS,
+        *_SGLANG,
         why="SGLang's batch-invariant mode is made of triton kernels; on CPU padding the rows of F.linear and "
         "torch.matmul has the same effect.",
         upstream="sglang/srt/model_executor/model_runner.py:844",

@@ -9,8 +9,6 @@ would take another path.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 
@@ -50,20 +48,3 @@ def attend(
             total = total + part
         found.append((total[:, :rows, :width] / total[:, :rows, width:][..., :1]).view_as(query_K))
     return torch.cat(found, 2)
-
-
-def register() -> None:
-    """Have SGLang take torch_native, made exact, as a deterministic attention backend."""
-    from sglang.srt.arg_groups import choices
-    from sglang.srt.layers.attention.attention_registry import register_attention_backend
-
-    choices.add_deterministic_attention_backend_choices(["torch_native"])
-    choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
-    register_attention_backend("torch_native")(_backend)
-
-
-def _backend(runner: Any) -> Any:
-    """The backend for SGLang's model runner; imported only where a server needs it."""
-    from megatron_collab.inference.cpu.backend import ExactAttentionBackend
-
-    return ExactAttentionBackend(runner)

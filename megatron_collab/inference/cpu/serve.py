@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 from megatron_collab.inference.cpu import KEY_VARIABLE, PARENT_VARIABLE, STACKS_VARIABLE
 from megatron_collab.runtime import stacks
@@ -28,6 +29,13 @@ def _end_with_parent() -> None:
     die_with_parent()
     if os.getsid(os.getppid()) != os.getsid(0):  # the parent had ended already, and another process adopted this one
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _exact_attention(runner: Any) -> Any:
+    """The attention backend for SGLang's model runner, imported in the process that needs it."""
+    from megatron_collab.inference.cpu.backend import ExactAttentionBackend
+
+    return ExactAttentionBackend(runner)
 
 
 if __name__ == "__main__":
@@ -49,9 +57,12 @@ if on_cpu():  # its processes are forked
     os.register_at_fork(after_in_child=_end_with_parent)
     os.register_at_fork(after_in_child=_register)
 
-    from megatron_collab.inference.cpu import attention
+    from sglang.srt.arg_groups import choices
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
-    attention.register()
+    choices.add_deterministic_attention_backend_choices(["torch_native"])
+    choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
+    register_attention_backend("torch_native")(_exact_attention)
 
 from sglang.launch_server import run_server
 from sglang.srt.entrypoints import engine as engine  # brings what the spawned processes run
