@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_collab.config import Config
-from megatron_collab.inference.sglang import SGLangServer
+from megatron_collab.inference.server import SGLangServer
 from tests.helpers import free_port, make_model
 
 # Ray reads the token once in a process, and tests that set the environment take away what they find new in it.

@@ -12,7 +12,7 @@ from megatron_collab.checkpoint.hf_folder import read_shape
 from megatron_collab.checkpoint.sharded_state import load_weights
 from megatron_collab.config import Config
 from megatron_collab.inference.cpu import parts
-from megatron_collab.runtime.ports import HOST, bindable
+from megatron_collab.runtime.network import HOST, bindable
 from megatron_collab.trainer.megatron import model as policies
 
 SEQUENCES, LENGTH = 4, 64

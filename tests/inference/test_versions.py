@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from megatron_collab.config import RolloutConfig, SamplingConfig
+from megatron_collab.inference.client import SGLangClient
 from megatron_collab.inference.cpu import parts
-from megatron_collab.inference.sglang import SGLangClient
 from megatron_collab.types import Turn
 from tests.conftest import Served
 from tests.helpers import make_model
