@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_collab.inference.cpu import KEY_VARIABLE
+from megatron_collab.inference import KEY_VARIABLE
 
 pytestmark = pytest.mark.slow
 

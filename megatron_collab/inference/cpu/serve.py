@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_collab.inference.cpu import KEY_VARIABLE, PARENT_VARIABLE, STACKS_VARIABLE
+from megatron_collab.inference import KEY_VARIABLE, PARENT_VARIABLE, STACKS_VARIABLE
 from megatron_collab.runtime import stacks
 from megatron_collab.runtime.process import die_with_parent
 

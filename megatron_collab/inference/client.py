@@ -1,0 +1,187 @@
+"""HTTP client of an SGLang server: samples turns and parses tool calls."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import aiohttp
+
+from megatron_collab.config import RolloutConfig, SamplingConfig
+from megatron_collab.runtime.retry import retried
+from megatron_collab.types import Finish, ToolCall, Turn
+
+ATTEMPTS = 5
+BACKOFF_SECONDS = 0.25
+_Answer = TypeVar("_Answer")
+
+
+class EngineError(RuntimeError):
+    """The engine returned no turn; the message is the reason."""
+
+
+class _TransientError(EngineError):
+    """The same request may succeed later."""
+
+
+class ServerGone(_TransientError):
+    """The server is unreachable: every attempt to connect failed, or the connection broke."""
+
+
+class SGLangClient:
+    """Samples turns from one server; any number of concurrent requests of one event loop.
+
+    `counters` counts prompt tokens: `prefill_tokens` were computed, `cached_tokens` were in the server's cache.
+    """
+
+    def __init__(self, url: str, api_key: str, config: RolloutConfig) -> None:
+        self.url = url
+        self.timeout = config.turn_timeout
+        self.tool_parser = config.tool_parser
+        self.counters: Counter[str] = Counter()
+        self._headers = {"Authorization": f"Bearer {api_key}"}
+        self._session: aiohttp.ClientSession | None = None
+        self._reading: dict[tuple[int, ...], asyncio.Event] = {}
+
+    async def generate(
+        self, prompt_ids: tuple[int, ...], *, max_new_tokens: int, sampling: SamplingConfig, seed: int
+    ) -> Turn:
+        """Sample one turn of at most `max_new_tokens`; log-probs are of the distribution at the temperature.
+
+        Of several concurrent requests with the same prompt one is sent first; the others wait for its prefill.
+        `seed` (64 bits, signed) decides the sample where the server is deterministic. Raises EngineError when the
+        server rejects the request or does not answer in time, ServerGone when it is unreachable at every attempt.
+        """
+        body = {
+            "input_ids": list(prompt_ids),
+            "return_logprob": True,
+            "stream": True,
+            "sampling_params": {
+                "max_new_tokens": max_new_tokens,
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k,
+                "sampling_seed": seed,
+                "stream_interval": max_new_tokens,  # one event for the first token, one for the whole turn
+            },
+        }
+        async with self._reads(prompt_ids) as was_read:
+            answer = await self._post("/generate", body, lambda response: _last_event(response, was_read))
+        meta = answer["meta_info"]
+        finish = Finish(meta["finish_reason"]["type"])
+        if finish is not Finish.ABORT:
+            self.counters["prefill_tokens"] += meta["prompt_tokens"] - meta["cached_tokens"]
+            self.counters["cached_tokens"] += meta["cached_tokens"]
+        return Turn(
+            prompt_ids=tuple(prompt_ids),
+            token_ids=tuple(answer["output_ids"]),
+            log_probs=tuple(entry[0] for entry in meta["output_token_logprobs"]),
+            versions=_versions(meta, len(answer["output_ids"])),
+            finish=finish,
+            text=answer["text"],
+        )
+
+    async def tool_calls(self, text: str, schemas: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
+        """The calls in `text` as rollout.tool_parser finds them; EngineError as in `generate`."""
+        body = {"text": text, "tools": list(schemas), "tool_call_parser": self.tool_parser}
+        answer = await self._post("/parse_function_call", body, aiohttp.ClientResponse.json)
+        return [ToolCall(call["name"], _arguments_of(call)) for call in answer["calls"]]
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    @asynccontextmanager
+    async def _reads(self, prompt_ids: tuple[int, ...]) -> AsyncIterator[Callable[[], None]]:
+        """Wait while another request prefills this prompt; yields the callback for the end of the prefill."""
+        if first := self._reading.get(prompt_ids):
+            await first.wait()
+            yield lambda: None
+            return
+        read = self._reading[prompt_ids] = asyncio.Event()
+
+        def was_read() -> None:
+            self._reading.pop(prompt_ids, None)
+            read.set()
+
+        try:
+            yield was_read
+        finally:
+            was_read()
+
+    async def _post(
+        self, path: str, body: dict[str, Any], read: Callable[[aiohttp.ClientResponse], Awaitable[_Answer]]
+    ) -> _Answer:
+        async def once() -> _Answer:
+            try:
+                async with self._open().post(self.url + path, json=body) as response:
+                    if response.status == 200:
+                        return await read(response)
+                    raise _Refused(response.status, await response.text())
+            except TimeoutError:
+                raise EngineError(f"no answer within rollout.turn_timeout={self.timeout:g} s") from None
+            except _Refused as refused:
+                kind = _TransientError if refused.status >= 500 else EngineError
+                raise kind(f"{self.url}{path}: {refused}") from None
+            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+                raise ServerGone(f"{self.url}{path}: {type(error).__name__}: {error}") from error
+
+        return await retried(once, _TransientError, ATTEMPTS, BACKOFF_SECONDS)
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                headers=self._headers,
+                connector=aiohttp.TCPConnector(limit=0),
+                timeout=aiohttp.ClientTimeout(total=self.timeout),
+            )
+        return self._session
+
+
+class _Refused(Exception):
+    """The server answered with an HTTP error status."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(f"status {status}: {' '.join(text.split())[:300]}")
+        self.status = status
+
+
+async def _last_event(response: aiohttp.ClientResponse, began: Callable[[], None]) -> dict[str, Any]:
+    """The last event of a streamed turn; each event holds the whole turn so far.
+
+    Calls `began` at the first one. Raises _Refused where an event is an error, and ClientPayloadError where the
+    stream ends before the turn does.
+    """
+    rest, last = b"", b""
+    async for piece in response.content.iter_any():
+        *events, rest = (rest + piece).split(b"\n\n")
+        for event in events:
+            began()
+            if event != b"data: [DONE]":
+                last = event
+    answer = json.loads(last.removeprefix(b"data: ") or b"{}")
+    if "error" in answer:
+        raise _Refused(answer["error"]["code"], answer["error"]["message"])
+    finish = answer.get("meta_info", {}).get("finish_reason")
+    if finish is None:
+        raise aiohttp.ClientPayloadError("the stream ended before the turn")
+    if finish.get("status_code"):  # SGLang's scheduler rejected the request
+        raise _Refused(finish["status_code"], finish["message"])
+    return answer
+
+
+def _versions(meta: Mapping[str, Any], tokens: int) -> tuple[int, ...]:
+    """The version of the weights of each of a turn's `tokens`; SGLang gives spans where it changed within the turn."""
+    spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": tokens}]
+    return tuple(int(span["version"]) for span in spans for _ in range(span["start"], span["end"]))
+
+
+def _arguments_of(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The arguments of a call; anything but a JSON object becomes one argument that no tool accepts."""
+    arguments = json.loads(call["parameters"])
+    return arguments if isinstance(arguments, dict) else {"arguments": arguments}
