@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from megatron_collab.planning.memory import MemoryPlan
 
 TITLES = {
-    "cuda": "CUDA device",
+    device.GPU: "CUDA device",
     "torch": "torch",
     "megatron": "Megatron-Core",
     "transformer_engine": "TransformerEngine",
