@@ -16,10 +16,10 @@ from functools import partial
 from pathlib import Path
 
 from megatron_collab import patches
-from megatron_collab.runtime import preemption
+from megatron_collab.runtime.process import block_preemption_signal
 
 if __name__ == "__main__":
-    preemption.block()  # what is imported below takes seconds, in which the signal would end us
+    block_preemption_signal()  # what is imported below takes seconds, in which the signal would end us
     gc.disable()  # until `fit` has what it needs: imports make no garbage, and looking for it takes a quarter of them
 
 from megatron_collab.config import Config, ConfigError
@@ -38,7 +38,9 @@ from megatron_collab.runtime.process import (
     first_on_node,
     global_rank,
     parent,
+    seconds_since_notice,
     under_torchrun,
+    watch_for_preemption,
 )
 from megatron_collab.runtime.redact import redact
 
@@ -137,7 +139,7 @@ def main(arguments: list[str]) -> int:
     os.environ |= network.variables(config)
     die_with_parent(parent())
     if global_rank() == 0:  # the one that decides, and has something to put away
-        preemption.heed()
+        watch_for_preemption()
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     else:  # Python would see Ctrl-C only after the collective that it waits in
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -155,7 +157,7 @@ def _explain(config: Config, error: RunStopped) -> None:
     why = str(error)
     if isinstance(error, Preempted):
         saved = f"{prepare.saved(config)} and all groups that were finished since are saved"
-        why += f"; {saved}, {preemption.seconds():.1f} s after it came"
+        why += f"; {saved}, {seconds_since_notice():.1f} s after it came"
     print(f"megatron-collab: {redact(why)}", file=sys.stderr, flush=True)
 
 

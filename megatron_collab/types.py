@@ -30,6 +30,14 @@ class Message:
 
 
 @dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool as the policy wrote it."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class Task:
     """What a user wants, and how the conversation about it begins.
 

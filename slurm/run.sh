@@ -6,7 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 python=${VENV:-.venv}/bin/python
 first_port=${PORT:-11000}         # node i has the ports from here + 100 i, to here + 100 i + 99
-servers_port=20000                # SGLang's servers take free ones from here on (megatron_collab/runtime/ports.py)
+servers_port=20000                # SGLang's servers take free ones from here on (megatron_collab/runtime/network.py)
 ray_timeout=${RAY_TIMEOUT:-300}   # seconds
 rank_wait=60                      # seconds from the end of one node's ranks until the others' are killed
 save_seconds=${SAVE_SECONDS:-210} # from USR1 on; what --signal leaves, less the two below

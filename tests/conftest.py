@@ -13,7 +13,7 @@ import pytest
 
 from megatron_collab import patches
 from megatron_collab.config import Config
-from megatron_collab.inference.sglang import SGLangServer
+from megatron_collab.inference.server import SGLangServer
 from tests.helpers import free_port, make_model
 
 # Ray reads the token once in a process, and tests that set the environment take away what they find new in it.

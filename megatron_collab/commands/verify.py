@@ -13,7 +13,7 @@ from megatron_collab.checkpoint import hf
 from megatron_collab.checkpoint.hf import read_shape
 from megatron_collab.checkpoint.sharded_state import load_weights
 from megatron_collab.config import Config
-from megatron_collab.runtime.ports import HOST, bindable
+from megatron_collab.runtime.network import HOST, bindable
 from megatron_collab.trainer.megatron import model as policies
 from megatron_collab.trainer.megatron import parallel
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from megatron_collab.config import ServerConfig
-from megatron_collab.inference.sglang import MEMORY, ServerError, SGLangServer
-from megatron_collab.runtime import preemption
+from megatron_collab.inference.server import MEMORY, ServerError, SGLangServer
+from megatron_collab.runtime.process import raise_if_preempted
 
 STARTS = 3  # in a row that may fail before the run ends
 POLL_SECONDS = 0.1
@@ -105,7 +105,7 @@ class Fleet:
                 raise ServerError(self.hopeless)
             if self._present or time.monotonic() > deadline:
                 return bool(self._present)
-            preemption.check()
+            raise_if_preempted()
             time.sleep(POLL_SECONDS)
 
     def serve(self) -> None:
@@ -127,7 +127,7 @@ class Fleet:
         while self.options.colocated and self._deadlines:
             if time.monotonic() > deadline:
                 return False
-            preemption.check()
+            raise_if_preempted()
             time.sleep(POLL_SECONDS)
             self.present()
             self._release()

@@ -15,8 +15,9 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megatron_collab.config import Config
-from megatron_collab.inference.server_process import ServerError, ServerProcess
-from megatron_collab.runtime import heartbeat, network, preemption
+from megatron_collab.inference.server import ServerError, ServerProcess
+from megatron_collab.runtime import heartbeat, network
+from megatron_collab.runtime.process import raise_if_preempted
 
 POLL_SECONDS = 0.1
 ASK_SECONDS = 60  # that a Ray node may take to start a process that says its address
@@ -83,7 +84,7 @@ class RemoteProcess:
                     setting = f"rollout.server.start_timeout={self._timeout:g} s"
                     raise ServerError(f"the SGLang server on {self._address}: Ray has not started it after {setting}")
                 heartbeat.beat()
-                preemption.check()
+                raise_if_preempted()
             try:
                 self._url = ray.get(self._started)
             except RayError as error:

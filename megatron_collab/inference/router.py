@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 from megatron_collab.config import RolloutConfig, SamplingConfig
-from megatron_collab.inference.sglang import UNPUBLISHED, ServerGone, SGLangClient
-from megatron_collab.rollout.tools import ToolCall
-from megatron_collab.types import Turn
+from megatron_collab.inference.client import ServerGone, SGLangClient
+from megatron_collab.inference.server import UNPUBLISHED
+from megatron_collab.types import ToolCall, Turn
 
 # How far above the mean of the requests in flight a server may be and still be given new conversations.
 LOAD_FACTOR = 1.25

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from megatron_collab.config import Config, ConfigError
 from megatron_collab.launch.validate import check_model
 from megatron_collab.runtime import network
-from megatron_collab.runtime.ports import bindable
+from megatron_collab.runtime.network import bindable
 from megatron_collab.runtime.process import FINISHED, LAUNCHER, under_torchrun
 from megatron_collab.types import Task
 

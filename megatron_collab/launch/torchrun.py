@@ -1,6 +1,6 @@
 """torchrun as this program needs it: `python -m megatron_collab.launch.torchrun ARGUMENTS OF TORCHRUN`.
 
-The signal of runtime/preemption.py goes on to the ranks of this node instead of ending them, and the exit code is that
+The signal of runtime/process.py goes on to the ranks of this node instead of ending them, and the exit code is that
 of the rank that failed first. To be safe from the first millisecond, start it with the signal blocked: `env
 --block-signal=USR1 python -m megatron_collab.launch.torchrun …`.
 
@@ -22,8 +22,14 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from megatron_collab.runtime import preemption
-from megatron_collab.runtime.process import EXIT_BAD_INPUT, EXIT_HUNG, EXIT_PREEMPTED, EXIT_STOPPED
+from megatron_collab.runtime.process import (
+    EXIT_BAD_INPUT,
+    EXIT_HUNG,
+    EXIT_PREEMPTED,
+    EXIT_STOPPED,
+    PREEMPTION_SIGNAL,
+    block_preemption_signal,
+)
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -33,7 +39,7 @@ _AGAIN = 1.0  # seconds; a rank that is started after the signal has to have it 
 
 
 def main(arguments: list[str]) -> int:
-    preemption.block()
+    block_preemption_signal()
     threading.Thread(target=_forward, name="preemption", daemon=True).start()
     # Imported here: it takes seconds, in which the signal has to wait already.
     from torch.distributed import run
@@ -94,11 +100,11 @@ def _store(options: Namespace) -> dist.TCPStore | None:
 
 def _forward() -> None:
     """Once the signal has come, send it to the ranks, which are our children; once it is pending, again is nothing."""
-    signal.sigwait({preemption.SIGNAL})
+    signal.sigwait({PREEMPTION_SIGNAL})
     while True:
         for child in psutil.Process().children():
             with suppress(psutil.NoSuchProcess):
-                child.send_signal(preemption.SIGNAL)
+                child.send_signal(PREEMPTION_SIGNAL)
         time.sleep(_AGAIN)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from megatron_collab import thoughts
 from megatron_collab.config import Config, SamplingConfig
-from megatron_collab.inference.sglang import EngineError
+from megatron_collab.inference.client import EngineError
 from megatron_collab.rollout.policy import Policy, Renderer
 from megatron_collab.rollout.tools import Toolbox
 from megatron_collab.rollout.users import User, UserError, Users

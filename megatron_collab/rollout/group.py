@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_collab.config import Config, future_range
+from megatron_collab.reward.dispatch import RewardClient
 from megatron_collab.reward.multiturn import turn_reward
-from megatron_collab.reward.workers import RewardClient
 from megatron_collab.rollout.adaptive import allocate
 from megatron_collab.rollout.conversation import Place, Sampler
 from megatron_collab.rollout.policy import Policy, Renderer

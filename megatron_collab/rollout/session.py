@@ -15,17 +15,17 @@ import torch
 from megatron_collab.config import Config
 from megatron_collab.inference.pool import Fleet
 from megatron_collab.inference.remote import Machines, RemoteProcess
-from megatron_collab.inference.sglang import SGLangServer
+from megatron_collab.inference.server import SGLangServer
 from megatron_collab.models.hf_to_megatron import ModelShape
 from megatron_collab.models.parallel_layout import servers_per_node
 from megatron_collab.observability.run import Run
-from megatron_collab.reward.workers import ray_session
 from megatron_collab.rollout.manager import Collector
 from megatron_collab.rollout.scheduler import answers
 from megatron_collab.rollout.workers import Crew, start_crew
 from megatron_collab.runtime import heartbeat, network
 from megatron_collab.runtime.process import global_rank
 from megatron_collab.runtime.rank0 import from_leader
+from megatron_collab.runtime.ray_cluster import ray_session
 from megatron_collab.trainer.megatron.parallel import run_store
 from megatron_collab.weight_sync.sync import Publisher, PublishError
 

@@ -12,9 +12,11 @@ import ray
 
 from megatron_collab import patches
 from megatron_collab.config import Config
-from megatron_collab.reward.workers import RewardClient, RewardWorker, start_actor
+from megatron_collab.reward.dispatch import RewardClient
+from megatron_collab.reward.workers import RewardWorker
 from megatron_collab.rollout.tools import schemas
 from megatron_collab.runtime import stacks
+from megatron_collab.runtime.ray_cluster import start_actor
 from megatron_collab.types import Group, Task
 
 _GARBAGE = 50_000  # objects made and not yet gone, after which Python looks for cycles

@@ -1,44 +1,50 @@
-"""The network that the nodes of a run talk over: launch.interface decides what is bound and what is announced."""
+"""Addresses and ports of a run: launch.interface decides which address is bound and announced."""
 
 from __future__ import annotations
 
 import os
+import random
 import socket
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 
 from megatron_collab.config import Config
-from megatron_collab.runtime import heartbeat, preemption
-from megatron_collab.runtime.process import RunStopped
+from megatron_collab.runtime import heartbeat
+from megatron_collab.runtime.process import RunStopped, raise_if_preempted
 
 if TYPE_CHECKING:  # the launcher, which checks the interface, does without
     import torch.distributed as dist
 
 LOOPBACK = "lo"
-_POLL = 0.1  # seconds between looks for the nodes
+HOST = "127.0.0.1"
+_FIRST_PORT = 20_000
+_TRIES = 100
+_KERNEL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_POLL = 0.1  # seconds
 
 
 def address(config: Config) -> str:
-    """The IPv4 address of launch.interface on this node; the loopback's where none is set.
+    """The IPv4 address of launch.interface on this node; of loopback where none is set.
 
     Raises ValueError where there is no such interface, or it has no address.
     """
     found = _addresses()
     name = config.launch.interface or LOOPBACK
     if name not in found:
-        there = ", ".join(f"{interface} ({own})" for interface, own in found.items())
+        known = ", ".join(f"{interface} ({own})" for interface, own in found.items())
         raise ValueError(
-            f"launch.interface={name}: no interface with an IPv4 address on {socket.gethostname()}; it has {there}"
+            f"launch.interface={name}: no interface with an IPv4 address on {socket.gethostname()}; it has {known}"
         )
     return found[name]
 
 
 def meet(config: Config, store: dist.Store) -> list[str]:
-    """On rank 0 the address of every node, in their order; on other ranks nothing. All ranks call it.
+    """The address of every node, in order, on rank 0; an empty list on other ranks. All ranks call it.
 
-    Raises RunStopped where a node says none within rollout.server.start_timeout seconds, Preempted.
+    Raises RunStopped if a node announces none within rollout.server.start_timeout seconds, Preempted.
     """
     nodes = [f"fabric/{node}" for node in range(config.launch.nodes)]
     if os.environ["LOCAL_RANK"] == "0":
@@ -55,13 +61,44 @@ def meet(config: Config, store: dist.Store) -> list[str]:
                 f"rollout.server.start_timeout={timeout:g} s"
             )
         heartbeat.beat()
-        preemption.check()
+        raise_if_preempted()
         time.sleep(_POLL)
     return [store.get(node).decode() for node in nodes]
 
 
+def bindable(setting: str, port: int, host: str = HOST, part: int = 0, parts: int = 1) -> int:
+    """`port` of `host`, an address of this machine, or a free one for 0; ValueError naming `setting` where it is taken.
+
+    A server binds only after it has loaded, so a free port must be one that no other process is given meanwhile: below
+    the kernel's ephemeral range, above the ports of Ray's workers, and for each of `parts` servers of a machine from
+    its own `part` of that range.
+    """
+    for candidate in [port] if port else _unassigned(setting, part, parts):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, candidate))
+            except OSError as error:
+                reason = (error.strerror or str(error)).lower()
+            else:
+                return candidate
+    raise ValueError(f"{setting}={port}: {reason}; choose another, or 0 for a free one")
+
+
+def _unassigned(setting: str, part: int, parts: int) -> list[int]:
+    """Random ports outside the ephemeral range of the kernel."""
+    kernel = int(_KERNEL_PORTS.read_text().split()[0])
+    unassigned = range(_FIRST_PORT + part, kernel, parts)
+    if not unassigned:
+        raise ValueError(
+            f"{setting}=0: the kernel's ephemeral ports begin at {kernel} (net.ipv4.ip_local_port_range), and free "
+            f"ports are taken from {_FIRST_PORT} up to there; set a port, or raise the beginning of the ephemeral range"
+        )
+    return random.SystemRandom().sample(unassigned, min(_TRIES, len(unassigned)))
+
+
 def variables(config: Config) -> dict[str, str]:
-    """What tells gloo and NCCL to keep to launch.interface; read when a process makes its first group."""
+    """Environment variables that bind gloo and NCCL to launch.interface; read with a process's first group."""
     name = config.launch.interface or LOOPBACK
     return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}  # NCCL takes a prefix without =
 

@@ -1,34 +1,42 @@
-"""This process in its run: its rank, how it ends with its parent, and the exit codes and errors that end a run."""
+"""This process in its run: its rank, its parent, the preemption notice, and the exit codes and errors that end a run.
+
+Preemption: the scheduler sends SIGUSR1 some time before it ends everything. Every process of a run blocks the signal
+from its first line on, and its children inherit that, so it ends none of them; it stays pending until a thread waits
+for it. Rank 0 decides: the trainer calls `raise_if_preempted` wherever it waits, and every rank raises with it.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
+PREEMPTION_SIGNAL = signal.SIGUSR1
 _PR_SET_PDEATHSIG = 1
+_noticed: float | None = None  # time.monotonic() at which the preemption notice was received
 LAUNCHER = "MEGATRON_COLLAB_TORCHRUN"  # holds the process id of the torchrun that `megatron_collab.train` became
 FINISHED = "result.json"  # written last: a run folder that has it holds a finished run
 
-# How a run ends other than well, for whoever started it.
+# Exit codes of a run that did not finish.
 EXIT_BAD_INPUT = 2  # nothing was started
 EXIT_STOPPED = 3  # RunStopped
-EXIT_HUNG = 4  # Hung, or nothing has moved for launch.timeout seconds
+EXIT_HUNG = 4  # Hung, or no rank made progress for launch.timeout seconds
 EXIT_PREEMPTED = 75  # Preempted: start the same command again (EX_TEMPFAIL of sysexits.h)
 
 
 class RunStopped(RuntimeError):
-    """The run cannot go on, for a reason that its user can remove; what was learned so far is saved."""
+    """The run cannot continue, for a reason that its user can remove; the training state is saved."""
 
 
 class Hung(RunStopped):
-    """Something that the run waits for has not come in all the time that it may take."""
+    """Something that the run waits for did not arrive within its timeout."""
 
 
 class Preempted(RunStopped):
-    """The machine is wanted back: what was finished is saved, and the same command goes on."""
+    """A preemption notice was received: finished work is saved, and the same command resumes the run."""
 
 
 def under_torchrun() -> bool:
@@ -51,8 +59,36 @@ def parent() -> int | None:
     return int(os.environ[LAUNCHER]) if LAUNCHER in os.environ else None
 
 
+def block_preemption_signal() -> None:
+    """Hold the signal back in this thread and in all threads and processes that it starts from now on."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {PREEMPTION_SIGNAL})
+
+
+def watch_for_preemption() -> None:
+    """From now on record the signal; one that arrived since `block_preemption_signal` too."""
+    threading.Thread(target=_await_notice, name="preemption", daemon=True).start()
+
+
+def raise_if_preempted() -> None:
+    """Raise Preempted once a notice was received."""
+    if _noticed is not None:
+        raise Preempted(f"received a preemption notice ({PREEMPTION_SIGNAL.name})")
+
+
+def seconds_since_notice() -> float:
+    """How long ago the notice was received."""
+    assert _noticed is not None
+    return time.monotonic() - _noticed
+
+
+def _await_notice() -> None:
+    global _noticed
+    signal.sigwait({PREEMPTION_SIGNAL})
+    _noticed = time.monotonic()
+
+
 def age(pid: int) -> float:
-    """Seconds since the process was started, whatever happens to the wall clock (Linux)."""
+    """Seconds since the process was started; independent of the wall clock (Linux)."""
     ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])  # since the boot; proc(5)
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_collab.runtime import heartbeat, preemption
-from megatron_collab.runtime.process import Hung, Preempted, RunStopped
+from megatron_collab.runtime import heartbeat
+from megatron_collab.runtime.process import Hung, Preempted, RunStopped, raise_if_preempted
 
 # What a failure of rank 0 becomes on the other ranks: the first that it is one of.
 _KINDS = (Preempted, Hung, RunStopped, RuntimeError)
@@ -40,7 +40,7 @@ def from_leader(make: Callable[[], Any]) -> Any:
     """As `shared`; Preempted on every rank where rank 0 has been told to end."""
 
     def unless_told() -> Any:
-        preemption.check()
+        raise_if_preempted()
         return make()
 
     return shared(unless_told)

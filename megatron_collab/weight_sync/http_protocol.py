@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import torch
 
-from megatron_collab.inference.sglang import ServerError
+from megatron_collab.inference.server import ServerError
 from megatron_collab.runtime import heartbeat
 from megatron_collab.runtime.process import RunStopped
 

@@ -28,7 +28,7 @@ from megatron_collab.weight_sync.store_protocol import Peer
 
 if TYPE_CHECKING:
     from megatron_collab.inference.pool import Fleet
-    from megatron_collab.inference.sglang import SGLangServer
+    from megatron_collab.inference.server import SGLangServer
 
 
 class Publisher:

@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 
 from megatron_collab.commands import convert
 from megatron_collab.config import RolloutConfig, SamplingConfig
-from megatron_collab.inference.sglang import SGLangClient, SGLangServer
+from megatron_collab.inference.client import SGLangClient
+from megatron_collab.inference.server import SGLangServer
 from megatron_collab.models import hf_to_megatron
 from tests.checkpoint.convert_worker import FAMILIES, LAYOUTS, TIED
 from tests.conftest import serving_config

@@ -19,8 +19,7 @@ import psutil
 import pytest
 
 from megatron_collab.rollout.journal import Entry, entries
-from megatron_collab.runtime import preemption
-from megatron_collab.runtime.process import EXIT_PREEMPTED
+from megatron_collab.runtime.process import EXIT_PREEMPTED, PREEMPTION_SIGNAL
 from tests.e2e.test_booking import Program, kill, lines, parameters, steps_done
 from tests.helpers import free_port
 
@@ -131,7 +130,7 @@ def test_a_machine_that_is_wanted_back(root: Path, undisturbed: Path, start: Cal
         journal, deadline = run / "journal" / f"step_{steps_done(run)}.groups", time.monotonic() + 120
         while not (journal.exists() and list(entries(journal))):
             assert time.monotonic() < deadline and program.process.poll() is None, program.log.read_text()[-3000:]
-        program.process.send_signal(preemption.SIGNAL)
+        program.process.send_signal(PREEMPTION_SIGNAL)
         assert program.wait() == EXIT_PREEMPTED
         assert program.gone() == []
         learned = steps_done(run)

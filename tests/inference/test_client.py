@@ -13,10 +13,9 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from megatron_collab.config import RolloutConfig, SamplingConfig
-from megatron_collab.inference import sglang
-from megatron_collab.inference.sglang import EngineError, ServerGone, SGLangClient
-from megatron_collab.rollout.tools import ToolCall
-from megatron_collab.types import Finish, Turn
+from megatron_collab.inference import client
+from megatron_collab.inference.client import EngineError, ServerGone, SGLangClient
+from megatron_collab.types import Finish, ToolCall, Turn
 
 ANSWER = {
     "text": "hello",
@@ -37,7 +36,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @pytest.fixture(autouse=True)
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang, "BACKOFF_SECONDS", 0.01)
+    monkeypatch.setattr(client, "BACKOFF_SECONDS", 0.01)
 
 
 async def stream(request: web.Request, *events: Any, then: asyncio.Event | None = None) -> web.StreamResponse:
@@ -144,7 +143,7 @@ def test_what_does_not_pass_is_an_engine_error() -> None:
     with pytest.raises(EngineError, match="status 500: broken for good") as error:
         ask(handler)
     assert not isinstance(error.value, ServerGone)
-    assert len(calls) == sglang.ATTEMPTS
+    assert len(calls) == client.ATTEMPTS
 
 
 def test_a_server_that_breaks_every_connection_is_gone() -> None:

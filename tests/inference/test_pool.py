@@ -10,8 +10,9 @@ from collections.abc import Sequence
 import pytest
 
 from megatron_collab.config import SamplingConfig, ServerConfig
+from megatron_collab.inference.client import EngineError, SGLangClient
 from megatron_collab.inference.pool import Fleet
-from megatron_collab.inference.sglang import UNPUBLISHED, EngineError, SGLangClient, SGLangServer
+from megatron_collab.inference.server import UNPUBLISHED, SGLangServer
 from tests.conftest import Served
 from tests.inference.test_server import PROMPTS, sample, with_client
 

@@ -15,9 +15,9 @@ import ray
 
 from megatron_collab.config import Config
 from megatron_collab.inference.remote import Machines, RemoteProcess
-from megatron_collab.inference.server_process import ServerError
-from megatron_collab.reward.workers import ray_session
-from megatron_collab.runtime.ports import HOST
+from megatron_collab.inference.server import ServerError
+from megatron_collab.runtime.network import HOST
+from megatron_collab.runtime.ray_cluster import ray_session
 from tests.conftest import serving_config
 from tests.helpers import make_model
 

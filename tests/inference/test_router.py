@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_collab.config import RolloutConfig, SamplingConfig
-from megatron_collab.inference import sglang
+from megatron_collab.inference import client
+from megatron_collab.inference.client import EngineError, ServerGone
 from megatron_collab.inference.router import LOAD_FACTOR, Router, choose
-from megatron_collab.inference.sglang import EngineError, ServerGone
 from megatron_collab.types import Turn
 from tests.inference.test_client import ANSWER, stream, stream_turn
 
@@ -65,7 +65,7 @@ def test_groups_that_come_at_once_are_spread_by_their_load() -> None:
 
 @pytest.fixture(autouse=True)
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang, "BACKOFF_SECONDS", 0.001)
+    monkeypatch.setattr(client, "BACKOFF_SECONDS", 0.001)
 
 
 class Servers:

@@ -25,11 +25,11 @@ import psutil
 import pytest
 
 from megatron_collab.config import Config, RolloutConfig, SamplingConfig
-from megatron_collab.inference import server_process
-from megatron_collab.inference.sglang import EngineError, ServerError, SGLangClient, SGLangServer
-from megatron_collab.rollout.tools import ToolCall
+from megatron_collab.inference import server as server_module
+from megatron_collab.inference.client import EngineError, SGLangClient
+from megatron_collab.inference.server import ServerError, SGLangServer
 from megatron_collab.runtime import device, stacks
-from megatron_collab.types import Finish, Turn
+from megatron_collab.types import Finish, ToolCall, Turn
 from tests.conftest import Served, serving_config
 from tests.helpers import make_model
 
@@ -248,7 +248,7 @@ def arguments(index: int, nodes: int = 1, **server: object) -> dict[str, str | N
     config.model.path, config.launch.nproc_per_node, config.launch.nodes = "/model", 4, nodes
     for name, value in server.items():
         setattr(config.rollout.server, name, value)
-    words = server_process.arguments(config, "http://10.0.0.1:30000", index)
+    words = server_module.arguments(config, "http://10.0.0.1:30000", index)
     return {
         word[2:]: None if following.startswith("--") else following
         for word, following in pairwise([*words, "--"])
@@ -327,7 +327,7 @@ def test_the_sockets_that_sglang_leaves_in_the_temporary_folder_are_found() -> N
         assert process.stdout is not None
         path = Path(process.stdout.readline().strip())
         try:
-            assert path.is_socket() and server_process._left_behind(process.pid) == {path}
+            assert path.is_socket() and server_module._left_behind(process.pid) == {path}
         finally:
             process.kill()
             path.unlink()
@@ -359,7 +359,7 @@ def test_a_killed_trainer_takes_its_server_along(tmp_path: Path) -> None:
     make_model(tmp_path / "model")
     code = (
         "import time\nfrom pathlib import Path\nfrom tests.conftest import serving_config\n"
-        "from megatron_collab.rollout.sglang import SGLangServer\n"
+        "from megatron_collab.inference.server import SGLangServer\n"
         f"folder = Path({str(tmp_path)!r})\n"
         "print(SGLangServer(serving_config(folder / 'model'), folder / 'log').process.pid, flush=True)\n"
         "time.sleep(600)"

@@ -14,7 +14,7 @@ import torch
 
 from megatron_collab import patches
 from megatron_collab.config import RolloutConfig, SamplingConfig
-from megatron_collab.inference.sglang import SGLangClient
+from megatron_collab.inference.client import SGLangClient
 from megatron_collab.types import Turn
 from tests.conftest import Served
 from tests.helpers import make_model

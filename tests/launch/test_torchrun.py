@@ -15,8 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_collab.runtime import preemption
-from megatron_collab.runtime.process import EXIT_BAD_INPUT, EXIT_PREEMPTED, EXIT_STOPPED
+from megatron_collab.runtime.process import EXIT_BAD_INPUT, EXIT_PREEMPTED, EXIT_STOPPED, PREEMPTION_SIGNAL
 from tests.helpers import listening
 
 TIMEOUT = 120
@@ -24,19 +23,18 @@ TIMEOUT = 120
 WAITS = """
 import os, subprocess, sys, time
 from pathlib import Path
-from megatron_collab import preemption
-from megatron_collab.processes import Preempted
+from megatron_collab.runtime.process import Preempted, raise_if_preempted, watch_for_preemption
 
 folder = Path(sys.argv[1])
 if os.environ["RANK"] == "1":
     time.sleep(600)
-preemption.heed()
+watch_for_preemption()
 child = subprocess.Popen(["sleep", "600"])
 (folder / "ready").touch()
 try:
     while True:
         time.sleep(0.01)
-        preemption.check()
+        raise_if_preempted()
 except Preempted:
     time.sleep(0.1)  # for the child to have it
     code = 75 if child.poll() is None else 1
@@ -69,7 +67,7 @@ def agent(script: str, folder: Path, *arguments: str, options: Sequence[str] = (
     """Two ranks of `script`; started with the signal blocked, as `env --block-signal=USR1` does."""
     (folder / "rank.py").write_text(script)
     command = [sys.executable, "-m", "megatron_collab.launch.torchrun", *options, "--nproc-per-node=2"]
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {preemption.SIGNAL})
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {PREEMPTION_SIGNAL})
     try:
         process = subprocess.Popen([*command, str(folder / "rank.py"), *arguments], stderr=subprocess.PIPE, text=True)
     finally:
@@ -90,7 +88,7 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 def test_a_signal_before_the_first_line_is_heeded(tmp_path: Path) -> None:
     with agent(WAITS, tmp_path, str(tmp_path)) as process:
-        process.send_signal(preemption.SIGNAL)
+        process.send_signal(PREEMPTION_SIGNAL)
         assert ended(process)[0] == EXIT_PREEMPTED
 
 
@@ -103,7 +101,7 @@ def test_a_signal_to_all_processes_of_a_job_ends_none(tmp_path: Path) -> None:
         everyone: Sequence[psutil.Process] = psutil.Process(process.pid).children(recursive=True)
         assert len(everyone) == 3
         for other in everyone:
-            other.send_signal(preemption.SIGNAL)
+            other.send_signal(PREEMPTION_SIGNAL)
         assert ended(process)[0] == EXIT_PREEMPTED
 
 

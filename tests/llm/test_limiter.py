@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from megatron_collab.config import Config, LlmConfig
 from megatron_collab.llm import limiter as limiters
 from megatron_collab.llm.limiter import MINUTE, Admission, BudgetSpent, Ended, Limiter, LimiterDied, Line, Wish
-from megatron_collab.reward.workers import ray_session
+from megatron_collab.runtime.ray_cluster import ray_session
 
 LEDGER = Path("spend.json")
 

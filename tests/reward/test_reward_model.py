@@ -12,7 +12,7 @@ import torch
 from aiohttp import web
 
 from megatron_collab import patches
-from megatron_collab.inference.sglang import SGLangServer
+from megatron_collab.inference.server import SGLangServer
 from megatron_collab.reward import model as reward_model
 from megatron_collab.reward.metrics.reward_model import KEY_VARIABLE
 from megatron_collab.types import Message, Missing, Score

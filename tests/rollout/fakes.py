@@ -9,9 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_collab.config import Config, SamplingConfig, UserConfig
-from megatron_collab.rollout.tools import ToolCall
 from megatron_collab.rollout.users import UserReply
-from megatron_collab.types import Conversation, Finish, Message, Task, Turn
+from megatron_collab.types import Conversation, Finish, Message, Task, ToolCall, Turn
 
 END = 0
 STOP = "[[TERMINATE CHAT]]"

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_collab.config import Config
-from megatron_collab.inference.sglang import SGLangServer
-from megatron_collab.runtime.ports import bindable
+from megatron_collab.inference.server import SGLangServer
+from megatron_collab.runtime.network import bindable
 
 
 class Recorded(SGLangServer):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_collab.inference.sglang import EngineError
+from megatron_collab.inference.client import EngineError
 from megatron_collab.rollout.conversation import Place, Sampler, seed_of
 from megatron_collab.rollout.users import UserError, UserReply
 from megatron_collab.types import Conversation, Ending, Finish, Message, Task, Turn

@@ -15,7 +15,7 @@ import pytest
 from megatron_collab import types
 from megatron_collab.rollout.journal import Journal, entries
 from megatron_collab.rollout.lineage import Lineage
-from megatron_collab.runtime import preemption
+from megatron_collab.runtime import process
 from megatron_collab.runtime.process import Preempted
 from megatron_collab.types import Batch, Ending, Group, Message, Missing, Task
 from tests.rollout.simulated import DIFFERENT, EQUAL, PROMPTS, World, rollout
@@ -135,13 +135,13 @@ def preempted(made: World, play: Callable[[], Any], *, at: str, monkeypatch: pyt
 
     def told(task: Task, stream: str) -> Group:
         if stream == at:
-            monkeypatch.setattr(preemption, "_came", time.monotonic())
+            monkeypatch.setattr(process, "_noticed", time.monotonic())
         return group(task, stream)
 
     made.group = told  # type: ignore[method-assign]
     with pytest.raises(Preempted), made.collector:
         play()
-    monkeypatch.setattr(preemption, "_came", None)
+    monkeypatch.setattr(process, "_noticed", None)
 
 
 def assert_same(batch: Batch, wanted: Batch) -> None:

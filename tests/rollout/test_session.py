@@ -10,7 +10,7 @@ import pytest
 
 from megatron_collab.config import Config
 from megatron_collab.inference.pool import Fleet
-from megatron_collab.inference.sglang import ServerError
+from megatron_collab.inference.server import ServerError
 from megatron_collab.rollout.session import Engine
 from megatron_collab.runtime.process import RunStopped
 from megatron_collab.weight_sync.sync import PublishError

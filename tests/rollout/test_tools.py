@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from megatron_collab.rollout import tools
-from megatron_collab.rollout.tools import Toolbox, ToolCall, ToolError, calculator
-from megatron_collab.types import Message, Task
+from megatron_collab.rollout.tools import Toolbox, ToolError, calculator
+from megatron_collab.types import Message, Task, ToolCall
 from tests.rollout.fakes import FakePolicy
 
 TASK = Task("t", (Message("user", "hi"),), "goal", "answer", "testing")

@@ -23,9 +23,10 @@ import ray
 from megatron_collab.config import Config, RunConfig
 from megatron_collab.data.chat_template import ChatRenderer
 from megatron_collab.environments import booking, tiny_model
-from megatron_collab.inference.sglang import EngineError
+from megatron_collab.inference.client import EngineError
 from megatron_collab.llm.client import LlmClient
-from megatron_collab.reward.workers import RewardClient, RewardWorker, ray_session, start_actor
+from megatron_collab.reward.dispatch import RewardClient
+from megatron_collab.reward.workers import RewardWorker
 from megatron_collab.rollout.group import Player
 from megatron_collab.rollout.journal import Journal
 from megatron_collab.rollout.lineage import Lineage
@@ -33,6 +34,7 @@ from megatron_collab.rollout.scheduler import Asked, Flight, Slot, answers
 from megatron_collab.rollout.users import Users
 from megatron_collab.rollout.workers import start_crew
 from megatron_collab.runtime.process import Hung
+from megatron_collab.runtime.ray_cluster import ray_session, start_actor
 from megatron_collab.types import Ending, Group, Message, Missing, Task
 from tests.helpers import free_port
 from tests.rollout.fakes import CharacterRenderer, FakePolicy, config

@@ -1,9 +1,10 @@
-"""The interface decides addresses; one that is not there is refused with those that are."""
+"""The interface decides addresses, an unknown one is refused; free ports lie below the kernel's ephemeral range."""
 
 from __future__ import annotations
 
 import socket
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -12,9 +13,9 @@ import torch.distributed as dist
 
 from megatron_collab.config import Config
 from megatron_collab.runtime import network
-from megatron_collab.runtime.ports import HOST
+from megatron_collab.runtime.network import HOST
 from megatron_collab.runtime.process import RunStopped
-from tests.helpers import configured, refused
+from tests.helpers import configured, free_port, refused
 
 
 @pytest.fixture
@@ -71,3 +72,24 @@ def test_rank_0_hears_from_every_node(monkeypatch: pytest.MonkeyPatch) -> None:
         as_rank(0)
     assert as_rank(2) == []
     assert as_rank(0) == [HOST, HOST]
+
+
+@pytest.fixture
+def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(network, "_KERNEL_PORTS", tmp_path / "range")
+    return tmp_path / "range"
+
+
+def test_servers_of_a_machine_draw_from_different_ports(kernel: Path) -> None:
+    kernel.write_text("20400\t60999\n")
+    drawn = [{network.bindable("port", 0, part=part, parts=3) for _ in range(40)} for part in range(3)]
+    assert all(port % 3 == (20_000 + part) % 3 for part in range(3) for port in drawn[part])
+    assert all(20_000 <= port < 20_400 for some in drawn for port in some)
+
+
+def test_a_kernel_that_hands_out_all_of_them_is_named(kernel: Path) -> None:
+    kernel.write_text("15000\t60999\n")
+    with pytest.raises(ValueError, match=r"^rollout\.server\.port=0: the kernel's ephemeral ports begin at 15000"):
+        network.bindable("rollout.server.port", 0)
+    given = free_port()
+    assert network.bindable("rollout.server.port", given) == given

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_collab.config import Config
-from megatron_collab.runtime import preemption
+from megatron_collab.runtime import rank0
 from megatron_collab.runtime.process import Preempted, RunStopped
 from megatron_collab.trainer.critic import Critic
 from megatron_collab.trainer.megatron import model as policies
@@ -106,7 +106,7 @@ def put_away_first(folder: Path) -> bool:
 
 def main(folder: Path, out: Path) -> None:
     told = Told()
-    preemption.check = told
+    rank0.raise_if_preempted = told
     found = {}
     for case, settings in CASES.items():
         config = make_config(folder, settings)

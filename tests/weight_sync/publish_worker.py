@@ -20,7 +20,7 @@ import numpy as np
 import torch.distributed as dist
 
 from megatron_collab.config import Config, RolloutConfig
-from megatron_collab.inference.sglang import SGLangClient
+from megatron_collab.inference.client import SGLangClient
 from megatron_collab.trainer.megatron import model as policies
 from megatron_collab.trainer.megatron import parallel
 from megatron_collab.trainer.trainer import Actor

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron_collab.inference.sglang import SGLangServer
+from megatron_collab.inference.server import SGLangServer
 from tests.conftest import Served, serving_config
 from tests.helpers import free_port, make_model
 from tests.weight_sync.publish_worker import CASES, OTHERS, PROMPT, TURNS, TWO_NODES, UPDATES

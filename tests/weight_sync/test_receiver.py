@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_collab.config import Config
-from megatron_collab.inference.sglang import ServerError
+from megatron_collab.inference.server import ServerError
 from megatron_collab.models import hf_to_megatron, hf_to_sglang
 from megatron_collab.models.hf_config import Experts, ModelShape, Rope
 from megatron_collab.models.hf_to_sglang import ServerLayout

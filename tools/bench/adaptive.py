@@ -35,7 +35,7 @@ from megatron_collab.config import Config, future_range, load
 from megatron_collab.data.chat_template import ChatRenderer
 from megatron_collab.data.datasets import load_tasks
 from megatron_collab.inference.router import Router
-from megatron_collab.inference.sglang import SGLangServer
+from megatron_collab.inference.server import SGLangServer
 from megatron_collab.llm.client import LlmClient
 from megatron_collab.reward import metrics
 from megatron_collab.rollout.adaptive import allocate

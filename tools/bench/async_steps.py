@@ -24,9 +24,9 @@ import torch.distributed as dist
 
 from megatron_collab.config import Config
 from megatron_collab.data.datasets import task_row, write_jsonl
-from megatron_collab.reward.workers import ray_session, start_actor
 from megatron_collab.rollout.manager import Collector
 from megatron_collab.rollout.workers import Crew
+from megatron_collab.runtime.ray_cluster import ray_session, start_actor
 from megatron_collab.types import Conversation, Ending, Finish, Future, Group, Message, Reward, Rollout, Task, Turn
 
 STEPS, PROMPTS, WORKERS, ROUNDS = 16, 16, 2, 3

@@ -47,9 +47,9 @@ from aiohttp import web
 from megatron_collab.config import Config
 from megatron_collab.data.chat_template import ChatRenderer
 from megatron_collab.environments import booking, tiny_model
-from megatron_collab.reward.workers import ray_session
 from megatron_collab.rollout.workers import start_crew
 from megatron_collab.runtime.process import die_with_parent
+from megatron_collab.runtime.ray_cluster import ray_session
 from megatron_collab.types import Ending, Group, Missing
 
 ROLLOUTS, FUTURES, USER_TURNS = 8, 3, 2

@@ -28,8 +28,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megatron_collab.rollout.journal import entries
-from megatron_collab.runtime import preemption
-from megatron_collab.runtime.process import EXIT_PREEMPTED
+from megatron_collab.runtime.process import EXIT_PREEMPTED, PREEMPTION_SIGNAL, block_preemption_signal
 
 SEED = 0
 DEADLINE = 600.0  # seconds for one start, on a machine however busy
@@ -122,7 +121,7 @@ def main() -> None:
     parser.add_argument("--signals", type=int, default=20)
     parser.add_argument("--root", type=Path)
     arguments = parser.parse_args()
-    preemption.block()  # and so do those whom we start, from their first instruction on
+    block_preemption_signal()  # and so do those whom we start, from their first instruction on
     with tempfile.TemporaryDirectory() as folder:
         print(json.dumps({"name": "preemption", "values": measured(arguments.root or Path(folder), arguments.signals)}))
 
@@ -149,7 +148,7 @@ def measured(root: Path, signals: int) -> dict[str, float]:
             with started(root, name) as process:
                 if not wait(process, journal, moment):
                     assert not last, f"not at its end after {DEADLINE:g} s: see {root / name}.log"
-                    process.send_signal(preemption.SIGNAL)
+                    process.send_signal(PREEMPTION_SIGNAL)
                     sent, told = sent + 1, time.monotonic()
                     wait(process, journal, DEADLINE)
                     took = time.monotonic() - told

@@ -31,7 +31,7 @@ from megatron_collab.config import Config
 from megatron_collab.data.chat_template import ChatRenderer
 from megatron_collab.environments import tiny_model
 from megatron_collab.inference.router import Router
-from megatron_collab.inference.sglang import SGLangServer
+from megatron_collab.inference.server import SGLangServer
 from megatron_collab.rollout.conversation import Place, Sampler
 from megatron_collab.rollout.users import User, UserReply
 from megatron_collab.types import Conversation, Message, Task

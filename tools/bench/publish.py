@@ -47,10 +47,11 @@ import torch.multiprocessing  # noqa: E402
 
 from megatron_collab.checkpoint.hf import named_shards  # noqa: E402
 from megatron_collab.config import Config  # noqa: E402
-from megatron_collab.inference.sglang import SGLangClient, SGLangServer  # noqa: E402
+from megatron_collab.inference.client import SGLangClient  # noqa: E402
+from megatron_collab.inference.server import SGLangServer  # noqa: E402
 from megatron_collab.models import hf_to_megatron  # noqa: E402
 from megatron_collab.models.hf_to_megatron import ModelShape, WeightEntry  # noqa: E402
-from megatron_collab.runtime.ports import bindable  # noqa: E402
+from megatron_collab.runtime.network import bindable  # noqa: E402
 from megatron_collab.trainer.megatron import model as policies  # noqa: E402
 from megatron_collab.trainer.megatron import parallel  # noqa: E402
 from megatron_collab.trainer.trainer import Actor  # noqa: E402

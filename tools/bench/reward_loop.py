@@ -19,8 +19,10 @@ import ray
 
 from megatron_collab.config import Config, RewardConfig
 from megatron_collab.reward import metrics
+from megatron_collab.reward.dispatch import RewardClient
 from megatron_collab.reward.metrics import Metric, NoOptions
-from megatron_collab.reward.workers import RewardClient, RewardWorker, ray_session, start_actor
+from megatron_collab.reward.workers import RewardWorker
+from megatron_collab.runtime.ray_cluster import ray_session, start_actor
 from megatron_collab.types import Conversation, Ending, Finish, Message, Score, Task, Turn
 
 FUTURES, SMOKE_FUTURES = 4000, 80

@@ -34,7 +34,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
 from megatron_collab.algo import advantages as advantage  # noqa: E402
 from megatron_collab.config import Config  # noqa: E402
-from megatron_collab.runtime.ports import bindable  # noqa: E402
+from megatron_collab.runtime.network import bindable  # noqa: E402
 from megatron_collab.trainer.megatron import model as policies  # noqa: E402
 from megatron_collab.trainer.megatron import parallel  # noqa: E402
 from megatron_collab.trainer.trainer import Actor  # noqa: E402

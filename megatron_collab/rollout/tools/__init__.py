@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Protocol
 
-from megatron_collab.types import Message, Task
+from megatron_collab.types import Message, Task, ToolCall
 
 
 class ToolError(ValueError):
@@ -32,14 +32,6 @@ class ToolResult:
 
     content: str
     reward: float = 0.0
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    """A call as the policy wrote it."""
-
-    name: str
-    arguments: Mapping[str, Any]
 
 
 class ToolParser(Protocol):

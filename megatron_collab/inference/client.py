@@ -5,44 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import secrets
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from http.client import HTTPException
-from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, TypeVar
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
+from typing import Any, TypeVar
 
 import aiohttp
 
-from megatron_collab.config import Config, RolloutConfig, SamplingConfig
-from megatron_collab.inference.server_process import UNPUBLISHED, ServerError, ServerProcess
-from megatron_collab.rollout.tools import ToolCall
-from megatron_collab.runtime import heartbeat, preemption
-from megatron_collab.runtime.redact import redact
-from megatron_collab.types import Finish, Turn
-
-__all__ = [
-    "MEMORY",
-    "UNPUBLISHED",
-    "EngineError",
-    "SGLangClient",
-    "SGLangServer",
-    "ServerError",
-    "ServerGone",
-]
+from megatron_collab.config import RolloutConfig, SamplingConfig
+from megatron_collab.types import Finish, ToolCall, Turn
 
 ATTEMPTS = 5
 BACKOFF_SECONDS = 0.25
 _Answer = TypeVar("_Answer")
-
-MEMORY = ("kv_cache", "weights")  # what a server can release, in this order
-HEALTH_SECONDS = 30  # that a server may take to say that it is healthy
-IDLE_SECONDS = 60  # that a server may take until the requests that it aborts have ended
 
 
 class EngineError(RuntimeError):
@@ -51,149 +26,6 @@ class EngineError(RuntimeError):
 
 class ServerGone(EngineError):
     """The server stayed away: its address takes no connection, or breaks it, at every try."""
-
-
-class Process(Protocol):
-    """The processes of a server, wherever they are; see ServerProcess."""
-
-    @property
-    def url(self) -> str:
-        """Where it listens."""
-
-    def start(self) -> None:
-        """Start the server again, at the same address."""
-
-    def ended(self) -> str | None:
-        """How it ended; None while it lives."""
-
-    def stop(self) -> None:
-        """End the server with all its processes."""
-
-
-class SGLangServer:
-    """An SGLang server, started by the constructor; leaving the context ends all of it.
-
-    It listens on launch.interface only and serves whoever knows `api_key`, which is made for this run.
-    `index` is its number in the run, `tp` its tensor-parallel size, `generation` how often it was started again, and
-    `released` what of its memory it has given back: kv_cache, weights.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        log: Path,
-        index: int = 0,
-        start: Callable[[Config, Path, int, str], Process] = ServerProcess,
-    ) -> None:
-        """Start serving model.path as the server number `index` of the run; its output goes to `log`.
-
-        `start` decides on which machine; on this one ServerError is raised for a busy port.
-        """
-        self.config, self.log, self.index = config, log, index
-        self.tp = config.rollout.server.tp
-        self.api_key = secrets.token_hex(32)
-        self.generation = 0
-        self.released: set[str] = set()
-        self._ready = False
-        self.process = start(config, log, index, self.api_key)
-
-    @property
-    def url(self) -> str:
-        """Where it listens; ServerError where it could not be started on another machine."""
-        return self.process.url
-
-    def __enter__(self) -> SGLangServer:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
-
-    def alive(self) -> bool:
-        return self.process.ended() is None
-
-    def healthy(self) -> bool:
-        """Whether requests are served."""
-        heartbeat.beat()  # however often that is asked: whoever waits for it has a deadline
-        try:
-            with urlopen(f"{self.url}/health", timeout=HEALTH_SECONDS):
-                pass
-            if not self._ready:
-                # What start-up made is for good; looking through it again and again would stall requests.
-                self._call("/freeze_gc")
-                self._ready = True
-        except (OSError, HTTPException, ServerError):
-            return False
-        return True
-
-    def wait_healthy(self, timeout: float) -> None:
-        """Return once requests are served; ServerError if the server ends first or needs longer than `timeout` s."""
-        deadline = time.monotonic() + timeout
-        while not self.healthy():
-            ended = self.process.ended()
-            if ended:
-                raise ServerError(f"SGLang server {self.index}: {ended}; {self.last_words()}")
-            if time.monotonic() > deadline:
-                raise ServerError(
-                    f"SGLang server {self.index}: it was not healthy after rollout.server.start_timeout={timeout:g} s; "
-                    f"{self.last_words()}"
-                )
-            preemption.check()
-            time.sleep(0.1)
-
-    def release(self) -> None:
-        """Give the memory of KV cache and weights back, and with it what they hold; ServerError where that fails.
-
-        What was given back already stays so.
-
-        Requests under way are aborted, and later ones wait until the server is told to continue.
-        """
-        kept = [tag for tag in MEMORY if tag not in self.released]
-        if not kept:
-            return
-        self._call("/pause_generation", mode="abort")
-        self._call(f"/flush_cache?timeout={IDLE_SECONDS}")  # waits until it is idle: a busy server dies of a release
-        for tag in kept:
-            self._call("/release_memory_occupation", tags=[tag])
-            self.released.add(tag)
-
-    def resume(self, tag: str) -> None:
-        """Take the memory of `tag` again, if it was released: its contents are lost. ServerError where that fails."""
-        if tag in self.released:
-            self._call("/resume_memory_occupation", tags=[tag])
-            self.released.remove(tag)
-
-    def restart(self) -> None:
-        """End what is left of the server and start it again, with the same address and key."""
-        self.stop()
-        self.generation += 1
-        self.released, self._ready = set(), False
-        self.process.start()
-
-    def stop(self) -> None:
-        """End the server with all its processes."""
-        self.process.stop()
-
-    def last_words(self) -> str:
-        """The end of its log."""
-        if not self.log.is_file():
-            return f"there is no {self.log}"
-        lines = redact(self.log.read_text(errors="replace")).splitlines()[-15:]
-        return "\n  ".join([f"the end of {self.log}:", *lines])
-
-    def _call(self, path: str, **body: Any) -> None:
-        heartbeat.beat()
-        headers = {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"}
-        try:
-            request = Request(self.url + path, json.dumps(body).encode(), headers)
-            with urlopen(request, timeout=self.config.launch.timeout / 4) as answer:
-                answer.read()
-        except HTTPError as error:
-            reason = " ".join(error.read().decode(errors="replace").split())
-            raise ServerError(f"{self.url}{path}: status {error.code}: {reason[:300]}") from error
-        except (OSError, HTTPException) as error:
-            raise ServerError(f"{self.url}{path}: {error}") from error
 
 
 class SGLangClient:

@@ -1,0 +1,101 @@
+"""The Ray cluster of a run: joined at RAY_ADDRESS or started on this machine, and actors on it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import psutil
+import ray
+
+from megatron_collab.config import Config
+from megatron_collab.runtime import heartbeat
+from megatron_collab.runtime.process import RunStopped, raise_if_preempted
+
+STARTS = 3  # failures of Ray's start in a row that end the run
+_POLL = 0.2  # seconds
+_REQUESTS = 100_000  # that an actor may have at once; the rest would wait in a queue that nobody sees
+
+
+@contextmanager
+def ray_session(config: Config) -> Iterator[None]:
+    """Connect to the Ray cluster at RAY_ADDRESS if that is set, else start one on this machine that ends with the run.
+
+    A cluster is joined through a Ray node on this machine, which must exist; RunStopped where the cluster has fewer
+    nodes than the run after rollout.server.start_timeout seconds.
+
+    Ray's ports accept connections from the network that carry its token; a local cluster gets a new token.
+    """
+    quiet = {"log_to_driver": False, "logging_level": "error"}
+    with ExitStack() as stack:
+        stack.callback(ray.shutdown)
+        if "RAY_ADDRESS" in os.environ:
+            ray.init(**quiet)
+            _await_nodes(config)
+        else:
+            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+            # Ray's default is to start workers at nice 15, which starve beside busy ranks.
+            os.environ.setdefault("RAY_worker_niceness", "0")
+            processes = config.rollout.workers + config.reward.workers  # Ray starts a process a CPU in advance
+            _start_ray(num_cpus=processes, **quiet)
+            stack.callback(_reaper().communicate, "\n")
+        yield
+
+
+def _start_ray(**options: Any) -> None:
+    """Start Ray on this machine; RunStopped after STARTS failures: its own limit of 30 s is short on a busy machine."""
+    others = set(psutil.Process().children())
+    for left in reversed(range(STARTS)):
+        heartbeat.beat()
+        raise_if_preempted()
+        try:
+            ray.init("local", include_dashboard=False, **options)
+            return
+        except Exception as error:  # Ray has no kind of its own for it
+            ray.shutdown()
+            for child in set(psutil.Process().children()) - others:  # processes of the failed start would go on
+                child.kill()
+            if not left:
+                raise RunStopped(f"Ray did not start, {STARTS} times in a row: {error}") from error
+
+
+def _await_nodes(config: Config) -> None:
+    """Return once the cluster has as many nodes as the run; RunStopped after the timeout."""
+    wanted, timeout = config.launch.nodes, config.rollout.server.start_timeout
+    deadline = time.monotonic() + timeout
+    while (found := sum(node["Alive"] for node in ray.nodes())) < wanted:
+        if time.monotonic() > deadline:
+            raise RunStopped(
+                f"RAY_ADDRESS={os.environ['RAY_ADDRESS']}: {found} Ray nodes after "
+                f"rollout.server.start_timeout={timeout:g} s, and launch.nodes={wanted}; start Ray on all of them"
+            )
+        heartbeat.beat()
+        raise_if_preempted()
+        time.sleep(_POLL)
+
+
+def _reaper() -> subprocess.Popen[str]:
+    """A process that ends Ray's agents when this one is killed: without it they live on for a minute.
+
+    It waits for a line, which stands for a normal end, or for the end of its input.
+    """
+    raylets = (child for child in psutil.Process().children() if child.name() == "raylet")
+    agents = [str(agent.pid) for raylet in raylets for agent in raylet.children()]
+    command = ["sh", "-c", 'read line || kill -9 "$@"', "reaper", *agents]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def start_actor(kind: type, *arguments: Any, name: str | None = None) -> Any:
+    """The handle of a new Ray actor `kind(*arguments)` on any node; the actor ends with its last handle.
+
+    When its process dies it is restarted and its running tasks are retried. Others look it up by `name`: a handle
+    among the arguments could be gone when the actor is restarted.
+    """
+    options = {"num_cpus": 0.01, "max_restarts": 3, "max_task_retries": 3, "max_concurrency": _REQUESTS}
+    actor = ray.remote(**options, scheduling_strategy="SPREAD")
+    return actor(kind).options(name=name).remote(*arguments)

@@ -1,0 +1,114 @@
+"""Metrics that stand in for registered ones, and a worker and a caller that use them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+import ray
+
+from megatron_collab.config import Config, RewardConfig
+from megatron_collab.llm.limiter import BudgetSpent
+from megatron_collab.reward import metrics
+from megatron_collab.reward.dispatch import RewardClient
+from megatron_collab.reward.metrics import Metric, NoOptions
+from megatron_collab.reward.workers import RewardWorker, Scores
+from megatron_collab.types import Conversation, Ending, Finish, Message, Score, Task, Turn
+
+TASK = Task("t", (Message("user", "hi"),), "goal", "answer", "testing")
+WEIGHTS = {"asks": 1.0, "token_amount": -0.1}
+
+
+def ended(text: str, ending: Ending = Ending.TURN_LIMIT, error: str = "") -> Conversation:
+    ids = tuple(range(len(text)))
+    turn = Turn((1,), ids, (-1.0,) * len(ids), (0,) * len(ids), Finish.STOP, text)
+    return Conversation(TASK.messages, (1,)).add_turn(turn).end(ending, error)
+
+
+class Length(Metric):
+    """Characters of the reply, at once."""
+
+    async def score(self, task: Task, conversation: Conversation) -> Score | None:
+        return float(len(conversation.replies[-1]))
+
+
+class Process(Metric):
+    """The process that scores, a little later."""
+
+    seconds = 0.3
+
+    async def score(self, task: Task, conversation: Conversation) -> Score | None:
+        await asyncio.sleep(self.seconds)
+        return float(os.getpid())
+
+
+class Careless(Metric):
+    """Says that it costs nothing, and takes an hour for a reply that begins with "never"."""
+
+    async def score(self, task: Task, conversation: Conversation) -> Score | None:
+        if conversation.replies[-1].startswith("never"):
+            await asyncio.sleep(3600)
+        return 1.0
+
+
+class Slow(Careless):
+    """The same, but known to take long."""
+
+    seconds = 5.0
+
+
+class Buggy(Metric):
+    async def score(self, task: Task, conversation: Conversation) -> Score | None:
+        raise TimeoutError("a bug") if conversation.replies[-1] == "timeout" else KeyError("a bug")
+
+
+class Broke(Metric):
+    async def score(self, task: Task, conversation: Conversation) -> Score | None:
+        raise BudgetSpent("llm.budget_usd=1 is used up")
+
+
+class Judged(Metric):
+    """Whether there is a judge with a limiter."""
+
+    @classmethod
+    def judged(cls, options: Any) -> bool:
+        return True
+
+    async def score(self, task: Task, conversation: Conversation) -> Score | None:
+        return float(self.judge.client._line is not None)
+
+
+METRICS = (Length, Process, Careless, Slow, Buggy, Broke, Judged)
+
+
+def split(name: str, settings: dict[str, Any]) -> tuple[type[Metric], Any]:
+    return {kind.__name__.lower(): kind for kind in METRICS}[name], NoOptions()
+
+
+class TestingWorker(RewardWorker):
+    """A RewardWorker, of a class that pytest leaves alone, with the metrics of this file."""
+
+    __test__ = False
+
+    def __init__(self, config: Config) -> None:
+        metrics.split = split
+        super().__init__(config)
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+
+class Asker:
+    """Asks as a ConversationWorker does: from a Ray actor."""
+
+    def __init__(self, workers: list[str], config: RewardConfig) -> None:
+        metrics.split = split
+        self.client = RewardClient([ray.get_actor(name) for name in workers], config)
+
+    async def score(self, text: str) -> Scores:
+        return await self.client.score(TASK, ended(text))
+
+
+def settings(*names: str, **options: Any) -> RewardConfig:
+    return RewardConfig(weights=dict.fromkeys(names, 1.0), **options)

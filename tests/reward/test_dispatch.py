@@ -1,0 +1,230 @@
+"""RewardClient, with workers in this process and on Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import pytest
+import ray
+from ray.exceptions import RayActorError
+
+from megatron_collab.config import Config, RewardConfig
+from megatron_collab.llm.limiter import BudgetSpent
+from megatron_collab.reward.dispatch import RewardClient, chunks
+from megatron_collab.reward.workers import Job, Scores
+from megatron_collab.runtime.ray_cluster import start_actor
+from megatron_collab.types import Ending, Missing, Score
+from tests.reward.stand_ins import TASK, WEIGHTS, Asker, TestingWorker, ended, settings
+
+ALL = settings("length", "process", "careless", "slow", concurrency=4)
+
+
+@pytest.fixture(scope="module")
+def started(session: None) -> list[Any]:
+    return [start_actor(TestingWorker, Config(reward=ALL)) for _ in range(2)]
+
+
+@pytest.fixture
+def workers(started: list[Any], stand_ins: None) -> list[Any]:
+    """Two of them, up; Ray starts each again three times in all."""
+    ray.get([worker.ready.remote() for worker in started], timeout=60)
+    return started
+
+
+def ask_all(client: RewardClient, *texts: str) -> list[Scores]:
+    async def scores() -> list[Scores]:
+        return await asyncio.gather(*(client.score(TASK, ended(text)) for text in texts))
+
+    return asyncio.run(scores())
+
+
+def test_jobs_are_put_in_requests_by_their_cost() -> None:
+    assert chunks([]) == []
+    assert chunks([1 / 64] * 128) == [list(range(64)), list(range(64, 128))]
+    assert chunks([0.3] * 7) == [[0, 1, 2], [3, 4, 5], [6]]
+    assert chunks([10.0, 10.0]) == [[0], [1]], "a judge's score goes alone"
+    assert chunks([1 / 64, 10.0, 1 / 64, 0.5, 10.0]) == [[1], [4], [3, 0, 2]], "what costs nothing stays together"
+
+
+# With workers in this process
+
+
+class LocalWorker:
+    """The handle of a RewardWorker without Ray; with a fault it raises that, silent it never says anything."""
+
+    def __init__(self, fault: Exception | None = None, silent: bool = False) -> None:
+        self.fault = fault
+        self.silent = silent
+        self.requests: list[list[Job]] = []
+        self.score = self.ready = self
+
+    def remote(self, jobs: Sequence[Job] = ()) -> Any:
+        return self._score(list(jobs)) if jobs else self._ready()
+
+    async def _ready(self) -> None:
+        await asyncio.sleep(3600 if self.silent else 0)
+        if self.fault:
+            raise self.fault
+
+    async def _score(self, jobs: list[Job]) -> AsyncIterator[Any]:
+        self.requests.append(jobs)
+        await asyncio.sleep(3600 if self.silent else 0)
+        if self.fault:
+            raise self.fault
+        for index, job in enumerate(jobs):
+            reply = asyncio.get_running_loop().create_future()
+            reply.set_result({index: {name: float(len(job.conversation.replies[-1])) for name in job.names}})
+            yield reply
+
+
+def test_conversations_that_end_together_share_requests_and_keep_their_scores(stand_ins: None) -> None:
+    worker, texts = LocalWorker(), ["x" * n for n in range(1, 40)]
+    client = RewardClient([worker], settings("slow", "length", "careless"))
+    assert ask_all(client, *texts) == [dict.fromkeys(("length", "careless", "slow"), n) for n in range(1, 40)]
+    names = [[job.names for job in request] for request in worker.requests]
+    assert names == [[("slow",)]] * 39 + [[("length", "careless")] * 39]
+
+
+def test_half_a_conversation_has_no_scores_and_costs_no_call() -> None:
+    worker = LocalWorker()
+    client = RewardClient([worker], RewardConfig(weights=WEIGHTS))
+    scores = asyncio.run(client.score(TASK, ended("why?", Ending.ERROR, "user is down")))
+    assert scores == {"asks": Missing("user is down"), "token_amount": Missing("user is down")}
+    assert worker.requests == []
+
+
+def test_the_worker_with_the_least_to_do_gets_the_next_request(stand_ins: None) -> None:
+    busy, idle = LocalWorker(silent=True), LocalWorker()
+    client = RewardClient([busy, idle], settings("slow"))
+
+    async def scores() -> None:
+        waiting = asyncio.create_task(client.score(TASK, ended("first")))
+        await asyncio.sleep(0.01)
+        for text in "abcde":
+            await client.score(TASK, ended(text))
+        waiting.cancel()
+
+    asyncio.run(scores())
+    assert (len(busy.requests), len(idle.requests)) == (1, 5)
+
+
+def test_idle_workers_take_turns() -> None:
+    three = [LocalWorker(), LocalWorker(), LocalWorker()]
+    client = RewardClient(three, RewardConfig(weights=WEIGHTS))
+
+    async def scores() -> None:
+        for text in "abcdef":
+            await client.score(TASK, ended(text))
+
+    asyncio.run(scores())
+    assert [len(worker.requests) for worker in three] == [2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("worker", "why"),
+    [
+        (LocalWorker(fault=RayActorError()), "the RewardWorkers died"),
+        (LocalWorker(silent=True), "no heartbeat within 0.1 s (twice reward.timeout)"),
+    ],
+)
+def test_without_a_worker_scores_are_missing(worker: LocalWorker, why: str) -> None:
+    client = RewardClient([worker], RewardConfig(weights=WEIGHTS, timeout=0.05))
+    (scores,) = ask_all(client, "one")
+    assert set(scores) == set(WEIGHTS)
+    assert all(isinstance(score, Missing) and why in score.why for score in scores.values())
+
+
+def test_a_worker_that_is_stuck_is_not_asked_again() -> None:
+    stuck, other = LocalWorker(silent=True), LocalWorker()
+    client = RewardClient([stuck, other], RewardConfig(weights=WEIGHTS, timeout=0.05))
+
+    async def scores() -> list[Scores]:
+        return [await client.score(TASK, ended(text)) for text in ("one", "two", "three", "four")]
+
+    first, *rest = asyncio.run(scores())
+    assert all(isinstance(score, Missing) for score in first.values())
+    assert rest == [dict.fromkeys(WEIGHTS, n) for n in (3, 5, 4)]
+
+
+# On Ray
+
+
+@pytest.mark.parametrize("name", ["slow", "careless"])
+def test_a_slow_judge_blocks_nobody(workers: list[Any], name: str) -> None:
+    """Not even those whose scores were asked for in the same request."""
+    client = RewardClient(workers, settings("length", name, concurrency=4))
+
+    async def scores() -> tuple[list[Scores], bool]:
+        slow = asyncio.create_task(client.score(TASK, ended("never")))
+        others = await asyncio.gather(*(client.score(TASK, ended("x" * n)) for n in range(1, 100)))
+        waits = not slow.done()
+        slow.cancel()
+        return others, waits
+
+    assert asyncio.run(scores()) == ([{"length": n, name: 1.0} for n in range(1, 100)], True)
+
+
+@pytest.mark.parametrize("for_good", [False, True])
+def test_the_work_of_a_worker_that_dies_is_done_elsewhere(workers: list[Any], for_good: bool) -> None:
+    """One of two is killed with half of the work in its hands: every score arrives, from one that lives."""
+    dies = start_actor(TestingWorker, Config(reward=ALL)) if for_good else workers[0]
+    doomed, other = ray.get([worker.pid.remote() for worker in (dies, workers[1])], timeout=60)
+    client = RewardClient([dies, workers[1]], settings("process", concurrency=4))
+
+    async def scores() -> list[Scores]:
+        asked = [asyncio.create_task(client.score(TASK, ended(str(i)))) for i in range(80)]
+        await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+        if for_good:
+            ray.kill(dies)
+        else:
+            os.kill(doomed, signal.SIGKILL)
+        return await asyncio.gather(*asked)
+
+    made = Counter(score for scores in asyncio.run(scores()) for score in scores.values())
+    assert made.total() == 80
+    assert not any(isinstance(score, Missing) for score in made)
+    assert made[doomed] < 40 < made[other]
+
+
+def test_a_worker_that_ray_starts_again_is_waited_for(workers: list[Any]) -> None:
+    alone = workers[:1]
+    client = RewardClient(alone, settings("length", concurrency=4))
+    before = ray.get(alone[0].pid.remote())
+    os.kill(before, signal.SIGKILL)
+    assert ask_all(client, "a", "bb") == [{"length": 1.0}, {"length": 2.0}]
+    assert ray.get(alone[0].pid.remote()) != before
+
+
+def test_a_worker_that_stood_still_is_asked_again_once_it_goes_on(workers: list[Any]) -> None:
+    client = RewardClient(workers, settings("process", timeout=1.0))
+    still, other = ray.get([worker.pid.remote() for worker in workers])
+
+    async def scores() -> tuple[list[Scores], set[Score]]:
+        os.kill(still, signal.SIGSTOP)
+        during = await asyncio.gather(*(client.score(TASK, ended(str(i))) for i in range(6)))
+        os.kill(still, signal.SIGCONT)
+        await asyncio.wait(client._down)
+        after = await asyncio.gather(*(client.score(TASK, ended(str(i))) for i in range(6)))
+        return during, {scores["process"] for scores in after}
+
+    during, after = asyncio.run(scores())
+    missing = [scores["process"] for scores in during if isinstance(scores["process"], Missing)]
+    assert len(missing) == 3
+    assert "no heartbeat within 2 s" in missing[0].why
+    assert after == {still, other}
+
+
+@pytest.mark.parametrize(("name", "error"), [("buggy", KeyError), ("broke", BudgetSpent)])
+def test_what_a_metric_raises_reaches_the_trainer(session: None, stand_ins: None, name: str, error: type) -> None:
+    """From the RewardWorker through the ConversationWorker: neither a bug nor a spent budget is an outage."""
+    config = settings("length", name)
+    scorer = start_actor(TestingWorker, Config(reward=config), name=f"scores-{name}")
+    asker = start_actor(Asker, [f"scores-{name}"], config)
+    with pytest.raises(error, match=r"a bug|llm\.budget_usd=1 is used up"):
+        ray.get(asker.score.remote("one"), timeout=60)
+    del scorer

@@ -1,0 +1,47 @@
+"""The start of Ray: tried again, and without a process left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import ray
+
+from megatron_collab.config import Config, RewardConfig
+from megatron_collab.runtime import ray_cluster
+from megatron_collab.runtime.process import RunStopped
+
+
+@pytest.mark.parametrize("failures", [2, ray_cluster.STARTS])
+def test_a_start_of_ray_that_fails_is_tried_again_and_leaves_no_process(
+    failures: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def init(address: str, **options: object) -> None:
+        started.append(subprocess.Popen(["sleep", "600"]))
+        if len(started) <= failures:
+            raise Exception("the current node timed out during startup")
+
+    monkeypatch.setattr(ray_cluster, "ray", SimpleNamespace(init=init, shutdown=lambda: None))
+    before = subprocess.Popen(["sleep", "600"])
+    try:
+        with (
+            nullcontext() if failures < ray_cluster.STARTS else pytest.raises(RunStopped, match=r"3 times .* timed out")
+        ):
+            ray_cluster._start_ray(num_cpus=1)
+        assert [process.wait(30) for process in started[:failures]] == [-signal.SIGKILL] * failures
+        assert all(process.poll() is None for process in [before, *started[failures:]])
+    finally:
+        for process in [before, *started]:
+            process.kill()
+            process.wait()
+
+
+def test_workers_have_the_priority_of_the_process_that_started_ray() -> None:
+    with ray_cluster.ray_session(Config(reward=RewardConfig(workers=1))):
+        assert ray.get(ray.remote(lambda: os.nice(0)).options(num_cpus=0).remote()) == os.nice(0)
