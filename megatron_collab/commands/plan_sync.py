@@ -25,7 +25,7 @@ from megatron_collab.runtime.process import EXIT_BAD_INPUT
 
 if TYPE_CHECKING:
     from megatron_collab.planning.weight_sync_cost import SyncCost
-    from megatron_collab.weight_sync.plan import Plan
+    from megatron_collab.weight_sync.plan import SyncPlan
 
 GB, MIB = 1e9, 1 << 20
 BANDWIDTHS = [1500.0, 400.0, 45.0]  # H100: 90% of HBM3 (device to itself), NVLink 4, 400 Gbit/s
@@ -68,17 +68,17 @@ def estimate(options: Sequence[str], bandwidths: Sequence[float]) -> str:
     from megatron_collab.planning.memory import read_run
     from megatron_collab.planning.weight_sync_cost import Bandwidth, sync_cost
     from megatron_collab.trainer.megatron.config import DTYPES
-    from megatron_collab.weight_sync.plan import plan, server_layout, trainer_layout
+    from megatron_collab.weight_sync.plan import plan_sync, server_layout, trainer_layout
 
     config, shape = read_run(options)
     stage = config.train.stage
     require(stage == "rl", f"train.stage={stage}: has no servers to sync weights to; set train.stage=rl")
-    found = plan(shape, trainer_layout(config), server_layout(config), DTYPES[config.model.dtype].itemsize)
+    found = plan_sync(shape, trainer_layout(config), server_layout(config), DTYPES[config.model.dtype].itemsize)
     speeds = {link: GB * speed for link, speed in zip(Bandwidth, bandwidths, strict=True)}
     return report(config, found, sync_cost(config, shape, found, speeds))
 
 
-def report(config: Config, plan: Plan, cost: SyncCost) -> str:
+def report(config: Config, plan: SyncPlan, cost: SyncCost) -> str:
     """The plan as text."""
     from megatron_collab.models.parallel_layout import ranks
     from megatron_collab.planning.weight_sync_cost import Bandwidth, Sharding

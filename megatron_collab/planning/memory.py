@@ -44,7 +44,7 @@ from megatron_collab.models.parallel_layout import ranks, servers_per_node, stag
 from megatron_collab.runtime import device
 from megatron_collab.trainer import logprobs
 from megatron_collab.trainer.megatron.config import DTYPES
-from megatron_collab.weight_sync import fp8
+from megatron_collab.weight_sync.encoding import fp8_nbytes
 from megatron_collab.weight_sync.plan import BUCKET_BYTES, server_layout
 
 GIB = float(1 << 30)
@@ -230,7 +230,7 @@ def server_weights(config: Config, shape: ModelShape) -> float:
     """Bytes of the parameters on the first rank of a server; in FP8 one each, and float32 scales of the blocks."""
     item = DTYPES[config.model.dtype].itemsize
     return sum(
-        fp8.nbytes(parameter.shape)
+        fp8_nbytes(parameter.shape)
         if parameter.quantised
         else (item if parameter.constant is None else 4) * prod(parameter.shape)
         for parameter in hf_to_sglang.table(shape, server_layout(config), 0)

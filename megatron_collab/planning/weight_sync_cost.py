@@ -13,7 +13,7 @@ from megatron_collab.models import hf_to_megatron
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.parallel_layout import ranks, servers_per_node
 from megatron_collab.weight_sync.node_routing import Nodes, nodes
-from megatron_collab.weight_sync.plan import Plan, Slice, uses_memory
+from megatron_collab.weight_sync.plan import Slice, SyncPlan, uses_memory
 
 
 class Bandwidth(Enum):
@@ -47,7 +47,7 @@ class SyncCost:
     floor: float
 
 
-def sync_cost(config: Config, shape: ModelShape, plan: Plan, bandwidths: Mapping[Bandwidth, float]) -> SyncCost:
+def sync_cost(config: Config, shape: ModelShape, plan: SyncPlan, bandwidths: Mapping[Bandwidth, float]) -> SyncCost:
     """`bandwidths` in bytes a second, of one device in one direction.
 
     Colocated servers use the trainer's devices in order, others use further devices: of the same node if the trainer
@@ -119,7 +119,7 @@ def _block(target: int, piece: Slice) -> _Block:
     return target, piece.target, piece.target_index[0].start if stacked else 0
 
 
-def _same_shards(plan: Plan, shape: ModelShape, tp: int) -> set[_Block]:
+def _same_shards(plan: SyncPlan, shape: ModelShape, tp: int) -> set[_Block]:
     """Blocks that equal one shard: what they take from the shards of that name has the size of one."""
     shards = {entry.megatron: prod(hf_to_megatron.shard_shape(entry, tp)) for entry in hf_to_megatron.table(shape)}
     missing: dict[_Block, int] = {}

@@ -41,7 +41,7 @@ class Server(Protocol):
         """Take the memory of `tag` again, if it was released; ServerError where that fails."""
 
 
-class Link:
+class ServerCall:
     """One publish to one server: `pause` and `begin`, what brings the weights, `end` and `go_on`.
 
     The weights must be there `timeout` seconds after `pause` was called; the short calls have a quarter of that, so
@@ -117,20 +117,20 @@ def _versioned(version: int) -> dict[str, Any]:
     return {"flush_cache": True, "weight_version": str(version)}
 
 
-class Links:
+class ServerCalls:
     """The lines to all servers of one publish: a call goes to all at once, and a server where one fails is left out."""
 
-    def __init__(self, links: Sequence[Link], callers: Executor) -> None:
-        self.failures: dict[Link, str] = {}
+    def __init__(self, links: Sequence[ServerCall], callers: Executor) -> None:
+        self.failures: dict[ServerCall, str] = {}
         self._links = list(links)
         self._callers = callers
-        self._calls: list[tuple[Link, Future[None]]] = []
+        self._calls: list[tuple[ServerCall, Future[None]]] = []
 
-    def left(self) -> list[Link]:
+    def left(self) -> list[ServerCall]:
         """Those where nothing has failed."""
         return [link for link in self._links if link not in self.failures]
 
-    def start(self, call: Callable[[Link], None]) -> None:
+    def start(self, call: Callable[[ServerCall], None]) -> None:
         """Begin a call in the background."""
         self._calls = [(link, self._callers.submit(call, link)) for link in self.left()]
 
@@ -144,6 +144,6 @@ class Links:
                 self.failures[link] = str(error)
         self._calls = []
 
-    def each(self, call: Callable[[Link], None]) -> None:
+    def each(self, call: Callable[[ServerCall], None]) -> None:
         self.start(call)
         self.settle()

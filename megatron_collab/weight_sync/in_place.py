@@ -18,16 +18,15 @@ from megatron_collab.models import hf_to_sglang
 from megatron_collab.models.hf_to_megatron import Index, ModelShape
 from megatron_collab.runtime import device, hang_detector
 from megatron_collab.trainer.megatron.config import DTYPES
-from megatron_collab.weight_sync import fp8
-from megatron_collab.weight_sync.checksum import Sums, combined
-from megatron_collab.weight_sync.http_protocol import Link, Links, PublishError
+from megatron_collab.weight_sync.encoding import Sums, combined, fp8_scales
+from megatron_collab.weight_sync.http_protocol import PublishError, ServerCall, ServerCalls
 from megatron_collab.weight_sync.node_routing import hops, nodes, sent, written
-from megatron_collab.weight_sync.plan import Slice, plan, server_layout, trainer_layout, uses_memory
-from megatron_collab.weight_sync.sender import Writer
+from megatron_collab.weight_sync.plan import Slice, plan_sync, server_layout, trainer_layout, uses_memory
+from megatron_collab.weight_sync.sender import Sender
 from megatron_collab.weight_sync.store_protocol import Board, Peer, connect
 from megatron_collab.weight_sync.transports.internode import Relay
-from megatron_collab.weight_sync.transports.p2p import Network
-from megatron_collab.weight_sync.transports.shared_memory import Memory
+from megatron_collab.weight_sync.transports.p2p import NetworkTransport
+from megatron_collab.weight_sync.transports.shared_memory import SharedMemoryTransport
 
 
 class InPlace:
@@ -39,11 +38,11 @@ class InPlace:
         """Collective. A server that has not got all after `timeout` seconds has failed; half of it may be silence."""
         self._shape, self._server, self._dtype = shape, server_layout(config), config.model.dtype
         dtype = DTYPES[config.model.dtype]
-        self._plan = plan(shape, trainer_layout(config), self._server, dtype.itemsize, bucket_bytes)
+        self._plan = plan_sync(shape, trainer_layout(config), self._server, dtype.itemsize, bucket_bytes)
         self._nodes = nodes(config)
         rank, shards = dist.get_rank(), dict(named_shards(chunks))
         node, home = self._nodes.of_rank(rank), next(iter(shards.values())).device
-        self.writer = Writer(written(self._plan, self._nodes, rank), lambda piece: [node], shards, dtype)
+        self.writer = Sender(written(self._plan, self._nodes, rank), lambda piece: [node], shards, dtype)
         token = [secrets.token_hex(8)]
         dist.broadcast_object_list(token)
         self._prefix, self._timeout = f"publish/{token[0]}", timeout
@@ -53,25 +52,29 @@ class InPlace:
         self._store, self._calls_store = (connect(self._address, self._prefix, limit) for _ in range(2))
         self._before: Board | None = None  # of the last publish, with its servers
         self._peers: Sequence[Peer] = ()
-        self.carrier: Memory | Network
+        self.carrier: SharedMemoryTransport | NetworkTransport
         if uses_memory(config):
-            away = Writer(
+            away = Sender(
                 sent(self._plan, self._nodes, rank), lambda piece: self._nodes.without(piece.holders), shards, dtype
             )
             relay = Relay(away, hops(self._plan, self._nodes), home, config.launch.timeout)
-            self.carrier = Memory(self._plan, self._nodes, self.writer, relay, _devices(config), timeout / 2)
+            self.carrier = SharedMemoryTransport(
+                self._plan, self._nodes, self.writer, relay, _devices(config), timeout / 2
+            )
         else:
-            self.carrier = Network(self.writer, self._address, self._prefix, home, timeout / 2)
+            self.carrier = NetworkTransport(self.writer, self._address, self._prefix, home, timeout / 2)
 
-    def deliver(self, number: int, version: int, links: Links, peers: Sequence[Peer], mode: str, verify: bool) -> None:
+    def deliver(
+        self, number: int, version: int, links: ServerCalls, peers: Sequence[Peer], mode: str, verify: bool
+    ) -> None:
         """Publish number `number` to all servers; collective. `links` are rank 0's, and know who failed."""
         board, calls = Board(self._store, number), Board(self._calls_store, number)
         new = [peer for peer in peers if peer.new]
         addresses = dict(zip([peer.server for peer in new], self.carrier.addresses(board, new), strict=True))
         sums: Sums | None = {} if verify else None
-        found: dict[Link, list[int]] = {}
+        found: dict[ServerCall, list[int]] = {}
 
-        def bring(link: Link) -> None:
+        def bring(link: ServerCall) -> None:
             index = link.server.index
             take = {"publish": number, "verify": verify}
             try:
@@ -121,7 +124,7 @@ class InPlace:
                 constants[parameter.name], dtype = parameter.constant, "float32"
             parameters[parameter.name] = parameter.shape, dtype
             if parameter.quantised:
-                parameters[f"{parameter.name}_scale_inv"] = fp8.scales(parameter.shape), "float32"
+                parameters[f"{parameter.name}_scale_inv"] = fp8_scales(parameter.shape), "float32"
         return {
             "store": self._address,
             "prefix": self._prefix,
@@ -137,7 +140,7 @@ class InPlace:
             ],
         }
 
-    def _compare(self, links: Links, found: Mapping[Link, Sequence[int]], expected: Sums) -> None:
+    def _compare(self, links: ServerCalls, found: Mapping[ServerCall, Sequence[int]], expected: Sums) -> None:
         """What every server holds against what was sent to its node."""
         for link in links.left():
             node = self._nodes.of_server(link.server.index)
@@ -168,12 +171,12 @@ def _bounds(index: Index) -> list[tuple[int, int]]:
     return [(cut.start, cut.stop) for cut in index]
 
 
-def _commit(link: Link) -> None:
+def _commit(link: ServerCall) -> None:
     link.end()
     link.go_on()
 
 
-def _answers(link: Link, board: Board) -> list[int]:
+def _answers(link: ServerCall, board: Board) -> list[int]:
     """What the ranks of a server hold, as checksums; PublishError where one did not get all."""
     silent: dict[str, Any] = {"error": "gave no answer; see its log"}
     answers = [board.answered(link.server.index, rank) or silent for rank in range(link.server.tp)]

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from megatron_collab.config import Config
 from megatron_collab.models.parallel_layout import ranks, servers_per_node
-from megatron_collab.weight_sync.plan import Bucket, Plan, Slice, uses_memory
+from megatron_collab.weight_sync.plan import Bucket, Slice, SyncPlan, uses_memory
 
 Item = tuple[int, Slice]  # with the server rank that it is for
 
@@ -84,7 +84,7 @@ def nodes(config: Config) -> Nodes:
     return Nodes(launch.nodes, launch.nproc_per_node, servers_per_node(config), server.colocated)
 
 
-def written(plan: Plan, nodes: Nodes, rank: int) -> list[list[Item]]:
+def written(plan: SyncPlan, nodes: Nodes, rank: int) -> list[list[Item]]:
     """By round, what a rank writes into the segments of its node."""
     node = nodes.of_rank(rank)
     return [
@@ -98,7 +98,7 @@ def written(plan: Plan, nodes: Nodes, rank: int) -> list[list[Item]]:
     ]
 
 
-def sent(plan: Plan, nodes: Nodes, rank: int) -> list[list[Item]]:
+def sent(plan: SyncPlan, nodes: Nodes, rank: int) -> list[list[Item]]:
     """By round, what a rank sends to other nodes, to one or to several."""
     return [
         [
@@ -111,7 +111,7 @@ def sent(plan: Plan, nodes: Nodes, rank: int) -> list[list[Item]]:
     ]
 
 
-def hops(plan: Plan, nodes: Nodes) -> list[list[Hop]]:
+def hops(plan: SyncPlan, nodes: Nodes) -> list[list[Hop]]:
     """By round, all that crosses, in an order that both ends know."""
     return [
         [hop for target, bucket in enumerate(buckets) for hop in _crossing(target, bucket, nodes)]

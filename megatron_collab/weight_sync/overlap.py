@@ -12,13 +12,13 @@ from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.hf_to_megatron import Index, Shape
 from megatron_collab.models.hf_to_sglang import Parameter, ServerLayout, ServerTensor
 from megatron_collab.models.parallel_layout import Held, Holders, TrainerLayout
-from megatron_collab.weight_sync import fp8
+from megatron_collab.weight_sync.encoding import FP8_BLOCK
 
 _LAYER = re.compile(r"\blayers\.\d+\.")
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class WeightBlock:
     """target[target_index] of server rank `rank` = shard[shard_index] of any of `holders`.
 
     Both have the same elements in the same order; that of an expert has a leading dimension of 1 in the target. In the
@@ -38,15 +38,17 @@ class Block:
         return "{}" in self.target
 
 
-def placed(shape: ModelShape, trainer: TrainerLayout, server: ServerLayout) -> Iterator[tuple[int, int | None, Block]]:
+def placed(
+    shape: ModelShape, trainer: TrainerLayout, server: ServerLayout
+) -> Iterator[tuple[int, int | None, WeightBlock]]:
     """(pipeline stage, layer, block) of the whole model. Layers are alike: the blocks are those of a model of one.
 
     ValueError, which names the setting, if a layout cannot hold the model or cuts blocks of FP8.
     """
     hf_to_sglang.check_layers(shape)
     experts = replace(shape.experts, layers=(0,)) if shape.experts else None
-    outside: list[Block] = []
-    inside: list[Block] = []
+    outside: list[WeightBlock] = []
+    inside: list[WeightBlock] = []
     for block in _common(replace(shape, layers=1, experts=experts), trainer, server):
         (inside if block.in_layer else outside).append(block)
     for block in outside:
@@ -56,7 +58,7 @@ def placed(shape: ModelShape, trainer: TrainerLayout, server: ServerLayout) -> I
             yield stage, layer, block
 
 
-def _common(shape: ModelShape, trainer: TrainerLayout, server: ServerLayout) -> Iterator[Block]:
+def _common(shape: ModelShape, trainer: TrainerLayout, server: ServerLayout) -> Iterator[WeightBlock]:
     """Every element of every server rank in one block, blocks as large as both sides allow."""
     held: dict[str, list[Held]] = defaultdict(list)
     for entry in hf_to_megatron.table(shape):
@@ -74,7 +76,7 @@ def _common(shape: ModelShape, trainer: TrainerLayout, server: ServerLayout) -> 
 
 
 def _check_fp8(
-    parameter: Parameter, tensors: Mapping[str, Shape], blocks: Iterable[Block], trainer: TrainerLayout
+    parameter: Parameter, tensors: Mapping[str, Shape], blocks: Iterable[WeightBlock], trainer: TrainerLayout
 ) -> None:
     """A scale is that of 128 x 128 elements: SGLang has none for less, and nobody could make it from a part of them."""
     sides = parameter.shape[-2:]
@@ -84,22 +86,22 @@ def _check_fp8(
         ):
             count = cut.stop - cut.start
             whole = count == size and own.stop - own.start == all_of_it
-            if not whole and count % fp8.BLOCK:
+            if not whole and count % FP8_BLOCK:
                 raise ValueError(
                     f"rollout.server.fp8=true: {part.hf} has {count} {what} on a server's rank, no multiple of "
-                    f"{fp8.BLOCK}; lower rollout.server.tp, or set rollout.server.fp8=false"
+                    f"{FP8_BLOCK}; lower rollout.server.tp, or set rollout.server.fp8=false"
                 )
     for block in blocks:
         for what, cut, size in zip(("row", "column"), block.target_index[-2:], sides, strict=True):
-            at = next((bound for bound in (cut.start, cut.stop) if bound % fp8.BLOCK and bound != size), None)
+            at = next((bound for bound in (cut.start, cut.stop) if bound % FP8_BLOCK and bound != size), None)
             if at is not None:
                 raise ValueError(
                     f"rollout.server.fp8=true: {parameter.name} comes in pieces cut at {what} {at}, no multiple of "
-                    f"{fp8.BLOCK}, with parallel.tp={trainer.tp}; choose another, or set rollout.server.fp8=false"
+                    f"{FP8_BLOCK}, with parallel.tp={trainer.tp}; choose another, or set rollout.server.fp8=false"
                 )
 
 
-def _shared(rank: int, parameter: Parameter, part: ServerTensor, held: Iterable[Held]) -> Iterator[Block]:
+def _shared(rank: int, parameter: Parameter, part: ServerTensor, held: Iterable[Held]) -> Iterator[WeightBlock]:
     """What a part of a server's parameter shares with the pieces of its tensor."""
     name = _LAYER.sub("layers.{}.", parameter.name)
     leading = part.index[: -len(part.hf_index)]
@@ -110,7 +112,7 @@ def _shared(rank: int, parameter: Parameter, part: ServerTensor, held: Iterable[
             there = _moved(bounds, own.piece.hf_index, own.piece.shard_index)
             here = (*leading, *_moved(bounds, part.hf_index, part.index[len(leading) :]))
             shard = _LAYER.sub("layers.{}.", own.shard)
-            yield Block(rank, own.holders, shard, there, name, here, parameter.quantised)
+            yield WeightBlock(rank, own.holders, shard, there, name, here, parameter.quantised)
 
 
 def _moved(bounds: Index, origin: Index, place: Index) -> Index:
@@ -119,9 +121,9 @@ def _moved(bounds: Index, origin: Index, place: Index) -> Index:
     return tuple(slice(cut.start + shift, cut.stop + shift) for cut, shift in zip(bounds, shifts, strict=True))
 
 
-def _merged(blocks: Iterable[Block]) -> Iterator[Block]:
+def _merged(blocks: Iterable[WeightBlock]) -> Iterator[WeightBlock]:
     """Neighbours by rows on both sides are one block: where the cuts are equal, a shard travels as it is."""
-    last: Block | None = None
+    last: WeightBlock | None = None
     for block in blocks:
         if last is not None and _follows(last, block):
             axis = len(block.target_index) - len(block.shard_index)
@@ -137,7 +139,7 @@ def _merged(blocks: Iterable[Block]) -> Iterator[Block]:
         yield last
 
 
-def _follows(first: Block, second: Block) -> bool:
+def _follows(first: WeightBlock, second: WeightBlock) -> bool:
     axis = len(first.target_index) - len(first.shard_index)
     return (first.shard, first.holders) == (second.shard, second.holders) and all(
         _without(a, dimension) == _without(b, dimension) and a[dimension].stop == b[dimension].start

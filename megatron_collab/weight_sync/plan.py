@@ -24,19 +24,20 @@ from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.hf_to_megatron import Index
 from megatron_collab.models.hf_to_sglang import ServerLayout
 from megatron_collab.models.parallel_layout import Holders, TrainerLayout, ranks
-from megatron_collab.weight_sync import fp8, overlap
-from megatron_collab.weight_sync.overlap import Block
+from megatron_collab.weight_sync import overlap
+from megatron_collab.weight_sync.encoding import FP8_BLOCK, fp8_nbytes
+from megatron_collab.weight_sync.overlap import WeightBlock
 
 __all__ = [
     "ALIGNMENT",
     "BUCKET_BYTES",
     "Bucket",
-    "Plan",
     "ServerLayout",
     "Slice",
+    "SyncPlan",
     "TrainerLayout",
     "fp8_fault",
-    "plan",
+    "plan_sync",
     "server_layout",
     "trainer_layout",
 ]
@@ -54,7 +55,7 @@ class Slice:
     explicit bounds in every dimension. Both blocks have the same elements in the same order; that of an expert has a
     leading dimension of 1 in the target. They lie at `offset`, contiguous, in the model's dtype, `size` bytes.
 
-    `quantised`: what lies there is written by fp8.write and read by fp8.read, float8 elements and then their scales;
+    `quantised`: what lies there is written by write_fp8 and read by read_fp8, float8 elements and then their scales;
     these belong to target_scale_inv[scale_index].
 
     `holders`: all trainer ranks that have the same under the same name; `source` is one of them.
@@ -74,7 +75,7 @@ class Slice:
     def scale_index(self) -> Index:
         """Where the scales belong, one for each block of 128 x 128; a slice has whole blocks only."""
         *leading, rows, columns = self.target_index
-        return (*leading, *(slice(cut.start // fp8.BLOCK, -(-cut.stop // fp8.BLOCK)) for cut in (rows, columns)))
+        return (*leading, *(slice(cut.start // FP8_BLOCK, -(-cut.stop // FP8_BLOCK)) for cut in (rows, columns)))
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SyncPlan:
     """`rounds[k][t]`: the k-th bucket of rank t of every server; empty where it needs no more."""
 
     rounds: tuple[tuple[Bucket, ...], ...]
@@ -111,9 +112,9 @@ def uses_memory(config: Config) -> bool:
     return transport == "memory" or (transport == "auto" and near)
 
 
-def plan(
+def plan_sync(
     shape: ModelShape, trainer: TrainerLayout, server: ServerLayout, item_bytes: int, bucket_bytes: int = BUCKET_BYTES
-) -> Plan:
+) -> SyncPlan:
     """Every element of every server rank, written once; `item_bytes` are those of the model's dtype.
 
     No bucket is larger than `bucket_bytes`, nor is what is taken from a source in a round, for all server ranks.
@@ -135,7 +136,7 @@ def plan(
                 turns[queue.writers] += 1
                 received[queue.target].append((source, share))
         found.append(tuple(map(_bucket, received)))
-    return Plan(tuple(found))
+    return SyncPlan(tuple(found))
 
 
 def fp8_fault(shape: ModelShape, trainer: TrainerLayout, server: ServerLayout) -> str | None:
@@ -165,7 +166,7 @@ class _Load(NamedTuple):
     @property
     def step(self) -> int:
         """Rows that must stay together."""
-        return fp8.BLOCK if self.quantised else 1
+        return FP8_BLOCK if self.quantised else 1
 
     def nbytes(self, start: int, stop: int) -> int:
         """Bytes of the rows from `start`, where it may be cut, to `stop`, where it may be or ends."""
@@ -204,8 +205,8 @@ def _queues(shape: ModelShape, trainer: TrainerLayout, server: ServerLayout, ite
     for stage, layer, block in overlap.placed(shape, trainer, server):
         rows, *columns = (cut.stop - cut.start for cut in block.shard_index)
         size, unit = (
-            fp8.nbytes((count, *columns)) if block.quantised else count * prod(columns) * item_bytes
-            for count in (rows, min(rows, fp8.BLOCK) if block.quantised else 1)
+            fp8_nbytes((count, *columns)) if block.quantised else count * prod(columns) * item_bytes
+            for count in (rows, min(rows, FP8_BLOCK) if block.quantised else 1)
         )
         shard, target = block.shard.format(layer), block.target.format(layer)
         holders = block.holders.ranks(trainer, stage)
@@ -218,7 +219,7 @@ def _queues(shape: ModelShape, trainer: TrainerLayout, server: ServerLayout, ite
     ]
 
 
-def _writers(block: Block, stage: int, trainer: TrainerLayout, server: ServerLayout) -> range:
+def _writers(block: WeightBlock, stage: int, trainer: TrainerLayout, server: ServerLayout) -> range:
     """The ranks that take turns with a block: all that hold it.
 
     What every tensor parallel rank holds comes from the part that the target needs anyway.

@@ -17,12 +17,10 @@ import torch
 from torch import Tensor
 
 from megatron_collab.runtime.device import synchronize
-from megatron_collab.weight_sync import fp8
-from megatron_collab.weight_sync.checksum import checksum, combined
+from megatron_collab.weight_sync.encoding import checksum, combined, read_fp8
 from megatron_collab.weight_sync.store_protocol import Address, Board, connect
-from megatron_collab.weight_sync.transports.p2p import NetworkBuckets
-from megatron_collab.weight_sync.transports.segments import Handle
-from megatron_collab.weight_sync.transports.shared_memory import SharedBuckets
+from megatron_collab.weight_sync.transports.p2p import NetworkReceiver
+from megatron_collab.weight_sync.transports.shared_memory import Handle, SharedMemoryReceiver
 
 logger = logging.getLogger(__name__)
 _receiver: Receiver | None = None
@@ -53,7 +51,7 @@ def receive(model: torch.nn.Module, named_tensors: Sequence[tuple[str, Tensor]])
 class Row(NamedTuple):
     """A slice: `target` [bounds] lies at `offset` of a bucket, `size` bytes, written by trainer rank `source`.
 
-    `scales`: None, or where the scales belong that follow FP8 elements (fp8.write).
+    `scales`: None, or where the scales belong that follow FP8 elements (write_fp8).
     """
 
     source: int
@@ -86,7 +84,7 @@ class Receiver:
 
         `parameters`: shape and dtype of all that the server must have, and no other; `constants`: those of them that
         are filled with a number instead of being sent; `rounds`: the rows of each bucket. These come through the
-        segments of shared `memory`, or by `network`: NetworkBuckets' arguments `name`, `ranks` and `tp`.
+        segments of shared `memory`, or by `network`: NetworkReceiver' arguments `name`, `ranks` and `tp`.
         """
         self._address: Address = (store[0], store[1])
         self._store = connect(self._address, prefix, timeout)
@@ -96,7 +94,7 @@ class Receiver:
         self._constants = constants
         self._rounds = [[Row(*row) for row in rows] for rows in rounds]
         self._memory, self._network = memory, network
-        self._buckets: SharedBuckets | NetworkBuckets | None = None
+        self._buckets: SharedMemoryReceiver | NetworkReceiver | None = None
         self._copies: dict[int, Copies] = {}
         self._pointers: list[int] = []  # of the parameters that the copies go to
 
@@ -140,16 +138,16 @@ class Receiver:
             if here != planned:
                 raise ValueError(f"the server's parameter {name} is {here}; the trainer's plan has {planned}")
 
-    def _open(self, board: Board, device: torch.device) -> SharedBuckets | NetworkBuckets:
+    def _open(self, board: Board, device: torch.device) -> SharedMemoryReceiver | NetworkReceiver:
         parts = [_parts(rows) for rows in self._rounds]
         if self._memory is not None:
             sources = [[source for source, _, _ in own] for own in parts]
-            return SharedBuckets(self._memory, sources, self._server, self._rank)
+            return SharedMemoryReceiver(self._memory, sources, self._server, self._rank)
         assert self._network is not None
         board.set_ready(self._server, self._rank, True)
         if not board.all_ready(self._server, self._network["tp"], self._timeout):
             raise RuntimeError("another rank of the server does not come")
-        return NetworkBuckets(
+        return NetworkReceiver(
             self._address, rank=self._rank, parts=parts, device=device, timeout=self._timeout, **self._network
         )
 
@@ -163,7 +161,7 @@ class Receiver:
             if row.scales is None:
                 slices.append(data.view(self._dtype).view(place.shape))
             else:
-                elements, scales = fp8.read(data, place.shape)
+                elements, scales = read_fp8(data, place.shape)
                 places.append(parameters[_scale_name(row)][_index(row.scales)])
                 slices += [elements, scales]
         return places, slices

@@ -11,15 +11,14 @@ from torch import Tensor
 
 from megatron_collab.checkpoint.hf import values
 from megatron_collab.runtime import heartbeat
-from megatron_collab.weight_sync import fp8
-from megatron_collab.weight_sync.checksum import Sums, checksum
+from megatron_collab.weight_sync.encoding import Sums, checksum, read_fp8, write_fp8
 from megatron_collab.weight_sync.node_routing import Item
 from megatron_collab.weight_sync.plan import Slice
 
 Part = tuple[int, int]
 
 
-class Writer:
+class Sender:
     """Some slices of each round of a plan; `shards` are this rank's parameters by global name."""
 
     def __init__(
@@ -70,7 +69,7 @@ class Writer:
             for item in items:
                 data, block = self._data(number, item, parts), shard[item[1].shard_index]
                 if item[1].quantised:
-                    fp8.write(data, block)
+                    write_fp8(data, block)
                 else:
                     data.view(self._dtype).view(block.shape).copy_(block)
         if sums is not None:
@@ -122,6 +121,6 @@ def _sum(data: Tensor, dtype: torch.dtype, piece: Slice) -> int:
     shape = [cut.stop - cut.start for cut in piece.target_index]
     if not piece.quantised:
         return checksum(data.view(dtype).view(shape), piece.target, start)
-    elements, scales = fp8.read(data, shape)
+    elements, scales = read_fp8(data, shape)
     begin = [cut.start for cut in piece.scale_index]
     return checksum(elements, piece.target, start) + checksum(scales, f"{piece.target}_scale_inv", begin)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from megatron_collab.checkpoint.hf import save_hf
 from megatron_collab.config import Config
 from megatron_collab.models.hf_to_megatron import ModelShape
-from megatron_collab.weight_sync.http_protocol import Link, Links, PublishError
+from megatron_collab.weight_sync.http_protocol import PublishError, ServerCall, ServerCalls
 from megatron_collab.weight_sync.in_place import InPlace
 from megatron_collab.weight_sync.plan import BUCKET_BYTES
 from megatron_collab.weight_sync.store_protocol import Peer
@@ -84,7 +84,7 @@ class Publisher:
         """
         self._number += 1
         present = self._fleet.present() if self._fleet else []
-        links = Links([Link(server, self._timeout) for server in present], self._callers)
+        links = ServerCalls([ServerCall(server, self._timeout) for server in present], self._callers)
         peers = _told([Peer(server.index, server.tp, self._is_new(server)) for server in present])
         if not peers:
             raise PublishError("no server is there to be given weights")
@@ -103,11 +103,11 @@ class Publisher:
     def _is_new(self, server: SGLangServer) -> bool:
         return self._known.get(server.index) != server.generation
 
-    def _by_disk(self, version: int, links: Links) -> None:
+    def _by_disk(self, version: int, links: ServerCalls) -> None:
         folder = Path(self._config.run.dir) / "publish"  # one that a killed run left behind is replaced
         save_hf(self._chunks, folder, Path(self._config.model.path), self._shape)
 
-        def bring(link: Link) -> None:
+        def bring(link: ServerCall) -> None:
             link.pause(self._mode)
             link.read_folder(str(folder.resolve()), version)
             link.go_on()

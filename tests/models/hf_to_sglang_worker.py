@@ -101,12 +101,12 @@ def compare(hf: dict[str, Any], layout: ServerLayout, folder: Path) -> None:
 
 
 def check_fp8(wanted: dict[str, Parameter], held: dict[str, torch.Tensor], scales: dict[str, torch.Tensor]) -> None:
-    from megatron_collab.weight_sync import fp8
+    from megatron_collab.weight_sync.encoding import fp8_scales
 
     quantised = {name: parameter for name, parameter in wanted.items() if parameter.quantised}
     assert {name for name, value in held.items() if value.dtype is torch.float8_e4m3fn} == quantised.keys()
     assert {name: (tuple(value.shape), value.dtype) for name, value in scales.items()} == {
-        f"{name}_scale_inv": (fp8.scales(parameter.shape), torch.float32) for name, parameter in quantised.items()
+        f"{name}_scale_inv": (fp8_scales(parameter.shape), torch.float32) for name, parameter in quantised.items()
     }
 
 

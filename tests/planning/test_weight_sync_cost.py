@@ -19,7 +19,7 @@ def planned(nodes: int, ranks: int, *overrides: str) -> SyncCost:
     layout += ["rollout.server.fp8=false"]
     config = parse(["experiment=train_70b", *layout, *overrides])
     shape = hf_config.read(CONF / "shapes" / "Llama-3.1-8B-Instruct.json")
-    found = plan.plan(shape, plan.trainer_layout(config), plan.server_layout(config), 2)
+    found = plan.plan_sync(shape, plan.trainer_layout(config), plan.server_layout(config), 2)
     return sync_cost(config, shape, found, SPEEDS)
 
 

@@ -20,13 +20,13 @@ import torch.distributed as dist
 
 from megatron_collab.models import hf_to_megatron
 from megatron_collab.weight_sync import in_place, sync
-from megatron_collab.weight_sync.http_protocol import Link, PublishError
+from megatron_collab.weight_sync.http_protocol import PublishError, ServerCall
 from megatron_collab.weight_sync.in_place import InPlace
 from megatron_collab.weight_sync.receiver import Receiver
 from megatron_collab.weight_sync.store_protocol import Board
 from megatron_collab.weight_sync.sync import Publisher
 from megatron_collab.weight_sync.transports import shared_memory
-from megatron_collab.weight_sync.transports.p2p import Network
+from megatron_collab.weight_sync.transports.p2p import NetworkTransport
 from tests.helpers import free_port
 from tests.weight_sync import test_receiver as fakes
 
@@ -41,7 +41,7 @@ SLOW, SLOW_RANKS = "slow-rank", 2
 DEAD, DEAD_RANKS = "dead-rank", 4
 
 
-class HangingLink(fakes.ThreadLink):
+class HangingCall(fakes.ThreadCall):
     """Server 1 takes connections and says nothing, from `moment` on; at "read" it does after a time."""
 
     moment = ""
@@ -51,16 +51,16 @@ class HangingLink(fakes.ThreadLink):
 
     def _ask(self, path: str, body: dict[str, Any]) -> tuple[int, str]:
         hangs = self._hangs("pause") or (self._hangs("receive") and path == "/update_weights_from_tensor")
-        return Link._ask(self, path, body) if hangs else super()._ask(path, body)
+        return ServerCall._ask(self, path, body) if hangs else super()._ask(path, body)
 
     def receive(self, orders: Any, version: int) -> None:
         if self._hangs("receive"):
-            Link.receive(self, orders, version)
+            ServerCall.receive(self, orders, version)
         else:
             super().receive(orders, version)
 
 
-class RefusingLink(fakes.ThreadLink):
+class RefusingCall(fakes.ThreadCall):
     def receive(self, orders: Any, version: int) -> None:
         raise PublishError("it takes nothing")
 
@@ -91,7 +91,7 @@ def hang(ranks: int, nodes: int, transport: str, moment: str, quantised: bool) -
     config = fakes.configure(transport, quantised)
     config.launch.timeout, config.launch.nproc_per_node, config.publish.verify = TIMEOUT, ranks // nodes, 0
     config.launch.nodes = config.parallel.pp = nodes
-    HangingLink.moment, sync.Link = moment, HangingLink
+    HangingCall.moment, sync.ServerCall = moment, HangingCall
     if moment == "read":
         plan = Receiver._plan
         Receiver._plan = lambda self, *arguments: (stall(self), plan(self, *arguments))[1]
@@ -129,7 +129,7 @@ def be_slow() -> dict[str, Any]:
     in_place.named_shards = lambda chunks: shards.items()
     fleet = fakes.make_fleet(config) if dist.get_rank() == 0 else None
     store, through = dist.distributed_c10d._get_default_store(), list[bool]()
-    carry, deliver = Network.carry, InPlace.deliver
+    carry, deliver = NetworkTransport.carry, InPlace.deliver
 
     def carry_late(*arguments: Any) -> None:
         if dist.get_rank() == SLOW_RANKS - 1:
@@ -142,9 +142,9 @@ def be_slow() -> dict[str, Any]:
         through.append(store.add("through", 0) == SLOW_RANKS * (1 + len(through)))
         dist.barrier()
 
-    Network.carry, InPlace.deliver = carry_late, deliver_and_look
+    NetworkTransport.carry, InPlace.deliver = carry_late, deliver_and_look
     with Publisher(config, [], fakes.SHAPE, fleet, fakes.BUCKET) as sender:
-        sync.Link = RefusingLink
+        sync.ServerCall = RefusingCall
         for version in (1, 2):
             try:
                 sender.publish(version)
@@ -153,7 +153,7 @@ def be_slow() -> dict[str, Any]:
                 assert "it takes nothing" in str(error)
             if fleet:
                 fleet.reasons.clear()
-        sync.Link = fakes.ThreadLink
+        sync.ServerCall = fakes.ThreadCall
         sender.publish(3)
         if fleet:
             fakes.assert_holds(fleet.servers[0], in_place.server_layout(config), shards)

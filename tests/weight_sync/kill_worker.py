@@ -21,7 +21,7 @@ import torch
 
 from megatron_collab.trainer.megatron import model as policies
 from megatron_collab.trainer.megatron import parallel
-from megatron_collab.weight_sync.http_protocol import Link
+from megatron_collab.weight_sync.http_protocol import ServerCall
 from megatron_collab.weight_sync.store_protocol import Board
 from megatron_collab.weight_sync.sync import Publisher
 from tests.helpers import free_port
@@ -77,7 +77,7 @@ def kill_at(moment: str, rank: int) -> None:
 
         Board.set_written = write_and_die  # type: ignore[method-assign]
     else:
-        setattr(Link, what, lambda link: die())
+        setattr(ServerCall, what, lambda link: die())
 
 
 def run_pair(work: Callable[[int], None]) -> list[int]:

@@ -27,7 +27,7 @@ from megatron_collab.trainer.trainer import Actor
 from megatron_collab.types import Batch, Credit, Sample, Turn
 from megatron_collab.weight_sync.store_protocol import Board
 from megatron_collab.weight_sync.sync import Publisher, PublishError
-from megatron_collab.weight_sync.transports.shared_memory import Memory
+from megatron_collab.weight_sync.transports.shared_memory import SharedMemoryTransport
 
 # name: (servers of this model, layout of the trainer, bytes of a bucket); data parallel is what remains of two ranks
 CASES: dict[str, tuple[str, dict[str, int], int]] = {
@@ -192,17 +192,17 @@ def note_makers() -> list[list[int]]:
     """From now on: for every server that is told of segments, the ranks that made them."""
     processes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(processes, os.getpid())
-    addresses, makers = Memory.addresses, []
+    addresses, makers = SharedMemoryTransport.addresses, []
 
-    def note(memory: Memory, board: Board, peers: Any) -> Any:
+    def note(memory: SharedMemoryTransport, board: Board, peers: Any) -> Any:
         found = addresses(memory, board, peers)
         for ranks in found:
             paths = {path for address in ranks for path, _ in address["memory"]}
             makers.append(sorted({processes.index(int(path.split("/")[2])) for path in paths}))
-        Memory.addresses = addresses
+        SharedMemoryTransport.addresses = addresses
         return found
 
-    Memory.addresses = note
+    SharedMemoryTransport.addresses = note
     return makers
 
 

@@ -13,7 +13,7 @@ from megatron_collab.config import CONF, parse
 from megatron_collab.models import hf_config
 from megatron_collab.weight_sync import plan
 from megatron_collab.weight_sync.node_routing import Nodes, hops, nodes, sent, written
-from megatron_collab.weight_sync.plan import Plan, ServerLayout, Slice, TrainerLayout
+from megatron_collab.weight_sync.plan import ServerLayout, Slice, SyncPlan, TrainerLayout
 from tests.weight_sync.random_layouts import draw
 from tests.weight_sync.test_plan import ITEM, Shards, run, trainer_shards
 
@@ -25,7 +25,7 @@ def holds(shards: Shards, piece: Slice, block: np.ndarray) -> bool:
     return piece.shard in shards and np.array_equal(shards[piece.shard][piece.shard_index], block)
 
 
-def carried(found: Plan, places: Nodes, node: int) -> tuple[Plan, Counter[Place], set[Place]]:
+def carried(found: SyncPlan, places: Nodes, node: int) -> tuple[SyncPlan, Counter[Place], set[Place]]:
     """What a node's segments get: the plan with the ranks that it came from, how often, and what of it crossed."""
     number = {
         (k, t, piece.offset): n
@@ -62,7 +62,7 @@ def carried(found: Plan, places: Nodes, node: int) -> tuple[Plan, Counter[Place]
         )
         for k, row in enumerate(found.rounds)
     )
-    return Plan(rounds), times, crossed
+    return SyncPlan(rounds), times, crossed
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -74,7 +74,7 @@ def test_every_node_gets_every_element_once(seed: int) -> None:
         trainer = replace(trainer, ranks=trainer.ranks * count)
     places = Nodes(count, trainer.ranks // count, rng.choice([1, 2]), rng.random() < 0.5)
     shards = trainer_shards(shape, trainer)
-    found = plan.plan(shape, trainer, server, ITEM, 8192)
+    found = plan.plan_sync(shape, trainer, server, ITEM, 8192)
     every = {
         (k, t, n): piece
         for k, row in enumerate(found.rounds)
@@ -104,7 +104,7 @@ def test_on_one_node_ranks_of_the_targets_devices_write_what_they_hold_and_nothi
     """Trainer of TP2, PP2, DP2, servers of TP4: of stage 0 rank 3 has what server rank 3 needs, rank 1 has no part."""
     shape, trainer = draw(0)[0], TrainerLayout(tp=2, pp=2, ranks=8)
     shape = replace(shape, layers=4, kv_heads=4, heads=8, ffn=8, vocab=256, experts=None)
-    found, places = plan.plan(shape, trainer, ServerLayout(4), ITEM), Nodes(1, 8, 1, colocated=True)
+    found, places = plan.plan_sync(shape, trainer, ServerLayout(4), ITEM), Nodes(1, 8, 1, colocated=True)
     assert not any(hops(found, places))
     holders = {0: {0, 2}, 1: {0, 2}, 2: {1, 3}, 3: {1, 3}}
     for rank in range(4):
@@ -121,7 +121,7 @@ def test_of_a_70b_model_every_link_carries_the_same() -> None:
     options += ["rollout.server.tp=8", "rollout.server.replicas=16", "rollout.server.fp8=false"]
     config = parse(["experiment=train_70b", *options])
     shape = hf_config.read(CONF / "shapes" / "Llama-3.3-70B-Instruct.json")
-    found = plan.plan(shape, plan.trainer_layout(config), plan.server_layout(config), 2)
+    found = plan.plan_sync(shape, plan.trainer_layout(config), plan.server_layout(config), 2)
     places = nodes(config)
     assert places == Nodes(16, 8, 1, colocated=True)
     for buckets, row in zip(found.rounds, hops(found, places), strict=True):

@@ -13,8 +13,9 @@ from megatron_collab.config import CONF, parse
 from megatron_collab.models import hf_config, hf_to_megatron, hf_to_sglang
 from megatron_collab.models.hf_config import Experts, ModelShape
 from megatron_collab.models.parallel_layout import stage_layers
-from megatron_collab.weight_sync import fp8, plan
-from megatron_collab.weight_sync.plan import Plan, ServerLayout, Slice, TrainerLayout
+from megatron_collab.weight_sync import plan
+from megatron_collab.weight_sync.encoding import FP8_BLOCK, fp8_nbytes, fp8_scales
+from megatron_collab.weight_sync.plan import ServerLayout, Slice, SyncPlan, TrainerLayout
 from tests.weight_sync.random_layouts import draw
 
 ITEM = 4
@@ -62,7 +63,7 @@ def trainer_shards(shape: ModelShape, trainer: TrainerLayout) -> list[Shards]:
     return found
 
 
-def run(found: Plan, shards: list[Shards], shape: ModelShape, server: ServerLayout) -> None:
+def run(found: SyncPlan, shards: list[Shards], shape: ModelShape, server: ServerLayout) -> None:
     """Carry out a plan with numbers for elements, and compare with what each server rank must hold."""
     hf = tensors(shape)
     for rank in range(server.tp):
@@ -83,7 +84,7 @@ def run(found: Plan, shards: list[Shards], shape: ModelShape, server: ServerLayo
             assert (written[name] == (wanted > 0)).all(), name
 
 
-def check_buckets(found: Plan, bucket_bytes: int) -> None:
+def check_buckets(found: SyncPlan, bucket_bytes: int) -> None:
     for buckets in found.rounds:
         sent: Counter[int] = Counter()
         for bucket in buckets:
@@ -110,7 +111,7 @@ def elements(piece: Slice) -> int:
     return int(np.prod([cut.stop - cut.start for cut in piece.target_index]))
 
 
-def slices(found: Plan) -> list[tuple[int, Slice]]:
+def slices(found: SyncPlan) -> list[tuple[int, Slice]]:
     """(server rank, slice) of all buckets."""
     return [(rank, piece) for row in found.rounds for rank, bucket in enumerate(row) for piece in bucket.slices]
 
@@ -120,7 +121,7 @@ def test_every_element_is_written_once_from_where_it_is(seed: int) -> None:
     shape, trainer, server = draw(seed)
     shards = trainer_shards(shape, trainer)
     for bucket_bytes in (8192 * (1 + seed % 3), 1 << 30):
-        found = plan.plan(shape, trainer, server, ITEM, bucket_bytes)
+        found = plan.plan_sync(shape, trainer, server, ITEM, bucket_bytes)
         run(found, shards, shape, server)
         check_buckets(found, bucket_bytes)
         assert all(piece.size == ITEM * elements(piece) for _, piece in slices(found))
@@ -130,20 +131,20 @@ def test_every_element_is_written_once_from_where_it_is(seed: int) -> None:
 def test_blocks_of_fp8_stay_whole(seed: int) -> None:
     """The scales of the slices are those of the whole parameter, each made once, of all 128 x 128 that it is for."""
     shape, trainer, server = draw(seed, fp8=True)
-    found = plan.plan(shape, trainer, server, ITEM, 8 << 20)
+    found = plan.plan_sync(shape, trainer, server, ITEM, 8 << 20)
     run(found, trainer_shards(shape, trainer), shape, server)
     check_buckets(found, 8 << 20)
     for rank in range(server.tp):
         table = hf_to_sglang.table(shape, server, rank)
-        scales = {own.name: np.zeros(fp8.scales(own.shape), int) for own in table if own.quantised}
+        scales = {own.name: np.zeros(fp8_scales(own.shape), int) for own in table if own.quantised}
         for _, piece in (pair for pair in slices(found) if pair[0] == rank):
             sides = [cut.stop - cut.start for cut in piece.target_index]
             assert piece.quantised == (piece.target in scales)
-            assert piece.size == (fp8.nbytes(sides) if piece.quantised else ITEM * elements(piece))
+            assert piece.size == (fp8_nbytes(sides) if piece.quantised else ITEM * elements(piece))
             if piece.quantised:
                 block = scales[piece.target][piece.scale_index]
-                assert block.shape == fp8.scales(sides)
-                assert all(cut.start % fp8.BLOCK == 0 for cut in piece.target_index[-2:])
+                assert block.shape == fp8_scales(sides)
+                assert all(cut.start % FP8_BLOCK == 0 for cut in piece.target_index[-2:])
                 block += 1
         assert all((count == 1).all() for count in scales.values())
 
@@ -155,7 +156,7 @@ def test_equal_cuts_take_the_direct_path(seed: int) -> None:
     tp = trainer.tp  # and a vocabulary that needs no padding, which differs
     shape = replace(shape, experts=None, kv_heads=tp, heads=2 * tp, ffn=4 * tp, vocab=64 * tp)
     trainer, server = replace(trainer, ep=1), replace(server, ep=1)
-    for rank, piece in slices(plan.plan(shape, trainer, server, ITEM)):
+    for rank, piece in slices(plan.plan_sync(shape, trainer, server, ITEM)):
         assert piece.source % tp == rank
         assert piece.shard_index == piece.target_index
 
@@ -174,7 +175,7 @@ def test_equal_cuts_take_the_direct_path(seed: int) -> None:
 def test_stages_and_ranks_share_the_work(trainer: TrainerLayout, server: ServerLayout) -> None:
     """Of a 70B model: buckets are full, every stage writes in every round, no rank more than others of its stage."""
     shape = hf_config.read(CONF / "shapes" / "Llama-3.3-70B-Instruct.json")
-    found = plan.plan(shape, trainer, server, 2)
+    found = plan.plan_sync(shape, trainer, server, 2)
     received = Counter({rank: sum(row[rank].size for row in found.rounds) for rank in range(server.tp)})
     sent: Counter[int] = Counter()
     for _, piece in slices(found):
@@ -191,10 +192,10 @@ def test_stages_and_ranks_share_the_work(trainer: TrainerLayout, server: ServerL
 
 def test_what_cannot_be_planned_is_refused() -> None:
     with pytest.raises(ValueError, match="a bucket of 64 bytes is too small"):
-        plan.plan(*draw(0), ITEM, 64)
+        plan.plan_sync(*draw(0), ITEM, 64)
     shape = replace(draw(0)[0], layers=2, experts=Experts(2, 1, 8, True, layers=(0,)))
     with pytest.raises(ValueError, match="layer 1 has no experts"):
-        plan.plan(shape, TrainerLayout(1), ServerLayout(), ITEM)
+        plan.plan_sync(shape, TrainerLayout(1), ServerLayout(), ITEM)
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,11 @@ from megatron_collab.inference.server import ServerError
 from megatron_collab.models import hf_to_megatron, hf_to_sglang
 from megatron_collab.models.hf_config import Experts, ModelShape, Rope
 from megatron_collab.models.hf_to_sglang import ServerLayout
-from megatron_collab.weight_sync import fp8, in_place, sync
-from megatron_collab.weight_sync.http_protocol import Link, PublishError
+from megatron_collab.weight_sync import in_place, sync
+from megatron_collab.weight_sync.encoding import fp8_scales
+from megatron_collab.weight_sync.http_protocol import PublishError, ServerCall
 from megatron_collab.weight_sync.receiver import Receiver
-from megatron_collab.weight_sync.sender import Writer
+from megatron_collab.weight_sync.sender import Sender
 from megatron_collab.weight_sync.store_protocol import Board, connect
 from megatron_collab.weight_sync.sync import Publisher
 from tests.helpers import free_port
@@ -65,7 +66,7 @@ class Served:
                 dtype = dtype if parameter.constant is None else torch.float32
                 self.hold(model, parameter.name, torch.zeros(parameter.shape, dtype=dtype))
                 if parameter.quantised:
-                    self.hold(model, f"{parameter.name}_scale_inv", torch.zeros(fp8.scales(parameter.shape)))
+                    self.hold(model, f"{parameter.name}_scale_inv", torch.zeros(fp8_scales(parameter.shape)))
 
     def resume(self, tag: str) -> None:
         self.calls.append(f"resume {tag}")
@@ -95,7 +96,7 @@ class Served:
             self.receivers[rank].take(self.models[rank], **parsed["take"])
 
 
-class ThreadLink(Link):
+class ThreadCall(ServerCall):
     """A line to a Served."""
 
     server: Served  # type: ignore[assignment]
@@ -125,7 +126,7 @@ class Fleet:
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    monkeypatch.setattr(sync, "Link", ThreadLink)
+    monkeypatch.setattr(sync, "ServerCall", ThreadCall)
     dist.init_process_group("gloo", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -175,7 +176,7 @@ def hf_tensors(shards: dict[str, torch.nn.Parameter], shape: ModelShape) -> dict
 def assert_holds(
     server: Served, layout: ServerLayout, shards: dict[str, torch.nn.Parameter], shape: ModelShape = SHAPE
 ) -> None:
-    """Every parameter is what the trainer has, in FP8 to within its rounding (see fp8.quantise)."""
+    """Every parameter is what the trainer has, in FP8 to within its rounding (see quantise)."""
     tensors = hf_tensors(shards, shape)
     for rank, model in enumerate(server.models):
         held = dict(model.named_parameters())
@@ -320,9 +321,9 @@ def test_memory_is_shared_on_one_node_and_by_colocated_servers() -> None:
 
 def test_a_flipped_bit_is_found(shards: dict[str, torch.nn.Parameter], monkeypatch: pytest.MonkeyPatch) -> None:
     """In the segment, after it was written and before it is read."""
-    write = Writer.write
+    write = Sender.write
 
-    def write_and_flip(self: Writer, number: int, parts: dict[int, torch.Tensor], sums: Any = None) -> None:
+    def write_and_flip(self: Sender, number: int, parts: dict[int, torch.Tensor], sums: Any = None) -> None:
         write(self, number, parts, sums)
         if number == 1:
             parts[1][40] ^= 16
@@ -330,7 +331,7 @@ def test_a_flipped_bit_is_found(shards: dict[str, torch.nn.Parameter], monkeypat
     config = configure("memory")
     config.publish.verify = 2
     fleet = make_fleet(config)
-    monkeypatch.setattr(Writer, "write", write_and_flip)
+    monkeypatch.setattr(Sender, "write", write_and_flip)
     with Publisher(config, [], SHAPE, fleet, BUCKET) as sender:
         sender.publish(1)  # not verified
         with pytest.raises(PublishError, match="rank 1: holds other weights"):

@@ -1,6 +1,6 @@
 """How long planning takes: Llama 3.1 405B from a trainer of TP8 and PP16 to servers of TP8.
 
-`python tools/bench/plan_405b.py`: CPU seconds of one `publish.plan.plan`, the median of 5. The last line is one
+`python tools/bench/plan_405b.py`: CPU seconds of `weight_sync.plan.plan_sync`, the median of 5. The last line is one
 JSON object.
 """
 
@@ -13,7 +13,7 @@ from statistics import median
 
 from megatron_collab.config import CONF
 from megatron_collab.models import hf_config
-from megatron_collab.weight_sync.plan import ServerLayout, TrainerLayout, plan
+from megatron_collab.weight_sync.plan import ServerLayout, TrainerLayout, plan_sync
 
 REPEATS = 5
 TRAINER, SERVER = TrainerLayout(tp=8, pp=16, ranks=128), ServerLayout(tp=8)
@@ -26,7 +26,7 @@ def main() -> None:
     times = []
     for _ in range(REPEATS):
         began = time.process_time()
-        plan(shape, TRAINER, SERVER, BFLOAT16)
+        plan_sync(shape, TRAINER, SERVER, BFLOAT16)
         times.append(time.process_time() - began)
     print(json.dumps({"name": "plan_405b", "values": {"seconds": round(median(times), 4)}}))
 

@@ -56,8 +56,8 @@ from megatron_collab.trainer.megatron import model as policies  # noqa: E402
 from megatron_collab.trainer.megatron import parallel  # noqa: E402
 from megatron_collab.trainer.trainer import Actor  # noqa: E402
 from megatron_collab.types import Sample, Turn  # noqa: E402
-from megatron_collab.weight_sync.http_protocol import Link  # noqa: E402
-from megatron_collab.weight_sync.sender import Writer  # noqa: E402
+from megatron_collab.weight_sync.http_protocol import ServerCall  # noqa: E402
+from megatron_collab.weight_sync.sender import Sender  # noqa: E402
 from megatron_collab.weight_sync.sync import Publisher  # noqa: E402
 
 LAYOUTS = {"tp2": (2, 1), "pp2": (1, 2)}
@@ -114,7 +114,7 @@ class Gathering:
     def __init__(self, chunks: list[torch.nn.Module], shape: ModelShape, config: Config, line: dict[str, Any]) -> None:
         self.shape, self.tp, self.pp = shape, config.parallel.tp, config.parallel.pp
         self.shards = {name: shard.detach() for name, shard in named_shards(chunks)}
-        self.link = Link(served(line), config.launch.timeout)
+        self.link = ServerCall(served(line), config.launch.timeout)
         self.buckets: list[list[WeightEntry]] = [[]]
         size = 0
         for entry in hf_to_megatron.table(shape):
@@ -204,8 +204,8 @@ class Profile:
         self.found: dict[str, list[float]] = defaultdict(list)
         self.now: dict[str, float] = defaultdict(float)
         for owner, name in [
-            (Writer, "write"),
-            *((Link, call) for call in ("pause", "begin", "receive", "end", "go_on")),
+            (Sender, "write"),
+            *((ServerCall, call) for call in ("pause", "begin", "receive", "end", "go_on")),
         ]:
             setattr(owner, name, self.timed(name, getattr(owner, name)))
 

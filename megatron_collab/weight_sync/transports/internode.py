@@ -15,16 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_collab.weight_sync.checksum import Sums
+from megatron_collab.weight_sync.encoding import Sums
 from megatron_collab.weight_sync.node_routing import Hop
-from megatron_collab.weight_sync.sender import Writer
+from megatron_collab.weight_sync.sender import Sender
 from megatron_collab.weight_sync.transports.p2p import finish
 
 
 class Relay:
     """On every rank. What it sends is packed once in a buffer, however many nodes take it; what it receives is not."""
 
-    def __init__(self, writer: Writer, hops: Sequence[Sequence[Hop]], device: torch.device, timeout: float) -> None:
+    def __init__(self, writer: Sender, hops: Sequence[Sequence[Hop]], device: torch.device, timeout: float) -> None:
         """Collective. `writer` has what this rank sends, `hops` are those of all ranks, by round.
 
         RuntimeError, also later, where another rank is not there for `timeout` seconds.
@@ -53,7 +53,7 @@ class Relay:
     def crossing(self, number: int, into: Mapping[int, Tensor], sums: Sums | None) -> Iterator[None]:
         """Within it a round is under way; then all of it has come into[t], server rank t's bucket, or was taken.
 
-        For `sums` see Writer.write.
+        For `sums` see Sender.write.
         """
         own = self._hops[number]
         if not own:
@@ -76,7 +76,7 @@ class Relay:
     def _operation(
         self, number: int, tag: int, hop: Hop, parts: Mapping[int, Tensor], into: Mapping[int, Tensor]
     ) -> dist.P2POp:
-        """`parts`: what is sent, as Writer.packed has it."""
+        """`parts`: what is sent, as Sender.packed has it."""
         if hop.keeper == self._rank:
             return dist.P2POp(dist.irecv, into[hop.target][hop.start : hop.stop], hop.source, self._group, tag)
         first, _ = self._writer.parts[number][hop.target]

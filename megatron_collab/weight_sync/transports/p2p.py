@@ -20,8 +20,8 @@ from torch import Tensor
 from megatron_collab.weight_sync.store_protocol import Address, Board, Peer, connect
 
 if TYPE_CHECKING:  # the servers do without the trainer's libraries
-    from megatron_collab.weight_sync.checksum import Sums
-    from megatron_collab.weight_sync.sender import Writer
+    from megatron_collab.weight_sync.encoding import Sums
+    from megatron_collab.weight_sync.sender import Sender
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +54,10 @@ def _left(deadline: float) -> float:
     return max(0.1, deadline - time.monotonic())
 
 
-class Network:
+class NetworkTransport:
     """The trainer's end, on every rank."""
 
-    def __init__(self, writer: Writer, address: Address, prefix: str, device: torch.device, patience: float) -> None:
+    def __init__(self, writer: Sender, address: Address, prefix: str, device: torch.device, patience: float) -> None:
         """A server that does not come or take a bucket for `patience` seconds is abandoned.
 
         That is less than a server waits for us: one that hangs must not cost the others.
@@ -83,7 +83,7 @@ class Network:
         return found
 
     def carry(self, board: Board, peers: Sequence[Peer], sums: Sums | None) -> None:
-        """Send everything to `peers`, of which one that breaks off gets no more; for `sums` see Writer.write."""
+        """Send everything to `peers`, of which one that breaks off gets no more; for `sums` see Sender.write."""
         deadline = time.monotonic() + self._patience
         for peer in peers:
             if peer.new:
@@ -157,7 +157,7 @@ class Network:
         self.drop(peer.server)
 
 
-class NetworkBuckets:
+class NetworkReceiver:
     """A server rank's end: `parts[k]` make up its k-th bucket; the next one is received while one is used."""
 
     def __init__(

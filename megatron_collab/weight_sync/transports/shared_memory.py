@@ -1,39 +1,93 @@
-"""Weights through memory that a node shares: ranks write, servers read; both ends are here.
+"""Weights through memory that the processes of a node share: trainer ranks write, servers read; both ends are here.
 
-For each rank of its servers a node has two segments. One is written while the other is read; all servers of the node
-read the same ones. What no rank of the node holds comes from other nodes, straight into the segments (internode.py).
+For each rank of its servers a node has two segments: one is written while the other is read. All servers of the node
+read the same segments. What no rank of the node holds comes from other nodes, straight into the segments
+(internode.py). On CPU a segment is a file without a name, which goes with its last user, however that ends; on CUDA it
+is device memory, opened through CUDA IPC.
 """
 
 from __future__ import annotations
 
+import base64
+import io
+import mmap
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
+from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing  # registers CUDA tensors with ForkingPickler
 from torch import Tensor
 
 from megatron_collab.runtime.device import synchronize
 from megatron_collab.weight_sync.store_protocol import Board, Peer
-from megatron_collab.weight_sync.transports.segments import Handle, Segment, opened
 
 if TYPE_CHECKING:  # the servers do without the trainer's libraries
-    from megatron_collab.weight_sync.checksum import Sums
+    from megatron_collab.weight_sync.encoding import Sums
     from megatron_collab.weight_sync.node_routing import Nodes
-    from megatron_collab.weight_sync.plan import Plan
-    from megatron_collab.weight_sync.sender import Writer
+    from megatron_collab.weight_sync.plan import SyncPlan
+    from megatron_collab.weight_sync.sender import Sender
     from megatron_collab.weight_sync.transports.internode import Relay
 
+# How another process opens a segment: a path with a size, or a pickle of torch's.
+Handle = tuple[str, int]
 
-class Memory:
+
+class Segment:
+    """`data`, uint8 [size], that other processes can open. Touched once when it is made: fresh pages are slow."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._file: int | None = None
+        if device.type == "cpu":
+            self._file = os.memfd_create("megatron-collab")
+            os.ftruncate(self._file, size)
+            self.data = _mapped(self._file, size)
+        else:
+            self.data = torch.empty(size, dtype=torch.uint8, device=device)
+
+    def handle(self) -> Handle:
+        """What one other process needs to open it; each needs one of its own."""
+        if self._file is not None:
+            return f"/proc/{os.getpid()}/fd/{self._file}", len(self.data)
+        buffer = io.BytesIO()
+        ForkingPickler(buffer).dump(self.data)
+        return base64.b64encode(buffer.getvalue()).decode(), 0
+
+    def close(self) -> None:
+        """Nobody can open it any more; it goes with its last user."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+def opened(handle: Handle) -> Tensor:
+    """The uint8 [size] of a segment that another process made."""
+    text, size = handle
+    if not size:
+        return ForkingPickler.loads(base64.b64decode(text))
+    file = os.open(text, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return _mapped(file, size)
+    finally:
+        os.close(file)
+
+
+def _mapped(file: int, size: int) -> Tensor:
+    memory = mmap.mmap(file, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+class SharedMemoryTransport:
     """The trainer's end, on every rank."""
 
     def __init__(
         self,
-        plan: Plan,
+        plan: SyncPlan,
         nodes: Nodes,
-        writer: Writer,
+        writer: Sender,
         relay: Relay,
         devices: Sequence[torch.device],
         patience: float,
@@ -72,7 +126,7 @@ class Memory:
         return [[{"memory": offers[peer.server, t]} for t in range(peer.tp)] for peer in peers]
 
     def carry(self, board: Board, peers: Sequence[Peer], sums: Sums | None) -> None:
-        """Write all, each segment as soon as all `peers` have read what it held; for `sums` see Writer.write."""
+        """Write all, each segment as soon as all `peers` have read what it held; for `sums` see Sender.write."""
         near = self._near(peers)
         for number, parts in enumerate(self._writer.parts):
             targets = sorted(parts.keys() | self._relay.receives(number))
@@ -108,7 +162,7 @@ class Memory:
         return [segment.handle() for segment in self._own[t]]
 
 
-class SharedBuckets:
+class SharedMemoryReceiver:
     """A server rank's end. `sources[k]`: the ranks that write its k-th bucket."""
 
     def __init__(self, handles: Sequence[Handle], sources: Sequence[Sequence[int]], server: int, rank: int) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_collab.weight_sync.transports.segments import Segment, opened
+from megatron_collab.weight_sync.transports.shared_memory import Segment, opened
 
 WRITE = "import sys; file = open(sys.argv[1], 'r+b'); file.seek(7); file.write(bytes([5]))"
 

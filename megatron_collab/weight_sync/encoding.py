@@ -1,0 +1,117 @@
+"""How weights lie in a bucket: FP8 blocks, and the checksums that prove what a server holds.
+
+FP8, as SGLang's block-fp8 linear layers hold it: a matrix [n, k] becomes float8_e4m3fn of the same shape and a float32
+`scale_inv` for each block of 128 x 128, the last ones cut at the edges: w = q * scale_inv, scale_inv = amax / 448
+(DeepSeek-V3, arXiv:2412.19437, section 3.3; 448 is the largest e4m3 number).
+
+Checksums are multilinear hashes (Carter and Wegman, 1979) modulo 2^64: each element, taken as an integer, times an odd
+weight for its place in every dimension and for the parameter's name; the checksums of a parameter's blocks add up. One
+bit changes the sum by 2^b times an odd number, which is never 0.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from functools import reduce
+from math import prod
+
+import torch
+from torch import Tensor
+
+FP8_BLOCK = 128
+FP8_LARGEST = 448.0
+_QUANTISED_AT_ONCE = 1 << 24  # elements, so that their float32 copies stay small
+
+# By node and server rank: the checksums of all that was written for that rank of the node's servers.
+Sums = dict[tuple[int, int], list[int]]
+
+MODULUS = 1 << 64
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SUMMED_AT_ONCE = 1 << 21  # elements, so that their int64 copies stay small
+
+
+def fp8_scales(shape: Sequence[int]) -> tuple[int, ...]:
+    """Shape of the scales of a weight [..., n, k]."""
+    *leading, n, k = shape
+    return (*leading, -(-n // FP8_BLOCK), -(-k // FP8_BLOCK))
+
+
+def fp8_nbytes(shape: Sequence[int]) -> int:
+    """Bytes of a weight [..., n, k] and of its scales, one after the other."""
+    return _scales_at(shape) + 4 * prod(fp8_scales(shape))
+
+
+def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A floating [n, k] as float8_e4m3fn [n, k] and float32 scale_inv [ceil(n / 128), ceil(k / 128)].
+
+    An element is off by at most 2^-4 of itself (3 bits of mantissa) or 2^-10 of its block's scale_inv (half the
+    distance of the smallest e4m3 numbers), whichever is more.
+    """
+    n, k = weight.shape
+    rows, columns = fp8_scales(weight.shape)
+    blocks = torch.nn.functional.pad(weight.float(), (0, columns * FP8_BLOCK - k, 0, rows * FP8_BLOCK - n))
+    blocks = blocks.view(rows, FP8_BLOCK, columns, FP8_BLOCK)
+    # A block of zeros needs a scale that can be divided by.
+    scale_inv = (blocks.abs().amax(dim=(1, 3)) / FP8_LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
+    quantised = (blocks / scale_inv[:, None, :, None]).to(torch.float8_e4m3fn)
+    return quantised.view(rows * FP8_BLOCK, columns * FP8_BLOCK)[:n, :k], scale_inv
+
+
+def dequantise(quantised: Tensor, scale_inv: Tensor) -> Tensor:
+    """What `quantise` stands for, in float32 [n, k]."""
+    n, k = quantised.shape
+    spread = scale_inv.repeat_interleave(FP8_BLOCK, 0)[:n].repeat_interleave(FP8_BLOCK, 1)[:, :k]
+    return quantised.float() * spread
+
+
+def write_fp8(data: Tensor, weight: Tensor) -> None:
+    """Quantise `weight` [n, k] into the uint8 `data` of `fp8_nbytes` bytes: the float8 elements, then the scales.
+
+    `data` must lie at a multiple of 4 bytes.
+    """
+    n, k = weight.shape
+    quantised, scale_inv = read_fp8(data, weight.shape)
+    step = max(1, _QUANTISED_AT_ONCE // (FP8_BLOCK * k)) * FP8_BLOCK
+    for row in range(0, n, step):
+        part, own = quantise(weight[row : row + step])
+        quantised[row : row + step].copy_(part)
+        scale_inv[row // FP8_BLOCK : row // FP8_BLOCK + len(own)].copy_(own)
+
+
+def read_fp8(data: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Views of what `write_fp8` left in `data`: float8_e4m3fn [..., n, k] and float32 scale_inv."""
+    elements, start = prod(shape), _scales_at(shape)
+    quantised = data[:elements].view(torch.float8_e4m3fn).view(*shape)
+    return quantised, data[start : fp8_nbytes(shape)].view(torch.float32).view(fp8_scales(shape))
+
+
+def _scales_at(shape: Sequence[int]) -> int:
+    return -(-prod(shape) // 4) * 4
+
+
+def checksum(block: Tensor, name: str, start: Sequence[int]) -> int:
+    """Of parameter `name`'s block that begins at `start` (an index in every dimension); from 0 to MODULUS - 1."""
+    total = 0
+    step = max(1, _SUMMED_AT_ONCE // max(1, block[:1].numel()))
+    for row in range(0, len(block), step):
+        part = block[row : row + step]
+        found = part.contiguous().view(_INTEGERS[block.element_size()]).to(torch.int64)
+        for dimension in reversed(range(part.dim())):
+            first = start[dimension] + (row if dimension == 0 else 0)
+            found = (found * _weights(dimension, first, part.shape[dimension], block.device)).sum(-1)
+        total += int(found)
+    return total * (2 * zlib.crc32(name.encode()) + 1) % MODULUS
+
+
+def combined(sums: Sequence[int]) -> int:
+    """The sum of several blocks'."""
+    return reduce(lambda a, b: (a + b) % MODULUS, sums, 0)
+
+
+def _weights(dimension: int, start: int, count: int, device: torch.device) -> Tensor:
+    """Odd numbers for `count` places from `start`, int64 [count], scattered as by SplitMix64's mixing step."""
+    places = torch.arange(start + 1, start + 1 + count, dtype=torch.int64, device=device)
+    mixed = (places + (dimension << 40)) * 0x1E3779B97F4A7C15
+    mixed = (mixed ^ (mixed >> 30)) * 0x3F58476D1CE4E5B9
+    return (mixed ^ (mixed >> 27)) | 1

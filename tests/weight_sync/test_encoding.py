@@ -1,0 +1,131 @@
+"""FP8 blocks against a float64 account of e4m3; a checksum notices a changed bit and a moved element, and adds up."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+
+from megatron_collab.weight_sync import encoding
+from megatron_collab.weight_sync.encoding import (
+    checksum,
+    combined,
+    dequantise,
+    fp8_nbytes,
+    fp8_scales,
+    quantise,
+    read_fp8,
+    write_fp8,
+)
+
+SHAPES = [(128, 128), (256, 384), (130, 127), (1, 1), (300, 5)]
+
+
+def weights(n: int, k: int) -> torch.Tensor:
+    """Of very different sizes, by block and within one."""
+    generator = torch.Generator().manual_seed(n * k)
+    spread = torch.exp(4 * torch.randn(n, k, generator=generator))
+    by_row = torch.logspace(-30, 20, n)[:, None]
+    return torch.randn(n, k, generator=generator) * spread * by_row
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_a_round_trip_is_off_by_half_a_step_of_e4m3(n: int, k: int, dtype: torch.dtype) -> None:
+    weight = weights(n, k).to(dtype)
+    quantised, scale_inv = quantise(weight)
+    assert quantised.shape == weight.shape and quantised.dtype is torch.float8_e4m3fn
+    assert scale_inv.shape == fp8_scales(weight.shape) and scale_inv.dtype is torch.float32
+    exact = weight.double()
+    for row in range(0, n, 128):
+        for column in range(0, k, 128):
+            block = exact[row : row + 128, column : column + 128]
+            scale = scale_inv[row // 128, column // 128].double()
+            assert scale.item() == pytest.approx(block.abs().max().item() / 448, rel=1e-6)
+            back = quantised[row : row + 128, column : column + 128].double() * scale
+            bound = torch.maximum(block.abs() * 2**-4, scale * 2**-10) * (1 + 1e-5)
+            assert ((back - block).abs() <= bound).all()
+    assert torch.equal(dequantise(quantised, scale_inv).double().isfinite(), exact.isfinite())
+
+
+def test_dequantise_multiplies_each_block_by_its_scale() -> None:
+    quantised, scale_inv = quantise(weights(130, 257))
+    back = dequantise(quantised, scale_inv)
+    for row, column in ((0, 0), (127, 128), (128, 256), (129, 127)):
+        assert back[row, column] == quantised[row, column].float() * scale_inv[row // 128, column // 128]
+
+
+def test_the_largest_element_is_kept_and_zeros_stay_zeros() -> None:
+    weight = torch.zeros(256, 128)
+    weight[3, 5] = -7.0
+    quantised, scale_inv = quantise(weight)
+    assert quantised[3, 5].float() == -448 and scale_inv[0, 0] == pytest.approx(7 / 448)
+    back = dequantise(quantised, scale_inv)
+    assert back[3, 5] == pytest.approx(-7.0) and back.count_nonzero() == 1 and math.isfinite(scale_inv[1, 0])
+
+
+@pytest.mark.parametrize("step", [1, 1 << 24])
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_write_leaves_what_quantise_makes(n: int, k: int, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is quantised at once; read gives views, and those of an expert have its dimension."""
+    monkeypatch.setattr(encoding, "_QUANTISED_AT_ONCE", step)
+    weight = weights(n, k)
+    data = torch.full((fp8_nbytes((n, k)) + 64,), 170, dtype=torch.uint8)
+    write_fp8(data[:-64], weight)
+    assert (data[-64:] == 170).all()
+    quantised, scale_inv = read_fp8(data[:-64], (1, n, k))
+    expected, scales = quantise(weight)
+    assert torch.equal(quantised[0].view(torch.uint8), expected.contiguous().view(torch.uint8))
+    assert torch.equal(scale_inv[0], scales)
+    assert fp8_nbytes((1, n, k)) == fp8_nbytes((n, k)) >= n * k + 4 * scales.numel()
+
+
+def random_bits(rng: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+    size = torch.Size(shape).numel() * dtype.itemsize
+    return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator).view(dtype).view(shape)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("shape", [(5,), (3, 5), (2, 2, 3)])
+def test_every_single_bit_and_every_swap_changes_it(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    rng = random.Random(len(shape))
+    block = random_bits(rng, shape, dtype)
+    before = checksum(block, "weight", [0] * len(shape))
+    data = block.view(-1).view(torch.uint8)
+    for bit in range(8 * data.numel()):
+        data[bit // 8] ^= 1 << bit % 8
+        assert checksum(block, "weight", [0] * len(shape)) != before
+        data[bit // 8] ^= 1 << bit % 8
+    items = data.view(-1, dtype.itemsize)
+    for _ in range(50):
+        a, b = rng.sample(range(len(items)), 2)
+        if not torch.equal(items[a], items[b]):
+            items[[a, b]] = items[[b, a]]
+            assert checksum(block, "weight", [0] * len(shape)) != before
+            items[[a, b]] = items[[b, a]]
+    assert checksum(block, "weight", [0] * len(shape)) == before
+    assert checksum(block, "bias", [0] * len(shape)) != before
+    assert checksum(block, "weight", [1] * len(shape)) != before
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_parts_add_up_to_the_whole(seed: int) -> None:
+    rng = random.Random(seed)
+    rows, columns = rng.randint(2, 40), rng.randint(2, 40)
+    block = random_bits(rng, (rows, columns), torch.bfloat16)
+    row, column = rng.randint(1, rows - 1), rng.randint(1, columns - 1)
+    parts = [
+        checksum(block[down, across], "weight", [down.start, across.start])
+        for down in (slice(0, row), slice(row, rows))
+        for across in (slice(0, column), slice(column, columns))
+    ]
+    assert combined(parts) == checksum(block, "weight", [0, 0])
+
+
+def test_long_blocks_are_summed_in_steps() -> None:
+    block = random_bits(random.Random(0), (5, 1 << 20), torch.bfloat16)
+    parts = [checksum(block[row : row + 1], "weight", [row, 0]) for row in range(5)]
+    assert combined(parts) == checksum(block, "weight", [0, 0])
