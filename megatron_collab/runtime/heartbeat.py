@@ -1,7 +1,6 @@
 """Heartbeat and current stage of this process, read by hang_detector.py; a call costs next to nothing.
 
-Whatever may take long on a trainer's rank says so: a wait with a deadline of its own each time it looks, work each time
-a part of it is done.
+Whatever may take long on a trainer's rank calls it: a wait with its own deadline at every poll, work after every part.
 """
 
 from __future__ import annotations
@@ -11,19 +10,21 @@ from dataclasses import dataclass
 
 @dataclass
 class Position:
-    place: str = "the start"
-    moves: int = 0
+    """What this process does, and how many heartbeats it has sent."""
+
+    stage: str = "the start"
+    beats: int = 0
 
 
 here = Position()
 
 
 def beat() -> None:
-    """This rank has moved."""
-    here.moves += 1  # threads may count at once: one move that is lost is none too few
+    """This process makes progress."""
+    here.beats += 1  # not atomic: a beat that is lost to another thread's does not matter
 
 
-def at(place: str) -> None:
-    """This rank has moved, and is at `place` until it is somewhere else."""
-    here.place = place
+def at(stage: str) -> None:
+    """This process makes progress and enters `stage`."""
+    here.stage = stage
     beat()

@@ -215,17 +215,17 @@ def test_ranks_move_while_they_save_and_load(copied: tuple, monkeypatch: pytest.
     checkpoints, actor = copied
     monkeypatch.setattr(storage, "_READ_BYTES", 1 << 30)  # a check of sums is a move a file then
     tensors = len(weights(actor))
-    before, synced = heartbeat.here.moves, []
+    before, synced = heartbeat.here.beats, []
     checkpoints.load_latest(actor)
-    assert heartbeat.here.moves - before >= tensors
+    assert heartbeat.here.beats - before >= tensors
     monkeypatch.setattr(torch_dist, "PIECE_BYTES", 10_000)
     monkeypatch.setattr(torch_dist.os, "fsync", synced.append)
-    before = heartbeat.here.moves
+    before = heartbeat.here.beats
     checkpoints.save(3, actor, {"saved": 3})
     checkpoints.finish()
     size = (checkpoints.folder / "step_3" / "__0_0.distcp").stat().st_size
     assert len(synced) >= size // 20_000 > 10
-    assert heartbeat.here.moves - before >= tensors + size // 20_000
+    assert heartbeat.here.beats - before >= tensors + size // 20_000
     monkeypatch.undo()
     assert checkpoints.load_latest(actor) == (3, {"saved": 3})
 
