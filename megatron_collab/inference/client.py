@@ -1,10 +1,9 @@
-"""The engine that samples: what is said to an SGLang server over HTTP, and the client that asks it for turns."""
+"""HTTP client of an SGLang server: samples turns and parses tool calls."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import random
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -13,6 +12,7 @@ from typing import Any, TypeVar
 import aiohttp
 
 from megatron_collab.config import RolloutConfig, SamplingConfig
+from megatron_collab.runtime.retry import retried
 from megatron_collab.types import Finish, ToolCall, Turn
 
 ATTEMPTS = 5
@@ -21,17 +21,21 @@ _Answer = TypeVar("_Answer")
 
 
 class EngineError(RuntimeError):
-    """The engine gave no turn; the reason is the text."""
+    """The engine returned no turn; the message is the reason."""
 
 
-class ServerGone(EngineError):
-    """The server stayed away: its address takes no connection, or breaks it, at every try."""
+class _TransientError(EngineError):
+    """The same request may succeed later."""
+
+
+class ServerGone(_TransientError):
+    """The server is unreachable: every attempt to connect failed, or the connection broke."""
 
 
 class SGLangClient:
-    """Asks a server for turns; one client serves any number of concurrent requests of one event loop.
+    """Samples turns from one server; any number of concurrent requests of one event loop.
 
-    `counters` counts tokens of prompts: `prefill_tokens` were computed, `cached_tokens` the server had already.
+    `counters` counts prompt tokens: `prefill_tokens` were computed, `cached_tokens` were in the server's cache.
     """
 
     def __init__(self, url: str, api_key: str, config: RolloutConfig) -> None:
@@ -48,9 +52,9 @@ class SGLangClient:
     ) -> Turn:
         """Sample one turn of at most `max_new_tokens`; log-probs are of the distribution at the temperature.
 
-        Of several requests at once with the same prompt one goes ahead; the others wait until it has been read.
-        `seed` (64 bits, signed) decides the sample where the server is deterministic. Raises EngineError when
-        the server refuses the request, does not answer in time, or stays away after several tries (ServerGone).
+        Of several concurrent requests with the same prompt one is sent first; the others wait for its prefill.
+        `seed` (64 bits, signed) decides the sample where the server is deterministic. Raises EngineError when the
+        server rejects the request or does not answer in time, ServerGone when it is unreachable at every attempt.
         """
         body = {
             "input_ids": list(prompt_ids),
@@ -62,7 +66,7 @@ class SGLangClient:
                 "top_p": sampling.top_p,
                 "top_k": sampling.top_k,
                 "sampling_seed": seed,
-                "stream_interval": max_new_tokens,  # the first token, then the whole
+                "stream_interval": max_new_tokens,  # one event for the first token, one for the whole turn
             },
         }
         async with self._reads(prompt_ids) as was_read:
@@ -94,7 +98,7 @@ class SGLangClient:
 
     @asynccontextmanager
     async def _reads(self, prompt_ids: tuple[int, ...]) -> AsyncIterator[Callable[[], None]]:
-        """Wait while another request reads this prompt, then go on; gives what to call once it has been read."""
+        """Wait while another request prefills this prompt; yields the callback for the end of the prefill."""
         if first := self._reading.get(prompt_ids):
             await first.wait()
             yield lambda: None
@@ -113,10 +117,7 @@ class SGLangClient:
     async def _post(
         self, path: str, body: dict[str, Any], read: Callable[[aiohttp.ClientResponse], Awaitable[_Answer]]
     ) -> _Answer:
-        failure = EngineError("")
-        for attempt in range(ATTEMPTS):
-            if attempt:
-                await asyncio.sleep(BACKOFF_SECONDS * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
+        async def once() -> _Answer:
             try:
                 async with self._open().post(self.url + path, json=body) as response:
                     if response.status == 200:
@@ -125,12 +126,12 @@ class SGLangClient:
             except TimeoutError:
                 raise EngineError(f"no answer within rollout.turn_timeout={self.timeout:g} s") from None
             except _Refused as refused:
-                failure = EngineError(f"{self.url}{path}: {refused}")
-                if refused.status < 500:
-                    break
+                kind = _TransientError if refused.status >= 500 else EngineError
+                raise kind(f"{self.url}{path}: {refused}") from None
             except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
-                failure = ServerGone(f"{self.url}{path}: {type(error).__name__}: {error}")
-        raise failure
+                raise ServerGone(f"{self.url}{path}: {type(error).__name__}: {error}") from error
+
+        return await retried(once, _TransientError, ATTEMPTS, BACKOFF_SECONDS)
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -143,7 +144,7 @@ class SGLangClient:
 
 
 class _Refused(Exception):
-    """The server answered with an HTTP status of failure."""
+    """The server answered with an HTTP error status."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(f"status {status}: {' '.join(text.split())[:300]}")
@@ -151,7 +152,7 @@ class _Refused(Exception):
 
 
 async def _last_event(response: aiohttp.ClientResponse, began: Callable[[], None]) -> dict[str, Any]:
-    """The last of the events in which SGLang streams a turn, each of them all there is so far.
+    """The last event of a streamed turn; each event holds the whole turn so far.
 
     Calls `began` at the first one. Raises _Refused where an event is an error, and ClientPayloadError where the
     stream ends before the turn does.
@@ -169,18 +170,18 @@ async def _last_event(response: aiohttp.ClientResponse, began: Callable[[], None
     finish = answer.get("meta_info", {}).get("finish_reason")
     if finish is None:
         raise aiohttp.ClientPayloadError("the stream ended before the turn")
-    if finish.get("status_code"):  # SGLang's scheduler turned the request away
+    if finish.get("status_code"):  # SGLang's scheduler rejected the request
         raise _Refused(finish["status_code"], finish["message"])
     return answer
 
 
 def _versions(meta: Mapping[str, Any], tokens: int) -> tuple[int, ...]:
-    """The version of the weights of each of a turn's `tokens`; spans of them where it changed on the way."""
+    """The version of the weights of each of a turn's `tokens`; SGLang gives spans where it changed within the turn."""
     spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": tokens}]
     return tuple(int(span["version"]) for span in spans for _ in range(span["start"], span["end"]))
 
 
 def _arguments_of(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a call was given; something else than a JSON object becomes an argument that no tool has."""
+    """The arguments of a call; anything but a JSON object becomes one argument that no tool accepts."""
     arguments = json.loads(call["parameters"])
     return arguments if isinstance(arguments, dict) else {"arguments": arguments}

@@ -42,7 +42,7 @@ def check_settings(config: Config) -> None:
 
 
 def _check_values(config: Config) -> None:
-    redact.check(asdict(config))
+    redact.refuse_keys(asdict(config))
     one_of("train.stage", config.train.stage, ["rl", "sft"])
     one_of("launch.device", config.launch.device, device.SETTINGS)
     one_of("model.dtype", config.model.dtype, ["bfloat16", "float32"])
@@ -231,7 +231,7 @@ def _positive(config: Config) -> list[tuple[str, float]]:
 
 def _check_device(config: Config) -> None:
     try:
-        device.check(config.launch.device)
+        device.check_device(config.launch.device)
     except ValueError as error:
         raise ConfigError(str(error)) from error
 

@@ -191,7 +191,7 @@ class LimiterActor:
         self._limiter.write()
 
 
-def start(config: LlmConfig, ledger: Path) -> Any:
+def start_limiter(config: LlmConfig, ledger: Path) -> Any:
     """The handle of the run's limiter, a Ray actor on this node; it ends with this handle.
 
     When its process dies it is started again from `ledger`, and what it was asked is asked again.
@@ -201,7 +201,7 @@ def start(config: LlmConfig, ledger: Path) -> Any:
     return ray.remote(**options)(LimiterActor).options(name=NAME).remote(config, ledger.absolute())
 
 
-def find() -> Any:
+def find_limiter() -> Any:
     """The handle of the limiter that `start` started; ValueError where there is none."""
     return ray.get_actor(NAME)
 

@@ -10,15 +10,14 @@ of Llama's and of the reward models (`…ForRewardModel`) are exact.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
-import random
 from collections.abc import Sequence
 from typing import Any
 
 import aiohttp
 
+from megatron_collab.runtime.retry import retried
 from megatron_collab.types import Message
 
 ATTEMPTS = 4
@@ -29,6 +28,10 @@ _TRANSIENT = (408, 409, 429)
 
 class RewardModelError(RuntimeError):
     """The reward model gave no score; the reason is the text."""
+
+
+class _TransientError(RewardModelError):
+    """The same request may succeed later."""
 
 
 class RewardModelClient:
@@ -53,25 +56,22 @@ class RewardModelClient:
 
     async def _post(self, session: aiohttp.ClientSession, path: str, body: dict[str, Any], wanted: str) -> list[Any]:
         """The list `wanted` of the server's answer."""
-        reason = ""
-        for attempt in range(ATTEMPTS):
-            if attempt:
-                await asyncio.sleep(BACKOFF_SECONDS * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
+        where = self.url + path
+
+        async def once() -> list[Any]:
             try:
-                async with session.post(self.url + path, json=body) as answer:
+                async with session.post(where, json=body) as answer:
                     text = await answer.text()
-            except TimeoutError:
-                reason = f"no answer within {TIMEOUT:g} s"
-                continue
+            except TimeoutError as error:
+                raise _TransientError(f"{where}: no answer within {TIMEOUT:g} s") from error
             except aiohttp.ClientError as error:
-                reason = f"{type(error).__name__}: {error}"
-                continue
+                raise _TransientError(f"{where}: {type(error).__name__}: {error}") from error
             if answer.status == 200:
-                return _field(text, wanted, self.url + path)
-            reason = f"status {answer.status}: {' '.join(text.split())[:300]}"
-            if answer.status < 500 and answer.status not in _TRANSIENT:
-                break
-        raise RewardModelError(f"{self.url}{path}: {reason}")
+                return _field(text, wanted, where)
+            kind = _TransientError if answer.status >= 500 or answer.status in _TRANSIENT else RewardModelError
+            raise kind(f"{where}: status {answer.status}: {' '.join(text.split())[:300]}")
+
+        return await retried(once, _TransientError, ATTEMPTS, BACKOFF_SECONDS)
 
 
 def _field(text: str, wanted: str, where: str) -> list[Any]:

@@ -91,4 +91,4 @@ def _judge(config: Config) -> Any:
     from megatron_collab.reward.judge import Judge
 
     folder = Path(config.llm.cache) if config.llm.cache else Path(config.run.dir) / "llm_cache"
-    return Judge(LlmClient(limiter.find(), Cache(folder)), config.reward.judge)
+    return Judge(LlmClient(limiter.find_limiter(), Cache(folder)), config.reward.judge)

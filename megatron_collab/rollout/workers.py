@@ -42,7 +42,7 @@ class ConversationWorker:
         self.servers = servers
         self.policy = Router(servers, config.rollout)
         renderer = ChatRenderer(config.model.path, schemas(config.rollout.tools))
-        self.users = Users(config, LlmClient(limiter.find()), servers)
+        self.users = Users(config, LlmClient(limiter.find_limiter()), servers)
         rewards = RewardClient([ray.get_actor(name) for name in reward_workers], config.reward)
         self.player = Player(self.policy, renderer, self.users, rewards, config)
         gc.freeze()  # what the imports made stays; looking through it costs a quarter of a worker's time
@@ -87,7 +87,7 @@ def start_crew(config: Config, servers: list[tuple[str, str]]) -> Crew:
     """The run's workers, spread over the nodes, and its limiter; does not wait for them."""
     from megatron_collab.llm import limiter
 
-    bound = limiter.start(config.llm, Path(config.run.dir) / "spend.json")
+    bound = limiter.start_limiter(config.llm, Path(config.run.dir) / "spend.json")
     names = [f"reward-{i}" for i in range(config.reward.workers)]
     rewards = [start_actor(RewardWorker, config, name, name=name) for name in names]
     players = [

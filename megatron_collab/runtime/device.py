@@ -1,4 +1,4 @@
-"""What this machine has: the device, its backend, and the libraries that speed it up. Nothing else asks.
+"""What this machine has: the device, its torch.distributed backend, and optional libraries. No other module probes.
 
 Import-light: torch and the probed libraries are imported only when they are asked about.
 """
@@ -159,7 +159,7 @@ def capability() -> tuple[int, int] | None:
     return min(torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count()))
 
 
-def check(setting: str) -> None:
+def check_device(setting: str) -> None:
     """ValueError where launch.device asks for a device that is not there."""
     if setting == "cuda" and not probe("cuda").found:
         raise ValueError("launch.device=cuda: no CUDA device is visible; use launch.device=cpu")
@@ -170,6 +170,6 @@ def select(setting: str) -> Device:
 
     Raises ValueError for cuda where there is none.
     """
-    check(setting)
+    check_device(setting)
     found = setting != "cpu" and probe("cuda").found
     return Device("cuda", "nccl") if found else Device("cpu", "gloo")

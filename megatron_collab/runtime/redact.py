@@ -1,7 +1,7 @@
-"""Keys of services: they are in the environment, and in nothing that we write.
+"""API keys are read from the environment and redacted from all output.
 
 A key is the value (8 characters or more) of an environment variable whose name ends in KEY, TOKEN, SECRET or PASSWORD,
-and what looks like one: `sk-…`, a bearer token, a password or a key within a URL.
+or a string of the form `sk-…`, a bearer token, or a password or key within a URL.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from megatron_collab.config.refuse import require
 
 HIDDEN = "***"
 _NAMES = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD)$", re.IGNORECASE)
-_SHORTEST = 8  # characters; shorter values are words that texts hold
-_LOOKS = (
+_SHORTEST = 8  # characters; shorter values occur in ordinary text
+_FORMS = (
     r"\bsk-(?=[\w-]*\d)[\w-]{16,}",
     r"(?i:(?<=\bbearer )(?=[\w.~+/=-]*\d)[\w.~+/=-]{8,})",
     r"(?<=://)[^\s/@]+:[^\s/@]+(?=@)",
@@ -26,35 +26,35 @@ _LOOKS = (
 
 
 def redact(text: str) -> str:
-    """`text` with *** for every key in it."""
+    """`text` with every key replaced by ***."""
     return _pattern(_values()).sub(HIDDEN, text)
 
 
 def redacted(tree: Any) -> Any:
-    """Mappings, lists and tuples as JSON has them, with *** for every key in their strings."""
+    """Mappings, lists and tuples as JSON has them, with every key in their strings replaced by ***."""
     return _redacted(tree, _pattern(_values()))
 
 
-def check(settings: Mapping[str, Any]) -> None:
-    """Refuse settings that hold a key: ConfigError, which names the setting and does not show its value."""
+def refuse_keys(settings: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a setting that contains a key; it names the setting and does not show the value."""
     pattern = _pattern(_values())
     for name, text in _strings(settings):
         require(
             not pattern.search(text),
-            f"{name}: holds a key or a password; leave it out, and set it in the environment "
+            f"{name}: contains a key or a password; remove it and set it in the environment "
             "(OPENAI_API_KEY for openai/… and so on)",
         )
 
 
 def _values() -> tuple[str, ...]:
-    """The keys in the environment, the longest first: one may be the beginning of another."""
+    """The keys in the environment, the longest first: one may be a prefix of another."""
     found = {value for name, value in os.environ.items() if _NAMES.search(name) and len(value) >= _SHORTEST}
     return tuple(sorted(found, key=len, reverse=True))
 
 
 @lru_cache(maxsize=1)
 def _pattern(values: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile("|".join([*map(re.escape, values), *_LOOKS]))
+    return re.compile("|".join([*map(re.escape, values), *_FORMS]))
 
 
 def _redacted(tree: Any, pattern: re.Pattern[str]) -> Any:

@@ -234,7 +234,7 @@ def cluster() -> Iterator[None]:
 
 @pytest.fixture
 def actor(cluster: None, request: pytest.FixtureRequest) -> Iterator[Any]:
-    handle = limiters.start(request.param, LEDGER)
+    handle = limiters.start_limiter(request.param, LEDGER)
     yield handle
     ray.kill(handle)
 
@@ -244,7 +244,7 @@ class Caller:
     """A process that makes calls, each of which takes 20 ms and 0.01 USD."""
 
     async def calls(self, count: int) -> int:
-        line = Line(limiters.find())
+        line = Line(limiters.find_limiter())
 
         async def one() -> None:
             call = await line.begin(Wish(10, 60.0))

@@ -86,7 +86,7 @@ def test_a_bug_in_a_metric_is_raised(stand_ins: None, text: str, kind: type[Exce
 
 
 def test_a_judge_keeps_to_the_limiter_and_remembers(session: None, tmp_path: Path) -> None:
-    keeps_alive = limiter.start(LlmConfig(), tmp_path / "spend.json")
+    keeps_alive = limiter.start_limiter(LlmConfig(), tmp_path / "spend.json")
     config = Config(reward=settings("judged"), run=RunConfig(dir=str(tmp_path)))
     worker = start_actor(TestingWorker, config)
 

@@ -11,7 +11,7 @@ from megatron_collab.config import Config, ConfigError
 from megatron_collab.llm.answer import Field
 from megatron_collab.llm.client import LlmClient, LlmError
 from megatron_collab.observability.run import Run
-from megatron_collab.runtime.redact import check, redact
+from megatron_collab.runtime.redact import redact, refuse_keys
 from megatron_collab.types import Conversation, Ending, Future, Group, Message, Missing, Reward, Rollout, Task
 from tests.helpers import refused
 from tests.llm.endpoint import Endpoint, fails
@@ -62,15 +62,15 @@ def test_a_key_that_begins_like_another_is_hidden_whole(monkeypatch: pytest.Monk
 )
 def test_a_setting_that_holds_a_key_is_refused_and_not_shown(override: str, name: str, key: str) -> None:
     line = refused(override)
-    assert line.startswith(f"{name}: holds a key or a password; leave it out, and set it in the environment")
+    assert line.startswith(f"{name}: contains a key or a password; remove it and set it in the environment")
     assert key not in line
 
 
 def test_settings_in_lists_and_free_groups_are_looked_at() -> None:
-    check({"rollout": {"tools": ["calculator"]}, "launch": {"timeout": 1.0, "interface": None}})
+    refuse_keys({"rollout": {"tools": ["calculator"]}, "launch": {"timeout": 1.0, "interface": None}})
     for settings in ({"rollout": {"tools": ["a", KEY]}}, {"reward": {"metrics": {"accuracy": {"note": KEY}}}}):
-        with pytest.raises(ConfigError, match=r"^(rollout\.tools|reward\.metrics\.accuracy\.note): holds a key"):
-            check(settings)
+        with pytest.raises(ConfigError, match=r"^(rollout\.tools|reward\.metrics\.accuracy\.note): contains a key"):
+            refuse_keys(settings)
 
 
 def test_no_file_of_a_run_holds_a_key(tmp_path: Path) -> None:
