@@ -35,6 +35,10 @@ from megatron_collab.runtime.process import (
     Preempted,
     RunStopped,
     die_with_parent,
+    first_on_node,
+    global_rank,
+    parent,
+    under_torchrun,
 )
 from megatron_collab.runtime.redact import redact
 
@@ -122,17 +126,17 @@ def main(arguments: list[str]) -> int:
         config = options.load(arguments)
         prepare.prepare(config)
     except ConfigError as error:
-        if prepare.first_on_node():  # what is missing may be missing on this node only
+        if first_on_node():  # what is missing may be missing on this node only
             print(f"megatron-collab: {redact(str(error))}", file=sys.stderr)
         return EXIT_BAD_INPUT
     if prepare.finished(config):
         print(f"{config.run.dir}: all {config.train.steps} steps are done; choose another run.dir to train anew")
         return 0
-    if not prepare.under_torchrun():
+    if not under_torchrun():
         prepare.replace_by_torchrun(config, arguments)
     os.environ |= network.variables(config)
-    die_with_parent(prepare.parent())
-    if prepare.global_rank() == 0:  # the one that decides, and has something to put away
+    die_with_parent(parent())
+    if global_rank() == 0:  # the one that decides, and has something to put away
         preemption.heed()
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     else:  # Python would see Ctrl-C only after the collective that it waits in

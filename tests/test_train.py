@@ -63,7 +63,7 @@ def test_a_stopped_run_says_why_in_one_line(
     monkeypatch.setattr(train, "die_with_parent", lambda parent: None)
     monkeypatch.setattr(train.signal, "signal", lambda *_: None)
     monkeypatch.setattr(prepare, "prepare", lambda config: None)
-    monkeypatch.setattr(prepare, "under_torchrun", lambda: True)
+    monkeypatch.setattr(train, "under_torchrun", lambda: True)
     code = train.main(["experiment=booking_sft", f"run.dir={tmp_path}/run", f"data.dir={tmp_path}/world"])
     assert code == train.EXIT_STOPPED == 3
     assert said == ["megatron-collab: llm.budget_usd=5 is used up\n"]

@@ -14,10 +14,9 @@ from megatron_collab.config import Config, ConfigError
 from megatron_collab.launch.validate import check_model
 from megatron_collab.runtime import network
 from megatron_collab.runtime.ports import bindable
+from megatron_collab.runtime.process import FINISHED, LAUNCHER, under_torchrun
 from megatron_collab.types import Task
 
-FINISHED = "result.json"
-_PARENT = "MEGATRON_COLLAB_TORCHRUN"  # its process id, for the ranks
 # Settings that may change when a run goes on; all others decide its numbers.
 MAY_CHANGE = (
     "launch.",
@@ -31,18 +30,6 @@ MAY_CHANGE = (
     "rollout.server.start_timeout",
     "rollout.max_staleness",  # what was in flight is in the checkpoint
 )
-
-
-def under_torchrun() -> bool:
-    return "TORCHELASTIC_RUN_ID" in os.environ
-
-
-def global_rank() -> int:
-    return int(os.environ.get("RANK", "0"))
-
-
-def first_on_node() -> bool:
-    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def prepare(config: Config) -> None:
@@ -102,15 +89,10 @@ def saved(config: Config) -> str:
 
 def replace_by_torchrun(config: Config, arguments: list[str]) -> NoReturn:
     """Become `agent … -m megatron_collab.train` with the same arguments; does not return."""
-    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), _PARENT: str(os.getpid())}
+    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), LAUNCHER: str(os.getpid())}
     command = [sys.executable, "-m", "megatron_collab.launch.torchrun", "--max-restarts=0"]
     command += [f"--nproc-per-node={config.launch.nproc_per_node}", "-m", "megatron_collab.train", *arguments]
     os.execve(sys.executable, command, environment)
-
-
-def parent() -> int | None:
-    """The process id of the torchrun that we became; None where somebody else started it."""
-    return int(os.environ[_PARENT]) if _PARENT in os.environ else None
 
 
 def _check_users(config: Config, setting: str, tasks: Sequence[Task]) -> None:

@@ -31,9 +31,9 @@ from tqdm import tqdm
 
 from megatron_collab import __version__
 from megatron_collab.config import Config, uses_wandb
-from megatron_collab.launch import prepare
 from megatron_collab.observability.progress import progress
 from megatron_collab.runtime import files, process
+from megatron_collab.runtime.process import FINISHED, global_rank
 from megatron_collab.runtime.redact import redacted
 from megatron_collab.thoughts import visible
 from megatron_collab.types import Future, Group, Missing
@@ -56,7 +56,7 @@ class Run:
     def __init__(self, config: Config, start: int, state: Mapping[str, Any]) -> None:
         self.config = config
         self.folder = Path(config.run.dir)
-        self.leader = prepare.global_rank() == 0
+        self.leader = global_rank() == 0
         self._seconds_before = float(state.get("seconds", 0.0))
         self._start, self._began = start, time.monotonic()
         self._last_line = 0.0
@@ -135,7 +135,7 @@ class Run:
         from megatron_collab.observability import report  # and with it what draws, a second of imports
 
         report.write(self.folder)
-        _replace(self.folder / prepare.FINISHED, result)
+        _replace(self.folder / FINISHED, result)
 
     def _left(self, done: int) -> str:
         """Time until the last step, at the mean rate since this start."""

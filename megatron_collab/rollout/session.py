@@ -16,7 +16,6 @@ from megatron_collab.config import Config
 from megatron_collab.inference.pool import Fleet
 from megatron_collab.inference.remote import Machines, RemoteProcess
 from megatron_collab.inference.sglang import SGLangServer
-from megatron_collab.launch import prepare
 from megatron_collab.models.hf_to_megatron import ModelShape
 from megatron_collab.models.parallel_layout import servers_per_node
 from megatron_collab.observability.run import Run
@@ -25,6 +24,7 @@ from megatron_collab.rollout.manager import Collector
 from megatron_collab.rollout.scheduler import answers
 from megatron_collab.rollout.workers import Crew, start_crew
 from megatron_collab.runtime import heartbeat, network
+from megatron_collab.runtime.process import global_rank
 from megatron_collab.runtime.rank0 import from_leader
 from megatron_collab.trainer.megatron.parallel import run_store
 from megatron_collab.weight_sync.sync import Publisher, PublishError
@@ -49,7 +49,7 @@ class Engine:
 
     def __enter__(self) -> Engine:
         """RunStopped where servers, Ray nodes or the ranks of other nodes do not come in time."""
-        if prepare.global_rank() == 0:
+        if global_rank() == 0:
             heartbeat.at("the start of SGLang and Ray")
             with self._stack:
                 options, began = self.config.rollout.server, time.monotonic()

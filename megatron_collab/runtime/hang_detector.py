@@ -24,9 +24,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_collab.config import Config
-from megatron_collab.launch import prepare
 from megatron_collab.runtime import heartbeat, stacks
-from megatron_collab.runtime.process import EXIT_HUNG
+from megatron_collab.runtime.process import EXIT_HUNG, global_rank
 
 LOOK_SECONDS = 1.0
 ANSWER_SECONDS = 10.0  # that ranks may take to say where they are, once there is alarm
@@ -43,7 +42,7 @@ def collective_timeout(timeout: float) -> timedelta:
 def armed(config: Config) -> Iterator[None]:
     """Watch this rank within it, together with the others; needs the store of torchrun's environment."""
     folder = Path(config.run.dir) / stacks.FOLDER
-    watchman = _Watchman(prepare.global_rank(), int(os.environ["WORLD_SIZE"]), config.launch.timeout, folder)
+    watchman = _Watchman(global_rank(), int(os.environ["WORLD_SIZE"]), config.launch.timeout, folder)
     watchman.start()
     try:
         yield

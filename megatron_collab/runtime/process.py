@@ -1,4 +1,4 @@
-"""How processes end: a child with its parent, and a run that cannot go on with a reason."""
+"""This process in its run: its rank, how it ends with its parent, and the exit codes and errors that end a run."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+LAUNCHER = "MEGATRON_COLLAB_TORCHRUN"  # holds the process id of the torchrun that `megatron_collab.train` became
+FINISHED = "result.json"  # written last: a run folder that has it holds a finished run
 
 # How a run ends other than well, for whoever started it.
 EXIT_BAD_INPUT = 2  # nothing was started
@@ -27,6 +29,26 @@ class Hung(RunStopped):
 
 class Preempted(RunStopped):
     """The machine is wanted back: what was finished is saved, and the same command goes on."""
+
+
+def under_torchrun() -> bool:
+    """Whether torchrun started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def global_rank() -> int:
+    """This process's rank over all nodes; 0 outside torchrun."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def first_on_node() -> bool:
+    """Whether this is the first rank of its node; True outside torchrun."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def parent() -> int | None:
+    """Process id of the torchrun that `megatron_collab.train` became; None where torchrun was started by hand."""
+    return int(os.environ[LAUNCHER]) if LAUNCHER in os.environ else None
 
 
 def age(pid: int) -> float:

@@ -17,7 +17,7 @@ def test_several_nodes_need_torchrun_on_each(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     with pytest.raises(
         ConfigError,
-        match=r"^launch\.nodes=16: .*megatron_collab\.agent --nnodes 16 --nproc-per-node 8 … .* on each node",
+        match=r"^launch\.nodes=16: .*megatron_collab\.launch\.torchrun --nnodes 16 --nproc-per-node 8 … .* on each node",
     ):
         prepare.prepare(config)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
