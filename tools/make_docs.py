@@ -82,7 +82,9 @@ def _value(default: Any) -> str:
 
 def _comment(group: str, name: str) -> str:
     """The first sentence of the comment at the top of a file of conf/."""
-    lines = itertools.takewhile(lambda line: line.startswith("#"), (CONF / group / f"{name}.yaml").read_text().split("\n"))
+    lines = itertools.takewhile(
+        lambda line: line.startswith("#"), (CONF / group / f"{name}.yaml").read_text().split("\n")
+    )
     text = " ".join(line.lstrip("# ") for line in lines if "@package" not in line)
     return inspect.cleandoc(text).partition(". ")[0].rstrip(":.")
 
