@@ -12,7 +12,7 @@ export TOKENIZERS_PARALLELISM := false
 # The set-up leaves byte-compiling to the first import; without a cache every process would compile again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup test test-slurm quickstart quickstart-compare lint
+.PHONY: setup test test-slurm quickstart quickstart-compare lint docs
 
 setup:
 	@PYTHON="$(PYTHON)" tools/setup_env.sh
@@ -29,6 +29,15 @@ quickstart: setup
 
 quickstart-compare: setup
 	.venv/bin/python tools/quickstart.py --seed $(SEED) --compare
+
+# The pages as a site in build/site. MkDocs has an environment of its own: it pins other versions than training does.
+docs: setup
+	.venv/bin/python tools/make_docs.py
+	.venv/bin/python tools/figures.py
+	test -x build/docs-venv/bin/python || $(PYTHON) -m venv build/docs-venv
+	build/docs-venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/docs.lock
+	build/docs-venv/bin/python -m mkdocs build --strict --quiet
+	@echo "docs: build/site/index.html"
 
 lint: setup
 	.venv/bin/python -m ruff check .

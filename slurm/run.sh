@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What the scripts beside it share: Ray on every node of the job, then the ranks, until one of them ends.
-# --dry-run prints the commands and runs none, in a job or out of one. See docs/cluster.md.
+# --dry-run prints the commands and runs none, in a job or out of one. See docs/howto/cluster.md.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

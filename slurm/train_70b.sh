@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # sbatch slurm/train_70b.sh [option=value …]: a model of 70 billion parameters on 16 nodes of 8 GPUs.
-# bash slurm/train_70b.sh --dry-run [option=value …]: the commands alone. See docs/cluster.md.
+# bash slurm/train_70b.sh --dry-run [option=value …]: the commands alone. See docs/howto/cluster.md.
 #SBATCH --job-name=train_70b
 #SBATCH --nodes=16
 #SBATCH --ntasks-per-node=1

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # sbatch slurm/train_8b.sh [option=value …]: a model of 8 billion parameters on one node of 8 GPUs.
-# bash slurm/train_8b.sh --dry-run [option=value …]: the commands alone. See docs/cluster.md.
+# bash slurm/train_8b.sh --dry-run [option=value …]: the commands alone. See docs/howto/cluster.md.
 #SBATCH --job-name=train_8b
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1

@@ -1,9 +1,10 @@
-"""Conversations as text, the way simulated users and judges are shown them, and back."""
+"""Conversations as simulated users and judges see them."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 from megatron_collab.thoughts import visible
 from megatron_collab.types import Message
@@ -12,17 +13,27 @@ _ROLE_MARK = re.compile(r"^(\\*)\*\*(User|Assistant|Tool)\*\*: ", re.MULTILINE)
 
 
 def render(messages: Sequence[Message], *, tools: bool = False) -> str:
-    """`**Role**: content` a message, without system messages and the assistant's thoughts.
+    """`**Role**: content` a message, of those that are `shown`.
 
-    Tool messages, and the assistant's messages that one follows (calls, no replies), are shown with `tools` only. A
-    content that itself holds such a mark at the start of a line gets a backslash before it, so that no message can
+    A content that itself holds such a mark at the start of a line gets a backslash before it, so that no message can
     speak for the other side.
     """
     return "\n".join(
-        f"**{message.role.capitalize()}**: " + _ROLE_MARK.sub(r"\\\g<0>", _spoken(message))
+        f"**{message.role.capitalize()}**: " + _ROLE_MARK.sub(r"\\\g<0>", message.content)
+        for message in shown(messages, tools=tools)
+    )
+
+
+def shown(messages: Sequence[Message], *, tools: bool = False) -> list[Message]:
+    """The messages without system messages and the assistant's thoughts.
+
+    Tool messages, and the assistant's messages that one follows (calls, no replies), are shown with `tools` only.
+    """
+    return [
+        replace(message, content=visible(message.content)) if message.role == "assistant" else message
         for message in (messages if tools else without_tools(messages))
         if message.role != "system"
-    )
+    ]
 
 
 def without_tools(messages: Sequence[Message]) -> list[Message]:
@@ -33,17 +44,3 @@ def without_tools(messages: Sequence[Message]) -> list[Message]:
         for message, after in zip(messages, follows, strict=True)
         if message.role != "tool" and (message.role != "assistant" or after is None or after.role != "tool")
     ]
-
-
-def read(text: str) -> list[Message]:
-    """The messages of a rendered conversation: the inverse of `render`."""
-    marks = [mark for mark in _ROLE_MARK.finditer(text) if not mark.group(1)]
-    ends = [mark.start() - 1 for mark in marks[1:]] + [len(text)]
-    return [
-        Message(mark.group(2).lower(), _ROLE_MARK.sub(lambda quoted: quoted.group(0)[1:], text[mark.end() : end]))
-        for mark, end in zip(marks, ends, strict=True)
-    ]
-
-
-def _spoken(message: Message) -> str:
-    return visible(message.content) if message.role == "assistant" else message.content

@@ -33,7 +33,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds
 _CHARACTERS_PER_TOKEN = 4
 _GRACE = 10.0  # seconds after the timeout of a call when it is over for sure
 _LONGEST_REASON = 400  # characters
-_FREE = ("scripted/", "policy/")  # models of our own: no limit and no price
+_FREE = "policy/"  # the trained model: no rate limit and no price
 _REFUSED = (400, 422)  # what a server says to a response_format that it does not know
 
 

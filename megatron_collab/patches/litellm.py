@@ -50,10 +50,10 @@ PATCHES = (
     Patch(
         "providers of the package",
         *_LITELLM,
-        why="Simulated users are called by model name; LiteLLM takes custom providers from this list only.",
+        why="The policy as simulated user is called by model name; LiteLLM takes custom providers from this list only.",
         upstream="litellm/__init__.py (custom_provider_map, documented)",
         until="never: this is LiteLLM's interface for it",
-        test="tests/rollout/users/test_scripted.py::test_the_scripted_user_answers_through_litellm",
+        test="tests/rollout/users/test_llm.py::test_a_server_that_is_gone_does_not_silence_the_user",
         attributes=("litellm.custom_provider_map",),
     ),
 )

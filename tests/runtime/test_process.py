@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 
-CODE = "from megatron_collab.processes import die_with_parent; die_with_parent({}); print('alive')"
+CODE = "from megatron_collab.runtime.process import die_with_parent; die_with_parent({}); print('alive')"
 
 
 def child(argument: object) -> subprocess.CompletedProcess[str]:

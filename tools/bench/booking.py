@@ -1,7 +1,7 @@
 """The measured result: the quickstart with comparison for several seeds, its table and its picture.
 
 `python tools/bench/booking.py [--seeds 0 1 2] [--root runs/quickstart]` runs what is not there yet, writes
-docs/booking.svg, prints a Markdown table and, last, one JSON object with the worst value over the seeds.
+docs/figures/booking.svg, prints a Markdown table and, last, one JSON object with the worst value over the seeds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-PICTURE = Path(__file__).resolve().parents[2] / "docs" / "booking.svg"
+PICTURE = Path(__file__).resolve().parents[2] / "docs" / "figures" / "booking.svg"
 # key of result.json: (the bound, whether larger is better, what it is)
 BOUNDS = {
     "ask_when_missing_before": (0.45, False, "asks when something is missing, after SFT"),

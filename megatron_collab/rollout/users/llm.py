@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import json
 import random
-import re
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from megatron_collab.config import Config, EndpointConfig
-from megatron_collab.data.transcript import read, render
+from megatron_collab.data.transcript import render
 from megatron_collab.llm.answer import Field, MalformedAnswer
 from megatron_collab.rollout.users import User, UserError, UserReply, Users
 from megatron_collab.rollout.users.guardrails import Refusal, refusal
-from megatron_collab.types import Conversation, Message, Task
+from megatron_collab.types import Conversation, Task
 
 POLICY = "policy"  # the name of the trained model among LiteLLM's
 FIELDS = (
@@ -46,7 +44,6 @@ How to behave:
 Answer with one JSON object and nothing else:
 {answer}
 All three values are strings."""
-_GOAL = re.compile(r"^```json\n(.*)\n```$", re.MULTILINE)
 
 
 class LlmUser(User):
@@ -129,14 +126,6 @@ def system_prompt(goal: str, stop: str, persona: str | None = None) -> str:
         stop=stop,
         answer="{" + ", ".join(f'"{field.name}": {field.help}' for field in FIELDS) + "}",
     )
-
-
-def read_request(messages: Sequence[Mapping[str, str]]) -> tuple[str, list[Message]]:
-    """Goal and conversation of a request made by `LlmUser`: the inverse of `system_prompt` and `render`."""
-    block = _GOAL.search(messages[0]["content"])
-    if block is None:
-        raise ValueError("the system prompt holds no goal")
-    return json.loads(block.group(1))["goal"], read(messages[1]["content"])
 
 
 @cache

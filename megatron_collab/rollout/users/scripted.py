@@ -1,31 +1,30 @@
 """The scripted user of a shipped world: `scripted/WORLD` is megatron_collab.environments.WORLD.reply(goal, messages).
 
-It is asked as a language model is, through LiteLLM, and sees no more than one would. It says what its script says:
-no gate refuses that.
+It sees what a language model in its place would: no tool calls, no thoughts. Guardrails do not apply to it.
 """
 
 from __future__ import annotations
 
 import importlib
-from dataclasses import replace
 
-from megatron_collab.config import WORLDS, Config, EndpointConfig
-from megatron_collab.rollout.users.guardrails import Refusal
-from megatron_collab.rollout.users.llm import LlmUser
-from megatron_collab.types import Conversation
+from megatron_collab.config import WORLDS, Config
+from megatron_collab.data.transcript import shown
+from megatron_collab.rollout.users import User, UserReply, Users
+from megatron_collab.types import Conversation, Task
 
 
-class ScriptedUser(LlmUser):
+class ScriptedUser(User):
+    def __init__(self, task: Task, argument: str, sample: str, users: Users) -> None:
+        super().__init__(task, argument, sample, users)
+        self._world = importlib.import_module(f"megatron_collab.environments.{argument}")
+
     @classmethod
     def unavailable(cls, argument: str, config: Config) -> str | None:
         worlds = {name: importlib.import_module(f"megatron_collab.environments.{name}") for name in WORLDS}
         known = [name for name, world in worlds.items() if hasattr(world, "reply")]
         return None if argument in known else f"no such world; there is scripted/{', scripted/'.join(known)}"
 
-    def _refusal(self, text: str, conversation: Conversation) -> Refusal | None:
-        return None
-
-    def _endpoints(self) -> list[EndpointConfig]:
-        import megatron_collab.inference.litellm_provider  # noqa: F401  makes the name `scripted/…` known to LiteLLM
-
-        return [replace(self.users.config.user, model=f"scripted/{self.argument}")]
+    async def reply(self, conversation: Conversation) -> UserReply:
+        """What the script says to the conversation."""
+        self.users.counters["user_replies"] += 1
+        return self.says(self._world.reply(self.task.goal, shown(conversation.messages)))

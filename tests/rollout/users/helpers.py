@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_collab.config import Config
@@ -28,3 +30,21 @@ def task(user: str, goal: str = "the goal", answer: str = "", **metadata: Any) -
 def said(*contents: str) -> Conversation:
     """User and assistant in turn, the user first."""
     return Conversation(tuple(Message(("user", "assistant")[i % 2], text) for i, text in enumerate(contents)), ())
+
+
+def read_transcript(text: str) -> list[Message]:
+    """The messages of a rendered conversation: the inverse of `render`."""
+    role_mark = re.compile(r"^(\\*)\*\*(User|Assistant|Tool)\*\*: ", re.MULTILINE)
+    marks = [mark for mark in role_mark.finditer(text) if not mark.group(1)]
+    ends = [mark.start() - 1 for mark in marks[1:]] + [len(text)]
+    return [
+        Message(mark.group(2).lower(), role_mark.sub(lambda quoted: quoted.group(0)[1:], text[mark.end() : end]))
+        for mark, end in zip(marks, ends, strict=True)
+    ]
+
+
+def read_request(messages: Sequence[Mapping[str, str]]) -> tuple[str, list[Message]]:
+    """Goal and conversation of a request made by `LlmUser`: the inverse of `system_prompt` and `render`."""
+    block = re.search(r"^```json\n(.*)\n```$", messages[0]["content"], re.MULTILINE)
+    assert block is not None
+    return json.loads(block.group(1))["goal"], read_transcript(messages[1]["content"])

@@ -16,11 +16,11 @@ from megatron_collab.inference import litellm_provider
 from megatron_collab.llm import client as clients
 from megatron_collab.llm.client import BudgetSpent
 from megatron_collab.rollout.users import UserError, UserReply, Users
-from megatron_collab.rollout.users.llm import FIELDS, draw_persona, read_request, system_prompt
+from megatron_collab.rollout.users.llm import FIELDS, draw_persona, system_prompt
 from megatron_collab.types import Conversation, Message, Task
 from tests.conftest import Served
 from tests.llm.endpoint import Endpoint, Reply, fails, hangs, says
-from tests.rollout.users.helpers import STOP, said, task, users
+from tests.rollout.users.helpers import STOP, read_request, said, task, users
 
 
 @pytest.fixture(autouse=True)

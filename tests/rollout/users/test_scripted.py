@@ -6,14 +6,14 @@ import json
 import pytest
 
 from megatron_collab.environments import booking
-from megatron_collab.rollout.users import UserError, UserReply
+from megatron_collab.rollout.users import UserReply
 from megatron_collab.types import Conversation, Message
 from tests.rollout.users.helpers import said, task, users
 
 TASK = booking.tasks(seed=3, n=1, held_out=True)[0]
 
 
-def test_the_scripted_user_answers_through_litellm() -> None:
+def test_the_scripted_user_answers() -> None:
     goal = json.loads(TASK.goal)
     made = users()
     reply = asyncio.run(made.make(TASK, "s").reply(said("please book a table .", "which day and what time ?")))
@@ -48,19 +48,25 @@ def test_concurrent_conversations_keep_their_own_goals() -> None:
     assert len({tuple(each) for each in expected}) > 100
 
 
-def test_what_the_script_says_is_refused_by_no_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_guardrails_do_not_apply_to_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(booking, "reply", lambda goal, messages: "Assistant: how can I help you?")
     reply = asyncio.run(users().make(TASK, "s").reply(said("please book a table .", "which day ?")))
     assert reply.message.content == "Assistant: how can I help you?"
 
 
-def test_an_endpoint_of_the_llm_users_is_none_of_the_scripted_ones() -> None:
-    made = users(model="openai/x", api_base="http://127.0.0.1:1/v1")
-    assert asyncio.run(made.make(TASK, "s").reply(said("please book a table .", "which day ?"))).message.role == "user"
+def test_the_script_sees_neither_tool_calls_nor_thoughts() -> None:
+    goal = json.loads(TASK.goal)
+    messages = (
+        Message("system", "what time ?"),
+        Message("user", "please book a table ."),
+        Message("assistant", "what time ?"),
+        Message("tool", "7"),
+        Message("assistant", "<think>what time ?</think>which day ?"),
+    )
+    reply = asyncio.run(users().make(TASK, "s").reply(Conversation(messages, ())))
+    assert reply.message.content == f"on {goal['day']} ."
 
 
 def test_a_script_that_does_not_exist_fails_at_once_with_its_name() -> None:
-    made = users(attempts=50)
-    with pytest.raises(UserError, match="user scripted/nobody: NotFoundError"):
-        asyncio.run(made.make(task("scripted/nobody"), "s").reply(said("hi", "hello")))
-    assert made.take_counters() == {"user_failed": 1}
+    with pytest.raises(ModuleNotFoundError, match="nobody"):
+        users().make(task("scripted/nobody"), "s")

@@ -1,0 +1,91 @@
+"""Writes docs/reference/options.md from the schema of the options: `python tools/make_docs.py`."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from omegaconf import MISSING
+
+from megatron_collab.config import CONF, Config, Declared, declared, groups
+from megatron_collab.reward import metrics
+
+ROOT = Path(__file__).resolve().parents[1]
+OPTIONS = ROOT / "docs" / "reference" / "options.md"
+
+_INTRODUCTION = """# Options
+
+Written by `python tools/make_docs.py`; do not edit by hand.
+
+An option is set on the command line as `NAME=VALUE`, or in a file of `conf/`. `megatron-collab train --help` prints the
+same list, `megatron-collab train experiment=NAME --cfg` every value of a run and where it comes from. An option marked
+`*` may change when a run resumes; the change is written to the run's `history.jsonl`. Any other change would mix two
+runs and is refused.
+"""
+
+_GROUPS = """
+## Groups of settings: `conf/`
+
+`experiment=NAME`, `algo=NAME` and `reward=NAME` each load one file. Options on the command line override it.
+
+| setting | what it is |
+|---|---|
+"""
+
+_METRICS = """
+## Settings of metrics
+
+`reward.metrics.NAME.SETTING=VALUE`, where NAME is a metric in `reward.weights`. What the metrics measure:
+[Metrics](metrics.md).
+"""
+
+
+def options_page() -> str:
+    """docs/reference/options.md: every option by its group, then the groups of conf/ and the settings of metrics."""
+    page = _INTRODUCTION
+    by_group = itertools.groupby(declared(Config), key=lambda option: option[0].partition(".")[0])
+    for group, options in by_group:
+        page += f"\n## `{group}`\n\n" + _table(options)
+    page += _GROUPS
+    for group, names in groups().items():
+        page += "".join(_row(f"`{group}={name}`", _comment(group, name)) for name in names)
+    page += _METRICS
+    for name in metrics.known():
+        options = list(declared(metrics.find_metric(name).Options))
+        if options:
+            page += f"\n### `{name}`\n\n" + _table(options)
+    return page
+
+
+def _table(options: Iterable[tuple[str, Any, Declared]]) -> str:
+    return "| option | default | |\n|---|---|---|\n" + "".join(_rows(options))
+
+
+def _rows(options: Iterable[tuple[str, Any, Declared]]) -> Iterator[str]:
+    for name, default, rule in options:
+        shown = "required" if default == MISSING else f"`{_value(default)}`"
+        allowed = f" ({rule.allowed()})" if rule.allowed() else ""
+        yield _row(f"`{name}`{' *' if rule.may_change else ''}", shown, f"{rule.help}{allowed}")
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
+
+
+def _value(default: Any) -> str:
+    return default if isinstance(default, str) and default else json.dumps(default)
+
+
+def _comment(group: str, name: str) -> str:
+    """The first sentence of the comment at the top of a file of conf/."""
+    lines = itertools.takewhile(lambda line: line.startswith("#"), (CONF / group / f"{name}.yaml").read_text().split("\n"))
+    text = " ".join(line.lstrip("# ") for line in lines if "@package" not in line)
+    return inspect.cleandoc(text).partition(". ")[0].rstrip(":.")
+
+
+if __name__ == "__main__":
+    OPTIONS.write_text(options_page())
