@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 import builtins
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from pkgutil import resolve_name
+from types import ModuleType
 
 import pytest
 
@@ -72,11 +72,11 @@ def test_private_interfaces_exist(entry: Patch) -> None:
         assert hasattr(found, name) or name in found.__private_attributes__, attribute  # pydantic keeps its own apart
 
 
-def test_what_comes_too_late_is_refused() -> None:
-    program = "import litellm\nfrom megatron_collab import patches\npatches.apply('litellm')"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=REPOSITORY)
-    assert done.returncode == 1
-    assert "patches.apply('litellm') must be called before the first import of litellm" in done.stderr
+def test_what_comes_too_late_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patches, "_applied", set())
+    monkeypatch.setitem(sys.modules, "litellm", ModuleType("litellm"))
+    with pytest.raises(RuntimeError, match=r"patches\.apply\('litellm'\) must be called before the first import"):
+        patches.apply("litellm")
 
 
 def bound_to_libraries(tree: ast.Module) -> set[str]:
