@@ -227,7 +227,7 @@ class SGLangServer:
             self.released.add(tag)
 
     def resume(self, tag: str) -> None:
-        """Allocate the memory of `tag` again if it was released; its contents are lost. ServerError where that fails."""
+        """Allocate the memory of `tag` again if it was released; its contents are lost. ServerError on failure."""
         if tag in self.released:
             self._call("/resume_memory_occupation", tags=[tag])
             self.released.remove(tag)

@@ -74,8 +74,8 @@ class LlmClient:
 
         `sample` numbers the answers to the same question: each is asked for once and cached. Without it the cache is
         not used. Raises LlmError where there is no usable answer within `endpoint.attempts` and `endpoint.deadline`, or
-        at once where a retry cannot help; BudgetSpent once llm.budget_usd is used up. Time spent waiting for the limiter
-        does not count, nor does an attempt without a connection, unless there are `others` to ask instead.
+        at once where a retry cannot help; BudgetSpent once llm.budget_usd is used up. Time spent waiting for the
+        limiter does not count, nor does an attempt without a connection, unless there are `others` to ask instead.
         """
         if sample is None or self._cache is None:
             return await self._ask(endpoint, messages, fields, others)
