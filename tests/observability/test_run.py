@@ -126,6 +126,25 @@ def test_the_result_compares_the_evaluations(tmp_path: Path) -> None:
     assert (tmp_path / "report.html").exists()
 
 
+def test_what_changed_when_a_run_went_on_is_a_line_of_its_history(tmp_path: Path) -> None:
+    settings = config(tmp_path)
+    with Run(settings, 0, {}) as run:
+        run.finish()
+    assert not (tmp_path / "history.jsonl").exists()
+    settings.train.steps, settings.optim.lr = 6, 0.5
+    with Run(settings, 4, {}):
+        assert not (tmp_path / "result.json").exists(), "a run that trains on is not finished"
+    with Run(settings, 5, {}):
+        pass
+    found = rows(tmp_path / "history.jsonl")
+    assert [(row["step"], row["setting"], row["before"], row["after"]) for row in found] == [
+        (4, "optim.lr", 1e-6, 0.5),
+        (4, "train.steps", 4, 6),
+    ]
+    assert all(row["time"].endswith("+00:00") for row in found)
+    assert json.loads((tmp_path / "config.json").read_text())["train"]["steps"] == 6
+
+
 def test_the_accuracy_is_that_of_the_worlds_own_metric(tmp_path: Path) -> None:
     with Run(config(tmp_path), 0, {}) as run:
         run.evaluation("after", 4, {"score/accuracy": 0.5, "score/asks": 0.25}, [group()])
