@@ -23,8 +23,9 @@ if __name__ == "__main__":
     gc.disable()  # until `fit` has what it needs: imports make no garbage, and looking for it takes a quarter of them
 
 from megatron_collab.config import Config, ConfigError
-from megatron_collab.config import schema as options
 from megatron_collab.launch import prepare
+from megatron_collab.launch.help import composed, help_text
+from megatron_collab.launch.validate import load
 from megatron_collab.runtime import network
 from megatron_collab.runtime.process import (
     EXIT_BAD_INPUT,
@@ -122,17 +123,23 @@ def fit(config: Config) -> None:
 
 def main(arguments: list[str]) -> int:
     if "--help" in arguments:
-        print(__doc__, "Options [default]:", *options.describe(), sep="\n")
+        print(help_text(__doc__))
         return 0
     try:
-        config = options.load(arguments)
+        if "--cfg" in arguments:
+            print(composed([argument for argument in arguments if argument != "--cfg"]))
+            return 0
+        config = load(arguments)
         prepare.prepare(config)
     except ConfigError as error:
         if first_on_node():  # what is missing may be missing on this node only
             print(f"megatron-collab: {redact(str(error))}", file=sys.stderr)
         return EXIT_BAD_INPUT
-    if prepare.finished(config):
-        print(f"{config.run.dir}: all {config.train.steps} steps are done; choose another run.dir to train anew")
+    if done := prepare.finished(config):
+        print(
+            f"{config.run.dir}: all {done} steps are done; raise train.steps to train on, or choose another run.dir to "
+            "train anew"
+        )
         return 0
     if not under_torchrun():
         prepare.replace_by_torchrun(config, arguments)

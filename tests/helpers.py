@@ -14,7 +14,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from megatron_collab import patches
-from megatron_collab.config import Config, ConfigError, load
+from megatron_collab.config import Config, ConfigError
+from megatron_collab.launch.validate import load
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import json
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from omegaconf import MISSING
 
-from megatron_collab.config import CONF, Config, Declared, declared, groups
+from megatron_collab.config import CONF, Config, groups
+from megatron_collab.config.option import Declared, declared
 from megatron_collab.reward import metrics
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -81,10 +82,10 @@ def _value(default: Any) -> str:
 
 
 def _comment(group: str, name: str) -> str:
-    """The first sentence of the comment at the top of a file of conf/."""
-    lines = itertools.takewhile(lambda line: line.startswith("#"), (CONF / group / f"{name}.yaml").read_text().split("\n"))
-    text = " ".join(line.lstrip("# ") for line in lines if "@package" not in line)
-    return inspect.cleandoc(text).partition(". ")[0].rstrip(":.")
+    """The first sentence of the comment at the top of a file of conf/, up to an indented command."""
+    text = (CONF / group / f"{name}.yaml").read_text().removeprefix("# @package _global_\n")
+    lines = itertools.takewhile(lambda line: re.match(r"# \S", line), text.splitlines())
+    return " ".join(line.removeprefix("# ") for line in lines).partition(". ")[0].rstrip(":.")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from itertools import accumulate
 import numpy as np
 
 from megatron_collab.algo.advantages import GROUPED
-from megatron_collab.config import Config, future_range, reward_to_go_gamma
+from megatron_collab.config import Config, RewardConfig
 from megatron_collab.reward.multiturn import turn_reward
 from megatron_collab.types import Conversation, Credit, Group, Missing, Rollout, Sample, Turn
 
@@ -24,9 +24,8 @@ def samples_of(group: Group, config: Config, number: int) -> list[Sample]:
     if len(rollouts) < _fewest(config):
         return []
     name = f"{number}/{group.task.id}"
-    if config.reward.mode != "single_turn" and future_range(config.rollout.futures) == (0, 0):
-        turn_credit = config.reward.turn_credit
-        return [sample(rollout.start, whole(rollout, turn_credit, name)) for rollout in rollouts]
+    if config.reward.mode != "single_turn" and config.rollout.futures == 0:
+        return [sample(rollout.start, whole(rollout, config.reward, name)) for rollout in rollouts]
     return _with_futures(rollouts, config, name)
 
 
@@ -51,22 +50,21 @@ def fresh(samples: Sequence[Sample], oldest: int, config: Config) -> list[Sample
             return kept
 
 
-def whole(rollout: Rollout, turn_credit: str, name: str) -> list[Credit]:
+def whole(rollout: Rollout, reward: RewardConfig, name: str) -> list[Credit]:
     """The credits of a whole conversation; all that are called `name` are compared.
 
     The turns' own rewards r_t come from users and tools, and the conversation's reward R at its end. `last` gives
     sum_t r_t + R to the last turn alone, `equal` to all turns together, so that conversations are compared (GRPO as
-    in verl's multi-turn rollout). reward_to_go(gamma) gives turn t sum_{k >= t} gamma^(k-t) r_k, where the last r
-    includes R, and all turns of the group are compared (UserRL, arXiv:2509.19736, section 3).
+    in verl's multi-turn rollout). `reward_to_go` gives turn t sum_{k >= t} gamma^(k-t) r_k (gamma: reward.turn_gamma),
+    where the last r includes R, and all turns of the group are compared (UserRL, arXiv:2509.19736, section 3).
     """
     conversation, value = rollout.start, rollout.reward.value
     assert not isinstance(value, Missing)
     turns, rewards = conversation.turns, [*conversation.turn_rewards[:-1], conversation.turn_rewards[-1] + value]
-    gamma = reward_to_go_gamma(turn_credit)
-    if gamma is None:
-        credited = turns if turn_credit == "equal" else turns[-1:]
+    if reward.turn_credit != "reward_to_go":
+        credited = turns if reward.turn_credit == "equal" else turns[-1:]
         return [Credit(_spans(credited), sum(rewards), name, name)]
-    returns = [*accumulate(reversed(rewards), lambda following, reward: reward + gamma * following)][::-1]
+    returns = [*accumulate(reversed(rewards), lambda following, own: own + reward.turn_gamma * following)][::-1]
     return [Credit(_spans([turn]), worth, name, name) for turn, worth in zip(turns, returns, strict=True)]
 
 

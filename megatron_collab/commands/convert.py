@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_collab import patches
-from megatron_collab.config import ConfigError
-from megatron_collab.config.refuse import ArgumentParser
+from megatron_collab.config import ArgumentParser, ConfigError
 from megatron_collab.runtime.process import EXIT_BAD_INPUT
 
 EXIT_DIFFERENT = 1

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_collab import patches
-from megatron_collab.config import Config, ConfigError
-from megatron_collab.config.refuse import ArgumentParser
+from megatron_collab.config import ArgumentParser, Config, ConfigError
 from megatron_collab.runtime import device
 from megatron_collab.runtime.process import EXIT_BAD_INPUT
 

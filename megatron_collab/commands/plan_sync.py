@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_collab import patches
-from megatron_collab.config import Config, ConfigError
-from megatron_collab.config.refuse import ArgumentParser, require
+from megatron_collab.config import ArgumentParser, Config, ConfigError, require
 from megatron_collab.runtime.process import EXIT_BAD_INPUT
 
 if TYPE_CHECKING:

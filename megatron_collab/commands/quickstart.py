@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_collab.config.refuse import ArgumentParser
+from megatron_collab.config import ArgumentParser
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_collab.config.refuse import ArgumentParser
+from megatron_collab.config import ArgumentParser
 from megatron_collab.observability import report
 from megatron_collab.runtime.process import EXIT_BAD_INPUT
 

@@ -1,12 +1,20 @@
-"""Every option of a run: the schema, how it is composed, how a setting is refused."""
+"""The settings of a run: the schema (schema.py), how it is composed (load.py), and what a run may go on with."""
 
+from megatron_collab.config.history import SETTINGS, Change, changes
+from megatron_collab.config.load import CONF, Setting, build, compose, groups, settings
+from megatron_collab.config.option import (
+    ArgumentParser,
+    ConfigError,
+    check_declared,
+    declared,
+    nearest,
+    option,
+    require,
+)
 from megatron_collab.config.schema import (
-    CONF,
-    MODES,
     WORLDS,
     AlgoConfig,
     Config,
-    ConfigError,
     EndpointConfig,
     LlmConfig,
     ModelConfig,
@@ -18,18 +26,16 @@ from megatron_collab.config.schema import (
     SamplingConfig,
     ServerConfig,
     UserConfig,
-    future_range,
-    load,
-    parse,
-    reward_to_go_gamma,
     uses_wandb,
 )
 
 __all__ = [
     "CONF",
-    "MODES",
+    "SETTINGS",
     "WORLDS",
     "AlgoConfig",
+    "ArgumentParser",
+    "Change",
     "Config",
     "ConfigError",
     "EndpointConfig",
@@ -42,10 +48,17 @@ __all__ = [
     "RunConfig",
     "SamplingConfig",
     "ServerConfig",
+    "Setting",
     "UserConfig",
-    "future_range",
-    "load",
-    "parse",
-    "reward_to_go_gamma",
+    "build",
+    "changes",
+    "check_declared",
+    "compose",
+    "declared",
+    "groups",
+    "nearest",
+    "option",
+    "require",
+    "settings",
     "uses_wandb",
 ]

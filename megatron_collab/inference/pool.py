@@ -175,7 +175,7 @@ class Fleet:
         self._deadlines.pop(server.index, None)
         if self._failures[server.index] > STARTS:
             self.hopeless = (
-                f"SGLang server {server.index} failed after {STARTS} new starts too: {reason}; {server.last_words()}"
+                f"SGLang server {server.index} failed after {STARTS} new starts too: {reason}; {server.log_end()}"
             )
             server.stop()
             return

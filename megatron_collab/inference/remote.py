@@ -1,4 +1,4 @@
-"""Servers on the other nodes of a run: on each a Ray actor that starts, watches and ends the process there."""
+"""Servers on the other nodes of a run: a Ray actor on each node starts, watches and ends its server process."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from megatron_collab.runtime import heartbeat, network
 from megatron_collab.runtime.process import raise_if_preempted
 
 POLL_SECONDS = 0.1
-ASK_SECONDS = 60  # that a Ray node may take to start a process that says its address
-STOP_SECONDS = 10  # that an actor may take to end its server, which else ends with it
+ASK_SECONDS = 60  # timeout for a Ray node to start a process and return its address
+STOP_SECONDS = 10  # timeout for an actor to end its server, which also ends with the actor
 
 
 class Machines:
-    """Where the cluster's Ray nodes are: each asked once what address launch.interface has there.
+    """The addresses of the cluster's Ray nodes on launch.interface, looked up once per node.
 
-    Two of them may be on one machine, whose servers they share.
+    Several Ray nodes may be on one machine and share its servers.
     """
 
     def __init__(self, config: Config) -> None:
         self._config = config
         self._addresses: dict[str, str] = {}  # by Ray node
-        self._uses = Counter([ray.get_runtime_context().get_node_id()])  # ours, which has rank 0's servers
+        self._uses = Counter([ray.get_runtime_context().get_node_id()])  # this node, which has rank 0's servers
 
     def node(self, address: str) -> str | None:
-        """The id of a Ray node that lives on the machine with this address; None where there is none."""
+        """The id of the least used Ray node on the machine with this address; None where there is none."""
         alive = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
         asked = {node: self._ask(node) for node in alive if node not in self._addresses}
         waiting, deadline = list(asked.values()), time.monotonic() + ASK_SECONDS
@@ -59,7 +59,7 @@ class Machines:
 class RemoteProcess:
     """A ServerProcess on the machine with `address`, which must see the run's folders under the same names.
 
-    It ends with its actor, which ends with this process. Where no Ray node is on that machine, it has ended.
+    It ends with its actor, which ends with this process. It counts as ended where that machine has no Ray node.
     """
 
     def __init__(self, machines: Machines, address: str, config: Config, log: Path, index: int, api_key: str) -> None:
@@ -73,7 +73,7 @@ class RemoteProcess:
     def url(self) -> str:
         """As ServerProcess.url; ServerError where the server could not be started.
 
-        Where it is first asked for, which is at the start, it waits for that; Preempted there.
+        The first access waits for the start, and raises Preempted too.
         """
         if not self._url:
             if self._actor is None:
@@ -82,7 +82,7 @@ class RemoteProcess:
             while not ray.wait([self._started], timeout=POLL_SECONDS)[0]:
                 if time.monotonic() > deadline:
                     setting = f"rollout.server.start_timeout={self._timeout:g} s"
-                    raise ServerError(f"the SGLang server on {self._address}: Ray has not started it after {setting}")
+                    raise ServerError(f"the SGLang server on {self._address}: Ray did not start it within {setting}")
                 heartbeat.beat()
                 raise_if_preempted()
             try:
@@ -113,18 +113,18 @@ class RemoteProcess:
             return _reason(error)
 
     def stop(self) -> None:
-        """As ServerProcess.stop; where the actor does not answer, the server ends with it."""
+        """As ServerProcess.stop; where the actor does not answer, killing it ends the server."""
         if self._actor is not None:
             with suppress(RayError):
                 ray.get(self._actor.stop.remote(), timeout=STOP_SECONDS)
             ray.kill(self._actor)
 
     def _nowhere(self) -> str:
-        return f"no node of the Ray cluster is on {self._address}, where it belongs"
+        return f"no node of the Ray cluster is on {self._address}, the address of its machine"
 
 
 class Keeper:
-    """Holds a server on its machine; runs as a Ray actor, whose only thread it ends with."""
+    """Ray actor that owns a server process; the server ends with the actor's only thread."""
 
     async def start(self, config: Config, log: Path, index: int, api_key: str, port: int) -> str:
         """Start the server; its address."""
@@ -132,7 +132,7 @@ class Keeper:
         return self._process.url
 
     async def ended(self, started: str) -> str:
-        """How the server ended, once it has; `started`: what `start` gave, which Ray does not keep in order."""
+        """How the server ended, once it has; `started`, the result of `start`, makes Ray run this after it."""
         while not (how := self._process.ended()):
             await asyncio.sleep(POLL_SECONDS)
         return how
@@ -147,6 +147,6 @@ def _on(node: str) -> NodeAffinitySchedulingStrategy:
 
 
 def _reason(error: RayError) -> str:
-    """What an actor raised, or what became of it."""
+    """What an actor raised, or why it died."""
     cause = error.cause if isinstance(error, RayTaskError) else error
     return " ".join(str(cause).split())

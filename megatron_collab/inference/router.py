@@ -1,4 +1,4 @@
-"""Which server a conversation is played on: one for all that share a prefix, as long as it is not overloaded."""
+"""Routes conversations to servers: those that share a prefix to the same one, unless it is overloaded."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from megatron_collab.inference.client import ServerGone, SGLangClient
 from megatron_collab.inference.server import UNPUBLISHED
 from megatron_collab.types import ToolCall, Turn
 
-# How far above the mean of the requests in flight a server may be and still be given new conversations.
+# A server with more than this times the mean of the requests in flight gets no new conversations.
 LOAD_FACTOR = 1.25
-REMEMBERED = 100_000  # affinities whose server is remembered: many steps of a run
+REMEMBERED = 100_000  # affinities; enough for many steps of a run
 
 _Answer = TypeVar("_Answer")
 
 
 def choose(affinity: str, in_flight: Sequence[int], gone: Collection[int] = ()) -> int:
-    """The server (an index) for conversations of `affinity` that are on none yet, none of those `gone`.
+    """The server (an index, not in `gone`) for new conversations of `affinity`.
 
-    Rendezvous hashing (Thaler and Ravishankar, 1998), so that a server that goes moves only what was on it, with
-    bounded loads (Mirrokni, Thorup and Zadimoghaddam, arXiv 1608.01350): a server that holds LOAD_FACTOR times
-    its share of the requests in flight is passed over.
+    Rendezvous hashing (Thaler and Ravishankar, 1998), so that a lost server moves only its own conversations, with
+    bounded loads (Mirrokni, Thorup and Zadimoghaddam, arXiv 1608.01350): a server that holds LOAD_FACTOR times its
+    share of the requests in flight is skipped.
     """
     alive = [server for server in range(len(in_flight)) if server not in gone]
     share = (sum(in_flight[server] for server in alive) + 1) / len(alive)
@@ -38,14 +38,14 @@ def _weight(affinity: str, server: int) -> bytes:
 
 
 class Router:
-    """The policy of a worker: a client for each SGLang server, and which conversations are on which.
+    """Samples turns for a worker from all SGLang servers and keeps each conversation on one of them.
 
-    `in_flight` is the requests that each server is answering, `gone` the servers that are left out: those that may
-    not be asked now, and those that were lost meanwhile.
+    `in_flight` counts the running requests of each server; `gone` are the servers that get none: those not in use
+    and those that became unreachable.
     """
 
     def __init__(self, servers: Sequence[tuple[str, str]], config: RolloutConfig, unpublished: bool = False) -> None:
-        """`servers`: address and key of each. `unpublished`: weights that no run has published will do."""
+        """`servers`: address and key of each. `unpublished`: accept servers without weights of the run."""
         self.unpublished = unpublished
         self.clients = [SGLangClient(url, key, config) for url, key in servers]
         self.in_flight = [0] * len(self.clients)
@@ -55,33 +55,33 @@ class Router:
         self._places: dict[str, int] = {}
 
     def use(self, servers: Collection[int]) -> None:
-        """From now on ask these servers and no others, those that were lost before included."""
+        """From now on send requests to these servers only, even if they were unreachable before."""
         self._allowed = frozenset(servers)
         self.gone = self._barred()
 
     async def generate(
         self, prompt_ids: tuple[int, ...], *, max_new_tokens: int, sampling: SamplingConfig, seed: int, affinity: str
     ) -> Turn:
-        """See SGLangClient.generate; all turns of an `affinity` are sampled by one server, while it lives.
+        """See SGLangClient.generate; all turns of an `affinity` are sampled by one server while it is reachable.
 
-        A server that was started again and has not been published to counts as gone: a worker that Ray started again
-        has not been told to leave it out.
+        A restarted server without the run's weights counts as unreachable: a worker that Ray restarted does not know
+        that it is out of use.
         """
 
         async def sample(client: SGLangClient) -> Turn:
             turn = await client.generate(prompt_ids, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)
             if UNPUBLISHED in turn.versions and not self.unpublished:
-                raise ServerGone(f"{client.url}: has not been given the run's weights")
+                raise ServerGone(f"{client.url}: has not received the run's weights")
             return turn
 
         return await self._ask(affinity, sample)
 
     async def tool_calls(self, text: str, schemas: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
-        """See SGLangClient.tool_calls; any server will do."""
+        """See SGLangClient.tool_calls; from any server."""
         return await self._ask(None, lambda client: client.tool_calls(text, schemas))
 
     def take_counters(self) -> dict[str, int]:
-        """Tokens that servers computed and had cached (see SGLangClient), servers lost; since the last call."""
+        """Prefilled and cached tokens (see SGLangClient) and servers lost since the last call."""
         taken = Counter({"servers_lost": self._lost})
         self._lost = 0
         for client in self.clients:
@@ -94,8 +94,8 @@ class Router:
             await client.close()
 
     async def _ask(self, affinity: str | None, request: Callable[[SGLangClient], Awaitable[_Answer]]) -> _Answer:
-        """Have the server of `affinity` answer, or where it is gone the next; ServerGone once all were tried."""
-        failure = ServerGone("no SGLang server may be asked at present")
+        """Send a request to the server of `affinity`, else to the next; ServerGone once all were tried."""
+        failure = ServerGone("no SGLang server is in use at present")
         for _ in self._allowed:
             if not self._allowed:  # since the last try
                 break
@@ -124,7 +124,7 @@ class Router:
         if server not in self.gone:
             self._lost += 1
             self.gone.add(server)
-        if len(self.gone) == len(self.clients):  # nothing is left to choose from: later requests try all again
+        if len(self.gone) == len(self.clients):  # no server is left: later requests try all again
             self.gone = self._barred()
 
     def _barred(self) -> set[int]:

@@ -1,4 +1,4 @@
-"""The processes of an SGLang server on this machine: with what they are started, and how all of them are ended."""
+"""SGLang servers: their processes on this machine, the arguments they get, and the calls that manage their memory."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from megatron_collab.runtime.network import bindable
 from megatron_collab.runtime.process import RunStopped, raise_if_preempted
 from megatron_collab.runtime.redact import redact
 
-# Left to itself, SGLang fills nearly all memory of the machine with its cache, and touches every page of it.
+# By default SGLang allocates nearly all memory of the machine for its cache, and touches every page of it.
 CPU_CACHE_TOKENS = 2**18
 
-UNPUBLISHED = -1  # version of the weights that a server starts with: none of the run's
+UNPUBLISHED = -1  # weight version of a server that has received no weights of the run
 
 # Linear layers in FP8, as SGLang's Fp8Config reads them from config.json.
 FP8_BLOCKS = {
@@ -50,23 +50,23 @@ _TORCHRUN_VARIABLES = re.compile(r"(LOCAL_|GROUP_|ROLE_|TORCHELASTIC_|MASTER_)|(
 
 _LEFT_BEHIND = re.compile(r"/dev/shm/(?:sglang_loads_|sgl_shm_mq_|sem\.mp-)\S+")
 
-MEMORY = ("kv_cache", "weights")  # what a server can release, in this order
-HEALTH_SECONDS = 30  # that a server may take to say that it is healthy
-IDLE_SECONDS = 60  # that a server may take until the requests that it aborts have ended
+MEMORY = ("kv_cache", "weights")  # that a server can release, in this order
+HEALTH_SECONDS = 30  # timeout of a health check
+IDLE_SECONDS = 60  # timeout for aborted requests to end
 
 
 class ServerError(RunStopped):
-    """The server could not be started, or has ended; the message says which and shows its last words."""
+    """The server could not be started, or has ended; the message says which and shows the end of its log."""
 
 
 class ServerProcess:
     """Server number `index` of the run, on this machine; it ends with the thread that started it, however that ends.
 
-    It listens at `url` on launch.interface, on loopback where none is set, and serves whoever knows `api_key`.
+    It listens at `url` on launch.interface (loopback where none is set) and requires `api_key`.
     """
 
     def __init__(self, config: Config, log: Path, index: int, api_key: str, port: int = 0) -> None:
-        """Start it; its output goes to `log`. `port`: where an earlier start of it has listened.
+        """Start it; its output goes to `log`. `port`: of an earlier start, to be used again.
 
         Raises ServerError for a busy port.
         """
@@ -84,12 +84,12 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """The first process, which leads the group of all."""
+        """Of the first process, the leader of their process group."""
         return self._process.pid
 
     def start(self) -> None:
         """Start it again, at the same address."""
-        # Where its ranks meet. A TCP store would listen on all interfaces, and ask nobody for a key.
+        # The rendezvous of its ranks. A TCP store would listen on all interfaces without authentication.
         self._store = Path(tempfile.gettempdir()) / f"sglang-{secrets.token_hex(8)}"
         written = (self._log.parent / stacks.FOLDER / self._log.stem).resolve()
         with self._log.open("ab") as output:
@@ -109,7 +109,7 @@ class ServerProcess:
             )
 
     def ended(self) -> str | None:
-        """How it ended; None while it lives."""
+        """How it ended; None while it is running."""
         code = self._process.poll()
         return None if code is None else f"it ended with code {code}"
 
@@ -124,7 +124,7 @@ class ServerProcess:
 
 
 class Process(Protocol):
-    """The processes of a server, wherever they are; see ServerProcess."""
+    """The processes of a server on this machine (ServerProcess) or another (remote.RemoteProcess)."""
 
     @property
     def url(self) -> str:
@@ -134,18 +134,18 @@ class Process(Protocol):
         """Start the server again, at the same address."""
 
     def ended(self) -> str | None:
-        """How it ended; None while it lives."""
+        """How it ended; None while it is running."""
 
     def stop(self) -> None:
         """End the server with all its processes."""
 
 
 class SGLangServer:
-    """An SGLang server, started by the constructor; leaving the context ends all of it.
+    """An SGLang server, started by the constructor and ended with the context.
 
-    It listens on launch.interface only and serves whoever knows `api_key`, which is made for this run.
-    `index` is its number in the run, `tp` its tensor-parallel size, `generation` how often it was started again, and
-    `released` what of its memory it has given back: kv_cache, weights.
+    It listens on launch.interface only and requires `api_key`, which is generated for this run.
+    `index` is its number in the run, `tp` its tensor-parallel size, `generation` the number of restarts, and
+    `released` the memory that it has released: kv_cache, weights.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class SGLangServer:
     ) -> None:
         """Start serving model.path as the server number `index` of the run; its output goes to `log`.
 
-        `start` decides on which machine; on this one ServerError is raised for a busy port.
+        `start` starts the processes, on this machine (ServerError for a busy port) or on another.
         """
         self.config, self.log, self.index = config, log, index
         self.tp = config.rollout.server.tp
@@ -185,12 +185,12 @@ class SGLangServer:
 
     def healthy(self) -> bool:
         """Whether requests are served."""
-        heartbeat.beat()  # however often that is asked: whoever waits for it has a deadline
+        heartbeat.beat()  # no risk of hiding a hang: every caller has a deadline
         try:
             with urlopen(f"{self.url}/health", timeout=HEALTH_SECONDS):
                 pass
             if not self._ready:
-                # What start-up made is for good; looking through it again and again would stall requests.
+                # Objects of the start-up live forever; collecting garbage among them would stall requests.
                 self._call("/freeze_gc")
                 self._ready = True
         except (OSError, HTTPException, ServerError):
@@ -203,39 +203,37 @@ class SGLangServer:
         while not self.healthy():
             ended = self.process.ended()
             if ended:
-                raise ServerError(f"SGLang server {self.index}: {ended}; {self.last_words()}")
+                raise ServerError(f"SGLang server {self.index}: {ended}; {self.log_end()}")
             if time.monotonic() > deadline:
                 raise ServerError(
                     f"SGLang server {self.index}: it was not healthy after rollout.server.start_timeout={timeout:g} s; "
-                    f"{self.last_words()}"
+                    f"{self.log_end()}"
                 )
             raise_if_preempted()
             time.sleep(0.1)
 
     def release(self) -> None:
-        """Give the memory of KV cache and weights back, and with it what they hold; ServerError where that fails.
+        """Release the memory of KV cache and weights, whose contents are lost; ServerError where that fails.
 
-        What was given back already stays so.
-
-        Requests under way are aborted, and later ones wait until the server is told to continue.
+        Running requests are aborted; later ones wait until generation is continued.
         """
         kept = [tag for tag in MEMORY if tag not in self.released]
         if not kept:
             return
         self._call("/pause_generation", mode="abort")
-        self._call(f"/flush_cache?timeout={IDLE_SECONDS}")  # waits until it is idle: a busy server dies of a release
+        self._call(f"/flush_cache?timeout={IDLE_SECONDS}")  # waits until it is idle: a release crashes a busy server
         for tag in kept:
             self._call("/release_memory_occupation", tags=[tag])
             self.released.add(tag)
 
     def resume(self, tag: str) -> None:
-        """Take the memory of `tag` again, if it was released: its contents are lost. ServerError where that fails."""
+        """Allocate the memory of `tag` again if it was released; its contents are lost. ServerError on failure."""
         if tag in self.released:
             self._call("/resume_memory_occupation", tags=[tag])
             self.released.remove(tag)
 
     def restart(self) -> None:
-        """End what is left of the server and start it again, with the same address and key."""
+        """End the server and start it again, with the same address and key."""
         self.stop()
         self.generation += 1
         self.released, self._ready = set(), False
@@ -245,7 +243,7 @@ class SGLangServer:
         """End the server with all its processes."""
         self.process.stop()
 
-    def last_words(self) -> str:
+    def log_end(self) -> str:
         """The end of its log."""
         if not self.log.is_file():
             return f"there is no {self.log}"
@@ -267,9 +265,9 @@ class SGLangServer:
 
 
 def arguments(config: Config, url: str, index: int) -> list[str]:
-    """Of SGLang, for server number `index` of the run, which is to listen at `url`."""
+    """SGLang's command-line arguments for server number `index` of the run, which listens at `url`."""
     server, address = config.rollout.server, urlsplit(url)
-    place = index % servers_per_node(config)  # among the servers of its node
+    place = index % servers_per_node(config)  # its number on its node
     options: dict[str, Any] = {
         "model-path": config.model.path,
         "host": address.hostname,
@@ -294,7 +292,7 @@ def arguments(config: Config, url: str, index: int) -> list[str]:
     else:
         options["base-gpu-id"] = place * server.tp + (0 if server.colocated else config.launch.nproc_per_node)
         flags += ["enable-memory-saver"] if server.colocated else []
-    if server.fp8:  # the weights in model.path are not in FP8: what is served comes from the trainer
+    if server.fp8:  # model.path is not in FP8: the weights come from the trainer
         options |= {"load-format": "dummy", "json-model-override-args": json.dumps(FP8_BLOCKS)}
     pairs = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     return pairs + [f"--{flag}" for flag in flags]
@@ -308,7 +306,7 @@ def _environment(config: Config, api_key: str, index: int) -> dict[str, str]:
         PARENT_VARIABLE: str(os.getpid()),
         "HF_HUB_OFFLINE": "1",  # the model is a folder
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
-        "SGLANG_FORWARD_UNKNOWN_TOOLS": "1",  # the policy is told that there is no such tool
+        "SGLANG_FORWARD_UNKNOWN_TOOLS": "1",  # the policy is told that the tool does not exist
         "TOKENIZERS_PARALLELISM": "false",
     }
     if device.select(config.launch.device).type == "cpu":
@@ -316,7 +314,7 @@ def _environment(config: Config, api_key: str, index: int) -> dict[str, str]:
         settings |= {
             "SGLANG_USE_CPU_ENGINE": "1",
             "OMP_NUM_THREADS": "1",
-            "TORCH_COMPILE_DISABLE": "1",  # compiling costs seconds, and gains nothing at this size
+            "TORCH_COMPILE_DISABLE": "1",  # compiling takes seconds and is no faster at this size
         }
         tp = config.rollout.server.tp
         if tp > 1:
@@ -326,7 +324,7 @@ def _environment(config: Config, api_key: str, index: int) -> dict[str, str]:
 
 
 def _left_behind(group: int) -> set[Path]:
-    """What SGLang's processes made and hold: shared memory, semaphores, sockets. Killed, they do not unlink it."""
+    """Shared memory, semaphores and sockets of SGLang's processes, which do not unlink them when killed."""
     found: set[Path] = set()
     sockets = f"{tempfile.gettempdir()}/tmp"
     for process in Path("/proc").glob("[0-9]*"):

@@ -6,30 +6,15 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from megatron_collab.config import Config, ConfigError
+from megatron_collab.config import SETTINGS, Config, ConfigError, changes, require
 from megatron_collab.launch.validate import check_model
 from megatron_collab.runtime import network
 from megatron_collab.runtime.network import bindable
 from megatron_collab.runtime.process import FINISHED, LAUNCHER, under_torchrun
 from megatron_collab.types import Task
-
-# Settings that may change when a run goes on; all others decide its numbers.
-MAY_CHANGE = (
-    "launch.",
-    "llm.",
-    "publish.",
-    "train.checkpoint_every",
-    "train.keep_checkpoints",
-    "run.wandb_project",
-    "rollout.server.port",
-    "rollout.server.replicas",  # a sample follows from its seed, on whatever server
-    "rollout.server.start_timeout",
-    "rollout.max_staleness",  # what was in flight is in the checkpoint
-)
 
 
 def prepare(config: Config) -> None:
@@ -74,9 +59,13 @@ def prepare(config: Config) -> None:
     _check_same_run(config)
 
 
-def finished(config: Config) -> bool:
-    """Whether run.dir holds the whole run already."""
-    return (Path(config.run.dir) / FINISHED).is_file()
+def finished(config: Config) -> int:
+    """The steps of the finished run in run.dir; 0 where there is none, or train.steps asks for more."""
+    folder = Path(config.run.dir)
+    if not ((folder / FINISHED).is_file() and (folder / SETTINGS).is_file()):
+        return 0
+    steps = json.loads((folder / SETTINGS).read_text())["train"]["steps"]
+    return steps if config.train.steps <= steps else 0
 
 
 def saved(config: Config) -> str:
@@ -107,21 +96,10 @@ def _check_users(config: Config, setting: str, tasks: Sequence[Task]) -> None:
 
 
 def _check_same_run(config: Config) -> None:
-    """A folder goes on with the settings it began with; other numbers need another folder."""
-    file = Path(config.run.dir) / "config.json"
-    if not file.is_file():
-        return
-    before, now = _flat(json.loads(file.read_text())), _flat(asdict(config))
-    for name in sorted(before.keys() | now.keys()):
-        if before.get(name) != now.get(name) and not name.startswith(MAY_CHANGE):
-            raise ConfigError(
-                f"run.dir={config.run.dir}: holds a run with {name}={before.get(name)}, not {now.get(name)}; "
-                f"choose another run.dir, or remove that folder"
-            )
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat
+    """A run goes on only with settings that do not make another run of it."""
+    for change in changes(config):
+        require(
+            change.allowed,
+            f"run.dir={config.run.dir}: holds a run with {change.setting}={change.before}, not {change.after}; choose "
+            "another run.dir, or remove that folder",
+        )

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from megatron_collab.config import Config, ConfigError, parse
+from megatron_collab.config import Config, ConfigError, compose
 from megatron_collab.runtime import network
 from megatron_collab.runtime.process import EXIT_BAD_INPUT, EXIT_STOPPED, RunStopped
 from megatron_collab.runtime.redact import redact
@@ -26,9 +26,9 @@ def settings(config: Config) -> list[str]:
 
     Ray starts one process per CPU in advance, so there are as many CPUs as workers of a node.
     """
-    from megatron_collab.launch import validate  # imports torch, which `address` and `wait` do not need
+    from megatron_collab.launch.validate import check_settings  # imports torch, which `address` and `wait` do not need
 
-    validate.check_settings(config)
+    check_settings(config)
     workers = config.rollout.workers + config.reward.workers
     cpus = -(-workers // config.launch.nodes)
     return [config.run.dir, str(config.launch.nodes), str(config.launch.nproc_per_node), str(cpus)]
@@ -98,9 +98,9 @@ def main(arguments: Sequence[str]) -> int:
     command, *rest = arguments
     try:
         if command == "settings":
-            print(*settings(parse(rest)), sep="\n")
+            print(*settings(compose(rest)), sep="\n")
         elif command == "address":
-            print(address(parse(rest)))
+            print(address(compose(rest)))
         else:
             at, seconds, *names = rest
             wait(at, float(seconds), names)

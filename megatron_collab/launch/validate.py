@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
-from operator import attrgetter
 from pathlib import Path
 
 from megatron_collab import patches
 from megatron_collab.algo.advantages import GROUPED
 from megatron_collab.config import (
-    MODES,
-    WORLDS,
     Config,
     ConfigError,
     RewardConfig,
-    future_range,
-    reward_to_go_gamma,
+    check_declared,
+    compose,
+    nearest,
+    require,
     uses_wandb,
 )
-from megatron_collab.config.refuse import one_of, require
 from megatron_collab.launch import validate_layout, validate_servers
 from megatron_collab.models import hf_config
 from megatron_collab.models.hf_config import ModelShape
@@ -28,43 +27,31 @@ from megatron_collab.rollout import tools
 from megatron_collab.runtime import device, network, redact
 
 
-def check(config: Config) -> None:
+def load(overrides: Sequence[str]) -> Config:
+    """The settings of a run on this machine, composed and validated; raises ConfigError."""
+    config = compose(overrides)
+    validate(config)
+    return config
+
+
+def validate(config: Config) -> None:
     """Cross-checks that need no process and no model in memory."""
-    _check_values(config)
+    check_settings(config)
     _check_machine(config)
-    _check_stage(config)
 
 
 def check_settings(config: Config) -> None:
-    """Those of `check` that would fail on any machine."""
-    _check_values(config)
-    _check_stage(config)
-
-
-def _check_values(config: Config) -> None:
+    """Those of `validate` that would fail on any machine."""
     redact.refuse_keys(asdict(config))
-    one_of("train.stage", config.train.stage, ["rl", "sft"])
-    one_of("launch.device", config.launch.device, device.SETTINGS)
-    one_of("model.dtype", config.model.dtype, ["bfloat16", "float32"])
-    one_of("optim.schedule", config.optim.schedule, ["constant", "linear"])
-    one_of("reward.mode", config.reward.mode, MODES)
-    one_of("rollout.train_turns", config.rollout.train_turns, ["first", "all"])
-    one_of("publish.transport", config.publish.transport, ["auto", "memory", "network", "disk"])
-    require(config.publish.verify >= 0, f"publish.verify={config.publish.verify}: must be 0 or greater")
-    one_of("data.world", config.data.world, [None, *WORLDS])
-    for setting, value in _positive(config):
-        require(value > 0, f"{setting}={value}: must be greater than 0")
-    for name in ("beta1", "beta2"):
-        beta = getattr(config.optim, name)
-        require(0 <= beta < 1, f"optim.{name}={beta}: must be from 0 to below 1")
-    warmup = config.optim.warmup_steps
-    require(warmup >= 0, f"optim.warmup_steps={warmup}: must be 0 or greater")
+    check_declared(config)
     nodes = config.launch.nodes
     require(
         nodes == 1 or config.launch.interface is not None,
         f"launch.nodes={nodes}: needs launch.interface, the network interface that the nodes talk over, as ib0",
     )
-    validate_layout.check(config)
+    _check_batch(config)
+    validate_layout.validate_layout(config)
+    _check_stage(config)
 
 
 def _check_machine(config: Config) -> None:
@@ -87,7 +74,7 @@ def _check_stage(config: Config) -> None:
     if config.train.stage == "rl":
         _check_reward(config.reward)
         _check_rollout(config)
-        validate_servers.check(config)
+        validate_servers.validate_servers(config)
         _check_algo(config)
         _check_budget(config)
 
@@ -99,10 +86,7 @@ def _check_reward(reward: RewardConfig) -> None:
         for name in names:
             require(name in weights, f"{setting}.{name}: not in reward.weights; add reward.weights.{name}=WEIGHT")
     for name in weights:
-        try:
-            metric, settings = metrics.split(name, reward.metrics.get(name, {}))
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
+        metric, settings = metrics.split(name, reward.metrics.get(name, {}))
         reason = metric.unavailable(settings)
         require(reason is None, f"reward.weights.{name}: {reason}")
         needs_judge = metric.judged(settings) and not (reward.judge.model or getattr(settings, "model", None))
@@ -132,48 +116,37 @@ def _check_budget(config: Config) -> None:
 
 def _check_rollout(config: Config) -> None:
     rollout, reward = config.rollout, config.reward
-    try:
-        futures, _ = future_range(rollout.futures)
-    except ValueError as error:
-        raise ConfigError(f"rollout.futures={rollout.futures}: {error}") from error
-    try:
-        reward_to_go_gamma(reward.turn_credit)
-    except ValueError as error:
-        raise ConfigError(f"reward.turn_credit={reward.turn_credit}: {error}") from error
     if rollout.train_turns == "all":
-        require(futures > 1, "rollout.train_turns=all: compares sibling futures; set rollout.futures to 2 or more")
+        require(
+            rollout.futures > 1, "rollout.train_turns=all: compares sibling futures; set rollout.futures to 2 or more"
+        )
         require(
             rollout.turn.temperature == rollout.future.temperature,
             f"rollout.future.temperature={rollout.future.temperature}: rollout.train_turns=all trains these turns too; "
             f"set it to rollout.turn.temperature={rollout.turn.temperature}",
         )
-    if futures == 0:
+    if rollout.futures == 0:
         require(
             not reward.weights.get("turn_rewards"),
             "reward.weights.turn_rewards: with rollout.futures=0 these rewards are credited to their turns already; "
             "set it to 0",
         )
     for name in rollout.tools:
-        require(name in tools.known(), f"rollout.tools={name}: no such tool; known are {', '.join(tools.known())}")
+        there = tools.known()
+        require(
+            name in there, f"rollout.tools={name}: no such tool; known are {', '.join(there)}{nearest(name, there)}"
+        )
+    for setting, sampling in (("rollout.turn", rollout.turn), ("rollout.future", rollout.future)):
+        require(sampling.top_k != 0, f"{setting}.top_k=0: samples from no token; set -1 for all, or 1 or more")
+        require(
+            sampling.max_new_tokens < rollout.context_length,
+            f"{setting}.max_new_tokens={sampling.max_new_tokens}: leaves no room for a prompt in "
+            f"rollout.context_length={rollout.context_length}; lower it, or raise rollout.context_length",
+        )
 
 
 def _check_algo(config: Config) -> None:
     algo = config.algo
-    one_of("algo.advantage", algo.advantage, [*GROUPED, "reinforce++", "gae"])
-    one_of("algo.loss", algo.loss, ["ppo", "gspo", "cispo"])
-    one_of("algo.average", algo.average, ["token", "sequence"])
-    one_of("algo.kl", algo.kl, ["k1", "k2", "k3", "low_var_kl"])
-    one_of("algo.kl_in", algo.kl_in, ["loss", "reward"])
-    one_of("algo.correction", algo.correction, ["none", "truncated", "masked"])
-    for name in ("clip_low", "gamma", "gae_lambda"):
-        value = getattr(algo, name)
-        require(0 <= value <= 1, f"algo.{name}={value}: must be from 0 to 1")
-    for name in ("clip_high", "kl_coef", "entropy_coef", "correction_low", "dynamic_sampling"):
-        value = getattr(algo, name)
-        require(value >= 0, f"algo.{name}={value}: must be 0 or greater")
-    for name in ("critic_lr", "critic_clip"):
-        value = getattr(algo, name)
-        require(value > 0, f"algo.{name}={value}: must be greater than 0")
     require(
         algo.correction_low < algo.correction_high,
         f"algo.correction_low={algo.correction_low}: must be less than algo.correction_high={algo.correction_high}",
@@ -197,36 +170,23 @@ def _check_algo(config: Config) -> None:
         "parallel.cp=1, or algo.loss=ppo",
     )
     require(
-        algo.advantage != "gae" or reward_to_go_gamma(config.reward.turn_credit) is None,
+        algo.advantage != "gae" or config.reward.turn_credit != "reward_to_go",
         f"reward.turn_credit={config.reward.turn_credit}: algo.advantage=gae makes the returns itself, from algo.gamma "
         f"and the critic; set it to equal or last",
     )
 
 
-def _positive(config: Config) -> list[tuple[str, float]]:
-    names = {
-        "launch": ["nproc_per_node", "nodes", "timeout"],
-        "parallel": ["tp", "pp", "vpp", "cp", "ep"],
-        "optim": ["lr", "clip_grad"],
-        "algo": ["mini_batches"],
-        "train": [
-            "steps",
-            "prompts_per_step",
-            "rollouts_per_prompt",
-            "tokens_per_micro_batch",
-            "checkpoint_every",
-            "keep_checkpoints",
-        ],
-        "rollout": ["max_user_turns", "max_assistant_turns", "deadline", "workers", "context_length"],
-        "rollout.turn": ["max_new_tokens", "temperature", "top_p"],
-        "rollout.future": ["max_new_tokens", "temperature", "top_p"],
-        "rollout.server": ["tp", "ep", "replicas"],
-        "user": ["attempts", "max_tokens", "timeout", "deadline"],
-        "reward": ["workers", "concurrency", "timeout"],
-        "reward.judge": ["attempts", "max_tokens", "timeout", "deadline"],
-        "llm": ["max_concurrent"],
-    }
-    return [(f"{group}.{name}", attrgetter(f"{group}.{name}")(config)) for group in names for name in names[group]]
+def _check_batch(config: Config) -> None:
+    """Every optimizer step needs a sample."""
+    train, algo = config.train, config.algo
+    samples = train.prompts_per_step
+    if train.stage == "rl":
+        futures = config.rollout.futures if config.rollout.train_turns == "all" else 0
+        samples *= train.rollouts_per_prompt * (1 + futures)
+    require(
+        algo.mini_batches <= samples,
+        f"algo.mini_batches={algo.mini_batches}: a step has at most {samples} samples; choose at most as many",
+    )
 
 
 def _check_device(config: Config) -> None:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from megatron_collab.config import Config, ModelConfig, ParallelConfig
-from megatron_collab.config.refuse import one_of, require
+from megatron_collab.config import Config, ModelConfig, ParallelConfig, require
 from megatron_collab.models import parallel_layout
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.runtime import device
 
 
-def check(config: Config) -> None:
+def validate_layout(config: Config) -> None:
     """What can be said without the model and without this machine."""
-    one_of("model.fp8", config.model.fp8, [None, "hybrid", "e4m3"])
-    one_of("model.fp8_recipe", config.model.fp8_recipe, list(parallel_layout.FP8_MULTIPLE))
-    one_of("parallel.recompute", config.parallel.recompute, ["none", "selective", "full"])
     if config.model.fp8:
         _check_fp8(config.model)
     else:
@@ -100,9 +96,6 @@ def _check_fp8(model: ModelConfig) -> None:
         "model.fp8_recipe=delayed: keeps no layers in bfloat16; choose model.fp8_recipe=tensorwise, or set "
         "model.fp8_skip_first=0 and model.fp8_skip_last=0",
     )
-    for setting in ("fp8_skip_first", "fp8_skip_last"):
-        value = getattr(model, setting)
-        require(value >= 0, f"model.{setting}={value}: must not be negative")
 
 
 def _check_capability(recipe: str) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_collab.config import Config
-from megatron_collab.config.refuse import require
+from megatron_collab.config import Config, require
 from megatron_collab.models import hf_to_sglang
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.parallel_layout import servers_per_node
@@ -12,14 +11,21 @@ from megatron_collab.weight_sync import plan
 
 # Before Ada SGLang repacks FP8 weights for a kernel without FP8 units; from Blackwell on it changes their scales.
 _FP8_FIRST, _FP8_END = (8, 9), (10, 0)
+_LAST_PORT = 65535
 
 
-def check(config: Config) -> None:
+def validate_servers(config: Config) -> None:
     """What can be said without the model and without this machine."""
     server, publish = config.rollout.server, config.publish
     require(
         server.tp % server.ep == 0,
         f"rollout.server.ep={server.ep}: does not divide rollout.server.tp={server.tp}; choose a divisor",
+    )
+    last = server.port + server.replicas - 1
+    require(
+        server.port == 0 or last <= _LAST_PORT,
+        f"rollout.server.port={server.port}: the last of rollout.server.replicas={server.replicas} servers would have "
+        f"port {last}; choose a lower one",
     )
     nodes = config.launch.nodes
     require(
@@ -61,7 +67,6 @@ def check(config: Config) -> None:
 def _check_staleness(config: Config) -> None:
     """Sampling ahead needs devices of its own, and a loss that knows which weights have sampled."""
     stale = config.rollout.max_staleness
-    require(stale >= 0, f"rollout.max_staleness={stale}: must be 0 or greater")
     if stale == 0:
         return
     require(
@@ -132,6 +137,11 @@ def _check_gpus(config: Config) -> None:
 
 def check_shape(config: Config, shape: ModelShape) -> None:
     """The sizes of the model against the layout of a server."""
+    length = config.rollout.context_length
+    require(
+        length <= shape.max_positions,
+        f"rollout.context_length={length}: the model has {shape.max_positions} positions; choose at most as many",
+    )
     layout = plan.server_layout(config)
     require(
         layout.ep == 1 or shape.experts is not None, f"rollout.server.ep={layout.ep}: the model has no experts; set 1"

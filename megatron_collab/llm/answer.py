@@ -1,4 +1,4 @@
-"""From the text that a language model wrote to the values it was asked for, or a reason why not.
+"""Parses the answer of a language model into the values that it was asked for, or a reason why that is impossible.
 
 An answer is one flat JSON object. What is not JSON is read with the usual slips allowed: text around the object,
 single, triple or missing quotes, commas too many or too few, Python's constants, comments, stray quotes inside a
@@ -38,7 +38,7 @@ _LONGEST_SHOWN = 80  # characters of a wrong value in the reason
 
 
 class MalformedAnswer(ValueError):
-    """The model did not answer in the format it was told; the text says what is wrong, for the model too."""
+    """The answer is not in the requested format; the message says what is wrong, and is shown to the model too."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def _find(text: str, names: Sequence[str]) -> dict[str, Any]:
             answer = inner
         absent = [name for name in names if name not in answer]
         if absent:
-            reason = f"the field {absent[0]!r} is lacking"
+            reason = f"the field {absent[0]!r} is missing"
         elif answer not in found:
             found.append(answer)
     if len(found) > 1:
@@ -142,7 +142,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name, value in pairs:
         if name in values and values[name] != value:
-            raise MalformedAnswer(f"the field {name!r} stands there twice")
+            raise MalformedAnswer(f"the field {name!r} appears twice")
         values[name] = value
     return values
 

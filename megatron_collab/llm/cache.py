@@ -1,4 +1,4 @@
-"""Answers of language models on disk, so that the same question is paid for once, also after a resume."""
+"""Cache of language models' answers on disk: a question is paid for once, also after a resume."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
-_BUSY = 60.0  # seconds that one process may wait until another has written
+_BUSY = 60.0  # seconds to wait for another process's write
 
 
 class Cache:
-    """A persistent map from questions to the values of their answers; many processes may share a folder.
+    """A persistent map from questions to the values of their answers; several processes may share a folder.
 
-    Each node has a file of its own there: SQLite's write-ahead log needs memory that its users share, which
-    they do not over a network file system. Raises sqlite3.Error where the folder cannot be written.
+    Each node has its own file there: SQLite's write-ahead log needs shared memory, which a network file system does
+    not have. Raises sqlite3.Error where the folder cannot be written.
     """
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._file = sqlite3.connect(folder / f"{socket.gethostname()}.sqlite", timeout=_BUSY, isolation_level=None)
         self._file.execute("PRAGMA journal_mode=WAL")
-        self._file.execute("PRAGMA synchronous=NORMAL")  # a crash of the machine may cost the last answers
+        self._file.execute("PRAGMA synchronous=NORMAL")  # a crash of the machine may lose the last answers
         self._file.execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, answer TEXT) WITHOUT ROWID")
 
     def get(self, key: str) -> dict[str, Any] | None:

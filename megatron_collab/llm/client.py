@@ -1,4 +1,4 @@
-"""Questions to language models through LiteLLM: asked until the answer has the form that is wanted, or not at all."""
+"""Client of language models through LiteLLM: retries, rate limits, cached answers in a given format."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ Messages = list[dict[str, str]]
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds
 _CHARACTERS_PER_TOKEN = 4
-_GRACE = 10.0  # seconds after the timeout of a call when it is over for sure
+_GRACE = 10.0  # seconds after its timeout when a call has ended for certain
 _LONGEST_REASON = 400  # characters
 _FREE = "policy/"  # the trained model: no rate limit and no price
-_REFUSED = (400, 422)  # what a server says to a response_format that it does not know
+_REFUSED = (400, 422)  # status of a server that does not support a response_format
 
 
 def priced(model: str) -> bool:
-    """Whether LiteLLM knows what a call of `model` costs."""
+    """Whether LiteLLM has pricing for `model`."""
     return model in litellm.model_cost or model.partition("/")[2] in litellm.model_cost
 
 
 class LlmError(RuntimeError):
-    """The model gave no usable answer; the text is the reason, on one line."""
+    """The model gave no usable answer; the message is the reason, on one line."""
 
 
 class LlmClient:
-    """Asks language models; one a process.
+    """Asks language models; one per process.
 
-    Endpoints are tried again as their EndpointConfig allows, all calls keep to the limits of `limiter`, and
-    answers to questions with a `sample` are kept in `cache`.
+    Calls are retried as their EndpointConfig allows and wait for the rate `limiter`; answers to questions with a
+    `sample` are kept in `cache`.
     """
 
     def __init__(self, limiter: Any = None, cache: Cache | None = None) -> None:
@@ -72,11 +72,10 @@ class LlmClient:
     ) -> dict[str, Any]:
         """The values of `fields` in the model's answer.
 
-        `sample` numbers the answers to the same question: each is asked for once and kept. Without it the answer
-        is neither kept nor looked up. Raises LlmError where there is no usable answer within `endpoint.attempts`
-        and `endpoint.deadline`, or at once where another try cannot help; BudgetSpent once llm.budget_usd is used up.
-        Waiting for the limiter does not count, and where nobody takes the connection that is no try, unless there are
-        `others` who may be asked instead.
+        `sample` numbers the answers to the same question: each is asked for once and cached. Without it the cache is
+        not used. Raises LlmError where there is no usable answer within `endpoint.attempts` and `endpoint.deadline`, or
+        at once where a retry cannot help; BudgetSpent once llm.budget_usd is used up. Time spent waiting for the
+        limiter does not count, nor does an attempt without a connection, unless there are `others` to ask instead.
         """
         if sample is None or self._cache is None:
             return await self._ask(endpoint, messages, fields, others)
@@ -92,7 +91,7 @@ class LlmClient:
             }
         )
         lock = self._asking.setdefault(key, asyncio.Lock())
-        async with lock:  # whoever asks the same meanwhile finds the answer in the cache
+        async with lock:  # concurrent callers with the same question find the answer in the cache
             answer = self._cache.get(key)
             if answer is None:
                 answer = await self._ask(endpoint, messages, fields, others)
@@ -129,7 +128,7 @@ class LlmClient:
     async def _constrained(
         self, endpoint: EndpointConfig, messages: Messages, fields: Sequence[Field], allowance: _Allowance
     ) -> str:
-        """The raw answer, held to the JSON schema by the endpoint where it can do that."""
+        """The raw answer, constrained to the JSON schema where the endpoint supports that."""
         name = (str(endpoint.model), endpoint.api_base)
         if name in self._unconstrained or not (endpoint.api_base or _supports_schema(endpoint.model)):
             return await self._call(endpoint, messages, allowance)
@@ -142,11 +141,11 @@ class LlmClient:
             if _status(error) not in _REFUSED:
                 raise
         text = await self._call(endpoint, messages, allowance)
-        self._unconstrained.add(name)  # since without it the same request was good
+        self._unconstrained.add(name)  # since the same request without it succeeded
         return text
 
     async def _call(self, endpoint: EndpointConfig, messages: Messages, allowance: _Allowance, **options: Any) -> str:
-        """One request: the text of the answer, after the limiter let it through."""
+        """One request: the text of the answer, once the limiter admits it."""
         line = None if str(endpoint.model).startswith(_FREE) else self._line
         number = await line.begin(_wish(endpoint, messages)) if line else 0
         ended = Ended(number)
@@ -176,7 +175,7 @@ class LlmClient:
 
 
 class _Allowance:
-    """Seconds that the tries of one question and the pauses between them may still take."""
+    """Seconds left for the attempts of one question and the pauses between them."""
 
     def __init__(self, seconds: float) -> None:
         self.left = seconds
@@ -201,14 +200,14 @@ def _wish(endpoint: EndpointConfig, messages: Messages) -> Wish:
 
 
 def _bill(number: int, answer: Any) -> Ended:
-    """What an answer took; where the endpoint does not say, LiteLLM gives 0 tokens, or no usage at all."""
+    """The cost of an answer; where the endpoint reports none, LiteLLM gives 0 tokens, or no usage at all."""
     usage = getattr(answer, "usage", None)
     tokens = (usage.total_tokens or None) if usage else None
     return Ended(number, tokens, answer._hidden_params.get("response_cost") if tokens else None)
 
 
 def _correction(text: str, error: MalformedAnswer) -> Messages:
-    """What is added to the question to have the answer again: the malformed one, and what is wrong with it."""
+    """Messages that ask for the answer again: the malformed one, and what is wrong with it."""
     shown = text.encode(errors="replace").decode()  # half a surrogate pair cannot be sent
     said = [{"role": "assistant", "content": shown}] if shown.strip() else []
     wrong = f"This answer cannot be used: {error}. Answer again, with one JSON object as described and nothing else."
@@ -226,16 +225,16 @@ def _may_pass(error: Exception) -> bool:
 
 
 def _away(error: BaseException | None) -> bool:
-    """Whether nobody took the connection; LiteLLM makes a fault of the server of that."""
+    """Whether the connection failed, which LiteLLM reports as a server error."""
     while error is not None and not isinstance(error, httpx.ConnectError):
         error = error.__cause__ or error.__context__
     return error is not None
 
 
 def retry_after(error: Exception) -> float:
-    """Seconds that the server asks to wait (header Retry-After, RFC 9110 section 10.2.3: seconds or a date).
+    """Seconds of the header Retry-After (RFC 9110 section 10.2.3: seconds or a date).
 
-    0 where it asks for nothing that can be read.
+    0 where it is missing or malformed.
     """
     response = getattr(error, "response", None)
     headers = getattr(error, "litellm_response_headers", None) or getattr(response, "headers", {})
@@ -250,5 +249,5 @@ def retry_after(error: Exception) -> float:
 
 
 def _reason(model: str | None, error: Exception | None) -> str:
-    reason = redact(f"{model}: {type(error).__name__}: {error}")  # before it is cut: half a key would not be known
+    reason = redact(f"{model}: {type(error).__name__}: {error}")  # before it is cut: half a key would not be recognised
     return " ".join(reason.split())[:_LONGEST_REASON]

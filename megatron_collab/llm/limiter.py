@@ -1,8 +1,8 @@
-"""What all calls of users and judges may take together: requests and tokens a minute, calls at once, US dollars.
+"""Rate limits and budget of all calls to language models: requests and tokens per minute, concurrency, US dollars.
 
-`Limiter` is the bookkeeper, `LimiterActor` its Ray actor, one for the run; `Line` is where the calls of one process
-wait for it. A process talks to the limiter once at a time and puts all that has gathered meanwhile into the next talk,
-so a call costs a fraction of a message.
+`Limiter` keeps the accounts, `LimiterActor` is its Ray actor, one per run; the calls of one process wait in a `Line`.
+A process has one message to the limiter in flight and batches what gathers meanwhile into the next, so a call costs a
+fraction of a message.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from megatron_collab.runtime.process import RunStopped
 
 NAME = "limiter"
 MINUTE = 60.0
-_POLL = 0.1  # seconds until a line from which nobody was let through asks again
-_AT_ONCE = 256  # wishes in one talk
+_POLL = 0.1  # seconds until a line of which no call was admitted asks again
+_AT_ONCE = 256  # requests in one message
 _WRITE_AFTER = 1.0  # seconds
 
 
 @dataclass(frozen=True)
 class Wish:
-    """A call that wants to begin: the tokens it may take at most, the seconds after which it is over for sure."""
+    """A call that waits to begin: the most tokens it may take, the seconds after which it has ended for certain."""
 
     tokens: int
     seconds: float
@@ -43,7 +43,7 @@ class Wish:
 
 @dataclass(frozen=True)
 class Ended:
-    """A call that is over: the number it began with, its tokens and its price, None where they are not known."""
+    """A call that has ended: its number, its tokens and its price, None where they are not known."""
 
     call: int
     tokens: int | None = None
@@ -52,7 +52,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Admission:
-    """The numbers of the calls that may begin now, the first of those that wished; `stop` says why none ever will."""
+    """The numbers of the calls that may begin now, in the order of the wishes; `stop`: why no more calls may begin."""
 
     calls: tuple[int, ...]
     stop: str | None = None
@@ -60,7 +60,7 @@ class Admission:
 
 @dataclass
 class Spend:
-    """Totals of the run. `unpriced` calls were answered at a price that is not known; they count as free."""
+    """Totals of the run. The price of `unpriced` calls is not known; they count as free."""
 
     calls: int = 0
     tokens: int = 0
@@ -69,15 +69,14 @@ class Spend:
 
 
 class Limiter:
-    """Lets calls begin while they keep to `config` in every minute that passes.
+    """Admits calls within the limits of `config` in every sliding minute.
 
-    A call counts with the tokens it may take until it says what it took. Calls that have begun end, so the budget
-    may be exceeded by what they cost. A call that never ends, since its process died, is over when its time is.
+    A call counts with the most tokens it may take until it reports what it took. Running calls are not stopped, so the
+    budget may be exceeded by what they cost. A call whose process died ends with its time.
 
-    What was spent is in the file `ledger`, which it goes on from: what earlier starts of the run spent counts, on
-    steps that are done again too. One that dies and is started again by Ray has forgotten what was spent since the last
-    `write` (never what `spend` has said) and which calls are under way, and its minute begins anew; a talk whose answer
-    it owed counts twice.
+    Spending is kept in the file `ledger` and continues from it: earlier starts of the run count, repeated steps too.
+    After a crash the limiter that Ray restarts has lost what was spent since the last `write` (never what `spend` has
+    returned) and which calls are running, and its minute begins anew; a message that it had not answered counts twice.
     """
 
     def __init__(self, config: LlmConfig, ledger: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -87,13 +86,13 @@ class Limiter:
         self._clock = clock
         self._spend = Spend(**json.loads(ledger.read_text())) if ledger.is_file() else Spend()
         self._changed = False  # since the ledger was written
-        self._numbers = count(secrets.randbits(62))  # calls that a limiter before this one let through are not ours
-        self._running: dict[int, float] = {}  # call: when it is over for sure
+        self._numbers = count(secrets.randbits(62))  # distinct from the numbers of a limiter before this one
+        self._running: dict[int, float] = {}  # call: when it has ended for certain
         self._minute: dict[int, tuple[float, int]] = {}  # call: when it began, its tokens; in order
         self._tokens = 0  # of the calls in _minute
 
     def talk(self, ended: Sequence[Ended], wishes: Sequence[Wish]) -> Admission:
-        """Take note of the calls that ended and let the first of `wishes` begin, as many as may."""
+        """Record the calls that ended and admit the first of `wishes`, as many as the limits allow."""
         for call in ended:
             self._note(call)
         stop = self._budget_spent()
@@ -109,12 +108,12 @@ class Limiter:
         return Admission(tuple(calls))
 
     def spend(self) -> dict[str, float]:
-        """The totals of the run so far, which are on disk then: calls, tokens, usd, unpriced."""
+        """The totals of the run so far, after writing them to disk: calls, tokens, usd, unpriced."""
         self.write()
         return asdict(self._spend)
 
     def write(self) -> None:
-        """Bring the ledger up to date; RunStopped where that cannot be written."""
+        """Write the ledger; RunStopped where that fails."""
         if self._changed:
             files.replace(self._ledger, json.dumps(asdict(self._spend)))
             self._changed = False
@@ -158,7 +157,7 @@ class Limiter:
         if config.requests_per_minute is not None and used >= config.requests_per_minute:
             return False
         limit = config.tokens_per_minute
-        return limit is None or used == 0 or self._tokens + wish.tokens <= limit  # one that is too large goes alone
+        return limit is None or used == 0 or self._tokens + wish.tokens <= limit  # a call above the limit runs alone
 
     def _begin(self, wish: Wish) -> int:
         call, now = next(self._numbers), self._clock()
@@ -169,11 +168,11 @@ class Limiter:
 
 
 class LimiterActor:
-    """A Limiter and its ledger, written within a second of a change whoever still talks; runs as a Ray actor."""
+    """Ray actor of a Limiter; writes its ledger within a second of a change, even with no active clients."""
 
     def __init__(self, config: LlmConfig, ledger: Path) -> None:
         self._limiter = Limiter(config, ledger)
-        self._due = False  # the ledger
+        self._due = False  # a write of the ledger
 
     async def talk(self, ended: Sequence[Ended], wishes: Sequence[Wish]) -> Admission:
         """As Limiter.talk."""
@@ -192,9 +191,9 @@ class LimiterActor:
 
 
 def start_limiter(config: LlmConfig, ledger: Path) -> Any:
-    """The handle of the run's limiter, a Ray actor on this node; it ends with this handle.
+    """The handle of the run's limiter, a new Ray actor on this node; it ends with this handle.
 
-    When its process dies it is started again from `ledger`, and what it was asked is asked again.
+    When its process dies Ray restarts it from `ledger` and retries its calls.
     """
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "scheduling_strategy": here}
@@ -202,20 +201,20 @@ def start_limiter(config: LlmConfig, ledger: Path) -> Any:
 
 
 def find_limiter() -> Any:
-    """The handle of the limiter that `start` started; ValueError where there is none."""
+    """The handle of the run's limiter; ValueError where there is none."""
     return ray.get_actor(NAME)
 
 
 class LimiterDied(RuntimeError):
-    """Nobody counts what the calls cost any more: the run has to end."""
+    """The limiter is gone, and with it the account of costs: the run has to end."""
 
 
 class BudgetSpent(RunStopped):
-    """llm.budget_usd is used up: the run has to end. Not a failure of one call, so nobody may make it Missing."""
+    """llm.budget_usd is used up: the run has to end. Not a failure of one call, so it must not become Missing."""
 
 
 class Line:
-    """The calls of this process, waiting in order until the limiter lets them begin."""
+    """The queue of this process's calls that wait for the limiter."""
 
     def __init__(self, limiter: Any) -> None:
         """`limiter`: the handle of a Limiter."""
@@ -226,7 +225,7 @@ class Line:
         self._news = asyncio.Event()
 
     async def begin(self, wish: Wish) -> int:
-        """Wait until a call may begin; the number to end it with. Raises BudgetSpent or LimiterDied."""
+        """Wait until a call may begin; returns its number. Raises BudgetSpent or LimiterDied."""
         place: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._waiting.append((wish, place))
         self._talk()
@@ -234,11 +233,11 @@ class Line:
             return await place
         except asyncio.CancelledError:
             if place.done() and not place.cancelled() and place.exception() is None:
-                self.end(_unused(place.result()))  # let through and cancelled at the same moment
+                self.end(_unused(place.result()))  # admitted and cancelled at the same moment
             raise
 
     def end(self, ended: Ended) -> None:
-        """Say that a call is over; once for every number."""
+        """Report the end of a call; once for every number."""
         self._ended.append(ended)
         self._news.set()
         self._talk()
@@ -251,7 +250,7 @@ class Line:
 
     async def _until_empty(self) -> None:
         while True:
-            self._waiting = [(wish, place) for wish, place in self._waiting if not place.done()]  # the rest gave up
+            self._waiting = [(wish, place) for wish, place in self._waiting if not place.done()]  # else cancelled
             if not self._waiting and not self._ended:
                 return
             self._news.clear()
@@ -271,7 +270,7 @@ class Line:
             raise LimiterDied(f"the limiter of the calls to language models died: {error}") from error
 
     def _admit(self, admission: Admission, asked: int) -> None:
-        """Tell those who waited first; all that asked, where the budget is used up."""
+        """Wake the calls that waited longest; all that were asked for, where the budget is used up."""
         told = asked if admission.stop else len(admission.calls)
         places = [place for _, place in self._waiting[:told]]
         del self._waiting[:told]
@@ -284,7 +283,7 @@ class Line:
                 place.set_result(call)
 
     def _hung_up(self, talking: asyncio.Task[None]) -> None:
-        """Whoever still waits gets the error that ended the talk."""
+        """Pass the error that ended the loop to the calls that still wait."""
         error = None if talking.cancelled() else talking.exception()
         if error:
             _fail([place for _, place in self._waiting], error)
@@ -298,5 +297,5 @@ def _fail(places: Sequence[asyncio.Future[int]], error: BaseException) -> None:
 
 
 def _unused(call: int) -> Ended:
-    """Gives back the number of a call that was never made."""
+    """The end of a call that was never made."""
     return Ended(call, tokens=0)

@@ -1,6 +1,7 @@
 """The folder of a run: what it writes while it goes, and what it says on the console.
 
 config.json        settings of the run
+history.jsonl      settings that changed when it went on: time, step, setting, before, after
 metrics.jsonl      one line a step; steps that are done again replace theirs
 transcripts.jsonl  every future of every step with its scores
 evaluations.json   means by evaluation; eval_NAME.jsonl holds the conversations
@@ -19,7 +20,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
@@ -30,7 +31,7 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from megatron_collab import __version__
-from megatron_collab.config import Config, uses_wandb
+from megatron_collab.config import SETTINGS, Config, changes, uses_wandb
 from megatron_collab.observability.progress import progress
 from megatron_collab.runtime import files, process
 from megatron_collab.runtime.process import FINISHED, global_rank
@@ -68,7 +69,7 @@ class Run:
             self._lock.acquire(timeout=10)  # a run that was just killed may still be going away
         except Timeout:
             raise RuntimeError(f"run.dir={self.folder}: another process trains there; choose another run.dir") from None
-        _replace(self.folder / "config.json", asdict(config))
+        self._go_on()
         for file in (self.folder / "metrics.jsonl", self.folder / "transcripts.jsonl"):
             _keep(file, lambda row: row["step"] < start)
         self._bar = progress("training", config.train.steps, unit="step", done=start, keep=True)
@@ -136,6 +137,18 @@ class Run:
 
         report.write(self.folder)
         _replace(self.folder / FINISHED, result)
+
+    def _go_on(self) -> None:
+        """Write the settings down, and which of them an earlier start of the run had otherwise."""
+        (self.folder / FINISHED).unlink(missing_ok=True)  # of fewer steps
+        at = datetime.now(UTC).isoformat(timespec="seconds")
+        rows = [
+            {"time": at, "step": self._start, "setting": change.setting, "before": change.before, "after": change.after}
+            for change in changes(self.config)
+        ]
+        if rows:
+            _append(self.folder / "history.jsonl", rows)
+        _replace(self.folder / SETTINGS, asdict(self.config))
 
     def _left(self, done: int) -> str:
         """Time until the last step, at the mean rate since this start."""

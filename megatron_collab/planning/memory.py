@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from megatron_collab.config import CONF, Config, ConfigError, parse
+from megatron_collab.config import CONF, Config, ConfigError, compose
 from megatron_collab.launch import validate
 from megatron_collab.models import hf_to_megatron, hf_to_sglang
 from megatron_collab.models.hf_config import ModelShape
@@ -92,7 +92,7 @@ def read_run(overrides: Sequence[str]) -> tuple[Config, ModelShape]:
     """The checked settings and the model's shape, from model.path or conf/shapes; ConfigError for settings that cannot
     work. Neither devices nor data nor weights are needed.
     """
-    config = parse(overrides)
+    config = compose(overrides)
     validate.check_settings(config)
     folder = Path(config.model.path)
     choices = [folder / "config.json", CONF / "shapes" / f"{folder.name}.json"]

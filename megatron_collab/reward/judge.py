@@ -1,4 +1,4 @@
-"""A language model that is asked for a score: an outage is Missing, never a number."""
+"""LLM judge: a language model that scores; an outage gives Missing, never a number."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_collab.types import Missing
 
 
 class Judge:
-    """Asks the model of `reward.judge`, or another at the same endpoint."""
+    """Asks the model of `reward.judge`, or another model at the same endpoint."""
 
     def __init__(self, client: LlmClient, endpoint: EndpointConfig) -> None:
         self.client = client
@@ -30,8 +30,8 @@ class Judge:
     ) -> dict[str, Any] | Missing:
         """The values of `fields` that the judge answers to `prompt`, Missing where it gives no usable answer.
 
-        `sample` numbers several judgements of the same prompt; each is made once. `model` and `max_tokens` replace
-        those of the endpoint. Raises BudgetSpent.
+        `sample` numbers several judgements of the same prompt; each is asked for once and cached. `model` and
+        `max_tokens` replace those of the endpoint. Raises BudgetSpent.
         """
         endpoint = replace(
             self.endpoint, model=model or self.endpoint.model, max_tokens=max_tokens or self.endpoint.max_tokens

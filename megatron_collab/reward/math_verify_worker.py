@@ -1,4 +1,4 @@
-"""Symbolic comparison of answers in a process of its own, which may hang or die without harm.
+"""Symbolic comparison of answers in a child process, which may hang or die without harm.
 
 math-verify limits its own time with signals, which only reach the main thread of a process, and not while it
 computes inside C. So it runs in the main thread of a child that ends itself when an answer takes too long.
@@ -24,7 +24,7 @@ MEMORY_LIMIT = 4 << 30  # bytes
 
 
 class Verdict(StrEnum):
-    """What came of a comparison; it is undecided where one side holds nothing that can be read as an answer."""
+    """Result of a comparison; undecided where one side contains nothing that parses as an answer."""
 
     EQUAL = "equal"
     DIFFERENT = "different"
@@ -33,7 +33,7 @@ class Verdict(StrEnum):
 
 
 class Checker:
-    """One child, started when it is first needed and again after it died; thread-safe, one answer at a time."""
+    """A child process, started when first needed and again after it died; thread-safe, one answer at a time."""
 
     def __init__(self, hard_limit: float = HARD_LIMIT) -> None:
         self.hard_limit = hard_limit
@@ -41,7 +41,7 @@ class Checker:
         self._child: subprocess.Popen[str] | None = None
 
     def compare(self, answer: str, text: str) -> Verdict | Missing:
-        """Whether the last answer found in `text` equals `answer`; Missing where that ended the child."""
+        """Whether the last answer found in `text` equals `answer`; Missing where the child died of it."""
         with self._lock:
             if self._child is None or self._child.poll() is not None:
                 self._child = _start(self.hard_limit)

@@ -1,4 +1,4 @@
-"""From futures to the reward of the turn they follow from: ours, and the published formulas for comparison."""
+"""Multiturn-aware reward of a turn from the scores of its futures, and the published formulas for comparison."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from megatron_collab.types import Missing, Reward, Score
 
-TOKENS = "token_amount"  # the metric that the paper's formula treats apart
+TOKENS = "token_amount"  # the metric that the paper's formula treats specially
 _BY_FUTURE = ("paper", "collabllm")  # the mean is over whole futures, not over each metric's own
 
 

@@ -1,4 +1,4 @@
-"""What judges are told: a rubric with its placeholders filled, and the form of the answer."""
+"""Prompts of judges: a rubric with its placeholders filled, and the format of the answer."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def placeholders(rubric: str) -> set[str]:
 def prompt(rubric: str, task: Task, conversation: Conversation, fields: Sequence[Field]) -> str:
     """`rubric` with its PLACEHOLDERS filled, followed by how to answer with `fields`.
 
-    {conversation} is the whole of it with tools, {goal} what the user wants, {answer} the task's answer, {question}
-    the message that the task ends with. What is filled in is not looked through for placeholders again.
+    {conversation} is the whole conversation with tools, {goal} what the user wants, {answer} the task's answer,
+    {question} the message that the task ends with. Placeholders within the values are not filled.
     """
     values = {
         "conversation": render(conversation.messages, tools=True),

@@ -6,14 +6,13 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_collab.config import Config, future_range
+from megatron_collab.config import Config
 from megatron_collab.reward.dispatch import RewardClient
 from megatron_collab.reward.multiturn import turn_reward
-from megatron_collab.rollout.adaptive import allocate
 from megatron_collab.rollout.conversation import Place, Sampler
 from megatron_collab.rollout.policy import Policy, Renderer
 from megatron_collab.rollout.users import Users
-from megatron_collab.types import Conversation, Ending, Future, Group, Missing, Reward, Rollout, Task
+from megatron_collab.types import Conversation, Ending, Future, Group, Reward, Rollout, Task
 
 
 class Player:
@@ -36,11 +35,12 @@ class Player:
         """
         places = [Place(stream, i) for i in range(self.config.train.rollouts_per_prompt)]
         if self.config.reward.mode == "single_turn":
-            rollouts = await asyncio.gather(*(self._alone(task, place) for place in places))
-        elif future_range(self.config.rollout.futures) == (0, 0):
-            rollouts = await asyncio.gather(*(self._whole(task, place) for place in places))
+            play = self._alone
+        elif self.config.rollout.futures == 0:
+            play = self._whole
         else:
-            rollouts = await self._with_futures(task, places)
+            play = self._with_futures
+        rollouts = await asyncio.gather(*(play(task, place) for place in places))
         return Group(task, tuple(rollouts))
 
     async def evaluate(self, task: Task, stream: str) -> Group:
@@ -66,36 +66,19 @@ class Player:
             )
         return self._rollout(conversation, [await self._scored(task, conversation)])
 
-    async def _with_futures(self, task: Task, places: Sequence[Place]) -> list[Rollout]:
-        """Trained turns with futures; where their number adapts, the second half goes where it says most."""
-        low, high = future_range(self.config.rollout.futures)
-        branches = await asyncio.gather(*(self._branch(task, place, low) for place in places))
-        if low < high:
-            values = [[] if start.ending else self._values(futures) for start, futures in branches]
-            extra = round(sum(map(bool, values)) * (low + high) / 2) - low * sum(map(bool, values))
-            more = await asyncio.gather(
-                *(
-                    self._futures(start, task, place, range(low, low + count))
-                    for (start, _), place, count in zip(branches, places, allocate(values, extra, high), strict=True)
-                )
-            )
-            branches = [(start, had + new) for (start, had), new in zip(branches, more, strict=True)]
-        return [self._rollout(start, futures) for start, futures in branches]
-
-    async def _branch(self, task: Task, place: Place, futures: int) -> tuple[Conversation, list[Future]]:
-        """A trained turn and its first futures; a turn after which nothing can follow is scored as it stands."""
+    async def _with_futures(self, task: Task, place: Place) -> Rollout:
+        """A trained turn and its futures; a turn after which nothing can follow is scored as it stands."""
         start = await self._start(task, place)
         if start.ending:
-            return start, [await self._scored(task, start)]
-        return start, await self._futures(start, task, place, range(futures))
+            return self._rollout(start, [await self._scored(task, start)])
+        futures = (
+            self._future(start, task, replace(place, future=number)) for number in range(self.config.rollout.futures)
+        )
+        return self._rollout(start, await asyncio.gather(*futures))
 
     async def _start(self, task: Task, place: Place) -> Conversation:
         start = await self.sampler.trained_turn(task, place)
         return self.sampler.refuse_malformed(start) if self.strict else start
-
-    async def _futures(self, start: Conversation, task: Task, place: Place, numbers: range) -> list[Future]:
-        futures = (self._future(start, task, replace(place, future=number)) for number in numbers)
-        return await asyncio.gather(*futures)
 
     async def _future(self, start: Conversation, task: Task, place: Place) -> Future:
         """A future of `start`, scored the moment it ends."""
@@ -112,13 +95,6 @@ class Player:
         penalty = self.config.reward.malformed
         if penalty is not None and any(future.conversation.ending is Ending.MALFORMED for future in futures):
             return Rollout(start, tuple(futures), Reward(penalty))
-        return Rollout(start, tuple(futures), self._reward(futures))
-
-    def _reward(self, futures: Sequence[Future]) -> Reward:
         reward = self.config.reward
-        return turn_reward([future.scores for future in futures], reward.weights, reward.mode, reward.clamp)
-
-    def _values(self, futures: Sequence[Future]) -> list[float]:
-        """What the reward would be from each future alone, where it has one."""
-        values = (self._reward([future]).value for future in futures)
-        return [value for value in values if not isinstance(value, Missing)]
+        scores = [future.scores for future in futures]
+        return Rollout(start, tuple(futures), turn_reward(scores, reward.weights, reward.mode, reward.clamp))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import ceil
 
-from megatron_collab.config import Config, future_range
+from megatron_collab.config import Config
 from megatron_collab.reward import metrics
 
 STARTS = 2  # a group whose worker dies is played again from its beginning
@@ -14,14 +14,11 @@ def group_seconds(config: Config, groups: int) -> float:
     """Seconds in which a group of `groups` in flight is finished, unless something hangs.
 
     A trained turn and its futures have rollout.deadline each, what is scored waits for a place and then has its own
-    limit; where the number of futures adapts there are two rounds of them. Never less than it can take: every
-    conversation counts as played to its end, every call as needed as often as it may be tried.
+    limit. Never less than it can take: every conversation counts as played to its end, every call as needed as often
+    as it may be tried.
     """
-    low, high = future_range(config.rollout.futures)
-    conversations = groups * config.train.rollouts_per_prompt * max(1, high)
-    rounds = 2 if low < high else 1
-    deadline = config.rollout.deadline
-    return STARTS * (deadline + rounds * (deadline + _score_seconds(config, conversations)))
+    conversations = groups * config.train.rollouts_per_prompt * max(1, config.rollout.futures)
+    return STARTS * (2 * config.rollout.deadline + _score_seconds(config, conversations))
 
 
 def _score_seconds(config: Config, conversations: int) -> float:

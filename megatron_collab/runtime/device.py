@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     import torch
 
 GPU = "cuda"  # as torch names it
-SETTINGS = ("auto", "cpu", GPU)  # of launch.device
 
 
 @dataclass(frozen=True)

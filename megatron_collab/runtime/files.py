@@ -1,4 +1,4 @@
-"""Files that a next start reads: a process may be killed at any moment while it writes one."""
+"""Atomic writes of the files that a resume reads: a process may be killed at any moment of a write."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from megatron_collab.runtime.process import RunStopped
 
 @contextmanager
 def writing(file: Path) -> Iterator[None]:
-    """RunStopped where what is done within it cannot write `file`."""
+    """Turn an OSError within the block into RunStopped, which names `file`."""
     try:
         yield
     except OSError as error:
         raise RunStopped(
-            f"{file}: cannot be written: {error.strerror}; make room there; the same command goes on from the last "
+            f"{file}: cannot be written: {error.strerror}; free space there; the same command resumes from the last "
             "checkpoint"
         ) from error
 
 
 def replace(file: Path, text: str) -> None:
-    """Write `file` as a whole: what is read is the old text or the new one, whenever the process or machine stops.
+    """Write `file` atomically: readers see the old text or the new one, whenever the process or the machine stops.
 
-    RunStopped where it cannot be written.
+    Raises RunStopped where it cannot be written.
     """
     draft = file.with_name(f"{file.name}.tmp")
     with writing(file), draft.open("w") as out:

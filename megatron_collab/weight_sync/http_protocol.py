@@ -1,4 +1,4 @@
-"""Rank 0's line to one server: the calls of SGLang's HTTP interface that put new weights in."""
+"""HTTP calls of rank 0 to SGLang's servers in a weight sync."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ LOADER = "megatron_collab.weight_sync.receiver.receive"
 
 
 class PublishError(RunStopped):
-    """The new weights reached no server, or not this one; the message says where it failed."""
+    """The weight sync failed at every server, or at this one; the message says where."""
 
 
 class Server(Protocol):
-    """A running server: `generation` counts the processes that have been it."""
+    """A running server; `generation` counts its restarts."""
 
     api_key: str
     tp: int
@@ -38,15 +38,15 @@ class Server(Protocol):
         """Where it listens."""
 
     def resume(self, tag: str) -> None:
-        """Take the memory of `tag` again, if it was released; ServerError where that fails."""
+        """Allocate the memory of `tag` again, if it was released; ServerError where that fails."""
 
 
 class ServerCall:
-    """One publish to one server: `pause` and `begin`, what brings the weights, `end` and `go_on`.
+    """One weight sync of one server: `pause` and `begin`, the transfer, `end` and `go_on`.
 
-    The weights must be there `timeout` seconds after `pause` was called; the short calls have a quarter of that, so
-    that a server which hangs is known before those that are held up by it have lost their time. PublishError where one
-    fails; the server then stays as it is, paused, and samples no more.
+    The transfer has to end `timeout` seconds after `pause` was called; the short calls have a quarter of that, so that
+    a server which hangs is detected before those that wait for it time out. PublishError where a call fails; the
+    server then stays paused and samples no more.
     """
 
     def __init__(self, server: Server, timeout: float) -> None:
@@ -56,21 +56,21 @@ class ServerCall:
         self._headers = {"Authorization": f"Bearer {server.api_key}", "Content-Type": "application/json"}
 
     def pause(self, mode: str) -> None:
-        """Stop sampling; requests under way are aborted or retracted as `mode` says, later ones wait."""
+        """Stop sampling; running requests are aborted or retracted as `mode` says, later ones wait."""
         self._began = time.monotonic()
         self._deadline = self._began + self._short
         self._post("/pause_generation", {"mode": mode})
 
     def begin(self) -> None:
-        """Open an update, in place of one that its publisher did not live to close."""
+        """Open an update; an earlier one whose sender died is closed first."""
         status, _ = self._ask("/begin_weight_update", {})
         if status != 200:
             self._post("/end_weight_update", {})
             self._post("/begin_weight_update", {})
 
     def receive(self, orders: Sequence[str], version: int) -> None:
-        """Have the server's ranks follow their orders (see receiver.py); its cache of older weights is emptied."""
-        # SGLang's ranks unpickle tensors with a name each; the name is all that we send.
+        """Send the server's ranks their orders (see receiver.py); the server flushes its KV cache of older weights."""
+        # SGLang's ranks unpickle named tensors; only the name carries anything.
         payloads = [base64.b64encode(pickle.dumps([(order, torch.empty(0))])).decode() for order in orders]
         self._deadline = self._began + self._timeout
         body = {"serialized_named_tensors": payloads, "load_format": LOADER}
@@ -82,12 +82,12 @@ class ServerCall:
         self._post("/end_weight_update", {})
 
     def read_folder(self, folder: str, version: int) -> None:
-        """Have the server read a Hugging Face folder; this needs no `begin` and no `end`."""
+        """Make the server load a Hugging Face folder; needs no `begin` and no `end`."""
         self._deadline = self._began + self._timeout
         self._post("/update_weights_from_disk", {"model_path": folder} | _versioned(version))
 
     def go_on(self) -> None:
-        """Sample again; the requests that have waited need memory for the KV cache at once."""
+        """Continue sampling; waiting requests need memory for the KV cache at once."""
         try:
             self.server.resume("kv_cache")
         except ServerError as error:
@@ -118,7 +118,7 @@ def _versioned(version: int) -> dict[str, Any]:
 
 
 class ServerCalls:
-    """The lines to all servers of one publish: a call goes to all at once, and a server where one fails is left out."""
+    """The calls to all servers of one weight sync, made in parallel; a server where one fails is left out."""
 
     def __init__(self, links: Sequence[ServerCall], callers: Executor) -> None:
         self.failures: dict[ServerCall, str] = {}
@@ -127,15 +127,15 @@ class ServerCalls:
         self._calls: list[tuple[ServerCall, Future[None]]] = []
 
     def left(self) -> list[ServerCall]:
-        """Those where nothing has failed."""
+        """The servers at which no call failed."""
         return [link for link in self._links if link not in self.failures]
 
     def start(self, call: Callable[[ServerCall], None]) -> None:
-        """Begin a call in the background."""
+        """Start a call to every server in the background."""
         self._calls = [(link, self._callers.submit(call, link)) for link in self.left()]
 
     def settle(self) -> None:
-        """Wait for what was started."""
+        """Wait for the started calls."""
         for link, call in self._calls:
             heartbeat.beat()
             try:

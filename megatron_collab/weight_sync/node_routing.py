@@ -1,4 +1,6 @@
-"""Who puts a bucket's slices into the memory of each node, and what crosses between nodes: pure, numbers only.
+"""Routes a bucket's slices to the memory of each node: which rank writes them, and what crosses between nodes.
+
+Pure functions of numbers:
 
     a slice that a rank of the node holds:   that rank ------------------------> the node's segment
     one that none of them holds:             its source in the plan -- once --> the segment's keeper, a rank of the node
@@ -45,11 +47,11 @@ class Nodes:
         return range(node * self.ranks, (node + 1) * self.ranks)
 
     def keeper(self, node: int, target: int) -> int:
-        """The trainer rank that keeps the segments of server rank `target` on a node, and receives into them."""
+        """The trainer rank that owns the segments of server rank `target` on a node, and receives into them."""
         return node * self.ranks + target % self.ranks
 
     def origin(self, node: int, target: int, piece: Slice) -> int:
-        """Where a node has a slice from: the keeper, else one of its ranks that hold it, in turn, else its source."""
+        """The rank that a node gets a slice from: the keeper, else a local holder in turn, else the slice's source."""
         keeper = self.keeper(node, target)
         if self.colocated and keeper in piece.holders:
             return keeper
@@ -57,12 +59,12 @@ class Nodes:
         return local[piece.holders.index(piece.source) % len(local)] if local else piece.source
 
     def writer(self, node: int, target: int, piece: Slice) -> int:
-        """The rank of the node that says when a slice is there."""
+        """The rank of the node that announces a slice once it is written."""
         origin = self.origin(node, target, piece)
         return origin if self.of_rank(origin) == node else self.keeper(node, target)
 
     def without(self, holders: range) -> tuple[int, ...]:
-        """The nodes where nobody holds it."""
+        """The nodes where no rank holds it."""
         return _without(self, holders)
 
 
@@ -77,7 +79,7 @@ class Hop(NamedTuple):
 
 
 def nodes(config: Config) -> Nodes:
-    """Those of a run. Over the network every rank reaches every server, as if all were on one."""
+    """The nodes of a run. Over the network every rank reaches every server, as if all were on one node."""
     if not uses_memory(config):
         return Nodes(1, ranks(config), config.rollout.server.replicas)
     launch, server = config.launch, config.rollout.server
@@ -112,7 +114,7 @@ def sent(plan: SyncPlan, nodes: Nodes, rank: int) -> list[list[Item]]:
 
 
 def hops(plan: SyncPlan, nodes: Nodes) -> list[list[Hop]]:
-    """By round, all that crosses, in an order that both ends know."""
+    """By round, all transfers between nodes, in the same order on both ends."""
     return [
         [hop for target, bucket in enumerate(buckets) for hop in _crossing(target, bucket, nodes)]
         for buckets in plan.rounds
@@ -120,7 +122,7 @@ def hops(plan: SyncPlan, nodes: Nodes) -> list[list[Hop]]:
 
 
 def _crossing(target: int, bucket: Bucket, nodes: Nodes) -> Iterator[Hop]:
-    """Neighbours that go the same way are one hop."""
+    """Adjacent slices with the same source and keeper form one hop."""
     under_way: dict[int, tuple[int, Hop]] = {}  # by node, the hop with the number of its last slice
     for number, piece in enumerate(bucket.slices):
         for node in nodes.without(piece.holders):

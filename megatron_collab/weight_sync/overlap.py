@@ -1,4 +1,4 @@
-"""Which blocks a trainer's shards and a server's parameters have in common, whoever then writes them; numbers only."""
+"""The blocks that a trainer's shards and a server's parameters have in common; pure functions of numbers."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _common(shape: ModelShape, trainer: TrainerLayout, server: ServerLayout) -> 
 def _check_fp8(
     parameter: Parameter, tensors: Mapping[str, Shape], blocks: Iterable[WeightBlock], trainer: TrainerLayout
 ) -> None:
-    """A scale is that of 128 x 128 elements: SGLang has none for less, and nobody could make it from a part of them."""
+    """Refuse cuts within blocks of 128 x 128: SGLang has one scale per block, which needs all of its elements."""
     sides = parameter.shape[-2:]
     for part in parameter.parts:
         for what, cut, own, size, all_of_it in zip(
@@ -102,7 +102,7 @@ def _check_fp8(
 
 
 def _shared(rank: int, parameter: Parameter, part: ServerTensor, held: Iterable[Held]) -> Iterator[WeightBlock]:
-    """What a part of a server's parameter shares with the pieces of its tensor."""
+    """The blocks that a part of a server's parameter shares with the pieces of its tensor."""
     name = _LAYER.sub("layers.{}.", parameter.name)
     leading = part.index[: -len(part.hf_index)]
     for own in held:
@@ -116,13 +116,13 @@ def _shared(rank: int, parameter: Parameter, part: ServerTensor, held: Iterable[
 
 
 def _moved(bounds: Index, origin: Index, place: Index) -> Index:
-    """Where a block of a tensor is in something that has the tensor's block `origin` at `place`."""
+    """`bounds`, relative to a tensor, in a parameter that holds the tensor's block `origin` at `place`."""
     shifts = (b.start - a.start for a, b in zip(origin, place, strict=True))
     return tuple(slice(cut.start + shift, cut.stop + shift) for cut, shift in zip(bounds, shifts, strict=True))
 
 
 def _merged(blocks: Iterable[WeightBlock]) -> Iterator[WeightBlock]:
-    """Neighbours by rows on both sides are one block: where the cuts are equal, a shard travels as it is."""
+    """Merge blocks that are adjacent by rows on both sides: where the cuts are equal, a shard is sent as one."""
     last: WeightBlock | None = None
     for block in blocks:
         if last is not None and _follows(last, block):

@@ -1,12 +1,15 @@
-"""Who sends which block of the weights into which server rank's bucket, and in which round: pure, numbers only.
+"""Plans a weight sync: which trainer rank sends which block into which server rank's bucket, and in which round.
+
+Pure functions of numbers:
 
     what trainer ranks hold (parallel_layout) -+
-                                               +--> blocks in common (blocks) -> a source for each -> rounds of buckets
+                                               +--> blocks in common (overlap) -> a source for each -> rounds of buckets
     what server ranks hold (hf_to_sglang) -----+
 
-In round k every server rank receives its k-th bucket. Whoever has something for a server rank writes an equal share of
-it in every round: all stages and ranks work side by side until the end, and no link waits for another. Data parallel
-ranks that hold the same write a share each. node_routing.py says what a node of several writes itself.
+In round k every server rank receives its k-th bucket. Every trainer rank that holds blocks of a server rank writes an
+equal share of them in every round: all stages and ranks work in parallel until the end, and no link waits for another.
+Data parallel ranks that hold the same blocks share the writing. node_routing.py decides what the ranks of a node write
+themselves where there are several nodes.
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ BUCKET_BYTES = 512 << 20
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """target[target_index] of a server rank = shard[shard_index] of trainer rank `source`, by way of a bucket's bytes.
+    """target[target_index] of a server rank = shard[shard_index] of trainer rank `source`, through a bucket.
 
     `shard` is a Megatron parameter under its global name (weights.named_shards), `target` one of SGLang. Indices have
     explicit bounds in every dimension. Both blocks have the same elements in the same order; that of an expert has a
@@ -73,14 +76,14 @@ class Slice:
 
     @property
     def scale_index(self) -> Index:
-        """Where the scales belong, one for each block of 128 x 128; a slice has whole blocks only."""
+        """The place of the scales, one for each block of 128 x 128; a slice has whole blocks only."""
         *leading, rows, columns = self.target_index
         return (*leading, *(slice(cut.start // FP8_BLOCK, -(-cut.stop // FP8_BLOCK)) for cut in (rows, columns)))
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """What one server rank receives in one round: `size` bytes; slices are ordered by source, offsets ascend."""
+    """The `size` bytes that one server rank receives in one round; slices are ordered by source, offsets ascend."""
 
     slices: tuple[Slice, ...]
     size: int
@@ -88,25 +91,25 @@ class Bucket:
 
 @dataclass(frozen=True)
 class SyncPlan:
-    """`rounds[k][t]`: the k-th bucket of rank t of every server; empty where it needs no more."""
+    """`rounds[k][t]`: the k-th bucket of rank t of every server; empty once it has everything."""
 
     rounds: tuple[tuple[Bucket, ...], ...]
 
 
 def trainer_layout(config: Config) -> TrainerLayout:
-    """The trainer of a run."""
+    """The layout of a run's trainer."""
     parallel = config.parallel
     return TrainerLayout(parallel.tp, parallel.pp, parallel.vpp, parallel.cp, parallel.ep, ranks(config))
 
 
 def server_layout(config: Config) -> ServerLayout:
-    """Each server of a run."""
+    """The layout of each server of a run."""
     server = config.rollout.server
     return ServerLayout(server.tp, server.ep, server.fp8)
 
 
 def uses_memory(config: Config) -> bool:
-    """Whether servers take weights from memory that they share with the trainer's ranks of their node."""
+    """Whether weights go through memory that servers and trainer ranks of a node share."""
     transport = config.publish.transport
     near = config.launch.nodes == 1 or config.rollout.server.colocated
     return transport == "memory" or (transport == "auto" and near)
@@ -115,9 +118,9 @@ def uses_memory(config: Config) -> bool:
 def plan_sync(
     shape: ModelShape, trainer: TrainerLayout, server: ServerLayout, item_bytes: int, bucket_bytes: int = BUCKET_BYTES
 ) -> SyncPlan:
-    """Every element of every server rank, written once; `item_bytes` are those of the model's dtype.
+    """A plan that writes every element of every server rank once; `item_bytes`: of the model's dtype.
 
-    No bucket is larger than `bucket_bytes`, nor is what is taken from a source in a round, for all server ranks.
+    No bucket is larger than `bucket_bytes`, nor is what one source sends in a round to all server ranks.
     ValueError if a layout cannot hold the model, if it cuts FP8's blocks, or if `bucket_bytes` are too few.
     """
     queues = _queues(shape, trainer, server, item_bytes)
@@ -140,7 +143,7 @@ def plan_sync(
 
 
 def fp8_fault(shape: ModelShape, trainer: TrainerLayout, server: ServerLayout) -> str | None:
-    """Why a server cannot be given its weights in FP8, in one line; None where it can, or where it has none in FP8."""
+    """Why the weights cannot be sent in FP8, in one line; None where they can, or where the server has none in FP8."""
     if not server.fp8:
         return None
     try:

@@ -1,7 +1,7 @@
-"""In every process of SGLang that holds weights: new ones come straight into the model's own parameters.
+"""Runs in every process of SGLang that holds weights: receives new ones into the model's parameters.
 
-SGLang calls `receive` (link.LOADER) with what the publisher sent over HTTP: an order. The bytes come through shared
-memory or the network, bucket after bucket; each slice is copied to its place once. Connections are kept.
+SGLang calls `receive` (http_protocol.LOADER) with an order that the trainer sent over HTTP. The bytes arrive through
+shared memory or the network, bucket after bucket; each slice is copied to its place once. Connections are kept.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ Copies = tuple[list[Tensor], list[Tensor]]  # places in parameters, and slices o
 def receive(model: torch.nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     """Follow an order: the name of the only tensor, as JSON.
 
-    Its `attach`, where it has one, are the arguments of a new Receiver, `take` those of Receiver.take. What became of
-    it is said on the board. Nothing is raised: an exception would end SGLang without a word to the publisher.
+    Its `attach`, where it has one, are the arguments of a new Receiver, `take` those of Receiver.take. The
+    result is written to the store. Nothing is raised: an exception would end SGLang without an answer to the trainer.
     """
     global _receiver
     order = json.loads(named_tensors[0][0])
     try:
         if "attach" in order:
-            _receiver = None  # its memory goes first
+            _receiver = None  # frees its memory first
             _receiver = Receiver(**order["attach"])
         assert _receiver is not None
         _receiver.take(model, **order["take"])
@@ -63,7 +63,7 @@ class Row(NamedTuple):
 
 
 class Receiver:
-    """What a rank of a server knows of the publisher, and where its buckets come from."""
+    """A server rank's side of weight syncs: its plan, its parameters and its transport."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Receiver:
     def take(self, model: torch.nn.Module, publish: int, verify: bool) -> None:
         """Put the weights of publish number `publish` into the model; `verify`: say the checksum of what it then holds.
 
-        ValueError where the parameters are not those of the plan; RuntimeError where the publisher goes silent.
+        ValueError where the parameters are not those of the plan; RuntimeError where the trainer stops sending.
         """
         board = Board(self._store, publish)
         try:
@@ -123,15 +123,15 @@ class Receiver:
                 synchronize(bucket)  # the bucket may be written again as soon as the next one is asked for
             sums = [_sum(parameters, row) for rows in self._rounds for row in rows] if verify else []
         except Exception as error:
-            self._buckets, self._pointers = None, []  # whoever is sending notices
-            with suppress(RuntimeError):  # where the publisher has ended there is nobody to tell
+            self._buckets, self._pointers = None, []  # the senders notice
+            with suppress(RuntimeError):  # the trainer may have ended
                 board.give_up(self._server, self._rank, len(self._rounds))
                 board.answer(self._server, self._rank, {"error": f"{type(error).__name__}: {error}"})
             raise
         board.answer(self._server, self._rank, {"checksum": combined(sums)})
 
     def _check(self, parameters: Mapping[str, Tensor]) -> None:
-        """ValueError for one that would not be written as it should, or not at all: it would keep old weights."""
+        """ValueError for a parameter that is not in the plan or differs from it: it would keep old weights."""
         found = {name: f"{str(tensor.dtype)[6:]} {tuple(tensor.shape)}" for name, tensor in parameters.items()}
         for name in sorted(found.keys() | self._parameters.keys()):
             here, planned = found.get(name, "missing"), self._parameters.get(name, "no such parameter")
@@ -146,7 +146,7 @@ class Receiver:
         assert self._network is not None
         board.set_ready(self._server, self._rank, True)
         if not board.all_ready(self._server, self._network["tp"], self._timeout):
-            raise RuntimeError("another rank of the server does not come")
+            raise RuntimeError("another rank of the server does not join")
         return NetworkReceiver(
             self._address, rank=self._rank, parts=parts, device=device, timeout=self._timeout, **self._network
         )

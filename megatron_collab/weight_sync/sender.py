@@ -1,4 +1,4 @@
-"""What one trainer rank writes of buckets: blocks of its shards, in the server's dtype, where the plan says."""
+"""Writes one trainer rank's part of the buckets: blocks of its shards, in the server's dtype, as planned."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Part = tuple[int, int]
 
 
 class Sender:
-    """Some slices of each round of a plan; `shards` are this rank's parameters by global name."""
+    """Writes some slices of each round of a plan; `shards` are this rank's parameters by global name."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class Sender:
         shards: Mapping[str, torch.nn.Parameter],
         dtype: torch.dtype,
     ) -> None:
-        """`takers`: the nodes whose servers get a slice from here."""
+        """`takers`: the nodes whose servers get a slice from this rank."""
         self._takers, self._shards, self._dtype = takers, shards, dtype
         # parts[k][t]: [start, stop) of the k-th bucket of server rank t that they lie in
         self.parts: list[dict[int, Part]] = [_parts(items) for items in rounds]
@@ -42,23 +42,23 @@ class Sender:
 
     @property
     def bytes(self) -> int:
-        """All that it writes in a publish."""
+        """Bytes that it writes in a weight sync."""
         return sum(piece.size for items in (*self._copied, *self._converted) for _, piece in items)
 
     @property
     def largest(self) -> int:
-        """Bytes that the parts of any round take."""
+        """Bytes of the largest round."""
         return max(sum(stop - start for start, stop in parts.values()) for parts in self.parts)
 
     def packed(self, number: int, buffer: Tensor) -> dict[int, Tensor]:
-        """Room for the parts of a round in a buffer, one after another."""
+        """Views of a buffer for the parts of a round, one after another."""
         sizes = [stop - start for start, stop in self.parts[number].values()]
         return dict(zip(self.parts[number], buffer[: sum(sizes)].split(sizes), strict=True))
 
     def write(self, number: int, parts: Mapping[int, Tensor], sums: Sums | None = None) -> None:
         """Write round `number`: parts[t] uint8 is the part of server rank t's bucket.
 
-        Where they are asked for, the checksum of each slice is added to those of the nodes that get it.
+        `sums`, if given, gets the checksum of each slice for the nodes that receive it.
         """
         heartbeat.beat()
         places, blocks = self._planned(number, parts)
@@ -79,11 +79,11 @@ class Sender:
                     sums.setdefault((node, target), []).append(found)
 
     def _converts(self, piece: Slice) -> bool:
-        """Whether it is in FP8 at one end: not to be copied."""
+        """Whether it is in FP8 at one end, which a plain copy cannot convert."""
         return piece.quantised or is_float8tensor(self._shards[piece.shard])
 
     def _planned(self, number: int, parts: Mapping[int, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Places in `parts` and what is copied there; made once, and anew where memory has moved."""
+        """Views of `parts` and of the shards to copy there; cached until an address changes."""
         items = self._copied[number]
         memory = [*parts.values(), *(self._shards[piece.shard] for _, piece in items)]
         pointers = [tensor.data_ptr() for tensor in memory]

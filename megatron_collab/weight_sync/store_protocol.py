@@ -1,6 +1,6 @@
-"""What ranks and servers tell each other while weights travel: keys in the store of the run.
+"""Store keys that coordinate a weight sync between trainer ranks and servers.
 
-A bucket needs no HTTP request and no collective: whoever waits for it is woken by a key.
+A bucket needs no HTTP request and no collective: a key in the run's store wakes the processes that wait for it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Address = tuple[str, int]
 
 
 class Peer(NamedTuple):
-    """Server number `server` as all ranks know it, with `tp` ranks; `new`: its process has not been published to."""
+    """Server number `server` with `tp` ranks; `new`: its process has received no weights yet."""
 
     server: int
     tp: int
@@ -24,9 +24,9 @@ class Peer(NamedTuple):
 
 
 def connect(address: Address, prefix: str, timeout: float) -> dist.Store:
-    """A line of its own to the store at `address`: one that waits holds up all others who share it.
+    """A new connection to the store at `address`: a wait on a shared one blocks its other users.
 
-    Whatever is asked of it fails after `timeout` seconds, or when the store's process ends.
+    Every operation fails after `timeout` seconds, or when the store's process ends.
     """
     host, port = address
     limit = timedelta(seconds=timeout)
@@ -35,7 +35,7 @@ def connect(address: Address, prefix: str, timeout: float) -> dist.Store:
 
 
 class Board:
-    """The keys of one publish, whose `number` no other has under the same prefix."""
+    """The keys of one weight sync; `number` is unique under the store's prefix."""
 
     def __init__(self, store: dist.Store, number: int) -> None:
         self.number = number
@@ -53,7 +53,7 @@ class Board:
         self._store.set(self._loaded(bucket, server, rank), "")
 
     def late(self, bucket: int, readers: Iterable[tuple[int, int]], patience: float) -> set[int]:
-        """Wait for `readers`: (server, rank). The servers of those that are still awaited after `patience` seconds."""
+        """Wait for `readers`, (server, rank); the servers of those that have not read within `patience` seconds."""
         keys = {self._loaded(bucket, *reader): reader[0] for reader in readers}
         if self._all_there(list(keys), patience):
             return set()
@@ -69,16 +69,16 @@ class Board:
         self._store.wait([self._sent(bucket)])
 
     def set_ready(self, server: int, rank: int, ready: bool) -> None:
-        """A server's rank will meet the trainer's ranks over the network, or it will not come."""
+        """A server's rank will join the process group with the trainer's ranks, or it will not."""
         self._store.set(self._ready(server, rank), str(int(ready)))
 
     def all_ready(self, server: int, tp: int, patience: float) -> bool:
-        """Whether all ranks of a server will come, as they say within `patience` seconds."""
+        """Whether all ranks of a server announce within `patience` seconds that they will join."""
         keys = [self._ready(server, rank) for rank in range(tp)]
         return self._all_there(keys, patience) and all(self._store.get(key) == b"1" for key in keys)
 
     def answer(self, server: int, rank: int, found: dict[str, Any]) -> None:
-        """What became of it at a server's rank; SGLang's own answer has no room for that."""
+        """The result at a server's rank; SGLang's HTTP answer cannot carry it."""
         self._store.set(self._answer(server, rank), json.dumps(found))
 
     def answered(self, server: int, rank: int) -> dict[str, Any] | None:
@@ -87,14 +87,14 @@ class Board:
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
     def give_up(self, server: int, rank: int, buckets: int) -> None:
-        """Nobody waits for that server's rank any more."""
+        """Release all waits for that server's rank."""
         self.set_ready(server, rank, False)
         for bucket in range(buckets):
             self.set_loaded(bucket, server, rank)
 
     def abandon(self, server: int, tp: int, buckets: int) -> None:
-        """Nobody waits for that server any more. What it reads from now on may be overwritten: it has not got all."""
-        self._store.set(self._abandoned(server), "")  # first: whoever is woken by the rest writes on
+        """Release all waits for that server. What it reads may be overwritten: its weights stay incomplete."""
+        self._store.set(self._abandoned(server), "")  # first: the keys that follow wake writers, which then continue
         for rank in range(tp):
             self.give_up(server, rank, buckets)
 
@@ -102,7 +102,7 @@ class Board:
         return self._store.check([self._abandoned(server)])
 
     def clear(self, sources: int, peers: Iterable[Peer], buckets: int) -> None:
-        """Remove all keys; nobody waits for one any more."""
+        """Remove all keys, once no process waits for one."""
         keys = [self._written(bucket, source) for bucket in range(buckets) for source in range(sources)]
         for bucket in range(buckets):
             keys += [self._count(bucket), self._sent(bucket)]

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_collab.algo.advantages import assign
 from megatron_collab.algo.credit import fresh, samples_of, teaches, whole
-from megatron_collab.config import Config
+from megatron_collab.config import Config, RewardConfig
 from megatron_collab.types import (
     Conversation,
     Credit,
@@ -114,18 +114,21 @@ def test_what_is_said_between_two_trained_turns_is_not_trained() -> None:
 
 
 @pytest.mark.parametrize(
-    ("credit", "expected"),
+    ("credit", "gamma", "expected"),
     [
-        ("last", {((11, 13),): 4.5}),
-        ("equal", {((3, 5), (7, 9), (11, 13)): 4.5}),
-        ("reward_to_go(1)", {((3, 5),): 4.5, ((7, 9),): 3.5, ((11, 13),): 3.0}),
+        ("last", 1.0, {((11, 13),): 4.5}),
+        ("equal", 1.0, {((3, 5), (7, 9), (11, 13)): 4.5}),
+        ("reward_to_go", 1.0, {((3, 5),): 4.5, ((7, 9),): 3.5, ((11, 13),): 3.0}),
         # 3 at the end, 0.5 for the second turn, 1 for the first: 3; 0.5 + 3 / 2; 1 + 2 / 2
-        ("reward_to_go(0.5)", {((3, 5),): 2.0, ((7, 9),): 2.0, ((11, 13),): 3.0}),
-        ("reward_to_go(0)", {((3, 5),): 1.0, ((7, 9),): 0.5, ((11, 13),): 3.0}),
+        ("reward_to_go", 0.5, {((3, 5),): 2.0, ((7, 9),): 2.0, ((11, 13),): 3.0}),
+        ("reward_to_go", 0.0, {((3, 5),): 1.0, ((7, 9),): 0.5, ((11, 13),): 3.0}),
     ],
 )
-def test_credits_worked_out_by_hand(credit: str, expected: dict[tuple[tuple[int, int], ...], float]) -> None:
-    found = whole(played(1.0, [1.0, 0.5, 2.0]), credit, "g")
+def test_credits_worked_out_by_hand(
+    credit: str, gamma: float, expected: dict[tuple[tuple[int, int], ...], float]
+) -> None:
+    reward = RewardConfig(turn_credit=credit, turn_gamma=gamma)
+    found = whole(played(1.0, [1.0, 0.5, 2.0]), reward, "g")
     assert found == [Credit(spans, value, "g", "g") for spans, value in expected.items()]
 
 
@@ -141,7 +144,7 @@ def test_last_credit_trains_the_last_turn_alone() -> None:
 
 
 def test_reward_to_go_compares_all_turns_of_the_group() -> None:
-    options = config(futures=0, turn_credit="reward_to_go(1)")
+    options = config(futures=0, turn_credit="reward_to_go")
     good, bad = learned(samples_of(Group(TASK, (played(1.0, [1.0, 0]), played(0.0, [0, 0]))), options, 0))
     # Credits 2, 1 and 0, 0: mean 0.75, standard deviation sqrt(0.6875).
     expected = (np.array([2, 1, 0, 0]) - 0.75) / np.sqrt(0.6875)
@@ -206,7 +209,7 @@ def test_a_group_teaches_where_something_differs_from_what_it_is_compared_with()
 
 
 def test_turns_of_one_young_rollout_are_not_compared_with_each_other() -> None:
-    options = config(futures=0, turn_credit="reward_to_go(1)")
+    options = config(futures=0, turn_credit="reward_to_go")
     group = Group(TASK, (played(1.0, [1.0, 0]), played(0.0, [0, 0]), played(0.5, [0, 0])))
     young, old, second = samples_of(group, options, 0)
     old = replace(old, version=1)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_collab.config import ConfigError, load, parse
+from megatron_collab.config import ConfigError, compose
 from megatron_collab.launch import validate
+from megatron_collab.launch.validate import load
 from tests.helpers import refused
 
 
@@ -33,8 +34,8 @@ from tests.helpers import refused
             "algo.dynamic_sampling=3: with algo.advantage=reinforce++ groups of equal rewards teach as well",
         ),
         (
-            ["algo.advantage=gae", "reward.turn_credit=reward_to_go(0.9)"],
-            "reward.turn_credit=reward_to_go(0.9): algo.advantage=gae makes the returns itself",
+            ["algo.advantage=gae", "reward.turn_credit=reward_to_go"],
+            "reward.turn_credit=reward_to_go: algo.advantage=gae makes the returns itself",
         ),
     ],
 )
@@ -43,7 +44,7 @@ def test_what_cannot_work_names_the_setting_and_the_way_out(overrides: list[str]
 
 
 def test_gspo_does_not_cut_sequences() -> None:
-    config = parse(["experiment=gsm8k", "algo.loss=gspo", "parallel.tp=1", "parallel.cp=2"])
+    config = compose(["experiment=gsm8k", "algo.loss=gspo", "parallel.tp=1", "parallel.cp=2"])
     with pytest.raises(ConfigError, match=r"algo\.loss=gspo: needs whole sequences .* set parallel\.cp=1"):
         validate.check_settings(config)
 

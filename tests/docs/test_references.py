@@ -56,7 +56,9 @@ def test_options_exist_and_have_these_values(page: Path) -> None:
 @pages
 def test_groups_of_settings_exist(page: Path) -> None:
     there = groups()
-    assert not sorted(f"{group}={name}" for group, name in GROUP_FILE.findall(page.read_text()) if name not in there[group])
+    assert not sorted(
+        f"{group}={name}" for group, name in GROUP_FILE.findall(page.read_text()) if name not in there[group]
+    )
 
 
 @pages
@@ -64,7 +66,7 @@ def test_make_targets_and_commands_exist(page: Path) -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     text = re.sub(r"^#+ .*", "", page.read_text(), flags=re.MULTILINE)
     assert not set(MAKE.findall(text)) - targets
-    code = "\n".join(re.findall(r"`[^`\n]+`|^    .*|^megatron-collab .*|^```.*?^```", text, re.MULTILINE | re.DOTALL))
+    code = "\n".join(re.findall(r"`[^`\n]+`|^    .*|^```.*?^```", text, re.MULTILINE | re.DOTALL))
     assert not set(COMMAND.findall(code)) - set(COMMANDS)
 
 
@@ -90,7 +92,9 @@ def test_the_readme_is_short_and_names_both_commands() -> None:
 
 
 def test_the_file_of_an_algorithm_is_shown_as_it_is() -> None:
-    shown = re.search(r"`(conf/algo/\w+\.yaml)`:\n\n```yaml\n(.*?)```", (ROOT / "docs/howto/algorithm.md").read_text(), re.S)
+    shown = re.search(
+        r"`(conf/algo/\w+\.yaml)`:\n\n```yaml\n(.*?)```", (ROOT / "docs/howto/algorithm.md").read_text(), re.S
+    )
     assert shown
     lines = (ROOT / shown[1]).read_text().splitlines(keepends=True)
     assert shown[2] == "".join(line for line in lines if not line.startswith("#"))

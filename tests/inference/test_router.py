@@ -211,7 +211,7 @@ def test_a_server_without_the_runs_weights_counts_as_gone() -> None:
 def test_without_a_server_requests_fail_at_once() -> None:
     async def play(servers: Servers, router: Router) -> None:
         router.use([])
-        with pytest.raises(ServerGone, match="no SGLang server may be asked"):
+        with pytest.raises(ServerGone, match="no SGLang server is in use"):
             await ask(router, ["a"])
         assert servers.asked == []
 

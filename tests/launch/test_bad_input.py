@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_collab.config import parse
+from megatron_collab.config import compose
 from megatron_collab.launch import prepare, validate
 from megatron_collab.runtime import device
 from megatron_collab.train import EXIT_BAD_INPUT, main
@@ -92,7 +92,7 @@ def test_a_value_that_cannot_be(capsys: pytest.CaptureFixture[str], booking: lis
         ("optim.beta1=1", "optim.beta1=1.0: must be from 0 to below 1"),
         ("optim.beta2=-0.1", "optim.beta2=-0.1: must be from 0 to below 1"),
         ("optim.warmup_steps=-1", "optim.warmup_steps=-1: must be 0 or greater"),
-        ("train.keep_checkpoints=0", "train.keep_checkpoints=0: must be greater than 0"),
+        ("train.keep_checkpoints=0", "train.keep_checkpoints=0: must be 1 or greater"),
     ],
 )
 def test_a_value_out_of_its_range(
@@ -113,7 +113,7 @@ def test_more_servers_than_gpus(
     line = refused(capsys, *rl)
     assert "rollout.server.replicas=2 x rollout.server.tp=2: needs more than the 3 GPUs of this node" in line
     for allowed in (settings, [*rl, "launch.device=cpu"], [*rl, "rollout.server.replicas=1"]):
-        validate.check(parse(allowed))
+        validate.validate(compose(allowed))
 
 
 def test_a_required_option_that_is_not_set(capsys: pytest.CaptureFixture[str]) -> None:

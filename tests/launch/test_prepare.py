@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_collab.config import ConfigError, parse
+from megatron_collab.config import ConfigError, compose
 from megatron_collab.launch import prepare
 
 
 def test_several_nodes_need_torchrun_on_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = parse(["experiment=train_70b", "train.stage=sft"])
+    config = compose(["experiment=train_70b", "train.stage=sft"])
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     with pytest.raises(
         ConfigError,
@@ -29,17 +29,17 @@ def test_sampling_on_several_nodes_needs_a_ray_cluster(monkeypatch: pytest.Monke
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(ConfigError, match=r"^launch\.nodes=\d+: RAY_ADDRESS is not set, .* or set launch\.nodes=1$"):
-        prepare.prepare(parse(["experiment=train_70b"]))
+        prepare.prepare(compose(["experiment=train_70b"]))
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     with pytest.raises(ConfigError, match=r"model\.path"):  # the next thing that is not there
-        prepare.prepare(parse(["experiment=train_70b"]))
+        prepare.prepare(compose(["experiment=train_70b"]))
 
 
 def test_a_run_goes_on_with_more_servers_but_not_with_other_numbers(tmp_path: Path) -> None:
-    config = parse(["experiment=booking", f"run.dir={tmp_path}"])
+    config = compose(["experiment=booking", f"run.dir={tmp_path}"])
     (tmp_path / "config.json").write_text(json.dumps(asdict(config)))
     config.rollout.max_staleness, config.rollout.server.replicas = 2, 8
     prepare._check_same_run(config)
-    config.optim.lr *= 2
-    with pytest.raises(ConfigError, match=r"holds a run with optim\.lr="):
+    config.optim.weight_decay = 0.5
+    with pytest.raises(ConfigError, match=r"holds a run with optim\.weight_decay=0\.0, not 0\.5; choose another run"):
         prepare._check_same_run(config)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_collab.config import ConfigError, parse
+from megatron_collab.config import ConfigError, compose
 from megatron_collab.launch import slurm
 from megatron_collab.runtime.process import RunStopped
 from tests.helpers import free_port
@@ -34,7 +34,7 @@ def option(command: str, name: str) -> str:
 
 
 def test_a_dry_run_prints_every_command(tmp_path: Path) -> None:
-    overrides = [f"run.dir={tmp_path}/a run", "rollout.futures=adaptive(2,6)", "launch.nodes=2"]
+    overrides = [f"run.dir={tmp_path}/a run", "rollout.tools=[calculator]", "launch.nodes=2"]
     done = dry_run("train_70b.sh", *overrides, "parallel.pp=2", "rollout.server.replicas=2")
     assert done.returncode == 0, done.stderr
     head, worker, ranks = (line for line in done.stdout.splitlines() if line.startswith("srun") and line.endswith("&"))
@@ -99,7 +99,7 @@ def test_bad_input_is_one_line() -> None:
 
 
 def test_the_settings_that_decide_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    config = parse(["experiment=booking", "launch.nodes=2", "launch.interface=lo", "rollout.workers=3"])
+    config = compose(["experiment=booking", "launch.nodes=2", "launch.interface=lo", "rollout.workers=3"])
     config.rollout.server.replicas = 2
     assert slurm.settings(config) == ["runs/booking/rl", "2", "2", "2"]
     assert slurm.address(config) == "127.0.0.1"

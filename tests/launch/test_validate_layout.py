@@ -49,7 +49,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> None:
 def refused(settings: dict[str, Any], shape: dict[str, Any] | None = None) -> str:
     config = configure(settings)
     with pytest.raises(ConfigError) as error:
-        validate_layout.check(config)
+        validate_layout.validate_layout(config)
         validate_layout.check_machine(config)
         if shape:
             validate_layout.check_shape(config, ModelShape.from_hf(shape))
@@ -202,7 +202,7 @@ def test_what_does_not_suit_the_model(engine: None, settings: dict[str, Any], sh
 )
 def test_what_works_is_let_through(engine: None, settings: dict[str, Any], shape: dict[str, Any]) -> None:
     config = configure(settings)
-    validate_layout.check(config)
+    validate_layout.validate_layout(config)
     validate_layout.check_machine(config)
     validate_layout.check_shape(config, ModelShape.from_hf(shape))
 

@@ -89,9 +89,9 @@ def test_gpus_are_counted_on_a_node(machine: Machine) -> None:
     assert "more than the 8 of this node" in refused(validate_servers.check_machine, config)
     config.launch.nodes = 3
     validate_servers.check_machine(config)
-    validate_servers.check(config)
+    validate_servers.validate_servers(config)
     config.launch.nodes = 4
-    said = refused(validate_servers.check, config)
+    said = refused(validate_servers.validate_servers, config)
     assert said.startswith("rollout.server.replicas=6: is no multiple of launch.nodes=4")
 
 
@@ -122,24 +122,24 @@ def test_colocated_servers_on_gpus_get_no_weights_over_the_network(machine: Mach
 def test_memory_on_several_nodes_is_for_colocated_servers() -> None:
     config = configure(colocated=False, replicas=2)
     config.publish.transport = "memory"
-    validate_servers.check(config)
+    validate_servers.validate_servers(config)
     config.launch.nodes = 2
-    assert refused(validate_servers.check, config).startswith("publish.transport=memory: on launch.nodes=2 ")
+    assert refused(validate_servers.validate_servers, config).startswith("publish.transport=memory: on launch.nodes=2 ")
     config.rollout.server.colocated = True
-    validate_servers.check(config)
+    validate_servers.validate_servers(config)
 
 
 def test_colocated_servers_on_several_nodes_fit_the_devices_of_the_trainer() -> None:
     config = configure(nproc=4, replicas=4, tp=2)
     config.launch.nodes = 2
-    validate_servers.check(config)
+    validate_servers.validate_servers(config)
     config.rollout.server.tp = 4
-    said = refused(validate_servers.check, config)
+    said = refused(validate_servers.validate_servers, config)
     assert said.startswith(
         "rollout.server.replicas=4 x rollout.server.tp=4 / launch.nodes=2: needs 8 devices of a node"
     )
     config.rollout.server.colocated = False
-    validate_servers.check(config)
+    validate_servers.validate_servers(config)
 
 
 def test_colocated_servers_on_gpus_do_not_size_their_own_cache(machine: Machine) -> None:
@@ -172,11 +172,11 @@ def test_gpus_matter_only_where_servers_run(machine: Machine) -> None:
 
 def test_fp8_needs_bfloat16_and_a_transport_that_quantises() -> None:
     config = configure(fp8=True)
-    validate_servers.check(config)
+    validate_servers.validate_servers(config)
     config.publish.transport = "disk"
-    assert refused(validate_servers.check, config).startswith("publish.transport=disk: ")
+    assert refused(validate_servers.validate_servers, config).startswith("publish.transport=disk: ")
     config.publish.transport, config.model.dtype = "auto", "float32"
-    assert "needs model.dtype=bfloat16, not float32" in refused(validate_servers.check, config)
+    assert "needs model.dtype=bfloat16, not float32" in refused(validate_servers.validate_servers, config)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_collab.config import CONF, Config, parse
+from megatron_collab.config import CONF, Config, compose
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.planning import memory
 from megatron_collab.trainer import logprobs
@@ -97,7 +97,7 @@ def test_micro_batches_under_way() -> None:
 
 def test_the_server_takes_what_sglang_takes() -> None:
     """A token of Llama 70B on 8 GPUs: keys and values of 80 layers, one head of 128, 2 bytes."""
-    config, shape = parse(["experiment=train_70b", "rollout.server.fp8=false"]), shape_of("Llama-3.3-70B-Instruct")
+    config, shape = compose(["experiment=train_70b", "rollout.server.fp8=false"]), shape_of("Llama-3.3-70B-Instruct")
     assert memory.kv_cache(config, shape) == 786432 * 40960
     config.rollout.server.max_total_tokens = None
     assert memory.kv_cache(config, shape) == 256 * 8192 * 40960
@@ -127,7 +127,7 @@ def test_the_shapes_have_the_published_sizes(name: str, billions: float) -> None
 
 def test_what_is_where_in_the_two_phases() -> None:
     shape = shape_of("Llama-3.3-70B-Instruct")
-    stays = parse(["experiment=train_70b", "parallel.offload=false"])
+    stays = compose(["experiment=train_70b", "parallel.offload=false"])
     for part in memory.plan_memory(stays, shape).stages[0]:
         assert part.host == 0
         if part.name == "activations":
@@ -136,12 +136,12 @@ def test_what_is_where_in_the_two_phases() -> None:
             assert part.sampling > part.training == 0
         else:
             assert part.sampling == part.training > 0
-    away = parse(["experiment=train_70b", "algo.kl_coef=0"])
+    away = compose(["experiment=train_70b", "algo.kl_coef=0"])
     parts = {part.name: part for part in memory.plan_memory(away, shape).stages[0]}
     assert "reference" not in parts
     assert parts["optimizer"].sampling == parts["gradients"].sampling == parts["gradients"].host == 0
     assert parts["optimizer"].host == parts["optimizer"].training
-    supervised = parse(["experiment=train_70b", "train.stage=sft"])
+    supervised = compose(["experiment=train_70b", "train.stage=sft"])
     names = {part.name for part in memory.plan_memory(supervised, shape).stages[3]}
     assert names == {"parameters", "gradients", "optimizer", "activations", "head"}
 
@@ -157,13 +157,13 @@ ON_ONE_NODE = [
 
 
 def test_servers_stand_on_the_first_gpus() -> None:
-    stages = memory.plan_memory(parse(ON_ONE_NODE), shape_of("Llama-3.3-70B-Instruct")).stages
+    stages = memory.plan_memory(compose(ON_ONE_NODE), shape_of("Llama-3.3-70B-Instruct")).stages
     assert [any(part.name == "server: weights" for part in parts) for parts in stages] == [True, False, False, False]
 
 
 def test_buckets_of_new_weights_stand_beside_a_server() -> None:
     """On the GPUs that have one: two, and a third where there are other nodes; less where the weights are less."""
-    config, shape = parse(ON_ONE_NODE), shape_of("Llama-3.3-70B-Instruct")
+    config, shape = compose(ON_ONE_NODE), shape_of("Llama-3.3-70B-Instruct")
     sizes = [
         sum(part.training for part in stage if part.name == "weight sync buckets")
         for stage in memory.plan_memory(config, shape).stages
@@ -179,7 +179,7 @@ def test_buckets_of_new_weights_stand_beside_a_server() -> None:
 
 
 def test_train_70b_fits_128_gpus_of_80_gib_with_room() -> None:
-    config = parse(["experiment=train_70b"])
+    config = compose(["experiment=train_70b"])
     found = memory.plan_memory(config, shape_of("Llama-3.3-70B-Instruct"))
     assert (found.gpus, found.dp) == (128, 4)
     assert all(found.peak(stage) < 65 * memory.GIB for stage in range(4))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_collab.config import CONF, parse
+from megatron_collab.config import CONF, compose
 from megatron_collab.models import hf_config
 from megatron_collab.planning.weight_sync_cost import Bandwidth, Sharding, SyncCost, sync_cost
 from megatron_collab.weight_sync import plan
@@ -17,7 +17,7 @@ def planned(nodes: int, ranks: int, *overrides: str) -> SyncCost:
     """Of the 8B model on `nodes` of `ranks` each."""
     layout = [f"launch.nodes={nodes}", f"launch.nproc_per_node={ranks}", "rollout.server.replicas=1", "parallel.pp=1"]
     layout += ["rollout.server.fp8=false"]
-    config = parse(["experiment=train_70b", *layout, *overrides])
+    config = compose(["experiment=train_70b", *layout, *overrides])
     shape = hf_config.read(CONF / "shapes" / "Llama-3.1-8B-Instruct.json")
     found = plan.plan_sync(shape, plan.trainer_layout(config), plan.server_layout(config), 2)
     return sync_cost(config, shape, found, SPEEDS)

@@ -283,7 +283,7 @@ def test_so_many_programs_run_at_once_and_no_more(monkeypatch: pytest.MonkeyPatc
 def test_settings_that_cannot_work_are_refused(setting: str) -> None:
     assert metrics.split("pass_rate", {setting: 1})[0] is PassRate
     for value in (0, 0.5, "many"):
-        with pytest.raises(ValueError, match=rf"reward\.metrics\.pass_rate: {setting}="):
+        with pytest.raises(ValueError, match=rf"reward\.metrics\.pass_rate\.{setting}="):
             metrics.split("pass_rate", {setting: value})
 
 

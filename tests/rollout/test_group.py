@@ -118,34 +118,6 @@ def test_a_malformed_turn_anywhere_ends_a_whole_conversation_with_the_penalty() 
     assert rewards.asked == []
 
 
-def test_adaptive_futures_have_the_same_number_on_the_mean() -> None:
-    def reply(prompt: str, seed: int) -> str:
-        if prompt.endswith("<user>hi<assistant>"):
-            return "sure" if seed % 2 else "maybe"
-        return "ok" if "sure" in prompt else by_seed(prompt, seed)
-
-    group = play(FakePolicy(reply), FakeRewards(last_is_ok), rollouts=8, futures="adaptive(2,6)")
-    counts = {"sure": [], "maybe": []}
-    for rollout in group.rollouts:
-        counts[rollout.start.replies[0]].append(len(rollout.futures))
-    assert sum(map(sum, counts.values())) == 8 * 4
-    assert min(map(min, counts.values())) >= 2 and max(map(max, counts.values())) <= 6
-    assert sum(counts["maybe"]) / len(counts["maybe"]) > sum(counts["sure"]) / len(counts["sure"])
-
-
-def test_adaptive_futures_pass_over_turns_without_a_reward() -> None:
-    def reply(prompt: str, seed: int) -> str:
-        if prompt.endswith("<user>hi<assistant>") and seed % 2:
-            raise EngineError("down")
-        return "ok"
-
-    group = play(FakePolicy(reply), FakeRewards(last_is_ok), rollouts=8, futures="adaptive(2,6)")
-    whole = [rollout for rollout in group.rollouts if rollout.start.turns]
-    assert 0 < len(whole) < 8
-    assert [len(rollout.futures) for rollout in whole] == [4] * len(whole)
-    assert all(isinstance(r.reward.value, Missing) for r in group.rollouts if not r.start.turns)
-
-
 def test_a_future_is_scored_the_moment_it_ends() -> None:
     """The score of a future that ended early is asked for while another one is still played."""
     order: list[str] = []

@@ -29,10 +29,6 @@ def test_a_turn_its_futures_and_their_scores_twice() -> None:
     assert group_seconds(settings(rollout__futures=0), 6) == 2 * (100 + 100 + 20 + 20), "24 whole conversations"
 
 
-def test_futures_whose_number_adapts_come_in_two_rounds() -> None:
-    assert group_seconds(settings(rollout__futures="adaptive(2,3)"), 1) == 2 * (100 + 2 * (100 + 10 + 20))
-
-
 def test_judges_have_their_deadline_and_wait_for_the_limiter() -> None:
     judged = settings(reward__weights={"accuracy": 1.0}, reward__metrics={"accuracy": {"judge": True}})
     judged.reward.judge.deadline = 50.0

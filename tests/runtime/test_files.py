@@ -43,7 +43,9 @@ def test_a_full_disk_is_said_with_the_file(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
-        with pytest.raises(RunStopped, match=rf"^{file}: cannot be written: File too large; make room there; ") as told:
+        with pytest.raises(
+            RunStopped, match=rf"^{file}: cannot be written: File too large; free space there; "
+        ) as told:
             files.replace(file, "new" * 1000)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

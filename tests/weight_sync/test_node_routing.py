@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_collab.config import CONF, parse
+from megatron_collab.config import CONF, compose
 from megatron_collab.models import hf_config
 from megatron_collab.weight_sync import plan
 from megatron_collab.weight_sync.node_routing import Nodes, hops, nodes, sent, written
@@ -119,7 +119,7 @@ def test_of_a_70b_model_every_link_carries_the_same() -> None:
     """16 nodes of 8, TP8 PP4: in every round every device sends and receives three quarters of a bucket."""
     options = ["launch.nodes=16", "launch.nproc_per_node=8", "parallel.tp=8", "parallel.pp=4"]
     options += ["rollout.server.tp=8", "rollout.server.replicas=16", "rollout.server.fp8=false"]
-    config = parse(["experiment=train_70b", *options])
+    config = compose(["experiment=train_70b", *options])
     shape = hf_config.read(CONF / "shapes" / "Llama-3.3-70B-Instruct.json")
     found = plan.plan_sync(shape, plan.trainer_layout(config), plan.server_layout(config), 2)
     places = nodes(config)
@@ -139,5 +139,5 @@ def test_of_a_70b_model_every_link_carries_the_same() -> None:
 
 
 def test_over_the_network_all_servers_are_alike() -> None:
-    config = parse(["experiment=train_70b", "publish.transport=network"])
+    config = compose(["experiment=train_70b", "publish.transport=network"])
     assert nodes(config).count == 1 and not nodes(config).colocated

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from megatron.core.parallel_state import RankGenerator
 
-from megatron_collab.config import CONF, parse
+from megatron_collab.config import CONF, compose
 from megatron_collab.models import hf_config, hf_to_megatron, hf_to_sglang
 from megatron_collab.models.hf_config import Experts, ModelShape
 from megatron_collab.models.parallel_layout import stage_layers
@@ -222,6 +222,6 @@ def test_cuts_through_blocks_of_fp8_are_said(
 
 
 def test_the_layouts_of_a_run() -> None:
-    config = parse(["experiment=train_70b"])
+    config = compose(["experiment=train_70b"])
     assert plan.trainer_layout(config) == TrainerLayout(tp=8, pp=4, vpp=1, cp=1, ep=1, ranks=128)
     assert plan.server_layout(config) == ServerLayout(tp=8, ep=1, fp8=True)

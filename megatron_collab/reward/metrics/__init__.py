@@ -8,9 +8,10 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from megatron_collab.config import ConfigError, build, nearest
 from megatron_collab.types import Conversation, Score, Task
 
 if TYPE_CHECKING:  # LiteLLM takes a second to import, and checking the settings needs none of it
@@ -69,19 +70,13 @@ def split(name: str, settings: Mapping[str, Any]) -> tuple[type[Metric], Any]:
     """The metric called `name` in reward.weights, and its options.
 
     `settings` are those of reward.metrics.`name`; `metric` among them names the file where it is not `name`, so that
-    one metric can stand twice with different settings. Raises ValueError, naming the setting, for an unknown one.
+    one metric can stand twice with different settings. Raises ConfigError, naming the setting, for an unknown one
+    or one that is refused.
     """
     settings = dict(settings)
     kind = settings.pop("metric", name)
     if kind not in known():
-        raise ValueError(f"reward.weights.{name}: no such metric; known are {', '.join(known())}")
+        known_are = ", ".join(known())
+        raise ConfigError(f"reward.weights.{name}: no such metric; known are {known_are}{nearest(kind, known())}")
     metric = find(kind)
-    allowed = [field.name for field in fields(metric.Options)]
-    for setting in settings:
-        if setting not in allowed:
-            choices = f"it has {', '.join(allowed)}" if allowed else "it has none"
-            raise ValueError(f"reward.metrics.{name}.{setting}: {kind} has no such setting; {choices}")
-    try:
-        return metric, metric.Options(**settings)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"reward.metrics.{name}: {error}") from error
+    return metric, build(metric.Options, settings, f"reward.metrics.{name}.")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from megatron_collab.config import option
 from megatron_collab.llm.answer import Field
 from megatron_collab.reward.math_verify_worker import Checker, Verdict
 from megatron_collab.reward.metrics import Metric
@@ -35,10 +36,8 @@ _FIELDS = (THOUGHT, Field("accuracy", int, choices=(0, 1), help="1 if it is righ
 
 @dataclass(frozen=True)
 class Options:
-    """`judge`: ask one where math-verify is undecided; `model`: LiteLLM model, else reward.judge.model."""
-
-    judge: bool = False
-    model: str | None = None
+    judge: bool = option(False, "ask a judge where math-verify is undecided")
+    model: str | None = option(None, "LiteLLM model of the judge; none: reward.judge.model")
 
 
 class Accuracy(Metric):

@@ -9,7 +9,7 @@ from typing import Any
 
 import sacrebleu
 
-from megatron_collab.config.choices import one_of
+from megatron_collab.config import option
 from megatron_collab.llm.answer import Field
 from megatron_collab.reward.metrics import Metric
 from megatron_collab.reward.rubrics import prompt
@@ -30,16 +30,9 @@ _FIELDS = (Field("document", str, help="the document"),)
 
 @dataclass(frozen=True)
 class Options:
-    """`level`: token or character; `extract`: a judge copies out the document, else it is the policy's last reply;
-    `model`: LiteLLM model of that judge, else reward.judge.model.
-    """
-
-    level: str = "token"
-    extract: bool = True
-    model: str | None = None
-
-    def __post_init__(self) -> None:
-        one_of("level", self.level, ["token", "character"])
+    level: str = option("token", "what the n-grams are made of", choices=("token", "character"))
+    extract: bool = option(True, "a judge copies out the document; false: it is the policy's last reply")
+    model: str | None = option(None, "LiteLLM model of the judge; none: reward.judge.model")
 
 
 class Bleu(Metric):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_collab.config import option
 from megatron_collab.llm.answer import Field
 from megatron_collab.reward.metrics import Metric
 from megatron_collab.reward.rubrics import PLACEHOLDERS, THOUGHT, placeholders, prompt
@@ -13,15 +14,14 @@ from megatron_collab.types import Conversation, Missing, Score, Task
 
 @dataclass(frozen=True)
 class Options:
-    """`prompt`: what to judge and how; {conversation} must stand in it, {goal}, {answer} and {question} may (see
-    `rubrics.prompt`; how to answer is added). `low` and `high`: the range of the score. `model`: LiteLLM model, else
-    reward.judge.model.
-    """
-
-    prompt: str = ""
-    low: float = 0.0
-    high: float = 1.0
-    model: str | None = None
+    prompt: str = option(
+        "",
+        "what to judge and how, with {conversation}; {goal}, {answer} and {question} are optional (how to answer is "
+        "added)",
+    )
+    low: float = option(0.0, "lowest score")
+    high: float = option(1.0, "highest score")
+    model: str | None = option(None, "LiteLLM model of the judge; none: reward.judge.model")
 
     def __post_init__(self) -> None:
         found = placeholders(self.prompt)

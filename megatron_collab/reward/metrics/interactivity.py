@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_collab.config.choices import one_of
+from megatron_collab.config import option
 from megatron_collab.llm.answer import Field
 from megatron_collab.reward.metrics import Metric
 from megatron_collab.reward.rubrics import THOUGHT, prompt
@@ -56,13 +56,8 @@ _SCORED = {"holistic": ("interactivity",), "parts": ("understanding", "clarifica
 
 @dataclass(frozen=True)
 class Options:
-    """`rubric`: holistic (one score) or parts (the mean of three); `model`: LiteLLM model, else reward.judge.model."""
-
-    rubric: str = "holistic"
-    model: str | None = None
-
-    def __post_init__(self) -> None:
-        one_of("rubric", self.rubric, list(_RUBRICS))
+    rubric: str = option("holistic", "holistic (one score) or parts (the mean of three)", choices=tuple(_RUBRICS))
+    model: str | None = option(None, "LiteLLM model of the judge; none: reward.judge.model")
 
 
 class Interactivity(Metric):

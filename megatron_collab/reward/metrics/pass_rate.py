@@ -16,9 +16,10 @@ import os
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from megatron_collab.config import option
 from megatron_collab.reward import sandbox
 from megatron_collab.reward.metrics import Metric
 from megatron_collab.reward.sandbox import Limits, SandboxError
@@ -47,16 +48,9 @@ assert result.testsRun or {optional} and not cases, "no test has run"
 class PassRate(Metric):
     @dataclass(frozen=True)
     class Options:
-        """`concurrent` programs run at once; each may compute for `cpu_seconds` and take `memory` bytes."""
-
-        concurrent: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
-        cpu_seconds: int = Limits.cpu
-        memory: int = Limits.memory
-
-        def __post_init__(self) -> None:
-            for name, value in vars(self).items():
-                if not isinstance(value, int) or value < 1:
-                    raise ValueError(f"{name}={value}: must be a whole number greater than 0")
+        concurrent: int = option(len(os.sched_getaffinity(0)), "programs that run at once", ge=1)
+        cpu_seconds: int = option(Limits.cpu, "seconds of CPU time of a program", ge=1)
+        memory: int = option(Limits.memory, "bytes that a program may take", ge=1)
 
     seconds = 0.2
 

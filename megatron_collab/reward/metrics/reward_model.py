@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from megatron_collab.config import option
 from megatron_collab.reward.metrics import Metric
 from megatron_collab.reward.model import RewardModelClient, RewardModelError
 from megatron_collab.types import Conversation, Missing, Score, Task
@@ -18,9 +19,7 @@ KEY_VARIABLE = "REWARD_MODEL_API_KEY"
 
 @dataclass(frozen=True)
 class Options:
-    """`url`: the server's address, as http://10.0.0.5:30000; its key, if it has one, is REWARD_MODEL_API_KEY's."""
-
-    url: str = ""
+    url: str = option("", "address of the server, as http://10.0.0.5:30000; its key is in REWARD_MODEL_API_KEY")
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):

@@ -10,19 +10,14 @@ from pathlib import Path
 
 import tiktoken
 
-from megatron_collab.config.choices import one_of
+from megatron_collab.config import option
 from megatron_collab.reward.metrics import Metric
 from megatron_collab.types import Conversation, Score, Task
 
 
 @dataclass(frozen=True)
 class Options:
-    """`count`: policy, cl100k or words."""
-
-    count: str = "policy"
-
-    def __post_init__(self) -> None:
-        one_of("count", self.count, ["policy", "cl100k", "words"])
+    count: str = option("policy", "what is counted", choices=("policy", "cl100k", "words"))
 
 
 class TokenAmount(Metric):

@@ -92,7 +92,7 @@ class Users:
 
 def known() -> list[str]:
     """The kinds of users, without importing them."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__))
+    return sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name != "guardrails")
 
 
 def find(kind: str) -> type[User]:

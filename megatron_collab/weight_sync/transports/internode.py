@@ -1,7 +1,7 @@
 """Weights from trainer rank to trainer rank: what a node's servers need and none of its ranks holds.
 
-A process group of its own, with one process for each device, as NCCL needs it; CPUs use gloo. NCCL was never run here.
-A rank that dies or falls silent ends the run, as in any collective.
+They use a separate process group with one process per device, as NCCL needs it; CPUs use gloo. NCCL was never run here.
+A rank that dies or hangs ends the run, as in any collective.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from megatron_collab.weight_sync.transports.p2p import finish
 
 
 class Relay:
-    """On every rank. What it sends is packed once in a buffer, however many nodes take it; what it receives is not."""
+    """On every rank. Sent slices are packed once into a buffer for all nodes; received ones go straight to segments."""
 
     def __init__(self, writer: Sender, hops: Sequence[Sequence[Hop]], device: torch.device, timeout: float) -> None:
         """Collective. `writer` has what this rank sends, `hops` are those of all ranks, by round.
 
-        RuntimeError, also later, where another rank is not there for `timeout` seconds.
+        RuntimeError, also later, where another rank does not answer for `timeout` seconds.
         """
         self._writer, self._device, self._timeout = writer, device, timeout
         self._rank = dist.get_rank()
@@ -46,12 +46,12 @@ class Relay:
         return len(self._buffer)
 
     def receives(self, number: int) -> set[int]:
-        """The server ranks whose bucket something comes for in a round."""
+        """The server ranks for whose bucket this rank receives in a round."""
         return {hop.target for _, hop in self._hops[number] if hop.keeper == self._rank}
 
     @contextmanager
     def crossing(self, number: int, into: Mapping[int, Tensor], sums: Sums | None) -> Iterator[None]:
-        """Within it a round is under way; then all of it has come into[t], server rank t's bucket, or was taken.
+        """Run a round during the block; afterwards into[t], server rank t's bucket, is received and all sends are done.
 
         For `sums` see Sender.write.
         """

@@ -1,8 +1,7 @@
-"""Weights to servers on other nodes, point to point: each rank sends its part of a bucket; both ends are here.
+"""Weights to servers over the network, point to point: each rank sends its part of a bucket; both ends are here.
 
-Every server has a process group of its own with the trainer's ranks, apart from torch's global state: one that dies
-takes no other with it. A part is packed once, whatever the number of servers. CPUs use gloo, GPUs NCCL; NCCL was never
-run here.
+Every server shares a process group with the trainer's ranks, separate from torch's global state: one that dies affects
+no other. A part is packed once, whatever the number of servers. CPUs use gloo, GPUs NCCL; NCCL was never run here.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ SourcePart = tuple[int, int, int]
 
 
 def _join(address: Address, name: str, rank: int, size: int, device: torch.device, timeout: float) -> dist.ProcessGroup:
-    """Meet the other ranks of the group `name`; RuntimeError where they do not all come within `timeout` seconds."""
+    """Join the process group `name`; RuntimeError where not all ranks join within `timeout` seconds."""
     store, limit = connect(address, name, timeout), timedelta(seconds=timeout)
     if device.type == "cpu":
         return dist.ProcessGroupGloo(store, rank, size, limit)
@@ -40,7 +39,7 @@ def _join(address: Address, name: str, rank: int, size: int, device: torch.devic
 
 
 def finish(work: dist.Work, deadline: float, device: torch.device) -> None:
-    """Wait for `work` until `deadline` (monotonic); RuntimeError where it fails or is not done by then."""
+    """Wait for `work` until `deadline` (monotonic); RuntimeError where it fails or times out."""
     if device.type != "cpu":  # NCCL's wait neither blocks nor fails; gloo's works are complete when waited for
         while not work.is_completed():
             if time.monotonic() > deadline:
@@ -50,7 +49,7 @@ def finish(work: dist.Work, deadline: float, device: torch.device) -> None:
 
 
 def _left(deadline: float) -> float:
-    """Seconds; a moment where it has passed, in which what is done is found to be done."""
+    """Seconds left, at least 0.1: completed work must still be found complete."""
     return max(0.1, deadline - time.monotonic())
 
 
@@ -58,9 +57,9 @@ class NetworkTransport:
     """The trainer's end, on every rank."""
 
     def __init__(self, writer: Sender, address: Address, prefix: str, device: torch.device, patience: float) -> None:
-        """A server that does not come or take a bucket for `patience` seconds is abandoned.
+        """A server that does not join or take a bucket for `patience` seconds is abandoned.
 
-        That is less than a server waits for us: one that hangs must not cost the others.
+        That is less than servers wait for the trainer: one that hangs must not fail the others.
         """
         self._writer, self._address, self._prefix = writer, address, prefix
         self._device, self._patience = device, patience
@@ -75,7 +74,7 @@ class NetworkTransport:
         return sum(len(buffer) for buffer in self._buffers)
 
     def addresses(self, board: Board, peers: Sequence[Peer]) -> list[list[dict[str, Any]]]:
-        """What is told to a Receiver, for each of `peers` and its ranks."""
+        """Arguments of a Receiver, for each of `peers` and its ranks."""
         found = []
         for peer in peers:
             group = {"name": self._name(board, peer), "ranks": self._ranks, "tp": peer.tp}
@@ -83,7 +82,7 @@ class NetworkTransport:
         return found
 
     def carry(self, board: Board, peers: Sequence[Peer], sums: Sums | None) -> None:
-        """Send everything to `peers`, of which one that breaks off gets no more; for `sums` see Sender.write."""
+        """Send all buckets to `peers`, leaving out those that fail; for `sums` see Sender.write."""
         deadline = time.monotonic() + self._patience
         for peer in peers:
             if peer.new:
@@ -102,7 +101,7 @@ class NetworkTransport:
             self._settle(board, peers, number, under_way[number % 2])
 
     def drop(self, server: int) -> None:
-        """That server failed; its group is of no use."""
+        """Forget the process group of a server that failed."""
         self._groups.pop(server, None)
 
     def close(self) -> None:
@@ -110,10 +109,10 @@ class NetworkTransport:
         self._buffers.clear()
 
     def _meet(self, board: Board, peer: Peer, deadline: float) -> None:
-        """Make a group with a server; it has none where it does not come."""
+        """Form a process group with a server, unless it does not join."""
         self.drop(peer.server)
         if not board.all_ready(peer.server, peer.tp, _left(deadline)) or board.abandoned(peer.server):
-            self._lose(board, peer, "it does not come")
+            self._lose(board, peer, "it does not join")
             return
         name, size = self._name(board, peer), self._ranks + peer.tp
         try:
@@ -135,10 +134,10 @@ class NetworkTransport:
     def _settle(
         self, board: Board, peers: Sequence[Peer], number: int, works: Mapping[int, Sequence[dist.Work]]
     ) -> None:
-        """Wait until the servers have what is under way to them of bucket `number`, but for those that are lost."""
+        """Wait until the servers have received bucket `number`, except for those that are lost."""
         if not works:
             return
-        board.wait_sent(number)  # until then a server may be held up by one of us
+        board.wait_sent(number)  # until then a server may wait for another trainer rank
         deadline = time.monotonic() + self._patience
         for peer in peers:
             if peer.server not in works or peer.server not in self._groups:
@@ -171,7 +170,7 @@ class NetworkReceiver:
         device: torch.device,
         timeout: float,
     ) -> None:
-        """Meet the trainer's `ranks`; this is rank `rank` of `tp`. RuntimeError after `timeout` s of silence."""
+        """Join the trainer's `ranks` as rank `rank` of `tp`. RuntimeError after `timeout` s without progress."""
         self._device, self._timeout = device, timeout
         self._group = _join(address, name, ranks + rank, ranks + tp, device, timeout)
         self._parts = parts

@@ -37,7 +37,7 @@ Handle = tuple[str, int]
 
 
 class Segment:
-    """`data`, uint8 [size], that other processes can open. Touched once when it is made: fresh pages are slow."""
+    """`data`, uint8 [size], that other processes can open. Its pages are populated at once: first writes are slow."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self._file: int | None = None
@@ -57,7 +57,7 @@ class Segment:
         return base64.b64encode(buffer.getvalue()).decode(), 0
 
     def close(self) -> None:
-        """Nobody can open it any more; it goes with its last user."""
+        """No process can open it any more; it goes with its last user."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -92,7 +92,7 @@ class SharedMemoryTransport:
         devices: Sequence[torch.device],
         patience: float,
     ) -> None:
-        """Collective. `devices[t]`: where rank t of a node's first server computes.
+        """Collective. `devices[t]`: of rank t of a node's first server.
 
         A server that has not read a bucket `patience` seconds after it was written is abandoned.
         """
@@ -118,7 +118,7 @@ class SharedMemoryTransport:
         return sum(len(segment.data) for segment in chain(*self._own.values())) + self._relay.scratch_bytes
 
     def addresses(self, board: Board, peers: Sequence[Peer]) -> list[list[dict[str, Any]]]:
-        """What is told to a Receiver, for each of `peers` and its ranks; collective."""
+        """Arguments of a Receiver, for each of `peers` and its ranks; collective."""
         if not peers:
             return []
         near = self._near(peers)
@@ -126,7 +126,7 @@ class SharedMemoryTransport:
         return [[{"memory": offers[peer.server, t]} for t in range(peer.tp)] for peer in peers]
 
     def carry(self, board: Board, peers: Sequence[Peer], sums: Sums | None) -> None:
-        """Write all, each segment as soon as all `peers` have read what it held; for `sums` see Sender.write."""
+        """Write all buckets, each once all `peers` have read what its segment held; for `sums` see Sender.write."""
         near = self._near(peers)
         for number, parts in enumerate(self._writer.parts):
             targets = sorted(parts.keys() | self._relay.receives(number))
@@ -139,7 +139,7 @@ class SharedMemoryTransport:
             board.set_written(number, self._rank)
 
     def drop(self, server: int) -> None:
-        """That server failed; it has nothing of ours."""
+        """Nothing to forget of a server that failed."""
 
     def close(self) -> None:
         for segment in chain(*self._own.values()):
@@ -151,8 +151,8 @@ class SharedMemoryTransport:
         return [peer for peer in peers if self._nodes.of_server(peer.server) == self._node]
 
     def _wait_read(self, board: Board, number: int, peers: Sequence[Peer], targets: Sequence[int]) -> None:
-        """Until a bucket has been read by all of this node, but for servers that are abandoned."""
-        board.wait_written(number, self._nodes.members(self._node))  # until then a server may be held up by one of us
+        """Wait until all servers of this node have read a bucket; those that do not are abandoned."""
+        board.wait_written(number, self._nodes.members(self._node))  # else a trainer rank may hold servers up
         late = board.late(number, [(peer.server, t) for peer in peers for t in targets], self._patience)
         for peer in peers:
             if peer.server in late:

@@ -1,0 +1,77 @@
+"""Going on with a run under other settings: which may change, and what has changed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from omegaconf import MISSING
+
+from megatron_collab.config.option import ConfigError, declared
+from megatron_collab.config.schema import Config
+
+SETTINGS = "config.json"  # in run.dir: the settings that the run was last started with
+
+
+class Change(NamedTuple):
+    """A setting that a run began with, and another value that it is to go on with.
+
+    `allowed`: it extends the run or leaves its results as they are; else the two would be different runs.
+    """
+
+    setting: str
+    before: Any
+    after: Any
+    allowed: bool
+
+
+def changes(config: Config) -> list[Change]:
+    """What differs from the settings of the run in run.dir; nothing where there is no run.
+
+    Raises ConfigError where its config.json cannot be read.
+    """
+    file = Path(config.run.dir) / SETTINGS
+    if not file.is_file():
+        return []
+    try:
+        began = json.loads(file.read_text())
+        before = _translated(dict(_flat(began)))
+    except (ValueError, AttributeError) as error:
+        raise ConfigError(f"{file}: holds no settings of a run; restore it, or choose another run.dir") from error
+    after = dict(_flat(asdict(config)))
+    rules = {name: (default, rule) for name, default, rule in declared(Config)}
+    found = []
+    for name in sorted(before.keys() | after.keys()):
+        owner = next((option for option in rules if f"{name}.".startswith(f"{option}.")), None)
+        if owner is None:
+            continue  # an option that is gone
+        default, rule = rules[owner]
+        if name == owner:  # a run of an earlier version may not have it
+            had, has = before.get(name, None if default == MISSING else default), after.get(name)
+            allowed = rule.may_change
+        else:  # an entry, as the weight of a metric: it may change, not come or go
+            had, has = before.get(name), after.get(name)
+            allowed = rule.may_change and None not in (had, has)
+        if had != has:
+            found.append(Change(name, had, has, allowed))
+    return found
+
+
+def _translated(before: dict[str, Any]) -> dict[str, Any]:
+    """Settings of earlier versions under their names of today."""
+    credit = re.fullmatch(r"reward_to_go\((.+)\)", str(before.get("reward.turn_credit")))
+    if credit:
+        before |= {"reward.turn_credit": "reward_to_go", "reward.turn_gamma": float(credit[1])}
+    return before
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value

@@ -1,0 +1,77 @@
+"""What `--help` and `--cfg` print."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from omegaconf import MISSING
+
+from megatron_collab.config import CONF, Config, declared, groups, settings
+from megatron_collab.reward import metrics
+from megatron_collab.rollout import tools, users
+
+_COLUMN = 34
+_PLAIN = re.compile(r"(?!(true|false|null|nan|inf)$)[A-Za-z_][\w./+-]*", re.IGNORECASE)  # Hydra takes it as it is
+
+
+def help_text(program: str | None) -> str:
+    """All that can be set: options, groups, and the settings of metrics, users and tools."""
+    lines = [inspect.cleandoc(program or ""), "", "Options [default]; those marked * may change when a run goes on:"]
+    lines += _options(Config)
+    lines += ["", "Groups of settings, as experiment=booking:"]
+    for group, names in groups().items():
+        lines += [_line(f"{group}={name}", _comment(group, name)) for name in names]
+    lines += ["", "Metrics, weighted by reward.weights.NAME; their settings are reward.metrics.NAME.SETTING:"]
+    for name in metrics.known():
+        metric = metrics.find(name)
+        lines += [_line(name, _summary(metric)), *_options(metric.Options, "  .")]
+    lines += ["", "Users of the tasks, by the column user of a task or by user.name:"]
+    lines += [_line(name, _summary(users.find(name))) for name in users.known()]
+    lines += ["", "Tools, as rollout.tools=[NAME]:"]
+    lines += [_line(name, tools.find(name).SCHEMA["description"]) for name in tools.known()]
+    return "\n".join(lines)
+
+
+def composed(overrides: Sequence[str]) -> str:
+    """Every option as an override, and where its value is from; those that must be set yet are named as such."""
+    found = [
+        (f"{name}={'???' if value == MISSING else _value(value)}", "required, not set" if value == MISSING else source)
+        for name, value, source in settings(overrides)
+    ]
+    width = min(60, max(len(text) for text, _ in found))
+    return "\n".join(f"{text.ljust(width)}  # {source}" for text, source in found)
+
+
+def _options(options: type, prefix: str = "") -> Iterator[str]:
+    for name, default, rule in declared(options):
+        allowed = f" ({rule.allowed()})" if rule.allowed() else ""
+        shown = "required" if default == MISSING else _value(default)
+        yield _line(f"{prefix}{name}{' *' if rule.may_change else ''}", f"{rule.help}{allowed} [{shown}]")
+
+
+def _line(name: str, text: str) -> str:
+    return f"  {name:{_COLUMN}} {text}".rstrip()
+
+
+def _value(value: Any) -> str:
+    """As Hydra reads it."""
+    return value if isinstance(value, str) and _PLAIN.fullmatch(value) else json.dumps(value)
+
+
+def _comment(group: str, name: str) -> str:
+    """The first sentence of the comment that a file begins with."""
+    lines = (CONF / group / f"{name}.yaml").read_text().splitlines()
+    text = " ".join(line.lstrip("# ") for line in lines if line.startswith("#") and "@package" not in line)
+    return text.partition(". ")[0].rstrip(":.")
+
+
+def _summary(kind: type) -> str:
+    """The first paragraph of the docstring of a class; of its module where that is named like the class."""
+    module = inspect.getmodule(kind)
+    name = module.__name__.rpartition(".")[2].replace("_", "") if module else ""
+    text = (module.__doc__ if kind.__name__.lower().startswith(name) else kind.__doc__) or ""
+    return " ".join(inspect.cleandoc(text).partition("\n\n")[0].split())

@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import pytest
+
+from megatron_collab.config import AlgoConfig, compose, groups, settings
+from megatron_collab.launch.validate import load
+from tests.helpers import refused
+
+
+def test_settings_of_a_metric_and_of_the_two_budgets() -> None:
+    config = load(["experiment=gsm8k", "reward.metrics.accuracy.judge=false", "rollout.future.max_new_tokens=7"])
+    assert config.reward.metrics == {"accuracy": {"judge": False}}
+    assert (config.rollout.turn.max_new_tokens, config.rollout.future.max_new_tokens) == (32, 7)
+
+
+@pytest.mark.parametrize(
+    ("mode", "tokens", "count", "rubric"),
+    [
+        ("paper", -5e-4, "policy", "holistic"),
+        ("collabllm", -0.5, "cl100k", "holistic"),
+        ("verl", -1e-4, "words", "parts"),
+    ],
+)
+def test_a_published_reward_is_one_word(mode: str, tokens: float, count: str, rubric: str) -> None:
+    reward = load(["experiment=gsm8k", f"reward={mode}", "reward.judge.model=openai/judge"]).reward
+    assert reward.mode == mode
+    assert reward.weights == {"accuracy": 1.0, "interactivity": 1.0, "token_amount": tokens, "asks": 0.0}
+    assert (reward.metrics["token_amount"], reward.metrics["interactivity"]) == ({"count": count}, {"rubric": rubric})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["reward=verl"], "reward.weights.accuracy: needs a judge; set reward.judge.model"),
+        (
+            ["rollout.futures=some"],
+            "rollout.futures=some: Value 'some' of type 'str' could not be converted to Integer",
+        ),
+        (["reward.turn_credit=first"], "reward.turn_credit=first: choose one of last, equal, reward_to_go"),
+        (["rollout.context_length=24"], "rollout.turn.max_new_tokens=32: leaves no room for a prompt in"),
+        (["rollout.turn.top_k=0"], "rollout.turn.top_k=0: samples from no token; set -1 for all"),
+        (["algo.mini_batches=17"], "algo.mini_batches=17: a step has at most 16 samples"),
+        (
+            ["rollout.server.port=65535", "rollout.server.replicas=2"],
+            "servers would have port 65536; choose a lower one",
+        ),
+        (["rollout.train_turns=all"], "rollout.train_turns=all: compares sibling futures; set rollout.futures to 2"),
+        (
+            ["rollout.train_turns=all", "rollout.futures=2", "rollout.future.temperature=0.5"],
+            "rollout.future.temperature=0.5: rollout.train_turns=all trains these turns too",
+        ),
+        (["reward.weights.turn_rewards=1"], "with rollout.futures=0 these rewards are credited to their turns already"),
+        (["rollout.tools=[oracle]"], "rollout.tools=oracle: no such tool; known are calculator"),
+        (["reward.metrics.bleu.level=token"], "reward.metrics.bleu: not in reward.weights"),
+        (
+            ["reward.metrics.accuracy.level=token"],
+            "reward.metrics.accuracy.level: no such setting; there are judge, model",
+        ),
+        (["reward.weights.nice=1", "reward.metrics.nice.metric=kindness"], "reward.weights.nice: no such metric"),
+        (["reward.mode=verl", "reward.clamp.accuracy=1"], "reward.clamp: reward.mode=verl is a published formula"),
+        (["reward.clamp.bleu=1"], "reward.clamp.bleu: not in reward.weights"),
+        (["user.personas=none.txt"], "user.personas=none.txt: no such file"),
+        (
+            ["llm.budget_usd=5", "user.model=openai/nobody-knows", "user.api_base=http://127.0.0.1:1/v1"],
+            "llm.budget_usd=5: LiteLLM knows no price of user.model=openai/nobody-knows",
+        ),
+        (["rollout.future.max_new_tokens=0"], "rollout.future.max_new_tokens=0: must be 1 or greater"),
+    ],
+)
+def test_what_cannot_work_names_the_setting_and_the_way_out(overrides: list[str], said: str) -> None:
+    assert said in refused(*overrides)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("reward.judge.modl=x", "reward.judge.modl: no such option; the nearest is reward.judge.model ("),
+        ("+reward.clampp.accuracy=1", "reward.clampp.accuracy: no such option; the nearest is reward.clamp ("),
+        ("++lr=1e-6", "lr: no such option; the nearest is optim.lr ("),
+        ("optim={clipgrad: 1.0}", "optim.clipgrad: no such option; the nearest is optim.clip_grad ("),
+        ("++optim.clipgrad=1.0", "optim.clipgrad: no such option; the nearest is optim.clip_grad ("),
+        ("+experimnt=booking", "experimnt: no such option; the nearest is experiment ("),
+        ("foo.bar=1", "foo.bar: no such option; the nearest is "),
+        ("+foo.bar=1", "foo.bar: no such option; the nearest is "),
+        ("+hydra.foo=1", "hydra.foo: no such option; the nearest is "),
+        ("experiment@foo=gsm8k", "Could not override 'experiment@foo'. Did you mean to override experiment? ("),
+        ("optim.lr=1e-6,1e-5", "Ambiguous value for argument 'optim.lr=1e-6,1e-5' 1. To use it as a list, "),
+    ],
+)
+def test_an_unknown_option_is_refused_and_nothing_that_is_refused_is_recommended(override: str, said: str) -> None:
+    found = refused(override)
+    assert found.startswith(said)
+    assert "+" not in found and "multirun" not in found
+
+
+@pytest.mark.parametrize("plus", ["", "+", "++"])
+def test_a_plus_says_nothing_where_the_option_is_there(plus: str) -> None:
+    """Or may be added: the metrics of a reward."""
+    overrides = ["reward=verl", "optim.lr=0.5", "rollout.futures=2", "reward.weights.bleu=0.5"]
+    config = compose([plus + override for override in ("experiment=gsm8k", *overrides)])
+    assert (config.reward.mode, config.optim.lr, config.rollout.futures) == ("verl", 0.5, 2)
+    assert config.reward.weights["bleu"] == 0.5
+
+
+def test_a_budget_is_held_where_prices_are_known() -> None:
+    assert load(["experiment=gsm8k", "llm.budget_usd=5", "user.model=openai/gpt-4o-mini"]).llm.budget_usd == 5
+
+
+def test_one_metric_stands_twice_under_other_names() -> None:
+    config = load(
+        ["experiment=gsm8k", "reward.weights.words=0", "+reward.metrics.words={metric: token_amount, count: words}"]
+    )
+    assert config.reward.metrics["words"] == {"metric": "token_amount", "count": "words"}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("grpo", {"average": "sequence", "kl_coef": 0.04}),
+        ("dr_grpo", {"advantage": "dr_grpo", "kl_coef": 0.0}),
+        ("rloo", {"advantage": "rloo", "kl_in": "reward", "kl": "k1"}),
+        ("reinforce_pp", {"advantage": "reinforce++", "kl_in": "reward", "kl": "k1"}),
+        ("dapo", {"clip_high": 0.28, "kl_coef": 0.0, "dynamic_sampling": 10}),
+        ("gspo", {"loss": "gspo", "average": "sequence", "clip_low": 3e-4, "clip_high": 4e-4}),
+        ("cispo", {"loss": "cispo", "clip_low": 1.0, "kl_coef": 0.0}),
+        ("ppo", {"advantage": "gae", "kl_in": "reward", "kl": "k1", "mini_batches": 4}),
+    ],
+)
+def test_a_published_algorithm_is_one_word(name: str, expected: dict[str, object]) -> None:
+    found = asdict(load(["experiment=gsm8k", f"algo={name}"]).algo)
+    assert {option: value for option, value in found.items() if value != asdict(AlgoConfig())[option]} == expected
+    assert compose(["experiment=gsm8k", f"algo={name}", "algo.clip_high=0.5"]).algo.clip_high == 0.5
+
+
+def test_every_algorithm_is_tested() -> None:
+    (mark,) = test_a_published_algorithm_is_one_word.pytestmark
+    assert sorted(name for name, _ in mark.args[1]) == groups()["algo"]
+
+
+def test_every_value_says_where_it_is_from() -> None:
+    overrides = ["experiment=booking", "algo=dapo", "reward=verl", "++algo.clip_high=0.5", "optim={lr: 1.0}"]
+    found = {name: (value, source) for name, value, source in settings(overrides)}
+    assert found["train.prompts_per_step"] == (16, "default")
+    assert found["parallel.tp"] == (2, "conf/experiment/booking_world.yaml")
+    assert found["data.train"] == ("runs/booking/world/train.jsonl", "conf/experiment/booking.yaml")
+    assert found["algo.kl_coef"] == (0.0, "conf/algo/dapo.yaml"), "an algorithm wins over the experiment"
+    assert found["reward.weights.token_amount"] == (-1e-4, "conf/reward/verl.yaml")
+    assert found["reward.weights.booking_right"] == (1.0, "conf/experiment/booking.yaml")
+    assert found["algo.clip_high"] == (0.5, "command line") and found["optim.lr"] == (1.0, "command line")
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        (
+            "experiment=bokking",
+            "experiment=bokking: not in conf/experiment; the nearest is booking; there are booking,",
+        ),
+        ("reward=pper", "reward=pper: not in conf/reward; the nearest is paper; there are collabllm, paper, verl ("),
+        ("algo=xyz", "algo=xyz: not in conf/algo; there are cispo,"),
+        ("--hepl", "--hepl: no such argument; there are --help, --cfg and option=value"),
+        ("steps", "steps: give option=value ("),
+        ("user.stop=[[END", "user.stop=[[END: cannot be read; quote special characters: 'user.stop=\"[[END\"' ("),
+        ("algo.loss=gpso", "algo.loss=gpso: choose one of ppo, gspo, cispo; the nearest is gspo"),
+        ("rollout.tools=[calculater]", "rollout.tools=calculater: no such tool; known are calculator; the nearest is"),
+        ("reward.weights.acuracy=1", "reward.weights.acuracy: no such metric; known are accuracy,"),
+    ],
+)
+def test_what_is_mistyped_is_refused_with_what_is_near(override: str, said: str) -> None:
+    assert refused(override).startswith(said)
+
+
+def test_a_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert compose(["experiment=gsm8k", "data.train=~/x.jsonl"]).data.train == "/home/somebody/x.jsonl"

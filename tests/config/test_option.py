@@ -1,0 +1,124 @@
+"""What the declaration of an option says is what the validator refuses and the help shows."""
+
+from __future__ import annotations
+
+import ast
+import math
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from megatron_collab.config import Config, ConfigError, build, check_declared, declared, nearest, option
+from megatron_collab.config.schema import TOOL_PARSERS
+from tests.helpers import refused
+
+
+@dataclass
+class Options:
+    color: str = option("red", "which", choices=("red", "green"), may_change=True)
+    loss: str | None = option(None, "which", choices=("ppo",), extensible=True)
+    share: float = option(0.5, "how much", ge=0, le=1)
+    rate: float = option(0.1, "how fast", gt=0)
+    decay: float = option(0.9, "how long", ge=0, lt=1)
+    count: int = option(1, "how many", le=9)
+    weights: dict[str, float] = option({}, "of each", gt=0)
+    names: list[str] = option([], "of all", choices=("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("color", "gren", "x.color=gren: choose one of red, green; the nearest is green"),
+        ("color", "x:Y", "x.color=x:Y: choose one of red, green"),
+        ("loss", "pp", "x.loss=pp: choose one of ppo, or package.module:Class; the nearest is ppo"),
+        ("share", 1.5, "x.share=1.5: must be from 0 to 1"),
+        ("share", math.nan, "x.share=nan: must be a finite number from 0 to 1"),
+        ("rate", 0.0, "x.rate=0.0: must be greater than 0"),
+        ("rate", math.inf, "x.rate=inf: must be a finite number greater than 0"),
+        ("decay", 1.0, "x.decay=1.0: must be from 0 to below 1"),
+        ("count", 10, "x.count=10: must be at most 9"),
+        ("weights", {"a": 1.0, "b": -1.0}, "x.weights.b=-1.0: must be greater than 0"),
+        ("names", ["a", "c"], "x.names=c: choose one of a, b"),
+    ],
+)
+def test_a_value_that_is_not_allowed_is_refused_by_name(name: str, value: object, said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        check_declared(Options(**{name: value}), "x.")
+    assert str(error.value) == said
+
+
+def test_allowed_values_pass() -> None:
+    check_declared(
+        Options(color="green", loss="my.losses:Clipped", share=1, decay=0.0, weights={"a": 2.0}, names=["b"])
+    )
+
+
+def test_declarations_are_read_from_a_class_and_from_its_objects() -> None:
+    assert {name: default for name, default, _ in declared(Options)}["weights"] == {}
+    found = {name: (value, rule) for name, value, rule in declared(Options(share=0.25), "x.")}
+    assert found["x.share"][0] == 0.25 and found["x.share"][1].allowed() == "from 0 to 1"
+    assert found["x.color"][1].may_change and found["x.loss"][1].allowed() == "ppo | package.module:Class"
+
+
+def test_every_option_has_help_and_every_number_a_bound_or_a_reason() -> None:
+    unbounded = {"reward.malformed"}  # a reward, of either sign
+    for name, value, rule in declared(Config):
+        assert rule.help, name
+        if isinstance(value, int | float) and not isinstance(value, bool) and name not in unbounded:
+            assert rule.allowed(), name
+        assert rule.fault(value) is None or value == "???", name
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "optim.lr=inf", "optim.clip_grad=inf", "optim.weight_decay=-1", "run.seed=-1", "run.seed=100000000000000000000",
+        "train.eval_tasks=-5", "rollout.turn.top_p=2", "rollout.future.top_k=-7", "rollout.turn.temperature=inf",
+        "rollout.server.max_running_requests=0", "rollout.server.max_total_tokens=-5", "rollout.server.start_timeout=0",
+        "rollout.turn_timeout=-1", "rollout.max_tool_calls=-1", "reward.max_missing=7", "reward.max_missing=-1",
+        "reward.weights.accuracy=inf", "reward.weights.accuracy=nan", "reward.malformed=nan",
+        "reward.clamp.accuracy=-1",
+        "llm.budget_usd=-5", "llm.budget_usd=0", "llm.requests_per_minute=0", "llm.tokens_per_minute=-1",
+        "rollout.context_length=1", "rollout.workers=100000", "rollout.server.replicas=100000",
+        "launch.nproc_per_node=5000", "rollout.tool_parser=nonsense", "rollout.server.port=99999",
+        "rollout.server.port=-1", "rollout.futures=-1", "reward.turn_gamma=1.1",
+    ],
+)  # fmt: skip
+def test_numbers_that_make_no_sense_are_refused(setting: str) -> None:
+    name, _, value = setting.partition("=")
+    assert refused(setting).startswith(f"{name}={value}")
+
+
+def test_settings_of_a_metric_have_the_types_of_its_options() -> None:
+    assert build(Options, {"share": 1, "names": ["a"], "loss": "x:Y"}, "x.") == Options(
+        share=1.0, names=["a"], loss="x:Y"
+    )
+    for given, said in (
+        ({"share": "much"}, "x.share=much: "),
+        ({"share": 2}, "x.share=2.0: must be from 0 to 1"),
+        ({"colour": "red"}, "x.colour: no such setting; the nearest is color; there are color, loss"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            build(Options, given, "x.")
+        assert str(error.value).startswith(said)
+
+
+def test_the_nearest_is_named_only_where_it_is_near() -> None:
+    assert nearest("bokking", ["gsm8k", "booking"]) == "; the nearest is booking"
+    assert nearest("zzz", ["gsm8k", "booking"]) == ""
+
+
+def test_the_parsers_of_tool_calls_are_those_of_sglang() -> None:
+    """Read, not imported: that takes a GPU's libraries."""
+    spec = find_spec("sglang")
+    assert spec is not None and spec.submodule_search_locations
+    file = Path(spec.submodule_search_locations[0]) / "srt" / "function_call" / "function_call_parser.py"
+    enum = next(
+        node.value
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.AnnAssign) and getattr(node.target, "id", "") == "ToolCallParserEnum"
+    )
+    assert isinstance(enum, ast.Dict)
+    assert sorted(ast.literal_eval(key) for key in enum.keys if key) == sorted(TOOL_PARSERS)
