@@ -1,4 +1,4 @@
-"""The LiteLLM provider of the policy, registered when this file is imported.
+"""The LiteLLM provider of the policy.
 
 `policy/SAMPLE` is the model that is trained: the run's SGLang servers. Each has its own key, which stays in this
 process's memory. SAMPLE and the messages determine the seed, and with a deterministic server the answer.
@@ -23,7 +23,9 @@ class PolicyProvider(litellm.CustomLLM):
         self._keys: dict[str, str] = {}
 
     def add(self, url: str, key: str) -> str:
-        """Register the server at `url`; returns its api_base."""
+        """Register the server at `url`, and with the first one this provider; returns its api_base."""
+        if not self._keys:
+            add_provider("policy", self)
         self._keys[f"{url}/v1"] = key
         return f"{url}/v1"
 
@@ -52,4 +54,3 @@ class PolicyProvider(litellm.CustomLLM):
 
 
 POLICY = PolicyProvider()
-add_provider("policy", POLICY)
