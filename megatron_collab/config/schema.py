@@ -215,9 +215,7 @@ class SamplingConfig:
 @dataclass
 class RolloutConfig:
     futures: int = option(
-        3,
-        "conversations played on from each trained turn; 0: one conversation a rollout, all its turns trained",
-        ge=0,
+        3, "conversations played on from each trained turn; 0: one conversation a rollout, all its turns trained", ge=0
     )
     max_user_turns: int = option(
         2, "user turns after the trained turn; a message already in the task does not count", ge=1

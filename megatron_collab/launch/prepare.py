@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from megatron_collab import environments
 from megatron_collab.config import SETTINGS, Config, ConfigError, changes, require
 from megatron_collab.launch.validate import check_model
+from megatron_collab.rollout import tools, users
 from megatron_collab.runtime import network
 from megatron_collab.runtime.network import bindable
 from megatron_collab.runtime.process import FINISHED, LAUNCHER, under_torchrun
@@ -22,10 +24,9 @@ def prepare(config: Config) -> None:
 
     Raises ConfigError; nothing has been started by then.
     """
-    from megatron_collab import environments
+    # Hugging Face's libraries take seconds to import, which refused settings need not wait for.
     from megatron_collab.data import datasets
     from megatron_collab.data.chat_template import ChatRenderer
-    from megatron_collab.rollout import tools
 
     nodes = config.launch.nodes
     if nodes > 1 and not under_torchrun():
@@ -78,8 +79,6 @@ def replace_by_torchrun(config: Config, arguments: list[str]) -> NoReturn:
 
 def _check_users(config: Config, setting: str, tasks: Sequence[Task]) -> None:
     """Every task needs somebody to talk to: the user that it names, or that user.name names for all."""
-    from megatron_collab.rollout import users
-
     examples = {config.user.name or task.user: task.id for task in reversed(tasks)}
     for name, example in examples.items():
         reason = users.check(name, config)

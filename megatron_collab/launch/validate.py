@@ -104,7 +104,7 @@ def _check_budget(config: Config) -> None:
     if config.llm.budget_usd is None:
         return
     patches.apply("litellm")
-    from megatron_collab.llm.client import priced
+    from megatron_collab.llm.client import priced  # LiteLLM takes seconds to import
 
     for setting, model in (("user.model", config.user.model), ("reward.judge.model", config.reward.judge.model)):
         require(

@@ -49,8 +49,7 @@ def _check_layout(config: Config) -> None:
         "parallel.sequence_parallel=true: needs parallel.tp > 1; set parallel.sequence_parallel=false",
     )
     require(
-        parallel.vpp == 1 or parallel.pp > 1,
-        f"parallel.vpp={parallel.vpp}: needs parallel.pp > 1; set parallel.vpp=1",
+        parallel.vpp == 1 or parallel.pp > 1, f"parallel.vpp={parallel.vpp}: needs parallel.pp > 1; set parallel.vpp=1"
     )
     require(
         ranks // parallel.pp % parallel.ep == 0,
