@@ -243,3 +243,19 @@ class Batch:
     def loss_tokens(self) -> float:
         """Trained tokens of the whole batch: the denominator of the token mean."""
         return float(sum(sample.loss_mask.sum() for sample in self.samples))
+
+
+@dataclass(frozen=True)
+class Scored(Batch):
+    """A batch with what the networks say of its tokens before any of it is learned: per sample float32 [S].
+
+    `old_log_probs` are the policy's where the loss or the reward needs them apart from the loss's own forward pass,
+    `reference_log_probs` the first policy's where there is a KL term, `values` the critic's where there is one.
+    `advantages`, and the critic's `returns`, are what algo.advantages makes of them. Untrained tokens have 0.
+    """
+
+    old_log_probs: Sequence[np.ndarray] | None = None
+    reference_log_probs: Sequence[np.ndarray] | None = None
+    values: Sequence[np.ndarray] | None = None
+    advantages: Sequence[np.ndarray] | None = None
+    returns: Sequence[np.ndarray] | None = None

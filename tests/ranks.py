@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from megatron_collab.algo.advantages import with_advantages
 from megatron_collab.config import Config
 from megatron_collab.models import hf_to_megatron
-from megatron_collab.types import Credit, Sample
+from megatron_collab.types import Batch, Credit, Sample
 from tests.helpers import configured, free_port
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -124,6 +125,13 @@ def make_config(folder: Path, settings: Mapping[str, object]) -> Config:
     config.optim.lr, config.optim.warmup_steps, config.optim.weight_decay = 1e-3, 2, 0.1
     config.optim.clip_grad, config.algo.kl_coef = 0.5, 0.1
     return configured(config, settings)
+
+
+def learn(trainer: Any, batch: Batch) -> dict[str, float]:
+    """One step of a PolicyTrainer, as train.py makes it."""
+    if not trainer.supervised:
+        batch = with_advantages(trainer.score(batch), trainer.config.algo)
+    return trainer.update(batch)
 
 
 def hidden_states(chunk: Any, token_ids: np.ndarray) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NoReturn
@@ -20,6 +19,7 @@ from megatron_collab.rollout.manager import TooManyMissing
 from megatron_collab.runtime.process import RunStopped
 from megatron_collab.runtime.rank0 import from_leader
 from megatron_collab.trainer.megatron import parallel
+from megatron_collab.trainer.session import Session
 
 
 @pytest.fixture
@@ -55,13 +55,13 @@ def test_a_stopped_run_says_why_in_one_line(
     store = SimpleNamespace(set=lambda *_: said.append(capsys.readouterr().err))
     monkeypatch.setattr(parallel, "run_store", lambda: (store, 0, 1))
 
-    def fit(config: Config) -> None:
-        with parallel.leader_ends_first(1.0, partial(train._explain, config)):
+    def stopped(config: Config) -> None:
+        with parallel.leader_ends_first(1.0, Session(config).explain):
             raise RunStopped("llm.budget_usd=5 is used up")
 
-    monkeypatch.setattr(train, "fit", fit)
+    monkeypatch.setattr(train, "train_sft", stopped)
     monkeypatch.setattr(train, "die_with_parent", lambda parent: None)
-    monkeypatch.setattr(train.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(train.startup, "take_signals", lambda rank: None)
     monkeypatch.setattr(prepare, "prepare", lambda config: None)
     monkeypatch.setattr(train, "under_torchrun", lambda: True)
     code = train.main(["experiment=booking_sft", f"run.dir={tmp_path}/run", f"data.dir={tmp_path}/world"])

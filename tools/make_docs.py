@@ -55,7 +55,7 @@ def options_page() -> str:
     for group, names in groups().items():
         page += "".join(_row(f"`{group}={name}`", _comment(group, name)) for name in names)
     page += _METRICS
-    for name in metrics.known():
+    for name in sorted(metrics.METRICS):
         options = list(declared(metrics.find_metric(name).Options))
         if options:
             page += f"\n### `{name}`\n\n" + _table(options)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 
 from megatron_collab.config import AlgoConfig
-from megatron_collab.types import Credit, Sample
+from megatron_collab.types import Credit, Sample, Scored
 
 GROUPED = ("grpo", "dr_grpo", "rloo")  # compare a credit with its peers; the others need none
 EPSILON = 1e-6
@@ -20,6 +21,17 @@ class Advantages(NamedTuple):
 
     advantages: list[np.ndarray]
     returns: list[np.ndarray] | None
+
+
+def with_advantages(batch: Scored, algo: AlgoConfig) -> Scored:
+    """The batch with the advantages of its tokens, and with gae the returns that the critic learns."""
+    log_ratios = None
+    if algo.kl_in == "reward" and batch.reference_log_probs is not None:
+        assert batch.old_log_probs is not None
+        pairs = zip(batch.old_log_probs, batch.reference_log_probs, strict=True)
+        log_ratios = [old - reference for old, reference in pairs]
+    estimated = assign(batch.samples, algo, log_ratios, batch.values)
+    return replace(batch, advantages=estimated.advantages, returns=estimated.returns)
 
 
 def assign(

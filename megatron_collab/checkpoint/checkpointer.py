@@ -12,7 +12,7 @@ import random
 import re
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +33,7 @@ from megatron_collab.checkpoint.sharded_state import MAIN, Checkpointable, Snaps
 from megatron_collab.checkpoint.torch_dist import PacedWriter, SaveBlocks
 from megatron_collab.runtime import hang_detector, heartbeat
 from megatron_collab.runtime.process import RunStopped
+from megatron_collab.runtime.rank0 import shared
 
 COMMON = "common.pt"
 _OWNED = re.compile(r"__(\d+)_\d+\.distcp|random_(\d+)\.pkl")
@@ -122,7 +123,7 @@ class Checkpoints:
         """
         self.finish()
         heartbeat.at(f"loading from {self.folder}")
-        found = _from_rank_0(lambda: storage.candidates(self.folder))
+        found = shared(lambda: storage.candidates(self.folder))
         for checkpoint in found:
             saved, damage = self._inspect(checkpoint)
             if saved is not None and not damage:
@@ -135,7 +136,7 @@ class Checkpoints:
 
     def _inspect(self, checkpoint: Path) -> tuple[dict[str, Any] | None, list[str]]:
         """The content of state.json, and what is wrong with the files; each rank reads its part of them."""
-        saved = _from_rank_0(lambda: storage.read_state(checkpoint))
+        saved = shared(lambda: storage.read_state(checkpoint))
         if saved is None:
             return None, [f"no valid {storage.STATE}"]
         recorded = sorted(saved.get("files", {}).items())  # checkpoints of earlier versions recorded none
@@ -227,12 +228,6 @@ def _restore_random_state(state: dict[str, Any]) -> None:
     device_random._set_cuda_rng_state(state["device"])
     torch.set_rng_state(state["torch"])
     get_cuda_rng_tracker().set_states(state["megatron"])
-
-
-def _from_rank_0(find: Callable[[], Any]) -> Any:
-    found = [find() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(found, src=0)
-    return found[0]
 
 
 def _say(message: str) -> None:

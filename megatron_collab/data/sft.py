@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -14,7 +13,7 @@ from megatron_collab.data.datasets import Cursor, load_conversations
 from megatron_collab.types import Batch, Finish, Message, Sample, Turn
 
 
-class Supervised:
+class SupervisedData:
     """Batches of data.train by step; the same on every rank, from (run.seed, step) alone."""
 
     def __init__(self, config: Config) -> None:
@@ -23,22 +22,9 @@ class Supervised:
         self.cursor = Cursor(len(self.conversations), config.run.seed)
         self.size = config.train.prompts_per_step
 
-    def next(self, step: int) -> Batch:
+    def batch(self, step: int) -> Batch:
         rows = self.cursor.batch(step, self.size)
         return Batch(tuple(render(self.renderer, self.conversations[row]) for row in rows))
-
-    def evaluate(self, name: str, step: int) -> None:
-        """The supervised stage is judged by its loss alone; conversations are played where they are sampled."""
-
-    def state(self) -> dict[str, Any]:
-        """Nothing that a checkpoint would have to keep: the batches follow from the step."""
-        return {}
-
-    def learned(self, stats: Mapping[str, float]) -> None:
-        """Nothing that was sampled depends on the weights."""
-
-    def forget(self, checkpoint: object) -> None:
-        """Nothing is kept beside checkpoints."""
 
 
 def render(renderer: ChatRenderer, messages: Sequence[Message]) -> Sample:

@@ -1,7 +1,8 @@
 """Shipped worlds: each makes a small random model and its data on the spot.
 
 A world is a module with `make(folder, seed, source)`, which writes model/ and JSONL files. One with a user of its own
-scripts it in `reply(goal, messages)`, the user `scripted/WORLD`.
+scripts it in `reply(goal, messages)`, the user `scripted/WORLD`. `RESULT_NAMES` says what result.json calls those of
+its metrics that a run is about.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 from filelock import FileLock
@@ -42,3 +44,10 @@ def prepare(config: Config) -> None:
     found = json.loads(marker.read_text()) if marker.is_file() else "something else"
     if found != identity:
         raise ValueError(f"data.dir={folder}: holds {found}, not {identity}; choose another data.dir, or remove it")
+
+
+def result_names(config: Config) -> Mapping[str, str]:
+    """What result.json calls metrics of the run's world, by its name for each."""
+    if config.data.world is None:
+        return {}
+    return importlib.import_module(f"{__name__}.{config.data.world}").RESULT_NAMES

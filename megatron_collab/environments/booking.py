@@ -17,6 +17,11 @@ from pathlib import Path
 from megatron_collab.types import Message, Task
 
 USER = "scripted/booking"
+RESULT_NAMES = {
+    "ask_when_missing": "ask_when_missing",
+    "needless": "ask_when_complete",
+    "accuracy": "booking_right",
+}
 STOP = "[[TERMINATE CHAT]]"
 SLOTS: Mapping[str, tuple[str, ...]] = {
     "people": tuple(str(n) for n in range(1, 10)),

@@ -13,6 +13,7 @@ from pathlib import Path
 from megatron_collab.types import Message, Task
 
 USER = "reveal"
+RESULT_NAMES = {"accuracy": "accuracy"}
 VOCABULARY = 1024
 CONTEXT = 2048  # tokens
 

@@ -1,7 +1,7 @@
 """The SGLang servers of a run: who is present, who is being started again, what a sampling phase does with them.
 
-A server that fails is left out and started again at the same address while the others go on. The next publish takes it
-back; until then nobody asks it, since it holds the weights of model.path.
+A server that fails is left out and started again at the same address while the others go on. The next weight sync takes
+it back; until then nobody asks it, since it holds the weights of model.path.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ STARTS = 3  # in a row that may fail before the run ends
 POLL_SECONDS = 0.1
 
 
-class Fleet:
+class ServerPool:
     """On rank 0. Servers are started and ended on one thread only: a server ends with the thread that started it.
 
-    `lacked`: whether there was a time, since the last `recover`, when no server was left. `hopeless`: why a server
-    cannot be kept alive, which is raised where all ranks wait: in `ready`.
+    `hopeless`: why a server cannot be kept alive, which is raised where all ranks wait: in `ready`.
     """
 
     def __init__(
@@ -34,7 +33,7 @@ class Fleet:
         self.options = options
         self._tell = tell
         self._told = [server.index for server in servers]
-        self.lacked = False
+        self._lacked = False
         self.hopeless = ""
         self._present: list[SGLangServer] = []
         self._deadlines: dict[int, float] = {}  # by number, of servers that are being started again (monotonic)
@@ -51,7 +50,7 @@ class Fleet:
     def present(self) -> list[SGLangServer]:
         """Who is healthy now, servers that came back since the last call among them.
 
-        They may hold any weights: a publish asks once, at its beginning, and gives its weights to all of them.
+        They may hold any weights: a weight sync asks once, at its beginning, and gives its weights to all of them.
         """
         self.watch()
         for server in list(self._present):
@@ -73,7 +72,7 @@ class Fleet:
         if server not in self._present:  # known already
             return
         self._present.remove(server)
-        self.lacked |= not self._present
+        self._lacked |= not self._present
         self._counts["lost"] += 1
         if server.index in self._told:  # before it is there again, with other weights
             self._say([index for index in self._told if index != server.index])
@@ -88,12 +87,17 @@ class Fleet:
                 elif server.index in self._deadlines:
                     self._start_again(server, reason)
 
+    def lost_all(self) -> bool:
+        """Whether there was a time, since the last `recover`, when no server was left that could sample."""
+        self.watch()
+        return self._lacked
+
     def recover(self) -> None:
-        """What was lost until now is made good: `lacked` counts anew."""
-        self.lacked = not self._present
+        """What was lost until now is made good: `lost_all` counts anew."""
+        self._lacked = not self._present
 
     def ready(self, seconds: float) -> bool:
-        """Before a publish: whether a server is there that has memory for weights; looks for about `seconds`.
+        """Before a weight sync: whether a server is there that has memory for weights; looks for about `seconds`.
 
         Raises ServerError with its last words where a server failed after STARTS new starts in a row too.
         """
@@ -109,7 +113,7 @@ class Fleet:
             time.sleep(POLL_SECONDS)
 
     def serve(self) -> None:
-        """After a publish: have the workers ask the servers, those that a worker lost sight of among them."""
+        """After a weight sync: have the workers ask the servers, those that a worker lost sight of among them."""
         self._say(sorted(server.index for server in self._present))
 
     def rest(self) -> None:

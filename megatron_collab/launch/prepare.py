@@ -68,14 +68,6 @@ def finished(config: Config) -> int:
     return steps if config.train.steps <= steps else 0
 
 
-def saved(config: Config) -> str:
-    """What the newest checkpoint in run.dir is called."""
-    from megatron_collab.checkpoint.storage import LATEST
-
-    latest = Path(config.run.dir) / "checkpoints" / LATEST
-    return latest.read_text().strip() if latest.is_file() else "no step"
-
-
 def replace_by_torchrun(config: Config, arguments: list[str]) -> NoReturn:
     """Become `agent … -m megatron_collab.train` with the same arguments; does not return."""
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), LAUNCHER: str(os.getpid())}

@@ -8,7 +8,7 @@ evaluations.json   means by evaluation; eval_NAME.jsonl holds the conversations
 journal/           groups that are finished and not yet in a checkpoint (rollout/journal.py)
 spend.json         what calls of language models took (llm/limiter.py)
 tensorboard/       the same numbers for TensorBoard
-result.json        written last: before, after, minutes, versions
+result.json        written last: scores before and after, minutes, versions
 report.html        all of it to look at
 """
 
@@ -39,23 +39,19 @@ from megatron_collab.runtime.redact import redacted
 from megatron_collab.thoughts import visible
 from megatron_collab.types import Future, Group, Missing
 
-# What result.json calls a metric; of several, the one that the run's tasks have.
-RESULT_NAMES = {
-    "ask_when_missing": ("score/ask_when_missing",),
-    "needless": ("score/ask_when_complete",),
-    "accuracy": ("score/booking_right", "score/accuracy"),
-}
 VERSIONS = ("torch", "megatron-core", "sglang", "ray", "litellm", "transformers", "datasets", "hydra-core")
 
 
 class Run:
     """Writes on rank 0; on the other ranks every call does nothing.
 
-    `start` is the first step that is still to be done, `state` what an earlier start of this run saved.
+    `start` is the first step that is still to be done, `state` what an earlier start of this run saved. `names`: what
+    result.json calls metrics that matter, by its name for each.
     """
 
-    def __init__(self, config: Config, start: int, state: Mapping[str, Any]) -> None:
+    def __init__(self, config: Config, start: int, state: Mapping[str, Any], names: Mapping[str, str]) -> None:
         self.config = config
+        self.names = names
         self.folder = Path(config.run.dir)
         self.leader = global_rank() == 0
         self._seconds_before = float(state.get("seconds", 0.0))
@@ -116,7 +112,7 @@ class Run:
         file = self.folder / "evaluations.json"
         before = json.loads(file.read_text()) if file.exists() else {}
         _replace(file, {**before, name: _plain({"step": step, **metrics})})
-        tqdm.write(f"evaluation {name} ({len(groups)} tasks): {_scores(metrics)}")
+        tqdm.write(f"evaluation {name} ({len(groups)} tasks): {_shown(_scores(metrics))}")
 
     def finish(self) -> None:
         """Write result.json and report.html; a folder with a result.json is a run that is done."""
@@ -124,13 +120,11 @@ class Run:
             return
         file = self.folder / "evaluations.json"
         evaluations = json.loads(file.read_text()) if file.exists() else {}
+        scores = {when: _scores(evaluations.get(when, {})) for when in ("before", "after")}
         result: dict[str, Any] = {
-            f"{name}_{when}": next((scores[metric] for metric in metrics if metric in scores), None)
-            for name, metrics in RESULT_NAMES.items()
-            for when in ("before", "after")
-            for scores in [evaluations.get(when, {})]
+            f"{name}_{when}": found.get(metric) for name, metric in self.names.items() for when, found in scores.items()
         }
-        result["single_turn_ask_after"] = None
+        result |= scores
         result["train_minutes"] = round(self._seconds() / 60, 2)
         result["versions"] = {"megatron-collab": __version__, **{name: metadata.version(name) for name in VERSIONS}}
         from megatron_collab.observability import report  # and with it what draws, a second of imports
@@ -197,7 +191,7 @@ def line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
     """One step on the console: what is there of reward, scores, loss, KL and seconds by stage."""
     parts = [f"step {step + 1}/{steps}"]
     if "reward" in metrics:
-        parts += [f"reward {metrics['reward']:.3f}±{metrics['reward_se']:.3f}", _scores(metrics)]
+        parts += [f"reward {metrics['reward']:.3f}±{metrics['reward_se']:.3f}", _shown(_scores(metrics))]
     parts += [f"{name} {metrics[name]:.3g}" for name in ("loss", "kl", "grad_norm", "lr") if name in metrics]
     if metrics.get("missing"):
         parts.append(f"missing scores {metrics['missing']:.0f}")
@@ -205,9 +199,13 @@ def line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
     return " | ".join([*parts, " ".join(laps)])
 
 
-def _scores(metrics: Mapping[str, float]) -> str:
-    names = [name for name in metrics if name.startswith("score/")]
-    return " ".join(f"{name.removeprefix('score/')} {metrics[name]:.3f}" for name in names)
+def _scores(metrics: Mapping[str, float]) -> dict[str, float]:
+    """By metric, of those that a step or an evaluation has."""
+    return {name.removeprefix("score/"): value for name, value in metrics.items() if name.startswith("score/")}
+
+
+def _shown(scores: Mapping[str, float]) -> str:
+    return " ".join(f"{name} {value:.3f}" for name, value in scores.items())
 
 
 def _rows(groups: Sequence[Group]) -> list[dict[str, Any]]:

@@ -10,18 +10,43 @@ import asyncio
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from megatron_collab import thoughts
 from megatron_collab.config import Config, SamplingConfig
 from megatron_collab.inference.client import EngineError
-from megatron_collab.rollout.policy import Policy, Renderer
-from megatron_collab.rollout.tools import Toolbox
+from megatron_collab.rollout.tools import Toolbox, ToolParser
 from megatron_collab.rollout.users import User, UserError, Users
-from megatron_collab.types import Conversation, Ending, Finish, Message, Task
+from megatron_collab.types import Conversation, Ending, Finish, Message, Task, Turn
+
+
+class TurnSampler(ToolParser, Protocol):
+    """What samples the policy's turns, and finds the calls of tools in them."""
+
+    async def generate(
+        self, prompt_ids: tuple[int, ...], *, max_new_tokens: int, sampling: SamplingConfig, seed: int, affinity: str
+    ) -> Turn:
+        """One turn after `prompt_ids`; raises EngineError where none can be had.
+
+        Calls of the same `affinity` share a prefix, and are best served by the same server.
+        """
+
+
+class Renderer(Protocol):
+    """A chat template as token ids."""
+
+    opens_thought: bool
+    """Whether the prompt ends with `<think>`."""
+
+    def first(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """The prompt: all messages, and what opens the policy's turn."""
+
+    def next(self, messages: Sequence[Message], turn: Turn) -> tuple[int, ...]:
+        """What follows a sampled turn: its end where it lacks one, the messages, the opening of the next turn."""
 
 
 @dataclass(frozen=True)
-class Place:
+class RolloutPlace:
     """Where in the run a conversation stands; what is drawn there depends on nothing else.
 
     `stream` names step and task; all conversations of a stream share their first tokens.
@@ -39,7 +64,7 @@ class Place:
 class Sampler:
     """Samples trained turns and plays them on, under the budgets of `config.rollout`."""
 
-    def __init__(self, policy: Policy, renderer: Renderer, users: Users, config: Config) -> None:
+    def __init__(self, policy: TurnSampler, renderer: Renderer, users: Users, config: Config) -> None:
         self.policy = policy
         self.renderer = renderer
         self.users = users
@@ -47,7 +72,7 @@ class Sampler:
         self.config = config.rollout
         self.seed = config.run.seed
 
-    async def trained_turn(self, task: Task, place: Place) -> Conversation:
+    async def trained_turn(self, task: Task, place: RolloutPlace) -> Conversation:
         """The task's conversation with one turn of the policy; it has ended only where no more can follow."""
         conversation = Conversation(task.messages, self.renderer.first(task.messages))
         try:
@@ -57,7 +82,13 @@ class Sampler:
             return self._late(conversation)
 
     async def play_on(
-        self, conversation: Conversation, task: Task, place: Place, sampling: SamplingConfig, *, strict: bool = False
+        self,
+        conversation: Conversation,
+        task: Task,
+        place: RolloutPlace,
+        sampling: SamplingConfig,
+        *,
+        strict: bool = False,
     ) -> Conversation:
         """Go on from the policy's last reply to an ending, within max_user_turns and max_assistant_turns.
 
@@ -93,7 +124,7 @@ class Sampler:
         return conversation.end(Ending.MALFORMED, fault) if fault else conversation
 
     async def _turn(
-        self, conversation: Conversation, task: Task, place: Place, sampling: SamplingConfig
+        self, conversation: Conversation, task: Task, place: RolloutPlace, sampling: SamplingConfig
     ) -> Conversation:
         """One turn of the policy: generations until one calls no tool, or may call none any more; that is the reply."""
         for _ in range(self.config.max_tool_calls if self.config.tools else 0):
@@ -112,7 +143,9 @@ class Sampler:
             conversation = heard
         return await self._generate(conversation, place, sampling)
 
-    async def _generate(self, conversation: Conversation, place: Place, sampling: SamplingConfig) -> Conversation:
+    async def _generate(
+        self, conversation: Conversation, place: RolloutPlace, sampling: SamplingConfig
+    ) -> Conversation:
         length = self.config.context_length
         room = length - len(conversation.token_ids)
         if room < 1:
@@ -156,6 +189,6 @@ def _ended(conversation: Conversation) -> Conversation:
     return conversation if conversation.ending else conversation.end(Ending.TURN_LIMIT)
 
 
-def seed_of(run_seed: int, place: Place, turn: int) -> int:
+def seed_of(run_seed: int, place: RolloutPlace, turn: int) -> int:
     """The engine's seed (31 bits) of one turn: the same whenever and wherever that turn is sampled."""
     return int.from_bytes(hashlib.blake2b(f"{run_seed}/{place.name}/{turn}".encode(), digest_size=4).digest()) >> 1

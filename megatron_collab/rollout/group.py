@@ -9,8 +9,7 @@ from dataclasses import replace
 from megatron_collab.config import Config
 from megatron_collab.reward.dispatch import RewardClient
 from megatron_collab.reward.multiturn import turn_reward
-from megatron_collab.rollout.conversation import Place, Sampler
-from megatron_collab.rollout.policy import Policy, Renderer
+from megatron_collab.rollout.conversation import Renderer, RolloutPlace, Sampler, TurnSampler
 from megatron_collab.rollout.users import Users
 from megatron_collab.types import Conversation, Ending, Future, Group, Reward, Rollout, Task
 
@@ -22,7 +21,9 @@ class Player:
     rewards that are Missing.
     """
 
-    def __init__(self, policy: Policy, renderer: Renderer, users: Users, rewards: RewardClient, config: Config) -> None:
+    def __init__(
+        self, policy: TurnSampler, renderer: Renderer, users: Users, rewards: RewardClient, config: Config
+    ) -> None:
         self.sampler = Sampler(policy, renderer, users, config)
         self.rewards = rewards
         self.config = config
@@ -33,7 +34,7 @@ class Player:
 
         `stream` names the place in the run (step and task) that the sampling seeds follow from.
         """
-        places = [Place(stream, i) for i in range(self.config.train.rollouts_per_prompt)]
+        places = [RolloutPlace(stream, i) for i in range(self.config.train.rollouts_per_prompt)]
         if self.config.reward.mode == "single_turn":
             play = self._alone
         elif self.config.rollout.futures == 0:
@@ -45,19 +46,19 @@ class Player:
 
     async def evaluate(self, task: Task, stream: str) -> Group:
         """One rollout with one future, played as a user would see it: a malformed turn is answered as well."""
-        place = Place(stream, 0)
+        place = RolloutPlace(stream, 0)
         start = await self.sampler.trained_turn(task, place)
         future = await self._future(start, task, place)
         return Group(task, (self._rollout(start, [future]),))
 
-    async def _alone(self, task: Task, place: Place) -> Rollout:
+    async def _alone(self, task: Task, place: RolloutPlace) -> Rollout:
         """The trained turn, scored as the end of its conversation."""
         start = await self._start(task, place)
         if not start.ending:
             start = start.end(Ending.TURN_LIMIT)
         return self._rollout(start, [await self._scored(task, start)])
 
-    async def _whole(self, task: Task, place: Place) -> Rollout:
+    async def _whole(self, task: Task, place: RolloutPlace) -> Rollout:
         """One conversation to its end, every turn of the policy trained."""
         conversation = await self._start(task, place)
         if not conversation.ending:
@@ -66,7 +67,7 @@ class Player:
             )
         return self._rollout(conversation, [await self._scored(task, conversation)])
 
-    async def _with_futures(self, task: Task, place: Place) -> Rollout:
+    async def _with_futures(self, task: Task, place: RolloutPlace) -> Rollout:
         """A trained turn and its futures; a turn after which nothing can follow is scored as it stands."""
         start = await self._start(task, place)
         if start.ending:
@@ -76,11 +77,11 @@ class Player:
         )
         return self._rollout(start, await asyncio.gather(*futures))
 
-    async def _start(self, task: Task, place: Place) -> Conversation:
+    async def _start(self, task: Task, place: RolloutPlace) -> Conversation:
         start = await self.sampler.trained_turn(task, place)
         return self.sampler.refuse_malformed(start) if self.strict else start
 
-    async def _future(self, start: Conversation, task: Task, place: Place) -> Future:
+    async def _future(self, start: Conversation, task: Task, place: RolloutPlace) -> Future:
         """A future of `start`, scored the moment it ends."""
         if not start.ending:
             start = await self.sampler.play_on(start, task, place, self.config.rollout.future)

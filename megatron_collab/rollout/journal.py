@@ -3,21 +3,22 @@
 A file a step of their slots, to which every group is appended as it is found finished. A group is pickled: that keeps
 its floats and kinds to the last bit, and a run trusts its own folder as it trusts its checkpoints. One writer.
 
-Before a group stand the newest version that sampled any of it and that version's digest (lineage.py).
+Before a group stand the newest version that sampled any of it and that version's digest: a run that goes back to an
+older checkpoint gives numbers again, so the number alone does not say which weights these were.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pickle
 import re
 import struct
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_collab.rollout.lineage import Lineage
 from megatron_collab.runtime import files
 from megatron_collab.types import Conversation, Ending, Group, Missing, Task
 
@@ -26,7 +27,43 @@ _WEIGHTS = struct.Struct(">q64s")  # version and digest; then come name and grou
 _FILE = re.compile(r"step_(\d+)\.groups")
 
 
-class Entry(NamedTuple):
+_FIRST = "0" * 64  # digest of the weights that the run began with
+
+
+class WeightDigests:
+    """What tells the newest `keep` versions of the weights from others of the same number.
+
+    Each is the digest of the one before and of what its update measured. Weights that come out the same have the same;
+    where a device adds up in another order, the loss or the norm of the gradient says so.
+    """
+
+    def __init__(self, keep: int, known: Iterable[Sequence[int | str]] = ()) -> None:
+        """`known`: what `state` gave an earlier start of the run."""
+        self._keep = keep
+        self._digests: dict[int, str] = {int(version): str(digest) for version, digest in known}
+
+    def begin(self, version: int) -> None:
+        """The present weights are `version`; where nothing is known yet, the run began with them."""
+        if not self._digests:
+            self._digests[version] = _FIRST
+
+    def learned(self, stats: Mapping[str, float]) -> None:
+        """The next version came of an update that measured `stats`, which are the same on all ranks."""
+        version = max(self._digests)
+        content = f"{self._digests[version]} {sorted(stats.items())}"  # floats to the last bit
+        self._digests[version + 1] = hashlib.sha256(content.encode()).hexdigest()
+        self._digests = {v: digest for v, digest in self._digests.items() if v > version + 1 - self._keep}
+
+    def of(self, version: int) -> str | None:
+        """None where it is not known, or too old."""
+        return self._digests.get(version)
+
+    def state(self) -> list[tuple[int, str]]:
+        """For a checkpoint."""
+        return list(self._digests.items())
+
+
+class JournalEntry(NamedTuple):
     """Where the group of a stream lies: in `file`, the bytes from `start` to `stop`; `version` is the newest that
     sampled any of it, `digest` that version's."""
 
@@ -41,11 +78,11 @@ class Entry(NamedTuple):
 class Journal:
     """The finished groups of a run, in `folder`; what is there when it is made is of earlier starts."""
 
-    def __init__(self, folder: Path, lineage: Lineage) -> None:
+    def __init__(self, folder: Path, digests: WeightDigests) -> None:
         self.folder = folder
-        self.lineage = lineage
+        self._digests = digests
         folder.mkdir(parents=True, exist_ok=True)
-        self._found: dict[str, Entry] = {}  # of two of a stream the later
+        self._found: dict[str, JournalEntry] = {}  # of two of a stream the later
         for file in self._files():
             end = 0
             for entry in entries(file):
@@ -60,7 +97,7 @@ class Journal:
         trained may come out differently.
         """
         entry = self._found.get(stream)
-        if entry is None or self.lineage.digest(entry.version) != entry.digest:
+        if entry is None or self._digests.of(entry.version) != entry.digest:
             return None
         with entry.file.open("rb") as content:
             content.seek(entry.start)
@@ -83,7 +120,7 @@ class Journal:
         """
         frames = []
         for stream, group in groups.items():
-            digest = self.lineage.digest(version := _newest(group))
+            digest = self._digests.of(version := _newest(group))
             if whole(group) and digest is not None:
                 frames.append(_frame(stream, group, version, digest))
         if frames:
@@ -106,7 +143,7 @@ class Journal:
         return {file: int(match[1]) for file, match in matches if match}
 
 
-def entries(file: Path) -> Iterator[Entry]:
+def entries(file: Path) -> Iterator[JournalEntry]:
     """The whole entries of a file, in the order in which they were written."""
     content = file.read_bytes()
     at = 0
@@ -118,7 +155,7 @@ def entries(file: Path) -> Iterator[Entry]:
         if not named or stop > len(content) or zlib.crc32(content[at:stop]) != crc:
             return
         version, digest = _WEIGHTS.unpack_from(content, at)
-        yield Entry(content[start - named : start].decode(), version, digest.decode(), file, start, stop)
+        yield JournalEntry(content[start - named : start].decode(), version, digest.decode(), file, start, stop)
         at = stop
 
 

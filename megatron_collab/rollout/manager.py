@@ -1,17 +1,18 @@
 """From tasks to a batch: have groups played on Ray workers, take those of a step, turn rewards into credits.
 
-Rank 0 asks the workers and hands the batch to every rank; the other ranks wait for it.
+Rank 0 asks the workers and hands the batch to every rank; the other ranks wait for it, a look at a time.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -19,26 +20,24 @@ import torch.distributed as dist
 from megatron_collab.algo.credit import fresh, samples_of, teaches
 from megatron_collab.config import Config
 from megatron_collab.data.datasets import Cursor, load_tasks
+from megatron_collab.inference.pool import ServerPool
 from megatron_collab.observability.run import Run
-from megatron_collab.rollout.journal import Journal
-from megatron_collab.rollout.lineage import Lineage
-from megatron_collab.rollout.patience import group_seconds
-from megatron_collab.rollout.scheduler import Asked, Flight, Slot, answers, window
-from megatron_collab.rollout.summary import mean, summary
-from megatron_collab.rollout.workers import Crew
-from megatron_collab.runtime import heartbeat, stacks
+from megatron_collab.rollout.journal import Journal, WeightDigests
+from megatron_collab.rollout.scheduler import Asked, Flight, Look, Slot, answers, window
+from megatron_collab.rollout.servers import Servers
+from megatron_collab.rollout.workers import Workers
+from megatron_collab.runtime import heartbeat
 from megatron_collab.runtime.process import RunStopped
 from megatron_collab.runtime.rank0 import from_leader
 from megatron_collab.types import Batch, Group, Missing, Sample
-
-_Result = TypeVar("_Result")
+from megatron_collab.weight_sync.sync import WeightSync
 
 
 class TooManyMissing(RunStopped):
     """More scores are missing than reward.max_missing allows."""
 
 
-class Collector:
+class RolloutManager:
     """Batches of rollouts, by step. Sampling runs up to rollout.max_staleness steps ahead of the step that trains.
 
     Which tasks are played and which seeds they are sampled with follow from (run.seed, slot) alone. Without
@@ -47,38 +46,28 @@ class Collector:
     """
 
     def __init__(
-        self,
-        config: Config,
-        crew: Crew | None,
-        run: Run,
-        lacking: Callable[[], bool],
-        revive: Callable[[], None],
-        state: Mapping[str, Any],
+        self, config: Config, servers: Servers, weights: WeightSync, run: Run, state: Mapping[str, Any]
     ) -> None:
-        """`crew`: on rank 0 the workers to ask.
-
-        `lacking`, asked on rank 0: whether there was, since the last `revive`, a time when no server was left.
-        `revive`, collective: returns when servers sample from the present version again. `state`: what `state()` gave
-        an earlier start of the run, {} if there was none.
-        """
+        """`state`: what `state()` gave an earlier start of the run, {} if there was none."""
         self.config = config
-        self.crew = crew
+        self.servers = servers
+        self.weights = weights
         self.run = run
-        self.lacking = lacking
-        self.revive = revive
+        self.evaluates = config.data.eval is not None and config.train.eval_tasks > 0
         self.leader = dist.get_rank() == 0
         self._state = dict(state)
-        self._lineage = Lineage(config.rollout.max_staleness + 1, state.get("weights", ()))
+        self._digests = WeightDigests(config.rollout.max_staleness + 1, state.get("weights", ()))
         if self.leader:
-            assert crew is not None
             self.tasks = load_tasks(Path(config.data.train))
-            self._journal = Journal(Path(config.run.dir) / "journal", self._lineage)
-            self._flight, self._evaluating = self._new_flight(crew), self._new_flight(crew)
+            self._journal = Journal(Path(config.run.dir) / "journal", self._digests)
+            self._flight, self._evaluating = (
+                Flight(config, self._workers.conversations, self._journal, self._pool.lost_all) for _ in range(2)
+            )
             self._left = [Slot(*slot) for slot in state.get("in_flight", ())]
             self._next = Slot(*state["next"]) if "next" in state else None
             self._spent = self._spend()
 
-    def __enter__(self) -> Collector:
+    def __enter__(self) -> RolloutManager:
         return self
 
     def __exit__(
@@ -91,39 +80,48 @@ class Collector:
         """
         if not self.leader:
             return
-        assert self.crew is not None
         parts: list[Callable[[], object]] = []
         if kind is None:
             parts = [self._journal.forget, self._spend]
         elif issubclass(kind, RunStopped):
-            looks = (partial(flight.look, 0.0) for flight in (self._flight, self._evaluating))
-            parts = [*looks, self.crew.stop, self._spend]
+            looks = (partial(flight.collect, 0.0) for flight in (self._flight, self._evaluating))
+            parts = [*looks, self._workers.stop, self._spend]
         for part in parts:
             try:
                 part()
             except Exception as failure:
                 print(f"megatron-collab: at the end of sampling: {' '.join(str(failure).split())}", file=sys.stderr)
 
-    def next(self, step: int) -> Batch:
-        """The batch of `step`, the same on every rank, while the servers have version `step`; collective."""
+    def collect(self, step: int) -> Batch:
+        """The batch of `step`, the same on every rank, while the servers have version `step`; collective.
+
+        TooManyMissing, or RunStopped where nothing can be learned.
+        """
         heartbeat.at(f"the rollouts of step {step}")
-        self._lineage.begin(step)
-        return self._together(self._collect(step))
+        self._digests.begin(step)
+        from_leader(lambda: self._begin_step(step))
+        while True:
+            self._wait(lambda: self._flight)
+            batch: Batch | None = from_leader(lambda: self._choose(step))
+            if batch is not None:
+                return batch
 
     def evaluate(self, name: str, step: int) -> None:
         """Play `train.eval_tasks` tasks of data.eval to their end, once each, and record the scores; collective."""
         heartbeat.at(f"evaluation {name}")
-        self._lineage.begin(step)
-        self._together(self._evaluate(name, step))
+        self._digests.begin(step)
+        from_leader(lambda: self._begin_evaluation(name, step))
+        self._wait(lambda: self._evaluating)
+        from_leader(lambda: self._record_evaluation(name, step))
 
     def learned(self, stats: Mapping[str, float]) -> None:
         """The batch of the last step was learned, and `stats` is what its update measured."""
-        self._lineage.learned(stats)
+        self._digests.learned(stats)
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint: of the last batch what is begun next and what was in flight, and which weights there are;
         JSON, on rank 0."""
-        return {**self._state, "weights": self._lineage.state()}
+        return {**self._state, "weights": self._digests.state()}
 
     def forget(self, checkpoint: tuple[int, Mapping[str, Any]]) -> None:
         """Forget the groups that a run which goes on from `checkpoint` (its step and state) does not ask for."""
@@ -132,80 +130,33 @@ class Collector:
             collector = state["collector"]
             self._journal.forget(min(step, collector["next"][0], *(slot[0] for slot in collector["in_flight"])))
 
-    def _together(self, play: Generator[bool, None, _Result]) -> _Result:
-        """What `play` gives on rank 0, on every rank; where it yields True, no server is left: all ranks revive them.
+    @property
+    def _workers(self) -> Workers:
+        assert self.servers.workers is not None
+        return self.servers.workers
 
-        The other ranks wait for one look at a time: playing may take longer than any collective.
+    @property
+    def _pool(self) -> ServerPool:
+        assert self.servers.pool is not None
+        return self.servers.pool
+
+    def _wait(self, flight: Callable[[], Flight]) -> None:
+        """Until as many groups of rank 0's `flight` are finished as it waits for; collective, a look at a time.
+
+        Playing may take longer than any collective. Where no server is left, all ranks give the weights to those that
+        are started again.
         """
-        while True:
-            lacking, result = from_leader(lambda: self._go_on(play))
-            if lacking is None:
-                return result
-            if lacking:
-                self.revive()
+        while (look := from_leader(lambda: flight().look())) is not Look.FINISHED:
+            if look is Look.SERVERS_LOST:
+                assert self.weights.version is not None
+                self.weights.sync(self.weights.version)
+                from_leader(lambda: self._pool.recover())
 
-    def _go_on(self, play: Generator[bool, None, _Result]) -> tuple[bool | None, _Result | None]:
-        """Go on with `play`: what it yields; None, and its result, where it has ended."""
-        try:
-            return next(play), None
-        except StopIteration as end:
-            return None, end.value
-
-    def _collect(self, step: int) -> Generator[bool, None, Batch]:
-        """Take the groups of a step, and others for those that cannot be trained.
-
-        Samples that are older than rollout.max_staleness are dropped, and a group of which nothing is left to compare
-        is replaced. Only what was in flight before the step can be that old, hence the number of rounds. With
-        algo.dynamic_sampling groups that teach nothing are replaced too, that often (DAPO, arXiv:2503.14476, section
-        3.2). Groups that are not trained stay in the transcripts and in the means.
-        """
-        wanted, ahead = self.config.train.prompts_per_step, self.config.rollout.max_staleness
-        refills = self.config.algo.dynamic_sampling
-        played: list[Group] = []
-        kept: dict[Slot, list[Sample]] = {}
-        lacking, idle, dropped = wanted, 0, 0
-        self._fill(step)
-        for refill in range(refills + 1 + ahead * wanted):
-            if refill:
-                for number in range(lacking):
-                    self._begin(Slot(step, refill, number))
-            title = f"step {step} refill {refill}" if refill else f"step {step} rollouts"
-            groups = yield from self._flight.take(lacking, title)
-            lacking = 0
-            for slot, group in groups.items():
-                samples = samples_of(group, self.config, len(played))
-                young = fresh(samples, step - ahead, self.config)
-                played.append(group)
-                dropped += len(samples) - len(young)
-                if samples and not young:
-                    lacking += 1
-                elif refills and not teaches(young):
-                    idle += 1
-                    lacking += refill < refills
-                else:
-                    kept[slot] = young
-            self.run.transcripts(step, list(groups.values()))
-            refuse_missing(played, self.config.reward.max_missing)
-            if not lacking:
-                break
-        samples = [sample for slot in sorted(kept) for sample in kept[slot]]
-        if not samples:
-            reason = "rewards that differ" if refills else "rewards"
-            age = f" of version {step - ahead} or newer" if ahead else ""
-            raise RunStopped(f"step {step}: no group has enough {reason}{age}, so nothing can be learned")
-        counts: dict[str, float] = {}
-        if refills:
-            counts = {"dynamic/kept": len(kept), "dynamic/dropped": idle, "dynamic/refills": refill}
-        if ahead or dropped:
-            ages = [float(step - sample.version) for sample in samples]
-            counts |= {"staleness/mean": mean(ages), "staleness/max": max(ages), "staleness/dropped": dropped}
-            counts |= {"staleness/groups_dropped": len(played) - len(kept) - idle, "staleness/groups_lacking": lacking}
-        counted = {name: float(count) for name, count in counts.items()} | self._counted()
-        self._state = {"next": self._next, "in_flight": self._flight.slots + self._left}
-        return Batch(tuple(samples), {**summary(played), **counted})
-
-    def _fill(self, step: int) -> None:
-        """Begin what may be in flight at `step`: first what an earlier start of the run left there."""
+    def _begin_step(self, step: int) -> None:
+        """Begin what may be in flight at `step`, first what an earlier start of the run left there."""
+        if not self._flight:  # an outage of before has cost nothing
+            self._pool.recover()
+        self._chosen = _Chosen(self.config, step)
         if self._next is None:
             self._next = Slot(step, 0, 0)
         prompts = self.config.train.prompts_per_step
@@ -216,10 +167,24 @@ class Collector:
             else:
                 self._begin(self._next)
                 self._next = self._next.after(prompts)
+        self._flight.wait_for(prompts, f"step {step} rollouts")
 
-    def _new_flight(self, crew: Crew) -> Flight:
-        written = Path(self.config.run.dir) / stacks.FOLDER
-        return Flight(crew.conversations, self.lacking, self._journal, partial(group_seconds, self.config), written)
+    def _choose(self, step: int) -> Batch | None:
+        """Take the groups that were waited for; the batch, or None where others are played for some of them."""
+        groups, chosen = self._flight.take(), self._chosen
+        self.run.transcripts(step, list(groups.values()))
+        chosen.add(groups)
+        refuse_missing(chosen.played, self.config.reward.max_missing)
+        if chosen.lacking and chosen.refill < chosen.refills:
+            chosen.refill += 1
+            for number in range(chosen.lacking):
+                self._begin(Slot(step, chosen.refill, number))
+            self._flight.wait_for(chosen.lacking, f"step {step} refill {chosen.refill}")
+            return None
+        batch = chosen.batch()
+        counted = self._counted()
+        self._state = {"next": self._next, "in_flight": self._flight.slots + self._left}
+        return replace(batch, metrics={**batch.metrics, **counted})
 
     def _begin(self, slot: Slot) -> None:
         """Begin a group of the task that follows from its slot: every refill has an order of its own."""
@@ -230,22 +195,23 @@ class Collector:
         (row,) = Cursor(len(self.tasks), seed).batch(at, 1)
         self._flight.begin(Asked(slot, slot.stream, "play", self.tasks[row]))
 
-    def _evaluate(self, name: str, step: int) -> Generator[bool, None, None]:
-        if self.config.data.eval is None or self.config.train.eval_tasks == 0:
-            return
+    def _begin_evaluation(self, name: str, step: int) -> None:
+        if not self._flight:
+            self._pool.recover()
+        assert self.config.data.eval is not None
         tasks = load_tasks(Path(self.config.data.eval))[: self.config.train.eval_tasks]
         for index, task in enumerate(tasks):
-            asked = Asked(Slot(step, 0, index), f"eval-{name}-{index}", "evaluate", task)
-            self._evaluating.begin(asked)
-        taken = yield from self._evaluating.take(len(tasks), f"evaluation {name}")
-        groups = list(taken.values())
+            self._evaluating.begin(Asked(Slot(step, 0, index), f"eval-{name}-{index}", "evaluate", task))
+        self._evaluating.wait_for(len(tasks), f"evaluation {name}")
+
+    def _record_evaluation(self, name: str, step: int) -> None:
+        groups = list(self._evaluating.take().values())
         self.run.evaluation(name, step, summary(groups), groups)
 
     def _counted(self) -> dict[str, float]:
         """What was counted and spent since the last step: by users, tools and servers, on users and judges."""
-        assert self.crew is not None
         counts: Counter[str] = Counter()
-        players = enumerate(self.crew.conversations)
+        players = enumerate(self._workers.conversations)
         for taken in self._asked({f"the counters of conversation-{n}": p.take_counters.remote() for n, p in players}):
             counts.update(taken)
         if found := self._flight.take_found():
@@ -256,12 +222,65 @@ class Collector:
         return {**{f"count/{name}": float(count) for name, count in sorted(counts.items())}, **step}
 
     def _spend(self) -> dict[str, float]:
-        assert self.crew is not None
-        (spent,) = self._asked({"what was spent, of the limiter": self.crew.limiter.spend.remote()})
+        (spent,) = self._asked({"what was spent, of the limiter": self._workers.limiter.spend.remote()})
         return spent
 
     def _asked(self, references: Mapping[str, Any]) -> list[Any]:
         return answers(references, self.config.launch.timeout / 2)  # the other ranks wait meanwhile
+
+
+class _Chosen:
+    """The groups of a step: which are trained, and how many are lacking.
+
+    Samples that are older than rollout.max_staleness are dropped, and a group of which nothing is left to compare is
+    replaced. Only what was in flight before the step can be that old, hence the number of `refills`. With
+    algo.dynamic_sampling groups that teach nothing are replaced too, that often (DAPO, arXiv:2503.14476, section 3.2).
+    Groups that are not trained stay in the transcripts and in the means.
+    """
+
+    def __init__(self, config: Config, step: int) -> None:
+        self.config, self.step = config, step
+        self.ahead = config.rollout.max_staleness
+        self.refill, self.refills = 0, config.algo.dynamic_sampling + self.ahead * config.train.prompts_per_step
+        self.played: list[Group] = []
+        self.lacking = 0
+        self._kept: dict[Slot, list[Sample]] = {}
+        self._idle = self._dropped = 0
+
+    def add(self, groups: Mapping[Slot, Group]) -> None:
+        """Those of a round: the step's own, or a refill."""
+        dynamic = self.config.algo.dynamic_sampling
+        self.lacking = 0
+        for slot, group in groups.items():
+            samples = samples_of(group, self.config, len(self.played))
+            young = fresh(samples, self.step - self.ahead, self.config)
+            self.played.append(group)
+            self._dropped += len(samples) - len(young)
+            if samples and not young:
+                self.lacking += 1
+            elif dynamic and not teaches(young):
+                self._idle += 1
+                self.lacking += self.refill < dynamic
+            else:
+                self._kept[slot] = young
+
+    def batch(self) -> Batch:
+        """What is trained, in the order of the slots; RunStopped where that is nothing."""
+        dynamic, step, ahead = self.config.algo.dynamic_sampling, self.step, self.ahead
+        samples = [sample for slot in sorted(self._kept) for sample in self._kept[slot]]
+        if not samples:
+            reason = "rewards that differ" if dynamic else "rewards"
+            age = f" of version {step - ahead} or newer" if ahead else ""
+            raise RunStopped(f"step {step}: no group has enough {reason}{age}, so nothing can be learned")
+        counts: dict[str, float] = {}
+        if dynamic:
+            counts = {"dynamic/kept": len(self._kept), "dynamic/dropped": self._idle, "dynamic/refills": self.refill}
+        if ahead or self._dropped:
+            ages = [float(step - sample.version) for sample in samples]
+            counts |= {"staleness/mean": mean(ages), "staleness/max": max(ages), "staleness/dropped": self._dropped}
+            replaced = len(self.played) - len(self._kept) - self._idle
+            counts |= {"staleness/groups_dropped": replaced, "staleness/groups_lacking": self.lacking}
+        return Batch(tuple(samples), summary(self.played) | {name: float(count) for name, count in counts.items()})
 
 
 def refuse_missing(groups: Sequence[Group], max_missing: float) -> None:
@@ -277,3 +296,40 @@ def refuse_missing(groups: Sequence[Group], max_missing: float) -> None:
             f"{reasons.total()} of {len(rewards)} rollouts have no reward, more than "
             f"reward.max_missing={max_missing} allows; most often ({count}): {why}"
         )
+
+
+def summary(groups: Sequence[Group]) -> dict[str, float]:
+    """Means over the rollouts of a step: reward and its standard error, every metric, endings, tokens.
+
+    `reward_se` is the standard error of one turn's reward that comes from its futures' spread, averaged; `spread`
+    the standard deviation of the rewards within a group, averaged: what GRPO learns from. `futures` and `turn_tokens`
+    are those of one rollout.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    futures = [future for rollout in rollouts for future in rollout.futures]
+    rewarded = [rollout.reward for rollout in rollouts if not isinstance(rollout.reward.value, Missing)]
+    values: dict[str, list[float]] = {}
+    for future in futures:
+        for name, score in future.scores.items():
+            if not isinstance(score, Missing):
+                values.setdefault(f"score/{name}", []).append(score)
+    endings = Counter(str(future.conversation.ending) for future in futures)
+    spreads = [
+        np.std([r.reward.value for r in group.rollouts if not isinstance(r.reward.value, Missing)] or [0.0])
+        for group in groups
+    ]
+    sampled = [sum(len(turn.token_ids) for turn in rollout.start.turns) for rollout in rollouts if rollout.start.turns]
+    return {
+        "reward": mean([float(reward.value) for reward in rewarded if not isinstance(reward.value, Missing)]),
+        "reward_se": mean([reward.standard_error for reward in rewarded]),
+        "spread": mean([float(spread) for spread in spreads]),
+        "missing": float(sum(rollout.reward.missing for rollout in rollouts)),
+        "futures": len(futures) / len(rollouts),
+        "turn_tokens": mean([float(tokens) for tokens in sampled]),
+        **{name: mean(scores) for name, scores in sorted(values.items())},
+        **{f"ending/{name}": count / len(futures) for name, count in sorted(endings.items())},
+    }
+
+
+def mean(values: Sequence[float]) -> float:
+    return float(np.mean(values)) if values else float("nan")

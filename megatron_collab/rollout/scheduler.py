@@ -1,4 +1,4 @@
-"""Groups that are played ahead of the step that trains them: their order in the run, and those in flight.
+"""Groups that are played ahead of the step that trains them: their order, those in flight, how long one may take.
 
 Calls of Ray actors go on by themselves, so sampling runs ahead of training without a thread.
 """
@@ -6,20 +6,25 @@ Calls of Ray actors go on by themselves, so sampling runs ahead of training with
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum, auto
 from itertools import cycle
+from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
 
+from megatron_collab.config import Config
 from megatron_collab.observability.progress import progress
+from megatron_collab.reward import metrics
 from megatron_collab.rollout.journal import Journal, conversations
 from megatron_collab.runtime import stacks
 from megatron_collab.runtime.process import Hung
 from megatron_collab.types import Ending, Group, Task
 
 POLL_SECONDS = 1.0  # between two looks at the servers; a request to one that has gone fails later than that
+STARTS = 2  # a group whose worker dies is played again from its beginning
 
 
 class Slot(NamedTuple):
@@ -66,31 +71,35 @@ def answers(asked: Mapping[str, Any], seconds: float) -> list[Any]:
     return ray.get(list(asked.values()))
 
 
+class Look(Enum):
+    """What is seen at a look at the groups that are waited for."""
+
+    PLAYING = auto()
+    FINISHED = auto()  # as many as are waited for
+    SERVERS_LOST = auto()  # no server is left that could sample, until some are started again
+
+
 class Flight:
     """Groups that are found in the journal, that the workers play, or have played and nobody has taken yet."""
 
     def __init__(
-        self,
-        workers: Sequence[Any],
-        lacking: Callable[[], bool],
-        journal: Journal,
-        patience: Callable[[int], float],
-        written: Path,
+        self, config: Config, workers: Sequence[Any], journal: Journal, servers_lost: Callable[[], bool]
     ) -> None:
-        """`lacking`: whether there was, since servers were last revived, a time when none was left.
-
-        `patience`: seconds that a group may take where so many are in flight; `written`: the folder of stacks.
-        """
+        """`servers_lost`: whether there was a time, since servers were last started again, when none was left."""
+        self._config = config
         self._workers = cycle(enumerate(workers))
-        self._lacking = lacking
+        self._servers_lost = servers_lost
         self._journal = journal
-        self._patience, self._written = patience, written
+        self._stacks = Path(config.run.dir) / stacks.FOLDER
         self._moved = time.monotonic()
         self._asked: dict[Slot, Asked] = {}  # in the order in which they were begun
         self._playing: dict[Any, tuple[Slot, int]] = {}  # by reference, with the number of the worker
         self._finished: dict[Slot, Group] = {}
         self._disturbed: set[Slot] = set()  # in flight while no server was left
         self._found = 0
+        self._outage = False  # the last look saw no server
+        self._wanted, self._taken = 0, dict[Slot, Group]()
+        self._bar: Any = None
 
     def __len__(self) -> int:
         return len(self._asked)
@@ -109,37 +118,45 @@ class Flight:
             self._finished[asked.slot] = found
             self._found += 1
 
-    def take(self, count: int, title: str) -> Generator[bool, None, dict[Slot, Group]]:
-        """The first `count` groups that are finished, those begun first where more are; in the order of their slots.
-
-        Yields after every look, a second apart at most. True: no server is left, to be resumed when there is one;
-        finished groups are kept over it, and those in flight that it has cost a conversation are played again. Hung
-        where none is finished in all the time that a group may take.
-        """
-        taken: dict[Slot, Group] = {}
+    def wait_for(self, count: int, title: str) -> None:
+        """From now on `look` takes groups, until there are `count`; at their end `take` gives them."""
+        self._wanted, self._taken = count, {}
         self._moved = time.monotonic()
-        with progress(title, count) as bar:
-            while len(taken) < count:
-                self.look(0.0 if self._finished else POLL_SECONDS)
-                lacking = self._lacking()
-                if lacking:
-                    self._disturbed.update(self._asked)
-                finished = [slot for slot in self._asked if slot in self._finished]
-                self._check_moving(bool(finished))
-                yield lacking
-                if lacking:
-                    self._moved = time.monotonic()
-                for slot in finished[: count - len(taken)]:
-                    asked, group = self._asked.pop(slot), self._finished.pop(slot)
-                    if slot in self._disturbed and _failed(group):
-                        self._play(asked)
-                    else:
-                        taken[slot] = group
-                        bar.update(1)
-                    self._disturbed.discard(slot)
-        return dict(sorted(taken.items()))
+        self._bar = progress(title, count)
 
-    def look(self, seconds: float) -> None:
+    def look(self) -> Look:
+        """Look for up to POLL_SECONDS for groups that are finished: those that were begun first are taken.
+
+        SERVERS_LOST: to be called again once servers are there. What is finished is kept, and what an outage has cost a
+        conversation is played again. Hung where no group is finished in all the time that one may take.
+        """
+        self.collect(0.0 if self._finished else POLL_SECONDS)
+        if self._servers_lost():
+            self._disturbed.update(self._asked)
+            self._outage = True
+            return Look.SERVERS_LOST
+        if self._outage:  # the wait for servers was nobody's fault
+            self._outage, self._moved = False, time.monotonic()
+        finished = [slot for slot in self._asked if slot in self._finished]
+        self._check_moving(bool(finished))
+        for slot in finished[: self._wanted - len(self._taken)]:
+            asked, group = self._asked.pop(slot), self._finished.pop(slot)
+            if slot in self._disturbed and _failed(group):
+                self._play(asked)
+            else:
+                self._taken[slot] = group
+                self._bar.update(1)
+            self._disturbed.discard(slot)
+        if len(self._taken) < self._wanted:
+            return Look.PLAYING
+        self._bar.close()
+        return Look.FINISHED
+
+    def take(self) -> dict[Slot, Group]:
+        """The groups that were waited for, in the order of their slots."""
+        return dict(sorted(self._taken.items()))
+
+    def collect(self, seconds: float) -> None:
         """Write down what is finished; waits for the first up to that long.
 
         Where a group could not be played, what its worker raised is raised here, once the others are written down.
@@ -176,20 +193,55 @@ class Flight:
         self._moved = time.monotonic()
 
     def _check_moving(self, finished: bool) -> None:
-        now, patience = time.monotonic(), self._patience(len(self._playing))
+        now, limit = time.monotonic(), group_seconds(self._config, len(self._playing))
         if finished:
             self._moved = now
-        if now - self._moved <= patience:
+        if now - self._moved <= limit:
             return
-        stacks.ask(self._written)
+        stacks.ask(self._stacks)
         streams = [self._asked[slot].stream for slot, _ in self._playing.values()]
         workers = sorted({f"conversation-{number}" for _, number in self._playing.values()})
         raise Hung(
-            f"rank 0 has waited {patience:.0f} s for any of {len(streams)} groups, longer than one can take by "
+            f"rank 0 has waited {limit:.0f} s for any of {len(streams)} groups, longer than one can take by "
             f"rollout.deadline, reward.timeout, reward.judge.deadline and the limits of llm: {', '.join(streams[:4])}"
-            f"{', …' if len(streams) > 4 else ''}, asked of {', '.join(workers)}; stacks are in {self._written}"
+            f"{', …' if len(streams) > 4 else ''}, asked of {', '.join(workers)}; stacks are in {self._stacks}"
         )
 
 
 def _failed(group: Group) -> bool:
     return any(conversation.ending is Ending.ERROR for conversation in conversations(group))
+
+
+def group_seconds(config: Config, groups: int) -> float:
+    """Upper bound, in seconds, after which `groups` in flight without a finished one count as hung.
+
+    A trained turn and its futures have rollout.deadline each, what is scored waits for a place and then has its own
+    limit. Never less than it can take: every conversation counts as played to its end, every call as needed as often
+    as it may be tried.
+    """
+    conversations = groups * config.train.rollouts_per_prompt * max(1, config.rollout.futures)
+    return STARTS * (2 * config.rollout.deadline + _score_seconds(config, conversations))
+
+
+def _score_seconds(config: Config, conversations: int) -> float:
+    """For the scores of conversations that all end at once, one worker having to be found stuck."""
+    reward, judge = config.reward, config.reward.judge
+    places = reward.workers * reward.concurrency
+    kinds = [metrics.split(name, reward.metrics.get(name, {})) for name in reward.weights]
+    judged = sum(kind.judged(options) for kind, options in kinds)
+    scoring = ceil(conversations / places) * reward.timeout
+    if judged:
+        places = min(places, config.llm.max_concurrent)
+        scoring = max(scoring, ceil(judged * conversations / places) * judge.deadline)
+    return scoring + 2 * reward.timeout + _limiter_seconds(config, judged * conversations, conversations)
+
+
+def _limiter_seconds(config: Config, judgements: int, conversations: int) -> float:
+    """What the limits of llm hold up judgements, and what users say before them."""
+    user, judge, llm = config.user, config.reward.judge, config.llm
+    said = conversations * config.rollout.max_user_turns * user.attempts
+    calls = judgements * judge.attempts + said
+    tokens = judgements * judge.attempts * judge.max_tokens + said * user.max_tokens
+    tokens += calls * config.rollout.context_length  # prompts
+    minutes = calls / (llm.requests_per_minute or float("inf")) + tokens / (llm.tokens_per_minute or float("inf"))
+    return 60 * minutes

@@ -70,8 +70,8 @@ class ConversationWorker:
 
 
 @dataclass(frozen=True)
-class Crew:
-    """The handles of a run's Ray actors; they end with their handles, or with the Ray session."""
+class Workers:
+    """The handles of a run's Ray actors, which end with their handles or with the Ray session."""
 
     conversations: list[Any]
     rewards: list[Any]
@@ -83,7 +83,7 @@ class Crew:
             ray.kill(worker)
 
 
-def start_crew(config: Config, servers: list[tuple[str, str]]) -> Crew:
+def start_workers(config: Config, servers: list[tuple[str, str]]) -> Workers:
     """The run's workers, spread over the nodes, and its limiter; does not wait for them."""
     from megatron_collab.llm import limiter
 
@@ -94,4 +94,4 @@ def start_crew(config: Config, servers: list[tuple[str, str]]) -> Crew:
         start_actor(ConversationWorker, config, servers, names, f"conversation-{i}")
         for i in range(config.rollout.workers)
     ]
-    return Crew(players, rewards, bound)
+    return Workers(players, rewards, bound)

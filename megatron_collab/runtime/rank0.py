@@ -36,6 +36,12 @@ def look() -> None:
     from_leader(lambda: None)
 
 
+def wait_until(sees: Callable[[], bool]) -> None:
+    """Return on every rank once rank 0 sees it; collective, a look at a time: none may take as long as a collective."""
+    while not from_leader(sees):
+        pass
+
+
 def from_leader(make: Callable[[], Any]) -> Any:
     """As `shared`; Preempted on every rank where rank 0 has been told to end."""
 

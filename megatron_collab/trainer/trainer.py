@@ -1,4 +1,4 @@
-"""The trainer of the policy: a batch in, one or more optimizer steps, metrics out.
+"""The trainer of the policy: scores a batch, and learns from it in one or more optimizer steps.
 
 Every rank calls with the same batch and takes its data parallel share. The loss is a weighted sum over the trained
 tokens of the whole (mini-)batch, so it does not depend on the layout or on the micro-batches.
@@ -8,27 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from itertools import pairwise
+from typing import Self
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_collab.algo import advantages
 from megatron_collab.algo.advantages import token_weights
 from megatron_collab.checkpoint.hf import unwrap
 from megatron_collab.config import Config
+from megatron_collab.models.hf_to_megatron import ModelShape
 from megatron_collab.runtime import heartbeat
 from megatron_collab.trainer.critic import Critic
+from megatron_collab.trainer.megatron import model
 from megatron_collab.trainer.microbatches import Columns, make_share
 from megatron_collab.trainer.network import Loss, Trainable, infer
 from megatron_collab.trainer.objectives import Head, PolicyObjective, Report, SupervisedObjective, names
 from megatron_collab.trainer.optimizer import learning_rate
-from megatron_collab.types import Batch, Sample
+from megatron_collab.types import Batch, Sample, Scored
 
 
-class Actor:
+class PolicyTrainer:
     """Trains the policy, given as this rank's chunks, in config.train.stage.
 
     `reference` is the frozen first policy, needed where algo.kl_coef > 0 in rl; `critic` where algo.advantage=gae.
@@ -38,21 +41,35 @@ class Actor:
     def __init__(
         self,
         config: Config,
-        policy: Sequence[torch.nn.Module],
+        chunks: Sequence[torch.nn.Module],
         reference: Sequence[torch.nn.Module] | None = None,
         critic: Critic | None = None,
     ) -> None:
         self.config = config
-        self.policy = Trainable(config, policy, config.optim.lr)
+        self.chunks = chunks
+        self.policy = Trainable(config, chunks, config.optim.lr)
         self.reference = reference
         self.critic = critic
         self.supervised = config.train.stage == "sft"
         self.temperature = 1.0 if self.supervised else config.rollout.turn.temperature
-        self.vocab_size = unwrap(policy[0]).shape.vocab
-        self.device = next(policy[0].parameters()).device
+        self.device = next(chunks[0].parameters()).device
         self.step = 0
-        head = self._head(policy)
+        head = self._head(chunks)
         self._loss: Loss = SupervisedObjective(head) if self.supervised else PolicyObjective(head, config.algo)
+
+    @classmethod
+    def load(cls, config: Config) -> Self:
+        """The networks that config.train.stage and config.algo need, each loaded from model.path; collective."""
+        chunks, _ = model.load(config)
+        if config.train.stage == "sft":
+            return cls(config, chunks)
+        reference = model.frozen_copy(chunks) if config.algo.kl_coef > 0 else None
+        critic = Critic(config) if config.algo.advantage == "gae" else None
+        return cls(config, chunks, reference, critic)
+
+    @property
+    def shape(self) -> ModelShape:
+        return unwrap(self.chunks[0]).shape
 
     @property
     def trainables(self) -> dict[str, Trainable]:
@@ -70,18 +87,36 @@ class Actor:
             for trainable in self.trainables.values():
                 trainable.onload()
 
+    def score(self, batch: Batch) -> Scored:
+        """What the networks say of every trained token before the update, the same on every rank; collective.
+
+        Old log-probs are the policy's own; they are computed apart only where the update's first forward pass does not
+        give them in time. Preempted on every rank where a preemption notice has come.
+        """
+        heartbeat.at(f"the scoring of step {self.step}")
+        algo = self.config.algo
+        columns = {name: [getattr(sample, name) for sample in batch.samples] for name in ("token_ids", "loss_mask")}
+        old = reference = values = None
+        if algo.mini_batches > 1 or (self.reference is not None and algo.kl_in == "reward"):
+            old = self._log_probs(self.policy.chunks, columns, "loss_mask")
+        if self.reference is not None:
+            reference = self._log_probs(self.reference, columns, "loss_mask")
+        if self.critic:
+            values = self.critic.values(columns)
+        return Scored(batch.samples, batch.metrics, old, reference, values)
+
     def update(self, batch: Batch) -> dict[str, float]:
         """Learn from `batch` in algo.mini_batches optimizer steps; the metrics are the same on every rank.
 
-        Old log-probs are the policy's own from before the update; the engine's are compared with them in
-        mismatch/max_abs and mismatch/k3 (KL from the engine's distribution to the policy's). ValueError where
-        nothing is trained, FloatingPointError where the gradient is not finite. Preempted on every rank where the
-        machine is wanted back before the first optimizer step; nothing has changed then.
+        In rl it is Scored, with advantages. The engine's log-probs are compared with the old ones in mismatch/max_abs
+        and mismatch/k3 (KL from the engine's distribution to the policy's). ValueError where nothing is trained,
+        FloatingPointError where the gradient is not finite. Preempted on every rank where a preemption notice has come
+        before the first optimizer step; nothing has changed then.
         """
         heartbeat.at(f"the update of step {self.step}")
         lr = learning_rate(self.config.optim, self.config.train.steps, self.step)
         critic_lr = self.config.algo.critic_lr * lr / self.config.optim.lr
-        columns = self._columns(batch.samples)
+        columns = _columns(batch)
         reports: list[Report] = []
         metrics: list[dict[str, float]] = []
         for rows in _split(len(batch.samples), self.config.algo.mini_batches):
@@ -105,32 +140,6 @@ class Actor:
         """
         return self._log_probs(self.policy.chunks, {"token_ids": [sample.token_ids for sample in samples]})
 
-    def _columns(self, samples: Sequence[Sample]) -> Columns:
-        """What the loss needs of every token of every sample, the same on every rank; collective."""
-        columns = {"token_ids": [s.token_ids for s in samples], "loss_mask": [s.loss_mask for s in samples]}
-        if self.supervised:
-            return columns
-        algo, asked = self.config.algo, dict(columns)
-        columns["log_probs"] = [s.log_probs for s in samples]
-        shaped = self.reference is not None and algo.kl_in == "reward"
-        if algo.mini_batches > 1 or shaped:
-            columns["old_log_probs"] = self._log_probs(self.policy.chunks, asked, "loss_mask")
-        if self.reference is not None:
-            columns["reference_log_probs"] = self._log_probs(self.reference, asked, "loss_mask")
-        if self.critic:
-            columns["values"] = self.critic.values(asked)
-        log_ratios = (
-            [
-                old - reference
-                for old, reference in zip(columns["old_log_probs"], columns["reference_log_probs"], strict=True)
-            ]
-            if shaped
-            else None
-        )
-        estimated = advantages.assign(samples, algo, log_ratios, columns.get("values"))
-        columns["advantages"] = estimated.advantages
-        return columns | ({"returns": estimated.returns} if estimated.returns is not None else {})
-
     def _weighted(self, columns: Columns, rows: range) -> Columns:
         """A mini-batch of the columns, with the weight of every token in its loss."""
         part = {name: values[rows.start : rows.stop] for name, values in columns.items()}
@@ -144,7 +153,7 @@ class Actor:
         return share.collect(infer(chunks, share, self._head(chunks).log_probs))
 
     def _head(self, chunks: Sequence[torch.nn.Module]) -> Head:
-        return Head(chunks[-1], self.vocab_size, self.temperature)
+        return Head(chunks[-1], self.shape.vocab, self.temperature)
 
     def _reduced(self, reports: Sequence[Report], tokens: float, steps: int) -> dict[str, float]:
         """The loss, averaged over the optimizer steps; means over the trained tokens, and maxima, over all ranks."""
@@ -162,6 +171,16 @@ class Actor:
         loss, *means = sums.tolist()
         values = [loss / steps, *(value / tokens for value in means), *maxima.tolist()]
         return dict(zip(["loss", *summed, *largest], values, strict=True))
+
+
+def _columns(batch: Batch) -> Columns:
+    """What the loss needs of every token of every sample."""
+    of_samples = ["token_ids", "loss_mask"] + (["log_probs"] if isinstance(batch, Scored) else [])
+    columns: dict[str, Sequence[np.ndarray]] = {
+        name: [getattr(sample, name) for sample in batch.samples] for name in of_samples
+    }
+    found = {field.name: getattr(batch, field.name) for field in fields(batch)[len(fields(Batch)) :]}
+    return columns | {name: rows for name, rows in found.items() if rows is not None}
 
 
 def _split(count: int, parts: int) -> list[range]:

@@ -17,6 +17,7 @@ from megatron_collab.config import Config
 from megatron_collab.models import hf_to_sglang
 from megatron_collab.models.hf_to_megatron import Index, ModelShape
 from megatron_collab.runtime import device, hang_detector
+from megatron_collab.runtime.rank0 import shared
 from megatron_collab.trainer.megatron.config import DTYPES
 from megatron_collab.weight_sync.encoding import Sums, combined, fp8_scales
 from megatron_collab.weight_sync.http_protocol import PublishError, ServerCall, ServerCalls
@@ -43,9 +44,7 @@ class InPlace:
         rank, shards = dist.get_rank(), dict(named_shards(chunks))
         node, home = self._nodes.of_rank(rank), next(iter(shards.values())).device
         self.writer = Sender(written(self._plan, self._nodes, rank), lambda piece: [node], shards, dtype)
-        token = [secrets.token_hex(8)]
-        dist.broadcast_object_list(token)
-        self._prefix, self._timeout = f"publish/{token[0]}", timeout
+        self._prefix, self._timeout = f"publish/{shared(lambda: secrets.token_hex(8))}", timeout
         self._address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         # Two lines: one waits for buckets while rank 0's calls are under way on the other.
         limit = hang_detector.collective_timeout(config.launch.timeout).total_seconds()

@@ -3,7 +3,7 @@
     ranks:    [write bucket 0] [write bucket 1] [write 2, once 0 is read] ...
     servers:  pause, begin     [read bucket 0]  [read bucket 1]           ...  end, go on: the version is live
 
-A server that fails anywhere is left out and stays paused; the others go on. What becomes of it is the fleet's matter.
+A server that fails anywhere is left out and stays paused; the others go on. What becomes of it is the pool's matter.
 """
 
 from __future__ import annotations
@@ -13,49 +13,51 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from megatron_collab.checkpoint.hf import save_hf
 from megatron_collab.config import Config
+from megatron_collab.inference.pool import ServerPool
+from megatron_collab.inference.server import SGLangServer
 from megatron_collab.models.hf_to_megatron import ModelShape
+from megatron_collab.runtime import heartbeat
+from megatron_collab.runtime.rank0 import from_leader, shared, wait_until
 from megatron_collab.weight_sync.http_protocol import PublishError, ServerCall, ServerCalls
 from megatron_collab.weight_sync.in_place import InPlace
 from megatron_collab.weight_sync.plan import BUCKET_BYTES
 from megatron_collab.weight_sync.store_protocol import Peer
 
-if TYPE_CHECKING:
-    from megatron_collab.inference.pool import Fleet
-    from megatron_collab.inference.server import SGLangServer
+TRIES = 3  # to give the servers a version before the run ends: all of them may fail at once
 
 
-class Publisher:
-    """Moves the trained weights into the servers. Every rank has one; rank 0's knows the fleet."""
+class WeightSync:
+    """Moves the trained weights into the servers. Every rank has one; rank 0's knows the pool of servers."""
 
     def __init__(
         self,
         config: Config,
         chunks: Sequence[torch.nn.Module],
         shape: ModelShape,
-        fleet: Fleet | None,
+        pool: ServerPool | None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        """Collective. `chunks` are this rank's parts of the policy; ranks other than 0 pass no fleet."""
+        """Collective. `chunks` are this rank's parts of the policy; ranks other than 0 pass no pool."""
         self.version: int | None = None
-        self._config, self._chunks, self._shape, self._fleet = config, chunks, shape, fleet
+        self._config, self._chunks, self._shape, self._pool = config, chunks, shape, pool
         self._mode = "retract" if config.rollout.max_staleness else "abort"
         # A server that hangs must be left out before the collectives of the ranks give up.
         self._timeout = config.launch.timeout / 2
+        self._look = config.launch.timeout / 4  # seconds: the other ranks wait in a collective meanwhile
         self._callers = ThreadPoolExecutor(config.rollout.server.replicas)
         self._number = 0
-        self._known: dict[int, int] = {}  # by index, the generation of a server that has been published to
+        self._known: dict[int, int] = {}  # by index, the generation of a server that has been given weights
         self._in_place: InPlace | None = None
         if config.publish.transport != "disk":
             self._in_place = InPlace(config, chunks, shape, bucket_bytes, self._timeout)
 
-    def __enter__(self) -> Publisher:
+    def __enter__(self) -> WeightSync:
         return self
 
     def __exit__(
@@ -72,20 +74,42 @@ class Publisher:
 
     @property
     def bytes_sent(self) -> int:
-        """What this rank writes for the servers within its reach in a publish; each of them receives it."""
+        """What this rank writes for the servers within its reach in a weight sync; each of them receives it."""
         return self._in_place.writer.bytes if self._in_place else 0
+
+    def sync(self, version: int) -> None:
+        """Give the servers the present weights as `version`, and have the workers ask those that have it; collective.
+
+        Waits until a server is there, and tries again where all of them fail on the way. PublishError on every rank
+        where no server has the version after that, ServerError where one cannot be kept alive.
+        """
+        heartbeat.at(f"the weight sync of version {version}")
+        for tried in range(1, TRIES + 1):
+            wait_until(lambda: self._of_rank_0.ready(self._look))
+            try:
+                self.publish(version)
+                break
+            except PublishError:
+                if tried == TRIES:
+                    raise
+        from_leader(lambda: self._of_rank_0.serve())
+
+    @property
+    def _of_rank_0(self) -> ServerPool:
+        assert self._pool is not None
+        return self._pool
 
     @torch.no_grad()
     def publish(self, version: int) -> None:
         """Give the servers the present weights as `version`; collective, returns when they sample from them.
 
-        A server that cannot be given them samples no more, and the fleet is told. PublishError on every rank if no
+        A server that cannot be given them samples no more, and the pool is told. PublishError on every rank if no
         server has the version.
         """
         self._number += 1
-        present = self._fleet.present() if self._fleet else []
+        present = self._pool.present() if self._pool else []
         links = ServerCalls([ServerCall(server, self._timeout) for server in present], self._callers)
-        peers = _told([Peer(server.index, server.tp, self._is_new(server)) for server in present])
+        peers = shared(lambda: [Peer(server.index, server.tp, self._is_new(server)) for server in present])
         if not peers:
             raise PublishError("no server is there to be given weights")
         if self._in_place is not None:
@@ -94,7 +118,7 @@ class Publisher:
             self._in_place.deliver(self._number, version, links, peers, self._mode, verify)
         else:
             self._by_disk(version, links)
-        failures = _told({link.server.index: reason for link, reason in links.failures.items()})
+        failures = shared(lambda: {link.server.index: reason for link, reason in links.failures.items()})
         self._account(present, failures)
         if len(failures) == len(peers):
             raise PublishError("; ".join(failures.values()))
@@ -117,7 +141,7 @@ class Publisher:
             shutil.rmtree(folder)
 
     def _account(self, present: Sequence[SGLangServer], failures: Mapping[int, str]) -> None:
-        """Remember who has been published to; tell the fleet who failed."""
+        """Remember who has the weights; tell the pool who failed."""
         for index in failures:
             if self._in_place is not None:
                 self._in_place.carrier.drop(index)
@@ -125,15 +149,4 @@ class Publisher:
             self._known[server.index] = server.generation
             if server.index in failures:
                 del self._known[server.index]
-                assert self._fleet is not None
-                self._fleet.lost(server, failures[server.index])
-
-
-_Value = TypeVar("_Value")
-
-
-def _told(value: _Value) -> _Value:
-    """What rank 0 says; collective."""
-    box = [value]
-    dist.broadcast_object_list(box)
-    return box[0]
+                self._of_rank_0.lost(server, failures[server.index])

@@ -25,9 +25,9 @@ from megatron_collab.checkpoint.checkpointer import Checkpoints
 from megatron_collab.runtime.process import RunStopped
 from megatron_collab.trainer.critic import Critic
 from megatron_collab.trainer.megatron import model as policies
-from megatron_collab.trainer.trainer import Actor
+from megatron_collab.trainer.trainer import PolicyTrainer
 from megatron_collab.types import Batch
-from tests.ranks import make_config, make_samples, process_group
+from tests.ranks import learn, make_config, make_samples, process_group
 
 LAYOUTS: dict[str, dict[str, object]] = {
     "tp2": {"parallel.tp": 2},
@@ -46,10 +46,10 @@ RESHARDED: dict[str, tuple[str, dict[str, object]]] = {
 STATE = {"version": 3, "curve": [0.5, 1.0]}
 
 
-def build(folder: Path, settings: Mapping[str, object]) -> Actor:
+def build(folder: Path, settings: Mapping[str, object]) -> PolicyTrainer:
     config = make_config(folder / "model", {**settings, "algo.kl_coef": 0.0})
     critic = Critic(config) if config.algo.advantage == "gae" else None
-    return Actor(config, policies.load(config)[0], critic=critic)
+    return PolicyTrainer(config, policies.load(config)[0], critic=critic)
 
 
 def live(folder: Path, source: str, name: str, settings: Mapping[str, object], life: str) -> None:
@@ -59,18 +59,18 @@ def live(folder: Path, source: str, name: str, settings: Mapping[str, object], l
             assert checkpoints.load_latest(actor) is None
             seed_everything(dist.get_rank())
             for step in range(3):
-                actor.update(Batch(make_samples(9, step)))
+                learn(actor, Batch(make_samples(9, step)))
                 checkpoints.save(step + 1, actor, STATE if dist.get_rank() == 0 else {})
         else:
             assert checkpoints.load_latest(actor) == (3, STATE)
-        metrics = [actor.update(Batch(make_samples(9, step))) for step in range(3, 6)]
+        metrics = [learn(actor, Batch(make_samples(9, step))) for step in range(3, 6)]
     (folder / f"{name}-{life}.json").write_text(json.dumps(metrics))
     np.savez(folder / f"{name}-{life}-rank{dist.get_rank()}.npz", **snapshot(actor))
 
 
 def fill_the_disk(folder: Path) -> None:
     actor = build(folder, LAYOUTS["tp2"])
-    actor.update(Batch(make_samples(9, 0)))
+    learn(actor, Batch(make_samples(9, 0)))
     checkpoints = Checkpoints(folder / "full", keep=2, timeout=60.0)
     checkpoints.save(1, actor, {})
     checkpoints.finish()
@@ -89,7 +89,7 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def snapshot(actor: Actor) -> dict[str, np.ndarray]:
+def snapshot(actor: PolicyTrainer) -> dict[str, np.ndarray]:
     found = {}
     for network, trainable in actor.trainables.items():
         found |= {f"{network} model {name}": shard for name, shard in hf.named_shards(trainable.chunks)}

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_collab.checkpoint.checkpointer import Checkpoints
 from megatron_collab.trainer.megatron import model as policies
-from megatron_collab.trainer.trainer import Actor
+from megatron_collab.trainer.trainer import PolicyTrainer
 from tests.ranks import make_config, process_group
 
 FAMILIES = ("qwen3", "qwen2", "llama", "mistral", "qwen3_moe")
@@ -27,7 +27,7 @@ def convert(folder: Path, layout: str, settings: dict[str, object]) -> None:
         settings = settings | {"parallel.sequence_parallel": True, "parallel.ep": 2}
     config = make_config(folder / "other", {**settings, "algo.kl_coef": 0.0, "optim.weight_decay": 0.0})
     model, _ = policies.load(config)
-    actor = Actor(config, model)
+    actor = PolicyTrainer(config, model)
     with Checkpoints(folder / "start", keep=1, timeout=60.0) as checkpoints:
         began = checkpoints.load_latest(actor)
     for optimizer in actor.policy.optimizer.chained_optimizers:  # a step with no gradient: state, and the same weights

@@ -19,10 +19,10 @@ from megatron_collab.config import Config
 from megatron_collab.runtime import heartbeat
 from megatron_collab.runtime.process import RunStopped
 from megatron_collab.trainer.megatron import model as policies
-from megatron_collab.trainer.trainer import Actor
+from megatron_collab.trainer.trainer import PolicyTrainer
 from megatron_collab.types import Batch
 from tests.checkpoint.checkpoint_worker import LAYOUTS, RESHARDED
-from tests.ranks import make_config, make_model, make_samples, run_ranks
+from tests.ranks import learn, make_config, make_model, make_samples, run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -73,14 +73,14 @@ def test_all_ranks_learn_that_one_could_not_write(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def saved(folder: Path, one_rank: Config, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Actor]:
+def saved(folder: Path, one_rank: Config, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PolicyTrainer]:
     """Checkpoints of steps 1 and 2, and the actor that saved them."""
     config = make_config(folder / "model", {"algo.kl_coef": 0.0})
     policy, _ = policies.load(config)
-    actor = Actor(config, policy)
+    actor = PolicyTrainer(config, policy)
     with open_in(tmp_path_factory.mktemp("saved")) as checkpoints:
         for step in (1, 2):
-            actor.update(Batch(make_samples(4, step)))
+            learn(actor, Batch(make_samples(4, step)))
             checkpoints.save(step, actor, {"saved": step})
     return checkpoints.folder, actor
 
@@ -90,12 +90,12 @@ def open_in(folder: Path) -> Checkpoints:
 
 
 @pytest.fixture
-def copied(saved: tuple[Path, Actor], tmp_path: Path) -> Iterator[tuple[Checkpoints, Actor]]:
+def copied(saved: tuple[Path, PolicyTrainer], tmp_path: Path) -> Iterator[tuple[Checkpoints, PolicyTrainer]]:
     with open_in(Path(shutil.copytree(saved[0], tmp_path / "checkpoints"))) as checkpoints:
         yield checkpoints, saved[1]
 
 
-def weights(actor: Actor) -> dict[str, np.ndarray]:
+def weights(actor: PolicyTrainer) -> dict[str, np.ndarray]:
     return {name: shard.detach().clone().numpy() for name, shard in hf.named_shards(actor.policy.chunks)}
 
 
@@ -111,13 +111,13 @@ def test_training_goes_on_while_what_was_is_written(copied: tuple, monkeypatch: 
     monkeypatch.setattr(storage, "begin", begin_late)
     checkpoints.save(3, actor, {"saved": 3})
     assert not (checkpoints.folder / "step_3").exists()
-    first = actor.update(Batch(make_samples(4, 3)))
+    first = learn(actor, Batch(make_samples(4, 3)))
     trained.set()
     assert checkpoints.load_latest(actor) == (3, {"saved": 3})
     stored = Stored(checkpoints.folder / "step_3")
     np.testing.assert_equal({name: stored.read(name).numpy() for name in before}, before)
     np.testing.assert_equal(weights(actor), before)
-    assert actor.update(Batch(make_samples(4, 3))) == first  # the optimizer's state is that of then, too
+    assert learn(actor, Batch(make_samples(4, 3))) == first  # the optimizer's state is that of then, too
 
 
 @pytest.mark.parametrize("room", [10_000, 20_000, 40_000])  # torch.save fails in several ways

@@ -16,17 +16,17 @@ PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").r
 FOLDERS = ("conf", "docs", "megatron_collab", "requirements", "slurm", "tests", "tools")
 FILES = {path.name for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file()}
 OPTIONS = {name: rule for name, _, rule in declared(Config)}
-OPEN = ("reward.weights", "reward.metrics", "reward.clamp")  # their keys are metrics
+OPEN = tuple(f"{name}." for name, default, _ in declared(Config) if isinstance(default, dict))  # anybody may add keys
 GROUPS = sorted({name.partition(".")[0] for name in OPTIONS})
 
 PATH = re.compile(rf"(?<![\w./-])(?:{'|'.join(FOLDERS)})/[\w./*…-]*")
 FILE = re.compile(r"`([\w-]+\.(?:py|sh|yaml|lock))`")
-OPTION = re.compile(rf"(?<![\w./-])((?:{'|'.join(GROUPS)})(?:\.[a-z_][a-z0-9_]*)+)(?:=([\w./+-]+))?")
+OPTION = re.compile(rf"(?<![\w./-])((?:{'|'.join(GROUPS)})(?:\.[a-z_][a-z0-9_]*)+)(?:=([\w./:+-]+))?")
 GROUP_FILE = re.compile(r"(?<![\w.])(experiment|algo|reward)=([a-z]\w*)")
 MAKE = re.compile(r"(?:`|^    |^)make ([a-z][\w-]*)", re.MULTILINE)
 COMMAND = re.compile(r"megatron-collab ([a-z][\w-]*)(?= |`|$)", re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?:)([^)\s]*)\)")
-TO_BE_WRITTEN = re.compile(r"Save it as `([^`]+)`")  # by the reader of a how-to
+TO_BE_WRITTEN = re.compile(r"Save (?:it|this) as `([^`]+)`")  # by the reader of a how-to
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
@@ -38,14 +38,14 @@ def test_files_exist(page: Path) -> None:
     named = {path.rstrip(".") for path in PATH.findall(text)} - written
     placeholders = {path for path in named if re.search(r"[*…]|[A-Z]{3}", path) and "LICENSE" not in path}
     assert not sorted(path for path in named - placeholders if not (ROOT / path).exists())
-    assert not sorted(set(FILE.findall(text)) - FILES)
+    assert not sorted(set(FILE.findall(text)) - written - FILES)
     assert not sorted(path for path in written if (ROOT / path).exists())
 
 
 @pages
 def test_options_exist_and_have_these_values(page: Path) -> None:
     for name, value in OPTION.findall(page.read_text()):
-        if name.rpartition(".")[2] in ("py", "jsonl", "yaml") or any(name.startswith(f"{open}.") for open in OPEN):
+        if name.rpartition(".")[2] in ("py", "jsonl", "yaml") or name.startswith(OPEN):
             continue
         prefix = any(option.startswith(f"{name}.") for option in OPTIONS)
         assert name in OPTIONS or prefix, f"no option {name}"
@@ -83,6 +83,13 @@ def _anchors(page: Path) -> Iterator[str]:
     """Those that MkDocs gives the headings."""
     for heading in re.findall(r"^#+ (.*)", page.read_text(), re.MULTILINE):
         yield re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower())
+
+
+@pages
+def test_python_runs(page: Path) -> None:
+    """What is shown imports what it uses and defines its classes."""
+    for indent, code in re.findall(r"^( *)```python\n(.*?)```", page.read_text(), re.MULTILINE | re.DOTALL):
+        exec(compile(re.sub(rf"^{indent}", "", code, flags=re.MULTILINE), str(page), "exec"), {"__name__": page.stem})
 
 
 def test_the_readme_is_short_and_names_both_commands() -> None:

@@ -85,6 +85,25 @@ def same(run: Path, undisturbed: Path) -> None:
     assert parameters(run) == parameters(undisturbed)
 
 
+def test_a_finished_run_trains_on(root: Path, undisturbed: Path, start: Callable[..., Program]) -> None:
+    """With more steps, and other settings that leave its results as they are."""
+    run = root / "longer"
+    start([*rl(root, "longer"), "train.steps=2", "train.keep_checkpoints=1"]).finish()
+    assert (run / "result.json").is_file() and not (run / "history.jsonl").exists()
+    start([*rl(root, "longer"), "rollout.workers=2", "rollout.deadline=800"]).finish()
+    same(run, undisturbed)
+    changed = [(line["step"], line["setting"], line["before"], line["after"]) for line in lines(run / "history.jsonl")]
+    assert changed == [
+        (2, "rollout.deadline", 900.0, 800.0),
+        (2, "rollout.workers", 1, 2),
+        (2, "train.keep_checkpoints", 1, 2),
+        (2, "train.steps", 2, 3),
+    ]
+    done = start([*rl(root, "longer"), "rollout.workers=2", "rollout.deadline=800"])
+    done.finish()
+    assert "all 3 steps are done; raise train.steps to train on" in done.log.read_text()
+
+
 def test_training_whose_parts_are_killed(root: Path, undisturbed: Path, start: Callable[..., Program]) -> None:
     """Workers and server are started again, and what they were doing is done again; a rank ends the job."""
     run = root / "killed"

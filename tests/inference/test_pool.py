@@ -11,7 +11,7 @@ import pytest
 
 from megatron_collab.config import SamplingConfig, ServerConfig
 from megatron_collab.inference.client import EngineError, SGLangClient
-from megatron_collab.inference.pool import Fleet
+from megatron_collab.inference.pool import ServerPool
 from megatron_collab.inference.server import UNPUBLISHED, SGLangServer
 from tests.conftest import Served
 from tests.inference.test_server import PROMPTS, sample, with_client
@@ -19,9 +19,9 @@ from tests.inference.test_server import PROMPTS, sample, with_client
 ASKED = [(prompt, seed) for seed, prompt in enumerate(PROMPTS[:4])]
 
 
-def fleet_of(server: SGLangServer, told: list[Sequence[int]], colocated: bool) -> Fleet:
+def fleet_of(server: SGLangServer, told: list[Sequence[int]], colocated: bool) -> ServerPool:
     server_options = ServerConfig(colocated=colocated, start_timeout=400.0)
-    return Fleet([server], server_options, told.append)
+    return ServerPool([server], server_options, told.append)
 
 
 def test_a_released_server_samples_what_it_sampled_before(servers: dict[str, Served]) -> None:
@@ -67,7 +67,7 @@ def test_a_killed_server_is_started_again_at_the_same_address(servers: dict[str,
     while not told:
         fleet.watch()
         time.sleep(0.01)
-    assert fleet.lacked and told == [[]]
+    assert fleet.lost_all() and told == [[]]
     assert fleet.present() == [], "it takes its time, and nobody waits for it"
     while not fleet.ready(seconds=1):
         pass

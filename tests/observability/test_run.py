@@ -36,9 +36,10 @@ METRICS = {
     "seconds/rollout": 1.5,
     "seconds/update": 0.25,
 }
+NAMES = {"needless": "ask_when_complete", "accuracy": "booking_right"}
 RESULT_KEYS = {
-    "ask_when_missing_before", "ask_when_missing_after", "needless_before", "needless_after", "accuracy_before",
-    "accuracy_after", "single_turn_ask_after", "train_minutes", "versions",
+    "needless_before", "needless_after", "accuracy_before", "accuracy_after", "before", "after", "train_minutes",
+    "versions",
 }  # fmt: skip
 
 
@@ -46,6 +47,10 @@ def config(folder: Path) -> Config:
     config = Config()
     config.run.dir, config.train.steps = str(folder), 4
     return config
+
+
+def opened(folder: Path, start: int = 0, seconds: float = 0.0) -> Run:
+    return Run(config(folder), start, {"seconds": seconds}, NAMES)
 
 
 def group(right: Score = 1.0, reply: str = "which day ?") -> Group:
@@ -62,7 +67,7 @@ def rows(file: Path) -> list[dict]:
 
 def trained(folder: Path, start: int, stop: int, seconds: float = 0.0) -> dict:
     """One start of a run that ends without notice after step `stop` - 1."""
-    with Run(config(folder), start, {"seconds": seconds}) as run:
+    with opened(folder, start, seconds) as run:
         for step in range(start, stop):
             run.transcripts(step, [group()])
             run.record(step, METRICS | {"reward": step / 10})
@@ -97,7 +102,7 @@ def test_a_run_that_starts_over_forgets_its_first_steps(tmp_path: Path) -> None:
 
 
 def test_a_transcript_has_messages_scores_and_reasons(tmp_path: Path) -> None:
-    with Run(config(tmp_path), 0, {}) as run:
+    with opened(tmp_path) as run:
         run.transcripts(0, [group(Missing("judge is down"))])
     (row,) = rows(tmp_path / "transcripts.jsonl")
     said = [(message["role"], message["content"]) for message in row["messages"]]
@@ -109,7 +114,7 @@ def test_a_transcript_has_messages_scores_and_reasons(tmp_path: Path) -> None:
 def test_the_result_compares_the_evaluations(tmp_path: Path) -> None:
     before = {"score/ask_when_missing": 0.25, "score/booking_right": 0.5, "reward": math.nan}
     after = {"score/ask_when_missing": 1.0, "score/booking_right": 0.75, "score/ask_when_complete": 0.0}
-    with Run(config(tmp_path), 0, {}) as run:
+    with opened(tmp_path) as run:
         run.evaluation("before", 0, before, [group(0.0, "done")])
         run.record(0, METRICS)
         run.evaluation("after", 4, after, [group(1.0)])
@@ -117,20 +122,39 @@ def test_the_result_compares_the_evaluations(tmp_path: Path) -> None:
         run.finish()
     result = json.loads((tmp_path / "result.json").read_text())
     assert set(result) == RESULT_KEYS
-    assert (result["ask_when_missing_before"], result["ask_when_missing_after"]) == (0.25, 1.0)
+    assert result["before"] == {"ask_when_missing": 0.25, "booking_right": 0.5}
+    assert result["after"] == {"ask_when_missing": 1.0, "booking_right": 0.75, "ask_when_complete": 0.0}
     assert (result["accuracy_before"], result["accuracy_after"]) == (0.5, 0.75)
     assert (result["needless_before"], result["needless_after"]) == (None, 0.0)
-    assert result["single_turn_ask_after"] is None
     assert result["versions"]["torch"].startswith("2.") and result["train_minutes"] >= 0
     assert "NaN" not in (tmp_path / "evaluations.json").read_text()
     assert (tmp_path / "report.html").exists()
 
 
-def test_the_accuracy_is_that_of_the_worlds_own_metric(tmp_path: Path) -> None:
-    with Run(config(tmp_path), 0, {}) as run:
-        run.evaluation("after", 4, {"score/accuracy": 0.5, "score/asks": 0.25}, [group()])
+def test_what_changed_when_a_run_went_on_is_a_line_of_its_history(tmp_path: Path) -> None:
+    settings = config(tmp_path)
+    with Run(settings, 0, {}, {}) as run:
         run.finish()
-    assert json.loads((tmp_path / "result.json").read_text())["accuracy_after"] == 0.5
+    assert not (tmp_path / "history.jsonl").exists()
+    settings.train.steps, settings.optim.lr = 6, 0.5
+    with Run(settings, 4, {}, {}):
+        assert not (tmp_path / "result.json").exists(), "a run that trains on is not finished"
+    with Run(settings, 5, {}, {}):
+        pass
+    found = rows(tmp_path / "history.jsonl")
+    assert [(row["step"], row["setting"], row["before"], row["after"]) for row in found] == [
+        (4, "optim.lr", 1e-6, 0.5),
+        (4, "train.steps", 4, 6),
+    ]
+    assert all(row["time"].endswith("+00:00") for row in found)
+    assert json.loads((tmp_path / "config.json").read_text())["train"]["steps"] == 6
+
+
+def test_a_run_without_an_evaluation_has_a_result(tmp_path: Path) -> None:
+    with opened(tmp_path) as run:
+        run.finish()
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["before"], result["after"], result["accuracy_after"]) == ({}, {}, None)
 
 
 def test_the_time_of_earlier_starts_counts(tmp_path: Path) -> None:
@@ -140,7 +164,7 @@ def test_the_time_of_earlier_starts_counts(tmp_path: Path) -> None:
 
 def test_another_rank_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
-    with Run(config(tmp_path / "run"), 0, {}) as run:
+    with opened(tmp_path / "run") as run:
         run.record(0, METRICS)
         run.transcripts(0, [group()])
         run.evaluation("before", 0, METRICS, [group()])
@@ -158,7 +182,7 @@ def test_weights_and_biases_gets_one_run_over_all_starts(tmp_path: Path, monkeyp
     with_project = config(tmp_path)
     with_project.run.wandb_project = "p"
     for start in (0, 1):
-        with Run(with_project, start, {}) as run:
+        with Run(with_project, start, {}, {}) as run:
             run.record(start, METRICS)
     assert logged == [(0, METRICS), (1, METRICS)]
     assert [settings["project"] for settings in started] == ["p", "p"]
@@ -195,7 +219,7 @@ def test_the_stopwatch_parts_a_step_into_stages(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_transcripts_show_what_others_saw_and_apart_from_it_the_thoughts(tmp_path: Path) -> None:
-    with Run(config(tmp_path), 0, {}) as run:
+    with opened(tmp_path) as run:
         run.transcripts(0, [group(reply="<think>ask</think>which day ?"), group()])
     thinking, plain = rows(tmp_path / "transcripts.jsonl")
     assert thinking["messages"][-1]["content"] == "which day ?"

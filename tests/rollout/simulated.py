@@ -1,4 +1,4 @@
-"""A collector whose one worker is a function: groups are there at once, or when the test says so."""
+"""A RolloutManager whose one worker is a function: groups are there at once, or when the test says so."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_collab.config import Config
-from megatron_collab.rollout.manager import Collector
-from megatron_collab.rollout.workers import Crew
+from megatron_collab.rollout.manager import RolloutManager
+from megatron_collab.rollout.workers import Workers
 from megatron_collab.types import (
     Batch,
     Conversation,
@@ -77,7 +77,7 @@ class FakeRay:
         return found, [one for one in pending if one not in found]
 
 
-class _Crew(Crew):
+class _Workers(Workers):
     def stop(self) -> None:
         """There is no process."""
 
@@ -133,19 +133,28 @@ class World:
             take_counters=Method(lambda: {"asked": 1}),
             spend=Method(lambda: {"usd": self.usd}),
         )
-        crew = _Crew([actor], [], actor) if dist.get_rank() == 0 else None
+        leader = dist.get_rank() == 0
+        servers: Any = SimpleNamespace(
+            workers=_Workers([actor], [], actor) if leader else None,
+            pool=SimpleNamespace(lost_all=self._lost_all, recover=self._recover) if leader else None,
+        )
+        weights: Any = SimpleNamespace(version=0, sync=self._sync)
         run: Any = SimpleNamespace(
             transcripts=lambda step, groups: self.written.extend(groups),
             evaluation=lambda name, step, metrics, groups: self.evaluated.extend(groups),
         )
-        self.collector = Collector(config, crew, run, self._lacking, self._revive, state or {})
+        self.manager = RolloutManager(config, servers, weights, run, state or {})
 
     def next(self, step: int) -> Batch:
         """The batch of a step, which is learned."""
         self.version = step
-        batch = self.collector.next(step)
-        self.collector.learned(self.stats)
+        batch = self.manager.collect(step)
+        self.manager.learned(self.stats)
         return batch
+
+    def lose_servers(self) -> None:
+        """There was a time when no server was left."""
+        self._gone = True
 
     def trained(self, batch: Batch) -> list[int]:
         """The tasks of a batch, in its order."""
@@ -164,12 +173,14 @@ class World:
         self.peak = max(self.peak, len(self.played) - len(self.written))
         return Reference(self.group(task, stream), lambda: stream not in self.slow)
 
-    def _lacking(self) -> bool:
+    def _lost_all(self) -> bool:
         self.looks += 1
         self._gone = self._gone or self.looks == self.outage
         return self._gone
 
-    def _revive(self) -> None:
+    def _sync(self, version: int) -> None:
         self.revived += 1
-        self._gone = False
         self.on_revive()
+
+    def _recover(self) -> None:
+        self._gone = False

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from megatron_collab.inference.client import EngineError
-from megatron_collab.rollout.conversation import Place, Sampler, seed_of
+from megatron_collab.rollout.conversation import RolloutPlace, Sampler, seed_of
 from megatron_collab.rollout.users import UserError, UserReply
 from megatron_collab.types import Conversation, Ending, Finish, Message, Task, Turn
 from tests.rollout.fakes import STOP, CharacterRenderer, FakePolicy, FakeUsers, config, decode, encode
 
 TASK = Task("t", (Message("user", "hi"),), "goal", "answer", "testing")
-PLACE = Place("step-0", 0)
+PLACE = RolloutPlace("step-0", 0)
 
 
 def user(goal: str, messages: Sequence[Message]) -> str:
@@ -34,7 +34,9 @@ def play(
     async def future(start: Conversation, number: int) -> Conversation:
         if start.ending:
             return start
-        return await sampler.play_on(start, TASK, Place("step-0", 0, number), options.rollout.future, strict=strict)
+        return await sampler.play_on(
+            start, TASK, RolloutPlace("step-0", 0, number), options.rollout.future, strict=strict
+        )
 
     async def conversations() -> list[Conversation]:
         start = await sampler.trained_turn(TASK, PLACE)
@@ -130,7 +132,7 @@ def test_the_error_of_one_future_is_its_own() -> None:
             return "start"
         return "break" if seed == unlucky else "ok"
 
-    unlucky = seed_of(0, Place("step-0", 0, 2), 1)
+    unlucky = seed_of(0, RolloutPlace("step-0", 0, 2), 1)
     conversations = play(FakePolicy(reply, wait=0.01), futures=5)
     endings = [conversation.ending for conversation in conversations]
     assert endings == [Ending.TURN_LIMIT, Ending.TURN_LIMIT, Ending.ERROR, Ending.TURN_LIMIT, Ending.TURN_LIMIT]
@@ -256,8 +258,8 @@ def test_strictly_played_a_malformed_later_turn_ends_it() -> None:
 
 
 def test_seeds_are_the_same_in_every_process_and_differ_in_every_part() -> None:
-    assert seed_of(0, Place("train-0-0", 0, 0), 0) == 507381455
-    parts = [(r, Place(s, g, f), t) for r in range(3) for s in ("train-0-0", "train-0-1") for g in range(4)
+    assert seed_of(0, RolloutPlace("train-0-0", 0, 0), 0) == 507381455
+    parts = [(r, RolloutPlace(s, g, f), t) for r in range(3) for s in ("train-0-0", "train-0-1") for g in range(4)
              for f in range(4) for t in range(3)]  # fmt: skip
     seeds = {seed_of(*part) for part in parts}
     assert len(seeds) == len(parts)

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from megatron_collab import types
-from megatron_collab.rollout.journal import Journal, entries
-from megatron_collab.rollout.lineage import Lineage
+from megatron_collab.rollout.journal import Journal, WeightDigests, entries
 from megatron_collab.runtime import process
 from megatron_collab.runtime.process import Preempted
 from megatron_collab.types import Batch, Ending, Group, Message, Missing, Task
@@ -25,9 +24,9 @@ GROUP = Group(TASK, (rollout(0.1, 2), rollout(1.0, 3)))
 Maker = Callable[..., World]
 
 
-def lineage(*losses: float) -> Lineage:
+def digests(*losses: float) -> WeightDigests:
     """Of a run that began at version 2 and has since learned with these losses."""
-    made = Lineage(keep=8)
+    made = WeightDigests(keep=8)
     made.begin(2)
     for loss in losses:
         made.learned({"loss": loss})
@@ -35,7 +34,7 @@ def lineage(*losses: float) -> Lineage:
 
 
 def opened(folder: Path, *losses: float) -> Journal:
-    return Journal(folder, lineage(*losses or (0.1, 0.2)))
+    return Journal(folder, digests(*losses or (0.1, 0.2)))
 
 
 def test_a_group_comes_back_to_the_last_bit(tmp_path: Path) -> None:
@@ -48,13 +47,13 @@ def test_it_serves_its_own_task_and_weights_that_the_run_has(tmp_path: Path) -> 
     """GROUP was sampled by versions 2 and 3."""
     opened(tmp_path).write(2, {"train-2-0": GROUP})
     assert opened(tmp_path).find("train-2-0", replace(TASK, goal="another")) is None
-    assert Journal(tmp_path, lineage()).find("train-2-0", TASK) is None, "version 3 is yet to come"
+    assert Journal(tmp_path, digests()).find("train-2-0", TASK) is None, "version 3 is yet to come"
     assert opened(tmp_path, 0.1, 0.3).find("train-2-0", TASK) == GROUP
     assert opened(tmp_path, 0.1 + 1e-15, 0.2).find("train-2-0", TASK) is None, "another version 3"
 
 
 def test_what_weights_that_are_too_old_sampled_is_not_kept(tmp_path: Path) -> None:
-    old = Lineage(keep=1)
+    old = WeightDigests(keep=1)
     old.begin(3)
     old.learned({"loss": 0.1})
     Journal(tmp_path, old).write(2, {"train-2-0": GROUP})
@@ -62,11 +61,11 @@ def test_what_weights_that_are_too_old_sampled_is_not_kept(tmp_path: Path) -> No
 
 
 def test_a_checkpoint_keeps_which_weights_there_are() -> None:
-    made = lineage(0.1, 0.2)
-    again = Lineage(2, json.loads(json.dumps(made.state())))
+    made = digests(0.1, 0.2)
+    again = WeightDigests(2, json.loads(json.dumps(made.state())))
     again.learned({"loss": 0.3})
     made.learned({"loss": 0.3})
-    assert [again.digest(version) for version in (3, 4, 5, 6)] == [None, made.digest(4), made.digest(5), None]
+    assert [again.of(version) for version in (3, 4, 5, 6)] == [None, made.of(4), made.of(5), None]
 
 
 def test_a_group_of_another_checkout_is_no_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +138,7 @@ def preempted(made: World, play: Callable[[], Any], *, at: str, monkeypatch: pyt
         return group(task, stream)
 
     made.group = told  # type: ignore[method-assign]
-    with pytest.raises(Preempted), made.collector:
+    with pytest.raises(Preempted), made.manager:
         play()
     monkeypatch.setattr(process, "_noticed", None)
 
@@ -182,11 +181,11 @@ def test_sampling_ahead_goes_on_where_it_was(world: Maker, monkeypatch: pytest.M
     before.slow = {"train-1-3"}
     for step in range(2):
         before.next(step)
-    state = json.loads(json.dumps(before.collector.state()))
+    state = json.loads(json.dumps(before.manager.state()))
     before.version = 2
     before.slow |= {"train-3-1"}
     wanted = before.next(2)
-    with pytest.raises(Preempted), before.collector:
+    with pytest.raises(Preempted), before.manager:
         raise Preempted
     after = make(world, max_staleness=1, state=state, journal=True)
     after.slow = before.slow
@@ -229,9 +228,9 @@ def test_what_is_finished_when_a_run_is_stopped_is_kept(world: Maker) -> None:
     before.slow = {f"train-1-{number}" for number in range(PROMPTS)}
     before.next(0)
     before.slow.clear()
-    with pytest.raises(Preempted), before.collector:
+    with pytest.raises(Preempted), before.manager:
         raise Preempted
-    after = make(world, max_staleness=1, state=before.collector.state(), journal=True)
+    after = make(world, max_staleness=1, state=before.manager.state(), journal=True)
     after.version = 1
     after.next(1)
     assert not {name for name in after.played if name.startswith("train-1-")}
@@ -249,9 +248,9 @@ def test_a_run_that_is_stopped_ends_for_its_own_reason(
     def fail(*_: object) -> None:
         raise OSError("no space\nleft")
 
-    monkeypatch.setattr(made.collector._journal, "write", fail)
-    monkeypatch.setattr(type(made.collector.crew), "stop", lambda _: ended.append("workers"))
-    with pytest.raises(Preempted), made.collector:
+    monkeypatch.setattr(made.manager._journal, "write", fail)
+    monkeypatch.setattr(type(made.manager._workers), "stop", lambda _: ended.append("workers"))
+    with pytest.raises(Preempted), made.manager:
         raise Preempted
     assert ended == ["workers"]
     assert capsys.readouterr().err == "megatron-collab: at the end of sampling: no space left\n"
@@ -261,21 +260,21 @@ def test_a_run_that_is_stopped_ends_for_its_own_reason(
 def test_an_evaluation_goes_on_where_it_was(world: Maker, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     undisturbed = make(world)
     undisturbed.version = step
-    undisturbed.collector.evaluate("before", step)
+    undisturbed.manager.evaluate("before", step)
     before = make(world)
     before.version, before.slow = step, {"eval-before-1"}
-    stop = lambda: before.collector.evaluate("before", step)  # noqa: E731
+    stop = lambda: before.manager.evaluate("before", step)  # noqa: E731
     preempted(before, stop, at="eval-before-3", monkeypatch=monkeypatch)
     after = make(world, journal=True)
     after.version = step
-    after.collector.evaluate("before", step)
+    after.manager.evaluate("before", step)
     assert set(after.played) == {"eval-before-1"}
     assert after.evaluated == undisturbed.evaluated
 
 
 def test_a_run_that_is_done_leaves_no_journal(world: Maker, tmp_path: Path) -> None:
     made = make(world)
-    with made.collector:
+    with made.manager:
         made.next(0)
         assert list((tmp_path / "journal").iterdir())
     assert not list((tmp_path / "journal").iterdir())
@@ -286,7 +285,7 @@ def test_what_a_checkpoint_has_learned_is_forgotten(world: Maker, tmp_path: Path
     made.slow = {"train-1-0"}
     for step in range(3):
         made.next(step)
-        made.collector.forget((step + 1, {"collector": made.collector.state()}))
+        made.manager.forget((step + 1, {"collector": made.manager.state()}))
     assert {file.name for file in (tmp_path / "journal").iterdir()} == {
         "step_1.groups",
         "step_2.groups",

@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron_collab.rollout.manager import TooManyMissing, refuse_missing
-from megatron_collab.rollout.summary import summary
+from megatron_collab.rollout.manager import TooManyMissing, refuse_missing, summary
 from megatron_collab.types import (
     Conversation,
     Ending,
@@ -88,4 +87,4 @@ def test_without_staleness_steps_are_those_of_a_recorded_run(world: Callable[...
         assert [sample.credits[0].value for sample in batch.samples] == DIFFERENT * 6
         measured = MEASURED[step]
         assert batch.metrics == {**COMMON, **measured, "score/right": measured["reward"]}
-    assert {**made.collector.state(), "weights": []} == {"next": (6, 0, 0), "in_flight": [], "weights": []}
+    assert {**made.manager.state(), "weights": []} == {"next": (6, 0, 0), "in_flight": [], "weights": []}

@@ -1,4 +1,5 @@
-"""Sampling ahead of training: what is begun when, what is taken, what is too old, what goes on after a restart."""
+"""Sampling ahead of training: what is begun when, what is taken, what is too old, what goes on after a restart; and
+how long a group may take, worked out by hand from the settings."""
 
 from __future__ import annotations
 
@@ -11,10 +12,12 @@ from typing import Any
 
 import pytest
 
+from megatron_collab.config import Config
 from megatron_collab.rollout import scheduler as ahead
-from megatron_collab.rollout.scheduler import Slot, window
+from megatron_collab.rollout.scheduler import Slot, group_seconds, window
 from megatron_collab.runtime.process import RunStopped
 from megatron_collab.types import Ending, Group, Missing, Task
+from tests.helpers import configured
 from tests.ranks import run_ranks
 from tests.rollout.simulated import DIFFERENT, EQUAL, PROMPTS, FakeRay, World, rollout
 
@@ -43,7 +46,7 @@ def own(step: int) -> set[str]:
 
 
 def outstanding(made: World) -> set[str]:
-    return {Slot(*slot).stream for slot in made.collector.state()["in_flight"]}
+    return {Slot(*slot).stream for slot in made.manager.state()["in_flight"]}
 
 
 def test_slots_are_named_and_ordered_as_they_are_played() -> None:
@@ -194,7 +197,7 @@ def test_samples_of_unpublished_weights_are_not_trained(world: Maker, published:
 
 
 def resumed(world: Maker, made: World, step: int, ahead: int) -> World:
-    state = json.loads(json.dumps(made.collector.state()))
+    state = json.loads(json.dumps(made.manager.state()))
     again = make(world, ahead, state=state)
     again.version = step
     return again
@@ -248,14 +251,14 @@ def test_a_batch_is_in_the_order_of_the_slots(world: Maker) -> None:
 def test_a_step_that_fails_is_done_again_from_its_beginning(world: Maker) -> None:
     made = make(world, 1)
     made.next(0)
-    state = json.dumps(made.collector.state())
+    state = json.dumps(made.manager.state())
     made.rewards = lambda task: [Missing("down")] * 3
     made.next(1)  # what was begun before has its rewards
-    between = json.dumps(made.collector.state())
+    between = json.dumps(made.manager.state())
     assert state != between
     with pytest.raises(RunStopped, match="have no reward"):
         made.next(2)
-    assert json.dumps(made.collector.state()) == between
+    assert json.dumps(made.manager.state()) == between
 
 
 def test_after_an_outage_the_finished_groups_stay_and_the_broken_are_played_again(world: Maker) -> None:
@@ -280,7 +283,7 @@ def test_errors_without_an_outage_are_not_played_again(world: Maker) -> None:
 
 
 def test_an_outage_while_nobody_waited_counts(world: Maker) -> None:
-    """Servers that went and were back while the ranks trained: `lacking` says so at the next step."""
+    """Servers that went and were back while the ranks trained: the pool says so at the next step."""
     made = make(world, 1)
     made.broken = own(1)
     made.next(0)
@@ -290,18 +293,60 @@ def test_an_outage_while_nobody_waited_counts(world: Maker) -> None:
     assert made.calls == {name: 1 + (name in made.broken) for name in own(0) | own(1) | own(2)}
 
 
+def test_an_outage_while_nothing_was_in_flight_costs_nothing(world: Maker) -> None:
+    """Servers that went after one step and were back before the next."""
+    made = make(world, 0)
+    made.next(0)
+    made.lose_servers()
+    made.next(1)
+    assert made.revived == 0
+
+
 def test_an_evaluation_survives_an_outage_too(world: Maker) -> None:
     made = make(world, 1)
     made.outage, made.broken = 1, {"eval-before-1"}
-    made.collector.evaluate("before", 0)
+    made.manager.evaluate("before", 0)
     assert made.revived == 1
     assert [int(group.task.id) for group in made.evaluated] == [0, 1, 2, 3]
     assert all(group.rollouts[0].start.ending is Ending.USER_DONE for group in made.evaluated)
 
 
 def test_all_ranks_revive_the_servers_and_have_the_batch(tmp_path: Path) -> None:
-    run_ranks("tests.trainer.collector_worker", 2, [str(tmp_path)])
+    run_ranks("tests.rollout.manager_worker", 2, [str(tmp_path)])
     found = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
     assert [one.pop("asked") for one in found] == [2 * PROMPTS + 1, 0]
     assert found[0] == found[1]
     assert found[0]["revived"] == 1 and len(found[0]["trained"]) == PROMPTS
+
+
+def settings(**more: object) -> Config:
+    config = configured(
+        Config(),
+        {
+            "train.rollouts_per_prompt": 4,
+            "rollout.futures": 3,
+            "rollout.deadline": 100.0,
+            "reward.timeout": 10.0,
+            "reward.concurrency": 12,
+            "reward.weights": {"token_amount": 1.0},
+        },
+    )
+    return configured(config, {name.replace("__", "."): value for name, value in more.items()})
+
+
+def test_a_turn_its_futures_and_their_scores_twice() -> None:
+    assert group_seconds(settings(), 1) == 2 * (100 + 100 + 10 + 20)
+    assert group_seconds(settings(), 2) == 2 * (100 + 100 + 20 + 20), "half of the 24 scores wait for a place"
+    assert group_seconds(settings(reward__workers=2), 2) == 2 * (100 + 100 + 10 + 20)
+    assert group_seconds(settings(rollout__futures=0), 6) == 2 * (100 + 100 + 20 + 20), "24 whole conversations"
+
+
+def test_judges_have_their_deadline_and_wait_for_the_limiter() -> None:
+    judged = settings(reward__weights={"accuracy": 1.0}, reward__metrics={"accuracy": {"judge": True}})
+    judged.reward.judge.deadline = 50.0
+    assert group_seconds(judged, 1) == 2 * (100 + 100 + 50 + 20)
+    judged.llm.max_concurrent = 4
+    assert group_seconds(judged, 1) == 2 * (100 + 100 + 3 * 50 + 20)
+    judged.llm.requests_per_minute = 60
+    judged.reward.judge.attempts, judged.user.attempts, judged.rollout.max_user_turns = 6, 3, 2
+    assert group_seconds(judged, 1) == 2 * (100 + 100 + 150 + 20 + 12 * (6 + 2 * 3)), "a call a second"

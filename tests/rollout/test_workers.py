@@ -27,12 +27,12 @@ from megatron_collab.inference.client import EngineError
 from megatron_collab.llm.client import LlmClient
 from megatron_collab.reward.dispatch import RewardClient
 from megatron_collab.reward.workers import RewardWorker
+from megatron_collab.rollout import scheduler
 from megatron_collab.rollout.group import Player
-from megatron_collab.rollout.journal import Journal
-from megatron_collab.rollout.lineage import Lineage
-from megatron_collab.rollout.scheduler import Asked, Flight, Slot, answers
+from megatron_collab.rollout.journal import Journal, WeightDigests
+from megatron_collab.rollout.scheduler import Asked, Flight, Look, Slot, answers
 from megatron_collab.rollout.users import Users
-from megatron_collab.rollout.workers import start_crew
+from megatron_collab.rollout.workers import start_workers
 from megatron_collab.runtime.process import Hung
 from megatron_collab.runtime.ray_cluster import ray_session, start_actor
 from megatron_collab.types import Ending, Group, Message, Missing, Task
@@ -225,7 +225,7 @@ def server() -> Iterator[str]:
 
 
 def test_a_conversation_worker_speaks_to_the_server(
-    session: None, options: Config, server: str, tmp_path: Path
+    session: None, options: Config, server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = tiny_model.word_tokenizer(booking.words())
     tokenizer.save_pretrained(tmp_path)
@@ -235,8 +235,8 @@ def test_a_conversation_worker_speaks_to_the_server(
 
     nobody = f"http://127.0.0.1:{free_port()}"
     settings = replace(options, run=RunConfig(str(tmp_path)), model=replace(options.model, path=str(tmp_path)))
-    crew = start_crew(settings, [(nobody, KEY), (server, KEY)])
-    (worker,) = crew.conversations
+    workers = start_workers(settings, [(nobody, KEY), (server, KEY)])
+    (worker,) = workers.conversations
     ray.get(worker.use_servers.remote([1]), timeout=60)
     group = ray.get(worker.play.remote(task, "train-0-0"), timeout=60)
 
@@ -253,7 +253,8 @@ def test_a_conversation_worker_speaks_to_the_server(
     assert ray.get(worker.take_counters.remote(), timeout=60)["servers_lost"] == 0
     assert KEY not in json.dumps(ray.get_runtime_context().runtime_env)
     assert_secret(KEY, os.environ["RAY_AUTH_TOKEN"])
-    gives_up_on_a_worker_that_hangs(worker, task, tmp_path / "stacks")
+    monkeypatch.setattr(scheduler, "group_seconds", lambda config, groups: 2.0 * groups)
+    gives_up_on_a_worker_that_hangs(worker, task, settings)
 
 
 def assert_secret(*keys: str) -> None:
@@ -268,23 +269,25 @@ def assert_secret(*keys: str) -> None:
             assert key.encode() not in text, name
 
 
-def gives_up_on_a_worker_that_hangs(worker: Any, task: Task, written: Path) -> None:
+def gives_up_on_a_worker_that_hangs(worker: Any, task: Task, config: Config) -> None:
     """The process is stopped: who waits for it says so, and so does its stack once it goes on."""
-    (file,) = written.glob("conversation-0-*.txt")
+    (file,) = Path(config.run.dir).glob("stacks/conversation-0-*.txt")
     process = psutil.Process(int(file.stem.rpartition("-")[2]))
     process.suspend()
     try:
-        lineage = Lineage(keep=1)
-        lineage.begin(0)
-        journal = Journal(written.parent / "journal", lineage)
-        flight = Flight([worker], lambda: False, journal, lambda groups: 2.0 * groups, written)
+        digests = WeightDigests(keep=1)
+        digests.begin(0)
+        journal = Journal(Path(config.run.dir) / "journal", digests)
+        flight = Flight(config, [worker], journal, lambda: False)
         for number in range(2):
             slot = Slot(7, 0, number)
             flight.begin(Asked(slot, slot.stream, "play", task))
         with pytest.raises(
             Hung, match=r"waited 4 s for any of 2 groups.*train-7-0, train-7-1, asked of conversation-0"
         ):
-            list(flight.take(2, "step 7"))
+            flight.wait_for(2, "step 7")
+            while flight.look() is not Look.FINISHED:
+                pass
         with pytest.raises(Hung, match=r"waited 0\.1 s \(half of launch\.timeout\) for its counters"):
             answers({"its counters": worker.take_counters.remote(), "what is there": ray.put(1)}, 0.1)
         assert file.stat().st_size == 0

@@ -95,7 +95,7 @@ def test_no_file_of_a_run_holds_a_key(tmp_path: Path) -> None:
     group = Group(task, (Rollout(start, tuple(futures), Reward(Missing(KEY))),))
     config = Config()
     config.run.dir, config.train.steps, config.user.api_base = str(tmp_path), 1, f"http://me:{KEY}@host"
-    with Run(config, 0, {}) as run:
+    with Run(config, 0, {}, {}) as run:
         for when in ("before", "after"):
             run.evaluation(when, 0, {"reward": 1.0}, [group])
         run.transcripts(0, [group])

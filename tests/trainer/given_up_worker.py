@@ -19,9 +19,9 @@ from megatron_collab.runtime.process import Preempted, RunStopped
 from megatron_collab.trainer.critic import Critic
 from megatron_collab.trainer.megatron import model as policies
 from megatron_collab.trainer.megatron import parallel
-from megatron_collab.trainer.trainer import Actor
+from megatron_collab.trainer.trainer import PolicyTrainer
 from megatron_collab.types import Batch
-from tests.ranks import make_config, make_samples, process_group
+from tests.ranks import learn, make_config, make_samples, process_group
 
 SMALL: dict[str, object] = {"train.tokens_per_micro_batch": 30, "algo.mini_batches": 2}
 CASES: dict[str, dict[str, object]] = {
@@ -44,13 +44,13 @@ class Told:
             raise Preempted("told to end")
 
 
-def make(config: Config) -> Actor:
+def make(config: Config) -> PolicyTrainer:
     policy, _ = policies.load(config)
     critic = Critic(config) if config.algo.advantage == "gae" else None
-    return Actor(config, policy, policies.frozen_copy(policy), critic)
+    return PolicyTrainer(config, policy, policies.frozen_copy(policy), critic)
 
 
-def state(actor: Actor) -> list[torch.Tensor]:
+def state(actor: PolicyTrainer) -> list[torch.Tensor]:
     """Everything that an update changes."""
     found = [torch.get_rng_state(), torch.tensor(actor.step)]
     for trained in actor.trainables.values():
@@ -71,17 +71,17 @@ def given_up(config: Config, told: Told) -> int:
     first, second = (Batch(make_samples(11, seed)) for seed in (1, 2))
     disturbed, undisturbed = make(config), make(config)
     for actor in (disturbed, undisturbed):
-        actor.update(first)
+        learn(actor, first)
     for at in count(1):
         before = state(disturbed)
         told.at, told.looks = at, 0
         try:
-            metrics = disturbed.update(second)
+            metrics = learn(disturbed, second)
         except Preempted:
             assert same(state(disturbed), before), f"given up at look {at}, it left something behind"
             continue
         told.at = None
-        assert metrics == undisturbed.update(second)
+        assert metrics == learn(undisturbed, second)
         assert same(state(disturbed), state(undisturbed))
         return at - 1
     raise AssertionError

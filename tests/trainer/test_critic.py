@@ -13,9 +13,9 @@ from megatron_collab.checkpoint.hf import unwrap
 from megatron_collab.config import Config
 from megatron_collab.trainer.critic import Critic
 from megatron_collab.trainer.megatron import model as policies
-from megatron_collab.trainer.trainer import Actor
+from megatron_collab.trainer.trainer import PolicyTrainer
 from megatron_collab.types import Batch
-from tests.ranks import hidden_states, make_config, make_model, make_samples
+from tests.ranks import hidden_states, learn, make_config, make_model, make_samples
 
 SAMPLES = make_samples(6, seed=3)
 COLUMNS = {name: [getattr(sample, name) for sample in SAMPLES] for name in ("token_ids", "loss_mask")}
@@ -57,8 +57,8 @@ def test_it_learns_what_follows(config: Config) -> None:
     config.optim.lr = 1e-6  # the policy hardly moves
     config.algo.gae_lambda = 1.0
     config.algo.critic_clip = 10.0
-    actor = Actor(config, policies.load(config)[0], critic=critic)
-    losses = [actor.update(Batch(samples))["critic/loss"] for _ in range(30)]
+    actor = PolicyTrainer(config, policies.load(config)[0], critic=critic)
+    losses = [learn(actor, Batch(samples))["critic/loss"] for _ in range(30)]
     assert losses[0] == pytest.approx(2.0)  # (0 - 2)^2 / 2
     assert losses[-1] < 0.05
     trained = np.concatenate([v[s.loss_mask > 0] for v, s in zip(critic.values(COLUMNS), SAMPLES, strict=True)])

@@ -8,24 +8,26 @@ import torch
 
 from megatron_collab.config import Config
 from megatron_collab.trainer.megatron import model as policies
-from megatron_collab.trainer.trainer import Actor
+from megatron_collab.trainer.trainer import PolicyTrainer
 from megatron_collab.types import Batch
-from tests.ranks import make_config, make_model, make_samples
+from tests.ranks import learn, make_config, make_model, make_samples
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def actors(request: pytest.FixtureRequest, one_rank: Config, tmp_path_factory: pytest.TempPathFactory) -> list[Actor]:
+def actors(
+    request: pytest.FixtureRequest, one_rank: Config, tmp_path_factory: pytest.TempPathFactory
+) -> list[PolicyTrainer]:
     """Two actors that have trained the same step, the first with parallel.offload."""
     folder = make_model(tmp_path_factory.mktemp("offload") / "model")
     found = []
     for offload in (True, False):
         config = make_config(folder, {"parallel.offload": offload, "model.dtype": request.param, "algo.kl_coef": 0.0})
-        found.append(Actor(config, policies.load(config)[0]))
-        found[-1].update(Batch(make_samples(4, seed=1)))
+        found.append(PolicyTrainer(config, policies.load(config)[0]))
+        learn(found[-1], Batch(make_samples(4, seed=1)))
     return found
 
 
-def bytes_held(actor: Actor) -> int:
+def bytes_held(actor: PolicyTrainer) -> int:
     """Of optimizer state, masters and gradients."""
     inner = [part.optimizer for part in actor.policy.optimizer.chained_optimizers]
     tensors = [value for one in inner for state in one.state.values() for value in state.values()]
@@ -36,7 +38,7 @@ def bytes_held(actor: Actor) -> int:
     return sum(storage.nbytes() for storage in storages.values() if storage.data_ptr() not in weights)
 
 
-def test_the_memory_is_free_while_offloaded(actors: list[Actor]) -> None:
+def test_the_memory_is_free_while_offloaded(actors: list[PolicyTrainer]) -> None:
     offloading, keeping = actors
     parameters = sum(p.numel() for chunk in offloading.policy.chunks for p in chunk.parameters())
     assert bytes_held(offloading) >= 12 * parameters  # two moments and the gradient, float32
@@ -46,21 +48,21 @@ def test_the_memory_is_free_while_offloaded(actors: list[Actor]) -> None:
     assert bytes_held(offloading) == bytes_held(keeping)
 
 
-def test_the_first_step_may_come_after(actors: list[Actor]) -> None:
+def test_the_first_step_may_come_after(actors: list[PolicyTrainer]) -> None:
     """Then there is no optimizer state yet, and in float32 nothing but gradients to take away."""
     config = actors[0].config
-    fresh = Actor(config, policies.load(config)[0])
+    fresh = PolicyTrainer(config, policies.load(config)[0])
     with fresh.offloaded():
         pass
-    assert fresh.update(Batch(make_samples(4, seed=1)))["grad_norm"] > 0
+    assert learn(fresh, Batch(make_samples(4, seed=1)))["grad_norm"] > 0
 
 
-def test_training_goes_on_as_if_nothing_had_been_moved(actors: list[Actor]) -> None:
+def test_training_goes_on_as_if_nothing_had_been_moved(actors: list[PolicyTrainer]) -> None:
     offloading, keeping = actors
     with pytest.raises(ZeroDivisionError), offloading.offloaded():
         _ = 1 / 0
     batch = Batch(make_samples(4, seed=2))
-    assert offloading.update(batch) == keeping.update(batch)
+    assert learn(offloading, batch) == learn(keeping, batch)
     for ours, theirs in zip(offloading.policy.chunks, keeping.policy.chunks, strict=True):
         for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
             assert torch.equal(a, b)

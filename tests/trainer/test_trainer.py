@@ -15,13 +15,13 @@ from megatron_collab.algo.advantages import assign
 from megatron_collab.checkpoint import hf
 from megatron_collab.config import Config
 from megatron_collab.trainer.megatron import model as policies
-from megatron_collab.trainer.trainer import Actor
+from megatron_collab.trainer.trainer import PolicyTrainer
 from megatron_collab.types import Batch, Sample
-from tests.ranks import hidden_states, make_config, make_model, make_samples, run_ranks
+from tests.ranks import hidden_states, learn, make_config, make_model, make_samples, run_ranks
 from tests.trainer.update_worker import EXPERT_LAYOUTS, LAYOUTS, STAGES, train
 
 SAMPLES = make_samples(11, seed=1)
-Maker = Callable[..., Actor]
+Maker = Callable[..., PolicyTrainer]
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +46,10 @@ def alone(folder: Path, one_rank: Config) -> dict[str, dict]:
 
 @pytest.fixture
 def make_actor(folder: Path, one_rank: Config) -> Maker:
-    def make(**settings: object) -> Actor:
+    def make(**settings: object) -> PolicyTrainer:
         config = make_config(folder, {name.replace("__", "."): value for name, value in settings.items()})
         policy, _ = policies.load(config)
-        return Actor(config, policy, policies.frozen_copy(policy) if config.algo.kl_coef else None)
+        return PolicyTrainer(config, policy, policies.frozen_copy(policy) if config.algo.kl_coef else None)
 
     return make
 
@@ -92,14 +92,14 @@ def test_training_moves_the_policy_and_the_clip_is_met(alone: dict) -> None:
     assert alone["sft"]["metrics"][-1]["loss"] < alone["sft"]["metrics"][0]["loss"]
 
 
-def torch_log_probs(actor: Actor, sample: Sample, temperature: float) -> torch.Tensor:
+def torch_log_probs(actor: PolicyTrainer, sample: Sample, temperature: float) -> torch.Tensor:
     """Log-probs of tokens 1… of one sequence, without Megatron's schedule, cross-entropy or padding."""
     (chunk,) = actor.policy.chunks
     logits = hidden_states(chunk, sample.token_ids[:-1]) @ hf.unwrap(chunk).head.T
     return (logits / temperature).log_softmax(-1).gather(-1, torch.from_numpy(sample.token_ids)[1:, None])[:, 0]
 
 
-def gradient_norm(actor: Actor, loss: torch.Tensor) -> float:
+def gradient_norm(actor: PolicyTrainer, loss: torch.Tensor) -> float:
     (chunk,) = actor.policy.chunks
     chunk.zero_grad_buffer()
     loss.backward()
@@ -118,7 +118,7 @@ def test_policy_update_is_that_of_the_token_mean(make_actor: Maker) -> None:
     loss = (-(log_probs - log_probs.detach()).exp() * advantages * mask).sum() / mask.sum()
     expected = gradient_norm(actor, loss)
 
-    metrics = actor.update(Batch(SAMPLES))
+    metrics = learn(actor, Batch(SAMPLES))
     assert metrics["tokens"] == mask.sum()
     assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-6)
     assert metrics["grad_norm"] == pytest.approx(expected, rel=1e-6)
@@ -148,8 +148,8 @@ def test_every_term_of_the_objective_is_in_the_update(
     policy, reference = (make_config(path, TERMS[term]) for path in of_run)
     algo = policy.algo
     frozen = policies.frozen_copy(policies.load(reference)[0])
-    actor = Actor(policy, policies.load(policy)[0], frozen if algo.kl_coef else None)
-    other = Actor(reference, policies.load(reference)[0])
+    actor = PolicyTrainer(policy, policies.load(policy)[0], frozen if algo.kl_coef else None)
+    other = PolicyTrainer(reference, policies.load(reference)[0])
     terms = []
     log_ratios = []
     for sample in SAMPLES:
@@ -187,12 +187,12 @@ def test_every_term_of_the_objective_is_in_the_update(
         share = 1 / (len(SAMPLES) * len(log_probs)) if algo.average == "sequence" else 1 / trained
         expected = expected + share * loss.sum()
     norm = gradient_norm(actor, expected)
-    metrics = actor.update(Batch(SAMPLES))
+    metrics = learn(actor, Batch(SAMPLES))
     assert metrics["loss"] == pytest.approx(expected.item(), rel=1e-5, abs=1e-6)
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
 
 
-def distributions(actor: Actor, sample: Sample) -> torch.Tensor:
+def distributions(actor: PolicyTrainer, sample: Sample) -> torch.Tensor:
     """Log-probs [S - 1, V] of all tokens after each token of a sequence, at the temperature of make_config."""
     (chunk,) = actor.policy.chunks
     head = hf.unwrap(chunk).head
@@ -205,7 +205,7 @@ def test_supervised_update_is_that_of_the_token_mean(make_actor: Maker) -> None:
     log_probs = torch.cat([torch_log_probs(actor, sample, temperature=1.0) for sample in SAMPLES])
     loss = -(log_probs * mask).sum() / mask.sum()
     expected = gradient_norm(actor, loss)
-    metrics = actor.update(Batch(SAMPLES))
+    metrics = learn(actor, Batch(SAMPLES))
     assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-6)
     assert metrics["grad_norm"] == pytest.approx(expected, rel=1e-6)
 
@@ -219,7 +219,7 @@ def test_log_probs_of_every_token(make_actor: Maker) -> None:
         np.testing.assert_allclose(row[1:], expected, atol=5e-6)
 
 
-def as_sampled(actor: Actor) -> list[Sample]:
+def as_sampled(actor: PolicyTrainer) -> list[Sample]:
     """The samples with the actor's own log-probs in the place of the engine's."""
     return [
         replace(sample, log_probs=row * sample.loss_mask)
@@ -229,7 +229,7 @@ def as_sampled(actor: Actor) -> list[Sample]:
 
 def test_equal_engine_and_trainer_mismatch_is_nothing(make_actor: Maker) -> None:
     actor = make_actor()
-    metrics = actor.update(Batch(tuple(as_sampled(actor))))
+    metrics = learn(actor, Batch(tuple(as_sampled(actor))))
     assert metrics["mismatch/max_abs"] < 1e-5
     assert abs(metrics["mismatch/k3"]) < 1e-6
 
@@ -239,7 +239,7 @@ def test_norms_and_biases_do_not_decay(make_actor: Maker) -> None:
     equal = [replace(sample, credits=tuple(replace(c, value=1.0) for c in sample.credits)) for sample in SAMPLES]
     actor = make_actor(optim__lr=0.5, optim__warmup_steps=0, optim__weight_decay=0.1, algo__kl_coef=0.0)
     before = {name: shard.detach().clone() for name, shard in hf.named_shards(actor.policy.chunks)}
-    assert actor.update(Batch(tuple(equal)))["grad_norm"] == 0.0
+    assert learn(actor, Batch(tuple(equal)))["grad_norm"] == 0.0
     for name, shard in hf.named_shards(actor.policy.chunks):
         factor = 1.0 if "norm" in name else 1.0 - 0.5 * 0.1
         torch.testing.assert_close(shard.detach(), before[name] * factor, msg=name)
@@ -251,19 +251,19 @@ def test_one_changed_token_is_a_mismatch(make_actor: Maker) -> None:
     first, *rest = as_sampled(actor)
     token_ids = first.token_ids.copy()
     trained = int(np.flatnonzero(first.loss_mask)[0])
-    token_ids[trained] = (token_ids[trained] + 1) % actor.vocab_size
-    metrics = actor.update(Batch((replace(first, token_ids=token_ids), *rest)))
+    token_ids[trained] = (token_ids[trained] + 1) % actor.shape.vocab
+    metrics = learn(actor, Batch((replace(first, token_ids=token_ids), *rest)))
     assert metrics["mismatch/max_abs"] > 1e-2
 
 
 def test_without_a_reference_there_is_no_kl(make_actor: Maker) -> None:
-    assert "kl" not in make_actor(algo__kl_coef=0.0).update(Batch(SAMPLES))
+    assert "kl" not in learn(make_actor(algo__kl_coef=0.0), Batch(SAMPLES))
 
 
 def test_nothing_to_train_is_refused(make_actor: Maker) -> None:
     idle = Sample(*(np.zeros(5, dtype) for dtype in (np.int64, np.float32, np.float32)))
     with pytest.raises(ValueError, match="no trained token"):
-        make_actor().update(Batch((idle, idle)))
+        learn(make_actor(), Batch((idle, idle)))
 
 
 def test_a_gradient_that_is_not_finite_ends_the_run(make_actor: Maker) -> None:
@@ -271,4 +271,4 @@ def test_a_gradient_that_is_not_finite_ends_the_run(make_actor: Maker) -> None:
     with torch.no_grad():
         next(actor.policy.chunks[0].parameters()).fill_(float("nan"))
     with pytest.raises(FloatingPointError, match=r"optim\.lr"):
-        actor.update(Batch(SAMPLES))
+        learn(actor, Batch(SAMPLES))

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from megatron_collab.trainer.critic import Critic
 from megatron_collab.trainer.megatron import model as policies
-from megatron_collab.trainer.trainer import Actor
+from megatron_collab.trainer.trainer import PolicyTrainer
 from megatron_collab.types import Batch
-from tests.ranks import make_config, make_samples, process_group
+from tests.ranks import learn, make_config, make_samples, process_group
 
 LAYOUTS: dict[str, dict[str, object]] = {
     "tp2": {"parallel.tp": 2},
@@ -42,9 +42,9 @@ def train(folder: Path, settings: Mapping[str, object]) -> dict[str, object]:
     config = make_config(folder, settings)
     policy, _ = policies.load(config)
     critic = Critic(config) if config.algo.advantage == "gae" else None
-    actor = Actor(config, policy, policies.frozen_copy(policy), critic)
+    actor = PolicyTrainer(config, policy, policies.frozen_copy(policy), critic)
     batches = [Batch(make_samples(11, seed)) for seed in (1, 2, 1)]
-    metrics = [actor.update(batch) for batch in batches]
+    metrics = [learn(actor, batch) for batch in batches]
     found = {"metrics": metrics, "log_probs": [row.tolist() for row in actor.log_probs(batches[0].samples)]}
     everywhere: list[object] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, found)

@@ -24,7 +24,7 @@ from megatron_collab.weight_sync.http_protocol import PublishError, ServerCall
 from megatron_collab.weight_sync.in_place import InPlace
 from megatron_collab.weight_sync.receiver import Receiver
 from megatron_collab.weight_sync.store_protocol import Board
-from megatron_collab.weight_sync.sync import Publisher
+from megatron_collab.weight_sync.sync import WeightSync
 from megatron_collab.weight_sync.transports import shared_memory
 from megatron_collab.weight_sync.transports.p2p import NetworkTransport
 from tests.helpers import free_port
@@ -104,7 +104,7 @@ def hang(ranks: int, nodes: int, transport: str, moment: str, quantised: bool) -
     if fleet:
         fleet.servers[1].url = f"http://127.0.0.1:{silent.getsockname()[1]}"
     makers = note_makers()
-    with Publisher(config, [], fakes.SHAPE, fleet, fakes.BUCKET // (1 + quantised)) as sender:
+    with WeightSync(config, [], fakes.SHAPE, fleet, fakes.BUCKET // (1 + quantised)) as sender:
         assert len(sender._in_place._plan.rounds) > 4
         places, parts = in_place.nodes(config), sender._in_place.writer.parts
         into = set() if transport == "network" else {places.keeper(node, t) for own in parts for t in own}
@@ -143,7 +143,7 @@ def be_slow() -> dict[str, Any]:
         dist.barrier()
 
     NetworkTransport.carry, InPlace.deliver = carry_late, deliver_and_look
-    with Publisher(config, [], fakes.SHAPE, fleet, fakes.BUCKET) as sender:
+    with WeightSync(config, [], fakes.SHAPE, fleet, fakes.BUCKET) as sender:
         sync.ServerCall = RefusingCall
         for version in (1, 2):
             try:

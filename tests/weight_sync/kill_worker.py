@@ -23,7 +23,7 @@ from megatron_collab.trainer.megatron import model as policies
 from megatron_collab.trainer.megatron import parallel
 from megatron_collab.weight_sync.http_protocol import ServerCall
 from megatron_collab.weight_sync.store_protocol import Board
-from megatron_collab.weight_sync.sync import Publisher
+from megatron_collab.weight_sync.sync import WeightSync
 from tests.helpers import free_port
 from tests.weight_sync.publish_worker import configure
 
@@ -54,7 +54,7 @@ def publish(folder: Path, server: dict[str, Any], version: int, factor: float) -
                 for parameter in chunk.parameters():
                     parameter.mul_(factor)
         fleet = Fleet(server) if os.environ["RANK"] == "0" else None
-        with Publisher(config, policy, shape, fleet, BUCKET_BYTES) as publisher:
+        with WeightSync(config, policy, shape, fleet, BUCKET_BYTES) as publisher:
             assert len(publisher._in_place._plan.rounds) == BUCKETS
             publisher.publish(version)
 

@@ -23,11 +23,12 @@ from megatron_collab.config import Config, RolloutConfig
 from megatron_collab.inference.client import SGLangClient
 from megatron_collab.trainer.megatron import model as policies
 from megatron_collab.trainer.megatron import parallel
-from megatron_collab.trainer.trainer import Actor
+from megatron_collab.trainer.trainer import PolicyTrainer
 from megatron_collab.types import Batch, Credit, Sample, Turn
 from megatron_collab.weight_sync.store_protocol import Board
-from megatron_collab.weight_sync.sync import Publisher, PublishError
+from megatron_collab.weight_sync.sync import PublishError, WeightSync
 from megatron_collab.weight_sync.transports.shared_memory import SharedMemoryTransport
+from tests.ranks import learn
 
 # name: (servers of this model, layout of the trainer, bytes of a bucket); data parallel is what remains of two ranks
 CASES: dict[str, tuple[str, dict[str, int], int]] = {
@@ -114,15 +115,15 @@ class Case:
     def __init__(self, config: Config, servers: list[dict[str, Any]], bucket_bytes: int) -> None:
         policy, self.shape = policies.load(config)
         self.servers, self.policy, self.config, self.bucket_bytes = servers, policy, config, bucket_bytes
-        self.actor = Actor(config, policy, policies.frozen_copy(policy))
+        self.actor = PolicyTrainer(config, policy, policies.frozen_copy(policy))
         self.samples: tuple[Sample, ...] = ()
         self.seed = 0
 
-    def publisher(self, **changes: Any) -> tuple[Publisher, Fleet | None]:
+    def publisher(self, **changes: Any) -> tuple[WeightSync, Fleet | None]:
         """A new one, with its fleet; `changes` are made to the last of the servers."""
         servers = [*self.servers[:-1], self.servers[-1] | changes]
         fleet = Fleet(servers) if dist.get_rank() == 0 else None
-        return Publisher(self.config, self.policy, self.shape, fleet, self.bucket_bytes), fleet
+        return WeightSync(self.config, self.policy, self.shape, fleet, self.bucket_bytes), fleet
 
     def measure(self, servers: int | None = None) -> dict[str, Any]:
         """Sample; the largest difference of log-probs between servers and trainer, versions, what was cached.
@@ -149,7 +150,7 @@ class Case:
         }
 
     def update(self) -> dict[str, float]:
-        return self.actor.update(Batch(self.samples))
+        return learn(self.actor, Batch(self.samples))
 
     def otherwise(self, transport: str, staleness: int, version: int) -> dict[str, Any]:
         """Train once more and publish by another way."""

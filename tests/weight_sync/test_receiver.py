@@ -26,7 +26,7 @@ from megatron_collab.weight_sync.http_protocol import PublishError, ServerCall
 from megatron_collab.weight_sync.receiver import Receiver
 from megatron_collab.weight_sync.sender import Sender
 from megatron_collab.weight_sync.store_protocol import Board, connect
-from megatron_collab.weight_sync.sync import Publisher
+from megatron_collab.weight_sync.sync import WeightSync
 from tests.helpers import free_port
 
 NORM = "model.norm.weight"
@@ -207,7 +207,7 @@ def test_all_of_it_arrives_every_time(
     fleet, layout = make_fleet(config, shape), in_place.server_layout(config)
     store = connect(("127.0.0.1", int(os.environ["MASTER_PORT"])), "", 10.0)
     keys = []
-    with Publisher(config, [], shape, fleet, BUCKET) as sender:
+    with WeightSync(config, [], shape, fleet, BUCKET) as sender:
         for version in range(4):
             for server in fleet.servers:
                 server.forget()
@@ -240,7 +240,7 @@ def test_a_folder_is_saved_before_anybody_waits_for_it(tmp_path: Path, monkeypat
             server.calls.append("saved")
 
     monkeypatch.setattr(sync, "save_hf", save)
-    with Publisher(config, [], SHAPE, fleet) as sender:
+    with WeightSync(config, [], SHAPE, fleet) as sender:
         sender.publish(1)
     calls = ["saved", "/pause_generation", "/update_weights_from_disk", *ON]
     assert [server.calls for server in fleet.servers] == [calls, calls] and not list(tmp_path.iterdir())
@@ -255,7 +255,7 @@ def test_a_server_without_memory_for_its_cache_does_not_go_on(
     config = configure("memory")
     fleet = make_fleet(config)
     monkeypatch.setattr(fleet.servers[1], "resume", resume)
-    with Publisher(config, [], SHAPE, fleet, BUCKET) as sender:
+    with WeightSync(config, [], SHAPE, fleet, BUCKET) as sender:
         sender.publish(1)
     assert fleet.reasons == {1: "no memory"} and fleet.servers[1].calls[-1] == "/end_weight_update"
     assert fleet.servers[0].calls[-2:] == ON
@@ -276,7 +276,7 @@ def test_a_server_of_other_parameters_is_left_out_by_name(
     config = configure(transport)
     fleet = make_fleet(config)
     Served.hold(fleet.servers[1].models[1], name, value)
-    with Publisher(config, [], SHAPE, fleet, BUCKET) as sender:
+    with WeightSync(config, [], SHAPE, fleet, BUCKET) as sender:
         sender.publish(1)
         assert said in fleet.reasons[1] and sender.version == 1
         assert_holds(fleet.servers[0], in_place.server_layout(config), shards)
@@ -300,7 +300,7 @@ def test_a_server_that_breaks_off_holds_up_nobody(
         return plan(self, *arguments)
 
     monkeypatch.setattr(Receiver, "_plan", break_off)
-    with Publisher(config, [], SHAPE, fleet, BUCKET) as sender:
+    with WeightSync(config, [], SHAPE, fleet, BUCKET) as sender:
         sender.publish(1)
         assert "killed" in fleet.reasons[1] and sender.version == 1
         assert_holds(fleet.servers[0], in_place.server_layout(config), shards)
@@ -332,7 +332,7 @@ def test_a_flipped_bit_is_found(shards: dict[str, torch.nn.Parameter], monkeypat
     config.publish.verify = 2
     fleet = make_fleet(config)
     monkeypatch.setattr(Sender, "write", write_and_flip)
-    with Publisher(config, [], SHAPE, fleet, BUCKET) as sender:
+    with WeightSync(config, [], SHAPE, fleet, BUCKET) as sender:
         sender.publish(1)  # not verified
         with pytest.raises(PublishError, match="rank 1: holds other weights"):
             sender.publish(2)
@@ -346,7 +346,7 @@ def test_a_publisher_that_goes_silent_is_given_up(shards: dict[str, torch.nn.Par
     config = configure("memory", servers=1)
     fleet = make_fleet(config)
     address = "127.0.0.1", int(os.environ["MASTER_PORT"])
-    with Publisher(config, [], SHAPE, fleet, BUCKET) as sender:
+    with WeightSync(config, [], SHAPE, fleet, BUCKET) as sender:
         sender.publish(1)
         store = connect(address, sender._in_place._prefix, 0.2)
         receiver = fleet.servers[0].receivers[0]

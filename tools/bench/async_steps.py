@@ -1,4 +1,4 @@
-"""What does sampling ahead of training gain? The real Collector and real Ray actors, a simulated engine and update.
+"""What does sampling ahead of training gain? The real RolloutManager, real Ray actors, a simulated engine and update.
 
 A group takes 0.3 to 0.6 s, drawn from its stream, so 16 of them at once take nearly 0.6 s; an update takes 0.6 s, in
 which the process sleeps. A run is 16 steps. `speedup` is the steps a second with rollout.max_staleness=1 over those
@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 from megatron_collab.config import Config
 from megatron_collab.data.datasets import task_row, write_jsonl
-from megatron_collab.rollout.manager import Collector
-from megatron_collab.rollout.workers import Crew
+from megatron_collab.rollout.manager import RolloutManager
+from megatron_collab.rollout.workers import Workers
 from megatron_collab.runtime.ray_cluster import ray_session, start_actor
 from megatron_collab.types import Conversation, Ending, Finish, Future, Group, Message, Reward, Rollout, Task, Turn
 
@@ -71,16 +71,18 @@ def steps_a_second(workers: list[Any], folder: Path, staleness: int) -> tuple[fl
     config.train.steps, config.train.prompts_per_step, config.rollout.max_staleness = STEPS, PROMPTS, staleness
     write_jsonl(folder / "tasks.jsonl", [task_row(TASK)])
     run: Any = SimpleNamespace(transcripts=lambda step, groups: None)
-    collector = Collector(config, Crew(workers, [], workers[0]), run, lambda: False, lambda: None, {})
+    pool = SimpleNamespace(lost_all=lambda: False, recover=lambda: None)
+    servers: Any = SimpleNamespace(workers=Workers(workers, [], workers[0]), pool=pool)
+    rollouts = RolloutManager(config, servers, SimpleNamespace(), run, {})  # type: ignore[arg-type]
     trained, dropped = 0, 0.0
     began = time.monotonic()
     for step in range(STEPS):
         ray.get([worker.publish.remote(step) for worker in workers])
-        batch = collector.next(step)
+        batch = rollouts.collect(step)
         assert min(sample.version for sample in batch.samples) >= step - staleness
         trained, dropped = trained + len(batch.samples), dropped + batch.metrics.get("staleness/dropped", 0.0)
         time.sleep(SECONDS)
-        collector.learned({"step": float(step)})
+        rollouts.learned({"step": float(step)})
     seconds = time.monotonic() - began
     assert trained == STEPS * PROMPTS * 2
     return STEPS / seconds, dropped / trained

@@ -25,7 +25,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from megatron_collab.config import Config, SamplingConfig
-from megatron_collab.rollout.conversation import Place, Sampler
+from megatron_collab.rollout.conversation import RolloutPlace, Sampler
 from megatron_collab.rollout.group import Player
 from megatron_collab.rollout.users import UserReply
 from megatron_collab.types import Conversation, Finish, Message, Score, Task, Turn
@@ -163,8 +163,8 @@ async def serial(simulation: Simulation) -> list[Conversation]:
     sampler = Sampler(Engine(simulation), Renderer(), Users(simulation), config)  # type: ignore[arg-type]
 
     async def turn(task: Task, rollout: int) -> list[Conversation]:
-        start = await sampler.trained_turn(task, Place(task.id, rollout))
-        places = [Place(task.id, rollout, number) for number in range(FUTURES)]
+        start = await sampler.trained_turn(task, RolloutPlace(task.id, rollout))
+        places = [RolloutPlace(task.id, rollout, number) for number in range(FUTURES)]
         return [await sampler.play_on(start, task, place, config.rollout.future) for place in places]
 
     played = await asyncio.gather(*(turn(task, rollout) for task in simulation.tasks for rollout in range(ROLLOUTS)))
@@ -189,7 +189,7 @@ def run(
 
 def longest_chain(simulation: Simulation, conversations: Sequence[Conversation]) -> float:
     """The seconds of the future that has to wait longest when nothing is ever busy; futures in the order of `ours`."""
-    places = [Place(task.id, i, j) for task in simulation.tasks for i in range(ROLLOUTS) for j in range(FUTURES)]
+    places = [RolloutPlace(task.id, i, j) for task in simulation.tasks for i in range(ROLLOUTS) for j in range(FUTURES)]
     chains = []
     for place, conversation in zip(places, conversations, strict=True):
         engine = [simulation.seconds("engine", turn.text, place.stream) for turn in conversation.turns]

@@ -47,7 +47,7 @@ from aiohttp import web
 from megatron_collab.config import Config
 from megatron_collab.data.chat_template import ChatRenderer
 from megatron_collab.environments import booking, tiny_model
-from megatron_collab.rollout.workers import start_crew
+from megatron_collab.rollout.workers import start_workers
 from megatron_collab.runtime.process import die_with_parent
 from megatron_collab.runtime.ray_cluster import ray_session
 from megatron_collab.types import Ending, Group, Missing
@@ -248,8 +248,8 @@ def main() -> None:
         config = configure(Path(folder))
         engine = Engine(replies(ChatRenderer(folder)), options.turn_seconds)
         with serving(engine) as (url, process), ray_session(config):
-            crew = start_crew(config, [(url, "no key is asked for")])
-            load = play(crew.conversations[0], (engine, process), options.conversations, 60 * options.minutes)
+            workers = start_workers(config, [(url, "no key is asked for")])
+            load = play(workers.conversations[0], (engine, process), options.conversations, 60 * options.minutes)
     print(json.dumps({"name": "in_flight", "values": values(load)}))
 
 

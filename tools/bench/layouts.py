@@ -78,11 +78,12 @@ def rank_main(layout: str, out: Path) -> None:
 
     from megatron.core import parallel_state
 
+    from megatron_collab.algo.advantages import with_advantages
     from megatron_collab.config import Config
     from megatron_collab.models.hf_to_megatron import ModelShape
     from megatron_collab.trainer.megatron import model as policies
     from megatron_collab.trainer.megatron import parallel
-    from megatron_collab.trainer.trainer import Actor
+    from megatron_collab.trainer.trainer import PolicyTrainer
     from megatron_collab.types import Batch, Credit, Sample
 
     config = Config()
@@ -109,9 +110,9 @@ def rank_main(layout: str, out: Path) -> None:
             for chunk in chunks:
                 for parameter in chunk.parameters():
                     parameter.normal_(0, 0.02)
-        actor = Actor(config, chunks)
+        actor = PolicyTrainer(config, chunks)
         with counted() as counts:
-            actor.update(Batch(samples))
+            actor.update(with_advantages(actor.score(Batch(samples)), config.algo))
         dp = parallel_state.get_data_parallel_world_size()
         own = sum(
             parameter.numel()

@@ -32,7 +32,7 @@ from megatron_collab.data.chat_template import ChatRenderer
 from megatron_collab.environments import tiny_model
 from megatron_collab.inference.router import Router
 from megatron_collab.inference.server import SGLangServer
-from megatron_collab.rollout.conversation import Place, Sampler
+from megatron_collab.rollout.conversation import RolloutPlace, Sampler
 from megatron_collab.rollout.users import User, UserReply
 from megatron_collab.types import Conversation, Message, Task
 
@@ -91,7 +91,7 @@ async def measure(config: Config, endpoints: list[tuple[str, str]], name: str, a
     """Play all prompts at once; `name` sets their texts apart from those that the servers have seen."""
     router = Router(endpoints, config.rollout, unpublished=True)
     sampler = Sampler(router, ChatRenderer(config.model.path), RandomUsers(alike), config)
-    places = [Place(f"{name}-{prompt}", turn) for prompt in range(PROMPTS) for turn in range(TURNS)]
+    places = [RolloutPlace(f"{name}-{prompt}", turn) for prompt in range(PROMPTS) for turn in range(TURNS)]
     try:
         played = await asyncio.gather(*(play(sampler, task(name, place.stream), place) for place in places))
     finally:
@@ -107,10 +107,10 @@ async def measure(config: Config, endpoints: list[tuple[str, str]], name: str, a
     }
 
 
-async def play(sampler: Sampler, task: Task, place: Place) -> list[Conversation]:
+async def play(sampler: Sampler, task: Task, place: RolloutPlace) -> list[Conversation]:
     """A trained turn and its futures."""
     start = await sampler.trained_turn(task, place)
-    places = [Place(place.stream, place.rollout, future) for future in range(FUTURES)]
+    places = [RolloutPlace(place.stream, place.rollout, future) for future in range(FUTURES)]
     futures = [sampler.play_on(start, task, place, sampler.config.future) for place in places]
     played = await asyncio.gather(*futures)
     assert all(len(conversation.turns) == 1 + USER_TURNS for conversation in played), played

@@ -54,11 +54,11 @@ from megatron_collab.models.hf_to_megatron import ModelShape, WeightEntry  # noq
 from megatron_collab.runtime.network import bindable  # noqa: E402
 from megatron_collab.trainer.megatron import model as policies  # noqa: E402
 from megatron_collab.trainer.megatron import parallel  # noqa: E402
-from megatron_collab.trainer.trainer import Actor  # noqa: E402
+from megatron_collab.trainer.trainer import PolicyTrainer  # noqa: E402
 from megatron_collab.types import Sample, Turn  # noqa: E402
 from megatron_collab.weight_sync.http_protocol import ServerCall  # noqa: E402
 from megatron_collab.weight_sync.sender import Sender  # noqa: E402
-from megatron_collab.weight_sync.sync import Publisher  # noqa: E402
+from megatron_collab.weight_sync.sync import WeightSync  # noqa: E402
 
 LAYOUTS = {"tp2": (2, 1), "pp2": (1, 2)}
 VOCAB, BUCKET_BYTES = 4608, 110 << 20
@@ -235,11 +235,11 @@ def run_rank(folder: Path, layout: str, out: Path) -> None:
     fleet = SimpleNamespace(present=lambda: [server], lost=lambda server, reason: sys.exit(reason))
     with parallel.init_parallel(config):
         policy, shape = policies.load(config)
-        actor = Actor(config, policy)
+        actor = PolicyTrainer(config, policy)
         rank = dist.get_rank()
         profile = Profile()
         peer = Gathering(policy, shape, config, line)
-        with Publisher(config, policy, shape, fleet if rank == 0 else None, BUCKET_BYTES) as publisher:
+        with WeightSync(config, policy, shape, fleet if rank == 0 else None, BUCKET_BYTES) as publisher:
             size = 4 * sum(int(np.prod(hf)) for hf in hf_to_megatron.hf_shapes(shape).values())
             source, target = (torch.ones(size // 4) for _ in range(2)) if rank == 0 else (torch.ones(1),) * 2
             times: dict[str, list[float]] = defaultdict(list)
@@ -279,7 +279,7 @@ def change(chunks: list[torch.nn.Module], number: int) -> None:
         shard.mul_(1 + 0.05 * torch.randn(shard.shape, generator=generator))
 
 
-def compare(actor: Actor, config: Config, line: dict[str, Any]) -> float:
+def compare(actor: PolicyTrainer, config: Config, line: dict[str, Any]) -> float:
     """Largest difference between the server's log-probs of what it samples and the trainer's; collective."""
     turns: list[Any] = [asyncio.run(sample(config, line)) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(turns)

@@ -33,11 +33,12 @@ import torch  # noqa: E402
 from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
 from megatron_collab.algo import advantages as advantage  # noqa: E402
+from megatron_collab.algo.advantages import with_advantages  # noqa: E402
 from megatron_collab.config import Config  # noqa: E402
 from megatron_collab.runtime.network import bindable  # noqa: E402
 from megatron_collab.trainer.megatron import model as policies  # noqa: E402
 from megatron_collab.trainer.megatron import parallel  # noqa: E402
-from megatron_collab.trainer.trainer import Actor  # noqa: E402
+from megatron_collab.trainer.trainer import PolicyTrainer  # noqa: E402
 from megatron_collab.types import Batch, Credit, Sample  # noqa: E402
 
 SEQUENCES, GROUP, VOCAB, LR, CLIP = 128, 8, 32_768, 1e-5, 1.0
@@ -82,8 +83,9 @@ def ours(folder: Path, samples: list[Sample]) -> Callable[[], dict[str, float]]:
     config = Config()
     config.launch.device, config.model.dtype, config.model.path = "cpu", "float32", str(folder)
     config.optim.lr, config.optim.clip_grad, config.algo.kl_coef = LR, CLIP, 0.0
-    actor = Actor(config, policies.load(config)[0])
-    return lambda: actor.update(Batch(tuple(samples)))
+    actor = PolicyTrainer(config, policies.load(config)[0])
+    batch = Batch(tuple(samples))
+    return lambda: actor.update(with_advantages(actor.score(batch), config.algo))
 
 
 def trl(folder: Path, samples: list[Sample], micro_batch: int) -> Callable[[], dict[str, float]]:

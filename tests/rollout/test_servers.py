@@ -1,4 +1,4 @@
-"""In what order servers, publisher and workers are told, when servers share the trainer's devices and when not."""
+"""In what order servers, weight sync and workers are told, when servers share the trainer's devices and when not."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from megatron_collab.config import Config
-from megatron_collab.inference.pool import Fleet
+from megatron_collab.inference.pool import ServerPool
 from megatron_collab.inference.server import ServerError
-from megatron_collab.rollout.session import Engine
+from megatron_collab.rollout.servers import Servers
 from megatron_collab.runtime.process import RunStopped
-from megatron_collab.weight_sync.sync import PublishError
+from megatron_collab.weight_sync.sync import PublishError, WeightSync
 from tests.ranks import run_ranks
 from tests.rollout.recorder import Recorded
 
@@ -25,21 +25,22 @@ RELEASE = [
 ]
 
 
-class FakePublisher:
-    """Publishes to whoever is present, unless `failures` says which servers fail, try by try."""
+class Recording(WeightSync):
+    """Gives versions to whoever is present, unless `failures` says which servers fail, try by try."""
 
-    def __init__(self, fleet: Fleet, events: list[str]) -> None:
-        self.fleet, self.events = fleet, events
-        self.version: int | None = None
+    def __init__(self, config: Config, pool: ServerPool, events: list[str]) -> None:
+        config.publish.transport = "disk"  # which needs no weights before there is something to give
+        super().__init__(config, [], None, pool)  # type: ignore[arg-type]
+        self.pool, self.events = pool, events
         self.failures: list[set[int]] = []
 
     def publish(self, version: int) -> None:
-        present = self.fleet.present()
+        present = self.pool.present()
         failing = self.failures.pop(0) if self.failures else set()
         self.events.append(f"publish {version} to {[server.index for server in present]}")
         for server in present:
             if server.index in failing:
-                self.fleet.lost(server, "the bucket did not arrive")
+                self.pool.lost(server, "the bucket did not arrive")
             else:
                 server.resume("kv_cache")
                 server.paused = False
@@ -49,7 +50,7 @@ class FakePublisher:
 
 
 class Stage:
-    """An engine of rank 0 with recorded servers and a fake publisher; `events` is what was told to whom."""
+    """The servers of rank 0, which record, and a weight sync that does too; `events` is what was told to whom."""
 
     def __init__(self, folder: Path, replicas: int, colocated: bool, staleness: int) -> None:
         self.events: list[str] = []
@@ -58,21 +59,22 @@ class Stage:
         config.rollout.server.colocated, config.rollout.max_staleness = colocated, staleness
         config.rollout.server.start_timeout = 20.0
         self.servers = [Recorded(config, folder, index, self.events) for index in range(replicas)]
-        self.engine = Engine(config)
-        self.fleet = self.engine.fleet = Fleet(self.servers, config.rollout.server, self.tell)
-        self.publisher = FakePublisher(self.fleet, self.events)
+        self.of_run = Servers(config)
+        self.pool = self.of_run.pool = ServerPool(self.servers, config.rollout.server, self.tell)
+        self.weights = Recording(config, self.pool, self.events)
 
     def tell(self, servers: Sequence[int]) -> None:
         self.events.append(f"workers: ask {list(servers)}")
 
     def begin(self) -> None:
-        self.fleet.begin()
+        self.pool.begin()
         self.events.clear()
 
     def phase(self, version: int, play: Callable[[], None] = lambda: None) -> list[str]:
         """One sampling phase; what was told in it."""
         self.events.clear()
-        with self.engine.sampling(self.publisher, version):  # type: ignore[arg-type]
+        with self.of_run.awake():
+            self.weights.sync(version)
             self.events.append("sampling")
             play()
         return self.of_phase()
@@ -97,7 +99,7 @@ def stage(tmp_path: Path, alone: None) -> Iterator[Callable[..., Stage]]:
 
 def test_colocated_servers_have_their_memory_only_while_they_sample(stage: Callable[..., Stage]) -> None:
     run = stage()
-    run.fleet.begin()
+    run.pool.begin()
     assert run.of_phase() == ["start 0", *RELEASE], "the trainer is built next"
     for version in (0, 1):
         assert run.phase(version) == [
@@ -150,7 +152,7 @@ def test_a_run_that_stops_ends_servers_that_are_being_started(stage: Callable[..
 
     def play() -> None:
         run.servers[1].die()
-        assert not run.engine.lacking()
+        assert not run.pool.lost_all()
         raise RunStopped("the budget is used up")
 
     with pytest.raises(RunStopped, match="budget"):
@@ -162,7 +164,7 @@ def test_a_run_that_stops_ends_servers_that_are_being_started(stage: Callable[..
 def test_a_publish_that_fails_gives_the_trainer_its_memory_to_save(stage: Callable[..., Stage]) -> None:
     run = stage()
     run.begin()
-    run.publisher.failures = [{0}] * 9
+    run.weights.failures = [{0}] * 9
     with pytest.raises(PublishError):
         run.phase(0)
     assert not run.servers[0].alive(), "it was lost, and is being started again"
@@ -188,11 +190,11 @@ def test_a_server_that_does_not_become_idle_is_not_released_but_started_again(st
 def test_a_lost_server_is_left_out_at_once_and_taken_back_by_the_next_publish(stage: Callable[..., Stage]) -> None:
     run = stage(replicas=2, colocated=False)
     run.begin()
-    assert run.engine.take_counters() == {"servers/lost": 0.0, "servers/back": 0.0}
+    assert run.of_run.take_counters() == {"servers/lost": 0.0, "servers/back": 0.0}
 
     def play() -> None:
         run.servers[1].die()
-        assert not run.engine.lacking(), "the other one lives, nobody waits"
+        assert not run.pool.lost_all(), "the other one lives, nobody waits"
 
     assert run.phase(0, play) == [
         "publish 0 to [0, 1]",
@@ -202,7 +204,7 @@ def test_a_lost_server_is_left_out_at_once_and_taken_back_by_the_next_publish(st
         "server 1: start 1",
     ]
     assert run.phase(1) == ["publish 1 to [0, 1]", "workers: ask [0, 1]", "sampling"]
-    assert run.engine.take_counters() == {"servers/lost": 1.0, "servers/back": 1.0}
+    assert run.of_run.take_counters() == {"servers/lost": 1.0, "servers/back": 1.0}
     assert run.servers[1].generation == 1
 
 
@@ -212,7 +214,7 @@ def test_a_colocated_server_that_comes_back_is_awaited_and_gives_its_memory_back
 
     def play() -> None:
         run.servers[0].die()
-        assert run.engine.lacking()
+        assert run.pool.lost_all()
 
     told = run.phase(0, play)
     assert told[told.index("sampling") + 1 :] == ["workers: ask []", "start 1", *RELEASE]
@@ -222,20 +224,20 @@ def test_a_colocated_server_that_comes_back_is_awaited_and_gives_its_memory_back
         "/resume_memory_occupation kv_cache",
         "workers: ask [0]",
     ]
-    assert not run.engine.lacking(), "nothing was in flight when it came back"
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_revived_servers_get_the_present_version(stage: Callable[..., Stage], staleness: int) -> None:
+def test_servers_that_were_all_lost_get_the_present_version(stage: Callable[..., Stage], staleness: int) -> None:
     run = stage(replicas=2, colocated=False, staleness=staleness)
     run.begin()
 
     def play() -> None:
         for server in run.servers:
             server.die()
-        assert run.engine.lacking()
-        run.engine.revive(run.publisher)  # type: ignore[arg-type]
-        assert not run.engine.lacking()
+        assert run.pool.lost_all()
+        run.weights.sync(5)
+        run.pool.recover()
+        assert not run.pool.lost_all()
 
     told = run.phase(5, play)
     assert told[told.index("sampling") + 1 :] == [
@@ -257,13 +259,13 @@ def test_what_was_in_flight_when_all_servers_were_lost_is_still_known_after_a_pu
     run.servers[0].die()  # while the trainer trains, and conversations go on
     run.phase(1)
     assert run.events == ["workers: ask []", "server 0: start 1", "publish 1 to [0]", "workers: ask [0]", "sampling"]
-    assert run.engine.lacking()
+    assert run.pool.lost_all()
 
 
 def test_a_server_lost_in_a_publish_is_left_out_and_the_others_sample(stage: Callable[..., Stage]) -> None:
     run = stage(replicas=2, colocated=False)
     run.begin()
-    run.publisher.failures = [{0}]
+    run.weights.failures = [{0}]
     assert run.phase(0) == [
         "publish 0 to [0, 1]",
         "workers: ask [1]",
@@ -279,10 +281,10 @@ def test_a_server_that_came_back_is_not_asked_before_it_has_the_weights(stage: C
 
     def play() -> None:
         run.servers[1].die()
-        assert not run.engine.lacking()
+        assert not run.pool.lost_all()
 
     run.phase(0, play)
-    run.publisher.failures = [{0, 1}]
+    run.weights.failures = [{0, 1}]
     assert run.phase(1) == [
         "publish 1 to [0, 1]",
         "workers: ask []",  # and not [1], which is there again
@@ -297,7 +299,7 @@ def test_a_server_that_came_back_is_not_asked_before_it_has_the_weights(stage: C
 def test_a_version_that_reaches_nobody_ends_the_run(stage: Callable[..., Stage]) -> None:
     run = stage(colocated=False)
     run.begin()
-    run.publisher.failures = [{0}] * 9
+    run.weights.failures = [{0}] * 9
     with pytest.raises(PublishError):
         run.phase(0)
     assert [event for event in run.events if event.startswith("publish")] == ["publish 0 to [0]"] * 3
@@ -312,7 +314,7 @@ def test_a_server_that_does_not_start_any_more_ends_the_run(
     run.servers[0].die()
     run.servers[0].starts = False
     for _ in range(9):
-        assert not run.engine.lacking(), "the other one lives"
+        assert not run.pool.lost_all(), "the other one lives"
     with pytest.raises(
         RunStopped, match=r"server 0 failed after 3 new starts too: it ended with code 1; (.|\n)*out of memory"
     ):
@@ -329,7 +331,7 @@ def test_failures_count_in_a_row(stage: Callable[..., Stage]) -> None:
     for version in range(6):
         run.phase(version)
         run.servers[0].die()
-        assert run.engine.lacking()
+        assert run.pool.lost_all()
     assert run.servers[0].generation == 6
 
 
@@ -337,11 +339,11 @@ def test_the_first_start_of_a_server_is_not_tried_twice(stage: Callable[..., Sta
     run = stage()
     run.servers[0].die()
     with pytest.raises(ServerError, match="SGLang server 0: it ended with code -9; the end of"):
-        run.fleet.begin()
+        run.pool.begin()
 
 
 def test_all_ranks_stop_where_a_server_cannot_be_kept_alive(tmp_path: Path) -> None:
     """Rank 0 waits for servers a look at a time, and the other rank is told each time what it saw."""
-    run_ranks("tests.trainer.engine_worker", 2, [str(tmp_path)])
+    run_ranks("tests.rollout.servers_worker", 2, [str(tmp_path)])
     raised = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
     assert all("server 0 failed after 3 new starts too" in reason for reason in raised)

@@ -1,4 +1,4 @@
-"""A rank of tests/rollout/test_session.py: `engine_worker.py FOLDER`. Rank 0's server comes back once, then no more."""
+"""A rank of tests/rollout/test_servers.py: `servers_worker.py FOLDER`. Rank 0's server comes back once, no more."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_collab.runtime.process import RunStopped
-from tests.rollout.test_session import Stage
+from tests.rollout.test_servers import Stage
 
 
 def main(folder: Path) -> None:
@@ -22,13 +22,13 @@ def main(folder: Path) -> None:
     if leads:
         run.begin()
     else:
-        run.engine.fleet = None
-        run.publisher.publish = lambda version: None  # type: ignore[method-assign]
+        run.of_run.pool = None
+        run.weights.publish = lambda version: None  # type: ignore[method-assign]
 
     def lose() -> None:
         if leads:
             run.servers[0].die()
-            assert run.engine.lacking()
+            assert run.pool.lost_all()
 
     reason = "nothing was raised"
     try:

@@ -1,4 +1,4 @@
-"""A rank of tests/rollout/test_scheduler.py: `collector_worker.py FOLDER`. The servers are gone once."""
+"""A rank of tests/rollout/test_scheduler.py: `manager_worker.py FOLDER`. The servers are gone once."""
 
 from __future__ import annotations
 
