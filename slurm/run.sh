@@ -130,11 +130,11 @@ await_ray() {
   say "Ray has $# of $node_count nodes"
 }
 
-# The ranks alone are told that the nodes are wanted back; they save and end. Without ranks there is nothing to save.
+# The preemption notice goes to the ranks alone; they save and end. Without ranks there is nothing to save.
 give_back() {
   trap : USR1 # once is enough
   wanted=true save_until=$((SECONDS + save_seconds))
-  say "USR1: the nodes are wanted back"
+  say "received a preemption notice (USR1)"
   if [ -z "$ranks" ]; then finish "$preempted"; fi
   kill -USR1 "$ranks" 2>/dev/null || true
 }

@@ -1,4 +1,4 @@
-"""Processes and a Ray node die, the clock jumps, the machine is wanted back, the ranks are on two hosts.
+"""Processes and a Ray node die, the clock jumps, a preemption notice arrives, the ranks are on two hosts.
 
 The parameters at the end are to the last bit those of an undisturbed run on one host.
 """

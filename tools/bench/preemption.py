@@ -1,4 +1,4 @@
-"""A run whose machine is wanted back again and again: what is saved, and whether it ends as if nothing had happened.
+"""A run that is preempted again and again: what is saved, and whether it ends as an undisturbed one.
 
 `python tools/bench/preemption.py [--signals 20] [--root FOLDER]` trains a random model on the booking world for a few
 steps, first undisturbed, which takes T seconds, and then sends SIGUSR1 at random times of [0, T], start-up included,

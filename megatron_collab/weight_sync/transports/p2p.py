@@ -43,7 +43,7 @@ def finish(work: dist.Work, deadline: float, device: torch.device) -> None:
     if device.type != "cpu":  # NCCL's wait neither blocks nor fails; gloo's works are complete when waited for
         while not work.is_completed():
             if time.monotonic() > deadline:
-                raise RuntimeError("the other end is silent")
+                raise RuntimeError("no answer from the other end")
             time.sleep(1e-4)
     work.wait(timedelta(seconds=_left(deadline)))
 
