@@ -31,10 +31,10 @@ _FIRST = "0" * 64  # digest of the weights that the run began with
 
 
 class WeightDigests:
-    """What tells the newest `keep` versions of the weights from others of the same number.
+    """Digests of the newest `keep` versions of the weights, which tell them from others with the same number.
 
-    Each is the digest of the one before and of what its update measured. Weights that come out the same have the same;
-    where a device adds up in another order, the loss or the norm of the gradient says so.
+    Each is the digest of the version before and of what its update measured. Equal weights have equal digests; where a
+    device adds up in another order, the loss or the gradient norm differs, and so does the digest.
     """
 
     def __init__(self, keep: int, known: Iterable[Sequence[int | str]] = ()) -> None:

@@ -1,4 +1,4 @@
-"""What samples: on rank 0 the SGLang servers and the Ray workers that talk to them, and when they may."""
+"""The SGLang servers of a run and the Ray workers that talk to them: their start and end, and when they may sample."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from megatron_collab.trainer.megatron.parallel import run_store
 
 
 class Servers:
-    """The servers' `pool` and the `workers`, for as long as it is entered; on ranks other than 0 it holds nothing.
+    """Context manager: the `pool` of servers and the `workers`, both on rank 0 only.
 
     The first node's servers are children of rank 0, those of other nodes are held by Ray actors there. They are started
-    first and awaited last: they load while Ray and its workers come up. Colocated ones have given their memory back
-    when it is entered, so that the trainer can take it.
+    first and awaited last, so that they load while Ray and its workers start. Once it is entered, colocated servers
+    have released their memory, so that the trainer can take it.
     """
 
     def __init__(self, config: Config) -> None:
@@ -70,8 +70,7 @@ class Servers:
     def awake(self) -> Iterator[None]:
         """Within it the servers may take memory and sample; collective.
 
-        Colocated ones have given theirs back when it is left. With rollout.max_staleness servers go on sampling after
-        it.
+        On exit colocated servers have released their memory. With rollout.max_staleness > 0 servers go on sampling.
         """
         try:
             yield

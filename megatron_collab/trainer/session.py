@@ -1,4 +1,4 @@
-"""One start of a run on this rank: what watches it, what it saves when it is stopped, and where it is written down."""
+"""One start of a run on this rank: hang detection, resume, the run folder, checkpoints, the save when it is stopped."""
 
 from __future__ import annotations
 
@@ -101,6 +101,6 @@ class Session:
         if isinstance(error, Preempted):
             latest = self._folder / LATEST
             saved = latest.read_text().strip() if latest.is_file() else "no step"
-            seconds = f"{seconds_since_notice():.1f} s after it came"
+            seconds = f"{seconds_since_notice():.1f} s after the notice"
             why += f"; {saved} and all groups that were finished since are saved, {seconds}"
         print(f"megatron-collab: {redact(why)}", file=sys.stderr, flush=True)
