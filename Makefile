@@ -12,13 +12,24 @@ export TOKENIZERS_PARALLELISM := false
 # The set-up leaves byte-compiling to the first import; without a cache every process would compile again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup test test-slurm quickstart quickstart-compare lint docs
+.PHONY: setup test-fast test test-exhaustive test-slurm quickstart quickstart-compare lint docs
 
 setup:
 	@PYTHON="$(PYTHON)" tools/setup_env.sh
 
+PYTEST := .venv/bin/python -m pytest tests --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+# Unit tests without processes.
+test-fast: setup
+	$(PYTEST) -m "not gpu and not slurm and not slow and not processes"
+
+# All but what needs a GPU or Slurm and what test-exhaustive runs.
 test: setup
-	.venv/bin/python -m pytest tests --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m "not gpu and not slurm and not slow"
+
+# The wide matrices, the injected faults, the long runs.
+test-exhaustive: setup
+	$(PYTEST) -m "slow and not gpu and not slurm"
 
 # Needs root, and the package manager where Slurm is not installed: it starts a cluster of two nodes on this machine.
 test-slurm: setup

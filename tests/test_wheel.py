@@ -16,6 +16,8 @@ import pytest
 
 from megatron_collab import __version__
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = (
     "setup.py",
@@ -89,7 +91,6 @@ def test_the_program_runs_from_any_folder(environment: Path, tmp_path: Path) -> 
     assert "on 128 GPUs" in run(program, "doctor", "--plan", "experiment=train_70b", cwd=tmp_path)
 
 
-@pytest.mark.slow
 def test_it_trains_from_any_folder(environment: Path, tmp_path: Path) -> None:
     settings = ["experiment=booking_sft", "launch.device=cpu", "train.steps=2", "run.dir=run", "data.dir=world"]
     run(environment / "bin" / "megatron-collab", "train", *settings, cwd=tmp_path)

@@ -86,6 +86,7 @@ def test_another_dtype_is_the_rounded_model(folder: Path, tmp_path: Path) -> Non
     assert all(torch.equal(found[name], tensor.bfloat16()) for name, tensor in tensors(source).items())
 
 
+@pytest.mark.slow
 def test_verify_compares_with_transformers(folder: Path, tmp_path: Path) -> None:
     source = folder / "qwen3" / "source"
     checkpoint = folder / "qwen3" / "tp2"

@@ -16,8 +16,6 @@ import pytest
 
 from megatron_collab.inference import KEY_VARIABLE
 
-pytestmark = pytest.mark.slow
-
 API_KEY = "sk-test-0123456789"  # that the environment of the undisturbed run holds
 
 SFT = ["experiment=booking_sft", "train.steps=60", "train.checkpoint_every=20", "optim.warmup_steps=10"]
@@ -199,6 +197,7 @@ def test_what_is_sampled_is_what_is_trained(trained: Path) -> None:
     assert metrics[-1]["kl"] > 1e-9, "three updates have moved the policy"
 
 
+@pytest.mark.slow
 def test_pipeline_parallel_trains_the_same_and_ctrl_c_leaves_no_process_behind(
     root: Path, trained: Path, start: Callable[[list[str]], Program]
 ) -> None:
@@ -243,6 +242,7 @@ def test_a_finished_run_is_not_trained_again(trained: Path, root: Path, start: C
     assert (trained / "metrics.jsonl").stat().st_mtime_ns == before
 
 
+@pytest.mark.slow
 def test_sampling_runs_ahead_of_training(root: Path, trained: Path, start: Callable[[list[str]], Program]) -> None:
     """Weights are put into the servers in the middle of requests, and every sample is at most a version behind.
 

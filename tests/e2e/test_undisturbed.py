@@ -23,8 +23,6 @@ from megatron_collab.runtime.process import EXIT_PREEMPTED, PREEMPTION_SIGNAL
 from tests.e2e.test_booking import Program, kill, lines, parameters, steps_done
 from tests.helpers import free_port
 
-pytestmark = pytest.mark.slow
-
 RL = ["experiment=booking", "train.steps=3", "train.checkpoint_every=1", "train.prompts_per_step=4"]
 RL += ["train.rollouts_per_prompt=4", "rollout.futures=2", "train.eval_tasks=0"]
 RL += ["reward.malformed=null", "reward.weights.token_amount=-0.01"]  # the random model ends no turn by itself
@@ -85,6 +83,7 @@ def same(run: Path, undisturbed: Path) -> None:
     assert parameters(run) == parameters(undisturbed)
 
 
+@pytest.mark.slow
 def test_a_finished_run_trains_on(root: Path, undisturbed: Path, start: Callable[..., Program]) -> None:
     """With more steps, and other settings that leave its results as they are."""
     run = root / "longer"
@@ -104,6 +103,7 @@ def test_a_finished_run_trains_on(root: Path, undisturbed: Path, start: Callable
     assert "all 3 steps are done; raise train.steps to train on" in done.log.read_text()
 
 
+@pytest.mark.slow
 def test_training_whose_parts_are_killed(root: Path, undisturbed: Path, start: Callable[..., Program]) -> None:
     """Workers and server are started again, and what they were doing is done again; a rank ends the job."""
     run = root / "killed"
@@ -162,6 +162,7 @@ def test_a_machine_that_is_wanted_back(root: Path, undisturbed: Path, start: Cal
     same(run, undisturbed)
 
 
+@pytest.mark.slow
 def test_a_clock_that_jumps_changes_nothing(root: Path, undisturbed: Path, start: Callable[..., Program]) -> None:
     (root / "clock").mkdir()
     (root / "clock" / "sitecustomize.py").write_text(JUMPING)
@@ -200,6 +201,7 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
                 process.kill()
 
 
+@pytest.mark.slow
 def test_a_ray_node_that_is_killed(root: Path, undisturbed: Path, nodes: Nodes, start: Callable[..., Program]) -> None:
     """Its workers are started again on the other node, and what they were doing is done again."""
     run, (address, node, secret) = root / "node", nodes
@@ -214,6 +216,7 @@ def test_a_ray_node_that_is_killed(root: Path, undisturbed: Path, nodes: Nodes, 
     same(run, undisturbed)
 
 
+@pytest.mark.slow
 def test_two_hosts_train_what_one_trains(root: Path, undisturbed: Path, tmp_path: Path) -> None:
     """Each a network of its own, with a torchrun agent, a Ray node and an SGLang server: seeds decide the samples,
     whichever server gives them, and the two ranks compute the same."""

@@ -33,6 +33,7 @@ def ended(folder: Path) -> tuple[list[int], str]:
     return json.loads((folder / "codes.json").read_text()), said
 
 
+@pytest.mark.slow
 def test_a_rank_that_skips_a_collective_is_named(root: Path) -> None:
     codes, said = ended(root / "skip")
     assert codes == [EXIT_HUNG] * 2, said
@@ -46,6 +47,7 @@ def test_a_rank_that_skips_a_collective_is_named(root: Path) -> None:
         assert f" in {function}\n" in written
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_ends_the_others(root: Path) -> None:
     codes, said = ended(root / "stop")
     assert codes == [EXIT_HUNG, None], said
@@ -53,12 +55,14 @@ def test_a_rank_that_is_stopped_ends_the_others(root: Path) -> None:
     assert "rank 0 waits for rank 1" in said
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_slow_and_moves_is_waited_for(root: Path) -> None:
     codes, said = ended(root / "slow")
     assert codes == [0, 0], said
     assert not list((root / "slow" / "stacks").iterdir()), "empty files are removed"
 
 
+@pytest.mark.slow
 def test_a_frozen_file_system_is_a_hang(root: Path) -> None:
     codes, said = ended(root / "frozen")
     assert codes == [EXIT_HUNG], said

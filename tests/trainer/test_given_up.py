@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.ranks import make_model, run_ranks
 from tests.trainer.given_up_worker import CASES
 
 
+@pytest.mark.slow
 def test_an_update_can_be_given_up_at_every_look(tmp_path: Path) -> None:
     """Looks: before every micro-batch, with pipeline stages before every pass, and before the optimizer step.
 
