@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_collab.algo.advantages import GROUPED
 from megatron_collab.config import Config, RewardConfig
-from megatron_collab.reward.multiturn import turn_reward
+from megatron_collab.reward.multiturn import reward_function
 from megatron_collab.types import Conversation, Credit, Group, Missing, Rollout, Sample, Turn
 
 
@@ -110,11 +110,8 @@ def _later(rollout: Rollout, config: Config, peers: str, scale: str) -> tuple[li
     Also gives the credits, without spans, of the futures in which nothing is trained: those that end with the trained
     turn, and those that have no sibling to be compared with.
     """
-    reward, first = config.reward, len(rollout.start.turns)
-    scored = [
-        (future.conversation, turn_reward([future.scores], reward.weights, reward.mode, reward.clamp).value)
-        for future in rollout.futures
-    ]
+    reward, first = reward_function(config.reward), len(rollout.start.turns)
+    scored = [(future.conversation, reward([future]).value) for future in rollout.futures]
     known = [(conversation, value) for conversation, value in scored if not isinstance(value, Missing)]
     untrained, samples = [], []
     for conversation, value in known:

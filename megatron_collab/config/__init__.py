@@ -1,5 +1,6 @@
 """The settings of a run: the schema (schema.py), how it is composed (load.py), and what a run may go on with."""
 
+from megatron_collab.config.extension import Extension, lookup, make, make_absolute, resolve
 from megatron_collab.config.history import SETTINGS, Change, changes
 from megatron_collab.config.load import CONF, Setting, build, compose, groups, settings
 from megatron_collab.config.option import (
@@ -12,9 +13,9 @@ from megatron_collab.config.option import (
     require,
 )
 from megatron_collab.config.schema import (
-    WORLDS,
     AlgoConfig,
     Config,
+    DataConfig,
     EndpointConfig,
     LlmConfig,
     ModelConfig,
@@ -32,13 +33,14 @@ from megatron_collab.config.schema import (
 __all__ = [
     "CONF",
     "SETTINGS",
-    "WORLDS",
     "AlgoConfig",
     "ArgumentParser",
     "Change",
     "Config",
     "ConfigError",
+    "DataConfig",
     "EndpointConfig",
+    "Extension",
     "LlmConfig",
     "ModelConfig",
     "OptimConfig",
@@ -56,9 +58,13 @@ __all__ = [
     "compose",
     "declared",
     "groups",
+    "lookup",
+    "make",
+    "make_absolute",
     "nearest",
     "option",
     "require",
+    "resolve",
     "settings",
     "uses_wandb",
 ]

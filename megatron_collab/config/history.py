@@ -14,6 +14,8 @@ from omegaconf import MISSING
 from megatron_collab.config.option import ConfigError, declared
 from megatron_collab.config.schema import Config
 
+# Earlier versions found every metric by its name alone; a run of them goes on with the same metric from another module.
+_NAMED = re.compile(r"reward\.metrics\.\w+\.metric")
 SETTINGS = "config.json"  # in run.dir: the settings that the run was last started with
 
 
@@ -55,6 +57,8 @@ def changes(config: Config) -> list[Change]:
             allowed = rule.may_change
         else:  # an entry, as the weight of a metric: it may change, not come or go
             had, has = before.get(name), after.get(name)
+            if had is None and _NAMED.fullmatch(name):
+                continue
             allowed = rule.may_change and None not in (had, has)
         if had != has:
             found.append(Change(name, had, has, allowed))

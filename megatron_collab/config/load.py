@@ -40,8 +40,9 @@ class Setting(NamedTuple):
 
 def _schema() -> DictConfig:
     schema = OmegaConf.structured(Config)
-    for node in (schema.reward.weights, schema.reward.metrics, schema.reward.clamp):
-        OmegaConf.set_struct(node, False)  # its keys are metrics, which anybody may add
+    for name, value, _ in declared(Config):
+        if isinstance(value, dict):  # its keys are names that anybody may add
+            OmegaConf.set_struct(OmegaConf.select(schema, name), False)
     return schema
 
 

@@ -14,8 +14,6 @@ from omegaconf import MISSING
 
 from megatron_collab.config.option import option
 
-WORLDS = ("booking", "gsm8k")  # modules of environments/
-
 # fmt: off
 TOOL_PARSERS = (  # as SGLang calls them
     "apertus2509", "beam", "cohere_command4", "deepseekv3", "deepseekv31", "deepseekv32", "deepseekv4", "deepseekv41",
@@ -119,7 +117,9 @@ class AlgoConfig:
         "ppo",
         "ppo (token ratios, clipped), gspo (sequence ratios) or cispo (clipped weights)",
         choices=("ppo", "gspo", "cispo"),
+        extensible=True,
     )
+    loss_options: dict[str, Any] = option({}, "settings of a loss given as package.module:Class")
     average: str = option(
         "token", "mean of the loss over all trained tokens, or over sequences", choices=("token", "sequence")
     )
@@ -228,7 +228,8 @@ class RolloutConfig:
     future: SamplingConfig = field(default_factory=SamplingConfig)
     context_length: int = option(8192, "longest token stream of a conversation, reply included", ge=2)
     deadline: float = option(900.0, "seconds one future may take; then it ends without a score", gt=0, may_change=True)
-    tools: list[str] = option([], "tools of the policy: modules of rollout/tools")
+    tools: list[str] = option([], "tools of the policy: calculator, or package.module:Class")
+    tool_options: dict[str, dict[str, Any]] = option({}, "settings of a tool by the name that the policy calls it by")
     tool_parser: str = option("qwen25", "SGLang's parser of the policy's tool calls", choices=TOOL_PARSERS)
     max_tool_calls: int = option(
         8, "rounds of tool calls within one turn of the policy; what it says then is its reply", ge=0
@@ -260,13 +261,16 @@ class EndpointConfig:
 
 @dataclass
 class UserConfig(EndpointConfig):
-    name: str | None = option(None, "user of every task, instead of the one that the task names")
+    name: str | None = option(
+        None, "user of every task, instead of the one that the task names; as there, KIND or package.module:Class"
+    )
     model: str | None = option(None, "LiteLLM model of the users named llm; policy: the model that is trained")
     temperature: float = option(1.0, "sampling temperature of the user", ge=0)
     max_tokens: int = option(512, "token budget of a user message", ge=1)
     attempts: int = option(3, "tries before the future ends with an error", ge=1, may_change=True)
     stop: str = option("[[TERMINATE CHAT]]", "text in the user's message that ends the conversation")
     personas: str | None = option(None, "text file, a persona a line; each llm user gets one drawn by the task")
+    options: dict[str, Any] = option({}, "settings of the users given as package.module:Class")
 
 
 @dataclass
@@ -276,7 +280,9 @@ class RewardConfig:
         "mr (mean over the scored futures), single_turn (the trained turn alone), or a published formula: "
         "paper, collabllm, verl",
         choices=("mr", "single_turn", "paper", "collabllm", "verl"),
+        extensible=True,
     )
+    mode_options: dict[str, Any] = option({}, "settings of a reward function given as package.module:Class")
     weights: dict[str, float] = option(
         {}, "weight of each metric in the reward; 0: scored and shown only", may_change=True
     )
@@ -338,11 +344,18 @@ class PublishConfig:
 
 @dataclass
 class DataConfig:
-    world: str | None = option(None, "shipped world that makes model and data on the spot", choices=WORLDS)
+    world: str | None = option(
+        None, "world that makes model and data on the spot: booking, gsm8k or package.module:Class"
+    )
+    world_options: dict[str, Any] = option({}, "settings of a world given as package.module:Class")
     dir: str | None = option(None, "folder where the world is made")
     path: str | None = option(None, "source data of the world, where it has one (gsm8k: folder with train.jsonl)")
     train: str = option(MISSING, "training tasks or conversations: JSONL or Parquet")
     eval: str | None = option(None, "tasks for evaluation: JSONL or Parquet", may_change=True)
+    format: str = option(
+        "auto", "how files are read: auto (JSONL or Parquet), or tasks by a reader", choices=("auto",), extensible=True
+    )
+    format_options: dict[str, Any] = option({}, "settings of a reader given as package.module:Class")
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -13,19 +13,42 @@ import datasets
 import numpy as np
 from datasets.exceptions import DatasetGenerationError
 
+from megatron_collab.config import DataConfig, Extension, make
 from megatron_collab.types import Message, Task
 
 ROLES = ("system", "user", "assistant")
 Row = Mapping[str, Any]
 
 
-def load_tasks(path: Path, setting: str = "data.train") -> list[Task]:
-    """The tasks in a file, in its order.
+class TaskReader(Extension):
+    """Base of the readers that data.format may name as package.module:Class; a function will do as well."""
+
+    def __call__(self, path: Path) -> Iterable[Task]:
+        """The tasks in data.train or data.eval. Raises ValueError."""
+        raise NotImplementedError
+
+
+def task_reader(config: DataConfig) -> Callable[[Path], Iterable[Task]] | None:
+    """The reader that data.format names; None for "auto". Raises ConfigError."""
+    if config.format == "auto":
+        return None
+    return make(config.format, "data.format", TaskReader, config.format_options, "data.format_options.")
+
+
+def load_tasks(
+    path: Path, setting: str = "data.train", reader: Callable[[Path], Iterable[Task]] | None = None
+) -> list[Task]:
+    """The tasks in a file, in its order, by `reader`, or from JSONL or Parquet.
 
     Columns: `prompt` (messages {role, content}, the last of the user) and `goal`; optional `answer`, `user` (name of
     the scripted user), `id` (else the row's number) and `metadata`. Raises ValueError naming `setting`, file and row.
     """
-    return [_checked(_task, row, setting, path, number) for number, row in enumerate(_rows(path, setting))]
+    if reader is None:
+        return [_checked(_task, row, setting, path, number) for number, row in enumerate(_rows(path, setting))]
+    tasks = [_checked(_read_task, task, setting, path, number) for number, task in enumerate(reader(path))]
+    if not tasks:
+        raise ValueError(f"{setting}={path}: data.format reads no tasks from it")
+    return tasks
 
 
 def load_conversations(path: Path, setting: str = "data.train") -> list[tuple[Message, ...]]:
@@ -96,17 +119,29 @@ def _is_blank(path: Path) -> bool:
         return not any(line.strip() for line in lines)
 
 
-def _checked(make: Any, row: Row, setting: str, path: Path, number: int) -> Any:
+def _checked(read: Any, row: Any, setting: str, path: Path, number: int) -> Any:
     try:
-        return make(row, number)
+        return read(row, number)
     except _BadRow as error:
         raise ValueError(f"{setting}={path} row {number}: {error}") from error
 
 
+def _read_task(task: Any, number: int) -> Task:
+    if not isinstance(task, Task):
+        raise _BadRow(f"data.format gives a {type(task).__name__}; it must be a megatron_collab.types.Task")
+    _check_prompt(task.messages)
+    return task
+
+
+def _check_prompt(messages: Sequence[Message]) -> None:
+    last = messages[-1].role if messages else "none"
+    if last != "user":
+        raise _BadRow(f"the prompt ends with a message of the {last}; its last message must be the user's")
+
+
 def _task(row: Row, number: int) -> Task:
     messages = _messages(row, "prompt")
-    if messages[-1].role != "user":
-        raise _BadRow(f"the prompt ends with a message of the {messages[-1].role}; its last message must be the user's")
+    _check_prompt(messages)
     return Task(
         id=_text(row, "id", str(number)),
         messages=messages,

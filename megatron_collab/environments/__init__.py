@@ -1,39 +1,76 @@
-"""Shipped worlds: each makes a small random model and its data on the spot.
-
-A world is a module with `make(folder, seed, source)`, which writes model/ and JSONL files. One with a user of its own
-scripts it in `reply(goal, messages)`, the user `scripted/WORLD`. `RESULT_NAMES` says what result.json calls those of
-its metrics that a run is about.
-"""
+"""Worlds that make a small random model and its data on the spot, by their names or as package.module:Class."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 from filelock import FileLock
 
-from megatron_collab.config import Config
+from megatron_collab.config import Config, Extension, build, lookup
+from megatron_collab.types import Message
+
+WORLDS = {"booking": f"{__name__}.worlds:Booking", "gsm8k": f"{__name__}.worlds:Gsm8k"}
+SCRIPTS = {"booking": f"{__name__}.booking:reply"}
+
+Script = Callable[[str, Sequence[Message]], str]
+"""From a task's goal and the conversation to the user's next message."""
+
+
+class World(Extension):
+    """Base of the worlds. `result_names`: what result.json calls metrics of the world, by its name for each."""
+
+    result_names: ClassVar[Mapping[str, str]] = {}
+
+    def make(self, folder: Path, seed: int, source: str | None) -> None:
+        """Write model/ (a Hugging Face model) and JSONL files into `folder`; `source` is data.path.
+
+        Raises ValueError or FileNotFoundError where the source does not have what the world is made from.
+        """
+        raise NotImplementedError
+
+
+class _Script:
+    """What the script of `scripted/WORLD` is given as: a function."""
+
+    def __call__(self, goal: str, messages: Sequence[Message]) -> str:
+        raise NotImplementedError
+
+
+def find_world(name: str) -> type[World]:
+    """One of WORLDS, or package.module:Class. Raises ConfigError."""
+    return lookup(name, "data.world", WORLDS, World)
+
+
+def find_script(name: str) -> Script:
+    """The script of the user `scripted/NAME`: one of SCRIPTS, or package.module:function. Raises ConfigError."""
+    return lookup(name, "scripted", SCRIPTS, _Script)
 
 
 def prepare(config: Config) -> None:
-    """Make `data.world` in `data.dir` unless it is there already; safe when several processes call it at once.
+    """Make `data.world` in `data.dir` unless it exists already; safe when several processes call it at once.
 
     Raises ValueError where `data.dir` is not set or holds another world, FileNotFoundError where the world's source
-    (`data.path`) is not there.
+    (`data.path`) does not exist, ConfigError where there is no such world.
     """
     if config.data.world is None:
         return
+    if config.data.world not in WORLDS:  # importing those takes seconds
+        find_world(config.data.world)
     if config.data.dir is None:
-        raise ValueError("data.dir: not set; give the folder where data.world is to be made")
+        raise ValueError("data.dir: not set; give the folder for data.world")
     folder = Path(config.data.dir)
-    identity = {"world": config.data.world, "seed": config.run.seed}
+    identity: dict[str, object] = {"world": config.data.world, "seed": config.run.seed}
+    if config.data.world_options:
+        identity["options"] = config.data.world_options
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_name(f".{folder.name}.lock")):
         if not folder.exists():
-            world = importlib.import_module(f"{__name__}.{config.data.world}")
+            kind = find_world(config.data.world)
+            world = kind(build(kind.Options, config.data.world_options, "data.world_options."))
             unfinished = folder.with_name(f".{folder.name}.unfinished")
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir()
@@ -48,6 +85,4 @@ def prepare(config: Config) -> None:
 
 def result_names(config: Config) -> Mapping[str, str]:
     """What result.json calls metrics of the run's world, by its name for each."""
-    if config.data.world is None:
-        return {}
-    return importlib.import_module(f"{__name__}.{config.data.world}").RESULT_NAMES
+    return find_world(config.data.world).result_names if config.data.world else {}

@@ -12,16 +12,10 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from itertools import product
-from pathlib import Path
 
 from megatron_collab.types import Message, Task
 
 USER = "scripted/booking"
-RESULT_NAMES = {
-    "ask_when_missing": "ask_when_missing",
-    "needless": "ask_when_complete",
-    "accuracy": "booking_right",
-}
 STOP = "[[TERMINATE CHAT]]"
 SLOTS: Mapping[str, tuple[str, ...]] = {
     "people": tuple(str(n) for n in range(1, 10)),
@@ -166,22 +160,6 @@ def _exchange(goal: Goal, messages: Sequence[Message], slots: set[str]) -> list[
     """The assistant asks for `slots`, the user answers."""
     question = Message("assistant", ask(slots))
     return [question, Message("user", reply(json.dumps(goal), [*messages, question]))]
-
-
-# --- the files --------------------------------------------------------------------------------------------
-
-
-def make(folder: Path, seed: int, source: str | None) -> None:
-    """Write model/, sft.jsonl (4,096 conversations), train.jsonl (4,096 tasks) and eval.jsonl (256 held-out tasks)."""
-    # Imported here: scripted users and metrics import this module and need no model.
-    from megatron_collab.data.datasets import task_row, write_jsonl
-    from megatron_collab.environments import tiny_model
-
-    tiny_model.save(folder / "model", tiny_model.word_tokenizer(words()), seed, CONTEXT)
-    write_jsonl(folder / "train.jsonl", map(task_row, tasks(seed, 4096)))
-    write_jsonl(folder / "eval.jsonl", map(task_row, tasks(seed, 256, held_out=True)))
-    rows = ({"messages": [message.as_dict() for message in messages]} for messages in conversations(seed, 4096))
-    write_jsonl(folder / "sft.jsonl", rows)
 
 
 def words() -> list[str]:

@@ -1,7 +1,6 @@
 """Grade-school problems as conversations: the first message is the question alone, the user knows the facts.
 
-Made from the GSM8K files train.jsonl and test.jsonl in data.path, rows {question, answer} whose answer ends in
-"#### number". The model that is made beside the tasks is random: it shows that everything runs, and solves nothing.
+A GSM8K file has rows {question, answer}; the answer ends in "#### number".
 """
 
 from __future__ import annotations
@@ -13,9 +12,6 @@ from pathlib import Path
 from megatron_collab.types import Message, Task
 
 USER = "reveal"
-RESULT_NAMES = {"accuracy": "accuracy"}
-VOCABULARY = 1024
-CONTEXT = 2048  # tokens
 
 # A sentence ends at . ? or ! (and what closes a quotation) before white space.
 _BOUNDARY = re.compile(r"(?<=[.?!])[\"'\u201d\u2019)]*\s+")
@@ -55,21 +51,3 @@ def tasks(file: Path) -> list[Task]:
         answer = row["answer"].rpartition("####")[2].strip().replace(",", "")
         made.append(Task(f"gsm8k-{file.stem}-{i}", (Message("user", question),), goal, answer, USER))
     return made
-
-
-def make(folder: Path, seed: int, source: str | None) -> None:
-    """Write model/ with a tokenizer learned from the problems, train.jsonl and eval.jsonl."""
-    if source is None:
-        raise ValueError("data.path: not set; give the folder with GSM8K's train.jsonl and test.jsonl")
-    for name in ("train.jsonl", "test.jsonl"):
-        if not (Path(source) / name).is_file():
-            raise FileNotFoundError(f"data.path={source}: no {name} there; give the folder with GSM8K's files")
-    # Imported here: cutting problems needs no model.
-    from megatron_collab.data.datasets import task_row, write_jsonl
-    from megatron_collab.environments import tiny_model
-
-    train, test = (tasks(Path(source) / name) for name in ("train.jsonl", "test.jsonl"))
-    texts = (text for task in train for text in json.loads(task.goal)["facts"] + [task.messages[0].content])
-    tiny_model.save(folder / "model", tiny_model.byte_tokenizer(texts, VOCABULARY), seed, CONTEXT)
-    write_jsonl(folder / "train.jsonl", map(task_row, train))
-    write_jsonl(folder / "eval.jsonl", map(task_row, test))

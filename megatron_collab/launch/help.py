@@ -26,13 +26,13 @@ def help_text(program: str | None) -> str:
     for group, names in groups().items():
         lines += [_line(f"{group}={name}", _comment(group, name)) for name in names]
     lines += ["", "Metrics, weighted by reward.weights.NAME; their settings are reward.metrics.NAME.SETTING:"]
-    for name in metrics.known():
-        metric = metrics.find(name)
+    for name in sorted(metrics.METRICS):
+        metric = metrics.find_metric(name)
         lines += [_line(name, _summary(metric)), *_options(metric.Options, "  .")]
     lines += ["", "Users of the tasks, by the column user of a task or by user.name:"]
-    lines += [_line(name, _summary(users.find(name))) for name in users.known()]
+    lines += [_line(name, _summary(users.find_user(name))) for name in sorted(users.USERS)]
     lines += ["", "Tools, as rollout.tools=[NAME]:"]
-    lines += [_line(name, tools.find(name).SCHEMA["description"]) for name in tools.known()]
+    lines += [_line(name, tools.find_tool(name).SCHEMA["description"]) for name in sorted(tools.TOOLS)]
     return "\n".join(lines)
 
 

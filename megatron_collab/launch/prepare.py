@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from megatron_collab import environments
 from megatron_collab.config import SETTINGS, Config, ConfigError, changes, require
+from megatron_collab.config.extension import NoOptions
 from megatron_collab.launch.validate import check_model
 from megatron_collab.rollout import tools, users
 from megatron_collab.runtime import network
@@ -47,9 +48,12 @@ def prepare(config: Config) -> None:
         if config.train.stage == "sft":
             datasets.load_conversations(Path(config.data.train), "data.train")
         else:
-            _check_users(config, "data.train", datasets.load_tasks(Path(config.data.train), "data.train"))
-            if config.data.eval:
-                _check_users(config, "data.eval", datasets.load_tasks(Path(config.data.eval), "data.eval"))
+            reader = datasets.task_reader(config.data)
+            files = {"data.train": config.data.train, "data.eval": config.data.eval}
+            tasks = {
+                setting: datasets.load_tasks(Path(file), setting, reader) for setting, file in files.items() if file
+            }
+            _check_users(config, tasks)
         if not under_torchrun():
             ChatRenderer(config.model.path, tools.schemas(config.rollout.tools))
             bindable("rollout.server.port", config.rollout.server.port, network.address(config))
@@ -77,13 +81,19 @@ def replace_by_torchrun(config: Config, arguments: list[str]) -> NoReturn:
     os.execve(sys.executable, command, environment)
 
 
-def _check_users(config: Config, setting: str, tasks: Sequence[Task]) -> None:
-    """Every task needs somebody to talk to: the user that it names, or that user.name names for all."""
-    examples = {config.user.name or task.user: task.id for task in reversed(tasks)}
+def _check_users(config: Config, tasks: Mapping[str, Sequence[Task]]) -> None:
+    """Every task needs a user: the one that it names, or that user.name names for all. `tasks`: by their setting."""
+    examples = {
+        config.user.name or task.user: f"{setting}, task {task.id}"
+        for setting in reversed(tasks)
+        for task in reversed(tasks[setting])
+    }
     for name, example in examples.items():
-        reason = users.check(name, config)
+        reason = users.check_user(name, config)
         if reason:
-            raise ConfigError(f"{setting}, task {example}: {reason}")
+            raise ConfigError(f"{example}: {reason}")
+    takes = any(users.find_user(users.split_user(name)[0]).Options is not NoOptions for name in examples)
+    require(takes or not config.user.options, "user.options: no user of the tasks has options; remove them")
 
 
 def _check_same_run(config: Config) -> None:

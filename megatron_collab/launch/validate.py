@@ -9,13 +9,15 @@ from pathlib import Path
 
 from megatron_collab import patches
 from megatron_collab.algo.advantages import GROUPED
+from megatron_collab.algo.policy_loss import PolicyLoss
 from megatron_collab.config import (
     Config,
     ConfigError,
     RewardConfig,
     check_declared,
     compose,
-    nearest,
+    make,
+    make_absolute,
     require,
     uses_wandb,
 )
@@ -23,13 +25,14 @@ from megatron_collab.launch import validate_layout, validate_servers
 from megatron_collab.models import hf_config
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.reward import metrics
+from megatron_collab.reward.multiturn import reward_function
 from megatron_collab.rollout import tools
 from megatron_collab.runtime import device, network, redact
 
 
 def load(overrides: Sequence[str]) -> Config:
     """The settings of a run on this machine, composed and validated; raises ConfigError."""
-    config = compose(overrides)
+    config = make_absolute(compose(overrides))
     validate(config)
     return config
 
@@ -49,6 +52,7 @@ def check_settings(config: Config) -> None:
         nodes == 1 or config.launch.interface is not None,
         f"launch.nodes={nodes}: needs launch.interface, the network interface that the nodes talk over, as ib0",
     )
+    _check_options(config)
     _check_batch(config)
     validate_layout.validate_layout(config)
     _check_stage(config)
@@ -79,6 +83,22 @@ def _check_stage(config: Config) -> None:
         _check_budget(config)
 
 
+def _check_options(config: Config) -> None:
+    """Only what is given as package.module:Class has options."""
+    reward, algo, data = config.reward, config.algo, config.data
+    for setting, value, options in (
+        ("reward.mode", reward.mode, reward.mode_options),
+        ("algo.loss", algo.loss, algo.loss_options),
+        ("data.world", data.world, data.world_options),
+        ("data.format", data.format, data.format_options),
+    ):
+        require(not options or ":" in str(value), f"{setting}_options: {setting}={value} has no options; remove them")
+    require(
+        data.format == "auto" or config.train.stage == "rl",
+        f"data.format={data.format}: readers give tasks, and train.stage=sft reads conversations; set it to auto",
+    )
+
+
 def _check_reward(reward: RewardConfig) -> None:
     weights = reward.weights
     require(any(weights.values()), "reward.weights: no metric has a weight; give one, as in reward.weights.accuracy=1")
@@ -95,8 +115,9 @@ def _check_reward(reward: RewardConfig) -> None:
         )
     require(
         not reward.clamp or reward.mode in ("mr", "single_turn"),
-        f"reward.clamp: reward.mode={reward.mode} is a published formula; remove one of them",
+        f"reward.clamp: reward.mode={reward.mode} does not clamp; remove one of them",
     )
+    reward_function(reward)
 
 
 def _check_budget(config: Config) -> None:
@@ -131,11 +152,7 @@ def _check_rollout(config: Config) -> None:
             "reward.weights.turn_rewards: with rollout.futures=0 these rewards are credited to their turns already; "
             "set it to 0",
         )
-    for name in rollout.tools:
-        there = tools.known()
-        require(
-            name in there, f"rollout.tools={name}: no such tool; known are {', '.join(there)}{nearest(name, there)}"
-        )
+    tools.make_tools(rollout)
     for setting, sampling in (("rollout.turn", rollout.turn), ("rollout.future", rollout.future)):
         require(sampling.top_k != 0, f"{setting}.top_k=0: samples from no token; set -1 for all, or 1 or more")
         require(
@@ -147,6 +164,10 @@ def _check_rollout(config: Config) -> None:
 
 def _check_algo(config: Config) -> None:
     algo = config.algo
+    whole = algo.loss == "gspo"
+    if ":" in algo.loss:
+        loss = make(algo.loss, "algo.loss", PolicyLoss, algo.loss_options, "algo.loss_options.")
+        whole = getattr(loss, "whole_sequences", False)
     require(
         algo.correction_low < algo.correction_high,
         f"algo.correction_low={algo.correction_low}: must be less than algo.correction_high={algo.correction_high}",
@@ -165,8 +186,8 @@ def _check_algo(config: Config) -> None:
         f"teach as well; set it to 0",
     )
     require(
-        algo.loss != "gspo" or config.parallel.cp == 1,
-        f"algo.loss=gspo: needs whole sequences on a rank, and parallel.cp={config.parallel.cp} cuts them; set "
+        not whole or config.parallel.cp == 1,
+        f"algo.loss={algo.loss}: needs whole sequences on a rank, and parallel.cp={config.parallel.cp} cuts them; set "
         "parallel.cp=1, or algo.loss=ppo",
     )
     require(

@@ -37,6 +37,10 @@ _KINDS = {str: "string", float: "number", int: "integer", bool: "boolean"}
 _LONGEST_SHOWN = 80  # characters of a wrong value in the reason
 
 
+class LlmError(RuntimeError):
+    """The model gave no usable answer; the text is the reason, on one line."""
+
+
 class MalformedAnswer(ValueError):
     """The answer is not in the requested format; the message says what is wrong, and is shown to the model too."""
 

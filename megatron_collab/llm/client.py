@@ -21,6 +21,7 @@ from openai import OpenAIError
 
 from megatron_collab.config import EndpointConfig
 from megatron_collab.llm.answer import Field, MalformedAnswer, json_schema, parse
+from megatron_collab.llm.answer import LlmError as LlmError
 from megatron_collab.llm.cache import Cache, key_of
 from megatron_collab.llm.limiter import BudgetSpent as BudgetSpent
 from megatron_collab.llm.limiter import Ended, Line, Wish
@@ -40,10 +41,6 @@ _REFUSED = (400, 422)  # status of a server that does not support a response_for
 def priced(model: str) -> bool:
     """Whether LiteLLM has pricing for `model`."""
     return model in litellm.model_cost or model.partition("/")[2] in litellm.model_cost
-
-
-class LlmError(RuntimeError):
-    """The model gave no usable answer; the message is the reason, on one line."""
 
 
 class LlmClient:

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_collab.config import EndpointConfig
-from megatron_collab.llm.answer import Field
-from megatron_collab.llm.client import LlmClient, LlmError
+from megatron_collab.llm.answer import Field, LlmError
+from megatron_collab.llm.client import LlmClient
 from megatron_collab.types import Missing
 
 

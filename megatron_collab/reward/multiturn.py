@@ -3,12 +3,51 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
-from megatron_collab.types import Missing, Reward, Score
+from megatron_collab.config import Extension, RewardConfig, make
+from megatron_collab.types import Future, Missing, Reward, Score
 
 TOKENS = "token_amount"  # the metric that the paper's formula treats specially
-_BY_FUTURE = ("paper", "collabllm")  # the mean is over whole futures, not over each metric's own
+
+
+@dataclass(frozen=True)
+class Formula:
+    """A mode of the reward: see `turn_reward`.
+
+    `whole`: the mean is over the futures that have every score, not over those that have the metric's own. `clip`: of
+    each metric's mean, in place of reward.clamp. `token_cost`: largest cost of token_amount in a future.
+    """
+
+    whole: bool = False
+    clip: float | None = None
+    token_cost: float = math.inf
+
+
+FORMULAS = {
+    "mr": Formula(),
+    "single_turn": Formula(),
+    "paper": Formula(whole=True, token_cost=1.0),
+    "collabllm": Formula(whole=True),
+    "verl": Formula(clip=1.0),
+}
+
+
+class RewardFunction(Extension):
+    """Base of the reward functions that reward.mode may name as package.module:Class; a function will do as well."""
+
+    def __call__(self, futures: Sequence[Future], weights: Mapping[str, float]) -> Reward:
+        """The reward of a trained turn from its scored futures, one or more. `weights` are reward.weights."""
+        raise NotImplementedError
+
+
+def reward_function(config: RewardConfig) -> Callable[[Sequence[Future]], Reward]:
+    """From the scored futures of a trained turn to its reward, as reward.mode says. Raises ConfigError."""
+    if config.mode not in FORMULAS:
+        outside = make(config.mode, "reward.mode", RewardFunction, config.mode_options, "reward.mode_options.")
+        return lambda futures: outside(futures, config.weights)
+    return lambda futures: turn_reward([future.scores for future in futures], config.weights, config.mode, config.clamp)
 
 
 def turn_reward(
@@ -37,12 +76,13 @@ def turn_reward(
     missing = sum(isinstance(scores[name], Missing) for scores in scores_F for name in applying)
     if not weighted:
         return Reward(Missing("no metric with a weight in reward.weights applies to this task"), missing=missing)
-    parts_F = [_parts(scores, weighted, mode) for scores in scores_F]
+    formula = FORMULAS[mode]
+    parts_F = [_parts(scores, weighted, formula.token_cost) for scores in scores_F]
     whole_F = [parts for parts in parts_F if len(parts) == len(weighted)]
-    limits = dict.fromkeys(weighted, 1.0) if mode == "verl" else clamp
+    limits = clamp if formula.clip is None else dict.fromkeys(weighted, formula.clip)
     parts: dict[str, float] = {}
     for name in weighted:
-        values = [parts[name] for parts in (whole_F if mode in _BY_FUTURE else parts_F) if name in parts]
+        values = [parts[name] for parts in (whole_F if formula.whole else parts_F) if name in parts]
         if not values:
             return Reward(_why(scores_F, weighted, name), missing=missing)
         limit = limits.get(name, math.inf)
@@ -50,11 +90,11 @@ def turn_reward(
     return Reward(sum(parts.values()), _standard_error([sum(parts.values()) for parts in whole_F]), parts, missing)
 
 
-def _parts(scores: Mapping[str, Score], weights: Mapping[str, float], mode: str) -> dict[str, float]:
+def _parts(scores: Mapping[str, Score], weights: Mapping[str, float], token_cost: float) -> dict[str, float]:
     """What each metric that has a score contributes in one future."""
     parts = {name: w * s for name, w in weights.items() if not isinstance(s := scores[name], Missing)}
-    if mode == "paper" and TOKENS in parts:
-        parts[TOKENS] = max(parts[TOKENS], -1.0)
+    if TOKENS in parts:
+        parts[TOKENS] = max(parts[TOKENS], -token_cost)
     return parts
 
 

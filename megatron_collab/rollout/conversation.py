@@ -68,7 +68,7 @@ class Sampler:
         self.policy = policy
         self.renderer = renderer
         self.users = users
-        self.tools = Toolbox(config.rollout.tools, policy)
+        self.tools = Toolbox(config.rollout, policy)
         self.config = config.rollout
         self.seed = config.run.seed
 

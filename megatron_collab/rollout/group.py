@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from megatron_collab.config import Config
 from megatron_collab.reward.dispatch import RewardClient
-from megatron_collab.reward.multiturn import turn_reward
+from megatron_collab.reward.multiturn import reward_function
 from megatron_collab.rollout.conversation import Renderer, RolloutPlace, Sampler, TurnSampler
 from megatron_collab.rollout.users import Users
 from megatron_collab.types import Conversation, Ending, Future, Group, Reward, Rollout, Task
@@ -27,6 +27,7 @@ class Player:
         self.sampler = Sampler(policy, renderer, users, config)
         self.rewards = rewards
         self.config = config
+        self.reward = reward_function(config.reward)
         self.strict = config.reward.malformed is not None
 
     async def play(self, task: Task, stream: str) -> Group:
@@ -96,6 +97,4 @@ class Player:
         penalty = self.config.reward.malformed
         if penalty is not None and any(future.conversation.ending is Ending.MALFORMED for future in futures):
             return Rollout(start, tuple(futures), Reward(penalty))
-        reward = self.config.reward
-        scores = [future.scores for future in futures]
-        return Rollout(start, tuple(futures), turn_reward(scores, reward.weights, reward.mode, reward.clamp))
+        return Rollout(start, tuple(futures), self.reward(futures))

@@ -6,23 +6,14 @@ trained is left out before.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_collab.config import AlgoConfig
-
-
-class PolicyTerms(NamedTuple):
-    """Per token: the loss, the importance ratio, and 1 where the clip holds the gradient back, else 0.
-
-    The ratio has no gradient.
-    """
-
-    loss: Tensor
-    ratio: Tensor
-    clipped: Tensor
+from megatron_collab.algo.policy_loss import PolicyLoss, PolicyLossFunction, PolicyTerms
+from megatron_collab.config import AlgoConfig, make
 
 
 class ValueTerms(NamedTuple):
@@ -32,17 +23,20 @@ class ValueTerms(NamedTuple):
     clipped: Tensor
 
 
-def policy_terms(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, sequence: Tensor, sequences: int, algo: AlgoConfig
-) -> PolicyTerms:
-    """The policy loss that algo.loss names, with its clip.
+def policy_loss(algo: AlgoConfig) -> PolicyLossFunction:
+    """The policy loss that algo.loss names, with its clip. Raises ConfigError.
 
-    `sequence` is int64 [N], the number of the sequence that a token belongs to, below `sequences`; no sequence is
-    spread over micro-batches.
+    Its arguments are log-probs, old log-probs and advantages, float [N]; `sequence`, int64 [N], the number of the
+    sequence that a token belongs to; and the number of sequences. No sequence is spread over micro-batches.
     """
     if algo.loss == "gspo":
-        return gspo(log_probs, old_log_probs, advantages, sequence, sequences, algo.clip_low, algo.clip_high)
-    return (ppo if algo.loss == "ppo" else cispo)(log_probs, old_log_probs, advantages, algo.clip_low, algo.clip_high)
+        return partial(gspo, clip_low=algo.clip_low, clip_high=algo.clip_high)
+    if algo.loss in _BY_TOKEN:
+        loss = _BY_TOKEN[algo.loss]
+        return lambda log_probs, old_log_probs, advantages, sequence, sequences: loss(
+            log_probs, old_log_probs, advantages, algo.clip_low, algo.clip_high
+        )
+    return make(algo.loss, "algo.loss", PolicyLoss, algo.loss_options, "algo.loss_options.")
 
 
 def ppo(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> PolicyTerms:
@@ -93,6 +87,9 @@ def _surrogate(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: fl
     free = -ratio * advantages
     held = -ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
     return PolicyTerms(free.maximum(held), ratio.detach(), (held > free).to(ratio.dtype))
+
+
+_BY_TOKEN = {"ppo": ppo, "cispo": cispo}
 
 
 def importance_weights(old_log_probs: Tensor, engine_log_probs: Tensor, algo: AlgoConfig) -> Tensor:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from megatron_collab.algo.policy_loss import PolicyLossFunction
 from megatron_collab.checkpoint.hf import unwrap
 from megatron_collab.config import AlgoConfig
 from megatron_collab.trainer import losses
@@ -58,14 +60,16 @@ class PolicyObjective:
     head: Head
     algo: AlgoConfig
 
+    @cached_property
+    def _loss(self) -> PolicyLossFunction:
+        return losses.policy_loss(self.algo)
+
     def __call__(self, micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Report]:
         algo, columns = self.algo, micro_batch.columns
         log_probs, entropy = self.head(micro_batch, hidden)
         old = columns.get("old_log_probs", log_probs.detach())
         engine = columns["log_probs"]
-        terms = losses.policy_terms(
-            log_probs, old, columns["advantages"], micro_batch.sequence, micro_batch.samples, algo
-        )
+        terms = self._loss(log_probs, old, columns["advantages"], micro_batch.sequence, micro_batch.samples)
         loss = terms.loss
         sums = {"entropy": entropy, "ratio_mean": terms.ratio, "clip_fraction": terms.clipped}
         if algo.correction != "none":

@@ -98,6 +98,16 @@ def test_a_run_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
     assert goes_on(tmp_path, "reward.turn_credit=last") == []
 
 
+def test_a_run_whose_metrics_had_no_module_yet_goes_on(tmp_path: Path) -> None:
+    compose_booking = ["experiment=booking", f"run.dir={tmp_path}"]
+    settings = asdict(compose(compose_booking))
+    del settings["reward"]["metrics"]
+    (tmp_path / SETTINGS).write_text(json.dumps(settings))
+    assert changes(compose(compose_booking)) == []
+    other = changes(compose([*compose_booking, "reward.metrics.token_amount.count=words"]))
+    assert [(change.setting, change.allowed) for change in other] == [("reward.metrics.token_amount.count", False)]
+
+
 def test_futures_that_adapted_do_not_go_on(tmp_path: Path) -> None:
     settings = began(tmp_path)
     settings["rollout"]["futures"] = "adaptive(2,6)"

@@ -59,7 +59,7 @@ def test_a_published_reward_is_one_word(mode: str, tokens: float, count: str, ru
             "reward.metrics.accuracy.level: no such setting; there are judge, model",
         ),
         (["reward.weights.nice=1", "reward.metrics.nice.metric=kindness"], "reward.weights.nice: no such metric"),
-        (["reward.mode=verl", "reward.clamp.accuracy=1"], "reward.clamp: reward.mode=verl is a published formula"),
+        (["reward.mode=verl", "reward.clamp.accuracy=1"], "reward.clamp: reward.mode=verl does not clamp"),
         (["reward.clamp.bleu=1"], "reward.clamp.bleu: not in reward.weights"),
         (["user.personas=none.txt"], "user.personas=none.txt: no such file"),
         (

@@ -200,7 +200,7 @@ def test_a_user_without_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Pa
 
 def test_a_metric_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
     line = refused(capsys, "experiment=booking", "reward.weights.helpfulness=1")
-    assert "reward.weights.helpfulness: no such metric" in line and "booking_right" in line
+    assert "reward.weights=helpfulness: no such name" in line and "interactivity" in line
 
 
 def test_a_reward_of_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path) -> None:

@@ -17,7 +17,7 @@ def test_the_help_lists_all_that_can_be_set(capsys: pytest.CaptureFixture[str]) 
     names = {word for line in words for word in line.split()[:1]}
     assert {name for name, _, _ in declared(Config)} <= names
     assert {f"{group}={name}" for group, found in groups().items() for name in found} <= names
-    assert {*metrics.known(), *users.known(), *tools.known(), ".judge", ".rubric", ".cpu_seconds"} <= names
+    assert {*metrics.METRICS, *users.USERS, *tools.TOOLS, ".judge", ".rubric", ".cpu_seconds"} <= names
     assert "train.steps *" in words and "run.seed *" not in words
 
 

@@ -31,7 +31,8 @@ def score(worker: RewardWorker, *texts: str) -> list[Scores]:
 
 
 def test_every_conversation_gets_the_scores_of_every_metric_that_applies() -> None:
-    worker = RewardWorker(Config(reward=RewardConfig(weights={**WEIGHTS, "booking_right": 1.0})))
+    right = "megatron_collab.environments.booking_metrics:BookingRight"
+    worker = RewardWorker(Config(reward=RewardConfig(weights={**WEIGHTS, right: 1.0})))
     assert score(worker, "why?", "so") == [{"asks": 1.0, "token_amount": 4.0}, {"asks": 0.0, "token_amount": 2.0}]
 
 

@@ -5,8 +5,11 @@ from typing import Any
 
 import pytest
 
+from megatron_collab.config import RolloutConfig
+from megatron_collab.config.extension import NoOptions
 from megatron_collab.rollout import tools
-from megatron_collab.rollout.tools import Toolbox, ToolError, calculator
+from megatron_collab.rollout.tools import Toolbox, ToolError
+from megatron_collab.rollout.tools.calculator import Calculator
 from megatron_collab.types import Message, Task, ToolCall
 from tests.rollout.fakes import FakePolicy
 
@@ -14,7 +17,7 @@ TASK = Task("t", (Message("user", "hi"),), "goal", "answer", "testing")
 
 
 def compute(expression: str) -> str:
-    return asyncio.run(calculator.call(TASK, expression=expression)).content
+    return asyncio.run(Calculator(NoOptions()).call(TASK, expression=expression)).content
 
 
 @pytest.mark.parametrize(
@@ -45,7 +48,7 @@ def test_the_calculator_refuses_what_is_no_arithmetic(expression: str) -> None:
 
 
 def answer(text: str) -> tuple[list[Message], Toolbox]:
-    box = Toolbox(["calculator"], FakePolicy(lambda prompt, seed: ""))
+    box = Toolbox(RolloutConfig(tools=["calculator"]), FakePolicy(lambda prompt, seed: ""))
     messages, _ = asyncio.run(box.answer(text, TASK))
     return messages, box
 
@@ -90,14 +93,13 @@ def test_a_refused_call_tells_the_policy_why_and_is_counted(text: str, why: str)
 def test_arguments_have_the_types_of_the_schema(kind: str, value: Any, fits: bool) -> None:
     parameters = {"type": "object", "properties": {"x": {"type": kind}}}
     if fits:
-        tools.check({"x": value}, parameters)
+        tools.check_arguments({"x": value}, parameters)
     else:
         with pytest.raises(ToolError):
-            tools.check({"x": value}, parameters)
+            tools.check_arguments({"x": value}, parameters)
 
 
 def test_tools_are_told_in_openai_schema() -> None:
-    assert tools.known() == ["calculator"]
     (schema,) = tools.schemas(["calculator"])
     assert schema["type"] == "function" and schema["function"]["name"] == "calculator"
     assert ToolCall("calculator", {}).name == "calculator"

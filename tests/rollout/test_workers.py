@@ -39,6 +39,12 @@ from megatron_collab.types import Ending, Group, Message, Missing, Task
 from tests.helpers import free_port
 from tests.rollout.fakes import CharacterRenderer, FakePolicy, config
 
+BOOKING = "megatron_collab.environments.booking_metrics"
+METRICS = {
+    "booking_right": {"metric": f"{BOOKING}:BookingRight"},
+    "ask_when_missing": {"metric": f"{BOOKING}:AskWhenMissing"},
+    "ask_when_complete": {"metric": f"{BOOKING}:AskWhenComplete"},
+}
 WEIGHTS = {"booking_right": 1.0, "token_amount": -0.001, "ask_when_missing": 0.0, "ask_when_complete": 0.0}
 
 
@@ -86,7 +92,7 @@ class FakeEngineWorker:
 @pytest.fixture(scope="module")
 def options() -> Config:
     made = config(max_user_turns=2)
-    made.reward.weights = dict(WEIGHTS)
+    made.reward.weights, made.reward.metrics = dict(WEIGHTS), METRICS
     made.train.rollouts_per_prompt = 4
     return made
 

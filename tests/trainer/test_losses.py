@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_collab.algo.policy_loss import PolicyTerms
 from megatron_collab.config import AlgoConfig
 from megatron_collab.trainer.losses import (
-    PolicyTerms,
     importance_weights,
     kl,
     kl_k1,
     kl_k2,
     kl_k3,
-    policy_terms,
+    policy_loss,
     sft_loss,
     value_loss,
 )
@@ -37,7 +37,7 @@ def terms_of(algo: AlgoConfig, advantages: np.ndarray, weights: np.ndarray) -> t
     """The terms, and the gradient in the log-probs of the sum of weights * loss."""
     log_probs = torch.tensor(NEW, requires_grad=True)
     old, advantage, sequence = map(torch.tensor, (OLD, advantages, SEQUENCE))
-    terms = policy_terms(log_probs, old, advantage, sequence, SEQUENCES, algo)
+    terms = policy_loss(algo)(log_probs, old, advantage, sequence, SEQUENCES)
     assert not terms.ratio.requires_grad and not terms.clipped.requires_grad
     (terms.loss * torch.tensor(weights)).sum().backward()
     assert log_probs.grad is not None
@@ -124,8 +124,8 @@ def test_cispo_equals_its_formula() -> None:
 @pytest.mark.parametrize("algo", [PPO, GSPO, CISPO], ids=lambda algo: algo.loss)
 def test_on_policy_every_loss_is_the_policy_gradient(algo: AlgoConfig) -> None:
     log_probs = torch.tensor(NEW, requires_grad=True)
-    terms = policy_terms(
-        log_probs, log_probs.detach(), torch.tensor(ADVANTAGES), torch.tensor(SEQUENCE), SEQUENCES, algo
+    terms = policy_loss(algo)(
+        log_probs, log_probs.detach(), torch.tensor(ADVANTAGES), torch.tensor(SEQUENCE), SEQUENCES
     )
     terms.loss.sum().backward()
     assert (terms.ratio == 1).all() and (terms.clipped == 0).all()
@@ -135,7 +135,7 @@ def test_on_policy_every_loss_is_the_policy_gradient(algo: AlgoConfig) -> None:
 @pytest.mark.parametrize("algo", [PPO, GSPO, CISPO], ids=lambda algo: algo.loss)
 def test_a_rank_without_trained_tokens(algo: AlgoConfig) -> None:
     empty = torch.zeros(0, requires_grad=True)
-    terms = policy_terms(empty, empty.detach(), empty.detach(), torch.zeros(0, dtype=torch.int64), 1, algo)
+    terms = policy_loss(algo)(empty, empty.detach(), empty.detach(), torch.zeros(0, dtype=torch.int64), 1)
     terms.loss.sum().backward()
     assert terms.loss.shape == terms.ratio.shape == terms.clipped.shape == (0,)
 

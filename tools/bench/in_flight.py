@@ -1,7 +1,7 @@
 """What a worker takes to hold 2,000 conversations at once: the real ConversationWorker, for three minutes.
 
 `python tools/bench/in_flight.py [--conversations 2000] [--minutes 3] [--turn-seconds 20]` starts the actors of a run
-(one ConversationWorker with the scripted booking user behind LiteLLM, one RewardWorker with the metrics of booking,
+(one ConversationWorker with the scripted booking user, one RewardWorker with the metrics of booking,
 the limiter) and plays groups of 8 trained turns x 3 futures. SGLang alone is simulated, by a process that answers
 /generate in SGLang's format: the first token after a twentieth of the turn's time, the whole at its end. A turn takes
 half to one and a half of TURN_SECONDS and has 200 tokens, a question or a booking and then words that say nothing.
@@ -52,6 +52,7 @@ from megatron_collab.runtime.process import die_with_parent
 from megatron_collab.runtime.ray_cluster import ray_session
 from megatron_collab.types import Ending, Group, Missing
 
+METRICS = "megatron_collab.environments.booking_metrics"
 ROLLOUTS, FUTURES, USER_TURNS = 8, 3, 2
 TOKENS, REPLIES = 200, 60  # tokens of a turn; different turns
 BOOKS = 1 / 3  # of the turns, after which the user is done
@@ -159,7 +160,7 @@ def configure(folder: Path) -> Config:
     config.rollout.futures, config.rollout.max_user_turns = FUTURES, USER_TURNS
     config.rollout.max_assistant_turns = 1 + USER_TURNS
     config.rollout.turn.max_new_tokens = config.rollout.future.max_new_tokens = 2 * TOKENS
-    config.reward.weights = {"booking_right": 1.0, "needless_questions": -0.1, "token_amount": 0.0}
+    config.reward.weights = {f"{METRICS}:BookingRight": 1.0, f"{METRICS}:NeedlessQuestions": -0.1, "token_amount": 0.0}
     return config
 
 

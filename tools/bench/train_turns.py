@@ -40,6 +40,7 @@ def main() -> None:
                 f"train.steps={arguments.steps}",
                 f"rollout.train_turns={turns}",
                 "reward.weights.right_once_told=0",
+                "reward.metrics.right_once_told.metric=megatron_collab.environments.booking_metrics:RightOnceTold",
             )
             evaluations = json.loads((root / turns / "evaluations.json").read_text())
             rows = [json.loads(line) for line in (root / turns / "metrics.jsonl").read_text().splitlines()]

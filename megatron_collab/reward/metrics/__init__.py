@@ -1,30 +1,38 @@
-"""Metrics of whole conversations: a file each, named as in reward.weights. Adding one is adding a file.
+"""Metrics of whole conversations, by the names that reward.weights gives them.
 
-The file NAME.py defines one class, NAME in CamelCase, that derives from `Metric`.
+Others are given as package.module:Class in reward.metrics.NAME.metric, or directly as the name in reward.weights.
 """
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from megatron_collab.config import ConfigError, build, nearest
+from megatron_collab.config import build, lookup
+from megatron_collab.config.extension import NoOptions
 from megatron_collab.types import Conversation, Score, Task
 
 if TYPE_CHECKING:  # LiteLLM takes a second to import, and checking the settings needs none of it
     from megatron_collab.reward.judge import Judge
 
-
-@dataclass(frozen=True)
-class NoOptions:
-    """A metric without settings."""
+METRICS = {
+    name: f"{__name__}.{where}"
+    for name, where in {
+        "accuracy": "accuracy:Accuracy",
+        "asks": "counting:Asks",
+        "bleu": "bleu:Bleu",
+        "generative": "generative:Generative",
+        "interactivity": "interactivity:Interactivity",
+        "pass_rate": "pass_rate:PassRate",
+        "reward_model": "reward_model:RewardModel",
+        "token_amount": "counting:TokenAmount",
+        "turn_rewards": "counting:TurnRewards",
+    }.items()
+}
 
 
 class Metric:
-    """What is asked of a conversation that has ended.
+    """Base of the metrics: scores conversations that have ended.
 
     `Options` is a frozen dataclass of the metric's own settings, set as reward.metrics.NAME.SETTING. `seconds` is
     about how long one score takes: it sizes the requests to the RewardWorkers.
@@ -55,28 +63,19 @@ class Metric:
         raise NotImplementedError
 
 
-def known() -> list[str]:
-    """The names of all metrics, without importing them."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__))
-
-
-def find(name: str) -> type[Metric]:
-    """The metric of that name."""
-    module = importlib.import_module(f"{__name__}.{name}")
-    return getattr(module, "".join(word.capitalize() for word in name.split("_")))
+def find_metric(name: str, setting: str = "metric") -> type[Metric]:
+    """The metric called `name` in METRICS, or given as package.module:Class. Raises ConfigError naming `setting`."""
+    return lookup(name, setting, METRICS, Metric)
 
 
 def split(name: str, settings: Mapping[str, Any]) -> tuple[type[Metric], Any]:
     """The metric called `name` in reward.weights, and its options.
 
-    `settings` are those of reward.metrics.`name`; `metric` among them names the file where it is not `name`, so that
-    one metric can stand twice with different settings. Raises ConfigError, naming the setting, for an unknown one
-    or one that is refused.
+    `settings` are those of reward.metrics.`name`; `metric` among them says which metric it is where that is not
+    `name`, so that one metric can stand twice with different settings. Raises ConfigError, naming the setting, for an
+    unknown metric and for options that are refused.
     """
     settings = dict(settings)
-    kind = settings.pop("metric", name)
-    if kind not in known():
-        known_are = ", ".join(known())
-        raise ConfigError(f"reward.weights.{name}: no such metric; known are {known_are}{nearest(kind, known())}")
-    metric = find(kind)
-    return metric, build(metric.Options, settings, f"reward.metrics.{name}.")
+    renamed = settings.pop("metric", None)
+    kind = find_metric(renamed or name, f"reward.metrics.{name}.metric" if renamed else "reward.weights")
+    return kind, build(kind.Options, settings, f"reward.metrics.{name}.")

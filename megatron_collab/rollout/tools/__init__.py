@@ -1,25 +1,20 @@
-"""Tools that the policy may call between its user's turns: a file each, named as in rollout.tools.
+"""Tools that the policy may call between its user's turns, by the names in TOOLS or as package.module:Class.
 
-The file NAME.py defines
-
-    SCHEMA: the function in OpenAI's tool schema: {"name": NAME, "description": …, "parameters": JSON schema}
-    async def call(task: Task, **arguments) -> ToolResult
-
-Calls are read from the policy's text by SGLang's own parsers (rollout.tool_parser). What a tool answers goes into the
-token stream, where it is not trained.
+Calls are parsed from the policy's text by SGLang's own parsers (rollout.tool_parser). The answers go into the token
+stream, where they are not trained.
 """
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
+from megatron_collab.config import Extension, RolloutConfig, build, lookup, nearest, require
 from megatron_collab.types import Message, Task, ToolCall
+
+TOOLS = {"calculator": f"{__name__}.calculator:Calculator"}
 
 
 class ToolError(ValueError):
@@ -28,51 +23,77 @@ class ToolError(ValueError):
 
 @dataclass(frozen=True)
 class ToolResult:
-    """What a tool answers, and what the call is worth to the turn that made it."""
+    """The answer of a tool, and the reward of the turn that called it."""
 
     content: str
     reward: float = 0.0
 
 
 class ToolParser(Protocol):
-    """What finds the calls in a text: the engine."""
+    """Finds the calls in a text: the SGLang servers."""
 
     async def tool_calls(self, text: str, schemas: Sequence[Mapping[str, Any]]) -> list[ToolCall]: ...
 
 
-def known() -> list[str]:
-    """The names of all tools, without importing them."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__))
+class Tool(Extension):
+    """Base of the tools.
+
+    `SCHEMA`: the function in OpenAI's tool schema, {"name": …, "description": …, "parameters": JSON schema}; `Options`:
+    a frozen dataclass of the tool's own settings, set as rollout.tool_options.NAME.SETTING.
+    """
+
+    SCHEMA: ClassVar[Mapping[str, Any]]
+
+    async def call(self, task: Task, **arguments: Any) -> ToolResult:
+        """The answer to one call; the arguments fit the schema. Raises ToolError."""
+        raise NotImplementedError
 
 
-def find(name: str) -> ModuleType:
-    """The tool of that name."""
-    return importlib.import_module(f"{__name__}.{name}")
+def find_tool(name: str) -> type[Tool]:
+    """One of TOOLS, or package.module:Class. Raises ConfigError."""
+    tool = lookup(name, "rollout.tools", TOOLS, Tool)
+    require(hasattr(tool, "SCHEMA"), f"rollout.tools={name}: has no SCHEMA, the function that the policy is told of")
+    return tool
 
 
 def schemas(names: Sequence[str]) -> list[dict[str, Any]]:
-    """What the chat template and the parser are told about the tools."""
-    return [{"type": "function", "function": find(name).SCHEMA} for name in names]
+    """The tools of rollout.tools as the chat template and the parser take them."""
+    return [{"type": "function", "function": find_tool(name).SCHEMA} for name in names]
+
+
+def make_tools(config: RolloutConfig) -> dict[str, Tool]:
+    """The tools of rollout.tools with their options, by the names that the policy calls them by.
+
+    Raises ConfigError for an unknown tool, two of one name, and options that are refused.
+    """
+    kinds = {find_tool(name).SCHEMA["name"]: find_tool(name) for name in config.tools}
+    require(len(kinds) == len(config.tools), f"rollout.tools={config.tools}: two tools have the same name")
+    for name in config.tool_options:
+        require(name in kinds, f"rollout.tool_options.{name}: not in rollout.tools{nearest(name, kinds)}")
+    return {
+        name: kind(build(kind.Options, config.tool_options.get(name, {}), f"rollout.tool_options.{name}."))
+        for name, kind in kinds.items()
+    }
 
 
 class Toolbox:
-    """The tools of a run. `counters` counts calls, and those that were refused."""
+    """The tools of a run. `counters` counts calls, and refused ones."""
 
-    def __init__(self, names: Sequence[str], parser: ToolParser) -> None:
+    def __init__(self, config: RolloutConfig, parser: ToolParser) -> None:
         self.parser = parser
-        self.schemas = schemas(names)
+        self.schemas = schemas(config.tools)
         self.counters: Counter[str] = Counter()
-        self._tools = {name: find(name) for name in names}
+        self._tools = make_tools(config)
 
     async def answer(self, text: str, task: Task) -> tuple[list[Message], float]:
-        """The tools' messages for the calls in `text`, none where there are none, and what the calls are worth."""
+        """The tools' messages for the calls in `text`, if any, and the reward of these calls."""
         if not self._tools:
             return [], 0.0
         results = [await self._call(call, task) for call in await self.parser.tool_calls(text, self.schemas)]
         return [Message("tool", result.content) for result in results], sum(result.reward for result in results)
 
     def take_counters(self) -> dict[str, int]:
-        """What was counted since the last call."""
+        """The counts since the last call."""
         taken, self.counters = dict(self.counters), Counter()
         return taken
 
@@ -82,14 +103,14 @@ class Toolbox:
             if call.name not in self._tools:
                 raise ToolError(f"no tool {call.name}; there are {', '.join(self._tools)}")
             parameters = self._tools[call.name].SCHEMA["parameters"]
-            check(call.arguments, parameters)
+            check_arguments(call.arguments, parameters)
             return await self._tools[call.name].call(task, **call.arguments)
         except ToolError as error:
             self.counters["tool_errors"] += 1
             return ToolResult(f"error: {error}")
 
 
-def check(arguments: Mapping[str, Any], parameters: Mapping[str, Any]) -> None:
+def check_arguments(arguments: Mapping[str, Any], parameters: Mapping[str, Any]) -> None:
     """Raise ToolError where `arguments` do not fit the names and the JSON types of `parameters`."""
     for name in parameters.get("required", ()):
         if name not in arguments:

@@ -1,23 +1,15 @@
-"""Arithmetic on decimal numbers."""
+"""The calculator."""
 
 from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
-from megatron_collab.rollout.tools import ToolError, ToolResult
+from megatron_collab.rollout.tools import Tool, ToolError, ToolResult
 from megatron_collab.types import Task
 
-SCHEMA = {
-    "name": "calculator",
-    "description": "Computes an arithmetic expression of numbers, + - * / ** and parentheses.",
-    "parameters": {
-        "type": "object",
-        "properties": {"expression": {"type": "string", "description": "for example (12 + 4) * 1.5"}},
-        "required": ["expression"],
-    },
-}
 _LONGEST = 200  # characters
 _LARGEST_POWER = 64
 
@@ -32,14 +24,28 @@ _OPERATORS: dict[type, Callable[..., float]] = {
 }
 
 
-async def call(task: Task, expression: str) -> ToolResult:
-    if len(expression) > _LONGEST:
-        raise ToolError(f"the expression is longer than {_LONGEST} characters")
-    try:
-        value = _value(ast.parse(expression.strip(), mode="eval").body)
-    except (SyntaxError, ArithmeticError) as error:
-        raise ToolError(f"cannot compute {expression!r}: {error}") from error
-    return ToolResult(f"{value:.12g}")
+class Calculator(Tool):
+    """Arithmetic on decimal numbers."""
+
+    SCHEMA: ClassVar[Mapping[str, Any]] = {
+        "name": "calculator",
+        "description": "Computes an arithmetic expression of numbers, + - * / ** and parentheses.",
+        "parameters": {
+            "type": "object",
+            "properties": {"expression": {"type": "string", "description": "for example (12 + 4) * 1.5"}},
+            "required": ["expression"],
+        },
+    }
+
+    async def call(self, task: Task, **arguments: Any) -> ToolResult:
+        expression = arguments["expression"]
+        if len(expression) > _LONGEST:
+            raise ToolError(f"the expression is longer than {_LONGEST} characters")
+        try:
+            value = _value(ast.parse(expression.strip(), mode="eval").body)
+        except (SyntaxError, ArithmeticError) as error:
+            raise ToolError(f"cannot compute {expression!r}: {error}") from error
+        return ToolResult(f"{value:.12g}")
 
 
 def _value(node: ast.expr) -> float:

@@ -1,24 +1,28 @@
-"""Simulated users: a file each. Adding one is adding a file.
+"""Simulated users, by the kinds in USERS or given as package.module:Class.
 
-A task's `user` (or user.name, for all tasks) is KIND or KIND/ARGUMENT, and `llm` where it is empty. The file KIND.py
-defines one class, KIND in CamelCase with `User` behind it, that derives from `User`.
+A task's `user` (or user.name, for all tasks) is KIND or KIND/ARGUMENT, and `llm` where it is empty.
 """
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from megatron_collab.config import Config
+from megatron_collab.config import Config, ConfigError, build, lookup
+from megatron_collab.config.extension import NoOptions
 from megatron_collab.types import Conversation, Message, Task
 
 if TYPE_CHECKING:  # LiteLLM takes seconds to import, and checking a name needs none of it
     from megatron_collab.llm.client import LlmClient
 
+USERS = {
+    "llm": f"{__name__}.llm:LlmUser",
+    "replay": f"{__name__}.scripts:ReplayUser",
+    "reveal": f"{__name__}.reveal:RevealUser",
+    "scripted": f"{__name__}.scripts:ScriptedUser",
+}
 DEFAULT = "llm"
 
 
@@ -36,28 +40,32 @@ class UserReply:
 
 
 class User:
-    """The user of one conversation about `task`; what it remembers is of that conversation alone.
+    """Base of the users: the user of one conversation about `task`.
 
-    `argument` is what the name says after its KIND, `sample` names the conversation: what a user draws follows from
-    it or from the task. `users` holds what all users of the process share.
+    `argument` is the part of the name after KIND/. `sample` names the conversation: random draws follow from it or
+    from the task. `users` holds what all users of the process share. `Options` is a frozen dataclass of the user's own
+    settings, set as user.options.SETTING.
     """
+
+    Options: ClassVar[type] = NoOptions
 
     def __init__(self, task: Task, argument: str, sample: str, users: Users) -> None:
         self.task = task
         self.argument = argument
         self.sample = sample
         self.users = users
+        self.options: Any = users.options(type(self))
 
     @classmethod
     def unavailable(cls, argument: str, config: Config) -> str | None:
-        """Why there is no such user, with the way out; asked before a run starts."""
+        """Why this user cannot be made, with the way out; asked before a run starts."""
         return f"takes no argument, but is given {argument!r}" if argument else None
 
     async def start(self, conversation: Conversation) -> None:
         """Called once, before the first reply, with the conversation as it stands. Raises UserError."""
 
     async def reply(self, conversation: Conversation) -> UserReply:
-        """What the user says to the policy's last message. Raises UserError."""
+        """The user's answer to the policy's last message. Raises UserError."""
         raise NotImplementedError
 
     async def finish(self, conversation: Conversation) -> float:
@@ -70,47 +78,61 @@ class User:
 
 
 class Users:
-    """Makes the users of a process. `counters` counts replies, and what the gates refused."""
+    """Makes the users of a process. `counters` counts replies, and what the guardrails refused."""
 
-    def __init__(self, config: Config, client: LlmClient, engine: Sequence[tuple[str, str]] = ()) -> None:
-        """`engine`: address and key of the run's SGLang servers, for user.model=policy."""
+    def __init__(self, config: Config, client: LlmClient, engine: Sequence[str] = ()) -> None:
+        """`engine`: for user.model=policy, the api_base of each of the run's SGLang servers (PolicyProvider.add)."""
         self.config = config
         self.client = client
         self.engine = tuple(engine)
         self.counters: Counter[str] = Counter()
+        self._options: dict[type[User], Any] = {}
 
     def make(self, task: Task, sample: str) -> User:
         """The user of one more conversation about `task`."""
-        kind, argument = split(self.config.user.name or task.user)
-        return find(kind)(task, argument, sample, self)
+        kind, argument = split_user(self.config.user.name or task.user)
+        return find_user(kind)(task, argument, sample, self)
+
+    def options(self, kind: type[User]) -> Any:
+        """The options of users of a kind."""
+        if kind not in self._options:
+            self._options[kind] = options_of(kind, self.config)
+        return self._options[kind]
 
     def take_counters(self) -> dict[str, int]:
-        """What was counted since the last call."""
+        """The counts since the last call."""
         taken, self.counters = dict(self.counters), Counter()
         return taken
 
 
-def known() -> list[str]:
-    """The kinds of users, without importing them."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name != "guardrails")
+def find_user(kind: str) -> type[User]:
+    """The users of a kind: one of USERS, or package.module:Class. Raises ConfigError."""
+    return lookup(kind, "user", USERS, User)
 
 
-def find(kind: str) -> type[User]:
-    """The users of that kind."""
-    module = importlib.import_module(f"{__name__}.{kind}")
-    return getattr(module, "".join(word.capitalize() for word in kind.split("_")) + "User")
-
-
-def split(name: str) -> tuple[str, str]:
-    """Kind and argument of a user's name."""
+def split_user(name: str) -> tuple[str, str]:
+    """Kind and argument of a user's name; the folders of a spec `./folder/file.py:Class` are no argument."""
     kind, _, argument = (name or DEFAULT).partition("/")
-    return kind, argument
+    if kind in USERS or ":" not in name:
+        return kind, argument
+    where, _, rest = name.rpartition(":")
+    named, _, argument = rest.partition("/")
+    return f"{where}:{named}", argument
 
 
-def check(name: str, config: Config) -> str | None:
+def options_of(kind: type[User], config: Config) -> Any:
+    """The options of users of a kind; kinds without options share user.options with those that have some."""
+    given = config.user.options if kind.Options is not NoOptions else {}
+    return build(kind.Options, given, "user.options.")
+
+
+def check_user(name: str, config: Config) -> str | None:
     """Why there is no user of that name, with the way out, or None."""
-    kind, argument = split(name)
-    if kind not in known():
-        return f"user {name}: no such kind of user; known are {', '.join(known())}"
-    reason = find(kind).unavailable(argument, config)
+    kind, argument = split_user(name)
+    try:
+        found = find_user(kind)
+        options_of(found, config)
+    except ConfigError as error:
+        return str(error)
+    reason = found.unavailable(argument, config)
     return reason and f"user {name or DEFAULT}: {reason}"

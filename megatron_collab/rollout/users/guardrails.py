@@ -1,6 +1,6 @@
-"""What a simulated user must not say: nothing, the assistant's part, its whole goal, the answer.
+"""Guardrails of simulated users: reject empty messages, role flips, and leaks of the goal or of the answer.
 
-Texts are compared word by word, whatever their case and punctuation.
+Texts are compared word by word, without case and punctuation.
 
 - empty: there is nothing but white space.
 - role flip: the message begins as the assistant's (`**Assistant**:`, `AI:`), speaks as one ("as an AI, I", "how can I
@@ -34,7 +34,7 @@ _FLIPPED = re.compile(
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a message is refused: the name of its counter, and what the user's model is told."""
+    """A rejected message: the counter that counts it, and what the user's model is told."""
 
     counter: str
     complaint: str

@@ -1,4 +1,4 @@
-"""A language model as the user: any of LiteLLM's, or the model that is trained (user.model=policy).
+"""A language model as the user: any model of LiteLLM's, or the one that is trained (user.model=policy).
 
 It is asked with a system prompt (role, goal, persona, how to end the chat, answer format) and one message that shows
 the conversation; it answers with a JSON object {current_answer, thought, response}. It never sees the task's answer.
@@ -16,9 +16,9 @@ from typing import Any
 
 from megatron_collab.config import Config, EndpointConfig
 from megatron_collab.data.transcript import render
-from megatron_collab.llm.answer import Field, MalformedAnswer
+from megatron_collab.llm.answer import Field, LlmError, MalformedAnswer
 from megatron_collab.rollout.users import User, UserError, UserReply, Users
-from megatron_collab.rollout.users.guardrails import Refusal, refusal
+from megatron_collab.rollout.users.guardrails import refusal
 from megatron_collab.types import Conversation, Task
 
 POLICY = "policy"  # the name of the trained model among LiteLLM's
@@ -69,12 +69,13 @@ class LlmUser(User):
             {"role": "system", "content": self.system},
             {"role": "user", "content": render(conversation.messages)},
         ]
+        instructions = system_prompt("", self.users.config.user.stop)
         again: list[dict[str, str]] = []
         why = ""
         for _ in range(self.users.config.user.attempts):
             answer = await self._ask([*request, *again])
             self.users.counters["user_replies"] += 1
-            refused = self._refusal(answer["response"], conversation)
+            refused = refusal(answer["response"], self.task, instructions, conversation.messages)
             if refused is None:
                 return self.says(answer["response"])
             self.users.counters[refused.counter] += 1
@@ -83,13 +84,7 @@ class LlmUser(User):
             why = f"{refused.counter}: {answer['response'][:200]!r}"
         raise UserError(f"user {self.model}: {why}")
 
-    def _refusal(self, text: str, conversation: Conversation) -> Refusal | None:
-        instructions = system_prompt("", self.users.config.user.stop)
-        return refusal(text, self.task, instructions, conversation.messages)
-
     async def _ask(self, request: list[dict[str, str]]) -> dict[str, Any]:
-        from megatron_collab.llm.client import LlmError  # imported here: checking a name needs no LiteLLM
-
         failure: LlmError | None = None
         for endpoint in self._endpoints():
             try:
@@ -104,18 +99,16 @@ class LlmUser(User):
         raise UserError(f"user {failure}") from failure
 
     def _endpoints(self) -> list[EndpointConfig]:
-        """Who may be asked, in this order: of the servers that sample now the next one where one fails."""
+        """The endpoints to try, in this order; for user.model=policy the servers in use, the next where one fails."""
         config = self.users.config.user
         if self.model != POLICY:
             return [replace(config, model=self.model)]
-        from megatron_collab.inference import litellm_provider
+        # Conversations about a task share a prefix, which one server holds for all of them while it is there.
+        engine = sorted(self.users.engine, key=self._rank)
+        return [replace(config, model=f"policy/{self.sample}", api_base=api_base) for api_base in engine]
 
-        # All conversations about a task begin alike: one server holds their prefix, as long as it is there.
-        engine = sorted(self.users.engine, key=lambda server: random.Random(f"{server[0]} {self.task.id}").random())
-        return [
-            replace(config, model=f"policy/{self.sample}", api_base=litellm_provider.POLICY.add(url, key))
-            for url, key in engine
-        ]
+    def _rank(self, api_base: str) -> float:
+        return random.Random(f"{api_base.removesuffix('/v1')} {self.task.id}").random()
 
 
 def system_prompt(goal: str, stop: str, persona: str | None = None) -> str:

@@ -2,35 +2,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
 from megatron_collab.config import Config
 from megatron_collab.environments import booking
-from megatron_collab.rollout import users as package
-from megatron_collab.rollout.users import UserReply, check, known
+from megatron_collab.rollout.users import UserReply, check_user, split_user
 from megatron_collab.types import Conversation, Message, Task
 from tests.llm.endpoint import Endpoint, says
 from tests.rollout.users.helpers import STOP, said, task, users
-
-NEW_KIND = """
-from megatron_collab.rollout.users import User, UserReply
-from megatron_collab.types import Conversation
-
-
-class VeryTerseUser(User):
-    async def start(self, conversation: Conversation) -> None:
-        self.replies = 0
-
-    async def reply(self, conversation: Conversation) -> UserReply:
-        self.replies += 1
-        return self.says("no", reward=0.25)
-
-    async def finish(self, conversation: Conversation) -> float:
-        return float(self.replies)
-"""
 
 
 def answer(user: str, goal: str, conversation: Conversation) -> UserReply:
@@ -76,55 +57,39 @@ def test_one_name_for_all_tasks_goes_before_theirs() -> None:
     assert asyncio.run(made.reply(said("hi", "hello"))).message == Message("user", "recorded")
 
 
-def test_adding_a_user_is_adding_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "very_terse.py").write_text(NEW_KIND)
-    monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path)])
-    assert known() == ["llm", "replay", "reveal", "scripted", "very_terse"]
-    assert check("very_terse", Config()) is None
-    made = users().make(task("very_terse"), "s")
-
-    async def play() -> tuple[UserReply, float]:
-        await made.start(said("hi"))
-        reply = await made.reply(said("hi", "hello"))
-        return reply, await made.finish(said("hi", "hello", "no"))
-
-    assert asyncio.run(play()) == (UserReply(Message("user", "no"), done=False, reward=0.25), 1.0)
-    del sys.modules[type(made).__module__]
-
-
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
         ("", "user llm: user.model is not set; set it"),
         ("llm", "user llm: user.model is not set; set it"),
-        ("nobody", "user nobody: no such kind of user; known are llm, replay, reveal, scripted"),
-        ("scripted", "user scripted: no such world; there is scripted/booking"),
-        ("scripted/tiny", "user scripted/tiny: no such world; there is scripted/booking"),
+        ("nobody", "user=nobody: no such name; known are llm, replay, reveal, scripted, or package.module:Class"),
+        ("scripted", "user scripted: scripted=: no such name; known are booking"),
+        ("scripted/tiny", "user scripted/tiny: scripted=tiny: no such name; known are booking"),
         ("reveal/all", "user reveal/all: takes no argument, but is given 'all'"),
         ("replay/x", "user replay/x: takes no argument"),
     ],
 )
 def test_a_user_that_is_not_to_be_had_is_refused_in_one_line(name: str, reason: str) -> None:
-    found = check(name, Config())
+    found = check_user(name, Config())
     assert found is not None and found.startswith(reason) and "\n" not in found
 
 
 @pytest.mark.parametrize("name", ["llm/openai/gpt-4o", "scripted/booking", "reveal", "replay"])
 def test_a_user_that_can_be_had_is_not_refused(name: str) -> None:
-    assert check(name, Config()) is None
+    assert check_user(name, Config()) is None
 
 
 def test_a_model_of_users_makes_every_llm_user_possible() -> None:
     config = Config()
     config.user.model = "openai/gpt-4o"
-    assert check("llm", config) is None and check("", config) is None
+    assert check_user("llm", config) is None and check_user("", config) is None
 
 
 def test_a_file_without_personas_is_refused(tmp_path: Path) -> None:
     config = Config()
     config.user.model, config.user.personas = "policy", str(tmp_path / "personas.txt")
     (tmp_path / "personas.txt").write_text("\n \n")
-    assert "has no lines" in str(check("llm", config))
+    assert "has no lines" in str(check_user("llm", config))
 
 
 def test_counters_start_anew_once_they_are_taken() -> None:
@@ -139,3 +104,18 @@ def test_the_stop_text_ends_the_conversation_and_stays_in_the_message() -> None:
     reply = asyncio.run(made.reply(said("hi", "hello")))
     assert reply.done and reply.message.content == "that is it, BYE now"
     assert not users(stop=STOP).make(task("replay"), "s").says("that is it, BYE now").done
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "argument"),
+    [
+        ("", "llm", ""),
+        ("llm/ollama/llama3:8b", "llm", "ollama/llama3:8b"),
+        ("scripted/package.module:reply", "scripted", "package.module:reply"),
+        ("package.module:MyUser", "package.module:MyUser", ""),
+        ("package.module:MyUser/some/thing", "package.module:MyUser", "some/thing"),
+        ("./folder/file.py:MyUser/x", "./folder/file.py:MyUser", "x"),
+    ],
+)
+def test_a_name_is_a_kind_and_its_argument(name: str, kind: str, argument: str) -> None:
+    assert split_user(name) == (kind, argument)

@@ -1,4 +1,4 @@
-"""How much was written; the definitions of the three modes of reward."""
+"""Metrics that count: tokens, questions, and the rewards that users and tools gave."""
 
 from __future__ import annotations
 
@@ -15,20 +15,31 @@ from megatron_collab.reward.metrics import Metric
 from megatron_collab.types import Conversation, Score, Task
 
 
-@dataclass(frozen=True)
-class Options:
-    count: str = option("policy", "what is counted", choices=("policy", "cl100k", "words"))
+class Asks(Metric):
+    """Whether the trained turn asks anything: 1 where it holds a question mark."""
+
+    async def score(self, task: Task, conversation: Conversation) -> Score | None:
+        return float("?" in conversation.replies[0])
+
+
+class TurnRewards(Metric):
+    """Sum of the rewards that users and tools gave for the policy's turns, from the trained turn on."""
+
+    async def score(self, task: Task, conversation: Conversation) -> Score | None:
+        return float(sum(conversation.turn_rewards))
 
 
 class TokenAmount(Metric):
-    """What is counted:
+    """How much was written, from the trained turn on or in the whole conversation, as `count` says.
 
     policy  the policy's own token ids from the trained turn on, thoughts and end-of-turn tokens included
     cl100k  thousands of cl100k tokens of all assistant messages, also the task's, joined by spaces (the authors' code)
     words   words between white space of user and assistant messages from the trained turn on (verl's recipe)
     """
 
-    Options = Options
+    @dataclass(frozen=True)
+    class Options:
+        count: str = option("policy", "what is counted", choices=("policy", "cl100k", "words"))
 
     async def score(self, task: Task, conversation: Conversation) -> Score | None:
         if self.options.count == "policy":
@@ -42,9 +53,9 @@ class TokenAmount(Metric):
 
 @cache
 def _cl100k() -> tiktoken.Encoding:
-    """The encoding from the table that LiteLLM ships: tiktoken would ask the network for it.
+    """The encoding from the table that LiteLLM ships: tiktoken would download it.
 
-    LiteLLM itself is only looked for; its import takes seconds.
+    LiteLLM itself is only located; its import takes seconds.
     """
     spec = find_spec("litellm")
     assert spec is not None and spec.origin is not None

@@ -1,19 +1,23 @@
+"""Users that are scripted or recorded."""
+
 from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 import pytest
 
+from megatron_collab.config import ConfigError
 from megatron_collab.environments import booking
-from megatron_collab.rollout.users import UserReply
+from megatron_collab.rollout.users import UserError, UserReply
 from megatron_collab.types import Conversation, Message
-from tests.rollout.users.helpers import said, task, users
+from tests.rollout.users.helpers import STOP, said, task, users
 
 TASK = booking.tasks(seed=3, n=1, held_out=True)[0]
 
 
-def test_the_scripted_user_answers() -> None:
+def test_the_scripted_user_answers_and_is_counted() -> None:
     goal = json.loads(TASK.goal)
     made = users()
     reply = asyncio.run(made.make(TASK, "s").reply(said("please book a table .", "which day and what time ?")))
@@ -67,6 +71,34 @@ def test_the_script_sees_neither_tool_calls_nor_thoughts() -> None:
     assert reply.message.content == f"on {goal['day']} ."
 
 
-def test_a_script_that_does_not_exist_fails_at_once_with_its_name() -> None:
-    with pytest.raises(ModuleNotFoundError, match="nobody"):
+def test_a_script_that_does_not_exist_is_refused_with_its_name() -> None:
+    with pytest.raises(ConfigError, match="scripted=nobody: no such name; known are booking"):
         users().make(task("scripted/nobody"), "s")
+
+
+def test_the_recorded_messages_are_said_in_order_then_the_conversation_ends() -> None:
+    user = users().make(task("replay", replay=["first", "second"]), "s")
+    assert asyncio.run(user.reply(said("hi", "a"))).message == Message("user", "first")
+    assert asyncio.run(user.reply(said("hi", "a", "first", "b"))).message == Message("user", "second")
+    last = asyncio.run(user.reply(said("hi", "a", "first", "b", "second", "c")))
+    assert last.done and last.message == Message("user", STOP)
+
+
+def test_what_the_task_begins_with_is_not_said_again() -> None:
+    begun = said("hi", "a", "hm", "b")
+    recorded = task("replay", replay=["first"])
+    later = type(recorded)("t", begun.messages[:3], "g", "", "replay", recorded.metadata)
+    assert asyncio.run(users().make(later, "s").reply(begun)).message.content == "first"
+
+
+def test_answers_of_tools_are_not_counted_as_the_users() -> None:
+    user = users().make(task("replay", replay=["first", "second"]), "s")
+    called = (Message("user", "hi"), Message("assistant", "call"), Message("tool", "4"), Message("assistant", "4"))
+    assert asyncio.run(user.reply(Conversation(called, ()))).message.content == "first"
+
+
+@pytest.mark.parametrize("metadata", [{}, {"replay": "one text"}, {"replay": [1]}, {"replay": ["hi", " "]}])
+def test_a_task_without_a_recording_is_refused_with_its_name(metadata: dict[str, Any]) -> None:
+    user = users().make(task("replay", **metadata), "s")
+    with pytest.raises(UserError, match="task t "):
+        asyncio.run(user.start(said("hi", "a")))

@@ -1,0 +1,112 @@
+"""Classes and functions from outside the package, named in a setting as `package.module:Class` or `./file.py:Class`."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
+
+from megatron_collab.config.load import build
+from megatron_collab.config.option import ConfigError, nearest, require
+
+_FILE = re.compile(r"(?P<before>(?:scripted/)?)(?P<file>[^:]+\.py)(?P<name>:\w+(?:/.*)?)")
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """An extension without options."""
+
+
+class Extension:
+    """Base of what a setting may name. `Options` is a frozen dataclass; its fields are checked as ours are."""
+
+    Options: ClassVar[type] = NoOptions
+
+    def __init__(self, options: Any) -> None:
+        self.options = options
+
+
+def resolve(spec: str, setting: str, base: type) -> Any:
+    """The class that `spec` names, derived from `base`; where `base` is callable, a function is accepted too.
+
+    Raises ConfigError naming `setting` where the module or the name does not exist, or is something else.
+    """
+    where, _, name = spec.rpartition(":")
+    module = _load(where, f"{setting}={spec}")
+    found = getattr(module, name, None)
+    if found is None:
+        raise ConfigError(f"{setting}={spec}: {where} has no {name}{nearest(name, vars(module))}")
+    called = "__call__" in vars(base)
+    derived = issubclass(found, base) if isinstance(found, type) else called and callable(found)
+    also = " or a function" if called else ""
+    require(derived, f"{setting}={spec}: must be a subclass of {base.__module__}.{base.__name__}{also}")
+    return found
+
+
+def make(spec: str, setting: str, base: type, given: Mapping[str, Any], prefix: str) -> Any:
+    """`resolve`, and of a class the instance with the options `given`, which are set as `prefix` and their name."""
+    found = resolve(spec, setting, base)
+    if isinstance(found, type):
+        return found(build(found.Options, given, prefix))  # type: ignore[attr-defined]  # derived from `base`
+    require(not given, f"{prefix.removesuffix('.')}: {setting}={spec} is a function, which takes no options")
+    return found
+
+
+def lookup(name: str, setting: str, table: Mapping[str, str], base: type) -> Any:
+    """The class called `name` in `table`, whose values are specs, or the one of a spec from outside."""
+    known = f"known are {', '.join(sorted(table))}, or package.module:Class{nearest(name, table)}"
+    require(name in table or ":" in name, f"{setting}={name}: no such name; {known}")
+    return resolve(table.get(name, name), setting, base)
+
+
+def make_absolute(value: Any) -> Any:
+    """`value`, settings or a part of them, with the files of its specs absolute: workers may run in another folder."""
+    if is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            setattr(value, field.name, make_absolute(getattr(value, field.name)))
+        return value
+    if isinstance(value, dict):
+        return {make_absolute(key): make_absolute(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [make_absolute(entry) for entry in value]
+    if isinstance(value, str) and (found := _FILE.fullmatch(value)):
+        return f"{found['before']}{Path(found['file']).resolve()}{found['name']}"
+    return value
+
+
+def _load(where: str, said: str) -> ModuleType:
+    if where.endswith(".py"):
+        return _load_file(Path(where).resolve(), said)
+    try:
+        return importlib.import_module(where)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{where}.".startswith(f"{error.name}."):
+            raise ConfigError(f"{said}: importing {where} failed: {error}") from error
+        raise ConfigError(f"{said}: no module {error.name}; install its package, or give ./FILE.py:NAME") from error
+    except Exception as error:
+        raise ConfigError(f"{said}: importing {where} failed: {type(error).__name__}: {error}") from error
+
+
+def _load_file(file: Path, said: str) -> ModuleType:
+    """The module in `file`, once a process."""
+    name = f"{file.stem}_{hashlib.blake2b(str(file).encode(), digest_size=4).hexdigest()}"
+    if name in sys.modules:
+        return sys.modules[name]
+    require(file.is_file(), f"{said}: no such file")
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # before it is executed: its dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise ConfigError(f"{said}: importing {file} failed: {type(error).__name__}: {error}") from error
+    return module

@@ -1,0 +1,71 @@
+"""Metrics of the booking world; they do not apply to tasks of other worlds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import takewhile
+
+from megatron_collab.environments import booking
+from megatron_collab.reward.metrics import Metric
+from megatron_collab.types import Conversation, Score, Task
+
+
+class BookingMetric(Metric):
+    """Base: `measure` gets the policy's replies and the slots that the task's messages leave open."""
+
+    async def score(self, task: Task, conversation: Conversation) -> Score | None:
+        return self.measure(conversation.replies, booking.missing(task), task) if task.user == booking.USER else None
+
+    def measure(self, replies: Sequence[str], missing: frozenset[str], task: Task) -> float | None:
+        raise NotImplementedError
+
+
+class BookingRight(BookingMetric):
+    """Whether the policy's last message is the right booking, word for word."""
+
+    def measure(self, replies: Sequence[str], missing: frozenset[str], task: Task) -> float | None:
+        return float(replies[-1].strip() == task.answer)
+
+
+class AskWhenMissing(BookingMetric):
+    """Whether the trained turn asks, over the tasks whose messages leave something open."""
+
+    def measure(self, replies: Sequence[str], missing: frozenset[str], task: Task) -> float | None:
+        return float(bool(booking.asked(replies[0]))) if missing else None
+
+
+class AskWhenComplete(BookingMetric):
+    """Whether the trained turn asks, over the tasks whose messages say everything."""
+
+    def measure(self, replies: Sequence[str], missing: frozenset[str], task: Task) -> float | None:
+        return None if missing else float(bool(booking.asked(replies[0])))
+
+
+class MissingQuestions(BookingMetric):
+    """How many slots the policy was not told and did not ask for before it booked."""
+
+    def measure(self, replies: Sequence[str], missing: frozenset[str], task: Task) -> float | None:
+        before = takewhile(lambda reply: not booking.is_final(reply), replies)
+        return float(len(missing.difference(*map(booking.asked, before))))
+
+
+class NeedlessQuestions(BookingMetric):
+    """How many questions the policy asked whose answer it already had."""
+
+    def measure(self, replies: Sequence[str], missing: frozenset[str], task: Task) -> float | None:
+        unknown, needless = set(missing), 0
+        for reply in replies:
+            asked = booking.asked(reply)
+            needless += len(asked - unknown)
+            unknown -= asked
+        return float(needless)
+
+
+class RightOnceTold(BookingMetric):
+    """Quality of the later turns: whether the last message is the right booking, over the conversations whose first
+    reply asks for exactly what is missing."""
+
+    def measure(self, replies: Sequence[str], missing: frozenset[str], task: Task) -> float | None:
+        if not missing or booking.asked(replies[0]) != missing:
+            return None
+        return float(replies[-1].strip() == task.answer)

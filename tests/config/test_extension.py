@@ -1,0 +1,245 @@
+"""What settings may name from outside of the package; the package that is named is tests/outside."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_collab import environments
+from megatron_collab.algo.policy_loss import PolicyLoss
+from megatron_collab.config import (
+    AlgoConfig,
+    Config,
+    ConfigError,
+    DataConfig,
+    RewardConfig,
+    RolloutConfig,
+    make_absolute,
+    resolve,
+)
+from megatron_collab.data.datasets import load_tasks, task_reader
+from megatron_collab.launch.validate import check_settings
+from megatron_collab.reward import metrics
+from megatron_collab.reward.metrics import Metric
+from megatron_collab.reward.multiturn import RewardFunction, reward_function
+from megatron_collab.rollout.tools import Toolbox
+from megatron_collab.rollout.users import check_user
+from megatron_collab.trainer.losses import policy_loss
+from megatron_collab.types import Conversation, Future, Message, Missing, Task
+from tests.reward.fakes import about, play, score
+from tests.rollout.fakes import FakePolicy
+from tests.rollout.users.helpers import said, task, users
+
+OUTSIDE = Path(__file__).resolve().parents[1] / "outside"
+
+
+@pytest.fixture(autouse=True)
+def outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package can be imported."""
+    monkeypatch.syspath_prepend(OUTSIDE)
+
+
+def refused(spec: str, base: type = Metric) -> str:
+    with pytest.raises(ConfigError) as error:
+        resolve(spec, "reward.metrics.mine.metric", base)
+    assert "\n" not in str(error.value)
+    return str(error.value).removeprefix(f"reward.metrics.mine.metric={spec}: ")
+
+
+def test_what_cannot_be_resolved_is_refused_in_one_line(tmp_path: Path) -> None:
+    assert refused("no_such_package.metrics:Polite") == (
+        "no module no_such_package; install its package, or give ./FILE.py:NAME"
+    )
+    assert refused("collab_extras.metric:Polite").startswith("no module collab_extras.metric; ")
+    assert refused("collab_extras:Polit") == "collab_extras has no Polit; the nearest is Polite"
+    assert refused("collab_extras:Dice") == "must be a subclass of megatron_collab.reward.metrics.Metric"
+    assert refused("collab_extras:reward_of_one") == "must be a subclass of megatron_collab.reward.metrics.Metric"
+    assert refused("collab_extras:Polite", RewardFunction) == (
+        "must be a subclass of megatron_collab.reward.multiturn.RewardFunction or a function"
+    )
+    assert refused("./nowhere.py:Polite") == "no such file"
+    broken = tmp_path / "broken.py"
+    broken.write_text("import no_such_library\n")
+    assert refused(f"{broken}:Polite") == (
+        f"importing {broken} failed: ModuleNotFoundError: No module named 'no_such_library'"
+    )
+    broken.write_text("class Polite(\n")
+    assert "failed: SyntaxError" in refused(f"{broken}:Polite")
+
+
+def test_a_library_that_a_module_lacks_is_not_taken_for_the_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lacking.py").write_text("import no_such_library\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert refused("lacking:Polite") == "importing lacking failed: No module named 'no_such_library'"
+
+
+def test_a_metric() -> None:
+    conversation = play(about("5"), "when, please?", "at 5", "thanks, please")
+    assert score("collab_extras:Polite", about("5"), conversation) == 2.0
+    assert score("mine", about("5"), conversation, metric="collab_extras:Polite", word="thanks") == 1.0
+    for options, reason in [
+        ({"wort": "x"}, "reward.metrics.mine.wort: no such setting; the nearest is word; there are word, most"),
+        ({"most": "many"}, "reward.metrics.mine.most=many: Value 'many' of type 'str' could not be converted"),
+        ({"most": 0}, "reward.metrics.mine.most=0: must be 1 or greater"),
+    ]:
+        with pytest.raises(ConfigError) as error:
+            metrics.split("mine", {"metric": "collab_extras:Polite", **options})
+        assert str(error.value).startswith(reason)
+
+
+def test_a_user() -> None:
+    spec = "collab_extras:TerseUser"
+    assert check_user(spec, Config()) is None
+    for options, name, words in [({}, spec, "no"), ({"word": "yes"}, f"{spec}/!", "yes!")]:
+        made = users(options=options).make(task(name), "s")
+        reply = asyncio.run(made.reply(said("hi", "hello")))
+        assert (reply.message, reply.reward) == (Message("user", words), 0.25)
+    config = Config()
+    config.user.options = {"word": "maybe"}
+    assert check_user(spec, config) == "user.options.word=maybe: choose one of no, yes"
+    assert check_user("llm/openai/x", config) is None, "options are for users that have some"
+    assert str(check_user("collab_extras:Terse", Config())).startswith("user=collab_extras:Terse: collab_extras has no")
+
+
+def test_a_script_of_a_user(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("def reply(goal, messages):\n    return f'{goal} {len(messages)}'\n")
+    made = users().make(task(f"scripted/{script}:reply"), "s")
+    assert asyncio.run(made.reply(said("hi", "hello"))).message.content == "the goal 2"
+
+
+def test_a_tool() -> None:
+    async def throw(**options: object) -> tuple[Sequence[Message], float]:
+        config = RolloutConfig(tools=["collab_extras:Dice", "calculator"], tool_options=options)
+        box = Toolbox(config, FakePolicy(lambda prompt, seed: ""))
+        return await box.answer("call dice {}", Task("t", (), "g", "", ""))
+
+    assert asyncio.run(throw()) == ([Message("tool", "6 of 6")], 0.5)
+    assert asyncio.run(throw(dice={"sides": 20})) == ([Message("tool", "20 of 20")], 0.5)
+    with pytest.raises(ConfigError, match=r"^rollout.tool_options.dice.sides=1: must be 2 or greater"):
+        asyncio.run(throw(dice={"sides": 1}))
+    with pytest.raises(ConfigError, match=r"^rollout.tool_options.dise: not in rollout.tools; the nearest is dice"):
+        asyncio.run(throw(dise={"sides": 6}))
+    with pytest.raises(ConfigError, match="two tools have the same name"):
+        Toolbox(RolloutConfig(tools=["collab_extras:Dice"] * 2), FakePolicy(lambda prompt, seed: ""))
+
+
+def test_a_world(tmp_path: Path) -> None:
+    config = Config()
+    config.data.world, config.data.dir = "collab_extras:Greetings", str(tmp_path / "world")
+    config.data.world_options = {"tasks": 2}
+    environments.prepare(config)
+    assert (tmp_path / "world" / "greetings.txt").read_text() == "hello 0\nhello 1\n"
+    assert environments.result_names(config) == {"politeness": "polite"}
+    config.data.world_options = {"tasks": 3}
+    with pytest.raises(ValueError, match=r"choose another data\.dir"):
+        environments.prepare(config)
+    config.data.world = "boking"
+    with pytest.raises(ConfigError, match=r"data.world=boking: no such name; known are .*; the nearest is booking"):
+        environments.prepare(config)
+
+
+def test_a_reader_of_tasks(tmp_path: Path) -> None:
+    file = tmp_path / "lines.txt"
+    file.write_text("hello\nhi\n")
+    reader = task_reader(DataConfig(format="collab_extras:Lines", format_options={"user": "replay"}))
+    found = load_tasks(file, "data.eval", reader)
+    assert [(each.messages[0].content, each.user) for each in found] == [("hello", "replay"), ("hi", "replay")]
+    assert task_reader(DataConfig()) is None
+    with pytest.raises(ValueError, match=r"data.eval=.* row 0: the prompt ends with a message of the assistant"):
+        load_tasks(file, "data.eval", task_reader(DataConfig(format="collab_extras:replies_only")))
+    with pytest.raises(ConfigError, match=r"data.format_options: .* is a function, which takes no options"):
+        task_reader(DataConfig(format="collab_extras:replies_only", format_options={"x": 1}))
+
+
+def test_a_reward_function() -> None:
+    futures = [
+        Future(Conversation((Message("user", "hi"),) * length, ()), {"polite": value})
+        for length, value in [(2, 1.0), (4, 3.0), (3, Missing("no score"))]
+    ]
+    weights = {"polite": 1.0}
+    assert reward_function(RewardConfig("collab_extras:Best", weights))(futures).value == 3.0
+    options = {"bonus": 0.5}
+    assert reward_function(RewardConfig("collab_extras:Best", weights, options))(futures).value == 5.0
+    assert reward_function(RewardConfig("collab_extras:reward_of_one"))(futures).value == 1.0
+    assert reward_function(RewardConfig("mr", weights))(futures).value == 2.0
+    with pytest.raises(ConfigError, match=r"reward.mode_options.bonus=-1.0: must be 0 or greater"):
+        reward_function(RewardConfig("collab_extras:Best", mode_options={"bonus": -1}))
+
+
+def test_a_loss() -> None:
+    numbers = torch.tensor([-1.0, -2.0], dtype=torch.float64)
+    algo = AlgoConfig(loss="collab_extras:Reinforce", loss_options={"scale": 0.5})
+    terms = policy_loss(algo)(numbers, numbers, numbers, torch.zeros(2, dtype=torch.int64), 1)
+    assert terms.loss.tolist() == [-0.5, -2.0] and terms.clipped.tolist() == [1.0, 1.0]
+    with pytest.raises(ConfigError, match=r"^algo.loss_options.scale=0.0: must be greater than 0"):
+        policy_loss(AlgoConfig(loss="collab_extras:Reinforce", loss_options={"scale": 0}))
+    assert resolve("collab_extras:WholeSequences", "algo.loss", PolicyLoss).whole_sequences
+
+
+def configured(**settings: object) -> Config:
+    config = Config()
+    config.reward.weights = {"collab_extras:Polite": 1.0}
+    for name, value in settings.items():
+        group, _, option = name.partition("__")
+        setattr(getattr(config, group), option, value)
+    return config
+
+
+def test_settings_from_outside_are_checked_before_a_run() -> None:
+    everything = configured(
+        reward__mode="collab_extras:Best",
+        algo__loss="collab_extras:Reinforce",
+        algo__loss_options={"scale": 2.0},
+        rollout__tools=["collab_extras:Dice"],
+        data__format="collab_extras:Lines",
+        data__world="collab_extras:Greetings",
+    )
+    check_settings(everything)
+    for config, reason in [
+        (configured(reward__mode="collab_extras:Bets"), "reward.mode=collab_extras:Bets: collab_extras has no Bets"),
+        (configured(reward__mode_options={"x": 1}), "reward.mode_options: reward.mode=mr has no options; remove them"),
+        (configured(algo__loss="ppo2"), "algo.loss=ppo2: choose one of ppo, gspo, cispo, or package.module:Class"),
+        (configured(rollout__tools=["dise"]), "rollout.tools=dise: no such name; known are calculator, or package"),
+        (configured(data__format="csv"), "data.format=csv: choose one of auto, or package.module:Class"),
+        (
+            configured(data__format="collab_extras:Lines", train__stage="sft"),
+            "data.format=collab_extras:Lines: readers give tasks, and train.stage=sft reads conversations",
+        ),
+        (
+            configured(algo__loss="collab_extras:WholeSequences", parallel__cp=2),
+            "algo.loss=collab_extras:WholeSequences: needs whole sequences on a rank, and parallel.cp=2 cuts them",
+        ),
+    ]:
+        with pytest.raises(ConfigError) as error:
+            check_settings(config)
+        assert str(error.value).startswith(reason)
+
+
+def test_files_are_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = configured(
+        reward__metrics={"mine": {"metric": "./my.py:Length", "prompt": "see my.py: it is long"}},
+        rollout__tools=["tools/my.py:Dice", "calculator", "collab_extras:Dice"],
+        user__name="scripted/my.py:reply",
+        algo__loss="../my.py:Loss/x",
+    )
+    config.reward.weights = {"./my.py:Length": 1.0}
+    made = make_absolute(config)
+    assert made.reward.metrics["mine"] == {"metric": f"{tmp_path}/my.py:Length", "prompt": "see my.py: it is long"}
+    assert made.reward.weights == {f"{tmp_path}/my.py:Length": 1.0}
+    assert made.rollout.tools == [f"{tmp_path}/tools/my.py:Dice", "calculator", "collab_extras:Dice"]
+    assert made.user.name == f"scripted/{tmp_path}/my.py:reply"
+    assert made.algo.loss == f"{tmp_path.parent}/my.py:Loss/x"
+
+
+def test_a_file_is_loaded_once(tmp_path: Path) -> None:
+    file = tmp_path / "my.py"
+    file.write_text("from megatron_collab.reward.metrics import Metric\nclass Length(Metric):\n    pass\n")
+    assert resolve(f"{file}:Length", "x", Metric) is resolve(f"{file}:Length", "x", Metric)

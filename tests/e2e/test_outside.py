@@ -1,0 +1,120 @@
+"""A run in which all that can come from outside does: from an installed package, and from a file."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+from site import getsitepackages
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[2]
+LENGTH = """
+from megatron_collab.reward.metrics import Metric
+
+
+class Length(Metric):
+    async def score(self, task, conversation):
+        return float(len(conversation.messages))
+"""
+SETTINGS = [
+    "data.world=collab_extras:Greetings",
+    "data.world_options.tasks=5",
+    "data.train=${data.dir}/greetings.txt",
+    "data.eval=${data.dir}/greetings.txt",
+    "data.format=collab_extras:Lines",
+    "user.options.word=yes",
+    "rollout.tools=[collab_extras:Dice]",
+    "rollout.tool_options.dice.sides=4",
+    "reward.mode=collab_extras:Best",
+    "reward.mode_options.bonus=0.5",
+    "reward.weights.polite=1",
+    "reward.weights.length=0",
+    "reward.metrics.polite.metric=collab_extras:Polite",
+    "reward.metrics.polite.word=a",
+    "reward.metrics.length.metric=./my_metric.py:Length",
+    "algo.loss=collab_extras:Reinforce",
+    "algo.loss_options.scale=2.0",
+    "model.path=${data.dir}/model",
+    "model.dtype=float32",
+    "train.steps=2",
+    "train.prompts_per_step=2",
+    "train.rollouts_per_prompt=2",
+    "train.eval_tasks=2",
+    "rollout.futures=2",
+    "rollout.max_user_turns=1",
+    "rollout.turn.max_new_tokens=8",
+    "rollout.future.max_new_tokens=8",
+    "rollout.context_length=900",
+    "rollout.server.max_total_tokens=65536",
+    "reward.malformed=null",  # the random model never ends a turn by itself
+]
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of a new environment with the package, which also finds what is installed in this one."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, symlinks=True)
+    python = folder / "bin" / "python"
+    where = subprocess.run(
+        [python, "-c", "import site; print(site.getsitepackages()[0])"], check=True, capture_output=True, text=True
+    ).stdout.strip()
+    lines = [f"import site; site.addsitedir({folder!r})" for folder in getsitepackages()]
+    (Path(where) / "shared.pth").write_text("\n".join([*lines, str(ROOT)]) + "\n")
+    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-index", "--no-deps"]
+    install += ["--no-build-isolation", "--disable-pip-version-check", "--quiet"]
+    source = folder / "source"
+    subprocess.run(["cp", "-r", ROOT / "tests" / "outside", source], check=True)  # where pip leaves its build
+    subprocess.run([*install, str(source)], check=True)
+    return python
+
+
+def test_a_run_with_everything_from_outside(python: Path, tmp_path: Path) -> None:
+    (tmp_path / "my_metric.py").write_text(LENGTH)
+    run = tmp_path / "run"
+    command = [python, "-m", "megatron_collab.train", *SETTINGS, f"run.dir={run}", f"data.dir={tmp_path}/world"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    with (tmp_path / "console.log").open("w") as log:
+        code = subprocess.run(command, cwd=tmp_path, env=environment, stdout=log, stderr=log, timeout=400).returncode
+    assert code == 0, (tmp_path / "console.log").read_text()[-5000:]
+
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in metrics] == [0, 1]
+    assert all(line["clip_fraction"] == 1.0 for line in metrics), "the loss is the package's"
+    transcripts = [json.loads(line) for line in (run / "transcripts.jsonl").read_text().splitlines()]
+    assert len(transcripts) == 2 * 2 * 2 * 2
+    rollouts: dict[tuple, list[dict]] = {}
+    for line in transcripts:
+        assert line["messages"][0]["content"].startswith("hello ")
+        assert [message["content"] for message in line["messages"][2::2]] == ["yes"]
+        assert line["turn_rewards"][0] == 0.25
+        assert line["scores"]["length"] == len(line["messages"]) == 4
+        said = "".join(message["content"] for message in line["messages"][1::2])
+        assert line["scores"]["polite"] == said.count("a")
+        rollouts.setdefault((line["step"], line["task"], line["rollout"]), []).append(line)
+    for lines in rollouts.values():
+        assert lines[0]["reward"] == max(line["scores"]["polite"] for line in lines) + 0.5 * 4
+    assert any(line["scores"]["polite"] for line in transcripts), "some random text has the letter"
+    result = json.loads((run / "result.json").read_text())
+    settings = json.loads((run / "config.json").read_text())
+    assert settings["reward"]["metrics"]["length"]["metric"] == f"{tmp_path}/my_metric.py:Length"
+    assert set(result) >= {"train_minutes", "versions"}
+
+
+def test_a_name_that_the_package_lacks_ends_the_command_in_one_line(python: Path, tmp_path: Path) -> None:
+    settings = [setting for setting in SETTINGS if not setting.startswith(("algo.", "model."))]
+    command = [python, "-m", "megatron_collab.train", *settings, f"run.dir={tmp_path}/run", f"data.dir={tmp_path}/w"]
+    command += ["model.path=/nowhere", "algo.loss=collab_extras:Reinforcee"]
+    (tmp_path / "my_metric.py").write_text(LENGTH)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2
+    assert done.stderr.strip().splitlines()[-1] == (
+        "megatron-collab: algo.loss=collab_extras:Reinforcee: collab_extras has no Reinforcee; the nearest is Reinforce"
+    )

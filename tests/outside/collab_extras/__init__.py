@@ -1,0 +1,131 @@
+"""A package that knows megatron_collab and that megatron_collab does not know: one extension of every kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from megatron_collab.algo.policy_loss import PolicyLoss, PolicyTerms
+from megatron_collab.config import option
+from megatron_collab.data.datasets import TaskReader
+from megatron_collab.environments import World
+from megatron_collab.reward.metrics import Metric
+from megatron_collab.reward.multiturn import RewardFunction
+from megatron_collab.rollout.tools import Tool, ToolResult
+from megatron_collab.rollout.users import User, UserReply
+from megatron_collab.types import Conversation, Future, Message, Missing, Reward, Score, Task
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Polite(Metric):
+    """How often the user was told the word."""
+
+    @dataclass(frozen=True)
+    class Options:
+        word: str = option("please", "what is counted")
+        most: int = option(100, "largest score", ge=1)
+
+    async def score(self, task: Task, conversation: Conversation) -> Score | None:
+        said = sum(reply.count(self.options.word) for reply in conversation.replies)
+        return float(min(said, self.options.most))
+
+
+class TerseUser(User):
+    """Says one word, and is paid for it."""
+
+    @dataclass(frozen=True)
+    class Options:
+        word: str = option("no", "all that the user says", choices=("no", "yes"))
+
+    async def reply(self, conversation: Conversation) -> UserReply:
+        return self.says(f"{self.options.word}{self.argument}", reward=0.25)
+
+
+class Dice(Tool):
+    @dataclass(frozen=True)
+    class Options:
+        sides: int = option(6, "sides of the dice", ge=2)
+
+    SCHEMA: ClassVar[Mapping[str, Any]] = {
+        "name": "dice",
+        "description": "Throws a dice.",
+        "parameters": {"type": "object", "properties": {}},
+    }
+
+    async def call(self, task: Task, **arguments: Any) -> ToolResult:
+        return ToolResult(f"{self.options.sides} of {self.options.sides}", reward=0.5)
+
+
+class Greetings(World):
+    """A random model, and a file of greetings in a format of their own."""
+
+    @dataclass(frozen=True)
+    class Options:
+        tasks: int = option(4, "how many", ge=1)
+
+    result_names: ClassVar[Mapping[str, str]] = {"politeness": "polite"}
+
+    def make(self, folder: Path, seed: int, source: str | None) -> None:
+        from megatron_collab.environments import tiny_model
+
+        tokenizer = tiny_model.byte_tokenizer(["hello there"], 300)
+        tokenizer.chat_template = f"{{{{ tools | tojson if tools }}}}{tiny_model.CHAT_TEMPLATE}"
+        tiny_model.save(folder / "model", tokenizer, seed, 1024)
+        (folder / "greetings.txt").write_text("".join(f"hello {number}\n" for number in range(self.options.tasks)))
+
+
+class Lines(TaskReader):
+    """A task a line."""
+
+    @dataclass(frozen=True)
+    class Options:
+        user: str = option("collab_extras:TerseUser", "user of every task")
+
+    def __call__(self, path: Path) -> Iterator[Task]:
+        for number, line in enumerate(path.read_text().splitlines()):
+            yield Task(str(number), (Message("user", line),), "to be greeted", "", self.options.user)
+
+
+def replies_only(path: Path) -> Iterable[Task]:
+    """A reader whose tasks are none."""
+    return [Task("t", (Message("assistant", "hello"),), "g", "", "")]
+
+
+class Best(RewardFunction):
+    """The best future counts, and the longest one earns a bonus."""
+
+    @dataclass(frozen=True)
+    class Options:
+        bonus: float = option(0.0, "reward of every message of the longest future", ge=0)
+
+    def __call__(self, futures: Sequence[Future], weights: Mapping[str, float]) -> Reward:
+        scores = [future.scores[name] for future in futures for name in weights]
+        found = [score for score in scores if not isinstance(score, Missing)]
+        longest = max(len(future.conversation.messages) for future in futures)
+        return Reward(max(found) + self.options.bonus * longest if found else Missing("no future has a score"))
+
+
+def reward_of_one(futures: Sequence[Future], weights: Mapping[str, float]) -> Reward:
+    return Reward(1.0)
+
+
+class Reinforce(PolicyLoss):
+    """REINFORCE, which reports every token as clipped."""
+
+    @dataclass(frozen=True)
+    class Options:
+        scale: float = option(1.0, "factor of the loss", gt=0)
+
+    def __call__(
+        self, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, sequence: Tensor, sequences: int
+    ) -> PolicyTerms:
+        ratio = (log_probs - old_log_probs).detach().exp()
+        return PolicyTerms(-self.options.scale * advantages * log_probs, ratio, ratio * 0 + 1)
+
+
+class WholeSequences(Reinforce):
+    whole_sequences = True
