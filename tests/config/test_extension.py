@@ -164,11 +164,11 @@ def test_a_reward_function() -> None:
         for length, value in [(2, 1.0), (4, 3.0), (3, Missing("no score"))]
     ]
     weights = {"polite": 1.0}
-    assert reward_function(RewardConfig("collab_extras:Best", weights))(futures).value == 3.0
+    assert reward_function(RewardConfig("collab_extras:Best", weights=weights))(futures).value == 3.0
     options = {"bonus": 0.5}
-    assert reward_function(RewardConfig("collab_extras:Best", weights, options))(futures).value == 5.0
+    assert reward_function(RewardConfig("collab_extras:Best", options, weights))(futures).value == 5.0
     assert reward_function(RewardConfig("collab_extras:reward_of_one"))(futures).value == 1.0
-    assert reward_function(RewardConfig("mr", weights))(futures).value == 2.0
+    assert reward_function(RewardConfig("mr", weights=weights))(futures).value == 2.0
     with pytest.raises(ConfigError, match=r"reward.mode_options.bonus=-1.0: must be 0 or greater"):
         reward_function(RewardConfig("collab_extras:Best", mode_options={"bonus": -1}))
 
@@ -213,7 +213,7 @@ def test_settings_from_outside_are_checked_before_a_run() -> None:
             "data.format=collab_extras:Lines: readers give tasks, and train.stage=sft reads conversations",
         ),
         (
-            configured(algo__loss="collab_extras:WholeSequences", parallel__cp=2),
+            configured(algo__loss="collab_extras:WholeSequences", launch__nproc_per_node=2, parallel__cp=2),
             "algo.loss=collab_extras:WholeSequences: needs whole sequences on a rank, and parallel.cp=2 cuts them",
         ),
     ]:
