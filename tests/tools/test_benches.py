@@ -6,23 +6,36 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-BENCH = Path(__file__).resolve().parents[2] / "tools" / "bench"
+ROOT = Path(__file__).resolve().parents[2]
+BENCHES = sorted(file.stem for file in (ROOT / "tools" / "bench").glob("*.py"))
+# More than a quarter of a minute: they start servers, or train.
+SLOW = {"booking", "in_flight", "preemption", "prefix", "publish", "train_turns"}
+# No order beats the bounds that the benches divide by, and nothing may be lost, read wrongly or played again.
+HOLDS: dict[str, Callable[[dict[str, float]], bool]] = {
+    "futures": lambda values: values["makespan_over_bound"] >= 1 and values["serial_over_ours"] >= 1,
+    "in_flight": lambda values: values["lost"] == 0 and values["conversations"] >= 100,
+    "judge_outage": lambda values: values["wrong_scores"] == values["zero_by_failure"] == values["away_wrong"] == 0,
+    "judge_parse": lambda values: values["crashes"] == values["wrong_type"] == values["wrong_value"] == 0,
+    "preemption": lambda values: (values["saved"], values["equal"], values["played_again"]) == (values["of"], 1, 0),
+    "reward_loop": lambda values: values["time_over_ideal"] >= 1,
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "values"),
-    [("futures", ["makespan_over_bound", "serial_over_ours"]), ("reward_loop", ["time_over_ideal"])],
-)
-def test_a_bench_runs(name: str, values: list[str]) -> None:
-    command = [sys.executable, str(BENCH / f"{name}.py"), "--smoke"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert run.returncode == 0, run.stderr[-3000:]
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in BENCHES])
+def test_a_bench_runs(name: str) -> None:
+    command = [sys.executable, f"tools/bench/{name}.py", "--smoke"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800)
+    assert run.returncode == 0, run.stdout[-1000:] + run.stderr[-3000:]
     result = json.loads(run.stdout.splitlines()[-1])
     assert result["name"] == name
-    assert list(result["values"]) == values
-    # No order beats the bounds that the benches divide by, and the published order is a slower one.
-    assert all(math.isfinite(value) and value >= 1 for value in result["values"].values())
+    assert result["values"] and all(math.isfinite(value) for value in result["values"].values())
+    assert HOLDS.get(name, lambda values: True)(result["values"]), result["values"]
+
+
+def test_the_list_of_slow_benches_is_of_this_folder() -> None:
+    assert set(BENCHES) >= SLOW | HOLDS.keys()

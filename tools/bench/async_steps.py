@@ -4,11 +4,12 @@ A group takes 0.3 to 0.6 s, drawn from its stream, so 16 of them at once take ne
 which the process sleeps. A run is 16 steps. `speedup` is the steps a second with rollout.max_staleness=1 over those
 with 0, where sampling and training take turns; a run's first batch cannot overlap anything, so that 2 x 16 / 17 = 1.88
 is the most there could be. Both ways alternate three times; the medians count.
-`python tools/bench/async_steps.py` prints, last, one JSON object.
+`python tools/bench/async_steps.py [--smoke]` prints, last, one JSON object.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import random
@@ -29,7 +30,9 @@ from megatron_collab.rollout.workers import Workers
 from megatron_collab.runtime.ray_cluster import ray_session, start_actor
 from megatron_collab.types import Conversation, Ending, Finish, Future, Group, Message, Reward, Rollout, Task, Turn
 
-STEPS, PROMPTS, WORKERS, ROUNDS = 16, 16, 2, 3
+PROMPTS, WORKERS = 16, 2
+STEPS, ROUNDS = 16, 3
+SMOKE_STEPS, SMOKE_ROUNDS = 2, 1
 SECONDS = 0.6  # of an update, and of the longest group
 TASK = Task("t", (Message("user", "a table please"),), "goal", "answer", "nobody")
 
@@ -64,11 +67,11 @@ def rollout(value: float, first: int, last: int) -> Rollout:
     return Rollout(conversation, (Future(conversation, {"right": value}),), Reward(value))
 
 
-def steps_a_second(workers: list[Any], folder: Path, staleness: int) -> tuple[float, float]:
+def steps_a_second(workers: list[Any], folder: Path, staleness: int, steps: int) -> tuple[float, float]:
     """Of one run; and the share of its samples that were too old."""
     config = Config()
     config.run.dir, config.data.train = str(folder), str(folder / "tasks.jsonl")
-    config.train.steps, config.train.prompts_per_step, config.rollout.max_staleness = STEPS, PROMPTS, staleness
+    config.train.steps, config.train.prompts_per_step, config.rollout.max_staleness = steps, PROMPTS, staleness
     write_jsonl(folder / "tasks.jsonl", [task_row(TASK)])
     run: Any = SimpleNamespace(transcripts=lambda step, groups: None)
     pool = SimpleNamespace(lost_all=lambda: False, recover=lambda: None)
@@ -76,7 +79,7 @@ def steps_a_second(workers: list[Any], folder: Path, staleness: int) -> tuple[fl
     rollouts = RolloutManager(config, servers, SimpleNamespace(), run, {})  # type: ignore[arg-type]
     trained, dropped = 0, 0.0
     began = time.monotonic()
-    for step in range(STEPS):
+    for step in range(steps):
         ray.get([worker.publish.remote(step) for worker in workers])
         batch = rollouts.collect(step)
         assert min(sample.version for sample in batch.samples) >= step - staleness
@@ -84,11 +87,15 @@ def steps_a_second(workers: list[Any], folder: Path, staleness: int) -> tuple[fl
         time.sleep(SECONDS)
         rollouts.learned({"step": float(step)})
     seconds = time.monotonic() - began
-    assert trained == STEPS * PROMPTS * 2
-    return STEPS / seconds, dropped / trained
+    assert trained == steps * PROMPTS * 2
+    return steps / seconds, dropped / trained
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--smoke", action="store_true", help="one round of two steps: shows that it runs, no figures")
+    few = parser.parse_args().smoke
+    steps, rounds = (SMOKE_STEPS, SMOKE_ROUNDS) if few else (STEPS, ROUNDS)
     config = Config()
     config.rollout.workers = WORKERS
     found: dict[int, list[tuple[float, float]]] = {0: [], 1: []}
@@ -96,10 +103,10 @@ def main() -> None:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
         workers = [start_actor(Worker) for _ in range(WORKERS)]
         ray.get([worker.spend.remote() for worker in workers])
-        for _ in range(ROUNDS):
+        for _ in range(rounds):
             for staleness, runs in found.items():
                 with TemporaryDirectory() as of_run:
-                    runs.append(steps_a_second(workers, Path(of_run), staleness))
+                    runs.append(steps_a_second(workers, Path(of_run), staleness, steps))
                 print(f"max_staleness {staleness}: {runs[-1][0]:.3f} steps/s, {runs[-1][1]:.1%} too old", flush=True)
         dist.destroy_process_group()
     in_turns, ahead = (median(rate for rate, _ in runs) for runs in found.values())

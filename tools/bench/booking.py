@@ -1,7 +1,8 @@
 """The measured result: the quickstart with comparison for several seeds, its table and its picture.
 
-`python tools/bench/booking.py [--seeds 0 1 2] [--root runs/quickstart]` runs what is not there yet, writes
+`python tools/bench/booking.py [--seeds 0 1 2] [--root runs/quickstart] [--smoke]` runs what is not there yet, writes
 docs/figures/booking.svg, prints a Markdown table and, last, one JSON object with the worst value over the seeds.
+--smoke: one seed of a few steps in a temporary folder, the picture too.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import matplotlib
 
@@ -18,6 +20,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 PICTURE = Path(__file__).resolve().parents[2] / "docs" / "figures" / "booking.svg"
+# A model that has hardly learned never ends its turns, which scores nothing.
+SMOKE = ("train.steps=2", "train.prompts_per_step=2", "train.rollouts_per_prompt=2", "train.eval_tasks=4")
+SMOKE += ("rollout.futures=2", "optim.warmup_steps=1", "reward.malformed=null")
 # key of result.json: (the bound, whether larger is better, what it is)
 BOUNDS = {
     "ask_when_missing_before": (0.45, False, "asks when something is missing, after SFT"),
@@ -35,15 +40,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--root", type=Path, default=Path("runs/quickstart"))
+    parser.add_argument("--smoke", action="store_true", help="one seed of two steps: shows that it runs, no figures")
     arguments = parser.parse_args()
-    for seed in arguments.seeds:
-        command = [sys.executable, "tools/quickstart.py", f"--seed={seed}", f"--root={arguments.root}", "--compare"]
-        subprocess.run(command, check=True)
-    folders = [arguments.root / f"seed{seed}" for seed in arguments.seeds]
-    results = [json.loads((folder / "result.json").read_text()) for folder in folders]
-    draw(folders)
+    if arguments.smoke:
+        with TemporaryDirectory() as folder:
+            measure(arguments.seeds[:1], Path(folder), Path(folder) / PICTURE.name, SMOKE)
+    else:
+        measure(arguments.seeds, arguments.root, PICTURE)
 
-    print("\n| | bound | " + " | ".join(f"seed {seed}" for seed in arguments.seeds) + " |")
+
+def measure(seeds: list[int], root: Path, picture: Path, overrides: tuple[str, ...] = ()) -> None:
+    for seed in seeds:
+        command = [sys.executable, "tools/quickstart.py", f"--seed={seed}", f"--root={root}", "--compare", *overrides]
+        subprocess.run(command, check=True)
+    folders = [root / f"seed{seed}" for seed in seeds]
+    results = [json.loads((folder / "result.json").read_text()) for folder in folders]
+    draw(folders, picture)
+
+    print("\n| | bound | " + " | ".join(f"seed {seed}" for seed in seeds) + " |")
     print("|---" * (len(results) + 2) + "|")
     worst = {}
     for key, (bound, larger, meaning) in BOUNDS.items():
@@ -54,7 +68,7 @@ def main() -> None:
     print(json.dumps({"name": "booking", "values": worst}))
 
 
-def draw(folders: list[Path]) -> None:
+def draw(folders: list[Path], picture: Path) -> None:
     """How often the policy asks when something is missing, by step: thin lines are seeds, both rewards."""
     figure, axes = plt.subplots(figsize=(7, 3.2))
     runs = (("rl", "C0", "multiturn-aware reward"), ("single_turn", "C3", "reward of the turn alone"))
@@ -67,7 +81,7 @@ def draw(folders: list[Path]) -> None:
     axes.legend(frameon=False, loc="center right")
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
-    figure.savefig(PICTURE, metadata={"Date": None})
+    figure.savefig(picture, metadata={"Date": None})
 
 
 if __name__ == "__main__":

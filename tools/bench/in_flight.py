@@ -18,7 +18,7 @@ bench ends with exit code 1 and says how many were.
     memory_growth   mean resident memory of the worker's process without what it shares with others (Ray's object
                     store) in the last third of the time over that of the second; memory_mb is the last
 
-The last line is one JSON object.
+--smoke: 100 conversations of short turns for six seconds. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -244,7 +244,12 @@ def main() -> None:
     parser.add_argument("--conversations", type=int, default=2000)
     parser.add_argument("--minutes", type=float, default=3.0)
     parser.add_argument("--turn-seconds", type=float, default=20.0)
+    parser.add_argument(
+        "--smoke", action="store_true", help="100 conversations for six seconds: shows that it runs, no figures"
+    )
     options = parser.parse_args()
+    if options.smoke:
+        options.conversations, options.minutes, options.turn_seconds = 100, 0.1, 1.0
     with TemporaryDirectory() as folder:
         config = configure(Path(folder))
         engine = Engine(replies(ChatRenderer(folder)), options.turn_seconds)

@@ -12,11 +12,14 @@ looks like 0 or like a part of the score. Values:
 - away_missing, away_wrong: the same two of 100 scores that are asked for while nobody listens at the address, which
   takes 60 s, with the tries and deadline that a judge has by default; both must be 0.
 - away_seconds: from the return of the endpoint until the last of these scores; the client pauses for 30 s at most.
+
+--smoke: 20 scores, and 5 while nobody listens for 2 s.
 """
 # ruff: noqa: E402 (patches come before LiteLLM)
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import os
@@ -40,6 +43,7 @@ from megatron_collab.types import Missing
 
 JUDGEMENTS, AT_ONCE, SEED = 500, 24, 0
 AWAY, AWAY_SECONDS = 100, 60.0
+SMOKE_JUDGEMENTS, SMOKE_AWAY, SMOKE_AWAY_SECONDS = 20, 5, 2.0
 TIMEOUT = 4.0  # seconds; a call takes some 20 ms, on a busy machine more
 FIELDS = [Field("thought", str), Field("score", float, 0.0, 1.0)]
 
@@ -100,13 +104,13 @@ async def serve(endpoint: Endpoint, port: int = 0) -> tuple[web.AppRunner, str]:
     return runner, f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
 
 
-async def away() -> tuple[Scores, float]:
-    """Scores that are asked for while the endpoint is away, and how long they took from its return."""
+async def away(count: int, absent: float) -> tuple[Scores, float]:
+    """`count` scores that are asked for while the endpoint is away for `absent` s; seconds from its return to all."""
     runner, url = await serve(Endpoint(broken=False))
     await runner.cleanup()
     asked = Judge(LlmClient(), EndpointConfig("openai/judge", url))
-    scores = [asyncio.create_task(asked.ask(f"Score conversation {i}.", FIELDS)) for i in range(AWAY)]
-    await asyncio.sleep(AWAY_SECONDS)
+    scores = [asyncio.create_task(asked.ask(f"Score conversation {i}.", FIELDS)) for i in range(count)]
+    await asyncio.sleep(absent)
     runner, _ = await serve(Endpoint(broken=False), urlsplit(url).port or 0)
     began = time.monotonic()
     try:
@@ -117,8 +121,8 @@ async def away() -> tuple[Scores, float]:
     return found, time.monotonic() - began
 
 
-async def judge(broken: bool) -> tuple[Scores, int]:
-    """All scores, and the requests that the endpoint got."""
+async def judge(broken: bool, count: int) -> tuple[Scores, int]:
+    """`count` scores, and the requests that the endpoint got."""
     endpoint = Endpoint(broken)
     runner, url = await serve(endpoint)
     asked = Judge(LlmClient(), EndpointConfig("openai/judge", url, attempts=3, timeout=TIMEOUT))
@@ -130,23 +134,27 @@ async def judge(broken: bool) -> tuple[Scores, int]:
         return answer if isinstance(answer, Missing) else answer["score"]
 
     try:
-        scores = list(await asyncio.gather(*(one(i) for i in range(JUDGEMENTS))))
+        scores = list(await asyncio.gather(*(one(i) for i in range(count))))
     finally:
         await runner.cleanup()
     return scores, endpoint.tries.total()
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--smoke", action="store_true", help="few scores: shows that it runs, no figures")
+    few = parser.parse_args().smoke
+    count = SMOKE_JUDGEMENTS if few else JUDGEMENTS
     os.environ.setdefault("OPENAI_API_KEY", "none")
-    clean, _ = asyncio.run(judge(broken=False))
-    scores, calls = asyncio.run(judge(broken=True))
-    late, seconds = asyncio.run(away())
+    clean, _ = asyncio.run(judge(broken=False, count=count))
+    scores, calls = asyncio.run(judge(broken=True, count=count))
+    late, seconds = asyncio.run(away(SMOKE_AWAY, SMOKE_AWAY_SECONDS) if few else away(AWAY, AWAY_SECONDS))
     had = [(score, true) for score, true in zip(scores, clean, strict=True) if not isinstance(score, Missing)]
     values = {
         "wrong_scores": sum(score != true for score, true in had),
         "zero_by_failure": sum(score == 0 != true for score, true in had),
-        "missing": sum(isinstance(score, Missing) for score in scores) / JUDGEMENTS,
-        "missing_clean": sum(isinstance(score, Missing) for score in clean) / JUDGEMENTS,
+        "missing": sum(isinstance(score, Missing) for score in scores) / count,
+        "missing_clean": sum(isinstance(score, Missing) for score in clean) / count,
         "calls": calls,
         "away_missing": sum(isinstance(score, Missing) for score in late),
         "away_wrong": sum(score != true for score, true in zip(late, clean, strict=False)),

@@ -1,6 +1,6 @@
 """Communication of one update, counted, against what the layout should cost.
 
-    .venv/bin/python tools/bench/layouts.py
+    .venv/bin/python tools/bench/layouts.py [--smoke]
 
 Every layout is run by real ranks (gloo); each counts the bytes that its collectives put on the wire: a ring's
 2 (n-1)/n of the tensor for an all-reduce, (n-1)/n of the whole for an all-gather or a reduce-scatter, all of it for a
@@ -20,7 +20,7 @@ parameters of the model:
     experts                 2 T k (2 a + 4) L      tokens sent to k experts and back, and so their gradients; weights
                                                    of the choice once each way
 
-`bytes_over_formula` is the ratio farthest from 1 of all layouts, by its logarithm.
+`bytes_over_formula` is the ratio farthest from 1 of all layouts, by its logarithm. --smoke: one layout.
 """
 
 from __future__ import annotations
@@ -195,13 +195,14 @@ def counted() -> Any:
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--rank", nargs=2, metavar=("LAYOUT", "OUT"), help=argparse.SUPPRESS)
+    options.add_argument("--smoke", action="store_true", help="one layout: shows that it runs, no figures")
     given = options.parse_args()
     if given.rank:
         rank_main(given.rank[0], Path(given.rank[1]))
         return
     ratios = {}
     with tempfile.TemporaryDirectory() as scratch:
-        for layout in LAYOUTS:
+        for layout in list(LAYOUTS)[: 1 if given.smoke else None]:
             out = Path(scratch) / f"{layout}.json"
             command = [sys.executable, "-m", "megatron_collab.launch.torchrun"]
             command += [f"--nproc-per-node={RANKS.get(layout, 2)}", __file__, "--rank", layout, str(out)]

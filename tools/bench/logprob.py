@@ -17,8 +17,8 @@ tokens and 64 entries, so that libraries are loaded, then measures one pass:
 
 Medians over the rounds. Ours multiplies matrices four times (the logits are made twice), the full ways three times:
 were fresh memory free, `time_over_full` would be about 4/3. What wins on a CPU is that the full ways touch 3.7 GB of
-fresh pages (`…_system_seconds`) and go through them several times, while a tile stays in the cache. The last line is
-one JSON object.
+fresh pages (`…_system_seconds`) and go through them several times, while a tile stays in the cache. --smoke: one
+round of 256 tokens and 16,384 entries. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ from torch import Tensor
 
 from megatron_collab import patches
 
-TOKENS, HIDDEN, VOCAB = 2048, 512, 151_936
+HIDDEN = 512
+SIZE, SMOKE_SIZE = (2048, 151_936), (256, 16_384)  # tokens, entries of the vocabulary
 TEMPERATURE = 1.0
 
 
@@ -92,7 +93,7 @@ def memory(name: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def child(way: str) -> None:
+def child(way: str, size: tuple[int, int]) -> None:
     patches.apply("megatron")
     from megatron.core import parallel_state
 
@@ -101,12 +102,12 @@ def child(way: str) -> None:
         dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
         parallel_state.initialize_model_parallel()
         one_pass(way, 8, 64)
-        print(json.dumps(one_pass(way, TOKENS, VOCAB)))
+        print(json.dumps(one_pass(way, *size)))
         dist.destroy_process_group()
 
 
-def measure(way: str) -> dict[str, float]:
-    command = [sys.executable, __file__, "--way", way]
+def measure(way: str, smoke: bool) -> dict[str, float]:
+    command = [sys.executable, __file__, "--way", way, *(["--smoke"] if smoke else [])]
     one_thread = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=os.environ | one_thread)
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
@@ -119,17 +120,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--way", choices=list(WAYS), help="measure one way once, in this process")
+    parser.add_argument("--smoke", action="store_true", help="one small round: shows that it runs, no figures")
     arguments = parser.parse_args()
+    tokens, vocab = SMOKE_SIZE if arguments.smoke else SIZE
     if arguments.way:
-        return child(arguments.way)
+        return child(arguments.way, (tokens, vocab))
     found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
-    for _ in range(arguments.rounds):
+    for _ in range(1 if arguments.smoke else arguments.rounds):
         for way in WAYS:
-            found[way].append(measure(way))
+            found[way].append(measure(way, arguments.smoke))
     sums = [each["sum"] for way in WAYS for each in found[way]]
     assert max(sums) - min(sums) < 1e-5 * abs(sums[0]), f"the ways disagree: {sums}"
     seconds = {way: median(each["seconds"] for each in found[way]) for way in WAYS}
-    full = 4 * TOKENS * VOCAB
+    full = 4 * tokens * vocab
     size = {way: median(each["bytes"] for each in found[way]) / full for way in WAYS}
     values = {
         "memory_over_full": size["ours"],

@@ -9,8 +9,8 @@ harder, `exp(7.8 + 0.6 z)`, median 2,441, where few sequences fit into a micro-b
     rank_cost_over_mean = the work of the busiest of 8 ranks (`packing.cost`) / the mean, in plans for 8 ranks with
                           multiples of 4 micro-batches each.
 
-Over the seeds: the worst fill and balance, the median time. `hard_…` are those of the harder lengths. The last line is
-one JSON object.
+Over the seeds: the worst fill and balance, the median time. `hard_…` are those of the harder lengths. --smoke: one
+seed of 512 samples. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ import numpy as np
 
 from megatron_collab.trainer import packing
 
-SAMPLES, BUDGET, SHORTEST = 4096, 8192, 16
+SAMPLES, SMOKE_SAMPLES = 4096, 512
+BUDGET, SHORTEST = 8192, 16
 RANKS, MULTIPLE_OF, REPEATS = 8, 4, 21
 DISTRIBUTIONS = {"": (6.0, 0.8), "hard_": (7.8, 0.6)}  # mean and standard deviation of the logarithm
 
 
-def lengths_of(seed: int, mean: float, sigma: float) -> list[int]:
-    drawn = np.random.default_rng(seed).lognormal(mean, sigma, SAMPLES)
+def lengths_of(seed: int, mean: float, sigma: float, samples: int) -> list[int]:
+    drawn = np.random.default_rng(seed).lognormal(mean, sigma, samples)
     return np.clip(drawn.round(), SHORTEST, BUDGET).astype(int).tolist()
 
 
@@ -52,10 +53,13 @@ def measure(lengths: list[int]) -> tuple[float, float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(5)))
-    seeds = parser.parse_args().seeds
+    parser.add_argument("--smoke", action="store_true", help="one seed of few samples: shows that it runs, no figures")
+    arguments = parser.parse_args()
+    seeds, samples = (arguments.seeds[:1], SMOKE_SAMPLES) if arguments.smoke else (arguments.seeds, SAMPLES)
     values = {}
     for name, (mean, sigma) in DISTRIBUTIONS.items():
-        fills, times, balances = zip(*(measure(lengths_of(seed, mean, sigma)) for seed in seeds), strict=True)
+        found = [measure(lengths_of(seed, mean, sigma, samples)) for seed in seeds]
+        fills, times, balances = zip(*found, strict=True)
         values |= {
             f"{name}fill_over_bound": min(fills),
             f"{name}ms": median(times),

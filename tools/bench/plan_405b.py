@@ -1,7 +1,7 @@
 """How long planning takes: Llama 3.1 405B from a trainer of TP8 and PP16 to servers of TP8.
 
-`python tools/bench/plan_405b.py`: CPU seconds of `weight_sync.plan.plan_sync`, the median of 5. The last line is one
-JSON object.
+`python tools/bench/plan_405b.py [--smoke]`: CPU seconds of `weight_sync.plan.plan_sync`, the median of 5.
+--smoke: one. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ BFLOAT16 = 2
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--smoke", action="store_true", help="one plan: shows that it runs, no figures")
+    repeats = 1 if parser.parse_args().smoke else REPEATS
     shape = hf_config.read(CONF / "shapes" / "Llama-3.1-405B-Instruct.json")
     times = []
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         began = time.process_time()
         plan_sync(shape, TRAINER, SERVER, BFLOAT16)
         times.append(time.process_time() - began)

@@ -11,6 +11,8 @@ signals one is in each of N equal parts of [0, T], so that even few of them meet
   undisturbed run, bit for bit.
 - played_again: groups that were in the journal and were played once more; must be 0.
 - in_journal: groups that were in the journal when a run was started again.
+
+--smoke: one signal and two steps.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ SETTINGS = [
     "reward.malformed=null",  # the random model never ends a turn by itself
     "reward.weights.token_amount=-0.01",
 ]
+SMOKE = ["train.steps=2", "train.eval_tasks=2"]
 DIFFER = ("seconds/", "count/", "llm/", "servers/")  # what says how, not what was sampled and learned
 
 
@@ -74,9 +77,9 @@ class Journal:
 
 
 @contextmanager
-def started(root: Path, name: str) -> Iterator[subprocess.Popen[bytes]]:
+def started(root: Path, name: str, settings: list[str]) -> Iterator[subprocess.Popen[bytes]]:
     """A start of the run `name`; its processes end with it."""
-    command = [sys.executable, "-m", "megatron_collab.train", *SETTINGS, f"run.dir={root / name}"]
+    command = [sys.executable, "-m", "megatron_collab.train", *settings, f"run.dir={root / name}"]
     command += [f"data.dir={root / 'world'}", f"model.path={root / 'world' / 'model'}"]
     with (root / f"{name}.log").open("ab") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
@@ -120,17 +123,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--signals", type=int, default=20)
     parser.add_argument("--root", type=Path)
+    parser.add_argument("--smoke", action="store_true", help="one signal, two steps: shows that it runs, no figures")
     arguments = parser.parse_args()
+    signals, settings = (1, [*SETTINGS, *SMOKE]) if arguments.smoke else (arguments.signals, SETTINGS)
     block_preemption_signal()  # and so do those whom we start, from their first instruction on
     with tempfile.TemporaryDirectory() as folder:
-        print(json.dumps({"name": "preemption", "values": measured(arguments.root or Path(folder), arguments.signals)}))
+        values = measured(arguments.root or Path(folder), signals, settings)
+    print(json.dumps({"name": "preemption", "values": values}))
 
 
-def measured(root: Path, signals: int) -> dict[str, float]:
+def measured(root: Path, signals: int, settings: list[str]) -> dict[str, float]:
     drawn = random.Random(SEED)
     parts = drawn.sample(range(signals), signals)
     began = time.monotonic()
-    with started(root, "undisturbed") as process:
+    with started(root, "undisturbed", settings) as process:
         assert wait(process, Journal(root / "undisturbed"), DEADLINE) and process.returncode == 0, f"see {root}"
     whole = time.monotonic() - began
     print(f"undisturbed: {whole:.1f} s", flush=True)
@@ -145,7 +151,7 @@ def measured(root: Path, signals: int) -> dict[str, float]:
             last = sent == signals
             # A run may be at its end before its part comes: then the next has another moment of the same part.
             moment = DEADLINE if last else drawn.uniform(parts[sent], parts[sent] + 1) * whole / signals
-            with started(root, name) as process:
+            with started(root, name, settings) as process:
                 if not wait(process, journal, moment):
                     assert not last, f"not at its end after {DEADLINE:g} s: see {root / name}.log"
                     process.send_signal(PREEMPTION_SIGNAL)

@@ -14,10 +14,12 @@ was decoded needs no prefill, except the last token of a turn, which was sampled
 over all prompts and both servers; at best 1. Above it are: the last token of a prompt, which SGLang computes for each
 request anew; what opens the user's message in futures that start together; the system prompt, once a server and
 wherever prompts start together. `without_cache` is the same with every prompt computed as a whole.
+--smoke: one prompt of two trained turns.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import random
@@ -36,7 +38,8 @@ from megatron_collab.rollout.conversation import RolloutPlace, Sampler
 from megatron_collab.rollout.users import User, UserReply
 from megatron_collab.types import Conversation, Message, Task
 
-SERVERS, PROMPTS, TURNS, FUTURES, USER_TURNS = 2, 4, 8, 3, 2
+SERVERS, FUTURES, USER_TURNS = 2, 3, 2
+COUNTS, SMOKE_COUNTS = (4, 8), (1, 2)  # prompts, trained turns of each
 WORDS = [f"word{i}" for i in range(500)]
 
 
@@ -59,6 +62,9 @@ class RandomUsers:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--smoke", action="store_true", help="one prompt: shows that it runs, no figures")
+    counts = SMOKE_COUNTS if parser.parse_args().smoke else COUNTS
     with TemporaryDirectory() as folder, ExitStack() as stack:
         config = configure(Path(folder) / "model")
         tiny_model.save(
@@ -70,9 +76,9 @@ def main() -> None:
             server.wait_healthy(config.rollout.server.start_timeout)
         endpoints = [(server.url, server.api_key) for server in servers]
         began = time.monotonic()
-        values = asyncio.run(measure(config, endpoints, "distinct", alike=False))
+        values = asyncio.run(measure(config, endpoints, counts, "distinct", alike=False))
         seconds = time.monotonic() - began
-        same = asyncio.run(measure(config, endpoints, "same", alike=True))
+        same = asyncio.run(measure(config, endpoints, counts, "same", alike=True))
     values |= {f"same_replies_{name}": value for name, value in same.items()} | {"seconds": seconds}
     print(json.dumps({"name": "prefix", "values": {name: round(value, 4) for name, value in values.items()}}))
 
@@ -87,11 +93,14 @@ def configure(model: Path) -> Config:
     return config
 
 
-async def measure(config: Config, endpoints: list[tuple[str, str]], name: str, alike: bool) -> dict[str, float]:
-    """Play all prompts at once; `name` sets their texts apart from those that the servers have seen."""
+async def measure(
+    config: Config, endpoints: list[tuple[str, str]], counts: tuple[int, int], name: str, alike: bool
+) -> dict[str, float]:
+    """Play `counts` of prompts and turns at once; `name` sets their texts apart from those the servers have seen."""
     router = Router(endpoints, config.rollout, unpublished=True)
     sampler = Sampler(router, ChatRenderer(config.model.path), RandomUsers(alike), config)
-    places = [RolloutPlace(f"{name}-{prompt}", turn) for prompt in range(PROMPTS) for turn in range(TURNS)]
+    prompts, turns = map(range, counts)
+    places = [RolloutPlace(f"{name}-{prompt}", turn) for prompt in prompts for turn in turns]
     try:
         played = await asyncio.gather(*(play(sampler, task(name, place.stream), place) for place in places))
     finally:
@@ -99,10 +108,10 @@ async def measure(config: Config, endpoints: list[tuple[str, str]], name: str, a
     conversations = [conversation for futures in played for conversation in futures]
     computed = router.take_counters()["prefill_tokens"]
     needed = tree_tokens(conversations)
-    turns = {(turn.prompt_ids, turn.token_ids) for conversation in conversations for turn in conversation.turns}
+    generated = {(turn.prompt_ids, turn.token_ids) for conversation in conversations for turn in conversation.turns}
     return {
         "prefill_over_tree": computed / needed,
-        "without_cache": sum(len(prompt) for prompt, _ in turns) / needed,
+        "without_cache": sum(len(prompt) for prompt, _ in generated) / needed,
         "tree_tokens": needed,
     }
 

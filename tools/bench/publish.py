@@ -1,6 +1,6 @@
 """Publishing 400 MB into a running SGLang, against a copy of the same bytes and against gathering them.
 
-    .venv/bin/python tools/bench/publish.py
+    .venv/bin/python tools/bench/publish.py [--smoke]
 
 A random float32 Qwen3 of 100 million parameters; a trainer of two ranks, TP2 and then PP2, and a real server of one,
 all on the CPU. Warm publishes alternate with a copy of the same bytes in one process and one thread (`time_over_copy`,
@@ -9,6 +9,7 @@ gathers all shards, puts the Hugging Face tensors together, rank 0 flattens them
 load them. Its buffers are kept too, and are as large as ours. `bytes_over_target`: what all ranks write over what the
 server holds; `scratch_buckets`: memory allocated for buckets, by server rank; `logprob_diff`: between SGLang's and
 Megatron's log-probs of sampled tokens after 20 more publishes, each of changed weights.
+--smoke: two layers, each way once, one publish.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ from megatron_collab.weight_sync.sync import WeightSync  # noqa: E402
 
 LAYOUTS = {"tp2": (2, 1), "pp2": (1, 2)}
 VOCAB, BUCKET_BYTES = 4608, 110 << 20
-WARM, TIMED, CHANGED = 2, 9, 20
+LAYERS, WARM, TIMED, CHANGED = 7, 2, 9, 20
 PROMPTS, PROMPT, REPLY = 8, 24, 16
 
 
@@ -71,7 +72,7 @@ def served(line: dict[str, Any]) -> SimpleNamespace:
     return SimpleNamespace(**line, resume=lambda tag: None)
 
 
-def make_model(folder: Path) -> None:
+def make_model(folder: Path, layers: int) -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from megatron_collab.environments import tiny_model
@@ -83,7 +84,7 @@ def make_model(folder: Path) -> None:
         vocab_size=VOCAB,
         hidden_size=1024,
         intermediate_size=3200,
-        num_hidden_layers=7,
+        num_hidden_layers=layers,
         num_attention_heads=16,
         num_key_value_heads=8,
         head_dim=64,
@@ -228,7 +229,8 @@ class Profile:
         return {name: statistics.median(times) for name, times in self.found.items()}
 
 
-def run_rank(folder: Path, layout: str, out: Path) -> None:
+def run_rank(folder: Path, layout: str, out: Path, smoke: bool) -> None:
+    warm, timed, changed = (0, 1, 1) if smoke else (WARM, TIMED, CHANGED)
     line = json.loads(os.environ["SERVER"])
     config = configure(folder, *LAYOUTS[layout])
     server = served(line)
@@ -243,19 +245,19 @@ def run_rank(folder: Path, layout: str, out: Path) -> None:
             size = 4 * sum(int(np.prod(hf)) for hf in hf_to_megatron.hf_shapes(shape).values())
             source, target = (torch.ones(size // 4) for _ in range(2)) if rank == 0 else (torch.ones(1),) * 2
             times: dict[str, list[float]] = defaultdict(list)
-            for number in range(WARM + TIMED):
+            for number in range(warm + timed):
                 ways = {"copy": lambda _: target.copy_(source), "peer": peer.publish, "ours": publisher.publish}
                 for name, way in ways.items():
                     dist.barrier()
                     profile.now.clear()
                     began = time.perf_counter()
                     way(number)
-                    if number >= WARM:
+                    if number >= warm:
                         times[name].append(time.perf_counter() - began)
                         if name == "ours":
                             profile.lap()
             found = {name: 1e3 * statistics.median(own) for name, own in times.items()}
-            for number in range(CHANGED):
+            for number in range(changed):
                 change(policy, number)
                 publisher.publish(100 + number)
             difference = compare(actor, config, line)
@@ -306,7 +308,7 @@ async def sample(config: Config, line: dict[str, Any]) -> list[Turn]:
     return turns
 
 
-def run_layout(folder: Path, layout: str, server: SGLangServer, index: int) -> dict[str, Any]:
+def run_layout(folder: Path, layout: str, server: SGLangServer, index: int, smoke: bool) -> dict[str, Any]:
     """Each layout is a server of its own to the ranks, which know it by `index`."""
     out = folder / f"{layout}.json"
     line = {"url": server.url, "api_key": server.api_key, "tp": 1, "index": index, "generation": 0}
@@ -317,7 +319,7 @@ def run_layout(folder: Path, layout: str, server: SGLangServer, index: int) -> d
         "OMP_NUM_THREADS": "1",
         "SERVER": json.dumps(line),
     }
-    command = [sys.executable, __file__, "--rank", str(folder), layout, str(out)]
+    command = [sys.executable, __file__, "--rank", str(folder), layout, str(out), *(["--smoke"] if smoke else [])]
     ranks = [
         subprocess.Popen(command, env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)
     ]
@@ -334,17 +336,21 @@ def run_layout(folder: Path, layout: str, server: SGLangServer, index: int) -> d
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rank", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--smoke", action="store_true", help="a small model, once: shows that it runs, no figures")
     arguments = parser.parse_args()
     if arguments.rank:
         folder, layout, out = arguments.rank
-        run_rank(Path(folder), layout, Path(out))
+        run_rank(Path(folder), layout, Path(out), arguments.smoke)
         return
     with TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        make_model(folder)
+        make_model(folder, 2 if arguments.smoke else LAYERS)
         with SGLangServer(configure(folder), folder / "server.log") as server:
             server.wait_healthy(400)
-            found = {layout: run_layout(folder, layout, server, index) for index, layout in enumerate(LAYOUTS)}
+            found = {
+                layout: run_layout(folder, layout, server, index, arguments.smoke)
+                for index, layout in enumerate(LAYOUTS)
+            }
     print(f"{'':6}{'copy':>8}{'ours':>8}{'peer':>8}  ms, of which rank 0's:")
     for layout, own in found.items():
         profile = ", ".join(f"{name} {ms:.1f}" for name, ms in own["profile"].items())

@@ -1,13 +1,14 @@
 """One update of a small Qwen3, against TRL's GRPOTrainer doing the same update on the same tokens.
 
     .venv/bin/python -m pip install --no-deps -r requirements/bench.lock
-    .venv/bin/python tools/bench/step.py
+    .venv/bin/python tools/bench/step.py [--smoke]
 
 A random Qwen3 of 25 million parameters; 128 sequences, a prompt and a reply each, with lognormal lengths; GRPO with
 the token mean, no reference, AdamW, clipped gradient; float32, one process, one thread. Both sides take the padded
 or packed batch as they would in a run and do forward, backward, clipping and the optimizer's step. They alternate,
 TRL with the micro-batch size that was faster in its first update. `trl_over_ours` is the ratio of the median times,
 `loss_diff` the difference of the losses of the first update, `norm_diff` the relative one of the gradient norms.
+--smoke: our update alone, of 16 sequences, without what bench.lock installs.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ from megatron_collab.trainer.megatron import parallel  # noqa: E402
 from megatron_collab.trainer.trainer import PolicyTrainer  # noqa: E402
 from megatron_collab.types import Batch, Credit, Sample  # noqa: E402
 
-SEQUENCES, GROUP, VOCAB, LR, CLIP = 128, 8, 32_768, 1e-5, 1.0
+SEQUENCES, SMOKE_SEQUENCES = 128, 16
+GROUP, VOCAB, LR, CLIP = 8, 32_768, 1e-5, 1.0
 MEAN_LOG, SIGMA, SHORTEST, LONGEST = 3.7, 0.8, 8, 1024
 TRL_MICRO_BATCHES = (8, 32)
 
@@ -65,10 +67,10 @@ def make_model(folder: Path) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def make_samples() -> list[Sample]:
+def make_samples(count: int) -> list[Sample]:
     """Sequences of which the second half is the reply; rewards are compared within groups of eight."""
     rng = np.random.default_rng(0)
-    lengths = np.clip(rng.lognormal(MEAN_LOG, SIGMA, SEQUENCES), SHORTEST, LONGEST).astype(int)
+    lengths = np.clip(rng.lognormal(MEAN_LOG, SIGMA, count), SHORTEST, LONGEST).astype(int)
     samples = []
     for number, length in enumerate(lengths):
         prompt = int(length) // 2
@@ -170,7 +172,8 @@ def timed(update: Callable[[], dict[str, float]]) -> tuple[dict[str, float], flo
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--rounds", type=int, default=2, help="timed updates of each side")
-    rounds = options.parse_args().rounds
+    options.add_argument("--smoke", action="store_true", help="our update alone, once: no figures")
+    given = options.parse_args()
     torch.set_num_threads(1)
     rank = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
     os.environ |= {name: str(value) for name, value in rank.items()}
@@ -180,20 +183,26 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch, parallel.init_parallel(config):
         folder = Path(scratch) / "model"
         parameters = make_model(folder)
-        samples = make_samples()
+        samples = make_samples(SMOKE_SEQUENCES if given.smoke else SEQUENCES)
         lengths = [len(sample.token_ids) for sample in samples]
         print(f"{parameters / 1e6:.1f} M parameters, {sum(lengths)} tokens, the longest {max(lengths)}", flush=True)
         update = ours(folder, samples)
+        if given.smoke:
+            return report({name: update()[name] for name in ("loss", "grad_norm")})
         peers = {size: trl(folder, samples, size) for size in TRL_MICRO_BATCHES}
         first, _ = timed(update)
         theirs = {size: timed(peer) for size, peer in peers.items()}
         fastest = min(theirs, key=lambda size: theirs[size][1])
-        times = [(timed(update)[1], timed(peers[fastest])[1]) for _ in range(rounds)]
+        times = [(timed(update)[1], timed(peers[fastest])[1]) for _ in range(given.rounds)]
     mine, other = (statistics.median(column) for column in zip(*times, strict=True))
     print(f"ours {mine:.2f} s, TRL {other:.2f} s with micro-batches of {fastest}")
     differences = [abs(first["loss"] - peer["loss"]) for peer, _ in theirs.values()]
     norms = [abs(first["grad_norm"] / peer["grad_norm"] - 1) for peer, _ in theirs.values()]
     values = {"trl_over_ours": other / mine, "loss_diff": max(differences), "norm_diff": max(norms)}
+    report(values)
+
+
+def report(values: dict[str, float]) -> None:
     print(json.dumps({"name": "step", "values": {name: round(value, 8) for name, value in values.items()}}))
 
 
