@@ -21,8 +21,6 @@ from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
-import psutil
-
 from megatron_collab.config import Config
 from megatron_collab.inference import KEY_VARIABLE, PARENT_VARIABLE, STACKS_VARIABLE
 from megatron_collab.models.parallel_layout import servers_per_node
@@ -30,6 +28,7 @@ from megatron_collab.runtime import device, heartbeat, network, stacks
 from megatron_collab.runtime.network import bindable
 from megatron_collab.runtime.process import RunStopped, raise_if_preempted
 from megatron_collab.runtime.redact import redact
+from megatron_collab.runtime.scratch import ScratchFolder
 
 # By default SGLang allocates nearly all memory of the machine for its cache, and touches every page of it.
 CPU_CACHE_TOKENS = 2**18
@@ -48,7 +47,7 @@ FP8_BLOCKS = {
 
 _TORCHRUN_VARIABLES = re.compile(r"(LOCAL_|GROUP_|ROLE_|TORCHELASTIC_|MASTER_)|(RANK|WORLD_SIZE)$")
 
-_LEFT_BEHIND = re.compile(r"/dev/shm/(?:sglang_loads_|sgl_shm_mq_|sem\.mp-)\S+")
+_LEFT_BEHIND = re.compile(r"/dev/shm/(?:sgl_shm_mq_|sem\.mp-)\S+")
 
 MEMORY = ("kv_cache", "weights")  # that a server can release, in this order
 HEALTH_SECONDS = 30  # timeout of a health check
@@ -89,8 +88,9 @@ class ServerProcess:
 
     def start(self) -> None:
         """Start it again, at the same address."""
+        self._scratch = ScratchFolder()  # SGLang leaves sockets and files in the temporary folder
         # The rendezvous of its ranks. A TCP store would listen on all interfaces without authentication.
-        self._store = Path(tempfile.gettempdir()) / f"sglang-{secrets.token_hex(8)}"
+        store = self._scratch.path / "store"
         written = (self._log.parent / stacks.FOLDER / self._log.stem).resolve()
         with self._log.open("ab") as output:
             self._process = subprocess.Popen(
@@ -101,7 +101,11 @@ class ServerProcess:
                     *arguments(self._config, self.url, self._index),
                 ],
                 env=_environment(self._config, self._api_key, self._index)
-                | {"SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": self._store.as_uri(), STACKS_VARIABLE: str(written)},
+                | {
+                    "TMPDIR": str(self._scratch.path),
+                    "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": store.as_uri(),
+                    STACKS_VARIABLE: str(written),
+                },
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -119,8 +123,9 @@ class ServerProcess:
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
-        for file in {self._store, *left_behind}:
+        for file in left_behind:
             file.unlink(missing_ok=True)
+        self._scratch.remove()
 
 
 class Process(Protocol):
@@ -320,20 +325,20 @@ def _environment(config: Config, api_key: str, index: int) -> dict[str, str]:
         if tp > 1:
             bind = [str(cores[(place * tp + rank) % len(cores)]) for rank in range(tp)]
             settings["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(bind)
+    else:  # worth keeping from one start to the next
+        compiled = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
+        settings["TORCHINDUCTOR_CACHE_DIR"] = inherited.get("TORCHINDUCTOR_CACHE_DIR", compiled)
     return inherited | settings
 
 
 def _left_behind(group: int) -> set[Path]:
-    """Shared memory, semaphores and sockets of SGLang's processes, which do not unlink them when killed."""
+    """Shared memory and semaphores of SGLang's processes, which do not unlink them when killed."""
     found: set[Path] = set()
-    sockets = f"{tempfile.gettempdir()}/tmp"
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if os.getpgid(int(process.name)) == group:
                 maps = (process / "maps").read_text()
                 found |= {Path(path) for path in _LEFT_BEHIND.findall(maps)}
-                connections = psutil.Process(int(process.name)).net_connections("unix")
-                found |= {Path(end.laddr) for end in connections if end.laddr.startswith(sockets)}
-        except (ProcessLookupError, FileNotFoundError, psutil.NoSuchProcess):  # it has just ended
+        except (ProcessLookupError, FileNotFoundError):  # it has just ended
             continue
     return found

@@ -13,7 +13,6 @@ from __future__ import annotations
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from argparse import Namespace
@@ -30,6 +29,7 @@ from megatron_collab.runtime.process import (
     PREEMPTION_SIGNAL,
     block_preemption_signal,
 )
+from megatron_collab.runtime.scratch import ScratchFolder
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> int:
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    with tempfile.TemporaryDirectory(prefix="torchrun-") as logs:  # its own choice it would leave behind
+    with ScratchFolder() as logs:  # its own choice it would leave behind
         options = run.parse_args([f"--log-dir={logs}", *arguments])
         try:
             store = _store(options)

@@ -16,6 +16,7 @@ import ray
 from megatron_collab.config import Config
 from megatron_collab.runtime import heartbeat
 from megatron_collab.runtime.process import RunStopped, raise_if_preempted
+from megatron_collab.runtime.scratch import ScratchFolder
 
 STARTS = 3  # failures of Ray's start in a row that end the run
 _POLL = 0.2  # seconds
@@ -33,16 +34,18 @@ def ray_session(config: Config) -> Iterator[None]:
     """
     quiet = {"log_to_driver": False, "logging_level": "error"}
     with ExitStack() as stack:
-        stack.callback(ray.shutdown)
         if "RAY_ADDRESS" in os.environ:
+            stack.callback(ray.shutdown)
             ray.init(**quiet)
             _await_nodes(config)
         else:
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
             # Ray's default is to start workers at nice 15, which starve beside busy ranks.
             os.environ.setdefault("RAY_worker_niceness", "0")
+            folder = stack.enter_context(ScratchFolder())
+            stack.callback(ray.shutdown)
             processes = config.rollout.workers + config.reward.workers  # Ray starts a process a CPU in advance
-            _start_ray(num_cpus=processes, **quiet)
+            _start_ray(num_cpus=processes, _temp_dir=str(folder), **quiet)
             stack.callback(_reaper().communicate, "\n")
         yield
 

@@ -7,8 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -99,11 +101,11 @@ def environment_of(process: psutil.Process) -> dict[str, str]:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[[list[str]], Program]]:
+def start(tmp_path: Path) -> Iterator[Callable[..., Program]]:
     programs: list[Program] = []
 
-    def starter(arguments: list[str]) -> Program:
-        programs.append(Program(arguments, tmp_path / f"console{len(programs)}.log"))
+    def starter(arguments: list[str], **environment: str) -> Program:
+        programs.append(Program(arguments, tmp_path / f"console{len(programs)}.log", **environment))
         return programs[-1]
 
     yield starter
@@ -131,10 +133,24 @@ def keys() -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def trained(root: Path, supervised: Path, keys: dict[str, str]) -> Path:
+def temporary() -> Iterator[Path]:
+    """A temporary folder of the programs that get it, with a short path: sockets are in it."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture(scope="module")
+def shared() -> set[Path]:
+    """The shared memory that processes of the undisturbed run had under a name."""
+    return set()
+
+
+@pytest.fixture(scope="module")
+def trained(root: Path, supervised: Path, keys: dict[str, str], temporary: Path, shared: set[Path]) -> Path:
     """The undisturbed run on multiturn-aware reward."""
-    program = Program(rl(root, "rl"), root / "rl.log", **keys)
+    program = Program(rl(root, "rl"), root / "rl.log", TMPDIR=str(temporary), **keys)
     program.when(lambda: steps_done(root / "rl") >= 1)
+    shared |= shared_memory(program)
     keys |= {name: value for name in (KEY_VARIABLE, "RAY_AUTH_TOKEN") for value in program.values(name)}
     program.finish()
     assert program.gone() == []
@@ -159,6 +175,15 @@ def parameters(run: Path) -> bytes:
     return (run / "hf" / "model.safetensors").read_bytes()
 
 
+def shared_memory(program: Program) -> set[Path]:
+    found: set[Path] = set()
+    for process in program.left():
+        with suppress(psutil.Error):
+            maps = process.memory_maps(grouped=False)
+            found |= {Path(each.path) for each in maps if each.path.startswith("/dev/shm/")}
+    return {file for file in found if file.exists()}  # most have lost their name already
+
+
 def kill(program: Program) -> None:
     """SIGKILL the process that the user started; everything else must notice."""
     program.process.kill()
@@ -174,14 +199,17 @@ def test_supervised_training_learns_and_exports_a_hugging_face_folder(supervised
 
 
 def test_supervised_training_that_is_killed_ends_with_the_same_parameters(
-    root: Path, supervised: Path, start: Callable[[list[str]], Program]
+    root: Path, supervised: Path, temporary: Path, start: Callable[..., Program]
 ) -> None:
+    """And with nothing in the temporary folder."""
     arguments = [*SFT, f"run.dir={root}/sft_killed", f"data.dir={root}/world"]
     run = root / "sft_killed"
-    between_checkpoints = start(arguments)
+    between_checkpoints = start(arguments, TMPDIR=str(temporary))
     between_checkpoints.when(lambda: steps_done(run) >= 47)
     kill(between_checkpoints)
-    start(arguments).finish()
+    assert any(temporary.iterdir())
+    start(arguments, TMPDIR=str(temporary)).finish()
+    assert not list(temporary.iterdir())
     assert [line["step"] for line in lines(run / "metrics.jsonl")] == list(range(60))
     assert parameters(run) == parameters(supervised)
 
@@ -232,6 +260,13 @@ def test_no_file_of_a_run_holds_a_key(trained: Path, keys: dict[str, str]) -> No
     for file in files:
         text = file.read_bytes()
         assert [name for name, key in keys.items() if key.encode() in text] == [], file
+
+
+def test_nothing_is_left_in_the_temporary_folder_and_no_shared_memory(
+    trained: Path, temporary: Path, shared: set[Path]
+) -> None:
+    assert not list(temporary.iterdir())
+    assert not [file for file in shared if file.exists()]
 
 
 def test_a_finished_run_is_not_trained_again(trained: Path, root: Path, start: Callable[[list[str]], Program]) -> None:

@@ -10,6 +10,7 @@ import os
 import secrets
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -106,8 +107,8 @@ def test_a_finished_run_trains_on(root: Path, undisturbed: Path, start: Callable
 @pytest.mark.slow
 def test_training_whose_parts_are_killed(root: Path, undisturbed: Path, start: Callable[..., Program]) -> None:
     """Workers and server are started again, and what they were doing is done again; a rank ends the job."""
-    run = root / "killed"
-    parts = start(rl(root, "killed"))
+    run, temporary = root / "killed", tempfile.mkdtemp(dir="/tmp")
+    parts = start(rl(root, "killed"), TMPDIR=temporary)
     parts.when(lambda: steps_done(run) == 1)
     time.sleep(0.5)  # the weights are published, the next step is sampled
     (server,) = (p for p in parts.left() if "--weight-version" in p.cmdline() and os.getsid(p.pid) == p.pid)
@@ -125,14 +126,15 @@ def test_training_whose_parts_are_killed(root: Path, undisturbed: Path, start: C
     assert parts.wait() != 0
     assert parts.gone() == []
 
-    in_the_update = start(rl(root, "killed"))
+    in_the_update = start(rl(root, "killed"), TMPDIR=temporary)
     in_the_update.when(lambda: any(line["step"] == 2 for line in lines(run / "transcripts.jsonl")))
     kill(in_the_update)
-    in_the_save = start(rl(root, "killed"))
+    in_the_save = start(rl(root, "killed"), TMPDIR=temporary)
     in_the_save.when(lambda: any(run.glob("checkpoints/step_3*")))
     kill(in_the_save)
-    start(rl(root, "killed")).finish()
+    start(rl(root, "killed"), TMPDIR=temporary).finish()
     same(run, undisturbed)
+    os.rmdir(temporary)  # nothing of the four that were killed is in it
 
 
 def test_a_machine_that_is_wanted_back(root: Path, undisturbed: Path, start: Callable[..., Program]) -> None:

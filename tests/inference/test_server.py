@@ -318,19 +318,11 @@ def test_a_server_that_dies_shows_its_last_words(tmp_path: Path) -> None:
         assert not server.alive()
 
 
-def test_the_sockets_that_sglang_leaves_in_the_temporary_folder_are_found() -> None:
-    """SGLang binds them under names that tempfile makes up."""
-    binds = "import socket, tempfile, time; ours = socket.socket(socket.AF_UNIX); path = tempfile.mktemp(); "
-    binds += "ours.bind(path); print(path, flush=True); time.sleep(60)"
-    command = [sys.executable, "-c", binds]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
-        assert process.stdout is not None
-        path = Path(process.stdout.readline().strip())
-        try:
-            assert path.is_socket() and server_module._left_behind(process.pid) == {path}
-        finally:
-            process.kill()
-            path.unlink()
+def test_what_sglang_leaves_in_the_temporary_folder_goes_with_the_server(tmp_path: Path) -> None:
+    with SGLangServer(serving_config(tmp_path / "no-model"), tmp_path / "log") as server:
+        folder = Path(psutil.Process(server.process.pid).environ()["TMPDIR"])
+        (folder / "left").touch()
+    assert not folder.exists()
 
 
 def group(leader: int) -> list[int]:
