@@ -11,8 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-_PREFIX = "mc-"
-_ROOT_LENGTH = 31  # characters: a socket's path has 107 at most, of which Ray needs 64 and the folder's name 12
+_PREFIX = "mgcollab-"
+_ROOT_LENGTH = 25  # characters: a socket's path has 107 at most, of which Ray needs 64 and the folder's name 18
 _ATTEMPTS, _PAUSE = 50, 0.1  # seconds: what has just been ended may still write
 
 

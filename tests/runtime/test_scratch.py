@@ -45,7 +45,7 @@ def test_it_can_be_removed_twice(root: Path) -> None:
 
 
 def test_the_next_start_removes_that_of_a_process_that_was_killed_and_no_other(root: Path) -> None:
-    (root / "mc-file").touch()  # not ours
+    (root / "mgcollab-file").touch()  # not ours
     process = subprocess.Popen([sys.executable, "-c", MAKES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -59,7 +59,7 @@ def test_the_next_start_removes_that_of_a_process_that_was_killed_and_no_other(r
     assert (theirs / "file").exists()
     with ScratchFolder():
         assert not theirs.exists()
-    assert [left.name for left in root.iterdir()] == ["mc-file"]
+    assert [left.name for left in root.iterdir()] == ["mgcollab-file"]
 
 
 def test_where_sockets_would_have_too_long_a_path_it_is_elsewhere(
