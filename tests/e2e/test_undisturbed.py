@@ -21,6 +21,7 @@ import pytest
 
 from megatron_collab.rollout.journal import Entry, entries
 from megatron_collab.runtime.process import EXIT_PREEMPTED, PREEMPTION_SIGNAL
+from megatron_collab.runtime.scratch import ScratchFolder
 from tests.e2e.test_booking import Program, kill, lines, parameters, steps_done
 from tests.helpers import free_port
 
@@ -181,7 +182,9 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
     """Two Ray nodes, each a raylet of its own: the address of the first, the process of the second, their secret."""
     secret = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "PYTHONUNBUFFERED": "1"}
     address = f"127.0.0.1:{free_port()}"
+    folder = ScratchFolder()
     head = ["--head", f"--port={address.split(':')[1]}", "--include-dashboard=false", f"--system-config={QUICK}"]
+    head.append(f"--temp-dir={folder.path}")
     started = []
     try:
         for number, options in enumerate((head, [f"--address={address}"])):
@@ -201,6 +204,7 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
         for process in family:
             with suppress(psutil.NoSuchProcess):  # they end each other
                 process.kill()
+        folder.remove()
 
 
 @pytest.mark.slow

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import ray
 
+from megatron_collab.config import Config
 from megatron_collab.reward import metrics, sandbox
 from megatron_collab.reward.metrics.pass_rate import PassRate, extract
 from megatron_collab.reward.sandbox import SandboxError
+from megatron_collab.runtime.ray_cluster import ray_session
 from megatron_collab.types import Conversation, Finish, Message, Missing, Score, Task, Turn
 
 HUMAN_EVAL = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "humaneval" / "HumanEval.jsonl.gz"
@@ -296,9 +298,8 @@ def test_a_machine_that_cannot_isolate_refuses_the_metric(monkeypatch: pytest.Mo
 @pytest.fixture
 def local_ray() -> Iterator[None]:
     assert sandbox.unavailable() is None  # before a fork bomb is tried
-    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="error")
-    yield
-    ray.shutdown()
+    with ray_session(Config()):
+        yield
 
 
 def test_a_ray_worker_outlives_what_it_runs(local_ray: None) -> None:
