@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_collab.config.extension import NoOptions
 from megatron_collab.environments import gsm8k
+from megatron_collab.environments.worlds import Gsm8k
 
 DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "gsm8k"
 
@@ -45,4 +47,4 @@ def test_every_row_of_gsm8k_keeps_every_word(name: str, uncut: int) -> None:
 @pytest.mark.parametrize("source", [None, "/nothing/there"])
 def test_a_missing_source_is_named(tmp_path: Path, source: str | None) -> None:
     with pytest.raises((ValueError, FileNotFoundError), match=r"data\.path.*train\.jsonl"):
-        gsm8k.make(tmp_path, 0, source)
+        Gsm8k(NoOptions()).make(tmp_path, 0, source)
