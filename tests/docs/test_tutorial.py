@@ -19,7 +19,7 @@ SMALL = (
     "rollout.futures=2 reward.malformed=null"
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # three trainings, each with its own servers
 
 
 def test_every_command_runs(tmp_path: Path) -> None:
