@@ -9,7 +9,6 @@ import secrets
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -28,7 +27,7 @@ from megatron_collab.runtime import device, heartbeat, network, stacks
 from megatron_collab.runtime.network import bindable
 from megatron_collab.runtime.process import RunStopped, raise_if_preempted
 from megatron_collab.runtime.redact import redact
-from megatron_collab.runtime.scratch import ScratchFolder
+from megatron_collab.runtime.scratch import COMPILE_CACHE, ScratchFolder
 
 # By default SGLang allocates nearly all memory of the machine for its cache, and touches every page of it.
 CPU_CACHE_TOKENS = 2**18
@@ -325,10 +324,7 @@ def _environment(config: Config, api_key: str, index: int) -> dict[str, str]:
         if tp > 1:
             bind = [str(cores[(place * tp + rank) % len(cores)]) for rank in range(tp)]
             settings["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(bind)
-    else:  # worth keeping from one start to the next
-        compiled = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
-        settings["TORCHINDUCTOR_CACHE_DIR"] = inherited.get("TORCHINDUCTOR_CACHE_DIR", compiled)
-    return inherited | settings
+    return dict([COMPILE_CACHE]) | inherited | settings
 
 
 def _left_behind(group: int) -> set[Path]:

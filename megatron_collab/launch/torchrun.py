@@ -10,6 +10,7 @@ first of them has. Nothing listens elsewhere.
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import sys
@@ -29,7 +30,7 @@ from megatron_collab.runtime.process import (
     PREEMPTION_SIGNAL,
     block_preemption_signal,
 )
-from megatron_collab.runtime.scratch import ScratchFolder
+from megatron_collab.runtime.scratch import COMPILE_CACHE, ScratchFolder
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -40,6 +41,7 @@ _AGAIN = 1.0  # seconds; a rank that is started after the signal has to have it 
 
 def main(arguments: list[str]) -> int:
     block_preemption_signal()
+    os.environ.setdefault(*COMPILE_CACHE)
     threading.Thread(target=_forward, name="preemption", daemon=True).start()
     # Imported here: it takes seconds, in which the signal has to wait already.
     from torch.distributed import run

@@ -11,6 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
+# PyTorch's folder of compiled code, which is by default in the temporary folder: worth keeping, and so with other caches.
+COMPILE_CACHE = (
+    "TORCHINDUCTOR_CACHE_DIR",
+    str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchinductor"),
+)
 _PREFIX = "mgcollab-"
 _ROOT_LENGTH = 25  # characters: a socket's path has 107 at most, of which Ray needs 64 and the folder's name 18
 _ATTEMPTS, _PAUSE = 50, 0.1  # seconds: what has just been ended may still write
