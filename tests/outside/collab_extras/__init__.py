@@ -103,7 +103,7 @@ class Best(RewardFunction):
         bonus: float = option(0.0, "reward of every message of the longest future", ge=0)
 
     def __call__(self, futures: Sequence[Future], weights: Mapping[str, float]) -> Reward:
-        scores = [future.scores[name] for future in futures for name in weights]
+        scores = [future.scores[name] for future in futures for name, weight in weights.items() if weight]
         found = [score for score in scores if not isinstance(score, Missing)]
         longest = max(len(future.conversation.messages) for future in futures)
         return Reward(max(found) + self.options.bonus * longest if found else Missing("no future has a score"))
