@@ -52,13 +52,13 @@ def test_a_published_reward_is_one_word(mode: str, tokens: float, count: str, ru
             "rollout.future.temperature=0.5: rollout.train_turns=all trains these turns too",
         ),
         (["reward.weights.turn_rewards=1"], "with rollout.futures=0 these rewards are credited to their turns already"),
-        (["rollout.tools=[oracle]"], "rollout.tools=oracle: no such tool; known are calculator"),
+        (["rollout.tools=[oracle]"], "rollout.tools=oracle: no such name; known are calculator"),
         (["reward.metrics.bleu.level=token"], "reward.metrics.bleu: not in reward.weights"),
         (
             ["reward.metrics.accuracy.level=token"],
             "reward.metrics.accuracy.level: no such setting; there are judge, model",
         ),
-        (["reward.weights.nice=1", "reward.metrics.nice.metric=kindness"], "reward.weights.nice: no such metric"),
+        (["reward.weights.nice=1", "reward.metrics.nice.metric=kindness"], "reward.metrics.nice.metric=kindness: no such name"),
         (["reward.mode=verl", "reward.clamp.accuracy=1"], "reward.clamp: reward.mode=verl does not clamp"),
         (["reward.clamp.bleu=1"], "reward.clamp.bleu: not in reward.weights"),
         (["user.personas=none.txt"], "user.personas=none.txt: no such file"),
@@ -163,9 +163,9 @@ def test_every_value_says_where_it_is_from() -> None:
         ("--hepl", "--hepl: no such argument; there are --help, --cfg and option=value"),
         ("steps", "steps: give option=value ("),
         ("user.stop=[[END", "user.stop=[[END: cannot be read; quote special characters: 'user.stop=\"[[END\"' ("),
-        ("algo.loss=gpso", "algo.loss=gpso: choose one of ppo, gspo, cispo; the nearest is gspo"),
-        ("rollout.tools=[calculater]", "rollout.tools=calculater: no such tool; known are calculator; the nearest is"),
-        ("reward.weights.acuracy=1", "reward.weights.acuracy: no such metric; known are accuracy,"),
+        ("algo.loss=gpso", "algo.loss=gpso: choose one of ppo, gspo, cispo, or package.module:Class; the nearest is gspo"),
+        ("rollout.tools=[calculater]", "rollout.tools=calculater: no such name; known are calculator, or package.module:Class; the nearest is"),
+        ("reward.weights.acuracy=1", "reward.weights=acuracy: no such name; known are accuracy,"),
     ],
 )
 def test_what_is_mistyped_is_refused_with_what_is_near(override: str, said: str) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_collab.rollout.journal import Entry, entries
+from megatron_collab.rollout.journal import JournalEntry, entries
 from megatron_collab.runtime.process import EXIT_PREEMPTED, PREEMPTION_SIGNAL
 from megatron_collab.runtime.scratch import ScratchFolder
 from tests.e2e.test_booking import Program, kill, lines, parameters, steps_done
@@ -145,7 +145,7 @@ def test_a_machine_that_is_wanted_back(root: Path, undisturbed: Path, start: Cal
     """
     run = root / "preempted"
     arguments = [*rl(root, "preempted"), "train.checkpoint_every=3"]
-    found: list[Entry] = []
+    found: list[JournalEntry] = []
     while not found:  # where all of the groups were finished at once, the step may have been learned meanwhile
         program = start(arguments)
         program.when(lambda: steps_done(run) >= 1)

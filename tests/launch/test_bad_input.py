@@ -52,7 +52,7 @@ def model(tmp_path: Path) -> Path:
                 "intermediate_size": 128,
                 "vocab_size": 100,
                 "rms_norm_eps": 1e-6,
-                "max_position_embeddings": 512,
+                "max_position_embeddings": 8192,
             }
         )
     )
@@ -138,7 +138,8 @@ def test_more_stages_than_layers(capsys: pytest.CaptureFixture[str], tmp_path: P
 
 
 def test_a_missing_file(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path) -> None:
-    line = refused(capsys, f"run.dir={tmp_path}/run", f"model.path={model}", f"data.train={tmp_path}/none.jsonl")
+    arguments = [f"run.dir={tmp_path}/run", f"model.path={model}", f"data.train={tmp_path}/none.jsonl"]
+    line = refused(capsys, *arguments, "reward.weights.token_amount=1")
     assert f"data.train={tmp_path}/none.jsonl: no such file" in line
 
 

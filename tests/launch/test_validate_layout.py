@@ -49,6 +49,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> None:
 def refused(settings: dict[str, Any], shape: dict[str, Any] | None = None) -> str:
     config = configure(settings)
     with pytest.raises(ConfigError) as error:
+        check_declared(config)
         validate_layout.validate_layout(config)
         validate_layout.check_machine(config)
         if shape:

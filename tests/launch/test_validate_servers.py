@@ -24,7 +24,7 @@ DENSE = {
     "head_dim": 64,
     "vocab_size": 50,
     "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 128,
+    "max_position_embeddings": 8192,
 }
 EXPERTS = DENSE | {
     "model_type": "qwen3_moe",

@@ -35,7 +35,7 @@ _FIELDS = (THOUGHT, Field("accuracy", int, choices=(0, 1), help="1 if it is righ
 
 
 @dataclass(frozen=True)
-class Options:
+class AccuracyOptions:
     judge: bool = option(False, "ask a judge where math-verify is undecided")
     model: str | None = option(None, "LiteLLM model of the judge; none: reward.judge.model")
 
@@ -47,7 +47,7 @@ class Accuracy(Metric):
     a judge a reply that holds no answer is then wrong, all else is Missing.
     """
 
-    Options = Options
+    Options = AccuracyOptions
     seconds = 0.02
 
     @classmethod

@@ -29,7 +29,7 @@ _FIELDS = (Field("document", str, help="the document"),)
 
 
 @dataclass(frozen=True)
-class Options:
+class BleuOptions:
     level: str = option("token", "what the n-grams are made of", choices=("token", "character"))
     extract: bool = option(True, "a judge copies out the document; false: it is the policy's last reply")
     model: str | None = option(None, "LiteLLM model of the judge; none: reward.judge.model")
@@ -38,7 +38,7 @@ class Options:
 class Bleu(Metric):
     """From 0 to 1: sacrebleu's sentence BLEU, or over characters as in the published code (see `character_bleu`)."""
 
-    Options = Options
+    Options = BleuOptions
     seconds = 3.0
 
     @classmethod

@@ -13,7 +13,7 @@ from megatron_collab.types import Conversation, Missing, Score, Task
 
 
 @dataclass(frozen=True)
-class Options:
+class GenerativeOptions:
     prompt: str = option(
         "",
         "what to judge and how, with {conversation}; {goal}, {answer} and {question} are optional (how to answer is "
@@ -37,7 +37,7 @@ class Options:
 class Generative(Metric):
     """The judge's score, from `low` to `high`."""
 
-    Options = Options
+    Options = GenerativeOptions
     seconds = 3.0
 
     @classmethod

@@ -55,7 +55,7 @@ _SCORED = {"holistic": ("interactivity",), "parts": ("understanding", "clarifica
 
 
 @dataclass(frozen=True)
-class Options:
+class InteractivityOptions:
     rubric: str = option("holistic", "holistic (one score) or parts (the mean of three)", choices=tuple(_RUBRICS))
     model: str | None = option(None, "LiteLLM model of the judge; none: reward.judge.model")
 
@@ -65,7 +65,7 @@ class Interactivity(Metric):
     the mean of understanding, clarification and suggestion, each anchored at 1, 0.7, 0.3, 0.
     """
 
-    Options = Options
+    Options = InteractivityOptions
     seconds = 3.0
 
     @classmethod

@@ -18,7 +18,7 @@ KEY_VARIABLE = "REWARD_MODEL_API_KEY"
 
 
 @dataclass(frozen=True)
-class Options:
+class RewardModelOptions:
     url: str = option("", "address of the server, as http://10.0.0.5:30000; its key is in REWARD_MODEL_API_KEY")
 
     def __post_init__(self) -> None:
@@ -31,7 +31,7 @@ class Options:
 class RewardModel(Metric):
     """The model's output for the whole conversation, unbounded."""
 
-    Options = Options
+    Options = RewardModelOptions
     seconds = 0.2
 
     def __init__(self, options: Any, judge: Judge) -> None:
