@@ -85,7 +85,7 @@ def _check_users(config: Config, tasks: Mapping[str, Sequence[Task]]) -> None:
     """Every task needs a user: the one that it names, or that user.name names for all. `tasks`: by their setting."""
     examples = {
         config.user.name or task.user: f"{setting}, task {task.id}"
-        for setting in reversed(tasks)
+        for setting in reversed(list(tasks))
         for task in reversed(tasks[setting])
     }
     for name, example in examples.items():

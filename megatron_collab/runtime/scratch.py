@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-# PyTorch's folder of compiled code, which is by default in the temporary folder: worth keeping, and so with other caches.
+# PyTorch's folder of compiled code: by default in the temporary folder, but worth keeping, as other caches are.
 COMPILE_CACHE = (
     "TORCHINDUCTOR_CACHE_DIR",
     str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchinductor"),
