@@ -13,6 +13,7 @@ import importlib.util
 import multiprocessing
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -102,6 +103,17 @@ def _supply_batch_invariant_mode() -> None:
     batch_invariant_ops.enable_batch_invariant_mode = _enable_batch_invariant_mode
 
 
+def _keep_loads_in_temporary_folder() -> None:
+    from sglang.srt.managers import load_snapshot
+
+    load_snapshot.shm_path_for = _load_path
+
+
+def _load_path(name: str) -> str:
+    """Where SGLang's processes share their load."""
+    return f"{tempfile.gettempdir()}/loads-{name}"
+
+
 def _enable_batch_invariant_mode() -> None:
     vars(F)["linear"] = linear
     vars(torch)["matmul"] = matmul
@@ -169,5 +181,16 @@ PATCHES = (
         attributes=("sglang.srt.batch_invariant_ops.enable_batch_invariant_mode",),
         apply=_supply_batch_invariant_mode,
         when=on_cpu,
+    ),
+    Patch(
+        "load snapshots in the temporary folder",
+        *_SGLANG,
+        why="A server's processes share their load in a file in /dev/shm that no one unlinks when they are killed; in "
+        "the server's temporary folder it is removed with it.",
+        upstream="sglang/srt/managers/load_snapshot.py:303",
+        until="SGLang unlinks it, or takes its folder from a setting",
+        test="tests/inference/test_server.py::test_what_sglang_leaves_in_the_temporary_folder_goes_with_the_server",
+        attributes=("sglang.srt.managers.load_snapshot.shm_path_for",),
+        apply=_keep_loads_in_temporary_folder,
     ),
 )

@@ -58,7 +58,10 @@ def test_a_published_reward_is_one_word(mode: str, tokens: float, count: str, ru
             ["reward.metrics.accuracy.level=token"],
             "reward.metrics.accuracy.level: no such setting; there are judge, model",
         ),
-        (["reward.weights.nice=1", "reward.metrics.nice.metric=kindness"], "reward.metrics.nice.metric=kindness: no such name"),
+        (
+            ["reward.weights.nice=1", "reward.metrics.nice.metric=kindness"],
+            "reward.metrics.nice.metric=kindness: no such name",
+        ),
         (["reward.mode=verl", "reward.clamp.accuracy=1"], "reward.clamp: reward.mode=verl does not clamp"),
         (["reward.clamp.bleu=1"], "reward.clamp.bleu: not in reward.weights"),
         (["user.personas=none.txt"], "user.personas=none.txt: no such file"),
@@ -163,8 +166,14 @@ def test_every_value_says_where_it_is_from() -> None:
         ("--hepl", "--hepl: no such argument; there are --help, --cfg and option=value"),
         ("steps", "steps: give option=value ("),
         ("user.stop=[[END", "user.stop=[[END: cannot be read; quote special characters: 'user.stop=\"[[END\"' ("),
-        ("algo.loss=gpso", "algo.loss=gpso: choose one of ppo, gspo, cispo, or package.module:Class; the nearest is gspo"),
-        ("rollout.tools=[calculater]", "rollout.tools=calculater: no such name; known are calculator, or package.module:Class; the nearest is"),
+        (
+            "algo.loss=gpso",
+            "algo.loss=gpso: choose one of ppo, gspo, cispo, or package.module:Class; the nearest is gspo",
+        ),
+        (
+            "rollout.tools=[calculater]",
+            "rollout.tools=calculater: no such name; known are calculator, or package.module:Class; the nearest is",
+        ),
         ("reward.weights.acuracy=1", "reward.weights=acuracy: no such name; known are accuracy,"),
     ],
 )

@@ -11,7 +11,6 @@ import gc
 import os
 import signal
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +29,6 @@ def _end_with_parent() -> None:
     die_with_parent()
     if os.getsid(os.getppid()) != os.getsid(0):  # the parent had ended already, and another process adopted this one
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _in_temporary_folder(name: str) -> str:
-    """Where SGLang's processes share their load; it would be in /dev/shm, where nobody unlinks it."""
-    return f"{tempfile.gettempdir()}/loads-{name}"
 
 
 def _exact_attention(runner: Any) -> Any:
@@ -72,10 +66,8 @@ if on_cpu():  # its processes are forked
 
 from sglang.launch_server import run_server
 from sglang.srt.entrypoints import engine as engine  # brings what the spawned processes run
-from sglang.srt.managers import load_snapshot
 from sglang.srt.server_args import prepare_server_args
 
-load_snapshot.shm_path_for = _in_temporary_folder
 gc.freeze()
 gc.enable()
 
