@@ -103,7 +103,8 @@ def _supply_batch_invariant_mode() -> None:
     batch_invariant_ops.enable_batch_invariant_mode = _enable_batch_invariant_mode
 
 
-def _keep_loads_in_temporary_folder() -> None:
+def keep_loads_in_temporary_folder() -> None:
+    """Called by the server once its modules are imported."""
     from sglang.srt.managers import load_snapshot
 
     load_snapshot.shm_path_for = _load_path
@@ -191,6 +192,5 @@ PATCHES = (
         until="SGLang unlinks it, or takes its folder from a setting",
         test="tests/inference/test_server.py::test_what_sglang_leaves_in_the_temporary_folder_goes_with_the_server",
         attributes=("sglang.srt.managers.load_snapshot.shm_path_for",),
-        apply=_keep_loads_in_temporary_folder,
     ),
 )

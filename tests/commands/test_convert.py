@@ -180,7 +180,7 @@ def test_bad_input_is_one_line_and_exit_2(folder: Path, tmp_path: Path, capsys: 
         ((checkpoint, out, "--model", smaller), "has 2 layers, the checkpoint has more"),
         ((checkpoint, out, "--model", tmp_path), "contains no config.json"),
         ((checkpoint, tmp_path, "--model", source), f"{tmp_path}: exists; give another folder"),
-        ((tmp_path / "no weights", out, "--to-megatron"), "no model.safetensors there"),
+        ((tmp_path / "no weights", out, "--to-megatron"), "model.safetensors is missing"),
     ]:
         assert tool(*arguments) == 2, told
         error = capsys.readouterr().err

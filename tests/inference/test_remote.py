@@ -97,7 +97,7 @@ def test_a_busy_port_elsewhere_is_said_here(config: Config, machines: Machines, 
 
 def test_a_machine_that_is_not_in_the_cluster(config: Config, machines: Machines, tmp_path: Path) -> None:
     process = RemoteProcess(machines, "192.0.2.1", config, tmp_path / "log", 0, "key")
-    assert process.ended() == "no node of the Ray cluster is on 192.0.2.1, where it belongs"
+    assert process.ended() == "no node of the Ray cluster is on 192.0.2.1, the address of its machine"
     with pytest.raises(ServerError, match="no node of the Ray cluster is on 192"):
         _ = process.url
     process.stop()

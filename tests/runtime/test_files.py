@@ -15,7 +15,7 @@ from megatron_collab.runtime.process import RunStopped
 WRITER = """
 import json, sys
 from pathlib import Path
-from megatron_collab import files
+from megatron_collab.runtime import files
 file, n = Path(sys.argv[1]), 0
 while True:
     files.replace(file, json.dumps([n] * 50_000))

@@ -51,7 +51,7 @@ from megatron_collab import patches
 
 patches.apply("torchvision", "sglang")
 
-from megatron_collab.patches.sglang import on_cpu
+from megatron_collab.patches.sglang import keep_loads_in_temporary_folder, on_cpu
 
 if on_cpu():  # its processes are forked
     os.register_at_fork(after_in_child=_end_with_parent)
@@ -68,6 +68,7 @@ from sglang.launch_server import run_server
 from sglang.srt.entrypoints import engine as engine  # brings what the spawned processes run
 from sglang.srt.server_args import prepare_server_args
 
+keep_loads_in_temporary_folder()
 gc.freeze()
 gc.enable()
 
