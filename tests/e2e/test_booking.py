@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from megatron_collab.inference import KEY_VARIABLE
+from tests.helpers import listening
 
 API_KEY = "sk-test-0123456789"  # that the environment of the undisturbed run holds
 
@@ -119,9 +120,18 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def supervised(root: Path) -> Path:
+def addresses() -> dict[int, set[str]]:
+    """The addresses at which each process of the supervised run listens, while it trains."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def supervised(root: Path, addresses: dict[int, set[str]]) -> Path:
     """The undisturbed supervised run; later stages start from its model."""
     program = Program([*SFT, f"run.dir={root}/sft", f"data.dir={root}/world"], root / "sft.log")
+    program.when(lambda: steps_done(root / "sft") >= 1)
+    found = listening([psutil.Process(program.process.pid), *program.descendants])
+    addresses |= {process.pid: {host for host, _ in sockets} for process, sockets in found.items()}
     program.finish()
     return root / "sft"
 
@@ -196,6 +206,11 @@ def test_supervised_training_learns_and_exports_a_hugging_face_folder(supervised
     assert [line["step"] for line in metrics] == list(range(60))
     assert metrics[-1]["loss"] < 0.5 * metrics[0]["loss"]
     assert (supervised / "hf" / "config.json").exists()
+
+
+def test_nothing_of_a_run_listens_beyond_loopback(supervised: Path, addresses: dict[int, set[str]]) -> None:
+    """torchrun's store and the ranks' gloo; a server of its own: tests/inference/test_server.py."""
+    assert [found for found in addresses.values() if found] == [{"127.0.0.1"}] * 3
 
 
 def test_supervised_training_that_is_killed_ends_with_the_same_parameters(
