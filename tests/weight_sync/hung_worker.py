@@ -3,6 +3,8 @@
 Server 0 is healthy. Writes FOLDER/CASE-RANK.json: what rank 0's fleet was told, the version, whether server 0 holds it.
 """
 
+# ruff: noqa: E402 (patches come before Megatron-Core)
+
 from __future__ import annotations
 
 import json
@@ -17,6 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+
+from megatron_collab import patches
+
+patches.apply("megatron")
 
 from megatron_collab.models import hf_to_megatron
 from megatron_collab.weight_sync import in_place, sync

@@ -4,6 +4,8 @@ Two ranks publish other weights and are killed at a moment of it, for every mome
 publish the model of FOLDER. All are forks of this process, which imports once. Writes FOLDER/found.json.
 """
 
+# ruff: noqa: E402 (patches come before Megatron-Core)
+
 from __future__ import annotations
 
 import json
@@ -18,6 +20,10 @@ from typing import Any
 from urllib.request import Request, urlopen
 
 import torch
+
+from megatron_collab import patches
+
+patches.apply("megatron")
 
 from megatron_collab.trainer.megatron import model as policies
 from megatron_collab.trainer.megatron import parallel

@@ -5,6 +5,8 @@ again; in some of them then once more over every other transport. Rank 0 writes 
 log-probs differ by from the trainer's, each time. The last server of the last case is killed.
 """
 
+# ruff: noqa: E402 (patches come before Megatron-Core)
+
 from __future__ import annotations
 
 import asyncio
@@ -18,6 +20,10 @@ from typing import Any
 
 import numpy as np
 import torch.distributed as dist
+
+from megatron_collab import patches
+
+patches.apply("megatron")
 
 from megatron_collab.config import Config, RolloutConfig
 from megatron_collab.inference.client import SGLangClient
