@@ -82,31 +82,27 @@ def make_absolute(value: Any) -> Any:
 
 
 def _load(where: str, said: str) -> ModuleType:
-    if where.endswith(".py"):
-        return _load_file(Path(where).resolve(), said)
     try:
-        return importlib.import_module(where)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{where}.".startswith(f"{error.name}."):
-            raise ConfigError(f"{said}: importing {where} failed: {error}") from error
-        raise ConfigError(f"{said}: no module {error.name}; install its package, or give ./FILE.py:NAME") from error
+        return _load_file(Path(where).resolve()) if where.endswith(".py") else importlib.import_module(where)
+    except FileNotFoundError:
+        fault = "no such file"
     except Exception as error:
-        raise ConfigError(f"{said}: importing {where} failed: {type(error).__name__}: {error}") from error
+        fault = f"importing {where} failed: {type(error).__name__}: {error}"
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{where}.".startswith(f"{error.name}."):
+            fault = f"no module {error.name}; install its package, or give ./FILE.py:NAME"
+    raise ConfigError(f"{said}: {fault}")
 
 
-def _load_file(file: Path, said: str) -> ModuleType:
+def _load_file(file: Path) -> ModuleType:
     """The module in `file`, once a process."""
     name = f"{file.stem}_{hashlib.blake2b(str(file).encode(), digest_size=4).hexdigest()}"
-    if name in sys.modules:
-        return sys.modules[name]
-    require(file.is_file(), f"{said}: no such file")
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # before it is executed: its dataclasses look their module up
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[name]
-        raise ConfigError(f"{said}: importing {file} failed: {type(error).__name__}: {error}") from error
-    return module
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)  # before it is executed: dataclasses look it up
+        try:
+            spec.loader.exec_module(sys.modules[name])
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]

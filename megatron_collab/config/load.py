@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import hydra
 from hydra import initialize_config_dir
@@ -25,28 +25,15 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 # In the package where it is installed from a wheel, beside it in a checkout.
 CONF = next((folder for folder in (_PACKAGE / "conf", _PACKAGE.parent / "conf") if folder.is_dir()), _PACKAGE / "conf")
 
-_HELP = "(all options: --help)"
 # What Hydra recommends and is refused here: to add an option with a +, to sweep over values.
 _REFUSED = re.compile(r" (To append to your \w+|3\. To sweep) .*")
 
 
-class Setting(NamedTuple):
-    """An option of a composed run, by its dotted name, and where its value is from."""
-
-    name: str
-    value: Any
-    source: str
-
-
-def _schema() -> DictConfig:
-    schema = OmegaConf.structured(Config)
-    for name, value, _ in declared(Config):
-        if isinstance(value, dict):  # its keys are names that anybody may add
-            OmegaConf.set_struct(OmegaConf.select(schema, name), False)
-    return schema
-
-
-ConfigStore.instance().store(name="schema", node=_schema())
+_schema = OmegaConf.structured(Config)
+for _name, _value, _ in declared(Config):
+    if isinstance(_value, dict):  # its keys are names that may be added
+        OmegaConf.set_struct(OmegaConf.select(_schema, _name), False)
+ConfigStore.instance().store(name="schema", node=_schema)
 
 
 def compose(overrides: Sequence[str]) -> Config:
@@ -59,32 +46,29 @@ def compose(overrides: Sequence[str]) -> Config:
     missing = sorted(OmegaConf.missing_keys(node))
     if missing:
         raise ConfigError(f"{missing[0]}: not set; give {missing[0]}=VALUE or an experiment=NAME that sets it")
-    config = OmegaConf.to_object(node)
-    assert isinstance(config, Config)
+    config: Config = OmegaConf.to_object(node)
     return config
 
 
-def settings(overrides: Sequence[str]) -> list[Setting]:
-    """Every option as `compose` gives it; one that is required and not set has the value omegaconf.MISSING.
+def settings(overrides: Sequence[str]) -> list[tuple[str, Any, str]]:
+    """Name, value and source of every option that `compose` gives; required ones not set are omegaconf.MISSING.
 
     The source is "default", the file under conf/ that sets it, or "command line".
     """
-    node = _composed(overrides)
-    layers = list(_layers(overrides))
-    found = []
-    for name, value in _leaves(OmegaConf.to_container(node)):
-        source = next((source for source, names in reversed(layers) if _sets(names, name)), "default")
-        found.append(Setting(name, value, source))
-    return found
+    found = {name: (value, "default") for name, value in leaves(OmegaConf.to_container(_composed(overrides)))}
+    for source, names in _layers(overrides):
+        for name, (value, _) in found.items():
+            if any(f"{name}.".startswith(f"{prefix}.") for prefix in names):
+                found[name] = value, source
+    return [(name, *entry) for name, entry in found.items()]
 
 
 def groups() -> dict[str, list[str]]:
     """The names that each group of `conf/` has, as {"experiment": ["booking", …]}."""
-    return {
-        folder.name: sorted(file.stem for file in folder.glob("*.yaml"))
-        for folder in sorted(CONF.iterdir())
-        if any(folder.glob("*.yaml"))
-    }
+    found: dict[str, list[str]] = {}
+    for file in sorted(CONF.glob("*/*.yaml")):
+        found.setdefault(file.parent.name, []).append(file.stem)
+    return found
 
 
 def build(kind: type[_Options], given: Mapping[str, Any], prefix: str) -> _Options:
@@ -114,15 +98,14 @@ def build(kind: type[_Options], given: Mapping[str, Any], prefix: str) -> _Optio
 def _composed(overrides: Sequence[str]) -> DictConfig:
     """The composed node, interpolations resolved; ConfigError for what Hydra or the schema refuses."""
     for override in overrides:
-        known = not override.startswith("-")
-        require(known, f"{override}: no such argument; there are --help, --cfg and option=value")
+        require(override[:1] != "-", f"{override}: no such argument; there are --help, --cfg and option=value")
     overrides = _plain(overrides)
     try:
         node = _hydra(overrides)
         OmegaConf.resolve(node)
         return node
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(f"{_reason(error, overrides)} {_HELP}") from error
+        raise ConfigError(f"{_reason(error, overrides)} (all options: --help)") from error
 
 
 def _plain(overrides: Sequence[str]) -> list[str]:
@@ -149,31 +132,18 @@ def _reason(error: Exception, overrides: Sequence[str]) -> str:
         return f"{group}={name}: not in conf/{group}{nearest(name, there)}; there are {', '.join(there)}"
     if isinstance(error, OverrideParseException):
         name, given, value = error.override.partition("=")
-        if not given:
-            return f"{name}: give option=value"
-        return f"{error.override}: cannot be read; quote special characters: '{name}=\"{value}\"'"
-    unknown = _unknown(error, overrides)
-    if unknown is not None:
-        return unknown
-    cause = f": {str(error.__cause__).splitlines()[0]}" if error.__cause__ else ""
-    return _REFUSED.sub("", " ".join(f"{error}{cause}".split()))
-
-
-def _unknown(error: Exception, overrides: Sequence[str]) -> str | None:
-    """What to say where one of `overrides` sets an option that is not there, and None for any other error.
-
-    Hydra would recommend to add it with a +.
-    """
+        known = f"cannot be read; quote special characters: '{name}=\"{value}\"'"
+        return f"{error.override}: {known if given else 'give option=value'}"
     cause = error.__cause__
-    if isinstance(cause, ConfigAttributeError | ConfigKeyError):
+    if isinstance(cause, ConfigAttributeError | ConfigKeyError):  # Hydra would recommend to add it with a +
         missing = str(cause.full_key)  # the first part of a name that is not there, or a key of a value in braces
-        for override in overrides:
-            name = override.partition("=")[0]
+        for name in (override.partition("=")[0] for override in overrides):
             if f"{name}.".startswith(f"{missing}.") or missing.startswith(f"{name}."):
                 name = max(name, missing, key=len)
                 options = [*(option for option, _, _ in declared(Config)), *groups()]
                 return f"{name}: no such option{nearest(name, options, cutoff=0)}"
-    return None
+    detail = f": {str(cause).splitlines()[0]}" if cause else ""
+    return _REFUSED.sub("", " ".join(f"{error}{detail}".split()))
 
 
 def _layers(overrides: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
@@ -192,23 +162,18 @@ def _layers(overrides: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 def _file_layers(group: str, name: str) -> Iterator[tuple[str, list[str]]]:
     """A file of a group, after the files of the same group that it builds on."""
     text = (CONF / group / f"{name}.yaml").read_text()
-    content = OmegaConf.to_container(OmegaConf.create(text))
-    assert isinstance(content, dict)
+    content: Any = OmegaConf.to_container(OmegaConf.create(text))
     for base in content.pop("defaults", []):
         if isinstance(base, str) and base != "_self_":
             yield from _file_layers(group, base)
     prefix = "" if "@package _global_" in text.partition("\n")[0] else f"{group}."
-    yield f"conf/{group}/{name}.yaml", [prefix + leaf for leaf, _ in _leaves(content)]
+    yield f"conf/{group}/{name}.yaml", [prefix + leaf for leaf, _ in leaves(content)]
 
 
-def _sets(names: Sequence[str], leaf: str) -> bool:
-    return any(f"{leaf}.".startswith(f"{name}.") for name in names)
-
-
-def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Dotted names and values; an empty dict is a value."""
     for key, value in tree.items():
         if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
+            yield from leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
