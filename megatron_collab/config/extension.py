@@ -82,15 +82,15 @@ def make_absolute(value: Any) -> Any:
 
 
 def _load(where: str, said: str) -> ModuleType:
+    file = Path(where).resolve()
+    require(file.suffix != ".py" or file.is_file(), f"{said}: no such file")
     try:
-        return _load_file(Path(where).resolve()) if where.endswith(".py") else importlib.import_module(where)
-    except FileNotFoundError:
-        fault = "no such file"
+        return _load_file(file) if file.suffix == ".py" else importlib.import_module(where)
     except Exception as error:
         fault = f"importing {where} failed: {type(error).__name__}: {error}"
         if isinstance(error, ModuleNotFoundError) and error.name and f"{where}.".startswith(f"{error.name}."):
             fault = f"no module {error.name}; install its package, or give ./FILE.py:NAME"
-    raise ConfigError(f"{said}: {fault}")
+        raise ConfigError(f"{said}: {fault}") from error
 
 
 def _load_file(file: Path) -> ModuleType:
