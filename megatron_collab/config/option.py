@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import operator
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
@@ -21,10 +22,16 @@ class ConfigError(ValueError):
     """A setting that cannot work; the message is one line that names it and the way out."""
 
 
-def require(holds: bool, message: str) -> None:
-    """Raises ConfigError(message) unless the condition holds."""
+def require(holds: bool, message: str, config: Any = None) -> None:
+    """Raises ConfigError(message) unless the condition holds; <run.dir> in it becomes run.dir=VALUE of `config`."""
     if not holds:
-        raise ConfigError(message)
+        pattern = r"<(\w+\.[\w.]+)>"
+        raise ConfigError(re.sub(pattern, lambda found: _given(found[1], config), message) if config else message)
+
+
+def _given(name: str, config: Any) -> str:
+    value = operator.attrgetter(name)(config)
+    return f"{name}={str(value).lower() if isinstance(value, bool) else value}"
 
 
 # attribute of Declared: in words, and the comparison of a value with it

@@ -76,7 +76,9 @@ def test_a_library_that_a_module_lacks_is_not_taken_for_the_module(
 ) -> None:
     (tmp_path / "lacking.py").write_text("import no_such_library\n")
     monkeypatch.syspath_prepend(tmp_path)
-    assert refused("lacking:Polite") == "importing lacking failed: ModuleNotFoundError: No module named 'no_such_library'"
+    assert (
+        refused("lacking:Polite") == "importing lacking failed: ModuleNotFoundError: No module named 'no_such_library'"
+    )
 
 
 def test_a_metric() -> None:

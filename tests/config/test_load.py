@@ -67,7 +67,7 @@ def test_a_published_reward_is_one_word(mode: str, tokens: float, count: str, ru
         (["user.personas=none.txt"], "user.personas=none.txt: no such file"),
         (
             ["llm.budget_usd=5", "user.model=openai/nobody-knows", "user.api_base=http://127.0.0.1:1/v1"],
-            "llm.budget_usd=5: LiteLLM knows no price of user.model=openai/nobody-knows",
+            "llm.budget_usd=5: LiteLLM has no pricing for user.model=openai/nobody-knows",
         ),
         (["rollout.future.max_new_tokens=0"], "rollout.future.max_new_tokens=0: must be at least 1"),
     ],
