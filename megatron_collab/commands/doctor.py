@@ -10,17 +10,14 @@ conf/shapes. Exit code 1 if the run does not fit, 2 for settings that cannot wor
 
 from __future__ import annotations
 
-import argparse
-import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_collab import patches
-from megatron_collab.config import ArgumentParser, Config, ConfigError
+from megatron_collab.commands import ArgumentParser, positive, refusing
+from megatron_collab.config import Config, ConfigError
 from megatron_collab.runtime import device
-from megatron_collab.runtime.process import EXIT_BAD_INPUT
 
 if TYPE_CHECKING:
     from megatron_collab.planning.memory import MemoryPlan
@@ -39,30 +36,13 @@ TITLES = {
 }
 
 
+@refusing
 def main(arguments: Sequence[str]) -> int:
-    parser = ArgumentParser(
-        "megatron-collab doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser("doctor", __doc__)
     parser.add_argument("--plan", nargs="+", metavar="OPTION=VALUE", help="print the GPU memory that this run needs")
-    parser.add_argument("--gpu-gib", type=_gib, default=80.0, help="memory of a GPU in GiB [80]")
+    parser.add_argument("--gpu-gib", type=positive, default=80.0, help="memory of a GPU in GiB [80]")
     given = parser.parse_args(arguments)
-    if given.plan is None:
-        return print_probes()
-    try:
-        return print_plan(given.plan, given.gpu_gib)
-    except ConfigError as error:
-        print(f"megatron-collab: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
-
-
-def _gib(text: str) -> float:
-    try:
-        size = float(text)
-    except ValueError:
-        size = 0.0
-    if not 0 < size < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a memory size; give GiB, as 80")
-    return size
+    return print_probes() if given.plan is None else print_plan(given.plan, given.gpu_gib)
 
 
 def print_probes() -> int:

@@ -11,16 +11,13 @@ Exit code 2 for settings that cannot work.
 
 from __future__ import annotations
 
-import argparse
-import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_collab import patches
-from megatron_collab.config import ArgumentParser, Config, ConfigError, require
-from megatron_collab.runtime.process import EXIT_BAD_INPUT
+from megatron_collab.commands import ArgumentParser, positive, refusing
+from megatron_collab.config import Config, require
 
 if TYPE_CHECKING:
     from megatron_collab.planning.weight_sync_cost import SyncCost
@@ -30,36 +27,21 @@ GB, MIB = 1e9, 1 << 20
 BANDWIDTHS = [1500.0, 400.0, 45.0]  # H100: 90% of HBM3 (device to itself), NVLink 4, 400 Gbit/s
 
 
+@refusing
 def main(arguments: Sequence[str]) -> int:
-    parser = ArgumentParser(
-        "megatron-collab plan-sync", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser("plan-sync", __doc__)
     parser.add_argument("options", nargs="+", metavar="OPTION=VALUE", help="settings of the run, as for train")
     parser.add_argument(
         "--bandwidth",
         nargs=3,
-        type=_gb,
+        type=positive,
         default=BANDWIDTHS,
         metavar=("MEMORY", "NODE", "NETWORK"),
         help="GB/s of a device in one direction: within its memory, within its node, to other nodes [1500 400 45]",
     )
     given = parser.parse_args(arguments)
-    try:
-        print(estimate(given.options, given.bandwidth))
-    except ConfigError as error:
-        print(f"megatron-collab: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
+    print(estimate(given.options, given.bandwidth))
     return 0
-
-
-def _gb(text: str) -> float:
-    try:
-        speed = float(text)
-    except ValueError:
-        speed = 0.0
-    if not 0 < speed < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a bandwidth; give GB a second, as 45")
-    return speed
 
 
 def estimate(options: Sequence[str], bandwidths: Sequence[float]) -> str:
