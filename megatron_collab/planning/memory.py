@@ -31,8 +31,8 @@ Korthikanti et al. 2022 (arXiv:2205.05198), section 4, count the same way for a 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
@@ -79,15 +79,6 @@ class MemoryPlan:
         return max(sum(part.training for part in parts), sum(part.sampling for part in parts))
 
 
-@dataclass(frozen=True)
-class NetworkMemory:
-    """Bytes of a trained network on a rank: its parameters, their gradients, its optimizer."""
-
-    parameters: float
-    gradients: float
-    optimizer: float
-
-
 def read_run(overrides: Sequence[str]) -> tuple[Config, ModelShape]:
     """The checked settings and the model's shape, from model.path or conf/shapes; ConfigError for settings that cannot
     work. Neither devices nor data nor weights are needed.
@@ -95,13 +86,12 @@ def read_run(overrides: Sequence[str]) -> tuple[Config, ModelShape]:
     config = compose(overrides)
     validate.check_settings(config)
     folder = Path(config.model.path)
-    choices = [folder / "config.json", CONF / "shapes" / f"{folder.name}.json"]
-    for file in choices:
+    for file in (folder / "config.json", CONF / "shapes" / f"{folder.name}.json"):
         if file.is_file():
             return config, validate.check_model(config, file)
     raise ConfigError(
-        f"model.path={folder}: neither {choices[0]} nor conf/shapes/{folder.name}.json exists; give the folder of a "
-        "Hugging Face model, or save its config.json in conf/shapes"
+        f"model.path={folder}: neither {folder}/config.json nor conf/shapes/{folder.name}.json exists; give the folder "
+        "of a Hugging Face model, or save its config.json in conf/shapes"
     )
 
 
@@ -116,21 +106,11 @@ def plan_memory(config: Config, shape: ModelShape) -> MemoryPlan:
     sampling = config.train.stage == "rl"
     stages = []
     for rank in range(parallel.pp):
-        policy = network_memory(config, shape, rank)
-        parts = [
-            MemoryPart("parameters", policy.parameters, policy.parameters),
-            _offloaded("gradients", policy.gradients, config, host=False),
-            _offloaded("optimizer", policy.optimizer, config),
-        ]
+        parts = _network_parts(config, network_memory(config, shape, rank), "")
         if sampling and config.algo.kl_coef > 0:
-            parts.append(MemoryPart("reference", policy.parameters, policy.parameters))
+            parts.append(replace(parts[0], name="reference"))
         if sampling and config.algo.advantage == "gae":
-            critic = network_memory(config, shape, rank, critic=True)
-            parts += [
-                MemoryPart("critic: parameters", critic.parameters, critic.parameters),
-                _offloaded("critic: gradients", critic.gradients, config, host=False),
-                _offloaded("critic: optimizer", critic.optimizer, config),
-            ]
+            parts += _network_parts(config, network_memory(config, shape, rank, critic=True), "critic: ")
         parts.append(MemoryPart("activations", activations(config, shape, rank, tokens), 0.0))
         if rank == parallel.pp - 1:
             parts.append(MemoryPart("head", head(config, shape, tokens), 0.0))
@@ -138,30 +118,29 @@ def plan_memory(config: Config, shape: ModelShape) -> MemoryPlan:
         first_gpu = rank * gpus // parallel.pp % config.launch.nproc_per_node
         server = config.rollout.server
         if sampling and server.colocated and first_gpu < servers_per_node(config) * server.tp:
-            weights, cache = server_weights(config, shape), kv_cache(config, shape)
+            weights = server_weights(config, shape)
             buckets = sync_buckets(config, weights)
             parts += [
                 MemoryPart("server: weights", 0.0, weights),
-                MemoryPart("server: KV cache", 0.0, cache),
+                MemoryPart("server: KV cache", 0.0, kv_cache(config, shape)),
                 MemoryPart("weight sync buckets", buckets, buckets),
             ]
         stages.append(tuple(parts))
-    return MemoryPlan(
-        gpus=gpus,
-        dp=gpus // (parallel.tp * parallel.pp * parallel.cp),
-        stages=tuple(stages),
-    )
+    return MemoryPlan(gpus, gpus // (parallel.tp * parallel.pp * parallel.cp), tuple(stages))
 
 
-def _offloaded(name: str, size: float, config: Config, host: bool = True) -> MemoryPart:
-    """A part that parallel.offload frees while sampling; gradients come back as zeros, so the host keeps no copy."""
-    if not config.parallel.offload:
-        return MemoryPart(name, size, size)
-    return MemoryPart(name, size, 0.0, size if host else 0.0)
+def _network_parts(config: Config, sizes: Mapping[str, float], prefix: str) -> list[MemoryPart]:
+    """With parallel.offload only parameters stay while sampling; gradients come back as zeros, so no copy is kept."""
+    parts = []
+    for name, size in sizes.items():
+        stays = name == "parameters" or not config.parallel.offload
+        host = size if name == "optimizer" and not stays else 0.0
+        parts.append(MemoryPart(prefix + name, size, size if stays else 0.0, host))
+    return parts
 
 
-def network_memory(config: Config, shape: ModelShape, rank: int, critic: bool = False) -> NetworkMemory:
-    """A trained network on a rank of pipeline stage `rank`.
+def network_memory(config: Config, shape: ModelShape, rank: int, critic: bool = False) -> dict[str, float]:
+    """Bytes of parameters, gradients and optimizer of a trained network on a rank of pipeline stage `rank`.
 
     With i bytes of the dtype and d data (times context) parallel ranks that shard the optimizer (Rajbhandari et al.
     2020, arXiv:1910.02054, stage 1), a parameter takes i bytes, 4 for its gradient (the float32 buffer of Megatron's
@@ -177,11 +156,11 @@ def network_memory(config: Config, shape: ModelShape, rank: int, critic: bool = 
     dense, experts, eight_bit, frozen = _counts(config, shape, rank, critic)
     trained = dense + experts
     copies = (2 - item if model.fp8_params else 2) * eight_bit
-    return NetworkMemory(
-        parameters=item * (trained + frozen) + copies,
-        gradients=4 * trained,
-        optimizer=state * (dense / (stage_ranks // parallel.tp) + experts / (stage_ranks // parallel.ep)),
-    )
+    return {
+        "parameters": item * (trained + frozen) + copies,
+        "gradients": 4 * trained,
+        "optimizer": state * (dense / (stage_ranks // parallel.tp) + experts / (stage_ranks // parallel.ep)),
+    }
 
 
 def _counts(config: Config, shape: ModelShape, rank: int, critic: bool) -> tuple[float, float, float, float]:
@@ -258,27 +237,11 @@ def sync_buckets(config: Config, weights: float) -> float:
     return min(weights, (2 if config.launch.nodes == 1 else 3) * BUCKET_BYTES)
 
 
-@dataclass(frozen=True)
-class LayerActivations:
-    """Bytes of one layer and one micro-batch: its input, the core attention's inputs and what it saves, the rest."""
+def layer_activations(config: Config, shape: ModelShape, number: int, tokens: int) -> tuple[float, float]:
+    """Bytes that layer `number` (from 0) keeps from the forward to the backward pass, and that full recompute makes.
 
-    input: float
-    core_inputs: float
-    core: float
-    rest: float
-
-    def kept(self, recompute: str) -> float:
-        """Bytes kept from the forward to the backward pass with parallel.recompute=`recompute`."""
-        kept = {
-            "none": self.rest + self.core,
-            "selective": self.rest + self.core_inputs,
-            "full": self.input,
-        }
-        return kept[recompute]
-
-
-def layer_activations(config: Config, shape: ModelShape, number: int, tokens: int) -> LayerActivations:
-    """Layer `number` (from 0) with a micro-batch of `tokens` on a context parallel rank."""
+    With a micro-batch of `tokens` on a context parallel rank.
+    """
     item, tp = DTYPES[config.model.dtype].itemsize, config.parallel.tp
     rows = _rows(config, tokens)
     queries, keys = (tokens * heads * shape.head_dim / tp for heads in (shape.heads, shape.kv_heads))
@@ -294,12 +257,11 @@ def layer_activations(config: Config, shape: ModelShape, number: int, tokens: in
     else:
         rest += rows * experts.per_token * item * (shape.hidden + 3 * experts.ffn)
         rest += rows * (experts.per_token * (20 + item) + experts.count * (1 + item))
-    return LayerActivations(
-        input=rows * item * shape.hidden,
-        core_inputs=item * (queries + keys - (0 if shape.qk_norm else views)),
-        core=item * (2 * queries + keys) + 4 * tokens * shape.heads / tp,
-        rest=rest,
-    )
+    core = item * (2 * queries + keys) + 4 * tokens * shape.heads / tp
+    core_inputs = item * (queries + keys - (0 if shape.qk_norm else views))
+    own_input = rows * item * shape.hidden
+    kept = {"none": rest + core, "selective": rest + core_inputs, "full": own_input}
+    return kept[config.parallel.recompute], rest + core - (own_input if item == 4 else 0)
 
 
 def activations(config: Config, shape: ModelShape, rank: int, tokens: int) -> float:
@@ -311,18 +273,18 @@ def activations(config: Config, shape: ModelShape, rank: int, tokens: int) -> fl
     pp, vpp = config.parallel.pp, config.parallel.vpp
     counts = stage_layers(shape.layers, pp * vpp)
     item, rows = DTYPES[config.model.dtype].itemsize, _rows(config, tokens)
-    recompute, full = config.parallel.recompute, config.parallel.recompute == "full"
+    full = config.parallel.recompute == "full"
     chunks, recomputed = [], 0.0
     for stage in range(rank, pp * vpp, pp):
         first = sum(counts[:stage])
         layers = [layer_activations(config, shape, number, tokens) for number in range(first, first + counts[stage])]
-        kept = sum(one.kept(recompute) for one in layers) + tokens * (8 + 2 * item * shape.head_dim)
+        kept = sum(layer for layer, _ in layers) + tokens * (8 + 2 * item * shape.head_dim)
         last = stage == pp * vpp - 1
         kept += rows * _norm(shape.hidden, item) if last and not full else 0
         kept += rows * item * shape.hidden * ((stage > 0) + (not last))
         chunks.append(kept)
         if full:
-            recomputed = max(recomputed, *(one.rest + one.core - (one.input if item == 4 else 0) for one in layers))
+            recomputed = max(recomputed, *(again for _, again in layers))
     return in_flight(chunks, pp, rank) + recomputed
 
 
