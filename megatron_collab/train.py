@@ -97,7 +97,7 @@ def train_rl(config: Config) -> None:
 def train_sft(config: Config) -> None:
     """Learn from conversations: from the last checkpoint in run.dir, or from model.path, to train.steps."""
     patches.apply("megatron")
-    from megatron_collab.data.sft import SupervisedData
+    from megatron_collab.data.datasets import SupervisedData
     from megatron_collab.trainer.megatron.parallel import init_parallel
     from megatron_collab.trainer.session import Session
     from megatron_collab.trainer.trainer import PolicyTrainer

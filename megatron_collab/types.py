@@ -8,6 +8,7 @@ is the trained turn with its futures and its reward, a `Group` the rollouts of o
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -15,7 +16,19 @@ from typing import Any
 
 import numpy as np
 
-from megatron_collab.thoughts import visible
+_THOUGHT = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
+
+
+def visible(text: str) -> str:
+    """`text` without thoughts, which a policy writes between `<think>` and `</think>` for itself alone.
+
+    Templates may open the thought in the prompt, and a budget may cut it: all up to a `</think>` without its
+    `<think>`, and all after a `<think>` without its `</think>`, is thought as well.
+    """
+    text = _THOUGHT.sub("", text)
+    if "</think>" in text:
+        text = text.rpartition("</think>")[2].lstrip()
+    return text.partition("<think>")[0]
 
 
 @dataclass(frozen=True)
@@ -82,6 +95,17 @@ class Turn:
         for name in ("log_probs", "versions"):
             if len(getattr(self, name)) != len(self.token_ids):
                 raise ValueError(f"a turn of {len(self.token_ids)} tokens has {len(getattr(self, name))} {name}")
+
+    def fault(self, *, opened: bool = False) -> str | None:
+        """Why the turn cannot be shown to a user, or None. `opened`: the prompt ends with `<think>`."""
+        depth = int(opened)
+        for mark in re.findall(r"</?think>", self.text):
+            depth += 1 if mark == "<think>" else -1
+            if depth not in (0, 1):
+                return "nested <think>" if depth > 1 else "</think> without <think>"
+        if depth:
+            return "<think> without </think>"
+        return None if visible(self.text).strip() else "an empty reply"
 
 
 class Ending(StrEnum):

@@ -9,7 +9,6 @@ from typing import Any
 # AutoTokenizer would import the models too, for several seconds in every process.
 from transformers import PreTrainedTokenizerFast
 
-from megatron_collab.thoughts import OPEN
 from megatron_collab.types import Message, Turn
 
 # Stands in for a sampled reply when the template is asked what follows it.
@@ -42,7 +41,7 @@ class ChatRenderer:
         if not end or end[0] not in self.tokenizer.added_tokens_decoder:
             raise self._unfit("does not end an assistant message with a special token")
         self.end_id: int = end[0]
-        self.opens_thought = self._render([Message("user", "x")]).rstrip().endswith(OPEN)
+        self.opens_thought = self._render([Message("user", "x")]).rstrip().endswith("<think>")
         if self.tools and self._render([Message("user", "x")]) == self._render([Message("user", "x")], tools=None):
             raise self._unfit("does not tell the policy of rollout.tools")
 

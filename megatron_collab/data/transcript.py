@@ -6,8 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_collab.thoughts import visible
-from megatron_collab.types import Message
+from megatron_collab.types import Message, visible
 
 _ROLE_MARK = re.compile(r"^(\\*)\*\*(User|Assistant|Tool)\*\*: ", re.MULTILINE)
 

@@ -13,7 +13,7 @@ from filelock import FileLock
 from megatron_collab.config import Config, Extension, build, lookup
 from megatron_collab.types import Message
 
-WORLDS = {"booking": f"{__name__}.worlds:Booking", "gsm8k": f"{__name__}.worlds:Gsm8k"}
+WORLDS = {"booking": f"{__name__}.booking:Booking", "gsm8k": f"{__name__}.gsm8k:Gsm8k"}
 SCRIPTS = {"booking": f"{__name__}.booking:reply"}
 
 Script = Callable[[str, Sequence[Message]], str]
