@@ -13,6 +13,7 @@ from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
@@ -100,8 +101,10 @@ def _composed(overrides: Sequence[str]) -> DictConfig:
     for override in overrides:
         require(override[:1] != "-", f"{override}: no such argument; there are --help, --cfg and option=value")
     overrides = _plain(overrides)
+    GlobalHydra.instance().clear()
     try:
-        node = _hydra(overrides)
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            node = hydra.compose("config", overrides=overrides)
         OmegaConf.resolve(node)
         return node
     except (HydraException, OmegaConfBaseException) as error:
@@ -116,12 +119,6 @@ def _plain(overrides: Sequence[str]) -> list[str]:
     """
     home = str(Path.home())
     return [re.sub(r"(?<==)~(?=/)", home, override.lstrip("+"), count=1) for override in overrides]
-
-
-def _hydra(overrides: Sequence[str], **more: bool) -> DictConfig:
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        return hydra.compose("config", overrides=list(overrides), **more)
 
 
 def _reason(error: Exception, overrides: Sequence[str]) -> str:
@@ -149,25 +146,17 @@ def _reason(error: Exception, overrides: Sequence[str]) -> str:
 def _layers(overrides: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """What sets options beside the schema, and which, in the order in which later ones win."""
     overrides = _plain(overrides)
-    chosen = _hydra(overrides, return_hydra_config=True).hydra.runtime.choices
-    defaults = OmegaConf.to_container(OmegaConf.load(CONF / "config.yaml"))["defaults"]
-    in_order = [group for entry in defaults if isinstance(entry, dict) for group in entry]
-    for group in in_order:
-        if chosen.get(group):
-            yield from _file_layers(group, chosen[group])
-    names = (override.partition("=")[0] for override in overrides)
-    yield "command line", [name.lstrip("~") for name in names if name not in in_order]
-
-
-def _file_layers(group: str, name: str) -> Iterator[tuple[str, list[str]]]:
-    """A file of a group, after the files of the same group that it builds on."""
-    text = (CONF / group / f"{name}.yaml").read_text()
-    content: Any = OmegaConf.to_container(OmegaConf.create(text))
-    for base in content.pop("defaults", []):
-        if isinstance(base, str) and base != "_self_":
-            yield from _file_layers(group, base)
-    prefix = "" if "@package _global_" in text.partition("\n")[0] else f"{group}."
-    yield f"conf/{group}/{name}.yaml", [prefix + leaf for leaf, _ in leaves(content)]
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        loader = GlobalHydra.instance().config_loader()
+        found = loader.compute_defaults_list("config", overrides, RunMode.RUN).defaults
+    for default in found:
+        path = f"{default.config_path}.yaml"
+        if (CONF / path).is_file():
+            prefix = f"{default.package}." if default.package else ""
+            content: Any = OmegaConf.to_container(OmegaConf.load(CONF / path))
+            yield f"conf/{path}", [prefix + leaf for leaf, _ in leaves(content)]
+    names = (override.partition("=")[0].lstrip("~") for override in overrides)
+    yield "command line", [name for name in names if name not in groups()]
 
 
 def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

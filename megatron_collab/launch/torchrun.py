@@ -22,25 +22,19 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from megatron_collab.runtime.process import (
-    EXIT_BAD_INPUT,
-    EXIT_HUNG,
-    EXIT_PREEMPTED,
-    EXIT_STOPPED,
-    PREEMPTION_SIGNAL,
-    block_preemption_signal,
-)
+from megatron_collab.runtime import process
 from megatron_collab.runtime.scratch import COMPILE_CACHE, ScratchFolder
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-_EXPLAINED = (EXIT_BAD_INPUT, EXIT_STOPPED, EXIT_HUNG, EXIT_PREEMPTED)  # rank 0 has said why, in one line
+# Rank 0 has said why, in one line.
+_EXPLAINED = (process.EXIT_BAD_INPUT, process.EXIT_STOPPED, process.EXIT_HUNG, process.EXIT_PREEMPTED)
 _AGAIN = 1.0  # seconds; a rank that is started after the signal has to have it as well
 
 
 def main(arguments: list[str]) -> int:
-    block_preemption_signal()
+    process.block_preemption_signal()
     os.environ.setdefault(*COMPILE_CACHE)
     threading.Thread(target=_forward, name="preemption", daemon=True).start()
     # Imported here: it takes seconds, in which the signal has to wait already.
@@ -53,7 +47,7 @@ def main(arguments: list[str]) -> int:
             store = _store(options)
         except ValueError as error:
             print(f"megatron-collab: {error}", file=sys.stderr)
-            return EXIT_BAD_INPUT
+            return process.EXIT_BAD_INPUT
         try:
             run.run(options)
         except ChildFailedError as error:
@@ -102,11 +96,11 @@ def _store(options: Namespace) -> dist.TCPStore | None:
 
 def _forward() -> None:
     """Once the signal has come, send it to the ranks, which are our children; once it is pending, again is nothing."""
-    signal.sigwait({PREEMPTION_SIGNAL})
+    signal.sigwait({process.PREEMPTION_SIGNAL})
     while True:
         for child in psutil.Process().children():
             with suppress(psutil.NoSuchProcess):
-                child.send_signal(PREEMPTION_SIGNAL)
+                child.send_signal(process.PREEMPTION_SIGNAL)
         time.sleep(_AGAIN)
 
 

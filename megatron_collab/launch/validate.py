@@ -32,7 +32,6 @@ def load(overrides: Sequence[str]) -> Config:
 
 def validate(config: Config) -> None:
     """Cross-checks that need no process and no model in memory."""
-    check = partial(require, config=config)
     check_settings(config)
     try:
         device.check_device(config.launch.device)
@@ -49,22 +48,15 @@ def validate(config: Config) -> None:
         files["user.personas"] = config.user.personas
     for setting, file in files.items():
         require(file is None or Path(file).is_file(), f"{setting}={file}: no such file")
-    check(
-        not uses_wandb(config.run) or find_spec("wandb") is not None,
-        "<run.wandb_project>: WANDB_API_KEY is set, but wandb is not installed; pip install wandb, or set "
-        "run.wandb_project=null",
-    )
+    message = "<run.wandb_project>: WANDB_API_KEY is set; install wandb, or set run.wandb_project=null"
+    require(not uses_wandb(config.run) or find_spec("wandb") is not None, message, config)
 
 
 def check_settings(config: Config) -> None:
     """Those of `validate` that would fail on any machine."""
-    check = partial(require, config=config)
     redact.refuse_keys(asdict(config))
     check_declared(config)
-    message = "<launch.nodes>: needs launch.interface, the network interface that the nodes talk over, as ib0"
-    check(config.launch.nodes == 1 or config.launch.interface is not None, message)
     _check_options(config)
-    _check_batch(config)
     validate_layout.validate_layout(config)
     if config.train.stage == "rl":
         _check_reward(config)
@@ -75,16 +67,22 @@ def check_settings(config: Config) -> None:
 
 
 def _check_options(config: Config) -> None:
-    """Only what is given as package.module:Class has options."""
+    """What every stage needs."""
     check = partial(require, config=config)
+    message = "<launch.nodes>: needs launch.interface, the network interface that the nodes talk over, as ib0"
+    check(config.launch.nodes == 1 or config.launch.interface is not None, message)
     for setting in ("reward.mode", "algo.loss", "data.world", "data.format"):
         options = attrgetter(f"{setting}_options")(config)
         message = f"{setting}_options: <{setting}> has no options; remove them"
         check(not options or ":" in str(attrgetter(setting)(config)), message)
-    check(
-        config.data.format == "auto" or config.train.stage == "rl",
-        "<data.format>: readers give tasks, and <train.stage> reads conversations; set it to auto",
-    )
+    message = "<data.format>: readers give tasks, and <train.stage> reads conversations; set it to auto"
+    check(config.data.format == "auto" or config.train.stage == "rl", message)
+    train, rollout = config.train, config.rollout
+    samples = train.prompts_per_step  # of which every optimizer step needs one
+    if train.stage == "rl":
+        samples *= train.rollouts_per_prompt * (1 + (rollout.futures if rollout.train_turns == "all" else 0))
+    message = f"<algo.mini_batches>: a step has at most {samples} samples; choose at most as many"
+    check(config.algo.mini_batches <= samples, message)
 
 
 def _check_reward(config: Config) -> None:
@@ -113,11 +111,8 @@ def _check_budget(config: Config) -> None:
     from megatron_collab.llm.client import priced  # LiteLLM takes seconds to import
 
     for setting, model in (("user.model", config.user.model), ("reward.judge.model", config.reward.judge.model)):
-        require(
-            model is None or model == "policy" or priced(model),
-            f"llm.budget_usd={config.llm.budget_usd:g}: LiteLLM has no pricing for {setting}={model}, so the budget "
-            "cannot be held; choose a model with a price, or set llm.budget_usd=null",
-        )
+        message = f"LiteLLM has no pricing for {setting}={model}; choose another model, or set llm.budget_usd=null"
+        require(model in (None, "policy") or priced(model), f"llm.budget_usd={config.llm.budget_usd:g}: {message}")
 
 
 def _check_rollout(config: Config) -> None:
@@ -125,24 +120,17 @@ def _check_rollout(config: Config) -> None:
     rollout = config.rollout
     if rollout.train_turns == "all":
         check(rollout.futures > 1, "<rollout.train_turns>: compares sibling futures; set rollout.futures to 2 or more")
-        check(
-            rollout.turn.temperature == rollout.future.temperature,
-            "<rollout.future.temperature>: <rollout.train_turns> trains these turns too; set it to "
-            "<rollout.turn.temperature>",
-        )
-    require(
-        rollout.futures > 0 or not config.reward.weights.get("turn_rewards"),
-        "reward.weights.turn_rewards: with rollout.futures=0 these rewards are credited to their turns already; set it "
-        "to 0",
-    )
+        message = "<rollout.train_turns> trains these turns too; set it to <rollout.turn.temperature>"
+        same = rollout.turn.temperature == rollout.future.temperature
+        check(same, f"<rollout.future.temperature>: {message}")
+    message = "with rollout.futures=0 these rewards are credited to their turns already; set it to 0"
+    credited_once = rollout.futures > 0 or not config.reward.weights.get("turn_rewards")
+    check(credited_once, f"reward.weights.turn_rewards: {message}")
     tools.make_tools(rollout)
     for setting, sampling in (("rollout.turn", rollout.turn), ("rollout.future", rollout.future)):
         require(sampling.top_k != 0, f"{setting}.top_k=0: samples from no token; set -1 for all, or 1 or more")
-        check(
-            sampling.max_new_tokens < rollout.context_length,
-            f"<{setting}.max_new_tokens>: leaves no room for a prompt in <rollout.context_length>; lower it, or raise "
-            "rollout.context_length",
-        )
+        message = f"<{setting}.max_new_tokens>: leaves no room for a prompt in <rollout.context_length>; lower it"
+        check(sampling.max_new_tokens < rollout.context_length, message)
 
 
 def _check_algo(config: Config) -> None:
@@ -159,26 +147,10 @@ def _check_algo(config: Config) -> None:
     check(not grouped or config.train.rollouts_per_prompt > 1, message)
     message = "<algo.dynamic_sampling>: with <algo.advantage> groups of equal rewards teach as well; set it to 0"
     check(grouped or algo.dynamic_sampling == 0, message)
-    check(
-        not whole or config.parallel.cp == 1,
-        "<algo.loss>: needs whole sequences on a rank, and <parallel.cp> cuts them; set parallel.cp=1",
-    )
-    check(
-        algo.advantage != "gae" or config.reward.turn_credit != "reward_to_go",
-        "<reward.turn_credit>: <algo.advantage> makes the returns itself, from algo.gamma and the critic; set it to "
-        "equal or last",
-    )
-
-
-def _check_batch(config: Config) -> None:
-    """Every optimizer step needs a sample."""
-    check = partial(require, config=config)
-    train, rollout = config.train, config.rollout
-    samples = train.prompts_per_step
-    if train.stage == "rl":
-        samples *= train.rollouts_per_prompt * (1 + (rollout.futures if rollout.train_turns == "all" else 0))
-    message = f"<algo.mini_batches>: a step has at most {samples} samples; choose at most as many"
-    check(config.algo.mini_batches <= samples, message)
+    message = "<algo.loss>: needs whole sequences on a rank, and <parallel.cp> cuts them; set parallel.cp=1"
+    check(not whole or config.parallel.cp == 1, message)
+    message = "<reward.turn_credit>: <algo.advantage> makes returns itself, from algo.gamma; set it to equal or last"
+    check(algo.advantage != "gae" or config.reward.turn_credit != "reward_to_go", message)
 
 
 def check_model(config: Config, described: Path | None = None) -> ModelShape:

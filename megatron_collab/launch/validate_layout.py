@@ -29,20 +29,17 @@ def validate_layout(config: Config) -> None:
         f"<parallel.tp> x <parallel.pp> x <parallel.cp> does not divide the {ranks} ranks (<launch.nodes> x "
         f"<launch.nproc_per_node>); set launch.nproc_per_node so that they are a multiple of {size}",
     )
-    enough = parallel.tp > 1 or not parallel.sequence_parallel
-    check(enough, "<parallel.sequence_parallel>: needs parallel.tp > 1; set it to false")
-    enough = parallel.pp > 1 or parallel.vpp == 1
-    check(enough, "<parallel.vpp>: needs parallel.pp > 1; set parallel.vpp=1")
+    message = "<parallel.sequence_parallel>: needs parallel.tp > 1; set it to false"
+    check(parallel.tp > 1 or not parallel.sequence_parallel, message)
+    check(parallel.pp > 1 or parallel.vpp == 1, "<parallel.vpp>: needs parallel.pp > 1; set parallel.vpp=1")
     stage = ranks // parallel.pp
     message = f"<parallel.ep>: does not divide the {stage} ranks of a pipeline stage; choose a divisor"
     check(stage % parallel.ep == 0, message)
     _, multiple = parallel_layout.alignment(config)
     tokens = config.train.tokens_per_micro_batch
-    check(
-        tokens % multiple == 0,
-        f"<train.tokens_per_micro_batch>: must be a multiple of {multiple} with this layout and precision; "
-        f"set {-(-tokens // multiple) * multiple}",
-    )
+    fitting = -(-tokens // multiple) * multiple
+    message = f"must be a multiple of {multiple} with this layout and precision; set {fitting}"
+    check(tokens % multiple == 0, f"<train.tokens_per_micro_batch>: {message}")
 
 
 def check_machine(config: Config) -> None:
@@ -69,11 +66,9 @@ def check_shape(config: Config, shape: ModelShape) -> None:
     sizes = {"attention heads": shape.heads, "key/value heads": shape.kv_heads, "feed-forward width": shape.ffn}
     for what, count in sizes.items():
         check(count % parallel.tp == 0, f"<parallel.tp>: does not divide the model's {count} {what}; choose a divisor")
-    check(
-        parallel.pp * parallel.vpp <= shape.layers,
-        f"<parallel.pp>{' x <parallel.vpp>' if parallel.vpp > 1 else ''}: the model has only {shape.layers} layers; "
-        f"choose at most {shape.layers} stages",
-    )
+    stages = "<parallel.pp> x <parallel.vpp>" if parallel.vpp > 1 else "<parallel.pp>"
+    message = f"{stages}: the model has only {shape.layers} layers; choose at most {shape.layers} stages"
+    check(parallel.pp * parallel.vpp <= shape.layers, message)
     if experts is None:
         check(parallel.ep == 1, "<parallel.ep>: the model has no experts; set parallel.ep=1")
     else:
@@ -94,16 +89,12 @@ def _check_fp8(config: Config) -> None:
             check(default, f"<model.{setting}>: needs model.fp8; set model.fp8=hybrid")
         return
     check(model.dtype == "bfloat16", f"<model.fp8>: needs model.dtype=bfloat16, not {model.dtype}; set model.fp8=null")
-    check(
-        model.fp8_recipe != "mxfp8" or not model.fp8_params,
-        "<model.fp8_params>: with model.fp8_recipe=mxfp8, Megatron-Core needs a layout of its buffers that is not set "
-        "up here; set model.fp8_params=false, or choose another recipe",
-    )
-    check(
-        model.fp8_recipe != "delayed" or model.fp8_skip_first + model.fp8_skip_last == 0,
-        "<model.fp8_recipe>: keeps no layers in bfloat16; choose model.fp8_recipe=tensorwise, or set "
-        "model.fp8_skip_first=0 and model.fp8_skip_last=0",
-    )
+    # Megatron-Core would need a layout of its buffers that is not set up here.
+    message = "<model.fp8_params>: with model.fp8_recipe=mxfp8 is not supported; set it to false, or another recipe"
+    check(model.fp8_recipe != "mxfp8" or not model.fp8_params, message)
+    message = "keeps no layers in bfloat16; choose model.fp8_recipe=tensorwise, or set model.fp8_skip_*=0"
+    skips = model.fp8_skip_first + model.fp8_skip_last > 0
+    check(model.fp8_recipe != "delayed" or not skips, f"<model.fp8_recipe>: {message}")
 
 
 def _check_fp8_sizes(config: Config, shape: ModelShape) -> None:

@@ -18,51 +18,29 @@ def validate_servers(config: Config) -> None:
     server, transport, nodes = config.rollout.server, config.publish.transport, config.launch.nodes
     check(server.tp % server.ep == 0, "<rollout.server.ep>: does not divide <rollout.server.tp>; choose a divisor")
     last = server.port + server.replicas - 1
-    check(
-        server.port == 0 or last <= 65535,
-        f"<rollout.server.port>: the last of <rollout.server.replicas> servers would have port {last}; choose a lower "
-        "one",
-    )
+    message = f"<rollout.server.port>: the last of <rollout.server.replicas> servers would have port {last}; lower it"
+    check(server.port == 0 or last <= 65535, message)
     message = "<rollout.server.replicas>: is no multiple of <launch.nodes>, and every node has as many; choose one"
     check(server.replicas % nodes == 0, message)
     here = servers_per_node(config) * server.tp
     check(
         nodes == 1 or not server.colocated or here <= config.launch.nproc_per_node,
         f"<rollout.server.replicas> x <rollout.server.tp> / <launch.nodes>: needs {here} devices of a node, and with "
-        "<rollout.server.colocated> there are <launch.nproc_per_node>; lower rollout.server.replicas or "
-        "rollout.server.tp",
+        "<rollout.server.colocated> there are <launch.nproc_per_node>; lower one of them",
     )
-    check(
-        server.colocated or not config.parallel.offload,
-        "<parallel.offload>: makes room for servers on the trainer's devices; set it to false, or "
-        "rollout.server.colocated=true",
-    )
-    check(
-        transport != "memory" or nodes == 1 or server.colocated,
-        "<publish.transport>: on <launch.nodes> it needs servers on the trainer's devices; set publish.transport=auto, "
-        "or rollout.server.colocated=true",
-    )
-    check(
-        not server.fp8 or config.model.dtype == "bfloat16",
-        f"<rollout.server.fp8>: needs model.dtype=bfloat16, not {config.model.dtype}; set it, or "
-        "rollout.server.fp8=false",
-    )
-    check(
-        not server.fp8 or transport != "disk",
-        "<publish.transport>: carries the weights as they are trained, and <rollout.server.fp8> needs them in FP8; set "
-        "publish.transport=auto, or rollout.server.fp8=false",
-    )
+    message = "<parallel.offload>: makes room for colocated servers; set parallel.offload=false"
+    check(server.colocated or not config.parallel.offload, message)
+    message = "<publish.transport>: on <launch.nodes> needs rollout.server.colocated=true; set one of them"
+    check(transport != "memory" or nodes == 1 or server.colocated, message)
+    message = f"<rollout.server.fp8>: needs model.dtype=bfloat16, not {config.model.dtype}; set one of them"
+    check(not server.fp8 or config.model.dtype == "bfloat16", message)
+    message = "<publish.transport>: carries no FP8, which <rollout.server.fp8> needs; set publish.transport=auto"
+    check(not server.fp8 or transport != "disk", message)
     in_turn = config.rollout.max_staleness == 0
-    check(
-        in_turn or not server.colocated,
-        "<rollout.max_staleness>: servers that sample while the trainer trains need devices of their own; set "
-        "rollout.server.colocated=false, or rollout.max_staleness=0",
-    )
-    check(
-        in_turn or config.algo.correction != "none",
-        "<rollout.max_staleness>: samples of older weights need an importance correction; set "
-        "algo.correction=truncated, or rollout.max_staleness=0",
-    )
+    message = "<rollout.max_staleness>: servers need devices of their own; set rollout.server.colocated=false, or 0"
+    check(in_turn or not server.colocated, message)
+    message = "<rollout.max_staleness>: needs an importance correction; set algo.correction=truncated, or 0"
+    check(in_turn or config.algo.correction != "none", message)
 
 
 def check_machine(config: Config) -> None:
@@ -97,22 +75,13 @@ def _check_gpus(config: Config) -> None:
         )
         return
     check(here <= found, f"{servers}: needs more than the {found} GPUs of this node; lower one of them")
-    check(
-        config.publish.transport == "disk" or plan.uses_memory(config),
-        "<publish.transport>: over the network NCCL joins no two ranks on one GPU, which <rollout.server.colocated> "
-        "has trainer and server share; set publish.transport=auto, or rollout.server.colocated=false",
-    )
+    message = "<publish.transport>: NCCL joins no two ranks on one GPU, which are colocated; set publish.transport=auto"
+    check(config.publish.transport == "disk" or plan.uses_memory(config), message)
     saver = device.probe("memory_saver")
-    check(
-        saver.found,
-        f"<rollout.server.colocated>: needs torch-memory-saver ({saver.detail}) for servers to give their memory back; "
-        "install it, or set rollout.server.colocated=false",
-    )
-    require(
-        server.max_total_tokens is not None,
-        "rollout.server.max_total_tokens: not set, and a colocated server would take the memory that the trainer's "
-        "weights need; set what doctor --plan has room for, or rollout.server.colocated=false",
-    )
+    message = f"needs torch-memory-saver ({saver.detail}); install it, or set rollout.server.colocated=false"
+    check(saver.found, f"<rollout.server.colocated>: {message}")
+    message = "not set, and colocated servers would take the memory of the trainer; set what doctor --plan has room for"
+    check(server.max_total_tokens is not None, f"rollout.server.max_total_tokens: {message}")
 
 
 def check_shape(config: Config, shape: ModelShape) -> None:

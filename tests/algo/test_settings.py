@@ -35,7 +35,7 @@ from tests.helpers import refused
         ),
         (
             ["algo.advantage=gae", "reward.turn_credit=reward_to_go"],
-            "reward.turn_credit=reward_to_go: algo.advantage=gae makes the returns itself",
+            "reward.turn_credit=reward_to_go: algo.advantage=gae makes returns itself",
         ),
     ],
 )

@@ -44,7 +44,7 @@ def test_a_published_reward_is_one_word(mode: str, tokens: float, count: str, ru
         (["algo.mini_batches=17"], "algo.mini_batches=17: a step has at most 16 samples"),
         (
             ["rollout.server.port=65535", "rollout.server.replicas=2"],
-            "servers would have port 65536; choose a lower one",
+            "servers would have port 65536; lower it",
         ),
         (["rollout.train_turns=all"], "rollout.train_turns=all: compares sibling futures; set rollout.futures to 2"),
         (

@@ -12,7 +12,8 @@ import pytest
 from megatron_collab.config import compose
 from megatron_collab.launch import prepare, validate
 from megatron_collab.runtime import device
-from megatron_collab.train import EXIT_BAD_INPUT, main
+from megatron_collab.runtime.process import EXIT_BAD_INPUT
+from megatron_collab.train import main
 
 
 @pytest.fixture(autouse=True)
