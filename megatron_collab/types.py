@@ -1,9 +1,7 @@
 """The nouns of the program: frozen records without any framework import.
 
-A `Task` is played into a `Conversation`; the policy's generations in it are `Turn`s. The turn that is
-trained is played on several times; each continuation is a `Future`, scored by every metric. A `Rollout`
-is the trained turn with its futures and its reward, a `Group` the rollouts of one task. `Sample` and
-`Batch` are what the loss sees.
+A `Task` is played into a `Conversation`; the policy's generations in it are `Turn`s. The trained turn is played on
+several times, each time to a `Future`. `Sample` and `Batch` are what the loss sees.
 """
 
 from __future__ import annotations
@@ -54,8 +52,8 @@ class ToolCall:
 class Task:
     """What a user wants, and how the conversation about it begins.
 
-    `messages` ends with a user message and is all that the policy sees; `goal` is seen by the simulated
-    user alone, `answer` by the metrics alone. `user` names who plays the user.
+    `messages` ends with a user message and is all that the policy sees; `goal` is seen by the simulated user alone,
+    `answer` by the metrics alone. `user` names who plays the user.
     """
 
     id: str
@@ -78,10 +76,9 @@ class Finish(StrEnum):
 class Turn:
     """One generation of the policy, exactly as the engine sampled it.
 
-    `prompt_ids` and `token_ids` are token ids; `log_probs[i]` is the natural log-probability of
-    `token_ids[i]` under the sampling distribution (temperature folded in); `versions[i]` is the number of the
-    weights that sampled it, which may change in the middle of a turn. `text` is the decoded reply, thoughts
-    included, without its end-of-turn token.
+    `log_probs[i]` is the natural log-probability of `token_ids[i]` under the sampling distribution (temperature folded
+    in); `versions[i]` is the number of the weights that sampled it, which may change in the middle of a turn. `text`
+    is the decoded reply, thoughts included, without its end-of-turn token.
     """
 
     prompt_ids: tuple[int, ...]
@@ -123,8 +120,7 @@ class Ending(StrEnum):
 class Conversation:
     """Messages, the policy's turns among them, and the token stream they were sampled from.
 
-    Append-only: `token_ids` is every token so far, sampled ones as they were sampled; the next turn's
-    prompt is `token_ids` plus the tokens that open the next turn. Nothing is ever re-rendered.
+    Append-only: `token_ids` is every token so far, sampled ones as they were sampled. Nothing is ever re-rendered.
 
     `messages` is what the others see: no thoughts. An assistant message that a tool message follows is a call of
     tools and no reply. `turn_rewards[i]` is what users and tools gave for `turns[i]`.
@@ -140,13 +136,10 @@ class Conversation:
     @property
     def replies(self) -> tuple[str, ...]:
         """What the policy said to the user since the task's messages, in order; `replies[-1]` is its last word."""
-        follows = (*self.messages[1:], None)
-        mine = [
-            (message.content, after is not None and after.role == "tool")
-            for message, after in zip(self.messages, follows, strict=True)
-            if message.role == "assistant"
-        ]
-        return tuple(content for content, calls in mine[len(mine) - len(self.turns) :] if not calls)
+        roles = [message.role for message in self.messages]
+        mine = [at for at, role in enumerate(roles) if role == "assistant"]
+        replies = [at for at in mine[len(mine) - len(self.turns) :] if roles[at + 1 : at + 2] != ["tool"]]
+        return tuple(self.messages[at].content for at in replies)
 
     def add_turn(self, turn: Turn) -> Conversation:
         """Append the policy's turn; its prompt must be the stream so far."""
@@ -174,7 +167,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Missing:
-    """A score that could not be had, and why. Never a number: an outage is not a 0."""
+    """A missing score, and why. Never a number: an outage is not a 0."""
 
     why: str
 
@@ -192,11 +185,8 @@ class Future:
 
 @dataclass(frozen=True)
 class Reward:
-    """The reward of a trained turn.
-
-    `standard_error` is that of the mean over the futures (0 where there is one future); `parts` the
-    weighted contribution of each metric; `missing` the number of scores that could not be had.
-    """
+    """The reward of a trained turn, the standard error of the mean over its futures (0 where there is one future), the
+    weighted contribution of each metric, and the number of missing scores."""
 
     value: Score
     standard_error: float = 0.0
@@ -271,12 +261,9 @@ class Batch:
 
 @dataclass(frozen=True)
 class Scored(Batch):
-    """A batch with what the networks say of its tokens before any of it is learned: per sample float32 [S].
-
-    `old_log_probs` are the policy's where the loss or the reward needs them apart from the loss's own forward pass,
-    `reference_log_probs` the first policy's where there is a KL term, `values` the critic's where there is one.
-    `advantages`, and the critic's `returns`, are what algo.advantages makes of them. Untrained tokens have 0.
-    """
+    """A batch with what the networks say of its tokens before any of it is learned: per sample float32 [S], 0 where
+    untrained. `old_log_probs` are the policy's where they are needed apart from the loss's own forward pass,
+    `reference_log_probs` the first policy's; `advantages` and the critic's `returns` are from algo.advantages."""
 
     old_log_probs: Sequence[np.ndarray] | None = None
     reference_log_probs: Sequence[np.ndarray] | None = None

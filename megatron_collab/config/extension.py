@@ -8,7 +8,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
@@ -25,7 +25,7 @@ class NoOptions:
 
 
 class Extension:
-    """Base of what a setting may name. `Options` is a frozen dataclass; its fields are checked as ours are."""
+    """Base of what a setting may name. `Options` is a frozen dataclass, whose fields `option` may declare."""
 
     Options: ClassVar[type] = NoOptions
 
@@ -41,8 +41,7 @@ def resolve(spec: str, setting: str, base: type) -> Any:
     where, _, name = spec.rpartition(":")
     module = _load(where, f"{setting}={spec}")
     found = getattr(module, name, None)
-    if found is None:
-        raise ConfigError(f"{setting}={spec}: {where} has no {name}{nearest(name, vars(module))}")
+    require(found is not None, f"{setting}={spec}: {where} has no {name}{nearest(name, vars(module))}")
     called = "__call__" in vars(base)
     derived = issubclass(found, base) if isinstance(found, type) else called and callable(found)
     also = " or a function" if called else ""
@@ -68,10 +67,9 @@ def lookup(name: str, setting: str, table: Mapping[str, str], base: type) -> Any
 
 def make_absolute(value: Any) -> Any:
     """`value`, settings or a part of them, with the files of its specs absolute: workers may run in another folder."""
-    if is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            setattr(value, field.name, make_absolute(getattr(value, field.name)))
-        return value
+    if is_dataclass(value):
+        for name, entry in vars(value).items():
+            setattr(value, name, make_absolute(entry))
     if isinstance(value, dict):
         return {make_absolute(key): make_absolute(entry) for key, entry in value.items()}
     if isinstance(value, list):

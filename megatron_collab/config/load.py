@@ -22,9 +22,9 @@ from megatron_collab.config.schema import Config
 
 _Options = TypeVar("_Options")
 
-_PACKAGE = Path(__file__).resolve().parents[1]
 # In the package where it is installed from a wheel, beside it in a checkout.
-CONF = next((folder for folder in (_PACKAGE / "conf", _PACKAGE.parent / "conf") if folder.is_dir()), _PACKAGE / "conf")
+_FOLDERS = [folder / "conf" for folder in Path(__file__).resolve().parents[1:3]]
+CONF = next((folder for folder in _FOLDERS if folder.is_dir()), _FOLDERS[0])
 
 # What Hydra recommends and is refused here: to add an option with a +, to sweep over values.
 _REFUSED = re.compile(r" (To append to your \w+|3\. To sweep) .*")
@@ -38,14 +38,12 @@ ConfigStore.instance().store(name="schema", node=_schema)
 
 
 def compose(overrides: Sequence[str]) -> Config:
-    """Compose `conf/config.yaml` with Hydra overrides.
+    """Compose `conf/config.yaml` with Hydra overrides; whether the values can work is for launch.validate to say.
 
-    Raises ConfigError for an unknown option, a value of the wrong type, or a required one that is not set. Whether the
-    values can work is for `launch.validate.validate` to say.
+    Raises ConfigError for an unknown option, a value of the wrong type, or a required one that is not set.
     """
     node = _composed(overrides)
-    missing = sorted(OmegaConf.missing_keys(node))
-    if missing:
+    if missing := sorted(OmegaConf.missing_keys(node)):
         raise ConfigError(f"{missing[0]}: not set; give {missing[0]}=VALUE or an experiment=NAME that sets it")
     config: Config = OmegaConf.to_object(node)
     return config
@@ -112,13 +110,8 @@ def _composed(overrides: Sequence[str]) -> DictConfig:
 
 
 def _plain(overrides: Sequence[str]) -> list[str]:
-    """Overrides as Hydra is given them.
-
-    Its + and ++ add what the schema does not know, and nothing would read it; what may be added needs neither. A shell
-    leaves a ~ after = as it is.
-    """
-    home = str(Path.home())
-    return [re.sub(r"(?<==)~(?=/)", home, override.lstrip("+"), count=1) for override in overrides]
+    """Overrides without + and ++, which add what nothing would read, and with ~ after = as the home folder."""
+    return [re.sub(r"(?<==)~(?=/)", str(Path.home()), override.lstrip("+"), count=1) for override in overrides]
 
 
 def _reason(error: Exception, overrides: Sequence[str]) -> str:

@@ -88,10 +88,7 @@ class AlgoConfig:
         choices=("grpo", "dr_grpo", "rloo", "reinforce++", "gae"),
     )
     loss: str = option(
-        "ppo",
-        "token ratios, clipped (ppo), sequence ratios (gspo) or clipped weights (cispo)",
-        choices=("ppo", "gspo", "cispo"),
-        extensible=True,
+        "ppo", "of token ratios, sequence ratios or clipped weights", choices=("ppo", "gspo", "cispo"), extensible=True
     )
     loss_options: dict[str, Any] = option({}, "settings of a loss given as package.module:Class")
     average: str = option("token", "mean of the loss over tokens, or over sequences", choices=("token", "sequence"))
@@ -107,9 +104,7 @@ class AlgoConfig:
     correction_low: float = option(0.5, "masked: tokens with a smaller weight are left out", ge=0)
     correction_high: float = option(2.0, "truncated: largest weight; masked: tokens with a larger are left out", gt=0)
     mini_batches: int = option(1, "optimizer steps per batch of rollouts", ge=1)
-    dynamic_sampling: int = option(
-        0, "times a step samples new tasks for those whose rewards were all equal (DAPO); 0: they stay", ge=0
-    )
+    dynamic_sampling: int = option(0, "times a step replaces tasks whose rewards were all equal (DAPO)", ge=0)
     gamma: float = option(1.0, "gae: discount by trained token", ge=0, le=1)
     gae_lambda: float = option(0.95, "gae: lambda", ge=0, le=1)
     critic_lr: float = mutable(1e-5, "gae: peak learning rate of the critic; warm-up and schedule as in optim", gt=0)
@@ -122,9 +117,7 @@ class TrainConfig:
     steps: int = mutable(100, "steps of the run", ge=1)
     prompts_per_step: int = option(16, "tasks a step (rl) or conversations a step (sft)", ge=1)
     rollouts_per_prompt: int = option(8, "trained turns sampled for each task: the group of GRPO", ge=1)
-    tokens_per_micro_batch: int = mutable(
-        8192, "tokens a rank takes through the model at once, sequences packed; a longer sequence goes alone", ge=1
-    )
+    tokens_per_micro_batch: int = mutable(8192, "tokens packed to a micro-batch; a longer sequence goes alone", ge=1)
     checkpoint_every: int = mutable(50, "steps between checkpoints; the last step always saves one", ge=1)
     keep_checkpoints: int = mutable(2, "how many checkpoints stay on disk", ge=1)
     eval_tasks: int = mutable(256, "tasks played before and after training; 0: none", ge=0)
@@ -139,9 +132,7 @@ class ServerConfig:
     replicas: int = mutable(1, "SGLang servers; the conversations of a prompt stay on one of them", ge=1, le=10_000)
     port: int = mutable(0, "port of the first SGLang server, the others follow; 0: free ones", ge=0, le=65535)
     max_running_requests: int = mutable(256, "requests a server decodes at once", ge=1)
-    max_total_tokens: int | None = mutable(
-        None, "tokens in a server's KV cache; none: SGLang decides; required by colocated servers on GPUs", ge=1
-    )
+    max_total_tokens: int | None = mutable(None, "tokens in a KV cache; required by colocated servers on GPUs", ge=1)
     start_timeout: float = mutable(600.0, "seconds until the servers must be healthy", gt=0)
 
 
@@ -155,9 +146,7 @@ class SamplingConfig:
 
 @dataclass
 class RolloutConfig:
-    futures: int = option(
-        3, "conversations played on from each trained turn; 0: one conversation a rollout, all its turns trained", ge=0
-    )
+    futures: int = option(3, "conversations played on from a trained turn; 0: all turns of one are trained", ge=0)
     max_user_turns: int = option(2, "user turns after the trained turn; those already in the task do not count", ge=1)
     max_assistant_turns: int = option(3, "turns of the policy with the trained one; tool calls do not count", ge=1)
     train_turns: str = option("first", "the trained turn alone, or its futures' turns too", choices=("first", "all"))
@@ -171,9 +160,7 @@ class RolloutConfig:
     max_tool_calls: int = option(8, "rounds of tool calls in one turn; what the policy says then is its reply", ge=0)
     workers: int = mutable(1, "Ray ConversationWorkers", ge=1, le=10_000)
     # Groups in flight are in the checkpoint.
-    max_staleness: int = mutable(
-        0, "steps that sampling may run ahead of training, on older weights; 0: they take turns", ge=0
-    )
+    max_staleness: int = mutable(0, "steps that sampling may run ahead of training; 0: they take turns", ge=0)
     turn_timeout: float = mutable(300.0, "seconds one request to the server may take", gt=0)
     server: ServerConfig = field(default_factory=ServerConfig)
 
@@ -216,14 +203,10 @@ class RewardConfig:
     metrics: dict[str, dict[str, Any]] = option({}, "settings of a metric by its name, as metrics.accuracy.judge=true")
     clamp: dict[str, float] = option({}, "largest absolute weighted part of a metric, in mr and single_turn", gt=0)
     malformed: float | None = option(
-        -1.0,
-        "reward of a malformed trained turn (empty, broken <think>, cut by its budget), which has no futures; "
-        "none: it is played on like any other",
+        -1.0, "reward of an empty, broken or cut trained turn, which has no futures; none: it is played on"
     )
     turn_credit: str = option(
-        "equal",
-        "with futures=0, what a turn is rewarded for: the whole (last: only the last turn is) or what follows it",
-        choices=("last", "equal", "reward_to_go"),
+        "equal", "with futures=0, what a turn is rewarded for", choices=("last", "equal", "reward_to_go")
     )
     turn_gamma: float = option(1.0, "reward_to_go: discount by turn", ge=0, le=1)
     judge: EndpointConfig = field(default_factory=EndpointConfig)
@@ -248,8 +231,7 @@ class LlmConfig:
 class PublishConfig:
     transport: str = mutable(
         "auto",
-        "how weights reach the servers: memory of their node, network (point to point), disk, or auto: memory on one "
-        "node and for colocated servers, else network",
+        "how weights reach the servers; auto: memory on one node and for colocated servers, else network",
         choices=("auto", "memory", "network", "disk"),
     )
     verify: int = mutable(0, "servers prove by checksums what they hold, every so many publishes; 0: never", ge=0)

@@ -151,27 +151,16 @@ def _each(read: Callable[[Any, int], _Read], rows: Iterable[Any], where: str) ->
 def _read_task(task: Any, number: int) -> Task:
     if not isinstance(task, Task):
         raise _BadRow(f"data.format gives a {type(task).__name__}; it must be a megatron_collab.types.Task")
-    _check_prompt(task.messages)
+    last = task.messages[-1].role if task.messages else "none"
+    if last != "user":
+        raise _BadRow(f"the prompt ends with a message of the {last}; its last message must be the user's")
     return task
 
 
-def _check_prompt(messages: Sequence[Message]) -> None:
-    last = messages[-1].role if messages else "none"
-    if last != "user":
-        raise _BadRow(f"the prompt ends with a message of the {last}; its last message must be the user's")
-
-
 def _task(row: Row, number: int) -> Task:
-    messages = _messages(row, "prompt")
-    _check_prompt(messages)
-    return Task(
-        id=_text(row, "id", str(number)),
-        messages=messages,
-        goal=_text(row, "goal"),
-        answer=_text(row, "answer", ""),
-        user=_text(row, "user", ""),
-        metadata=row.get("metadata") or {},
-    )
+    texts = {"id": str(number), "goal": None, "answer": "", "user": ""}
+    found = {column: _text(row, column, default) for column, default in texts.items()}
+    return _read_task(Task(messages=_messages(row, "prompt"), metadata=row.get("metadata") or {}, **found), number)
 
 
 def _conversation(row: Row, number: int) -> tuple[Message, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from megatron_collab.types import Message, visible
 
@@ -37,9 +38,6 @@ def shown(messages: Sequence[Message], *, tools: bool = False) -> list[Message]:
 
 def without_tools(messages: Sequence[Message]) -> list[Message]:
     """What user and assistant said to each other: neither tool messages nor the assistant's calls."""
-    follows = (*messages[1:], None)
-    return [
-        message
-        for message, after in zip(messages, follows, strict=True)
-        if message.role != "tool" and (message.role != "assistant" or after is None or after.role != "tool")
-    ]
+    roles = [*(message.role for message in messages), ""]
+    hidden = [role == "tool" or (role == "assistant" and after == "tool") for role, after in pairwise(roles)]
+    return [message for message, hide in zip(messages, hidden, strict=True) if not hide]

@@ -1,12 +1,10 @@
 """GPU memory of a run, estimated from its settings and the model's shape alone; nothing is allocated.
 
-`plan_memory` counts what the program allocates and keeps. Not counted: CUDA contexts, NCCL's buffers, CUDA graphs and
-workspaces of SGLang, temporaries within a forward or backward pass, and fragmentation; leave some GiB.
+Counted is what the program allocates and keeps; not CUDA contexts, NCCL's buffers, CUDA graphs and workspaces of
+SGLang, fragmentation, and temporaries within a pass: about half of what a layer keeps, measured on a CPU.
 
-Activations are what the layers of trainer/megatron/layers.py keep between forward and backward pass. Counted is what
-autograd saves, each tensor once, with the fused SwiGLU that GPUs use. TransformerEngine's layers keep the same or less:
-their norms keep no float32 copy of the input, and their FP8 products keep inputs in one byte. Temporaries within a pass
-are about half of what a layer keeps, measured on a CPU.
+Activations are what autograd saves of the layers of trainer/megatron/layers.py, each tensor once, with the fused SwiGLU
+that GPUs use. TransformerEngine's layers keep the same or less.
 
 Per token, with i the bytes of the dtype, h the hidden size, t = parallel.tp, and s = t with sequence parallelism, else
 1; Q and K are the widths of queries and of keys, heads (or key/value heads) times their size:
@@ -22,9 +20,8 @@ Per token, with i the bytes of the dtype, h the hidden size, t = parallel.tp, an
     and their router      (k (20 + i) + n (1 + i)) / s
 
 Selective recompute keeps of the core attention only its inputs, where they are no views; what it recomputes is less
-than what the backward pass of that layer's feed-forward has freed by then. Full recompute keeps only the input of a
-layer, i h / s, and recomputes one layer at a time, after the final norm has been released; in float32 the input is the
-first norm's.
+than what the feed-forward has freed by then. Full recompute keeps only the input of a layer, i h / s (in float32 the
+first norm's), and recomputes one layer at a time.
 Korthikanti et al. 2022 (arXiv:2205.05198), section 4, count the same way for a layer with dropout and without a gate.
 """
 
@@ -98,12 +95,13 @@ def read_run(overrides: Sequence[str]) -> tuple[Config, ModelShape]:
 def plan_memory(config: Config, shape: ModelShape) -> MemoryPlan:
     """The parts by pipeline stage; the settings must have been validated.
 
-    Policy, reference and critic share their layout. The optimizer works on the policy and the critic in turn, so
-    activations are counted once. Colocated servers hold weights and KV cache only while the run samples.
+    The optimizer works on the policy and the critic in turn, so activations are counted once.
     """
     parallel = config.parallel
-    gpus, tokens = ranks(config), micro_batch_tokens(config)
-    sampling = config.train.stage == "rl"
+    gpus, sampling = ranks(config), config.train.stage == "rl"
+    # On a context parallel rank; a sequence above the budget is a micro-batch of its own.
+    longest = -(-config.rollout.context_length // parallel.cp) if sampling else 0
+    tokens = max(config.train.tokens_per_micro_batch, longest)
     stages = []
     for rank in range(parallel.pp):
         parts = _network_parts(config, network_memory(config, shape, rank), "")
@@ -142,12 +140,11 @@ def _network_parts(config: Config, sizes: Mapping[str, float], prefix: str) -> l
 def network_memory(config: Config, shape: ModelShape, rank: int, critic: bool = False) -> dict[str, float]:
     """Bytes of parameters, gradients and optimizer of a trained network on a rank of pipeline stage `rank`.
 
-    With i bytes of the dtype and d data (times context) parallel ranks that shard the optimizer (Rajbhandari et al.
-    2020, arXiv:1910.02054, stage 1), a parameter takes i bytes, 4 for its gradient (the float32 buffer of Megatron's
-    DistributedDataParallel) and 12 / d for float32 master and two moments; 8 / d where it is float32 itself. Experts,
-    sharded over parallel.ep, have tp cp dp / ep replicas instead. With FP8 (derived from the code, not measured) the
-    linear layers hold data and transpose, 2 bytes a weight: instead of their parameters with model.fp8_params, else in
-    addition. A `critic` has a value head of width h on the last stage, and does not train its output layer.
+    A parameter takes the i bytes of the dtype, 4 for its gradient and 12 / d for float32 master and two moments, or
+    8 / d where it is float32 itself, over d data (times context) parallel ranks (Rajbhandari et al. 2020,
+    arXiv:1910.02054, stage 1); experts have tp cp dp / ep replicas instead. With FP8 (not measured) the linear layers
+    hold data and transpose, 2 bytes a weight: with model.fp8_params instead of their parameters, else in addition. A
+    `critic` has a value head of width h on the last stage, and does not train its output layer.
     """
     parallel, model = config.parallel, config.model
     item = DTYPES[model.dtype].itemsize
@@ -188,17 +185,10 @@ def _counts(config: Config, shape: ModelShape, rank: int, critic: bool) -> tuple
     return found["dense"], found["expert"] / ep, found["fp8"] + found["fp8 expert"] / ep, found["frozen"]
 
 
-def micro_batch_tokens(config: Config) -> int:
-    """Tokens of the largest micro-batch on a context parallel rank; a sequence above the budget is one of its own."""
-    longest = -(-config.rollout.context_length // config.parallel.cp) if config.train.stage == "rl" else 0
-    return max(config.train.tokens_per_micro_batch, longest)
-
-
 def head(config: Config, shape: ModelShape, tokens: int) -> float:
     """Bytes of the log-probs (trainer/logprobs.py) on the last stage, where every one of `tokens` is trained.
 
-    Two float32 tiles of logits; the hidden states, whole on every rank, and the selected ones; the gradient of the
-    latter in float32, and again in a narrower dtype of the model: (2 i + 4) h a token, i h more.
+    Two float32 tiles of logits; hidden states, whole and selected; the gradient of the latter in float32 and the dtype.
     """
     item = DTYPES[config.model.dtype].itemsize
     narrow = item if item < 4 else 0
@@ -217,11 +207,7 @@ def server_weights(config: Config, shape: ModelShape) -> float:
 
 
 def kv_cache(config: Config, shape: ModelShape) -> float:
-    """Bytes of SGLang's KV cache on a GPU: 2 x layers x key/value heads x their size x bytes of the dtype a token.
-
-    Heads are sharded over rollout.server.tp, at least one on each GPU. Tokens are rollout.server.max_total_tokens;
-    where SGLang chooses them, what rollout.server.max_running_requests of rollout.context_length need.
-    """
+    """Bytes of SGLang's KV cache on a GPU, which has at least one head; where SGLang chooses the tokens, the most."""
     server = config.rollout.server
     tokens = server.max_total_tokens or server.max_running_requests * config.rollout.context_length
     heads = max(1, shape.kv_heads // server.tp)
@@ -229,10 +215,9 @@ def kv_cache(config: Config, shape: ModelShape) -> float:
 
 
 def sync_buckets(config: Config, weights: float) -> float:
-    """Bytes of the weight sync's buckets on a server's GPU, at most the server's `weights`.
+    """Bytes of the weight sync's buckets on a server's GPU, which stay allocated; at most the server's `weights`.
 
-    One bucket is written while the server reads the other. They stay allocated, since allocating them takes longer than
-    filling them. On several nodes a third one, no larger, holds what is sent to other nodes.
+    One is written while the server reads the other; on several nodes a third holds what is sent to other nodes.
     """
     return min(weights, (2 if config.launch.nodes == 1 else 3) * BUCKET_BYTES)
 
@@ -291,11 +276,9 @@ def activations(config: Config, shape: ModelShape, rank: int, tokens: int) -> fl
 def in_flight(chunks: Sequence[float], pp: int, rank: int) -> float:
     """The most that is held at once if a micro-batch keeps `chunks[c]` in the rank's virtual stage c.
 
-    Megatron's schedules (Narayanan et al. 2021, arXiv:2104.04473, section 2.2): forward passes go through groups of pp
-    micro-batches, all of them through one virtual stage and then the next; backward passes take the virtual stages in
-    the opposite order. After the warm-up of pp - rank - 1 passes, or 2 (pp - rank - 1) + (v - 1) pp where there are
-    v > 1 virtual stages, each forward pass is followed by a backward pass. With one stage that is pp - rank
-    micro-batches.
+    Megatron's schedules (Narayanan et al. 2021, arXiv:2104.04473, section 2.2): groups of pp micro-batches go forward
+    through one virtual stage and then the next, and backward in the opposite order. After the warm-up of pp - rank - 1
+    passes, or 2 (pp - rank - 1) + (v - 1) pp with v > 1 virtual stages, a backward pass follows each forward pass.
     """
     count = len(chunks)
     order = [chunk for _ in range(3) for chunk in range(count) for _ in range(pp)]  # long enough to repeat
