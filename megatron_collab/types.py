@@ -198,8 +198,8 @@ class Reward:
 class Rollout:
     """A trained turn and what it was worth.
 
-    `start` is the conversation as the trained turn left it: `start.turns` are trained. `futures` go on from it; where
-    whole conversations are trained, the one future is `start` itself.
+    `start.turns` are trained. `futures` go on from `start`; where whole conversations are trained, the one future is
+    `start` itself.
     """
 
     start: Conversation
@@ -217,11 +217,10 @@ class Group:
 
 @dataclass(frozen=True)
 class Credit:
-    """What some trained tokens of a sample are worth together, and with what that is compared.
+    """What some trained tokens of a sample, with (start, stop) in `spans`, are worth together.
 
-    `spans` are their (start, stop) in the sample's tokens; `value` is their return. Credits with the same `peers`
-    are compared with each other (the baseline); credits with the same `scale` share a measure of spread, which is
-    that of the peers where the two are equal. Without spans it trains nothing and is only compared with.
+    `value` is their return. Credits with the same `peers` are compared with each other (the baseline); those with the
+    same `scale` share a measure of spread. Without spans it trains nothing and is only compared with.
     """
 
     spans: tuple[tuple[int, int], ...]
@@ -232,11 +231,10 @@ class Credit:
 
 @dataclass(frozen=True)
 class Sample:
-    """One sequence for the loss. All arrays have length S, the number of tokens of the sequence.
+    """One sequence of S tokens for the loss; arrays are [S].
 
-    `token_ids` int64; `loss_mask` float32, 1 where the token is trained; `log_probs` float32, the engine's
-    log-probability of each token (0 where not trained); `credits` say what the trained tokens are worth, none in sft;
-    `version` is that of the oldest weights which sampled a trained token (0 in sft).
+    `token_ids` int64; `loss_mask` float32, 1 where the token is trained; `log_probs` float32, the engine's (0 where not
+    trained); `credits`: none in sft; `version`: of the oldest weights which sampled a trained token (0 in sft).
     """
 
     token_ids: np.ndarray

@@ -21,10 +21,7 @@ SETTINGS = "config.json"  # in run.dir: the settings that the run was last start
 
 
 class Change(NamedTuple):
-    """A setting that a run began with, and another value that it is to go on with.
-
-    `allowed`: it extends the run or leaves its results as they are; else the two would be different runs.
-    """
+    """Another value of a setting; `allowed` if it extends the run or leaves its results as they are."""
 
     setting: str
     before: Any

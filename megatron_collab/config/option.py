@@ -1,7 +1,6 @@
 """How an option is declared, once: default, help, allowed values, and whether a run may go on with another one.
 
-`check_declared` is the validator that reads the declarations; what several options must fulfil together is checked in
-launch/validate*.py.
+What several options must fulfil together is checked in launch/validate*.py.
 """
 
 from __future__ import annotations

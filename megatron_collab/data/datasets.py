@@ -15,7 +15,7 @@ from datasets.exceptions import DatasetGenerationError
 
 from megatron_collab.config import Config, DataConfig, Extension, make
 from megatron_collab.data.chat_template import ChatRenderer
-from megatron_collab.types import Batch, Finish, Message, Sample, Task, Turn
+from megatron_collab.types import Batch, Message, Sample, Task
 
 ROLES = ("system", "user", "assistant")
 Row = Mapping[str, Any]
@@ -97,8 +97,7 @@ def rendered(renderer: ChatRenderer, messages: Sequence[Message]) -> Sample:
     mask = [0.0] * len(token_ids)
     for i in range(first, len(messages), 2):
         reply = renderer.reply(messages[i].content)
-        turn = Turn(token_ids, reply, (0.0,) * len(reply), (0,) * len(reply), Finish.STOP, messages[i].content)
-        between = renderer.next(messages[i + 1 : i + 2], turn) if i + 1 < len(messages) else ()
+        between = renderer.after_reply(messages[i + 1]) if i + 1 < len(messages) else ()
         token_ids += reply + between
         mask += [1.0] * len(reply) + [0.0] * len(between)
     loss_mask = np.array(mask, np.float32)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 from megatron_collab.types import Message, visible
 
@@ -29,15 +28,10 @@ def shown(messages: Sequence[Message], *, tools: bool = False) -> list[Message]:
 
     Tool messages, and the assistant's messages that one follows (calls, no replies), are shown with `tools` only.
     """
-    return [
-        replace(message, content=visible(message.content)) if message.role == "assistant" else message
-        for message in (messages if tools else without_tools(messages))
-        if message.role != "system"
-    ]
-
-
-def without_tools(messages: Sequence[Message]) -> list[Message]:
-    """What user and assistant said to each other: neither tool messages nor the assistant's calls."""
-    roles = [*(message.role for message in messages), ""]
-    hidden = [role == "tool" or (role == "assistant" and after == "tool") for role, after in pairwise(roles)]
-    return [message for message, hide in zip(messages, hidden, strict=True) if not hide]
+    found = []
+    for message, after in zip(messages, [*messages[1:], None], strict=True):
+        about_tools = message.role == "tool" or (message.role == "assistant" and after and after.role == "tool")
+        if message.role != "system" and (tools or not about_tools):
+            text = visible(message.content) if message.role == "assistant" else message.content
+            found.append(replace(message, content=text))
+    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -15,9 +15,6 @@ from megatron_collab.types import Message
 
 WORLDS = {"booking": f"{__name__}.booking:Booking", "gsm8k": f"{__name__}.gsm8k:Gsm8k"}
 SCRIPTS = {"booking": f"{__name__}.booking:reply"}
-
-Script = Callable[[str, Sequence[Message]], str]
-"""From a task's goal and the conversation to the user's next message."""
 
 
 class World(Extension):
@@ -33,8 +30,8 @@ class World(Extension):
         raise NotImplementedError
 
 
-class _Script:
-    """What the script of `scripted/WORLD` is given as: a function."""
+class Script:
+    """A function, from a task's goal and the conversation to the user's next message."""
 
     def __call__(self, goal: str, messages: Sequence[Message]) -> str:
         raise NotImplementedError
@@ -47,7 +44,7 @@ def find_world(name: str) -> type[World]:
 
 def find_script(name: str) -> Script:
     """The script of the user `scripted/NAME`: one of SCRIPTS, or package.module:function. Raises ConfigError."""
-    return lookup(name, "scripted", SCRIPTS, _Script)
+    return lookup(name, "scripted", SCRIPTS, Script)
 
 
 def prepare(config: Config) -> None:

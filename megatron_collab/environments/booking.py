@@ -1,8 +1,7 @@
 """The embedded default world: the user wants a table for N people, on a day, at a time, and says only part of it.
 
-Everything is exact: which slots a message gives, which a reply asks for, and whether the final booking is right.
-The supervised conversations show mixed behaviour, most of it guessing, so that asking is left to be learned from
-reward.
+Everything is exact: which slots a message gives, which a reply asks for, and whether the final booking is right. The
+supervised conversations show mixed behaviour, most of it guessing: asking is left to be learned from reward.
 """
 
 from __future__ import annotations
@@ -78,8 +77,7 @@ def reply(goal: str, messages: Sequence[Message]) -> str:
     text = messages[-1].content
     if is_final(text):
         return f"thanks . {STOP}"
-    slots = asked(text)
-    return f"{say(json.loads(goal), slots)} ." if slots else f"{REQUEST} ."
+    return f"{say(json.loads(goal), slots)} ." if (slots := asked(text)) else f"{REQUEST} ."
 
 
 def tasks(seed: int, n: int, *, held_out: bool = False) -> list[Task]:

@@ -68,10 +68,11 @@ class Gsm8k(World):
         """Write model/ with a tokenizer learned from the problems, train.jsonl and eval.jsonl."""
         if source is None:
             raise ValueError("data.path: not set; give the folder with GSM8K's train.jsonl and test.jsonl")
-        for name in ("train.jsonl", "test.jsonl"):
-            if not (Path(source) / name).is_file():
-                raise FileNotFoundError(f"data.path={source}: no {name} there; give the folder with GSM8K's files")
-        train, test = (tasks(Path(source) / name) for name in ("train.jsonl", "test.jsonl"))
+        files = Path(source) / "train.jsonl", Path(source) / "test.jsonl"
+        for file in files:
+            if not file.is_file():
+                raise FileNotFoundError(f"data.path={source}: no {file.name} there; give the folder with GSM8K's files")
+        train, test = map(tasks, files)
         texts = (text for task in train for text in json.loads(task.goal)["facts"] + [task.messages[0].content])
         tiny_model.save(folder / "model", tiny_model.byte_tokenizer(texts, self.vocabulary), seed, self.context)
         write_jsonl(folder / "train.jsonl", map(task_row, train))

@@ -48,8 +48,7 @@ def wait(address: str, seconds: float, names: Sequence[str]) -> None:
     try:
         while True:
             alive = [node["NodeName"] for node in ray.nodes() if node["Alive"]]
-            strangers = sorted(set(alive) - set(names))
-            if strangers:
+            if strangers := sorted(set(alive) - set(names)):
                 raise RunStopped(f"Ray at {address} has nodes of another job: {', '.join(strangers)}")
             missing = [name for name in names if name not in alive]
             if not missing:
