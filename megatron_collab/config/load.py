@@ -76,12 +76,11 @@ def build(kind: type[_Options], given: Mapping[str, Any], prefix: str) -> _Optio
     Raises ConfigError for an unknown one, a value of the wrong type, and one that its declaration refuses.
     """
     names = [spec.name for spec in fields(kind)]  # type: ignore[arg-type]  # a dataclass
-    for name in given:
-        there = f"; there are {', '.join(names)}" if names else "; there are none"
-        require(name in names, f"{prefix}{name}: no such setting{nearest(name, names)}{there}")
     node = OmegaConf.structured(kind)
     OmegaConf.set_readonly(node, False)  # which that of a frozen dataclass is
     for name, value in given.items():
+        there = f"there are {', '.join(names) or 'none'}"
+        require(name in names, f"{prefix}{name}: no such setting{nearest(name, names)}; {there}")
         try:
             node[name] = value
         except OmegaConfBaseException as error:

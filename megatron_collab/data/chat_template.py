@@ -52,9 +52,8 @@ class ChatRenderer:
 
     def next(self, messages: Sequence[Message], turn: Turn) -> tuple[int, ...]:
         """What follows the sampled `turn`: its end-of-turn token where it lacks one, `messages`, the next opening."""
-        ended = turn.token_ids[-1:] == (self.end_id,)
         between = self._tail(messages)[1:]
-        return between if ended else (self.end_id, *between)
+        return between if turn.token_ids[-1:] == (self.end_id,) else (self.end_id, *between)
 
     def after_reply(self, message: Message) -> tuple[int, ...]:
         """What follows an assistant message that has ended: `message`, and what opens the next turn."""

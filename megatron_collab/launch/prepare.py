@@ -54,8 +54,6 @@ def prepare(config: Config) -> None:
         if not under_torchrun():
             ChatRenderer(config.model.path, tools.schemas(config.rollout.tools))
             network.bindable("rollout.server.port", config.rollout.server.port, network.address(config))
-    except ConfigError:
-        raise
     except (ValueError, FileNotFoundError) as error:
         raise ConfigError(" ".join(str(error).split())) from error
     _check_same_run(config)

@@ -54,21 +54,9 @@ def validate(config: Config) -> None:
 
 def check_settings(config: Config) -> None:
     """Those of `validate` that would fail on any machine."""
+    check = partial(require, config=config)
     redact.refuse_keys(asdict(config))
     check_declared(config)
-    _check_options(config)
-    validate_layout.validate_layout(config)
-    if config.train.stage == "rl":
-        _check_reward(config)
-        _check_rollout(config)
-        validate_servers.validate_servers(config)
-        _check_algo(config)
-        _check_budget(config)
-
-
-def _check_options(config: Config) -> None:
-    """What every stage needs."""
-    check = partial(require, config=config)
     message = "<launch.nodes>: needs launch.interface, the network interface that the nodes talk over, as ib0"
     check(config.launch.nodes == 1 or config.launch.interface is not None, message)
     for setting in ("reward.mode", "algo.loss", "data.world", "data.format"):
@@ -83,6 +71,13 @@ def _check_options(config: Config) -> None:
         samples *= train.rollouts_per_prompt * (1 + (rollout.futures if rollout.train_turns == "all" else 0))
     message = f"<algo.mini_batches>: a step has at most {samples} samples; choose at most as many"
     check(config.algo.mini_batches <= samples, message)
+    validate_layout.validate_layout(config)
+    if train.stage == "rl":
+        _check_reward(config)
+        _check_rollout(config)
+        validate_servers.validate_servers(config)
+        _check_algo(config)
+        _check_budget(config)
 
 
 def _check_reward(config: Config) -> None:

@@ -76,8 +76,25 @@ def check_shape(config: Config, shape: ModelShape) -> None:
         check(experts.count % parallel.ep == 0, message)
         message = "<parallel.tp>: a model with experts also needs parallel.sequence_parallel=true; set it"
         check(parallel.tp == 1 or parallel.sequence_parallel, message)
-    if config.model.fp8:
-        _check_fp8_sizes(config, shape)
+    if not config.model.fp8:
+        return
+    # TransformerEngine multiplies FP8 matrices only where their sides are multiples of a block.
+    model, tp = config.model, parallel.tp
+    multiple = parallel_layout.FP8_MULTIPLE[model.fp8_recipe]
+    sizes = {
+        "hidden size": shape.hidden,
+        "attention width": shape.heads * shape.head_dim // tp,
+        "width of queries, keys and values": (shape.heads + 2 * shape.kv_heads) * shape.head_dim // tp,
+        "feed-forward width": shape.ffn // tp,
+        "width of an expert": shape.experts.ffn if shape.experts else multiple,
+    }
+    for what, size in sizes.items():
+        message = f"<model.fp8>: the {what} on a rank, {size}, is no multiple of {multiple}; lower parallel.tp"
+        check(size % multiple == 0, message)
+    most = shape.layers // parallel.pp
+    for setting in ("fp8_skip_first", "fp8_skip_last"):
+        message = f"<model.{setting}>: a pipeline stage has {most} layers; choose at most {most}"
+        check(getattr(model, setting) <= most, message)
 
 
 def _check_fp8(config: Config) -> None:
@@ -95,24 +112,3 @@ def _check_fp8(config: Config) -> None:
     message = "keeps no layers in bfloat16; choose model.fp8_recipe=tensorwise, or set model.fp8_skip_*=0"
     skips = model.fp8_skip_first + model.fp8_skip_last > 0
     check(model.fp8_recipe != "delayed" or not skips, f"<model.fp8_recipe>: {message}")
-
-
-def _check_fp8_sizes(config: Config, shape: ModelShape) -> None:
-    """TransformerEngine multiplies FP8 matrices only where their sides are multiples of a block."""
-    check = partial(require, config=config)
-    model, tp = config.model, config.parallel.tp
-    multiple = parallel_layout.FP8_MULTIPLE[model.fp8_recipe]
-    sizes = {
-        "hidden size": shape.hidden,
-        "attention width": shape.heads * shape.head_dim // tp,
-        "width of queries, keys and values": (shape.heads + 2 * shape.kv_heads) * shape.head_dim // tp,
-        "feed-forward width": shape.ffn // tp,
-        "width of an expert": shape.experts.ffn if shape.experts else multiple,
-    }
-    for what, size in sizes.items():
-        message = f"<model.fp8>: the {what} on a rank, {size}, is no multiple of {multiple}; lower parallel.tp"
-        check(size % multiple == 0, message)
-    most = shape.layers // config.parallel.pp
-    for setting in ("fp8_skip_first", "fp8_skip_last"):
-        message = f"<model.{setting}>: a pipeline stage has {most} layers; choose at most {most}"
-        check(getattr(model, setting) <= most, message)

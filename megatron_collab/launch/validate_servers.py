@@ -57,24 +57,20 @@ def check_machine(config: Config) -> None:
             found is not None and (8, 9) <= found < (10, 0),
             f"<rollout.server.fp8>: needs GPUs of compute capability 8.9 to below 10.0, here is {here}; turn it off",
         )
-    if on_gpus:
-        _check_gpus(config)
-
-
-def _check_gpus(config: Config) -> None:
-    check = partial(require, config=config)
-    server, found = config.rollout.server, device.count()
+    if not on_gpus:
+        return
+    server, gpus = config.rollout.server, device.count()
     here = servers_per_node(config) * server.tp
     nodes = " / <launch.nodes>" if config.launch.nodes > 1 else ""
     servers = f"<rollout.server.replicas> x <rollout.server.tp>{nodes}"
     if not server.colocated:
         check(
-            config.launch.nproc_per_node + here <= found,
+            config.launch.nproc_per_node + here <= gpus,
             f"{servers}: with <rollout.server.colocated> they need GPUs beside <launch.nproc_per_node>, more than the "
-            f"{found} of this node; lower one of them, or set rollout.server.colocated=true",
+            f"{gpus} of this node; lower one of them, or set rollout.server.colocated=true",
         )
         return
-    check(here <= found, f"{servers}: needs more than the {found} GPUs of this node; lower one of them")
+    check(here <= gpus, f"{servers}: needs more than the {gpus} GPUs of this node; lower one of them")
     message = "<publish.transport>: NCCL joins no two ranks on one GPU, which are colocated; set publish.transport=auto"
     check(config.publish.transport == "disk" or plan.uses_memory(config), message)
     saver = device.probe("memory_saver")
