@@ -52,10 +52,10 @@ def check_machine(config: Config) -> None:
     if config.rollout.server.fp8:
         # Before Ada SGLang repacks FP8 weights for a kernel without FP8 units; from Blackwell on it changes scales.
         found = device.capability() if on_gpus else None
-        here = "one of {}.{}".format(*found) if found else "none"
+        shown = "one of {}.{}".format(*found) if found else "none"
         check(
             found is not None and (8, 9) <= found < (10, 0),
-            f"<rollout.server.fp8>: needs GPUs of compute capability 8.9 to below 10.0, here is {here}; turn it off",
+            f"<rollout.server.fp8>: needs GPUs of compute capability 8.9 to below 10.0, here is {shown}; turn it off",
         )
     if not on_gpus:
         return
