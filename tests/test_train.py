@@ -60,12 +60,12 @@ def test_a_stopped_run_says_why_in_one_line(
             raise RunStopped("llm.budget_usd=5 is used up")
 
     monkeypatch.setattr(train, "train_sft", stopped)
-    monkeypatch.setattr(train, "die_with_parent", lambda parent: None)
+    monkeypatch.setattr(train.process, "die_with_parent", lambda parent: None)
     monkeypatch.setattr(train.startup, "take_signals", lambda rank: None)
     monkeypatch.setattr(prepare, "prepare", lambda config: None)
-    monkeypatch.setattr(train, "under_torchrun", lambda: True)
+    monkeypatch.setattr(train.process, "under_torchrun", lambda: True)
     code = train.main(["experiment=booking_sft", f"run.dir={tmp_path}/run", f"data.dir={tmp_path}/world"])
-    assert code == train.EXIT_STOPPED == 3
+    assert code == train.process.EXIT_STOPPED == 3
     assert said == ["megatron-collab: llm.budget_usd=5 is used up\n"]
     assert capsys.readouterr().err == ""
     assert "RANK" not in os.environ

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from megatron_collab.config import Config, require
 from megatron_collab.models import hf_to_sglang
 from megatron_collab.models.hf_config import ModelShape
@@ -9,146 +11,82 @@ from megatron_collab.models.parallel_layout import servers_per_node
 from megatron_collab.runtime import device
 from megatron_collab.weight_sync import plan
 
-# Before Ada SGLang repacks FP8 weights for a kernel without FP8 units; from Blackwell on it changes their scales.
-_FP8_FIRST, _FP8_END = (8, 9), (10, 0)
-_LAST_PORT = 65535
-
 
 def validate_servers(config: Config) -> None:
     """What can be said without the model and without this machine."""
-    server, publish = config.rollout.server, config.publish
-    require(
-        server.tp % server.ep == 0,
-        f"rollout.server.ep={server.ep}: does not divide rollout.server.tp={server.tp}; choose a divisor",
-    )
+    check = partial(require, config=config)
+    server, transport, nodes = config.rollout.server, config.publish.transport, config.launch.nodes
+    check(server.tp % server.ep == 0, "<rollout.server.ep>: does not divide <rollout.server.tp>; choose a divisor")
     last = server.port + server.replicas - 1
-    require(
-        server.port == 0 or last <= _LAST_PORT,
-        f"rollout.server.port={server.port}: the last of rollout.server.replicas={server.replicas} servers would have "
-        f"port {last}; choose a lower one",
+    message = f"<rollout.server.port>: the last of <rollout.server.replicas> servers would have port {last}; lower it"
+    check(server.port == 0 or last <= 65535, message)
+    message = "<rollout.server.replicas>: is no multiple of <launch.nodes>, and every node has as many; choose one"
+    check(server.replicas % nodes == 0, message)
+    here = servers_per_node(config) * server.tp
+    check(
+        nodes == 1 or not server.colocated or here <= config.launch.nproc_per_node,
+        f"<rollout.server.replicas> x <rollout.server.tp> / <launch.nodes>: needs {here} devices of a node, and with "
+        "<rollout.server.colocated> there are <launch.nproc_per_node>; lower one of them",
     )
-    nodes = config.launch.nodes
-    require(
-        server.replicas % nodes == 0,
-        f"rollout.server.replicas={server.replicas}: is no multiple of launch.nodes={nodes}, and every node has as "
-        "many servers; choose one",
-    )
-    here, trainer = servers_per_node(config) * server.tp, config.launch.nproc_per_node
-    require(
-        nodes == 1 or not server.colocated or here <= trainer,
-        f"rollout.server.replicas={server.replicas} x rollout.server.tp={server.tp} / launch.nodes={nodes}: needs "
-        f"{here} devices of a node, and rollout.server.colocated=true has servers share the trainer's "
-        f"launch.nproc_per_node={trainer}; lower rollout.server.replicas or rollout.server.tp",
-    )
-    require(
-        server.colocated or not config.parallel.offload,
-        "parallel.offload=true: makes room for servers on the trainer's devices; set parallel.offload=false, or "
-        "rollout.server.colocated=true",
-    )
-    require(
-        publish.transport != "memory" or nodes == 1 or server.colocated,
-        f"publish.transport=memory: on launch.nodes={nodes} it needs servers on the trainer's devices; "
-        "set publish.transport=auto, or rollout.server.colocated=true",
-    )
-    if server.fp8:
-        require(
-            config.model.dtype == "bfloat16",
-            f"rollout.server.fp8=true: needs model.dtype=bfloat16, not {config.model.dtype}; set it, or "
-            "rollout.server.fp8=false",
-        )
-        require(
-            publish.transport != "disk",
-            "publish.transport=disk: carries the weights as they are trained, and rollout.server.fp8=true needs them "
-            "in FP8; set publish.transport=auto, or rollout.server.fp8=false",
-        )
-    _check_staleness(config)
-
-
-def _check_staleness(config: Config) -> None:
-    """Sampling ahead needs devices of its own, and a loss that knows which weights have sampled."""
-    stale = config.rollout.max_staleness
-    if stale == 0:
-        return
-    require(
-        not config.rollout.server.colocated,
-        f"rollout.max_staleness={stale}: servers that sample while the trainer trains need devices of their own; set "
-        "rollout.server.colocated=false, or rollout.max_staleness=0",
-    )
-    require(
-        config.algo.correction != "none",
-        f"rollout.max_staleness={stale}: samples of older weights need an importance correction; set "
-        "algo.correction=truncated, or rollout.max_staleness=0",
-    )
+    message = "<parallel.offload>: makes room for colocated servers; set parallel.offload=false"
+    check(server.colocated or not config.parallel.offload, message)
+    message = "<publish.transport>: on <launch.nodes> needs rollout.server.colocated=true; set one of them"
+    check(transport != "memory" or nodes == 1 or server.colocated, message)
+    message = f"<rollout.server.fp8>: needs model.dtype=bfloat16, not {config.model.dtype}; set one of them"
+    check(not server.fp8 or config.model.dtype == "bfloat16", message)
+    message = "<publish.transport>: carries no FP8, which <rollout.server.fp8> needs; set publish.transport=auto"
+    check(not server.fp8 or transport != "disk", message)
+    in_turn = config.rollout.max_staleness == 0
+    message = "<rollout.max_staleness>: servers need devices of their own; set rollout.server.colocated=false, or 0"
+    check(in_turn or not server.colocated, message)
+    message = "<rollout.max_staleness>: needs an importance correction; set algo.correction=truncated, or 0"
+    check(in_turn or config.algo.correction != "none", message)
 
 
 def check_machine(config: Config) -> None:
     """The devices and libraries that the servers need."""
+    check = partial(require, config=config)
     if config.train.stage != "rl":
         return
     on_gpus = device.select(config.launch.device).type == device.GPU
     if config.rollout.server.fp8:
+        # Before Ada SGLang repacks FP8 weights for a kernel without FP8 units; from Blackwell on it changes scales.
         found = device.capability() if on_gpus else None
-        require(
-            found is not None and _FP8_FIRST <= found < _FP8_END,
-            f"rollout.server.fp8=true: needs GPUs of compute capability {_number(_FP8_FIRST)} to below "
-            f"{_number(_FP8_END)}, here is {'none' if found is None else f'one of {_number(found)}'}; "
-            "set rollout.server.fp8=false",
+        shown = "one of {}.{}".format(*found) if found else "none"
+        check(
+            found is not None and (8, 9) <= found < (10, 0),
+            f"<rollout.server.fp8>: needs GPUs of compute capability 8.9 to below 10.0, here is {shown}; turn it off",
         )
-    if on_gpus:
-        _check_gpus(config)
-
-
-def _check_gpus(config: Config) -> None:
-    server, trainer, found = config.rollout.server, config.launch.nproc_per_node, device.count()
+    if not on_gpus:
+        return
+    server, gpus = config.rollout.server, device.count()
     here = servers_per_node(config) * server.tp
-    nodes = f" / launch.nodes={config.launch.nodes}" if config.launch.nodes > 1 else ""
-    servers = f"rollout.server.replicas={server.replicas} x rollout.server.tp={server.tp}{nodes}"
-    if server.colocated:
-        require(
-            here <= found,
-            f"{servers}: needs more than the {found} GPUs of this node; lower rollout.server.replicas or "
-            "rollout.server.tp",
+    nodes = " / <launch.nodes>" if config.launch.nodes > 1 else ""
+    servers = f"<rollout.server.replicas> x <rollout.server.tp>{nodes}"
+    if not server.colocated:
+        check(
+            config.launch.nproc_per_node + here <= gpus,
+            f"{servers}: with <rollout.server.colocated> they need GPUs beside <launch.nproc_per_node>, more than the "
+            f"{gpus} of this node; lower one of them, or set rollout.server.colocated=true",
         )
-        transport = config.publish.transport
-        require(
-            transport == "disk" or plan.uses_memory(config),
-            f"publish.transport={transport}: over the network NCCL joins no two ranks on one GPU, which "
-            "rollout.server.colocated=true has trainer and server share; set publish.transport=auto, or "
-            "rollout.server.colocated=false",
-        )
-        saver = device.probe("memory_saver")
-        require(
-            saver.found,
-            f"rollout.server.colocated=true: needs torch-memory-saver ({saver.detail}) for servers to give their "
-            "memory back; install it, or set rollout.server.colocated=false",
-        )
-        require(
-            server.max_total_tokens is not None,
-            "rollout.server.max_total_tokens: not set, and a colocated server would take the memory that "
-            "the trainer's weights need; set what doctor.py --plan has room for, or rollout.server.colocated=false",
-        )
-    else:
-        require(
-            trainer + here <= found,
-            f"{servers}: with rollout.server.colocated=false they need GPUs beside launch.nproc_per_node={trainer}, "
-            f"more than the {found} of this node; lower one of them, or set rollout.server.colocated=true",
-        )
+        return
+    check(here <= gpus, f"{servers}: needs more than the {gpus} GPUs of this node; lower one of them")
+    message = "<publish.transport>: NCCL joins no two ranks on one GPU, which are colocated; set publish.transport=auto"
+    check(config.publish.transport == "disk" or plan.uses_memory(config), message)
+    saver = device.probe("memory_saver")
+    message = f"needs torch-memory-saver ({saver.detail}); install it, or set rollout.server.colocated=false"
+    check(saver.found, f"<rollout.server.colocated>: {message}")
+    message = "not set, and colocated servers would take the memory of the trainer; set what doctor --plan has room for"
+    check(server.max_total_tokens is not None, f"rollout.server.max_total_tokens: {message}")
 
 
 def check_shape(config: Config, shape: ModelShape) -> None:
     """The sizes of the model against the layout of a server."""
-    length = config.rollout.context_length
-    require(
-        length <= shape.max_positions,
-        f"rollout.context_length={length}: the model has {shape.max_positions} positions; choose at most as many",
-    )
+    check = partial(require, config=config)
+    positions = shape.max_positions
+    message = f"<rollout.context_length>: the model has {positions} positions; choose at most as many"
+    check(config.rollout.context_length <= positions, message)
     layout = plan.server_layout(config)
-    require(
-        layout.ep == 1 or shape.experts is not None, f"rollout.server.ep={layout.ep}: the model has no experts; set 1"
-    )
+    check(layout.ep == 1 or shape.experts is not None, "<rollout.server.ep>: the model has no experts; set 1")
     fault = hf_to_sglang.fault(shape, layout) or plan.fp8_fault(shape, plan.trainer_layout(config), layout)
     require(fault is None, fault or "")
-
-
-def _number(capability: tuple[int, int]) -> str:
-    return f"{capability[0]}.{capability[1]}"

@@ -36,8 +36,7 @@ from megatron_collab.observability.progress import progress
 from megatron_collab.runtime import files, process
 from megatron_collab.runtime.process import FINISHED, global_rank
 from megatron_collab.runtime.redact import redacted
-from megatron_collab.thoughts import visible
-from megatron_collab.types import Future, Group, Missing
+from megatron_collab.types import Future, Group, Missing, visible
 
 VERSIONS = ("torch", "megatron-core", "sglang", "ray", "litellm", "transformers", "datasets", "hydra-core")
 

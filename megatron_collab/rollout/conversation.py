@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from megatron_collab import thoughts
 from megatron_collab.config import Config, SamplingConfig
 from megatron_collab.inference.client import EngineError
 from megatron_collab.rollout.tools import Toolbox, ToolParser
@@ -118,7 +117,7 @@ class Sampler:
         if not conversation.turns or conversation.ending in (Ending.ERROR, Ending.DEADLINE, Ending.USER_DONE):
             return conversation
         turn = conversation.turns[-1]
-        fault = thoughts.fault(turn.text, opened=self.renderer.opens_thought)
+        fault = turn.fault(opened=self.renderer.opens_thought)
         if turn.finish is Finish.LENGTH:
             fault = "cut by its token budget"
         return conversation.end(Ending.MALFORMED, fault) if fault else conversation

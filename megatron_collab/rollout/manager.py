@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from megatron_collab.algo.credit import fresh, samples_of, teaches
 from megatron_collab.config import Config
-from megatron_collab.data.datasets import Cursor, load_tasks, task_reader
+from megatron_collab.data.datasets import load_tasks, rows_of_step, task_reader
 from megatron_collab.inference.pool import ServerPool
 from megatron_collab.observability.run import Run
 from megatron_collab.rollout.journal import Journal, WeightDigests
@@ -192,7 +192,7 @@ class RolloutManager:
         if slot.refill:
             seed = int(np.random.SeedSequence((seed, slot.refill)).generate_state(1)[0])
         at = slot.step * self.config.train.prompts_per_step + slot.number
-        (row,) = Cursor(len(self.tasks), seed).batch(at, 1)
+        (row,) = rows_of_step(len(self.tasks), seed, at, 1)
         self._flight.begin(Asked(slot, slot.stream, "play", self.tasks[row]))
 
     def _begin_evaluation(self, name: str, step: int) -> None:

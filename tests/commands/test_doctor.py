@@ -120,10 +120,10 @@ def test_a_plan_of_a_broken_description(capsys: pytest.CaptureFixture[str], tmp_
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--gpu-gib", "0"], "--gpu-gib: '0' is not a memory size"),
-        (["--gpu-gib", "-1"], "--gpu-gib: '-1' is not a memory size"),
-        (["--gpu-gib", "nan"], "--gpu-gib: 'nan' is not a memory size"),
-        (["--gpu-gib", "much"], "--gpu-gib: 'much' is not a memory size"),
+        (["--gpu-gib", "0"], "--gpu-gib: invalid positive value: '0'"),
+        (["--gpu-gib", "-1"], "--gpu-gib: invalid positive value: '-1'"),
+        (["--gpu-gib", "nan"], "--gpu-gib: invalid positive value: 'nan'"),
+        (["--gpu-gib", "much"], "--gpu-gib: invalid positive value: 'much'"),
         (["--plan"], "--plan: expected at least one argument"),
         (["--pan"], "unrecognized arguments: --pan"),
     ],

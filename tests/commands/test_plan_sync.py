@@ -49,4 +49,4 @@ def test_no_bandwidth(capsys: pytest.CaptureFixture[str], speed: str) -> None:
     with pytest.raises(SystemExit) as ended:
         plan_sync.main(["experiment=train_70b", "--bandwidth", "1000", speed, "1"])
     line = capsys.readouterr().err
-    assert ended.value.code == 2 and line.count("\n") == 1 and f"{speed!r} is not a bandwidth" in line
+    assert ended.value.code == 2 and line.count("\n") == 1 and f"invalid positive value: {speed!r}" in line

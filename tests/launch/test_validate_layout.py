@@ -66,7 +66,7 @@ def refused(settings: dict[str, Any], shape: dict[str, Any] | None = None) -> st
         ({"model.fp8_recipe": "mx"}, "model.fp8_recipe=mx: choose one of delayed, tensorwise, blockwise, mxfp8"),
         ({"parallel.recompute": "some"}, "parallel.recompute=some: choose one of none, selective, full"),
         ({"model.fp8": "hybrid"}, "model.fp8=hybrid: needs TransformerEngine (not installed); set model.fp8=null"),
-        ({"model.fp8_params": True}, "model.fp8_params=True: needs model.fp8"),
+        ({"model.fp8_params": True}, "model.fp8_params=true: needs model.fp8"),
         ({"model.fp8_recipe": "tensorwise"}, "model.fp8_recipe=tensorwise: needs model.fp8; set model.fp8=hybrid"),
         ({"model.fp8_skip_first": 1}, "model.fp8_skip_first=1: needs model.fp8"),
         ({"parallel.cp": 2, "launch.nproc_per_node": 2}, "parallel.cp=2: needs TransformerEngine (not installed)"),

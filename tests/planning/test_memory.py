@@ -123,7 +123,7 @@ def test_the_server_takes_what_sglang_takes() -> None:
 )
 def test_the_shapes_have_the_published_sizes(name: str, billions: float) -> None:
     config = layout({"launch.nproc_per_node": 1})
-    assert memory.network_memory(config, shape_of(name), 0).parameters == pytest.approx(4e9 * billions, rel=0.001)
+    assert memory.network_memory(config, shape_of(name), 0)["parameters"] == pytest.approx(4e9 * billions, rel=0.001)
 
 
 def test_what_is_where_in_the_two_phases() -> None:
