@@ -10,11 +10,9 @@ import torch
 
 from megatron_collab.patches import Patch
 
-_DETECTION_OPERATORS = ("nms", "qnms")
-
 
 def _declare_operators() -> None:
-    for name in _DETECTION_OPERATORS:
+    for name in ("nms", "qnms"):
         torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
@@ -34,9 +32,8 @@ def _lacks_operators() -> bool:
 
 PATCHES = (
     Patch(
-        "operators of torchvision",
         "torchvision",
-        ("0.28.0", "0.29.2"),
+        "operators of torchvision",
         why="A torchvision built for CUDA cannot load its library beside a CPU torch, yet registers shapes for these "
         "operators at its import, which then fails.",
         upstream="torchvision/_meta_registrations.py",
