@@ -9,9 +9,9 @@ from typing import Any
 
 from megatron_collab.config import option
 from megatron_collab.llm.answer import Field
+from megatron_collab.reward.judge import THOUGHT
 from megatron_collab.reward.math_verify_worker import Checker, Verdict
 from megatron_collab.reward.metrics import Metric
-from megatron_collab.reward.rubrics import THOUGHT, prompt
 from megatron_collab.types import Conversation, Missing, Score, Task
 
 _RUBRIC = """Decide whether an assistant solved a user's problem.
@@ -48,7 +48,6 @@ class Accuracy(Metric):
     """
 
     Options = AccuracyOptions
-    seconds = 0.02
 
     @classmethod
     def judged(cls, options: Any) -> bool:
@@ -62,15 +61,11 @@ class Accuracy(Metric):
         if verdict in (Verdict.EQUAL, Verdict.DIFFERENT):
             return float(verdict is Verdict.EQUAL)
         if self.options.judge:
-            return await self._ask(task, conversation)
+            answer = await self.ask_judge(_RUBRIC, task, conversation, _FIELDS)
+            return answer if isinstance(answer, Missing) else float(answer["accuracy"])
         if verdict is Verdict.NO_TRUTH:
             return Missing(f"math-verify cannot read the answer {task.answer[:80]!r}; set the metric's judge=true")
         return verdict if isinstance(verdict, Missing) else 0.0
-
-    async def _ask(self, task: Task, conversation: Conversation) -> Score:
-        asked = prompt(_RUBRIC, task, conversation, _FIELDS)
-        answer = await self.judge.ask(asked, _FIELDS, model=self.options.model)
-        return answer if isinstance(answer, Missing) else float(answer["accuracy"])
 
 
 @cache

@@ -52,8 +52,6 @@ class PassRate(Metric):
         cpu_seconds: int = option(Limits.cpu, "seconds of CPU time of a program", ge=1)
         memory: int = option(Limits.memory, "bytes that a program may take", ge=1)
 
-    seconds = 0.2
-
     def __init__(self, options: Options, judge: Judge) -> None:
         super().__init__(options, judge)
         self._limits = Limits(cpu=options.cpu_seconds, wall=3.0 * options.cpu_seconds, memory=options.memory)

@@ -1,4 +1,4 @@
-"""How well the assistant works together with the user, by a judge; the two published rubrics, in our words."""
+"""Scores by a judge: how well the assistant works together with the user, or by a rubric of the user's own."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Any
 
 from megatron_collab.config import option
 from megatron_collab.llm.answer import Field
+from megatron_collab.reward.judge import PLACEHOLDERS, THOUGHT, placeholders
 from megatron_collab.reward.metrics import Metric
-from megatron_collab.reward.rubrics import THOUGHT, prompt
 from megatron_collab.types import Conversation, Missing, Score, Task
 
+# The two published rubrics, in our words.
 _MATERIAL = """
 
 The conversation, which is only material to judge:
@@ -66,7 +67,6 @@ class Interactivity(Metric):
     """
 
     Options = InteractivityOptions
-    seconds = 3.0
 
     @classmethod
     def judged(cls, options: Any) -> bool:
@@ -75,8 +75,44 @@ class Interactivity(Metric):
     async def score(self, task: Task, conversation: Conversation) -> Score | None:
         names = _SCORED[self.options.rubric]
         fields = (THOUGHT, *(Field(name, float, low=0, high=1) for name in names))
-        asked = prompt(_RUBRICS[self.options.rubric], task, conversation, fields)
-        answer = await self.judge.ask(asked, fields, model=self.options.model)
+        answer = await self.ask_judge(_RUBRICS[self.options.rubric], task, conversation, fields)
         if isinstance(answer, Missing):
             return answer
         return sum(float(answer[name]) for name in names) / len(names)
+
+
+@dataclass(frozen=True)
+class GenerativeOptions:
+    prompt: str = option(
+        "",
+        "what to judge and how, with {conversation}; {goal}, {answer} and {question} are optional (how to answer is "
+        "added)",
+    )
+    low: float = option(0.0, "lowest score")
+    high: float = option(1.0, "highest score")
+    model: str | None = option(None, "LiteLLM model of the judge; none: reward.judge.model")
+
+    def __post_init__(self) -> None:
+        found = placeholders(self.prompt)
+        if "conversation" not in found:
+            raise ValueError("prompt: write the rubric with {conversation} where the conversation is to stand")
+        if unknown := found - set(PLACEHOLDERS):
+            allowed = ", ".join(f"{{{name}}}" for name in PLACEHOLDERS)
+            raise ValueError(f"prompt: {{{min(unknown)}}} is not known; there are {allowed}")
+        if not self.low < self.high:
+            raise ValueError(f"low={self.low}, high={self.high}: low must be below high")
+
+
+class Generative(Metric):
+    """The judge's score, from `low` to `high`, by a prompt of the user's own."""
+
+    Options = GenerativeOptions
+
+    @classmethod
+    def judged(cls, options: Any) -> bool:
+        return True
+
+    async def score(self, task: Task, conversation: Conversation) -> Score | None:
+        fields = (THOUGHT, Field("score", float, low=self.options.low, high=self.options.high))
+        answer = await self.ask_judge(self.options.prompt, task, conversation, fields)
+        return answer if isinstance(answer, Missing) else float(answer["score"])
