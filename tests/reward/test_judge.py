@@ -10,7 +10,6 @@ from megatron_collab.llm import client as clients
 from megatron_collab.llm.answer import Field
 from megatron_collab.llm.cache import Cache
 from megatron_collab.llm.client import BudgetSpent, LlmClient
-from megatron_collab.llm.limiter import Admission
 from megatron_collab.reward.judge import Judge
 from megatron_collab.types import Missing
 from tests.llm.endpoint import Endpoint, Reply, fails, says
@@ -66,8 +65,8 @@ def test_a_spent_budget_is_not_a_missing_score() -> None:
         def __init__(self) -> None:
             self.talk = self
 
-        async def remote(self, *_: Any) -> Admission:
-            return Admission((), "used up")
+        async def remote(self, *_: Any) -> list[int]:
+            raise BudgetSpent("used up")
 
     with pytest.raises(BudgetSpent, match="used up"):
         judge(LlmClient(Spent()), says({"score": 0}))
