@@ -1,7 +1,7 @@
-"""The SGLang servers of a run: who is present, who is being started again, what a sampling phase does with them.
+"""The SGLang servers of a run: those that are present, and those that are being started again.
 
-A server that fails is left out and started again at the same address while the others go on. The next weight sync takes
-it back; until then nobody asks it, since it holds the weights of model.path.
+A server that fails is left out and started again at the same address while the others go on. It holds the weights of
+model.path, so it gets no requests until the next weight sync has taken it back.
 """
 
 from __future__ import annotations
@@ -28,17 +28,15 @@ class ServerPool:
     def __init__(
         self, servers: Sequence[SGLangServer], options: ServerConfig, tell: Callable[[Sequence[int]], None]
     ) -> None:
-        """`servers` are starting. `tell` is called with the numbers of those that may be asked from now on."""
-        self.servers = servers
-        self.options = options
-        self._tell = tell
-        self._told = [server.index for server in servers]
+        """`servers` are starting. `tell` is called with the numbers of those that get requests from now on."""
+        self.servers, self.options, self._tell = servers, options, tell
+        self._announced = [server.index for server in servers]
         self._lacked = False
         self.hopeless = ""
         self._present: list[SGLangServer] = []
         self._deadlines: dict[int, float] = {}  # by number, of servers that are being started again (monotonic)
         self._failures: Counter[int] = Counter()  # by number, since the server last saw a phase to its end
-        self._counts = Counter({"lost": 0, "back": 0})
+        self._counts: Counter[str] = Counter()
 
     def begin(self) -> None:
         """Wait for all servers; ServerError if one cannot be had, since a first start that fails is no accident."""
@@ -48,7 +46,7 @@ class ServerPool:
         self._release()
 
     def present(self) -> list[SGLangServer]:
-        """Who is healthy now, servers that came back since the last call among them.
+        """The servers that are healthy now, those that came back since the last call among them.
 
         They may hold any weights: a weight sync asks once, at its beginning, and gives its weights to all of them.
         """
@@ -56,7 +54,9 @@ class ServerPool:
         for server in list(self._present):
             if not server.healthy():
                 self.lost(server, "it does not answer")
-        for server in [server for server in self.servers if server.index in self._deadlines]:
+        for server in self.servers:
+            if server.index not in self._deadlines:
+                continue
             if server.healthy():
                 del self._deadlines[server.index]
                 self._present.append(server)
@@ -74,8 +74,8 @@ class ServerPool:
         self._present.remove(server)
         self._lacked |= not self._present
         self._counts["lost"] += 1
-        if server.index in self._told:  # before it is there again, with other weights
-            self._say([index for index in self._told if index != server.index])
+        if server.index in self._announced:  # before it is up again, with other weights
+            self._announce([index for index in self._announced if index != server.index])
         self._start_again(server, reason)
 
     def watch(self) -> None:
@@ -97,9 +97,9 @@ class ServerPool:
         self._lacked = not self._present
 
     def ready(self, seconds: float) -> bool:
-        """Before a weight sync: whether a server is there that has memory for weights; looks for about `seconds`.
+        """Before a weight sync: whether a server is up that has memory for weights; looks for about `seconds`.
 
-        Raises ServerError with its last words where a server failed after STARTS new starts in a row too.
+        Raises ServerError with the end of its log where a server failed after STARTS new starts in a row too.
         """
         deadline = time.monotonic() + seconds
         while True:
@@ -113,8 +113,8 @@ class ServerPool:
             time.sleep(POLL_SECONDS)
 
     def serve(self) -> None:
-        """After a weight sync: have the workers ask the servers, those that a worker lost sight of among them."""
-        self._say(sorted(server.index for server in self._present))
+        """After a weight sync: have the workers use the servers, those that a worker found unreachable among them."""
+        self._announce(sorted(server.index for server in self._present))
 
     def rest(self) -> None:
         """After a phase: have colocated servers that are present give their memory back."""
@@ -148,8 +148,8 @@ class ServerPool:
 
     def take_counters(self) -> dict[str, float]:
         """How many servers were lost and came back since the last call, as metrics of a step."""
-        taken = {f"servers/{name}": float(count) for name, count in self._counts.items()}
-        self._counts = Counter({"lost": 0, "back": 0})
+        taken = {f"servers/{name}": float(self._counts[name]) for name in ("lost", "back")}
+        self._counts.clear()
         return taken
 
     def _release(self) -> None:
@@ -177,16 +177,15 @@ class ServerPool:
     def _start_again(self, server: SGLangServer, reason: str) -> None:
         self._failures[server.index] += 1
         self._deadlines.pop(server.index, None)
+        name = f"SGLang server {server.index}"
         if self._failures[server.index] > STARTS:
-            self.hopeless = (
-                f"SGLang server {server.index} failed after {STARTS} new starts too: {reason}; {server.log_end()}"
-            )
+            self.hopeless = f"{name} failed after {STARTS} new starts too: {reason}; {server.log_end()}"
             server.stop()
             return
-        print(f"engine: SGLang server {server.index} is left out and started again: {reason}", flush=True)
+        print(f"engine: {name} is left out and started again: {reason}", flush=True)
         server.restart()
         self._deadlines[server.index] = time.monotonic() + self.options.start_timeout
 
-    def _say(self, servers: list[int]) -> None:
-        self._told = servers
+    def _announce(self, servers: list[int]) -> None:
+        self._announced = servers
         self._tell(servers)

@@ -78,24 +78,23 @@ class RemoteProcess:
         if not self._url:
             if self._actor is None:
                 raise ServerError(self._nowhere())
-            deadline = time.monotonic() + self._timeout
+            where, deadline = f"the SGLang server on {self._address}", time.monotonic() + self._timeout
             while not ray.wait([self._started], timeout=POLL_SECONDS)[0]:
                 if time.monotonic() > deadline:
                     setting = f"rollout.server.start_timeout={self._timeout:g} s"
-                    raise ServerError(f"the SGLang server on {self._address}: Ray did not start it within {setting}")
+                    raise ServerError(f"{where}: Ray did not start it within {setting}")
                 heartbeat.beat()
                 raise_if_preempted()
             try:
                 self._url = ray.get(self._started)
             except RayError as error:
-                raise ServerError(f"the SGLang server on {self._address}: {_reason(error)}") from error
+                raise ServerError(f"{where}: {_reason(error)}") from error
         return self._url
 
     def start(self) -> None:
         """As ServerProcess.start."""
-        node = self._machines.node(self._address)
         self._actor: Any = None
-        if node is not None:
+        if node := self._machines.node(self._address):
             keeper = ray.remote(Keeper).options(num_cpus=0, max_restarts=0, scheduling_strategy=_on(node))
             self._actor = keeper.remote()
             self._started = self._actor.start.remote(*self._arguments, urlsplit(self._url).port or 0)

@@ -147,9 +147,7 @@ class LlmClient:
         number = await line.begin(_wish(endpoint, messages)) if line else 0
         ended = Ended(number)
         seconds = min(endpoint.timeout, allowance.left)
-        is_internal_call.set(
-            True
-        )  # what LiteLLM would write down for callbacks, of which there are none, costs a third
+        is_internal_call.set(True)  # spares a third: what LiteLLM would record for callbacks, of which there are none
         try:
             with allowance.spending():
                 async with asyncio.timeout(seconds):

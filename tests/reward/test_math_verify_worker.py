@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -45,13 +46,13 @@ def test_what_is_undecided_is_told_from_what_is_different(checker: Checker) -> N
 def children(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[str]]:
     """The processes that checkers start."""
     started: list[subprocess.Popen[str]] = []
-    start = checkers._start
+    start = subprocess.Popen
 
-    def record(limit: float) -> subprocess.Popen[str]:
-        started.append(start(limit))
+    def record(*arguments: Any, **options: Any) -> subprocess.Popen[str]:
+        started.append(start(*arguments, **options))
         return started[-1]
 
-    monkeypatch.setattr(checkers, "_start", record)
+    monkeypatch.setattr(checkers.subprocess, "Popen", record)
     return started
 
 

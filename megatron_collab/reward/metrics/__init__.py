@@ -15,18 +15,15 @@ from megatron_collab.reward.judge import Judge, prompt
 from megatron_collab.types import Conversation, Missing, Score, Task
 
 METRICS = {
-    name: f"{__name__}.{where}"
-    for name, where in {
-        "accuracy": "accuracy:Accuracy",
-        "asks": "counting:Asks",
-        "bleu": "bleu:Bleu",
-        "generative": "judged:Generative",
-        "interactivity": "judged:Interactivity",
-        "pass_rate": "pass_rate:PassRate",
-        "reward_model": "reward_model:RewardModel",
-        "token_amount": "counting:TokenAmount",
-        "turn_rewards": "counting:TurnRewards",
-    }.items()
+    "accuracy": f"{__name__}.accuracy:Accuracy",
+    "asks": f"{__name__}.counting:Asks",
+    "bleu": f"{__name__}.bleu:Bleu",
+    "generative": f"{__name__}.judged:Generative",
+    "interactivity": f"{__name__}.judged:Interactivity",
+    "pass_rate": f"{__name__}.pass_rate:PassRate",
+    "reward_model": f"{__name__}.reward_model:RewardModel",
+    "token_amount": f"{__name__}.counting:TokenAmount",
+    "turn_rewards": f"{__name__}.counting:TurnRewards",
 }
 
 
