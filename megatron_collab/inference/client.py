@@ -88,7 +88,9 @@ class SGLangClient:
         """The calls in `text` as rollout.tool_parser finds them; EngineError as in `generate`."""
         body = {"text": text, "tools": list(schemas), "tool_call_parser": self.tool_parser}
         answer = await self._post("/parse_function_call", body, aiohttp.ClientResponse.json)
-        return [ToolCall(call["name"], _arguments_of(call)) for call in answer["calls"]]
+        calls = [(call["name"], json.loads(call["parameters"])) for call in answer["calls"]]
+        # No tool accepts the one argument that anything but a JSON object becomes.
+        return [ToolCall(name, given if isinstance(given, dict) else {"arguments": given}) for name, given in calls]
 
     async def close(self) -> None:
         if self._session is not None:
@@ -173,9 +175,3 @@ def _versions(meta: Mapping[str, Any], tokens: int) -> tuple[int, ...]:
     """The version of the weights of each of a turn's `tokens`; SGLang gives spans where it changed within the turn."""
     spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": tokens}]
     return tuple(int(span["version"]) for span in spans for _ in range(span["start"], span["end"]))
-
-
-def _arguments_of(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The arguments of a call; anything but a JSON object becomes one argument that no tool accepts."""
-    arguments = json.loads(call["parameters"])
-    return arguments if isinstance(arguments, dict) else {"arguments": arguments}

@@ -52,7 +52,7 @@ class Ended:
 
 @dataclass
 class Spend:
-    """Totals of the run. The price of `unpriced` calls is not known; they count as free."""
+    """Totals of the run; `unpriced` calls, whose price is not known, count as free."""
 
     calls: int = 0
     tokens: int = 0
@@ -88,9 +88,9 @@ class Limiter:
         self._tokens = 0  # of the calls in _minute
 
     def talk(self, ended: Sequence[Ended], wishes: Sequence[Wish]) -> list[int]:
-        """Record the calls that ended and admit the first of `wishes`, as many as the limits allow.
+        """Record the calls that ended and admit the first of `wishes` that the limits allow: their numbers.
 
-        Returns their numbers. Raises BudgetSpent, after recording.
+        Raises BudgetSpent, after recording.
         """
         for call in ended:
             self._note(call)
@@ -105,7 +105,7 @@ class Limiter:
         return [self._begin(wish, now) for wish in takewhile(self._may_begin, wishes)]
 
     def spend(self) -> dict[str, float]:
-        """The totals of the run so far, after writing them to disk: calls, tokens, usd, unpriced."""
+        """The fields of Spend, after writing them to disk."""
         self.write()
         return asdict(self._spend)
 
@@ -174,7 +174,7 @@ class LimiterActor:
 
 
 def start_limiter(config: LlmConfig, ledger: Path) -> Any:
-    """The handle of the run's limiter, a new Ray actor on this node; it ends with this handle.
+    """The handle of the run's limiter, a new Ray actor on this node, which ends with it.
 
     When its process dies Ray restarts it from `ledger` and retries its calls.
     """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from functools import partial
-from typing import Any
 
 from megatron_collab.patches import Patch
 
@@ -14,13 +13,6 @@ def be_quiet() -> None:
     import litellm
 
     litellm.suppress_debug_info = True
-
-
-def add_provider(name: str, handler: Any) -> None:
-    """Have models called NAME/… answered by `handler`, a litellm.CustomLLM."""
-    import litellm
-
-    litellm.custom_provider_map += [{"provider": name, "custom_handler": handler}]
 
 
 _litellm = partial(Patch, "litellm")
@@ -41,13 +33,5 @@ PATCHES = (
         until="LiteLLM logs instead of printing",
         test="tests/patches/test_litellm.py::test_an_error_prints_nothing",
         uses=("litellm.suppress_debug_info",),
-    ),
-    _litellm(
-        "providers of the package",
-        why="The policy as simulated user is called by model name; LiteLLM takes custom providers from this list only.",
-        upstream="litellm/__init__.py (custom_provider_map, documented)",
-        until="never: this is LiteLLM's interface for it",
-        test="tests/rollout/users/test_llm.py::test_a_server_that_is_gone_does_not_silence_the_user",
-        uses=("litellm.custom_provider_map",),
     ),
 )

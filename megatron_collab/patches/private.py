@@ -63,7 +63,7 @@ INTERFACES = {  # what uses it and why, until when, the test that fails without 
         "tests/patches/test_litellm.py::test_calls_are_internal",
     ),
     "litellm.ModelResponse._hidden_params": (
-        "llm/client.py reads the price that LiteLLM computed, and inference/litellm_provider.py sets it to 0",
+        "llm/client.py reads the price that LiteLLM computed",
         "ModelResponse has a public field for it",
         "tests/llm/test_client.py::test_tokens_and_price_of_every_try_are_counted",
     ),
