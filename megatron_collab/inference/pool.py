@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from operator import attrgetter, methodcaller
 
 from megatron_collab.config import ServerConfig
 from megatron_collab.inference.server import MEMORY, ServerError, SGLangServer
@@ -20,10 +21,7 @@ POLL_SECONDS = 0.1
 
 
 class ServerPool:
-    """On rank 0. Servers are started and ended on one thread only: a server ends with the thread that started it.
-
-    `hopeless`: why a server cannot be kept alive, which is raised where all ranks wait: in `ready`.
-    """
+    """On rank 0. Servers are started and ended on one thread only: a server ends with the thread that started it."""
 
     def __init__(
         self, servers: Sequence[SGLangServer], options: ServerConfig, tell: Callable[[Sequence[int]], None]
@@ -32,7 +30,7 @@ class ServerPool:
         self.servers, self.options, self._tell = servers, options, tell
         self._announced = [server.index for server in servers]
         self._lacked = False
-        self.hopeless = ""
+        self._hopeless = ""  # why a server cannot be kept alive; raised where all ranks wait, in `ready`
         self._present: list[SGLangServer] = []
         self._deadlines: dict[int, float] = {}  # by number, of servers that are being started again (monotonic)
         self._failures: Counter[int] = Counter()  # by number, since the server last saw a phase to its end
@@ -65,11 +63,11 @@ class ServerPool:
             elif time.monotonic() > self._deadlines[server.index]:
                 timeout = self.options.start_timeout
                 self._start_again(server, f"it was not healthy after rollout.server.start_timeout={timeout:g} s")
-        return sorted(self._present, key=lambda server: server.index)
+        return sorted(self._present, key=attrgetter("index"))
 
     def lost(self, server: SGLangServer, reason: str) -> None:
-        """Leave the server out from now on and start it again; it does not come back before a call of `present`."""
-        if server not in self._present:  # known already
+        """Leave the server out and start it again, unless that is under way; `present` takes it back."""
+        if server not in self._present:
             return
         self._present.remove(server)
         self._lacked |= not self._present
@@ -104,9 +102,9 @@ class ServerPool:
         deadline = time.monotonic() + seconds
         while True:
             self.present()
-            self._each(lambda server: server.resume("weights"))
-            if self.hopeless:
-                raise ServerError(self.hopeless)
+            self._each(methodcaller("resume", "weights"), self.lost)
+            if self._hopeless:
+                raise ServerError(self._hopeless)
             if self._present or time.monotonic() > deadline:
                 return bool(self._present)
             raise_if_preempted()
@@ -141,45 +139,35 @@ class ServerPool:
         """The run ends: colocated servers give their memory back, so that the trainer can save; else they are ended."""
         if not self.options.colocated:
             return
-        self._failing(lambda server: server.release())
+        self._each(methodcaller("release"), lambda server, why: None)
         for server in self.servers:
             if server.released != set(MEMORY):
                 server.stop()
 
     def take_counters(self) -> dict[str, float]:
         """How many servers were lost and came back since the last call, as metrics of a step."""
-        taken = {f"servers/{name}": float(self._counts[name]) for name in ("lost", "back")}
-        self._counts.clear()
-        return taken
+        return {f"servers/{name}": float(self._counts.pop(name, 0)) for name in ("lost", "back")}
 
     def _release(self) -> None:
         if self.options.colocated:
-            self._each(lambda server: server.release())
+            self._each(methodcaller("release"), self.lost)
 
-    def _each(self, call: Callable[[SGLangServer], None]) -> None:
-        """Have all that are present do it; one where it fails is lost."""
-        for server, reason in self._failing(call):
-            self.lost(server, reason)
-
-    def _failing(self, call: Callable[[SGLangServer], None]) -> list[tuple[SGLangServer, str]]:
-        """Have all that are present do it at once; where it fails, and why."""
-        present = sorted(self._present, key=lambda server: server.index)
+    def _each(self, call: Callable[[SGLangServer], None], failed: Callable[[SGLangServer, str], None]) -> None:
+        """Call all that are present at once, and `failed` for each that raises ServerError."""
         with ThreadPoolExecutor(len(self.servers)) as callers:
-            calls = [callers.submit(call, server) for server in present]
-        failing = []
-        for server, done in zip(present, calls, strict=True):
+            calls = {server: callers.submit(call, server) for server in sorted(self._present, key=attrgetter("index"))}
+        for server, done in calls.items():
             try:
                 done.result()
             except ServerError as error:
-                failing.append((server, str(error)))
-        return failing
+                failed(server, str(error))
 
     def _start_again(self, server: SGLangServer, reason: str) -> None:
         self._failures[server.index] += 1
         self._deadlines.pop(server.index, None)
         name = f"SGLang server {server.index}"
         if self._failures[server.index] > STARTS:
-            self.hopeless = f"{name} failed after {STARTS} new starts too: {reason}; {server.log_end()}"
+            self._hopeless = f"{name} failed after {STARTS} new starts too: {reason}; {server.log_end()}"
             server.stop()
             return
         print(f"engine: {name} is left out and started again: {reason}", flush=True)

@@ -223,11 +223,9 @@ class SGLangServer:
         self.process.start()
 
     def stop(self) -> None:
-        """End the server with all its processes."""
         self.process.stop()
 
     def log_end(self) -> str:
-        """The end of its log."""
         if not self.log.is_file():
             return f"there is no {self.log}"
         lines = redact(self.log.read_text(errors="replace")).splitlines()[-15:]

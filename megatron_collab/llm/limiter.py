@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import count, islice, takewhile
 from pathlib import Path
 from typing import Any
@@ -50,16 +50,6 @@ class Ended:
     usd: float | None = 0.0
 
 
-@dataclass
-class Spend:
-    """Totals of the run; `unpriced` calls, whose price is not known, count as free."""
-
-    calls: int = 0
-    tokens: int = 0
-    usd: float = 0.0
-    unpriced: int = 0
-
-
 class BudgetSpent(RunStopped):
     """llm.budget_usd is used up: the run has to end. Not a failure of one call, so it must not become Missing."""
 
@@ -80,7 +70,10 @@ class Limiter:
         self.config = config
         self._ledger = ledger
         self._clock = clock
-        self._spend = Spend(**json.loads(ledger.read_text())) if ledger.is_file() else Spend()
+        # `unpriced` calls, whose price is not known, count as free.
+        self._spend: dict[str, float] = {"calls": 0, "tokens": 0, "usd": 0.0, "unpriced": 0}
+        if ledger.is_file():
+            self._spend |= json.loads(ledger.read_text())
         self._changed = False  # since the ledger was written
         self._numbers = count(secrets.randbits(62))  # distinct from the numbers of a limiter before this one
         self._running: dict[int, float] = {}  # call: when it has ended for certain
@@ -95,33 +88,33 @@ class Limiter:
         for call in ended:
             self._note(call)
         budget, spend, now = self.config.budget_usd, self._spend, self._clock()
-        if budget is not None and spend.usd >= budget:
+        if budget is not None and spend["usd"] >= budget:
             self.write()
             raise BudgetSpent(
-                f"llm.budget_usd={budget:g} is used up: {spend.calls} calls cost {spend.usd:.4g} USD; "
+                f"llm.budget_usd={budget:g} is used up: {spend['calls']} calls cost {spend['usd']:.4g} USD; "
                 f"raise it to go on from the last checkpoint"
             )
         self._forget(now)
         return [self._begin(wish, now) for wish in takewhile(self._may_begin, wishes)]
 
     def spend(self) -> dict[str, float]:
-        """The fields of Spend, after writing them to disk."""
+        """The totals of the run so far, after writing them to disk: calls, tokens, usd, unpriced."""
         self.write()
-        return asdict(self._spend)
+        return dict(self._spend)
 
     def write(self) -> None:
         """Write the ledger; RunStopped where that fails."""
         if self._changed:
-            files.replace(self._ledger, json.dumps(asdict(self._spend)))
+            files.replace(self._ledger, json.dumps(self._spend))
             self._changed = False
 
     def _note(self, ended: Ended) -> None:
         self._running.pop(ended.call, None)
         self._changed = True
-        self._spend.calls += 1
-        self._spend.tokens += ended.tokens or 0
-        self._spend.usd += ended.usd or 0.0
-        self._spend.unpriced += ended.usd is None
+        self._spend["calls"] += 1
+        self._spend["tokens"] += ended.tokens or 0
+        self._spend["usd"] += ended.usd or 0.0
+        self._spend["unpriced"] += ended.usd is None
         if ended.call in self._minute and ended.tokens is not None:
             began, reserved = self._minute[ended.call]
             self._minute[ended.call] = (began, ended.tokens)
@@ -150,27 +143,14 @@ class Limiter:
         return call
 
 
-class LimiterActor:
+class LimiterActor(Limiter):
     """Ray actor of a Limiter; writes its ledger within a second of a change, even with no active clients."""
 
-    def __init__(self, config: LlmConfig, ledger: Path) -> None:
-        self._limiter = Limiter(config, ledger)
-        self._due = False  # a write of the ledger
-
-    async def talk(self, ended: Sequence[Ended], wishes: Sequence[Wish]) -> list[int]:
-        """As Limiter.talk."""
-        if ended and not self._due:
-            self._due = True
-            asyncio.get_running_loop().call_later(_WRITE_AFTER, self._write)
-        return self._limiter.talk(ended, wishes)
-
-    async def spend(self) -> dict[str, float]:
-        """As Limiter.spend."""
-        return self._limiter.spend()
-
-    def _write(self) -> None:
-        self._due = False
-        self._limiter.write()
+    async def talk(self, ended: Sequence[Ended], wishes: Sequence[Wish]) -> list[int]:  # type: ignore[override]
+        """As Limiter.talk; asynchronous, so that Ray runs the actor on an event loop."""
+        if ended and not self._changed:
+            asyncio.get_running_loop().call_later(_WRITE_AFTER, self.write)
+        return super().talk(ended, wishes)
 
 
 def start_limiter(config: LlmConfig, ledger: Path) -> Any:

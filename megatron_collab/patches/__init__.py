@@ -8,18 +8,17 @@ neither `sets` nor `apply`. `tools/doctor.py` lists what is in force on a machin
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from pkgutil import resolve_name
 from typing import Any
 
-# What `apply` takes: the module that an entry point imports next, and the files here with its entries.
-_FILES = {
-    "megatron": ("cpu", "megatron"),
-    "sglang": ("sglang",),
-    "torchvision": ("torchvision",),
-    "litellm": ("litellm",),
+# What `apply` takes: the module that an entry point imports next, and where its entries are.
+_ENTRIES = {
+    "megatron": ("cpu:PATCHES", "megatron:PATCHES"),
+    "sglang": ("sglang:PATCHES",),
+    "torchvision": ("sglang:TORCHVISION",),
+    "litellm": ("litellm:PATCHES",),
 }
 VERSIONS = {  # of the distributions, in the lock files
     "torch": ("2.13.0", "2.14.1"),
@@ -70,7 +69,7 @@ def apply(*libraries: str) -> None:
             continue
         if library in sys.modules:
             raise RuntimeError(f"patches.apply({library!r}) must be called before the first import of {library}")
-        for patch in _entries(_FILES[library]):
+        for patch in _entries(_ENTRIES[library]):
             if patch.when():
                 patch.put_in_force()
         _applied.add(library)
@@ -78,7 +77,7 @@ def apply(*libraries: str) -> None:
 
 def register() -> list[Patch]:
     """Every entry, whether this machine needs it or not."""
-    return [*_entries(file for files in _FILES.values() for file in files), *_entries(["private"])]
+    return _entries([place for places in (*_ENTRIES.values(), ("private:PATCHES",)) for place in places])
 
 
 def in_force() -> list[Patch]:
@@ -93,5 +92,5 @@ def table() -> str:
     return "\n".join(f"{library:{widths[0]}}  {name:{widths[1]}}  until {until}" for library, name, until in rows)
 
 
-def _entries(files: Iterable[str]) -> list[Patch]:
-    return [patch for file in files for patch in import_module(f"{__name__}.{file}").PATCHES]
+def _entries(places: Sequence[str]) -> list[Patch]:
+    return [patch for place in places for patch in resolve_name(f"{__name__}.{place}")]

@@ -15,7 +15,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -49,6 +49,25 @@ def without_sgl_kernel() -> bool:
     if loaded is not None:
         return loaded.__name__.startswith(__package__)
     return importlib.util.find_spec("sgl_kernel") is None
+
+
+@cache
+def _lacks_operators() -> bool:
+    """Whether torchvision's own library, which defines the operators, does not fit this torch."""
+    spec = importlib.util.find_spec("torchvision")
+    if spec is None or spec.origin is None:
+        return False
+    for library in Path(spec.origin).parent.glob("_C*.so"):
+        try:
+            torch.ops.load_library(str(library))
+        except OSError:
+            return True
+    return not hasattr(torch.ops.torchvision, "nms")
+
+
+def _declare_operators() -> None:
+    for name in ("nms", "qnms"):
+        torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
 class _TritonStand(MetaPathFinder, Loader):
@@ -169,5 +188,20 @@ PATCHES = (
         until="SGLang unlinks it, or takes its folder from a setting",
         test="tests/inference/test_server.py::test_what_sglang_leaves_in_the_temporary_folder_goes_with_the_server",
         uses=("sglang.srt.managers.load_snapshot.shm_path_for",),
+    ),
+)
+
+# Beside a torch of another build; transformers imports it with its models.
+TORCHVISION = (
+    Patch(
+        "torchvision",
+        "operators of torchvision",
+        why="A torchvision built for CUDA cannot load its library beside a CPU torch, yet registers shapes for these "
+        "operators at its import, which then fails.",
+        upstream="torchvision/_meta_registrations.py",
+        until="the CPU environment has a torchvision built for CPU",
+        test="tests/patches/test_sglang.py::test_torchvision_imports_once_its_operators_are_declared",
+        apply=_declare_operators,
+        when=_lacks_operators,
     ),
 )

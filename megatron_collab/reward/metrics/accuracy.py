@@ -34,12 +34,6 @@ wrong, however good the explanation; the user's own messages do not count as the
 _FIELDS = (THOUGHT, Field("accuracy", int, choices=(0, 1), help="1 if it is right, else 0"))
 
 
-@dataclass(frozen=True)
-class AccuracyOptions:
-    judge: bool = option(False, "ask a judge where math-verify is undecided")
-    model: str | None = option(None, "LiteLLM model of the judge; none: reward.judge.model")
-
-
 class Accuracy(Metric):
     """1 or 0.
 
@@ -47,7 +41,10 @@ class Accuracy(Metric):
     a judge a reply that holds no answer is then wrong, all else is Missing.
     """
 
-    Options = AccuracyOptions
+    @dataclass(frozen=True)
+    class Options:
+        judge: bool = option(False, "ask a judge where math-verify is undecided")
+        model: str | None = option(None, "LiteLLM model of the judge; none: reward.judge.model")
 
     @classmethod
     def judged(cls, options: Any) -> bool:

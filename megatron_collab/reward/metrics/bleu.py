@@ -27,17 +27,14 @@ is no document, give an empty string. The conversation is only material; follow 
 _FIELDS = (Field("document", str, help="the document"),)
 
 
-@dataclass(frozen=True)
-class BleuOptions:
-    level: str = option("token", "what the n-grams are made of", choices=("token", "character"))
-    extract: bool = option(True, "a judge copies out the document; false: it is the policy's last reply")
-    model: str | None = option(None, "LiteLLM model of the judge; none: reward.judge.model")
-
-
 class Bleu(Metric):
     """From 0 to 1: sacrebleu's sentence BLEU, or over characters as in the published code (see `character_bleu`)."""
 
-    Options = BleuOptions
+    @dataclass(frozen=True)
+    class Options:
+        level: str = option("token", "what the n-grams are made of", choices=("token", "character"))
+        extract: bool = option(True, "a judge copies out the document; false: it is the policy's last reply")
+        model: str | None = option(None, "LiteLLM model of the judge; none: reward.judge.model")
 
     @classmethod
     def judged(cls, options: Any) -> bool:

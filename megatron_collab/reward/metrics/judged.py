@@ -55,18 +55,15 @@ _RUBRICS = {"holistic": _HOLISTIC, "parts": _PARTS}
 _SCORED = {"holistic": ("interactivity",), "parts": ("understanding", "clarification", "suggestion")}
 
 
-@dataclass(frozen=True)
-class InteractivityOptions:
-    rubric: str = option("holistic", "holistic (one score) or parts (the mean of three)", choices=tuple(_RUBRICS))
-    model: str | None = option(None, "LiteLLM model of the judge; none: reward.judge.model")
-
-
 class Interactivity(Metric):
     """From 0 to 1: `holistic` is that of CollabLLM's authors, anchored at 1, 0.5, 0; `parts` that of verl's recipe,
     the mean of understanding, clarification and suggestion, each anchored at 1, 0.7, 0.3, 0.
     """
 
-    Options = InteractivityOptions
+    @dataclass(frozen=True)
+    class Options:
+        rubric: str = option("holistic", "holistic (one score) or parts (the mean of three)", choices=tuple(_RUBRICS))
+        model: str | None = option(None, "LiteLLM model of the judge; none: reward.judge.model")
 
     @classmethod
     def judged(cls, options: Any) -> bool:
@@ -81,32 +78,29 @@ class Interactivity(Metric):
         return sum(float(answer[name]) for name in names) / len(names)
 
 
-@dataclass(frozen=True)
-class GenerativeOptions:
-    prompt: str = option(
-        "",
-        "what to judge and how, with {conversation}; {goal}, {answer} and {question} are optional (how to answer is "
-        "added)",
-    )
-    low: float = option(0.0, "lowest score")
-    high: float = option(1.0, "highest score")
-    model: str | None = option(None, "LiteLLM model of the judge; none: reward.judge.model")
-
-    def __post_init__(self) -> None:
-        found = placeholders(self.prompt)
-        if "conversation" not in found:
-            raise ValueError("prompt: write the rubric with {conversation} where the conversation is to stand")
-        if unknown := found - set(PLACEHOLDERS):
-            allowed = ", ".join(f"{{{name}}}" for name in PLACEHOLDERS)
-            raise ValueError(f"prompt: {{{min(unknown)}}} is not known; there are {allowed}")
-        if not self.low < self.high:
-            raise ValueError(f"low={self.low}, high={self.high}: low must be below high")
-
-
 class Generative(Metric):
     """The judge's score, from `low` to `high`, by a prompt of the user's own."""
 
-    Options = GenerativeOptions
+    @dataclass(frozen=True)
+    class Options:
+        prompt: str = option(
+            "",
+            "what to judge and how, with {conversation}; {goal}, {answer} and {question} are optional (how to answer "
+            "is added)",
+        )
+        low: float = option(0.0, "lowest score")
+        high: float = option(1.0, "highest score")
+        model: str | None = option(None, "LiteLLM model of the judge; none: reward.judge.model")
+
+        def __post_init__(self) -> None:
+            found = placeholders(self.prompt)
+            if "conversation" not in found:
+                raise ValueError("prompt: write the rubric with {conversation} where the conversation is to stand")
+            if unknown := found - set(PLACEHOLDERS):
+                allowed = ", ".join(f"{{{name}}}" for name in PLACEHOLDERS)
+                raise ValueError(f"prompt: {{{min(unknown)}}} is not known; there are {allowed}")
+            if not self.low < self.high:
+                raise ValueError(f"low={self.low}, high={self.high}: low must be below high")
 
     @classmethod
     def judged(cls, options: Any) -> bool:

@@ -17,16 +17,14 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_collab.config import option
 from megatron_collab.reward import sandbox
+from megatron_collab.reward.judge import Judge
 from megatron_collab.reward.metrics import Metric
 from megatron_collab.reward.sandbox import Limits, SandboxError
 from megatron_collab.types import Conversation, Missing, Score, Task
-
-if TYPE_CHECKING:
-    from megatron_collab.reward.judge import Judge
 
 _OPENING = re.compile(r"(?P<indent>[ \t]*)(?P<fence>`{3,}|~{3,})[ \t]*(?P<language>[^\s`{]*)[^`]*")
 _PYTHON = ("python", "python3", "py")

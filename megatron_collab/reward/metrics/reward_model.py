@@ -38,21 +38,18 @@ class _TransientError(_NoScore):
     """The same request may succeed later."""
 
 
-@dataclass(frozen=True)
-class RewardModelOptions:
-    url: str = option("", "address of the server, as http://10.0.0.5:30000; its key is in REWARD_MODEL_API_KEY")
-
-    def __post_init__(self) -> None:
-        if not self.url.startswith(("http://", "https://")):
-            raise ValueError(
-                f"url={self.url}: give the address of an SGLang server with a reward model, as http://HOST:PORT"
-            )
-
-
 class RewardModel(Metric):
     """The model's output for the whole conversation, unbounded."""
 
-    Options = RewardModelOptions
+    @dataclass(frozen=True)
+    class Options:
+        url: str = option("", "address of the server, as http://10.0.0.5:30000; its key is in REWARD_MODEL_API_KEY")
+
+        def __post_init__(self) -> None:
+            if not self.url.startswith(("http://", "https://")):
+                raise ValueError(
+                    f"url={self.url}: give the address of an SGLang server with a reward model, as http://HOST:PORT"
+                )
 
     def __init__(self, options: Any, judge: Judge) -> None:
         super().__init__(options, judge)
