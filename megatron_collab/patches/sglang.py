@@ -14,12 +14,12 @@ import multiprocessing
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
 from functools import cache, partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -84,9 +84,7 @@ class _TritonStand(MetaPathFinder, Loader):
         sys.modules[spec.name] = self.stubs  # its dataclasses look themselves up there
         spec.loader.exec_module(self.stubs)
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
         return ModuleSpec(fullname, self, is_package=True) if fullname.split(".")[0] == "triton" else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:

@@ -55,11 +55,6 @@ class Checker:
                 return Missing(f"math-verify ended with exit code {child.wait()} on {text[-80:]!r}")
             return Verdict(line.strip())
 
-    def close(self) -> None:
-        with self._lock:
-            if self._child is not None:
-                self._child.communicate()
-
 
 def _serve(hard_limit: float) -> None:
     """Answer a line of JSON [answer, text] with a line that is a Verdict, until there are no more."""

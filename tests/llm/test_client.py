@@ -217,10 +217,8 @@ def test_an_answer_is_paid_once_and_kept(tmp_path: Path) -> None:
         limiter = LocalLimiter(LlmConfig(budget_usd=1.0))
         answers = []
         for _ in range(2):  # as after a restart
-            cache = Cache(tmp_path)
-            client = LlmClient(limiter, cache)
+            client = LlmClient(limiter, Cache(tmp_path))
             answers.append(await client.ask(endpoint.config(), QUESTION, SCORE, sample="0"))
-            cache.close()
         while limiter._running:
             await asyncio.sleep(0.01)
         return [*answers, limiter.spend()["calls"]]

@@ -73,10 +73,5 @@ gc.freeze()
 gc.enable()
 
 
-def main(arguments: list[str]) -> None:
-    """Serve until terminated; the API key comes from the environment."""
-    run_server(prepare_server_args([*arguments, "--api-key", os.environ.pop(KEY_VARIABLE)]))
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_server(prepare_server_args([*sys.argv[1:], "--api-key", os.environ.pop(KEY_VARIABLE)]))
