@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import cache
@@ -38,6 +39,7 @@ _GRACE = 10.0  # seconds after its timeout when a call has ended for certain
 _LONGEST_REASON = 400  # characters
 _POLICY = "policy/"  # the trained model, on the run's SGLang servers: no rate limit and no price
 _REFUSED = (400, 422)  # status of a server that does not support a response_format
+_supports_schema = cache(litellm.supports_response_schema)
 
 
 def priced(model: str) -> bool:
@@ -169,11 +171,11 @@ class LlmClient:
         return {"model": "hosted_vllm/default", "api_key": self._keys[endpoint.api_base], "seed": seed}
 
 
+@dataclass
 class _Allowance:
-    """Seconds `left` for the attempts of one question and the pauses between them."""
+    """Seconds left for the attempts of one question and the pauses between them."""
 
-    def __init__(self, seconds: float) -> None:
-        self.left = seconds
+    left: float
 
     @contextmanager
     def spending(self) -> Iterator[None]:
@@ -182,11 +184,6 @@ class _Allowance:
             yield
         finally:
             self.left -= time.monotonic() - began
-
-
-@cache
-def _supports_schema(model: str | None) -> bool:
-    return litellm.supports_response_schema(model)
 
 
 def _wish(endpoint: EndpointConfig, messages: Messages) -> Wish:
