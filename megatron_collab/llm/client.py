@@ -140,7 +140,7 @@ class LlmClient:
         """One request: the text of the answer, once the limiter admits it."""
         line, options = self._line, {"model": endpoint.model, **options}
         if str(endpoint.model).startswith(_POLICY):
-            line, options = None, {**options, **self._policy(endpoint, messages)}
+            line, options = None, {**options, **self._policy(str(endpoint.model), str(endpoint.api_base), messages)}
         number = await line.begin(_wish(endpoint, messages)) if line else 0
         ended = Ended(number)
         seconds = min(endpoint.timeout, allowance.left)
@@ -164,11 +164,11 @@ class LlmClient:
                 line.end(ended)
         return (answer.choices[0].message.content if answer.choices else None) or ""
 
-    def _policy(self, endpoint: EndpointConfig, messages: Messages) -> dict[str, Any]:
+    def _policy(self, model: str, api_base: str, messages: Messages) -> dict[str, Any]:
         """SAMPLE and the messages determine the seed, and with a deterministic server the answer."""
-        drawn = hashlib.blake2b(json.dumps([endpoint.model[len(_POLICY) :], messages]).encode(), digest_size=4)
+        drawn = hashlib.blake2b(json.dumps([model[len(_POLICY) :], messages]).encode(), digest_size=4)
         seed = int.from_bytes(drawn.digest()) >> 1
-        return {"model": "hosted_vllm/default", "api_key": self._keys[endpoint.api_base], "seed": seed}
+        return {"model": "hosted_vllm/default", "api_key": self._keys[api_base], "seed": seed}
 
 
 @dataclass
