@@ -40,8 +40,7 @@ class SGLangClient:
 
     def __init__(self, url: str, api_key: str, config: RolloutConfig) -> None:
         self.url = url
-        self.timeout = config.turn_timeout
-        self.tool_parser = config.tool_parser
+        self.timeout, self.tool_parser = config.turn_timeout, config.tool_parser
         self.counters: Counter[str] = Counter()
         self._headers = {"Authorization": f"Bearer {api_key}"}
         self._session: aiohttp.ClientSession | None = None
@@ -89,7 +88,9 @@ class SGLangClient:
         """The calls in `text` as rollout.tool_parser finds them; EngineError as in `generate`."""
         body = {"text": text, "tools": list(schemas), "tool_call_parser": self.tool_parser}
         answer = await self._post("/parse_function_call", body, aiohttp.ClientResponse.json)
-        return [ToolCall(call["name"], _arguments_of(call)) for call in answer["calls"]]
+        calls = [(call["name"], json.loads(call["parameters"])) for call in answer["calls"]]
+        # No tool accepts the one argument that anything but a JSON object becomes.
+        return [ToolCall(name, given if isinstance(given, dict) else {"arguments": given}) for name, given in calls]
 
     async def close(self) -> None:
         if self._session is not None:
@@ -122,12 +123,9 @@ class SGLangClient:
                 async with self._open().post(self.url + path, json=body) as response:
                     if response.status == 200:
                         return await read(response)
-                    raise _Refused(response.status, await response.text())
+                    raise _refusal(response, response.status, await response.text())
             except TimeoutError:
                 raise EngineError(f"no answer within rollout.turn_timeout={self.timeout:g} s") from None
-            except _Refused as refused:
-                kind = _TransientError if refused.status >= 500 else EngineError
-                raise kind(f"{self.url}{path}: {refused}") from None
             except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
                 raise ServerGone(f"{self.url}{path}: {type(error).__name__}: {error}") from error
 
@@ -143,18 +141,16 @@ class SGLangClient:
         return self._session
 
 
-class _Refused(Exception):
-    """The server answered with an HTTP error status."""
-
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(f"status {status}: {' '.join(text.split())[:300]}")
-        self.status = status
+def _refusal(response: aiohttp.ClientResponse, status: int, text: str) -> EngineError:
+    """The error for an HTTP error status, also one within a stream."""
+    kind = _TransientError if status >= 500 else EngineError
+    return kind(f"{response.url}: status {status}: {' '.join(text.split())[:300]}")
 
 
 async def _last_event(response: aiohttp.ClientResponse, began: Callable[[], None]) -> dict[str, Any]:
     """The last event of a streamed turn; each event holds the whole turn so far.
 
-    Calls `began` at the first one. Raises _Refused where an event is an error, and ClientPayloadError where the
+    Calls `began` at the first one. Raises EngineError where an event is an error, and ClientPayloadError where the
     stream ends before the turn does.
     """
     rest, last = b"", b""
@@ -166,12 +162,12 @@ async def _last_event(response: aiohttp.ClientResponse, began: Callable[[], None
                 last = event
     answer = json.loads(last.removeprefix(b"data: ") or b"{}")
     if "error" in answer:
-        raise _Refused(answer["error"]["code"], answer["error"]["message"])
+        raise _refusal(response, answer["error"]["code"], answer["error"]["message"])
     finish = answer.get("meta_info", {}).get("finish_reason")
     if finish is None:
         raise aiohttp.ClientPayloadError("the stream ended before the turn")
     if finish.get("status_code"):  # SGLang's scheduler rejected the request
-        raise _Refused(finish["status_code"], finish["message"])
+        raise _refusal(response, finish["status_code"], finish["message"])
     return answer
 
 
@@ -179,9 +175,3 @@ def _versions(meta: Mapping[str, Any], tokens: int) -> tuple[int, ...]:
     """The version of the weights of each of a turn's `tokens`; SGLang gives spans where it changed within the turn."""
     spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": tokens}]
     return tuple(int(span["version"]) for span in spans for _ in range(span["start"], span["end"]))
-
-
-def _arguments_of(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The arguments of a call; anything but a JSON object becomes one argument that no tool accepts."""
-    arguments = json.loads(call["parameters"])
-    return arguments if isinstance(arguments, dict) else {"arguments": arguments}

@@ -27,14 +27,14 @@ def choose(affinity: str, in_flight: Sequence[int], gone: Collection[int] = ()) 
     bounded loads (Mirrokni, Thorup and Zadimoghaddam, arXiv 1608.01350): a server that holds LOAD_FACTOR times its
     share of the requests in flight is skipped.
     """
+
+    def weight(server: int) -> bytes:
+        return hashlib.blake2b(f"{server}/{affinity}".encode(), digest_size=8).digest()
+
     alive = [server for server in range(len(in_flight)) if server not in gone]
     share = (sum(in_flight[server] for server in alive) + 1) / len(alive)
-    ranked = sorted(alive, key=lambda server: _weight(affinity, server), reverse=True)
+    ranked = sorted(alive, key=weight, reverse=True)
     return next(server for server in ranked if in_flight[server] < math.ceil(LOAD_FACTOR * share))
-
-
-def _weight(affinity: str, server: int) -> bytes:
-    return hashlib.blake2b(f"{server}/{affinity}".encode(), digest_size=8).digest()
 
 
 class Router:

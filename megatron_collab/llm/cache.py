@@ -33,9 +33,6 @@ class Cache:
     def put(self, key: str, answer: dict[str, Any]) -> None:
         self._file.execute("INSERT OR REPLACE INTO answers VALUES (?, ?)", (key, json.dumps(answer)))
 
-    def close(self) -> None:
-        self._file.close()
-
 
 def key_of(question: dict[str, Any]) -> str:
     """A digest of everything that an answer depends on; `question` is JSON."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import random
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import cache
@@ -34,8 +37,9 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds
 _CHARACTERS_PER_TOKEN = 4
 _GRACE = 10.0  # seconds after its timeout when a call has ended for certain
 _LONGEST_REASON = 400  # characters
-_FREE = "policy/"  # the trained model: no rate limit and no price
+_POLICY = "policy/"  # the trained model, on the run's SGLang servers: no rate limit and no price
 _REFUSED = (400, 422)  # status of a server that does not support a response_format
+_supports_schema = cache(litellm.supports_response_schema)
 
 
 def priced(model: str) -> bool:
@@ -50,9 +54,10 @@ class LlmClient:
     `sample` are kept in `cache`.
     """
 
-    def __init__(self, limiter: Any = None, cache: Cache | None = None) -> None:
-        """`limiter`: the handle of a Limiter; none: no limits."""
+    def __init__(self, limiter: Any = None, cache: Cache | None = None, keys: Mapping[str, str] = {}) -> None:
+        """`limiter`: the handle of a Limiter; none: no limits. `keys`: by api_base, of the servers of policy/SAMPLE."""
         be_quiet()
+        self._keys = keys
         self._line = None if limiter is None else Line(limiter)
         self._cache = cache
         self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -76,17 +81,8 @@ class LlmClient:
         """
         if sample is None or self._cache is None:
             return await self._ask(endpoint, messages, fields, others)
-        key = key_of(
-            {
-                "model": endpoint.model,
-                "api_base": endpoint.api_base,
-                "temperature": endpoint.temperature,
-                "max_tokens": endpoint.max_tokens,
-                "messages": messages,
-                "schema": json_schema(fields),
-                "sample": sample,
-            }
-        )
+        settings = {name: getattr(endpoint, name) for name in ("model", "api_base", "temperature", "max_tokens")}
+        key = key_of({**settings, "messages": messages, "schema": json_schema(fields), "sample": sample})
         lock = self._asking.setdefault(key, asyncio.Lock())
         async with lock:  # concurrent callers with the same question find the answer in the cache
             answer = self._cache.get(key)
@@ -130,12 +126,11 @@ class LlmClient:
         if name in self._unconstrained or not (endpoint.api_base or _supports_schema(endpoint.model)):
             return await self._call(endpoint, messages, allowance)
         schema = {"name": "answer", "schema": json_schema(fields), "strict": True}
+        form = {"type": "json_schema", "json_schema": schema}
         try:
-            return await self._call(
-                endpoint, messages, allowance, response_format={"type": "json_schema", "json_schema": schema}
-            )
+            return await self._call(endpoint, messages, allowance, response_format=form)
         except OpenAIError as error:
-            if _status(error) not in _REFUSED:
+            if getattr(error, "status_code", None) not in _REFUSED:
                 raise
         text = await self._call(endpoint, messages, allowance)
         self._unconstrained.add(name)  # since the same request without it succeeded
@@ -143,18 +138,17 @@ class LlmClient:
 
     async def _call(self, endpoint: EndpointConfig, messages: Messages, allowance: _Allowance, **options: Any) -> str:
         """One request: the text of the answer, once the limiter admits it."""
-        line = None if str(endpoint.model).startswith(_FREE) else self._line
+        line, options = self._line, {"model": endpoint.model, **options}
+        if str(endpoint.model).startswith(_POLICY):
+            line, options = None, {**options, **self._policy(str(endpoint.model), str(endpoint.api_base), messages)}
         number = await line.begin(_wish(endpoint, messages)) if line else 0
         ended = Ended(number)
         seconds = min(endpoint.timeout, allowance.left)
-        is_internal_call.set(
-            True
-        )  # what LiteLLM would write down for callbacks, of which there are none, costs a third
+        is_internal_call.set(True)  # spares a third: what LiteLLM would record for callbacks, of which there are none
         try:
             with allowance.spending():
                 async with asyncio.timeout(seconds):
                     answer = await litellm.acompletion(
-                        model=endpoint.model,
                         messages=messages,
                         api_base=endpoint.api_base,
                         temperature=endpoint.temperature,
@@ -170,12 +164,18 @@ class LlmClient:
                 line.end(ended)
         return (answer.choices[0].message.content if answer.choices else None) or ""
 
+    def _policy(self, model: str, api_base: str, messages: Messages) -> dict[str, Any]:
+        """SAMPLE and the messages determine the seed, and with a deterministic server the answer."""
+        drawn = hashlib.blake2b(json.dumps([model[len(_POLICY) :], messages]).encode(), digest_size=4)
+        seed = int.from_bytes(drawn.digest()) >> 1
+        return {"model": "hosted_vllm/default", "api_key": self._keys[api_base], "seed": seed}
 
+
+@dataclass
 class _Allowance:
     """Seconds left for the attempts of one question and the pauses between them."""
 
-    def __init__(self, seconds: float) -> None:
-        self.left = seconds
+    left: float
 
     @contextmanager
     def spending(self) -> Iterator[None]:
@@ -184,11 +184,6 @@ class _Allowance:
             yield
         finally:
             self.left -= time.monotonic() - began
-
-
-@cache
-def _supports_schema(model: str | None) -> bool:
-    return litellm.supports_response_schema(model)
 
 
 def _wish(endpoint: EndpointConfig, messages: Messages) -> Wish:
@@ -211,13 +206,9 @@ def _correction(text: str, error: MalformedAnswer) -> Messages:
     return [*said, {"role": "user", "content": wrong}]
 
 
-def _status(error: Exception) -> int | None:
-    return getattr(error, "status_code", None)
-
-
 def _may_pass(error: Exception) -> bool:
     """Whether the same request may succeed later: timeouts, lost connections, rate limits, faults of the server."""
-    status = _status(error)
+    status = getattr(error, "status_code", None)
     return status is None or status in (408, 409, 429) or status >= 500
 
 
@@ -229,10 +220,7 @@ def _away(error: BaseException | None) -> bool:
 
 
 def retry_after(error: Exception) -> float:
-    """Seconds of the header Retry-After (RFC 9110 section 10.2.3: seconds or a date).
-
-    0 where it is missing or malformed.
-    """
+    """Seconds of the header Retry-After (RFC 9110 section 10.2.3: seconds or a date); 0 where it is malformed."""
     response = getattr(error, "response", None)
     headers = getattr(error, "litellm_response_headers", None) or getattr(response, "headers", {})
     value = headers.get("retry-after", "")

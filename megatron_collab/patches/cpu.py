@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,15 +53,6 @@ def _silence_warnings() -> None:
     warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
 
 
-def _hide_cuda_libraries() -> None:
-    for name in _CUDA_ONLY:
-        sys.modules[name] = None  # type: ignore[assignment]  # an import of it then raises ModuleNotFoundError
-
-
-def _redirect_device_names() -> None:
-    _CudaMeansCpu().__enter__()  # for the life of the process
-
-
 class _CudaMeansCpu(TorchFunctionMode):
     """`device="cuda"` makes a CPU tensor, `tensor.cuda()` is the tensor, and `tensor.type()` names the CUDA type.
 
@@ -68,13 +60,7 @@ class _CudaMeansCpu(TorchFunctionMode):
     Megatron's optimizers ask `tensor.type()` whether a parameter is on the device.
     """
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.cuda:
             return args[0]
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
@@ -98,13 +84,9 @@ class _Stream:
     def __hash__(self) -> int:
         return 0
 
-    def wait_stream(self, stream: _Stream) -> None: ...
+    def wait(self, other: _Stream | None = None) -> None: ...
 
-    def wait_event(self, event: _Stream) -> None: ...
-
-    def wait(self, stream: _Stream | None = None) -> None: ...
-
-    def synchronize(self) -> None: ...
+    wait_stream = wait_event = synchronize = wait
 
     def record_event(self, event: _Stream | None = None) -> _Stream:
         return self
@@ -123,53 +105,22 @@ def _import_without_compilation() -> None:
         torch.compile = compiler
 
 
-def _redirect_streams() -> None:
-    # One function object for each name: the compiler refuses an object that stands under two.
-    torch.cuda.current_device = lambda: CPU
-    torch.cuda.synchronize = lambda *_, **__: None
-    torch.cuda.set_device = lambda *_, **__: None
-    torch.cuda.nvtx.range_push = lambda *_, **__: None
-    torch.cuda.nvtx.range_pop = lambda *_, **__: None
-    torch.cuda.Stream = _Stream  # must stay a class: annotations elsewhere write `torch.cuda.Stream | None`
-    torch.cuda.current_stream = lambda *_, **__: _Stream()
-    torch.cuda.default_stream = lambda *_, **__: _Stream()
+def _allow_moves_of_the_generator() -> None:
+    """Megatron warns when the CPU generator moves inside a fork of the CUDA one; here that is what it is for."""
+    log = logging.getLogger("megatron.core.tensor_parallel.random")
+    log.addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
 
 
-def _redirect_generator() -> None:
-    from megatron.core.tensor_parallel import random
-
-    def set_state(state: torch.Tensor, *_: Any, **__: Any) -> None:
-        torch.set_rng_state(state)
-
-    def seed(value: int) -> None:
-        torch.default_generator.manual_seed(int(value))
-
-    torch.cuda.manual_seed = seed
-    torch.cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
-    torch.cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
-    torch.cuda.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-    random._set_cuda_rng_state = set_state
-    # Megatron warns when the CPU generator moves inside a fork of the CUDA one; here that is what it is for.
-    logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
+def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
-def _redirect_token_dispatcher() -> None:
-    from megatron.core.transformer.moe import token_dispatcher
-
-    def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
-
-    token_dispatcher.maybe_move_tensor_to_cpu = to_host
-
-
-_TORCH = ("torch", ("2.13.0", "2.14.1"))
-_MEGATRON = ("megatron-core", ("0.16.1",))
-_UNTIL = "Megatron-Core runs on CPU"
+_megatron = partial(Patch, "megatron-core")
+_torch = partial(Patch, "torch", until="Megatron-Core runs on CPU", when=without_cuda)
 
 PATCHES = (
-    Patch(
+    _megatron(
         "warnings",
-        *_MEGATRON,
         why="Every rank would print at every start what is not installed (tools/doctor.py says that), and which names "
         "of torch.distributed are deprecated.",
         upstream="megatron/core/utils.py and others",
@@ -177,19 +128,18 @@ PATCHES = (
         test="tests/patches/test_megatron.py::test_importing_megatron_prints_nothing",
         apply=_silence_warnings,
     ),
-    Patch(
+    _megatron(
         "libraries that need CUDA are hidden",
-        *_MEGATRON,
         why="Megatron uses TransformerEngine, apex and others wherever they are installed, also where no device is.",
         upstream="megatron/core/optimizer/__init__.py, megatron/core/extensions/transformer_engine.py",
-        until=_UNTIL,
+        until="Megatron-Core runs on CPU",
         test="tests/patches/test_cpu.py::test_training_on_a_cpu_leaves_transformer_engine_alone",
-        apply=_hide_cuda_libraries,
+        # An import of one then raises ModuleNotFoundError.
+        apply=lambda: sys.modules.update(dict.fromkeys(_CUDA_ONLY)),  # type: ignore[arg-type]
         when=without_cuda,
     ),
-    Patch(
+    _megatron(
         "no torch.compile in Megatron",
-        *_MEGATRON,
         why="Compiling its small functions for a CPU takes seconds in every process and gains nothing.",
         upstream="megatron/core/jit.py",
         until="Megatron-Core has a switch for jit_fuser",
@@ -197,62 +147,52 @@ PATCHES = (
         apply=_import_without_compilation,
         when=without_cuda,
     ),
-    Patch(
+    _torch(
         'device="cuda" is the CPU',
-        *_TORCH,
         why='Megatron makes tensors with device="cuda", calls tensor.cuda(), and its optimizers ask tensor.type().',
         upstream="megatron/core/tensor_parallel/layers.py, megatron/core/optimizer/optimizer.py",
-        until=_UNTIL,
         test="tests/patches/test_cpu.py::test_device_names_reach_the_device",
-        apply=_redirect_device_names,
-        when=without_cuda,
+        apply=_CudaMeansCpu().__enter__,  # for the life of the process
     ),
-    Patch(
+    _torch(
         "current device, streams and profiler ranges",
-        *_TORCH,
         why="Megatron's gradient buffers, optimizers and pipeline schedules call these without asking for a device.",
         upstream="megatron/core/distributed/param_and_grad_buffer.py",
-        until=_UNTIL,
         test="tests/patches/test_cpu.py::test_streams_and_synchronisation_do_nothing_on_a_cpu",
-        attributes=(
-            "torch.cuda.current_device",
-            "torch.cuda.synchronize",
-            "torch.cuda.set_device",
-            "torch.cuda.nvtx.range_push",
-            "torch.cuda.nvtx.range_pop",
-            "torch.cuda.Stream",
-            "torch.cuda.current_stream",
-            "torch.cuda.default_stream",
-        ),
-        apply=_redirect_streams,
-        when=without_cuda,
+        sets={  # one function object for each name: the compiler refuses an object that stands under two
+            "torch.cuda.current_device": lambda: CPU,
+            "torch.cuda.synchronize": lambda *_, **__: None,
+            "torch.cuda.set_device": lambda *_, **__: None,
+            "torch.cuda.nvtx.range_push": lambda *_, **__: None,
+            "torch.cuda.nvtx.range_pop": lambda *_, **__: None,
+            "torch.cuda.Stream": _Stream,  # must stay a class: annotations elsewhere write `torch.cuda.Stream | None`
+            "torch.cuda.current_stream": lambda *_, **__: _Stream(),
+            "torch.cuda.default_stream": lambda *_, **__: _Stream(),
+        },
     ),
-    Patch(
+    _torch(
         "the CPU's random generator",
-        *_TORCH,
         why="What Megatron seeds, saves and forks as the generator of the CUDA device is the CPU's here.",
         upstream="megatron/core/tensor_parallel/random.py",
-        until=_UNTIL,
         test="tests/patches/test_cpu.py::test_model_parallel_random_stream_is_apart",
-        attributes=(
-            "torch.cuda.manual_seed",
-            "torch.cuda.get_rng_state",
-            "torch.cuda.random.get_rng_state",
-            "torch.cuda.set_rng_state",
-            "megatron.core.tensor_parallel.random._set_cuda_rng_state",
-        ),
-        apply=_redirect_generator,
-        when=without_cuda,
+        sets={
+            "torch.cuda.manual_seed": lambda value: torch.default_generator.manual_seed(int(value)),
+            "torch.cuda.get_rng_state": lambda *_, **__: torch.get_rng_state(),
+            "torch.cuda.random.get_rng_state": lambda *_, **__: torch.get_rng_state(),
+            "torch.cuda.set_rng_state": lambda state, *_, **__: torch.set_rng_state(state),
+            "megatron.core.tensor_parallel.random._set_cuda_rng_state": lambda state, *_, **__: torch.set_rng_state(
+                state
+            ),
+        },
+        apply=_allow_moves_of_the_generator,
     ),
-    Patch(
+    _megatron(
         "split sizes of the expert dispatcher",
-        *_MEGATRON,
         why="It makes host sequences of its split sizes only where they were on a GPU.",
         upstream="megatron/core/transformer/moe/token_dispatcher.py (maybe_move_tensor_to_cpu)",
-        until=_UNTIL,
+        until="Megatron-Core runs on CPU",
         test="tests/trainer/test_parity.py::test_log_probs_equal_hugging_face",
-        attributes=("megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu",),
-        apply=_redirect_token_dispatcher,
+        sets={"megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu": _to_host},
         when=without_cuda,
     ),
 )

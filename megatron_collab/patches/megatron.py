@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,25 +25,9 @@ def with_transformer_engine() -> bool:
     return not without_cuda() and _importable("transformer_engine.pytorch", "Linear")
 
 
-def without_transformer_engine() -> bool:
-    return not with_transformer_engine()
-
-
 def without_fused_adam() -> bool:
     optimizers = ("transformer_engine.pytorch.optimizers", "apex.optimizers")
     return without_cuda() or not any(_importable(module, "FusedAdam") for module in optimizers)
-
-
-def _bind_router_gemm() -> None:
-    from megatron.core.transformer.moe import moe_utils
-
-    moe_utils.te_general_gemm = None
-
-
-def _allow_gradient_accumulation_fusion() -> None:
-    from megatron.core.tensor_parallel import layers
-
-    layers._grad_accum_fusion_available = True
 
 
 def _keep_step() -> None:
@@ -100,84 +85,74 @@ def load_planner(planner: type) -> Iterator[None]:
         strategies.MCoreLoadPlanner = original
 
 
-_MEGATRON = ("megatron-core", ("0.16.1",))
+_megatron = partial(Patch, "megatron-core")
 _OPTIMIZER = "megatron/core/optimizer/distrib_optimizer.py"
+_DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
 
 PATCHES = (
-    Patch(
+    _megatron(
         "the router's product without TransformerEngine",
-        *_MEGATRON,
         why="The router reads te_general_gemm to see whether to use it; without TransformerEngine it is never bound.",
         upstream="megatron/core/transformer/moe/moe_utils.py:1192",
         until="te_general_gemm is bound to None there",
         test="tests/patches/test_megatron.py::test_router_works_without_transformer_engine",
-        attributes=("megatron.core.transformer.moe.moe_utils.te_general_gemm",),
-        apply=_bind_router_gemm,
-        when=without_transformer_engine,
+        sets={"megatron.core.transformer.moe.moe_utils.te_general_gemm": None},
+        when=lambda: not with_transformer_engine(),
     ),
-    Patch(
+    _megatron(
         "gradient accumulation fusion without apex",
-        *_MEGATRON,
         why="The constructor of Megatron's linear layer asks for apex. TransformerEngine's layers accumulate without "
         "it, and the one layer left of Megatron's own, the head, is never called.",
         upstream="megatron/core/tensor_parallel/layers.py:924",
         until="the head is not built by Megatron's linear layer",
         test="tests/patches/test_megatron.py::test_fused_gradient_accumulation_needs_no_apex",
-        attributes=("megatron.core.tensor_parallel.layers._grad_accum_fusion_available",),
-        apply=_allow_gradient_accumulation_fusion,
+        sets={"megatron.core.tensor_parallel.layers._grad_accum_fusion_available": True},
         when=with_transformer_engine,
     ),
-    Patch(
+    _megatron(
         "AdamW's step in a resharded checkpoint",
-        *_MEGATRON,
         why="torch's AdamW has a `step` in the state of each parameter (the fused optimizers: in the group). Loading a "
         "fully reshardable checkpoint leaves it out of the sources but not out of the targets: KeyError.",
         upstream=f"{_OPTIMIZER}:911",
         until="_set_main_param_and_optimizer_states skips what is not given",
         test="tests/patches/test_megatron.py::test_an_optimizer_state_without_step_can_be_set",
-        attributes=(
-            "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer._set_main_param_and_optimizer_states",
-        ),
+        uses=(f"{_DISTRIBUTED}._set_main_param_and_optimizer_states",),
         apply=_keep_step,
         when=without_fused_adam,
     ),
-    Patch(
+    _megatron(
         "AdamW's step shared by all parameters",
-        *_MEGATRON,
         why="A loaded state gives every parameter the same `step` tensor, which AdamW then increments once for each of "
         "them: a silently wrong bias correction after a resume.",
         upstream=f"{_OPTIMIZER}:690",
         until="load_state_dict copies the step",
         test="tests/patches/test_megatron.py::test_a_loaded_optimizer_counts_steps_for_each_parameter",
-        attributes=("megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.load_state_dict",),
+        uses=(f"{_DISTRIBUTED}.load_state_dict",),
         apply=_unshare_step,
         when=without_fused_adam,
     ),
-    Patch(
+    _megatron(
         "gradients of experts that are not spread",
-        *_MEGATRON,
         why="Megatron sums the gradients of experts over all ranks that hold them only where ep > 1. Tensor-parallel "
         "ranks that each hold every expert, uncut, see different tokens and would silently drift apart.",
         upstream="megatron/core/distributed/distributed_data_parallel.py:122 (parameter.allreduce)",
         until="experts are marked whatever ep is",
         test="tests/trainer/megatron/test_model.py::test_every_expert_is_reduced_over_the_ranks_that_hold_it",
     ),
-    Patch(
+    _megatron(
         "padding between gradient buckets",
-        *_MEGATRON,
         why="The buffer that a checkpoint is loaded into leaves this padding out, but is cut by positions that count "
         "it: the last parameters lie beyond its end. Tied embeddings on the last pipeline stage make two buckets.",
         upstream=f"{_OPTIMIZER}:1027",
         until="numel_unpadded counts the padding between buckets",
         test="tests/checkpoint/test_checkpointer.py::test_another_layout_goes_on_from_it",
     ),
-    Patch(
+    _megatron(
         "a load planner with a heartbeat",
-        *_MEGATRON,
         why="Loading a large checkpoint must not count as a hang; Megatron takes no planner but makes one by name.",
         upstream="megatron/core/dist_checkpointing/strategies/torch.py:802",
         until="dist_checkpointing.load takes a planner",
         test="tests/checkpoint/test_checkpointer.py::test_ranks_move_while_they_save_and_load",
-        attributes=("megatron.core.dist_checkpointing.strategies.torch.MCoreLoadPlanner",),
+        uses=("megatron.core.dist_checkpointing.strategies.torch.MCoreLoadPlanner",),
     ),
 )

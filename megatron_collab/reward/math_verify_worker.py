@@ -44,26 +44,16 @@ class Checker:
         """Whether the last answer found in `text` equals `answer`; Missing where the child died of it."""
         with self._lock:
             if self._child is None or self._child.poll() is not None:
-                self._child = _start(self.hard_limit)
+                command = [sys.executable, "-m", "megatron_collab.reward.math_verify_worker", str(self.hard_limit)]
+                self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             child = self._child
-            assert child.stdin is not None
-            assert child.stdout is not None
+            assert child.stdin is not None and child.stdout is not None
             child.stdin.write(json.dumps([answer, text]) + "\n")
             child.stdin.flush()
             line = child.stdout.readline()
             if not line:
                 return Missing(f"math-verify ended with exit code {child.wait()} on {text[-80:]!r}")
             return Verdict(line.strip())
-
-    def close(self) -> None:
-        with self._lock:
-            if self._child is not None:
-                self._child.communicate()
-
-
-def _start(hard_limit: float) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "megatron_collab.reward.math_verify_worker", str(hard_limit)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def _serve(hard_limit: float) -> None:
@@ -77,16 +67,13 @@ def _serve(hard_limit: float) -> None:
     with open(os.devnull, "w") as nowhere:
         for line in sys.stdin:
             faulthandler.dump_traceback_later(hard_limit, exit=True, file=nowhere)
-            answer, text = json.loads(line)
-            truth = parse(answer, extraction, parsing_timeout=SOFT_LIMIT)
-            found = parse(text, extraction, parsing_timeout=SOFT_LIMIT)
+            truth, found = (parse(each, extraction, parsing_timeout=SOFT_LIMIT) for each in json.loads(line))
             if not truth:
                 verdict = Verdict.NO_TRUTH
             elif not found:
                 verdict = Verdict.NO_ANSWER
             else:
-                equal = verify(truth, found, timeout_seconds=SOFT_LIMIT)
-                verdict = Verdict.EQUAL if equal else Verdict.DIFFERENT
+                verdict = Verdict.EQUAL if verify(truth, found, timeout_seconds=SOFT_LIMIT) else Verdict.DIFFERENT
             faulthandler.cancel_dump_traceback_later()
             print(verdict, flush=True)
 

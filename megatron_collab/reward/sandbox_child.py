@@ -34,13 +34,8 @@ READY = b"ready"
 DEVICES = ("null", "zero", "full", "random", "urandom")
 
 # linux/sched.h
-CLONE_NEWNS = 0x00020000
-CLONE_NEWCGROUP = 0x02000000
-CLONE_NEWUTS = 0x04000000
-CLONE_NEWIPC = 0x08000000
-CLONE_NEWUSER = 0x10000000
-CLONE_NEWPID = 0x20000000
-CLONE_NEWNET = 0x40000000
+CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x02000000, 0x04000000, 0x08000000
+CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 NAMESPACES = CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWCGROUP
 
 # linux/mount.h, linux/fcntl.h
@@ -334,11 +329,7 @@ def new_root(disk: int) -> None:
 
 def outermost(folders: Sequence[str]) -> list[str]:
     """`folders` without those that lie in another one of them."""
-    found: list[str] = []
-    for folder in sorted(folders):
-        if not any(folder == outer or folder.startswith(f"{outer}/") for outer in found):
-            found.append(folder)
-    return found
+    return sorted({folder for folder in folders if not any(folder.startswith(f"{outer}/") for outer in folders)})
 
 
 def mount(source: str | None, target: str, kind: str | None, flags: int, data: str = "") -> None:

@@ -37,16 +37,13 @@ class RewardWorker:
             stacks.register(Path(config.run.dir) / stacks.FOLDER, name)
         reward = config.reward
         kinds = {name: metrics.split(name, reward.metrics.get(name, {})) for name in reward.weights}
-        judge: Any = _judge(config) if any(kind.judged(options) for kind, options in kinds.values()) else None
+        # These have the judge's deadline, which does not count the time spent waiting for the rate limiter.
+        self._judged = {name for name, (kind, options) in kinds.items() if kind.judged(options)}
+        judge: Any = _judge(config) if self._judged else None
         self.timeout = reward.timeout
         self.metrics = {name: kind(options, judge) for name, (kind, options) in kinds.items()}
-        # A judge has its own deadline, which does not count the time spent waiting for the rate limiter.
-        self._limits = {
-            name: None if kind.judged(options) else reward.timeout for name, (kind, options) in kinds.items()
-        }
-        self._places = {
-            name: asyncio.Semaphore(reward.concurrency) for name in kinds
-        }  # per metric: a slow one delays no other
+        # Per metric: a slow one delays no other.
+        self._places = {name: asyncio.Semaphore(reward.concurrency) for name in kinds}
 
     async def ready(self) -> None:
         """Returns once the worker accepts requests."""
@@ -73,7 +70,7 @@ class RewardWorker:
     async def _one(self, name: str, job: Job) -> Score | None:
         async with self._places[name]:
             try:
-                async with asyncio.timeout(self._limits.get(name, self.timeout)) as limit:
+                async with asyncio.timeout(None if name in self._judged else self.timeout) as limit:
                     return await self.metrics[name].score(job.task, job.conversation)
             except TimeoutError:
                 if not limit.expired():  # raised by the metric itself

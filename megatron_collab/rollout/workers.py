@@ -33,17 +33,17 @@ class ConversationWorker:
         patches.apply("litellm")
         # Imported here: the process that starts the workers needs neither LiteLLM nor the tokenizer.
         from megatron_collab.data.chat_template import ChatRenderer
-        from megatron_collab.inference.litellm_provider import POLICY
         from megatron_collab.inference.router import Router
         from megatron_collab.llm import limiter
         from megatron_collab.llm.client import LlmClient
         from megatron_collab.rollout.group import Player
         from megatron_collab.rollout.users import Users
 
-        self.endpoints = [POLICY.add(url, key) for url, key in servers]
+        keys = {f"{url}/v1": key for url, key in servers}
+        self.endpoints = list(keys)
         self.policy = Router(servers, config.rollout)
         renderer = ChatRenderer(config.model.path, schemas(config.rollout.tools))
-        self.users = Users(config, LlmClient(limiter.find_limiter()), self.endpoints)
+        self.users = Users(config, LlmClient(limiter.find_limiter(), keys=keys), self.endpoints)
         rewards = RewardClient([ray.get_actor(name) for name in reward_workers], config.reward)
         self.player = Player(self.policy, renderer, self.users, rewards, config)
         gc.freeze()  # what the imports made stays; looking through it costs a quarter of a worker's time

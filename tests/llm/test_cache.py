@@ -23,7 +23,7 @@ def test_what_was_put_is_there_after_a_restart(tmp_path: Path) -> None:
     answer = {"thought": 'quotes " and \\ and ü\n', "score": 1.0, "count": 3, "sure": True}
     cache = Cache(tmp_path / "new" / "folder")
     cache.put("a", answer)
-    cache.close()
+    del cache
     again = Cache(tmp_path / "new" / "folder")
     assert again.get("a") == answer
     assert [type(value) for value in (again.get("a") or {}).values()] == [str, float, int, bool]

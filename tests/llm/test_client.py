@@ -16,7 +16,7 @@ from megatron_collab.llm import limiter as limiters
 from megatron_collab.llm.answer import Field, json_schema
 from megatron_collab.llm.cache import Cache
 from megatron_collab.llm.client import BudgetSpent, LlmClient, LlmError, Messages, retry_after
-from megatron_collab.llm.limiter import Admission, Ended, Limiter, Wish
+from megatron_collab.llm.limiter import Ended, Limiter, Wish
 from tests.llm.endpoint import Endpoint, Reply, fails, hangs, resets, says, writes
 
 SCORE = [Field("score", float, 0.0, 1.0)]
@@ -33,7 +33,7 @@ class LocalLimiter(Limiter):
         self.local_talk = self.talk
         self.talk = SimpleNamespace(remote=self._remote)
 
-    async def _remote(self, ended: list[Ended], wishes: list[Wish]) -> Admission:
+    async def _remote(self, ended: list[Ended], wishes: list[Wish]) -> list[int]:
         self.talks.append((len(ended), len(wishes)))
         return self.local_talk(ended, wishes)
 
@@ -217,10 +217,8 @@ def test_an_answer_is_paid_once_and_kept(tmp_path: Path) -> None:
         limiter = LocalLimiter(LlmConfig(budget_usd=1.0))
         answers = []
         for _ in range(2):  # as after a restart
-            cache = Cache(tmp_path)
-            client = LlmClient(limiter, cache)
+            client = LlmClient(limiter, Cache(tmp_path))
             answers.append(await client.ask(endpoint.config(), QUESTION, SCORE, sample="0"))
-            cache.close()
         while limiter._running:
             await asyncio.sleep(0.01)
         return [*answers, limiter.spend()["calls"]]
@@ -399,7 +397,7 @@ def test_a_cancelled_call_gives_its_place_back() -> None:
 
 
 def test_a_fault_of_the_limiter_reaches_everybody_who_waits() -> None:
-    async def broken(*_: Any) -> Admission:
+    async def broken(*_: Any) -> list[int]:
         raise KeyError("bug")
 
     async def questions(endpoint: Endpoint) -> list[Any]:

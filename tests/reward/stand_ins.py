@@ -43,19 +43,13 @@ class Process(Metric):
         return float(os.getpid())
 
 
-class Careless(Metric):
-    """Says that it costs nothing, and takes an hour for a reply that begins with "never"."""
+class Slow(Metric):
+    """Takes an hour for a reply that begins with "never"."""
 
     async def score(self, task: Task, conversation: Conversation) -> Score | None:
         if conversation.replies[-1].startswith("never"):
             await asyncio.sleep(3600)
         return 1.0
-
-
-class Slow(Careless):
-    """The same, but known to take long."""
-
-    seconds = 5.0
 
 
 class Buggy(Metric):
@@ -79,7 +73,7 @@ class Judged(Metric):
         return float(self.judge.client._line is not None)
 
 
-METRICS = (Length, Process, Careless, Slow, Buggy, Broke, Judged)
+METRICS = (Length, Process, Slow, Buggy, Broke, Judged)
 
 
 def split(name: str, settings: dict[str, Any]) -> tuple[type[Metric], Any]:

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from megatron_collab import patches
 from megatron_collab.inference.server import SGLangServer
-from megatron_collab.reward import model as reward_model
+from megatron_collab.reward.metrics import reward_model
 from megatron_collab.reward.metrics.reward_model import KEY_VARIABLE
 from megatron_collab.types import Message, Missing, Score
 from tests.conftest import serving_config
@@ -86,8 +86,8 @@ def test_what_may_pass_is_tried_again() -> None:
         ([(200, TOKENS), (400, "too long")], "/classify: status 400", 2),
         ([(200, TOKENS), (200, {"embedding": [0.1, 0.9]})], "2 outputs; a reward model has one", 2),
         ([(200, TOKENS), (200, {"embedding": [None]})], "output is None", 2),
-        ([(200, {"count": 3})], "no 'tokens' in the answer", 1),
-        ([(200, {"tokens": 3})], "'tokens' is no list", 1),
+        ([(200, {"count": 3})], "no list 'tokens' in the answer", 1),
+        ([(200, {"tokens": 3})], "no list 'tokens'", 1),
         ([(200, [])], "is it SGLang?", 1),
     ],
 )

@@ -5,41 +5,35 @@ Others are given as package.module:Class in reward.metrics.NAME.metric, or direc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 from megatron_collab.config import build, lookup
 from megatron_collab.config.extension import NoOptions
-from megatron_collab.types import Conversation, Score, Task
-
-if TYPE_CHECKING:  # LiteLLM takes a second to import, and checking the settings needs none of it
-    from megatron_collab.reward.judge import Judge
+from megatron_collab.llm.answer import Field
+from megatron_collab.reward.judge import Judge, prompt
+from megatron_collab.types import Conversation, Missing, Score, Task
 
 METRICS = {
-    name: f"{__name__}.{where}"
-    for name, where in {
-        "accuracy": "accuracy:Accuracy",
-        "asks": "counting:Asks",
-        "bleu": "bleu:Bleu",
-        "generative": "generative:Generative",
-        "interactivity": "interactivity:Interactivity",
-        "pass_rate": "pass_rate:PassRate",
-        "reward_model": "reward_model:RewardModel",
-        "token_amount": "counting:TokenAmount",
-        "turn_rewards": "counting:TurnRewards",
-    }.items()
+    "accuracy": f"{__name__}.accuracy:Accuracy",
+    "asks": f"{__name__}.counting:Asks",
+    "bleu": f"{__name__}.bleu:Bleu",
+    "generative": f"{__name__}.judged:Generative",
+    "interactivity": f"{__name__}.judged:Interactivity",
+    "pass_rate": f"{__name__}.pass_rate:PassRate",
+    "reward_model": f"{__name__}.reward_model:RewardModel",
+    "token_amount": f"{__name__}.counting:TokenAmount",
+    "turn_rewards": f"{__name__}.counting:TurnRewards",
 }
 
 
 class Metric:
     """Base of the metrics: scores conversations that have ended.
 
-    `Options` is a frozen dataclass of the metric's own settings, set as reward.metrics.NAME.SETTING. `seconds` is
-    about how long one score takes: it sizes the requests to the RewardWorkers.
+    `Options` is a frozen dataclass of the metric's own settings, set as reward.metrics.NAME.SETTING.
     """
 
     Options: ClassVar[type] = NoOptions
-    seconds: ClassVar[float] = 0.0
 
     def __init__(self, options: Any, judge: Judge) -> None:
         self.options = options
@@ -61,6 +55,13 @@ class Metric:
         None: the metric does not apply to this task. Missing(why): it does, but no score could be had.
         """
         raise NotImplementedError
+
+    async def ask_judge(
+        self, rubric: str, task: Task, conversation: Conversation, fields: Sequence[Field]
+    ) -> dict[str, Any] | Missing:
+        """The judge's values of `fields`; see `judge.prompt` for the placeholders of `rubric`."""
+        asked = prompt(rubric, task, conversation, fields)
+        return await self.judge.ask(asked, fields, model=getattr(self.options, "model", None))
 
 
 def find_metric(name: str, setting: str = "metric") -> type[Metric]:

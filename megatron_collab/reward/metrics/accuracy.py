@@ -9,9 +9,9 @@ from typing import Any
 
 from megatron_collab.config import option
 from megatron_collab.llm.answer import Field
+from megatron_collab.reward.judge import THOUGHT
 from megatron_collab.reward.math_verify_worker import Checker, Verdict
 from megatron_collab.reward.metrics import Metric
-from megatron_collab.reward.rubrics import THOUGHT, prompt
 from megatron_collab.types import Conversation, Missing, Score, Task
 
 _RUBRIC = """Decide whether an assistant solved a user's problem.
@@ -34,12 +34,6 @@ wrong, however good the explanation; the user's own messages do not count as the
 _FIELDS = (THOUGHT, Field("accuracy", int, choices=(0, 1), help="1 if it is right, else 0"))
 
 
-@dataclass(frozen=True)
-class AccuracyOptions:
-    judge: bool = option(False, "ask a judge where math-verify is undecided")
-    model: str | None = option(None, "LiteLLM model of the judge; none: reward.judge.model")
-
-
 class Accuracy(Metric):
     """1 or 0.
 
@@ -47,8 +41,10 @@ class Accuracy(Metric):
     a judge a reply that holds no answer is then wrong, all else is Missing.
     """
 
-    Options = AccuracyOptions
-    seconds = 0.02
+    @dataclass(frozen=True)
+    class Options:
+        judge: bool = option(False, "ask a judge where math-verify is undecided")
+        model: str | None = option(None, "LiteLLM model of the judge; none: reward.judge.model")
 
     @classmethod
     def judged(cls, options: Any) -> bool:
@@ -62,15 +58,11 @@ class Accuracy(Metric):
         if verdict in (Verdict.EQUAL, Verdict.DIFFERENT):
             return float(verdict is Verdict.EQUAL)
         if self.options.judge:
-            return await self._ask(task, conversation)
+            answer = await self.ask_judge(_RUBRIC, task, conversation, _FIELDS)
+            return answer if isinstance(answer, Missing) else float(answer["accuracy"])
         if verdict is Verdict.NO_TRUTH:
             return Missing(f"math-verify cannot read the answer {task.answer[:80]!r}; set the metric's judge=true")
         return verdict if isinstance(verdict, Missing) else 0.0
-
-    async def _ask(self, task: Task, conversation: Conversation) -> Score:
-        asked = prompt(_RUBRIC, task, conversation, _FIELDS)
-        answer = await self.judge.ask(asked, _FIELDS, model=self.options.model)
-        return answer if isinstance(answer, Missing) else float(answer["accuracy"])
 
 
 @cache

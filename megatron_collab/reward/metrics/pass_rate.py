@@ -17,16 +17,14 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_collab.config import option
 from megatron_collab.reward import sandbox
+from megatron_collab.reward.judge import Judge
 from megatron_collab.reward.metrics import Metric
 from megatron_collab.reward.sandbox import Limits, SandboxError
 from megatron_collab.types import Conversation, Missing, Score, Task
-
-if TYPE_CHECKING:
-    from megatron_collab.reward.judge import Judge
 
 _OPENING = re.compile(r"(?P<indent>[ \t]*)(?P<fence>`{3,}|~{3,})[ \t]*(?P<language>[^\s`{]*)[^`]*")
 _PYTHON = ("python", "python3", "py")
@@ -51,8 +49,6 @@ class PassRate(Metric):
         concurrent: int = option(len(os.sched_getaffinity(0)), "programs that run at once", ge=1)
         cpu_seconds: int = option(Limits.cpu, "seconds of CPU time of a program", ge=1)
         memory: int = option(Limits.memory, "bytes that a program may take", ge=1)
-
-    seconds = 0.2
 
     def __init__(self, options: Options, judge: Judge) -> None:
         super().__init__(options, judge)
