@@ -56,7 +56,7 @@ PATCHES = (
     Patch(
         "the identity of a storage",
         *_TORCH,
-        why="trainer/offload.py moves every storage once; storages cannot be hashed.",
+        why="trainer/network.py moves every storage once; storages cannot be hashed.",
         upstream="torch/storage.py",
         until="UntypedStorage can be hashed",
         test="tests/trainer/test_offload.py::test_training_goes_on_as_if_nothing_had_been_moved",

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from megatron_collab.algo.policy_loss import PolicyLossFunction
 from megatron_collab.checkpoint.hf import unwrap
 from megatron_collab.config import AlgoConfig
 from megatron_collab.trainer import losses
@@ -17,6 +16,7 @@ from megatron_collab.trainer.microbatches import MicroBatch
 
 # What a micro-batch reports: its part of the loss, sums over its trained tokens, and maxima.
 Report = tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]
+Objective = Callable[[MicroBatch, Tensor], tuple[Tensor, Report]]
 
 
 @dataclass(frozen=True)
@@ -33,43 +33,32 @@ class Head:
         weight = unwrap(self.network).head
         return head_log_probs(asked, weight, micro_batch.labels, self.temperature, self.vocab_size)
 
-    def log_probs(self, micro_batch: MicroBatch, hidden: Tensor) -> Tensor:
-        return self(micro_batch, hidden)[0]
 
-
-@dataclass(frozen=True)
-class SupervisedObjective:
+def supervised_objective(head: Head) -> Objective:
     """Negative log-likelihood of the trained tokens."""
 
-    head: Head
+    def objective(micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Report]:
+        log_probs, _ = head(micro_batch, hidden)
+        total = (-log_probs * micro_batch.columns["weights"]).sum()
+        return total, _report(total, {}, {})
 
-    def __call__(self, micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Report]:
-        log_probs, _ = self.head(micro_batch, hidden)
-        total = (losses.sft_loss(log_probs) * micro_batch.columns["weights"]).sum()
-        return total, (total.detach().clone(), {}, {})
+    return objective
 
 
-@dataclass(frozen=True)
-class PolicyObjective:
+def policy_objective(head: Head, algo: AlgoConfig) -> Objective:
     """The policy loss with its correction, KL and entropy, weighted by token.
 
     Columns of the micro-batch: weights, advantages, log_probs (the engine's); old_log_probs where they are not those
     of this very forward pass; reference_log_probs where there is a reference.
     """
+    policy_loss = losses.policy_loss(algo)
 
-    head: Head
-    algo: AlgoConfig
-
-    @cached_property
-    def _loss(self) -> PolicyLossFunction:
-        return losses.policy_loss(self.algo)
-
-    def __call__(self, micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Report]:
-        algo, columns = self.algo, micro_batch.columns
-        log_probs, entropy = self.head(micro_batch, hidden)
+    def objective(micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Report]:
+        columns = micro_batch.columns
+        log_probs, entropy = head(micro_batch, hidden)
         old = columns.get("old_log_probs", log_probs.detach())
         engine = columns["log_probs"]
-        terms = self._loss(log_probs, old, columns["advantages"], micro_batch.sequence, micro_batch.samples)
+        terms = policy_loss(log_probs, old, columns["advantages"], micro_batch.sequence, micro_batch.samples)
         loss = terms.loss
         sums = {"entropy": entropy, "ratio_mean": terms.ratio, "clip_fraction": terms.clipped}
         if algo.correction != "none":
@@ -88,20 +77,19 @@ class PolicyObjective:
         total = (loss * columns["weights"]).sum()
         return total, _report(total, sums, maxima)
 
+    return objective
+
 
 def _report(total: Tensor, sums: dict[str, Tensor], maxima: dict[str, Tensor]) -> Report:
-    # The schedule divides the loss in place, hence a tensor of its own.
     return (
-        total.detach().clone(),
+        total.detach().clone(),  # the schedule divides the loss in place
         {name: value.detach().sum() for name, value in sums.items()},
         {name: torch.cat([value.detach(), value.new_zeros(1)]).max() for name, value in maxima.items()},
     )
 
 
-def names(algo: AlgoConfig, supervised: bool, reference: bool) -> tuple[list[str], list[str]]:
-    """Names of the sums and of the maxima in a report; the same on ranks that have no report."""
-    if supervised:
-        return [], []
+def reported(algo: AlgoConfig, reference: bool) -> tuple[list[str], list[str]]:
+    """Names of the sums and of the maxima that policy_objective reports, for ranks that have no report."""
     sums = ["entropy", "ratio_mean", "clip_fraction", "mismatch/k3"]
     sums += ["correction/weight", "correction/masked"] if algo.correction != "none" else []
     return sums + (["kl"] if reference else []), ["ratio_max_deviation", "mismatch/max_abs"]
