@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -23,34 +22,23 @@ Columns = Mapping[str, Sequence[np.ndarray]]
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Packed sequences on this rank's device, and the N positions whose predictions are requested.
+    """Sequences on this rank's device, `packed` into T positions, N of whose predictions are requested.
 
-    `token_ids` and `position_ids` are int64 [1, T]; `cu_seqlens` int32 as in PackedSeqParams. Of each asked position:
-    `positions` (where it is in T), `labels` (the token it predicts) and `sequence` (its sample's number within the
-    micro-batch), int64 [N]; `columns` float32 [N] by name; `where` its token's place in all samples' tokens laid end
-    to end. `samples` is the number of sequences.
+    `token_ids` and `position_ids` are int64 [1, T]. Of each requested prediction: `positions` (where it is in T),
+    `labels` (the token it predicts) and `sequence` (its sample's number within the micro-batch), int64 [N]; `columns`
+    float32 [N] by name; `where` its token's place in all samples' tokens laid end to end. `samples` is the number of
+    sequences.
     """
 
     token_ids: Tensor
     position_ids: Tensor
-    cu_seqlens: Tensor
-    max_seqlen: int
+    packed: PackedSeqParams
     positions: Tensor
     labels: Tensor
     sequence: Tensor
     columns: dict[str, Tensor]
     where: np.ndarray
     samples: int
-
-    @cached_property
-    def packed(self) -> PackedSeqParams:
-        return PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=self.cu_seqlens,
-            cu_seqlens_kv=self.cu_seqlens,
-            max_seqlen_q=self.max_seqlen,
-            max_seqlen_kv=self.max_seqlen,
-        )
 
 
 @dataclass(frozen=True)
@@ -63,7 +51,7 @@ class Share:
     def collect(self, found: Sequence[Tensor]) -> list[np.ndarray]:
         """Results of all ranks for the requested positions, float32 [S] for each sample on every rank; collective.
 
-        `found[i]` is float [N] for micro-batch i; empty but on the last pipeline stage. What nobody asked for is 0.
+        `found[i]` is float [N] for micro-batch i; empty but on the last pipeline stage. Others are 0.
         """
         device = self.micro_batches[0].token_ids.device
         flat = torch.zeros(sum(self.lengths), device=device)
@@ -77,33 +65,32 @@ class Share:
 def make_share(config: Config, columns: Columns, device: torch.device, ask: str | None = None) -> Share:
     """Pack samples into this rank's micro-batches; no collective, since every rank makes the same plan.
 
-    Asked for are the positions where the column `ask` is not 0; without one, every prediction.
+    Predictions are requested where the column `ask` is not 0; without one, everywhere.
     """
     parallel = config.parallel
     lengths = [len(token_ids) for token_ids in columns["token_ids"]]
-    align, total = alignment(config)
     plan = packing.pack(
         [packing.positions(length) for length in lengths],
         parallel_state.get_data_parallel_world_size(),
         config.train.tokens_per_micro_batch * parallel.cp,
-        align=align,
+        align=alignment(config)[0],
         multiple_of=parallel.pp if parallel.vpp > 1 else 1,
     )
     starts = np.cumsum([0, *lengths[:-1]])
-    mine = plan.ranks[parallel_state.get_data_parallel_rank()]
-    return Share([_micro_batch(columns, indices, align, total, starts, device, ask) for indices in mine], lengths)
+    mine = plan[parallel_state.get_data_parallel_rank()]
+    return Share([_micro_batch(config, columns, indices, starts, device, ask) for indices in mine], lengths)
 
 
 def _micro_batch(
+    config: Config,
     columns: Columns,
     indices: packing.SampleIndices,
-    align: int,
-    total: int,
     starts: np.ndarray,
     device: torch.device,
     ask: str | None,
 ) -> MicroBatch:
-    packed = packing.collate(columns, indices, align=align, total=total)
+    """The samples `indices`; `starts`, where every sample begins in all samples' tokens laid end to end."""
+    packed = packing.collate(columns, indices, *alignment(config))
     cu_seqlens, sequence = packed["cu_seqlens"], packed["sequence"]
     cp, cp_rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
     kept = packing.context_slice(cu_seqlens, cp, cp_rank) if cp > 1 else np.arange(cu_seqlens[-1])
@@ -112,25 +99,20 @@ def _micro_batch(
         asked &= packed[ask][kept] != 0
     positions = np.flatnonzero(asked)
     chosen = kept[positions]
-    of_sample = np.array([starts[index] for index in indices], np.int64)
-    # Position i of a sequence speaks of its token i + 1.
-    within = chosen - cu_seqlens[:-1][sequence[chosen]]
-    tensors = {
-        name: torch.from_numpy(np.ascontiguousarray(array)).to(device)
-        for name, array in {
-            "token_ids": packed["token_ids"][:, kept],
-            "position_ids": packed["position_ids"][:, kept],
-            "cu_seqlens": cu_seqlens,
-            "positions": positions,
-            "labels": packed["labels"][0, chosen],
-            "sequence": sequence[chosen],
-        }.items()
-    }
-    floats = {name: torch.from_numpy(packed[name][chosen]).to(device) for name in columns if name != "token_ids"}
+
+    def tensor(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+    bounds, longest = tensor(cu_seqlens), int(packed["max_seqlen"])
     return MicroBatch(
-        **tensors,
-        max_seqlen=int(packed["max_seqlen"]),
-        columns=floats,
-        where=of_sample[sequence[chosen]] + within + 1,
+        token_ids=tensor(packed["token_ids"][:, kept]),
+        position_ids=tensor(packed["position_ids"][:, kept]),
+        packed=PackedSeqParams("thd", bounds, bounds, max_seqlen_q=longest, max_seqlen_kv=longest),
+        positions=tensor(positions),
+        labels=tensor(packed["labels"][0, chosen]),
+        sequence=tensor(sequence[chosen]),
+        columns={name: tensor(packed[name][chosen]) for name in columns if name != "token_ids"},
+        # Position i of a sequence predicts its token i + 1.
+        where=starts[list(indices)][sequence[chosen]] + chosen - cu_seqlens[:-1][sequence[chosen]] + 1,
         samples=len(indices),
     )

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from math import lcm
 from typing import Any
@@ -19,13 +18,6 @@ SampleIndices = tuple[int, ...]
 
 # Length at which attention costs as much as the rest of a layer: 12 times a hidden size of 4,096; see `cost`.
 _EVEN_LENGTH = 12 * 4096
-
-
-@dataclass(frozen=True)
-class PackingPlan:
-    """`ranks[d]` are the micro-batches (sample indices) of data-parallel rank d, equally many on every rank."""
-
-    ranks: tuple[tuple[SampleIndices, ...], ...]
 
 
 def positions(tokens: int) -> int:
@@ -43,8 +35,10 @@ def cost(lengths: np.ndarray) -> np.ndarray:
     return lengths * (1.0 + lengths / _EVEN_LENGTH)
 
 
-def pack(lengths: Sequence[int], ranks: int, budget: int, *, align: int = 1, multiple_of: int = 1) -> PackingPlan:
-    """Spread samples of `lengths` positions over `ranks` data-parallel ranks in micro-batches.
+def pack(
+    lengths: Sequence[int], ranks: int, budget: int, *, align: int = 1, multiple_of: int = 1
+) -> list[list[SampleIndices]]:
+    """Spread samples of `lengths` positions over `ranks` data-parallel ranks in micro-batches, equally many on each.
 
     A micro-batch holds at most `budget` positions, each sequence counted up to a multiple of `align`, or a single
     sequence where one is longer than that. Each rank has a multiple of `multiple_of` micro-batches (an interleaved
@@ -71,7 +65,7 @@ def pack(lengths: Sequence[int], ranks: int, budget: int, *, align: int = 1, mul
         for rank, (total, indices) in zip(poorest_first, ordered[start : start + ranks], strict=True):
             totals[rank] += total
             dealt[rank].append(tuple(indices))
-    return PackingPlan(tuple(tuple([*falling[::-2], *falling[len(falling) % 2 :: 2]]) for falling in dealt))
+    return [[*falling[::-2], *falling[len(falling) % 2 :: 2]] for falling in dealt]
 
 
 def _best_fit_decreasing(lengths: np.ndarray, budget: int) -> list[list[int]]:
@@ -166,13 +160,10 @@ def context_slice(cu_seqlens: np.ndarray, cp: int, cp_rank: int) -> np.ndarray:
     Each sequence is cut into 2 cp chunks, of which rank r keeps r and 2 cp - 1 - r: under a causal mask all ranks then
     have the same work. `cu_seqlens` as from `collate`; ValueError where a sequence is no multiple of 2 cp.
     """
-    return np.concatenate(list(_kept(cu_seqlens, cp, cp_rank)))
-
-
-def _kept(cu_seqlens: np.ndarray, cp: int, cp_rank: int) -> Iterator[np.ndarray]:
+    kept = []
     for start, end in pairwise(cu_seqlens.tolist()):
         chunk, rest = divmod(end - start, 2 * cp)
         if rest:
             raise ValueError(f"a sequence of {end - start} positions cannot be cut into 2 x {cp} chunks")
-        for number in (cp_rank, 2 * cp - 1 - cp_rank):
-            yield np.arange(start + number * chunk, start + (number + 1) * chunk)
+        kept += [np.arange(start + n * chunk, start + (n + 1) * chunk) for n in (cp_rank, 2 * cp - 1 - cp_rank)]
+    return np.concatenate(kept)

@@ -43,10 +43,10 @@ def measure(lengths: list[int]) -> tuple[float, float, float]:
         began = time.process_time()
         alone = packing.pack(lengths, 1, BUDGET)
         times.append(1e3 * (time.process_time() - began))
-    fill = math.ceil(sum(lengths) / BUDGET) / len(alone.ranks[0])
+    fill = math.ceil(sum(lengths) / BUDGET) / len(alone[0])
     costs = packing.cost(np.array(lengths))
     dealt = packing.pack(lengths, RANKS, BUDGET, multiple_of=MULTIPLE_OF)
-    totals = [sum(costs[index] for micro_batch in rank for index in micro_batch) for rank in dealt.ranks]
+    totals = [sum(costs[index] for micro_batch in rank for index in micro_batch) for rank in dealt]
     return fill, median(times), max(totals) / (sum(totals) / RANKS)
 
 
