@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import sys
 
-from megatron_collab.runtime import startup
+from megatron_collab.runtime import process
 
 if __name__ == "__main__":
-    startup.begin()  # the imports below take seconds
+    process.imports_begin()  # those below take seconds
 
 from megatron_collab import patches
 from megatron_collab.algo.advantages import with_advantages
@@ -146,7 +146,7 @@ def main(arguments: list[str]) -> int:
         prepare.replace_by_torchrun(config, arguments)
     os.environ |= network.variables(config)
     die_with_parent(parent())
-    startup.take_signals(global_rank())
+    process.take_signals(global_rank())
     try:
         (train_sft if config.train.stage == "sft" else train_rl)(config)
     except Preempted:

@@ -61,7 +61,7 @@ def test_a_stopped_run_says_why_in_one_line(
 
     monkeypatch.setattr(train, "train_sft", stopped)
     monkeypatch.setattr(train, "die_with_parent", lambda parent: None)
-    monkeypatch.setattr(train.startup, "take_signals", lambda rank: None)
+    monkeypatch.setattr(train.process, "take_signals", lambda rank: None)
     monkeypatch.setattr(prepare, "prepare", lambda config: None)
     monkeypatch.setattr(train, "under_torchrun", lambda: True)
     code = train.main(["experiment=booking_sft", f"run.dir={tmp_path}/run", f"data.dir={tmp_path}/world"])
