@@ -26,9 +26,7 @@ class ConversationWorker:
     """A Player with its own connections to the SGLang server; runs as a Ray actor."""
 
     def __init__(self, config: Config, servers: list[tuple[str, str]], reward_workers: list[str], name: str) -> None:
-        """`servers`: address and key of each SGLang server; `reward_workers`: names of the Ray actors that score;
-        `name`: what the file with its stacks is called after.
-        """
+        """`servers`: address and key of each SGLang server; `reward_workers`: names of the Ray actors that score."""
         stacks.register(Path(config.run.dir) / stacks.FOLDER, name)
         patches.apply("litellm")
         # Imported here: the process that starts the workers needs neither LiteLLM nor the tokenizer.
@@ -46,8 +44,8 @@ class ConversationWorker:
         self.users = Users(config, LlmClient(limiter.find_limiter()), self.endpoints)
         rewards = RewardClient([ray.get_actor(name) for name in reward_workers], config.reward)
         self.player = Player(self.policy, renderer, self.users, rewards, config)
-        gc.freeze()  # what the imports made stays; looking through it costs a quarter of a worker's time
-        # Conversations are long alive and hold no cycles: looking through them often would cost a tenth.
+        # Neither what the imports made nor conversations are garbage: traversing them often costs a third of the time.
+        gc.freeze()
         gc.set_threshold(_GARBAGE)
 
     async def play(self, task: Task, stream: str) -> Group:
@@ -59,7 +57,7 @@ class ConversationWorker:
         return await self.player.evaluate(task, stream)
 
     async def use_servers(self, servers: Sequence[int]) -> None:
-        """From now on ask these of the servers, by their numbers, and no others."""
+        """From now on use these servers, by their numbers, and no others."""
         self.policy.use(servers)
         if servers:  # without any, conversations fail before their users are asked
             self.users.engine = tuple(self.endpoints[index] for index in servers)
