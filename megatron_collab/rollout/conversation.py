@@ -1,7 +1,6 @@
-"""The policy's turns and what follows from them: users and tools answer until the conversation ends.
+"""Conversations: the policy's turns, and the answers of users and tools, until an ending.
 
-A trained turn is sampled once and played on several times; each future is an asyncio task of its own, so all
-conversations of a worker wait at the same time and none waits for another.
+A trained turn is sampled once and played on several times; each future is an asyncio task of its own.
 """
 
 from __future__ import annotations
@@ -10,44 +9,23 @@ import asyncio
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from megatron_collab import thoughts
 from megatron_collab.config import Config, SamplingConfig
 from megatron_collab.inference.client import EngineError
-from megatron_collab.rollout.tools import Toolbox, ToolParser
+from megatron_collab.rollout.tools import Toolbox
 from megatron_collab.rollout.users import User, UserError, Users
-from megatron_collab.types import Conversation, Ending, Finish, Message, Task, Turn
+from megatron_collab.types import Conversation, Ending, Finish, Message, Task
 
-
-class TurnSampler(ToolParser, Protocol):
-    """What samples the policy's turns, and finds the calls of tools in them."""
-
-    async def generate(
-        self, prompt_ids: tuple[int, ...], *, max_new_tokens: int, sampling: SamplingConfig, seed: int, affinity: str
-    ) -> Turn:
-        """One turn after `prompt_ids`; raises EngineError where none can be had.
-
-        Calls of the same `affinity` share a prefix, and are best served by the same server.
-        """
-
-
-class Renderer(Protocol):
-    """A chat template as token ids."""
-
-    opens_thought: bool
-    """Whether the prompt ends with `<think>`."""
-
-    def first(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """The prompt: all messages, and what opens the policy's turn."""
-
-    def next(self, messages: Sequence[Message], turn: Turn) -> tuple[int, ...]:
-        """What follows a sampled turn: its end where it lacks one, the messages, the opening of the next turn."""
+if TYPE_CHECKING:
+    from megatron_collab.data.chat_template import ChatRenderer
+    from megatron_collab.inference.router import Router
 
 
 @dataclass(frozen=True)
 class RolloutPlace:
-    """Where in the run a conversation stands; what is drawn there depends on nothing else.
+    """The place of a conversation in the run, from which all its random draws follow.
 
     `stream` names step and task; all conversations of a stream share their first tokens.
     """
@@ -64,7 +42,7 @@ class RolloutPlace:
 class Sampler:
     """Samples trained turns and plays them on, under the budgets of `config.rollout`."""
 
-    def __init__(self, policy: TurnSampler, renderer: Renderer, users: Users, config: Config) -> None:
+    def __init__(self, policy: Router, renderer: ChatRenderer, users: Users, config: Config) -> None:
         self.policy = policy
         self.renderer = renderer
         self.users = users
@@ -111,7 +89,8 @@ class Sampler:
             conversation = self._late(conversation)
         finally:
             reward = await user.finish(conversation)
-        return _ended(conversation.add_reward(reward))
+        conversation = conversation.add_reward(reward)
+        return conversation if conversation.ending else conversation.end(Ending.TURN_LIMIT)
 
     def refuse_malformed(self, conversation: Conversation) -> Conversation:
         """The conversation, ended where the policy's last turn is one that no user should see."""
@@ -126,7 +105,7 @@ class Sampler:
     async def _turn(
         self, conversation: Conversation, task: Task, place: RolloutPlace, sampling: SamplingConfig
     ) -> Conversation:
-        """One turn of the policy: generations until one calls no tool, or may call none any more; that is the reply."""
+        """Generations of the policy until one calls no tool, or may call none any more: that is the reply."""
         for _ in range(self.config.max_tool_calls if self.config.tools else 0):
             conversation = await self._generate(conversation, place, sampling)
             if conversation.ending:
@@ -137,8 +116,8 @@ class Sampler:
                 return conversation.end(Ending.ERROR, str(error))
             if not answers:
                 return conversation
-            heard = self._hear(conversation.add_reward(reward), answers)
-            if heard.ending:  # no room for the answers: the call is the last word
+            heard = self._append(conversation.add_reward(reward), answers)
+            if heard.ending:  # no room for the answers: the conversation ends with the call
                 return conversation.end(heard.ending)
             conversation = heard
         return await self._generate(conversation, place, sampling)
@@ -146,10 +125,9 @@ class Sampler:
     async def _generate(
         self, conversation: Conversation, place: RolloutPlace, sampling: SamplingConfig
     ) -> Conversation:
-        length = self.config.context_length
-        room = length - len(conversation.token_ids)
+        room = self.config.context_length - len(conversation.token_ids)
         if room < 1:
-            why = f"the task's messages alone fill rollout.context_length={length}"
+            why = f"the task's messages alone fill rollout.context_length={self.config.context_length}"
             return conversation.end(Ending.ERROR, why)
         try:
             turn = await self.policy.generate(
@@ -172,10 +150,10 @@ class Sampler:
         conversation = conversation.add_reward(reply.reward)
         if reply.done:  # nothing is sampled after it, so the token stream ends with the policy's last turn
             return conversation.add_messages([reply.message], ()).end(Ending.USER_DONE)
-        return self._hear(conversation, [reply.message])
+        return self._append(conversation, [reply.message])
 
-    def _hear(self, conversation: Conversation, messages: Sequence[Message]) -> Conversation:
-        """Append what was said to the policy; the conversation ends where there is no room for a reply."""
+    def _append(self, conversation: Conversation, messages: Sequence[Message]) -> Conversation:
+        """Append messages of users or tools; the conversation ends where there is no room for a reply."""
         token_ids = self.renderer.next(messages, conversation.turns[-1])
         if len(conversation.token_ids) + len(token_ids) >= self.config.context_length:
             return conversation.add_messages(messages, ()).end(Ending.LENGTH)
@@ -183,10 +161,6 @@ class Sampler:
 
     def _late(self, conversation: Conversation) -> Conversation:
         return conversation.end(Ending.DEADLINE, f"not ended after rollout.deadline={self.config.deadline:g} s")
-
-
-def _ended(conversation: Conversation) -> Conversation:
-    return conversation if conversation.ending else conversation.end(Ending.TURN_LIMIT)
 
 
 def seed_of(run_seed: int, place: RolloutPlace, turn: int) -> int:

@@ -63,9 +63,12 @@ class ConversationWorker:
             self.users.engine = tuple(self.endpoints[index] for index in servers)
 
     async def take_counters(self) -> dict[str, int]:
-        """What users, tools and connections to the servers counted since the last call."""
-        counted = (self.users, self.player.sampler.tools, self.policy)
-        return {name: count for source in counted for name, count in source.take_counters().items()}
+        """Counts of users, tools and connections to the servers since the last call."""
+        users, tools = self.users.counters, self.player.sampler.tools.counters
+        taken = {**users, **tools, **self.policy.take_counters()}
+        users.clear()
+        tools.clear()
+        return taken
 
 
 @dataclass(frozen=True)

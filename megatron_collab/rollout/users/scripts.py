@@ -12,7 +12,7 @@ from megatron_collab.types import Conversation, Task
 
 
 class ScriptedUser(User):
-    """`scripted/WORLD` says what the world's script makes of the task's goal and of the conversation.
+    """`scripted/WORLD` answers by the environment's script, from the task's goal and the conversation.
 
     The script sees what an llm user sees: no tool calls, no thoughts. Guardrails do not apply to it.
     """
