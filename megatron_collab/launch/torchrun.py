@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from megatron_collab.runtime.files import COMPILE_CACHE, ScratchFolder
 from megatron_collab.runtime.process import (
     EXIT_BAD_INPUT,
     EXIT_HUNG,
@@ -30,7 +31,6 @@ from megatron_collab.runtime.process import (
     PREEMPTION_SIGNAL,
     block_preemption_signal,
 )
-from megatron_collab.runtime.scratch import COMPILE_CACHE, ScratchFolder
 
 if TYPE_CHECKING:
     import torch.distributed as dist

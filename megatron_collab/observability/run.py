@@ -23,7 +23,6 @@ from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from importlib import metadata
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 from uuid import uuid4
 
@@ -74,9 +73,7 @@ class Run:
     def __enter__(self) -> Run:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.leader:
             self._bar.close()
             self._lock.release()

@@ -15,8 +15,8 @@ import ray
 
 from megatron_collab.config import Config
 from megatron_collab.runtime import heartbeat
+from megatron_collab.runtime.files import ScratchFolder
 from megatron_collab.runtime.process import RunStopped, raise_if_preempted
-from megatron_collab.runtime.scratch import ScratchFolder
 
 STARTS = 3  # failures of Ray's start in a row that end the run
 _POLL = 0.2  # seconds

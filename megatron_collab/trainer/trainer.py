@@ -23,10 +23,10 @@ from megatron_collab.config import Config
 from megatron_collab.models.hf_to_megatron import ModelShape
 from megatron_collab.runtime import heartbeat
 from megatron_collab.trainer.critic import Critic
+from megatron_collab.trainer.losses import Head, Report, policy_objective, reported, supervised_objective
 from megatron_collab.trainer.megatron import model
 from megatron_collab.trainer.microbatches import Columns, make_share
 from megatron_collab.trainer.network import Trainable, infer, learning_rate
-from megatron_collab.trainer.objectives import Head, Report, policy_objective, reported, supervised_objective
 from megatron_collab.types import Batch, Sample, Scored
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_collab.trainer.packing import collate, context_slice, cost, pack, positions
+from megatron_collab.trainer.microbatches import collate, context_slice, cost, pack, positions
 
 
 @given(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # LiteLLM takes seconds to import, and checking a name needs 
 USERS = {
     "llm": f"{__name__}.llm:LlmUser",
     "replay": f"{__name__}.scripts:ReplayUser",
-    "reveal": f"{__name__}.reveal:RevealUser",
+    "reveal": f"{__name__}.scripts:RevealUser",
     "scripted": f"{__name__}.scripts:ScriptedUser",
 }
 DEFAULT = "llm"
