@@ -212,7 +212,7 @@ def _check_batch(config: Config) -> None:
 
 def _check_device(config: Config) -> None:
     try:
-        device.check_device(config.launch.device)
+        device.select(config.launch.device)
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
