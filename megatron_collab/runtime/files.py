@@ -49,10 +49,10 @@ def replace(file: Path, text: str) -> None:
 
 
 class ScratchFolder:
-    """A new folder `path` below the temporary folder, or /tmp where the path of that is too long for sockets in it.
+    """A new folder `path` below the temporary folder, or /tmp where that one's path is too long for sockets.
 
-    Its process holds a lock on it. A folder whose lock nobody holds was left by a process that was killed; the next
-    one that makes such a folder, of whatever run, removes it.
+    Its process holds a lock on it. The next process of any run that makes such a folder removes those without a lock:
+    their processes were killed.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class ScratchFolder:
         self.remove()
 
     def remove(self) -> None:
-        """Remove it with all that is in it; again is nothing."""
+        """Remove it with its contents, the first time."""
         if self._lock is None:
             return
         for _ in range(_ATTEMPTS):

@@ -27,11 +27,12 @@ _POLL = 0.1  # seconds
 
 
 def address(config: Config) -> str:
-    """The IPv4 address of launch.interface on this node; of loopback where none is set.
-
-    Raises ValueError where there is no such interface, or it has no address.
-    """
-    found = _addresses()
+    """The first IPv4 address of launch.interface on this node, or of loopback; ValueError where it has none."""
+    found = {
+        name: own[0].address
+        for name, entries in psutil.net_if_addrs().items()
+        if (own := [entry for entry in entries if entry.family == socket.AF_INET])
+    }
     name = config.launch.interface or LOOPBACK
     if name not in found:
         known = ", ".join(f"{interface} ({own})" for interface, own in found.items())
@@ -44,7 +45,7 @@ def address(config: Config) -> str:
 def meet(config: Config, store: dist.Store) -> list[str]:
     """The address of every node, in order, on rank 0; an empty list on other ranks. All ranks call it.
 
-    Raises RunStopped if a node announces none within rollout.server.start_timeout seconds, Preempted.
+    RunStopped if a node announces none within rollout.server.start_timeout seconds; Preempted.
     """
     nodes = [f"fabric/{node}" for node in range(config.launch.nodes)]
     if os.environ["LOCAL_RANK"] == "0":
@@ -69,9 +70,8 @@ def meet(config: Config, store: dist.Store) -> list[str]:
 def bindable(setting: str, port: int, host: str = HOST, part: int = 0, parts: int = 1) -> int:
     """`port` of `host`, an address of this machine, or a free one for 0; ValueError naming `setting` where it is taken.
 
-    A server binds only after it has loaded, so a free port must be one that no other process is given meanwhile: below
-    the kernel's ephemeral range, above the ports of Ray's workers, and for each of `parts` servers of a machine from
-    its own `part` of that range.
+    A server binds only after it has loaded, so a free port must be one that no other process gets meanwhile: below
+    the kernel's ephemeral range, above the ports of Ray's workers, and in the `part` of this one of `parts` servers.
     """
     for candidate in [port] if port else _unassigned(setting, part, parts):
         with socket.socket() as probe:
@@ -86,7 +86,6 @@ def bindable(setting: str, port: int, host: str = HOST, part: int = 0, parts: in
 
 
 def _unassigned(setting: str, part: int, parts: int) -> list[int]:
-    """Random ports outside the ephemeral range of the kernel."""
     kernel = int(_KERNEL_PORTS.read_text().split()[0])
     unassigned = range(_FIRST_PORT + part, kernel, parts)
     if not unassigned:
@@ -101,13 +100,3 @@ def variables(config: Config) -> dict[str, str]:
     """Environment variables that bind gloo and NCCL to launch.interface; read with a process's first group."""
     name = config.launch.interface or LOOPBACK
     return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}  # NCCL takes a prefix without =
-
-
-def _addresses() -> dict[str, str]:
-    """By interface, its first IPv4 address."""
-    found: dict[str, str] = {}
-    for name, entries in psutil.net_if_addrs().items():
-        for entry in entries:
-            if entry.family == socket.AF_INET:
-                found.setdefault(name, entry.address)
-    return found
