@@ -19,6 +19,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from importlib import metadata
@@ -41,7 +42,7 @@ from megatron_collab.types import Group, Missing
 VERSIONS = ("torch", "megatron-core", "sglang", "ray", "litellm", "transformers", "datasets", "hydra-core")
 
 
-class Run:
+class Run(AbstractContextManager["Run"]):
     """The folder of a run and its console, on rank 0; on the other ranks only made, left, asked for its state.
 
     `start` is the first step still to be done, `state` that of an earlier start of this run. `names`: metrics by
@@ -69,9 +70,6 @@ class Run:
             _keep_before(file, start)
         self._bar = progress("training", config.train.steps, unit="step", done=start, keep=True)
         self._writers = [*self._tensorboard(start), *self._wandb()]
-
-    def __enter__(self) -> Run:
-        return self
 
     def __exit__(self, *_: object) -> None:
         if self.leader:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +35,7 @@ class TooManyMissing(RunStopped):
     """More scores are missing than reward.max_missing allows."""
 
 
-class RolloutManager:
+class RolloutManager(AbstractContextManager["RolloutManager"]):
     """Batches of rollouts, by step. Sampling runs up to rollout.max_staleness steps ahead of the step that trains.
 
     Which tasks are played and which seeds they are sampled with follow from (run.seed, slot) alone. Without
@@ -45,7 +46,7 @@ class RolloutManager:
     def __init__(
         self, config: Config, servers: Servers, weights: WeightSync, run: Run, state: Mapping[str, Any]
     ) -> None:
-        """`state`: what `state()` gave an earlier start of the run, {} if there was none."""
+        """`state`: `state()` of an earlier start of the run, or {}."""
         self.config = config
         self.weights = weights
         self.run = run
@@ -65,14 +66,10 @@ class RolloutManager:
             self._next = Slot(*state["next"]) if "next" in state else None
             self._spent = self._spend()
 
-    def __enter__(self) -> RolloutManager:
-        return self
-
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Where the run is stopped, write the groups that have finished to the journal, and play nothing more.
+        """Where the run is stopped, write finished groups to the journal and stop playing; write costs in any case.
 
-        The costs are written at a normal end too. A part that fails is printed and does not keep the others from it,
-        nor changes the reason for which the run ends.
+        Failures here are printed: they neither stop the other parts nor change the reason for which the run ends.
         """
         parts: list[Callable[[], object]] = []
         if self.leader and kind is None:

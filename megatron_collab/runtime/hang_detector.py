@@ -49,18 +49,24 @@ def armed(config: Config) -> Iterator[None]:
     try:
         yield
     finally:
-        detector.stop()
+        detector.over.set()
+        detector.join(ANSWER_SECONDS)
+        faulthandler.cancel_dump_traceback_later()
+        with suppress(OSError):  # the folder may have been removed, or its file system; the run itself has ended well
+            detector.file.close()
+            if os.path.getsize(detector.file.name) == 0:
+                os.unlink(detector.file.name)
         if first_on_node():
             stacks.clear(folder)
 
 
 class Account(NamedTuple):
-    """Where a rank is: stage, innermost frame, the collective that it waits in or "", seconds since its last beat."""
+    """Where a rank is."""
 
     stage: str
-    frame: str
-    call: str
-    seconds: float
+    frame: str  # the innermost
+    call: str  # the collective that it waits in, or ""
+    seconds: float  # since its last beat
 
 
 class _Detector(threading.Thread):
@@ -68,8 +74,8 @@ class _Detector(threading.Thread):
         super().__init__(name="hang detector", daemon=True)
         self.rank, self.ranks, self.timeout, self.folder = global_rank(), int(os.environ["WORLD_SIZE"]), timeout, folder
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = (folder / f"rank-{self.rank}.txt").open("a")
-        self._over = threading.Event()
+        self.file = (folder / f"rank-{self.rank}.txt").open("a")
+        self.over = threading.Event()
         # Its own connection: a wait on a shared one blocks its other users. Restarts by torchrun share a store.
         address, attempt = os.environ["MASTER_ADDR"], os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         limit = timedelta(seconds=max(timeout, ANSWER_SECONDS))
@@ -77,20 +83,11 @@ class _Detector(threading.Thread):
         self._store = dist.PrefixStore(f"hang_detector/{attempt}", store)
         self._last_beat = time.monotonic()
 
-    def stop(self) -> None:
-        self._over.set()
-        self.join(ANSWER_SECONDS)
-        faulthandler.cancel_dump_traceback_later()
-        with suppress(OSError):  # the folder may be gone, or its file system, and the run has ended well
-            self._file.close()
-            if os.path.getsize(self._file.name) == 0:
-                os.unlink(self._file.name)
-
     def run(self) -> None:
         beats = total = -1
         progress = time.monotonic()  # of any rank
-        while not self._over.wait(POLL_SECONDS):
-            faulthandler.dump_traceback_later(self.timeout + GRACE_SECONDS, file=self._file, exit=True)
+        while not self.over.wait(POLL_SECONDS):
+            faulthandler.dump_traceback_later(self.timeout + GRACE_SECONDS, file=self.file, exit=True)
             now, before = time.monotonic(), (beats, total)
             beats = heartbeat.beats
             if beats != before[0]:
@@ -102,21 +99,22 @@ class _Detector(threading.Thread):
                 if now - progress > self.timeout or self._store.check(["hung"]):
                     self._end(self._report)
             except dist.DistError as error:  # the process that served the store has ended, and reports its own reason
-                if not self._over.is_set():
+                if not self.over.is_set():
                     lost = f"rank {self.rank} lost the connection to the run's store: {error}"
                     self._end(lambda account: _print(lost), code=1)  # noqa: B023 (it does not return)
 
     def _end(self, report: Callable[[Account], None], code: int = EXIT_HUNG) -> None:
         """Write the stacks, report, and end the process even if either hangs."""
-        faulthandler.dump_traceback_later(GRACE_SECONDS, file=self._file, exit=True)
+        faulthandler.dump_traceback_later(GRACE_SECONDS, file=self.file, exit=True)
         account = Account(heartbeat.stage, *stacks.innermost(), time.monotonic() - self._last_beat)
-        _within(2.0, lambda: self._write_stacks(account))  # the file system may be what hangs
+
+        def write() -> None:
+            print(f"{account.stage}, no progress for {account.seconds:.0f} s", file=self.file, flush=True)
+            faulthandler.dump_traceback(self.file)
+
+        _within(2.0, write)  # the file system may be what hangs
         _within(2 * ANSWER_SECONDS, lambda: report(account))
         os._exit(code)
-
-    def _write_stacks(self, account: Account) -> None:
-        print(f"{account.stage}, no progress for {account.seconds:.0f} s", file=self._file, flush=True)
-        faulthandler.dump_traceback(self._file)
 
     def _report(self, account: Account) -> None:
         """Store this rank's account; the first rank to detect the hang prints those of all, others wait for it."""

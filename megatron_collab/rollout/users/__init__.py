@@ -43,7 +43,7 @@ class User:
     """Base of the users: the user of one conversation about `task`.
 
     `argument` is the part of the name after KIND/. `sample` names the conversation: random draws follow from it or
-    from the task. `users` holds what all users of the process share. `Options` is a frozen dataclass of the user's own
+    from the task. `users` is shared by all users of the process. `Options` is a frozen dataclass of the user's own
     settings, set as user.options.SETTING.
     """
 
