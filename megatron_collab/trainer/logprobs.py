@@ -120,13 +120,9 @@ class _HeadLogProbs(torch.autograd.Function):
                 _product(hidden_grad[rows], minus_gradient, head_rows, alpha=-alpha, beta=1.0)
             if head_grad is not None:
                 _product(head_grad[columns], minus_gradient.t(), states[rows], alpha=-alpha, beta=1.0)
-        return (
-            None if hidden_grad is None else hidden_grad.to(hidden.dtype),
-            None if head_grad is None or ctx.main_grad is not None else head_grad.to(head.dtype),
-            None,
-            None,
-            None,
-        )
+        of_hidden = None if hidden_grad is None else hidden_grad.to(hidden.dtype)
+        of_head = None if head_grad is None or ctx.main_grad is not None else head_grad.to(head.dtype)
+        return of_hidden, of_head, None, None, None
 
 
 def _tiles(tokens: int, entries: int, device_type: str) -> Iterator[tuple[slice, slice]]:
@@ -153,7 +149,7 @@ def _tile(buffers: Tensor, rows: slice, columns: slice) -> tuple[Tensor, Tensor]
 
 
 def _operand(matrix: Tensor) -> Tensor:
-    """The operand of a product: a CPU cannot multiply bfloat16 into a float32 result."""
+    """For a product: a CPU cannot multiply bfloat16 into a float32 result."""
     return matrix.float() if matrix.device.type == "cpu" else matrix
 
 

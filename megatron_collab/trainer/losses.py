@@ -26,8 +26,7 @@ Objective = Callable[[MicroBatch, Tensor], tuple[Tensor, Report]]
 def policy_loss(algo: AlgoConfig) -> PolicyLossFunction:
     """The policy loss that algo.loss names, with its clip. Raises ConfigError.
 
-    Its arguments are log-probs, old log-probs and advantages, float [N]; `sequence`, int64 [N], the number of the
-    sequence that a token belongs to; and the number of sequences. No sequence is spread over micro-batches.
+    Its arguments are those of PolicyLoss; no sequence is spread over micro-batches.
     """
     if algo.loss in _LOSSES:
         return partial(_LOSSES[algo.loss], clip_low=algo.clip_low, clip_high=algo.clip_high)
