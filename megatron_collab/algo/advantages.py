@@ -121,7 +121,7 @@ def whitened(rows: Sequence[np.ndarray]) -> list[np.ndarray]:
     on language models (as in the code of Ziegler et al. 2019, arXiv:1909.08593).
     """
     advantages = np.concatenate(rows)
-    equal = np.ptp(advantages) == 0
+    equal = bool(np.ptp(advantages) == 0)
     scaled = np.zeros_like(advantages) if equal else (advantages - advantages.mean()) / (advantages.std() + EPSILON)
     return np.split(scaled, np.cumsum([len(row) for row in rows])[:-1])
 

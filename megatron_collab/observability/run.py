@@ -65,11 +65,19 @@ class Run(AbstractContextManager["Run"]):
             self._lock.acquire(timeout=10)  # a run that was just killed may still be ending
         except Timeout:
             raise RuntimeError(f"run.dir={self.folder}: another process trains there; choose another run.dir") from None
-        self._write_settings()
+        (self.folder / FINISHED).unlink(missing_ok=True)  # of fewer steps
+        at = datetime.now(UTC).isoformat(timespec="seconds")
+        rows = [
+            {"time": at, "step": start, "setting": change.setting, "before": change.before, "after": change.after}
+            for change in changes(config)
+        ]
+        if rows:
+            _append(self.folder / "history.jsonl", rows)
+        _replace(self.folder / SETTINGS, asdict(config))
         for file in (self.folder / "metrics.jsonl", self.folder / "transcripts.jsonl"):
             _keep_before(file, start)
         self._bar = progress("training", config.train.steps, unit="step", done=start, keep=True)
-        self._writers = [*self._tensorboard(start), *self._wandb()]
+        self._writers = [*self._start_writers(start)]
 
     def __exit__(self, *_: object) -> None:
         if self.leader:
@@ -124,18 +132,6 @@ class Run(AbstractContextManager["Run"]):
         file = self.folder / "evaluations.json"
         return json.loads(file.read_text()) if file.exists() else {}
 
-    def _write_settings(self) -> None:
-        """Write the settings, and those that have changed since an earlier start of the run."""
-        (self.folder / FINISHED).unlink(missing_ok=True)  # of fewer steps
-        at = datetime.now(UTC).isoformat(timespec="seconds")
-        rows = [
-            {"time": at, "step": self._start, "setting": change.setting, "before": change.before, "after": change.after}
-            for change in changes(self.config)
-        ]
-        if rows:
-            _append(self.folder / "history.jsonl", rows)
-        _replace(self.folder / SETTINGS, asdict(self.config))
-
     def _left(self, done: int) -> str:
         """Time until the last step, at the mean rate since this start."""
         rate = (time.monotonic() - self._began) / (done - self._start)
@@ -145,7 +141,8 @@ class Run(AbstractContextManager["Run"]):
         """Seconds this run has taken over all its starts, from the start of torchrun on."""
         return self._seconds_before + process.age(os.getppid())
 
-    def _tensorboard(self, start: int) -> Iterator[Callable[[int, Mapping[str, float]], None]]:
+    def _start_writers(self, start: int) -> Iterator[Callable[[int, Mapping[str, float]], None]]:
+        """TensorBoard's, and where it is on that of Weights & Biases."""
         from torch.utils.tensorboard import SummaryWriter
 
         writer = SummaryWriter(str(self.folder / "tensorboard"), purge_step=start)
@@ -156,23 +153,20 @@ class Run(AbstractContextManager["Run"]):
             writer.flush()
 
         yield write
+        if uses_wandb(self.config.run):
+            import wandb
 
-    def _wandb(self) -> Iterator[Callable[[int, Mapping[str, float]], None]]:
-        if not uses_wandb(self.config.run):
-            return
-        import wandb
-
-        file = self.folder / "wandb_id"  # the same over all starts of the run
-        if not file.exists():
-            files.replace(file, uuid4().hex)
-        wandb.init(
-            project=self.config.run.wandb_project,
-            dir=str(self.folder),
-            config=redacted(asdict(self.config)),
-            id=file.read_text(),
-            resume="allow",
-        )
-        yield lambda step, metrics: wandb.log(dict(metrics), step=step)
+            file = self.folder / "wandb_id"  # the same over all starts of the run
+            if not file.exists():
+                files.replace(file, uuid4().hex)
+            wandb.init(
+                project=self.config.run.wandb_project,
+                dir=str(self.folder),
+                config=redacted(asdict(self.config)),
+                id=file.read_text(),
+                resume="allow",
+            )
+            yield lambda step, metrics: wandb.log(dict(metrics), step=step)
 
 
 def line(step: int, steps: int, metrics: Mapping[str, float]) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 import aiohttp
 
-from megatron_collab.runtime.retry import retried
+from megatron_collab.runtime.network import retried
 from megatron_collab.types import Message
 
 ATTEMPTS = 4

@@ -15,7 +15,7 @@ from megatron_collab import thoughts
 from megatron_collab.config import Config, SamplingConfig
 from megatron_collab.inference.client import EngineError
 from megatron_collab.rollout.tools import Toolbox
-from megatron_collab.rollout.users import User, UserError, Users
+from megatron_collab.rollout.users import UserError, Users
 from megatron_collab.types import Conversation, Ending, Finish, Message, Task
 
 if TYPE_CHECKING:
@@ -78,7 +78,12 @@ class Sampler:
                 await user.start(conversation)
                 for _ in range(min(self.config.max_user_turns, self.config.max_assistant_turns - 1)):
                     if not conversation.ending:
-                        conversation = await self._user_turn(conversation, user)
+                        reply = await user.reply(conversation)
+                        conversation = conversation.add_reward(reply.reward)
+                        if reply.done:  # the policy's last turn is the end of the token stream
+                            conversation = conversation.add_messages([reply.message], ()).end(Ending.USER_DONE)
+                        else:
+                            conversation = self._append(conversation, [reply.message])
                     if not conversation.ending:
                         conversation = await self._turn(conversation, task, place, sampling)
                     if strict:
@@ -144,13 +149,6 @@ class Sampler:
         conversation = conversation.add_turn(turn)
         full = turn.finish is Finish.LENGTH and len(turn.token_ids) == room
         return conversation.end(Ending.LENGTH) if full else conversation
-
-    async def _user_turn(self, conversation: Conversation, user: User) -> Conversation:
-        reply = await user.reply(conversation)
-        conversation = conversation.add_reward(reply.reward)
-        if reply.done:  # nothing is sampled after it, so the token stream ends with the policy's last turn
-            return conversation.add_messages([reply.message], ()).end(Ending.USER_DONE)
-        return self._append(conversation, [reply.message])
 
     def _append(self, conversation: Conversation, messages: Sequence[Message]) -> Conversation:
         """Append messages of users or tools; the conversation ends where there is no room for a reply."""

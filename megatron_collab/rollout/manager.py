@@ -103,7 +103,12 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
         self._digests.begin(step)
         from_leader(lambda: self._begin_evaluation(name, step))
         self._wait(lambda: self._evaluating)
-        from_leader(lambda: self._record_evaluation(name, step))
+
+        def record() -> None:
+            groups = list(self._evaluating.take().values())
+            self.run.evaluation(name, step, summary(groups), groups)
+
+        from_leader(record)
 
     def learned(self, stats: Mapping[str, float]) -> None:
         """The batch of the last step was learned; `stats` are the metrics of its update."""
@@ -183,10 +188,6 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
         for index, task in enumerate(tasks):
             self._evaluating.begin(Asked(Slot(step, 0, index), f"eval-{name}-{index}", "evaluate", task))
         self._evaluating.wait_for(len(tasks), f"evaluation {name}")
-
-    def _record_evaluation(self, name: str, step: int) -> None:
-        groups = list(self._evaluating.take().values())
-        self.run.evaluation(name, step, summary(groups), groups)
 
     def _counted(self) -> dict[str, float]:
         """Counts of users, tools and servers, and costs of users and judges, since the last step."""

@@ -1,13 +1,15 @@
-"""Addresses and ports of a run: launch.interface decides which address is bound and announced."""
+"""Addresses and ports of a run, by launch.interface, and the retries of its HTTP clients."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import socket
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import psutil
 
@@ -24,6 +26,7 @@ _FIRST_PORT = 20_000
 _TRIES = 100
 _KERNEL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _POLL = 0.1  # seconds
+_Result = TypeVar("_Result")
 
 
 def address(config: Config) -> str:
@@ -100,3 +103,18 @@ def variables(config: Config) -> dict[str, str]:
     """Environment variables that bind gloo and NCCL to launch.interface; read with a process's first group."""
     name = config.launch.interface or LOOPBACK
     return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}  # NCCL takes a prefix without =
+
+
+async def retried(
+    call: Callable[[], Awaitable[_Result]], transient: type[Exception], attempts: int, backoff: float
+) -> _Result:
+    """The result of `call`, made up to `attempts` times while it raises `transient`; other errors are raised at once.
+
+    The pauses double from `backoff` seconds on, each times a random factor from 0.5 to 1.5.
+    """
+    for attempt in range(1, attempts):
+        try:
+            return await call()
+        except transient:
+            await asyncio.sleep(backoff * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
+    return await call()

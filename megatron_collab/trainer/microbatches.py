@@ -240,12 +240,7 @@ def make_share(config: Config, columns: Columns, device: torch.device, ask: str 
 
 
 def _micro_batch(
-    config: Config,
-    columns: Columns,
-    indices: SampleIndices,
-    starts: np.ndarray,
-    device: torch.device,
-    ask: str | None,
+    config: Config, columns: Columns, indices: SampleIndices, starts: np.ndarray, device: torch.device, ask: str | None
 ) -> MicroBatch:
     """The samples `indices`; `starts`, where every sample begins in all samples' tokens laid end to end."""
     packed = collate(columns, indices, *alignment(config))

@@ -56,16 +56,12 @@ def refusal(text: str, task: Task, instructions: str, conversation: Sequence[Mes
     if not text.strip():
         return EMPTY
     words = _words(text)
-    if _FLIPPED.search(text) or _repeats(words, conversation):
+    last = next((message.content for message in reversed(conversation) if message.role == "assistant"), "")
+    if _FLIPPED.search(text) or (len(words) >= _REPEATED and words == _words(last)):
         return FLIPPED
     if _leaks(words, task, instructions, conversation) or _solves(words, task, conversation):
         return LEAKED
     return None
-
-
-def _repeats(words: list[str], conversation: Sequence[Message]) -> bool:
-    last = next((message.content for message in reversed(conversation) if message.role == "assistant"), "")
-    return len(words) >= _REPEATED and words == _words(last)
 
 
 def _leaks(words: list[str], task: Task, instructions: str, conversation: Sequence[Message]) -> bool:

@@ -85,8 +85,14 @@ class RevealUser(User):
     """
 
     async def start(self, conversation: Conversation) -> None:
-        """Read the facts; what the user has said so far is told. Raises UserError where the goal is another thing."""
-        self.facts = _facts(self.task)
+        """Read the facts, and which the user has already told. UserError where the goal is something else."""
+        try:
+            facts = json.loads(self.task.goal)["facts"]
+        except (ValueError, KeyError, TypeError):
+            facts = None
+        if not isinstance(facts, list) or not all(isinstance(fact, str) for fact in facts):
+            raise UserError(f"user reveal: the goal of task {self.task.id} is no JSON object {{question, facts}}")
+        self.facts: list[str] = facts
         said = [message.content for message in conversation.messages if message.role == "user"]
         self.told = {i for i, fact in enumerate(self.facts) if any(fact in text for text in said)}
 
@@ -102,16 +108,6 @@ class RevealUser(User):
         if new:
             return self.says(" ".join(self.facts[i] for i in new))
         return self.says(NO_MORE if len(self.told) == len(self.facts) else TOLD_ALREADY)
-
-
-def _facts(task: Task) -> list[str]:
-    try:
-        facts = json.loads(task.goal)["facts"]
-    except (ValueError, KeyError, TypeError):
-        facts = None
-    if not isinstance(facts, list) or not all(isinstance(fact, str) for fact in facts):
-        raise UserError(f"user reveal: the goal of task {task.id} is no JSON object {{question, facts}}")
-    return facts
 
 
 def asked_for(question: str, facts: Sequence[str]) -> list[int]:
