@@ -81,10 +81,9 @@ class Journal:
             os.truncate(file, end)  # what follows was being written when the process was killed
 
     def find(self, stream: str, task: Task) -> Group | None:
-        """The group that an earlier start had played on `stream`, if it is still valid.
+        """The group that an earlier start had played on `stream`, if it is of this task and of known weights.
 
-        It has to be of the same task, and sampled by weights that this run has, or has had: those that are yet to be
-        trained may come out differently.
+        Weights that are yet to be trained again may come out differently.
         """
         entry = self._found.get(stream)
         if entry is None or self._digests.get(entry.version) != entry.digest:

@@ -38,9 +38,9 @@ class TooManyMissing(RunStopped):
 class RolloutManager(AbstractContextManager["RolloutManager"]):
     """Batches of rollouts, by step. Sampling runs up to rollout.max_staleness steps ahead of the step that trains.
 
-    Which tasks are played and which seeds they are sampled with follow from (run.seed, slot) alone. Without
-    staleness the slots of a step follow from the step, so a run that starts again at a step collects what it would
-    have collected; else they follow from `state` too, and those that were in flight are played again first.
+    Tasks and sampling seeds follow from (run.seed, slot) alone. Without staleness the slots of a step follow from the
+    step, so a resumed run collects what it would have collected; else they follow from `state` too, and those that
+    were in flight are played first.
     """
 
     def __init__(
@@ -278,11 +278,10 @@ def refuse_missing(groups: Sequence[Group], max_missing: float) -> None:
 
 
 def summary(groups: Sequence[Group]) -> dict[str, float]:
-    """Means over the rollouts of a step: reward and its standard error, every metric, endings, tokens.
+    """Means over the rollouts of a step: reward, every metric, endings, and per rollout futures and turn tokens.
 
     `reward_se` is the standard error of one turn's reward that comes from its futures' spread, averaged; `spread`
-    the standard deviation of the rewards within a group, averaged: what GRPO learns from. `futures` and `turn_tokens`
-    are those of one rollout.
+    the standard deviation of the rewards within a group, averaged: what GRPO learns from.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     futures = [future for rollout in rollouts for future in rollout.futures]

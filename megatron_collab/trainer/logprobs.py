@@ -46,12 +46,11 @@ def head_log_probs(
     rank's rows of the output layer, both of one dtype; `labels` int64 [N] < `vocab_size`, the number of real entries.
     N may be 0. Both results are the same on every rank and differentiable in `hidden` and `head`.
 
-    The gradient of `hidden` is this rank's part of a sum over the ranks, which the region before (Megatron's copy or
-    gather) makes. Where `head` has a `main_grad` (float32 [V/tp, h], the buffer of Megatron's
-    DistributedDataParallel), its gradient is added there and autograd gets none.
+    The gradient of `hidden` is this rank's part of a sum that the region before (Megatron's copy or gather) makes. The
+    gradient of `head` is added to its `main_grad`, if it has one (float32, Megatron's DistributedDataParallel).
 
-    Computed in float32 whatever the dtype. Where the operands are bfloat16 on a GPU, the gradient of the logits is
-    rounded to bfloat16 before it is multiplied, as it is with Megatron's own output layer; sums stay float32.
+    Computed in float32 whatever the dtype; with bfloat16 on a GPU the gradient of the logits is rounded to bfloat16
+    before it is multiplied, as with Megatron's own output layer; sums stay float32.
     """
     return _HeadLogProbs.apply(hidden, head, labels, temperature, vocab_size)
 
@@ -126,7 +125,7 @@ class _HeadLogProbs(torch.autograd.Function):
 
 
 def _tiles(tokens: int, entries: int, device_type: str) -> Iterator[tuple[slice, slice]]:
-    """Rows and columns of the tiles: nearly square, since that moves the fewest bytes of hidden states and head."""
+    """Rows and columns of the tiles: nearly square, which moves the fewest bytes of hidden states and head."""
     if tokens == 0:
         return
     size = TILE[device_type]
@@ -142,10 +141,9 @@ def _buffers(hidden: Tensor) -> Tensor:
     return torch.empty(2, TILE[hidden.device.type], device=hidden.device)
 
 
-def _tile(buffers: Tensor, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
+def _tile(buffers: Tensor, rows: slice, columns: slice) -> Tensor:
     shape = rows.stop - rows.start, columns.stop - columns.start
-    logits, weight = buffers[:, : shape[0] * shape[1]].view(2, *shape)
-    return logits, weight
+    return buffers[:, : shape[0] * shape[1]].view(2, *shape)
 
 
 def _operand(matrix: Tensor) -> Tensor:

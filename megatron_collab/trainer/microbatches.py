@@ -37,7 +37,7 @@ def positions(tokens: int) -> int:
 
 
 def cost(lengths: np.ndarray) -> np.ndarray:
-    """Cost of sequences of `lengths` positions, in positions of a sequence without attention; float64.
+    """Cost of sequences of `lengths` positions, in positions without attention; float64.
 
     A layer of hidden size h has about 12 h^2 parameters, so a position takes 24 h^2 FLOPs forward, and 2 h S more for
     causal attention in a sequence of S: S (1 + S / (12 h)) in all (Narayanan et al. 2021, arXiv:2104.04473, appendix,
@@ -52,15 +52,13 @@ def pack(
     """Spread samples of `lengths` positions over `ranks` data-parallel ranks in micro-batches, equally many on each.
 
     A micro-batch holds at most `budget` positions, each sequence counted up to a multiple of `align`, or a single
-    sequence where one is longer than that. Each rank has a multiple of `multiple_of` micro-batches (an interleaved
-    pipeline needs that); what is missing comes from splitting the costliest ones. Micro-batches are empty only where
-    there are fewer samples than micro-batches.
+    longer sequence. Each rank has a multiple of `multiple_of` micro-batches, as an interleaved pipeline needs: the
+    costliest are split, and empty ones added only where there are fewer samples than micro-batches.
 
     Micro-batches are dealt in rounds from the costliest down, each round one to a rank, the costliest to the rank with
     the least so far. So the ranks' totals differ by no more than the costs in some one round, and the ranks work on
-    alike micro-batches at the same time, which expert parallelism wants. On a rank, costs rise and then fall: pipeline
-    stages work on neighbouring micro-batches at once and wait for the costliest, and all wait while the first and the
-    last one run through, so neighbours are alike and the ends cheap.
+    similar micro-batches at the same time, as expert parallelism needs. On a rank, costs rise and then fall: pipeline
+    stages work on neighbouring micro-batches at once and wait for the costliest, and all wait for the first and last.
     """
     rounded = -(-np.asarray(lengths, np.int64) // align) * align
     costs = cost(rounded).tolist()
@@ -121,15 +119,13 @@ def _split(bins: list[list[int]], costs: list[float], count: int) -> list[tuple[
 def collate(columns: Columns, indices: SampleIndices, align: int = 1, total: int = 1) -> dict[str, Any]:
     """One micro-batch: the samples `indices`, one after the other in T positions.
 
-    `columns` holds arrays [S_i] of every sample: `token_ids` int64, any others float32. A sample of S tokens takes
-    S - 1 positions, at least 1, padded with zeros to a multiple of `align`; T is a multiple of both `align` and
-    `total`, if need be by a last sequence of padding alone, which is all of an empty micro-batch.
+    A sample of S tokens takes S - 1 positions, at least 1, padded with zeros to a multiple of `align`; T is a multiple
+    of both `align` and `total`, if need be by a last sequence of padding alone, which is all of an empty micro-batch.
 
-    Gives `token_ids`, `labels` (the next token) and `position_ids` int64 [1, T]; each other column float32 [T],
-    shifted so that position i speaks of label i; `sequence` int64 [T], the place in `indices` of the sample that
-    position i predicts a token of, -1 in padding; `cu_seqlens` int32, where each sequence starts and the last one
-    ends, padding included; `max_seqlen`, an int, the longest of them. ValueError where `loss_mask`
-    includes a sample's first token: nothing predicts it.
+    Returns `token_ids`, `labels` (the next token) and `position_ids` int64 [1, T]; each other column float32 [T],
+    that of label i at position i; `sequence` int64 [T], the place in `indices` of the sample that position i predicts
+    a token of, -1 in padding; `cu_seqlens` int32, the bounds of the sequences, padding included; `max_seqlen`, an int,
+    the longest of them. ValueError where `loss_mask` includes a sample's first token: nothing predicts it.
     """
     samples = [columns["token_ids"][index] for index in indices]
     for index in indices if "loss_mask" in columns else ():
@@ -201,7 +197,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Share:
-    """This rank's micro-batches of some samples; `lengths` are those of all samples, the same on every rank."""
+    """This rank's micro-batches; `lengths` are those of all samples, the same on every rank."""
 
     micro_batches: list[MicroBatch]
     lengths: list[int]

@@ -31,10 +31,9 @@ from megatron_collab.types import Batch, Sample, Scored
 
 
 class PolicyTrainer:
-    """Trains the policy, given as this rank's chunks, in config.train.stage.
+    """Trains the policy, given as this rank's chunks; `step` counts the updates.
 
     `reference` is the frozen first policy, needed where algo.kl_coef > 0 in rl; `critic` where algo.advantage=gae.
-    `step` counts the updates.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class PolicyTrainer:
 
     @property
     def trainables(self) -> dict[str, Trainable]:
-        """What is trained, by name: what a checkpoint holds."""
+        """The networks that a checkpoint holds, by name."""
         return {"policy": self.policy} | ({"critic": self.critic.network} if self.critic else {})
 
     @contextmanager
@@ -128,10 +127,7 @@ class PolicyTrainer:
         return {**reduced, **means, "lr": lr, "tokens": batch.loss_tokens}
 
     def log_probs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
-        """The policy's log-probability of every token, float32 [S] for each sample, on every rank; collective.
-
-        The first token of a sample has no prediction: 0.
-        """
+        """The policy's log-probs of every token, 0 for a sample's first, float32 [S] each on every rank; collective."""
         return self._log_probs(self.policy.chunks, {"token_ids": [sample.token_ids for sample in samples]})
 
     def _log_probs(
