@@ -31,10 +31,6 @@ from megatron_collab.types import Batch, Group, Missing, Rollout, Sample
 from megatron_collab.weight_sync.sync import WeightSync
 
 
-class TooManyMissing(RunStopped):
-    """More scores are missing than reward.max_missing allows."""
-
-
 class RolloutManager(AbstractContextManager["RolloutManager"]):
     """Batches of rollouts, by step. Sampling runs up to rollout.max_staleness steps ahead of the step that trains.
 
@@ -86,7 +82,7 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
     def collect(self, step: int) -> Batch:
         """The batch of `step`, the same on every rank, while the servers have version `step`; collective.
 
-        TooManyMissing, or RunStopped where nothing can be learned.
+        RunStopped where too many scores are missing, or nothing can be learned.
         """
         heartbeat.at(f"the rollouts of step {step}")
         self._digests.begin(step)
@@ -263,15 +259,12 @@ class _Chosen:
 
 
 def refuse_missing(groups: Sequence[Group], max_missing: float) -> None:
-    """Stop a run in which an outage would decide what is learned.
-
-    Raises TooManyMissing when the share of rollouts without a reward exceeds `max_missing`.
-    """
+    """RunStopped where more than `max_missing` of the rollouts have no reward: an outage would decide the update."""
     rewards = [rollout.reward.value for group in groups for rollout in group.rollouts]
     reasons = Counter(value.why for value in rewards if isinstance(value, Missing))
     if reasons.total() > max_missing * len(rewards):
         why, count = reasons.most_common(1)[0]
-        raise TooManyMissing(
+        raise RunStopped(
             f"{reasons.total()} of {len(rewards)} rollouts have no reward, more than "
             f"reward.max_missing={max_missing} allows; most often ({count}): {why}"
         )

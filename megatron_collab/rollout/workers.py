@@ -35,7 +35,7 @@ class ConversationWorker:
         from megatron_collab.inference.router import Router
         from megatron_collab.llm import limiter
         from megatron_collab.llm.client import LlmClient
-        from megatron_collab.rollout.group import Player
+        from megatron_collab.rollout.conversation import Player
         from megatron_collab.rollout.users import Users
 
         self.endpoints = [POLICY.add(url, key) for url, key in servers]
