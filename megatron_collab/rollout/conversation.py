@@ -9,20 +9,17 @@ import asyncio
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from megatron_collab import thoughts
 from megatron_collab.config import Config, SamplingConfig
+from megatron_collab.data.chat_template import ChatRenderer
 from megatron_collab.inference.client import EngineError
+from megatron_collab.inference.router import Router
 from megatron_collab.reward.dispatch import RewardClient
 from megatron_collab.reward.multiturn import reward_function
 from megatron_collab.rollout.tools import Toolbox
 from megatron_collab.rollout.users import UserError, Users
 from megatron_collab.types import Conversation, Ending, Finish, Future, Group, Message, Reward, Rollout, Task
-
-if TYPE_CHECKING:
-    from megatron_collab.data.chat_template import ChatRenderer
-    from megatron_collab.inference.router import Router
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,17 @@ def bindable(setting: str, port: int, host: str = HOST, part: int = 0, parts: in
     A server binds only after it has loaded, so a free port must be one that no other process gets meanwhile: below
     the kernel's ephemeral range, above the ports of Ray's workers, and in the `part` of this one of `parts` servers.
     """
-    for candidate in [port] if port else _unassigned(setting, part, parts):
+    candidates = [port]
+    if not port:
+        kernel = int(_KERNEL_PORTS.read_text().split()[0])
+        unassigned = range(_FIRST_PORT + part, kernel, parts)
+        if not unassigned:
+            raise ValueError(
+                f"{setting}=0: the kernel's ephemeral ports begin at {kernel} (net.ipv4.ip_local_port_range), and free "
+                f"ports are taken from {_FIRST_PORT} up to there; set a port, or raise the beginning of that range"
+            )
+        candidates = random.SystemRandom().sample(unassigned, min(_TRIES, len(unassigned)))
+    for candidate in candidates:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -86,17 +96,6 @@ def bindable(setting: str, port: int, host: str = HOST, part: int = 0, parts: in
             else:
                 return candidate
     raise ValueError(f"{setting}={port}: {reason}; choose another, or 0 for a free one")
-
-
-def _unassigned(setting: str, part: int, parts: int) -> list[int]:
-    kernel = int(_KERNEL_PORTS.read_text().split()[0])
-    unassigned = range(_FIRST_PORT + part, kernel, parts)
-    if not unassigned:
-        raise ValueError(
-            f"{setting}=0: the kernel's ephemeral ports begin at {kernel} (net.ipv4.ip_local_port_range), and free "
-            f"ports are taken from {_FIRST_PORT} up to there; set a port, or raise the beginning of the ephemeral range"
-        )
-    return random.SystemRandom().sample(unassigned, min(_TRIES, len(unassigned)))
 
 
 def variables(config: Config) -> dict[str, str]:

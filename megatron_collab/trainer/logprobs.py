@@ -80,7 +80,10 @@ class _HeadLogProbs(torch.autograd.Function):
             _exp(logits.sub_(largest[:, None]), out=weight)
             found = torch.stack([largest, weight.sum(1), weight.mul_(logits).sum(1), label])
             stats[:, rows] = _merged(torch.stack([stats[:, rows], found]))
-        m, s, u, label = _merged(_gathered(stats))
+        group = parallel_state.get_tensor_model_parallel_group()
+        of_ranks = stats.new_empty(dist.get_world_size(group), *stats.shape)
+        dist.all_gather(list(of_ranks), stats, group)
+        m, s, u, label = _merged(of_ranks)
         entropy = s.log() - u / s
         ctx.save_for_backward(hidden, head, labels, m, s, entropy)
         return label - m - s.log(), entropy
@@ -178,11 +181,3 @@ def _merged(parts: Tensor) -> Tensor:
     s = weight * parts[:, 1]
     u = weight * (parts[:, 2] + below * parts[:, 1])
     return torch.stack([m, s.sum(0), u.sum(0), parts[:, 3].sum(0)])
-
-
-def _gathered(stats: Tensor) -> Tensor:
-    """The statistics [4, N] of every tensor-parallel rank, [tp, 4, N]."""
-    group = parallel_state.get_tensor_model_parallel_group()
-    found = stats.new_empty(dist.get_world_size(group), *stats.shape)
-    dist.all_gather(list(found), stats, group)
-    return found
