@@ -43,10 +43,9 @@ VERSIONS = ("torch", "megatron-core", "sglang", "ray", "litellm", "transformers"
 
 
 class Run(AbstractContextManager["Run"]):
-    """The folder of a run and its console, on rank 0; on the other ranks only made, left, asked for its state.
+    """The folder of a run and its console; only rank 0 writes.
 
-    `start` is the first step still to be done, `state` that of an earlier start of this run. `names`: metrics by
-    their names in result.json.
+    `start`: the first step still to be done; `state`: of an earlier start; `names`: metrics by their result.json names.
     """
 
     def __init__(self, config: Config, start: int, state: Mapping[str, Any], names: Mapping[str, str]) -> None:

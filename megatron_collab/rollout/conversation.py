@@ -163,8 +163,7 @@ class Sampler:
 class Player:
     """Plays groups: trained turns, their futures, and the reward of each turn.
 
-    Failures of users and of the engine are in the group: conversations that ended with an error, scores and rewards
-    that are Missing.
+    Failures of users and of the engine are in the group, as conversations with an error and Missing scores.
     """
 
     def __init__(

@@ -34,9 +34,8 @@ from megatron_collab.weight_sync.sync import WeightSync
 class RolloutManager(AbstractContextManager["RolloutManager"]):
     """Batches of rollouts, by step. Sampling runs up to rollout.max_staleness steps ahead of the step that trains.
 
-    Tasks and sampling seeds follow from (run.seed, slot) alone. Without staleness the slots of a step follow from the
-    step, so a resumed run collects what it would have collected; else they follow from `state` too, and those that
-    were in flight are played first.
+    Tasks and sampling seeds follow from (run.seed, slot) alone. The slots of a step follow from the step, and so does
+    what a resumed run collects; with staleness from `state` too, and those that were in flight are played first.
     """
 
     def __init__(
@@ -122,10 +121,9 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
             self._journal.forget(min(step, collector["next"][0], *(slot[0] for slot in collector["in_flight"])))
 
     def _wait(self, flight: Callable[[], Flight]) -> None:
-        """Until as many groups of rank 0's `flight` are finished as it waits for; collective, a poll at a time.
+        """Until rank 0's `flight` has finished its groups; collective, a poll at a time since it may take long.
 
-        Playing may take longer than any collective. Where no server is left, all ranks sync the weights to those that
-        are started again.
+        Where no server is left, all ranks sync the weights to those that are started again.
         """
         while (look := from_leader(lambda: flight().look())) is not Look.FINISHED:
             if look is Look.SERVERS_LOST:

@@ -49,11 +49,9 @@ class ConversationWorker:
         gc.set_threshold(_GARBAGE)
 
     async def play(self, task: Task, stream: str) -> Group:
-        """See Player.play."""
         return await self.player.play(task, stream)
 
     async def evaluate(self, task: Task, stream: str) -> Group:
-        """See Player.evaluate."""
         return await self.player.evaluate(task, stream)
 
     async def use_servers(self, servers: Sequence[int]) -> None:

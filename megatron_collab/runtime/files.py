@@ -51,8 +51,7 @@ def replace(file: Path, text: str) -> None:
 class ScratchFolder:
     """A new folder `path` below the temporary folder, or /tmp where that one's path is too long for sockets.
 
-    Its process holds a lock on it. The next process of any run that makes such a folder removes those without a lock:
-    their processes were killed.
+    Its process holds a lock on it. The next one of any run removes folders without a lock, left by killed processes.
     """
 
     def __init__(self) -> None:

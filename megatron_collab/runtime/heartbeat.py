@@ -1,7 +1,6 @@
 """Heartbeat and current stage of this process, read by hang_detector.py; a call costs next to nothing.
 
-Anything that may take long on a trainer's rank calls it: a wait with its own deadline at every poll, work after every
-part.
+Anything that may take long on a trainer's rank calls it: waits with a deadline at every poll, work after every part.
 """
 
 from __future__ import annotations

@@ -62,9 +62,9 @@ def parent() -> int | None:
 
 
 def imports_begin() -> None:
-    """Before any slow import: block the preemption notice, which would end a process that is still importing.
+    """Before slow imports: block the preemption notice, which would end the process, and collect no garbage.
 
-    Garbage is not collected until `imports_done`: imports make none, and looking for it takes a quarter of their time.
+    Imports make none, and looking for it takes a quarter of their time.
     """
     block_preemption_signal()
     gc.disable()

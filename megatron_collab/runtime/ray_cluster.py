@@ -28,8 +28,7 @@ def ray_session(config: Config) -> Iterator[None]:
     """Connect to the Ray cluster at RAY_ADDRESS if that is set, else start one on this machine that ends with the run.
 
     A cluster is joined through a Ray node on this machine; RunStopped where it has fewer nodes than the run after
-    rollout.server.start_timeout seconds. Ray's ports accept connections from the network that carry its token; a local
-    cluster gets a new one.
+    rollout.server.start_timeout seconds. Ray's ports need its token; a local cluster gets a new one.
     """
     quiet = {"log_to_driver": False, "logging_level": "error"}
     with ExitStack() as stack:

@@ -117,9 +117,8 @@ def kl(log_probs: Tensor, reference_log_probs: Tensor, estimate: str) -> Tensor:
     k3, low_var_kl    (q - 1) - log q: unbiased and never negative
 
     Schulman 2020, joschu.net/blog/kl-approx.html. On the policy's own samples the mean gradient of k2 is that of the
-    KL of the next token, the mean gradient of k3 that of KL(reference || policy), the same near the reference. The
-    mean gradient of k1 is 0: it has no effect in the loss, it belongs into the reward (Tang and Munos 2025,
-    arXiv:2506.09477).
+    KL of the next token, of k3 that of KL(reference || policy), the same near the reference, and of k1 0: k1 has no
+    effect in the loss, it belongs into the reward (Tang and Munos 2025, arXiv:2506.09477).
     """
     if estimate == "k1":
         return log_probs - reference_log_probs

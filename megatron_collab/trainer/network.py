@@ -29,10 +29,7 @@ Loss = Callable[[MicroBatch, Tensor], tuple[Tensor, Any]]
 
 
 class Trainable:
-    """One network in training: `chunks` (several with virtual pipeline stages) and their optimizer, AdamW.
-
-    Both shard over the data parallel ranks what Megatron's distributed optimizer shards.
-    """
+    """One network in training: `chunks` (several with virtual pipeline stages) and AdamW, sharded over the ranks."""
 
     def __init__(self, config: Config, chunks: Sequence[torch.nn.Module], lr: float) -> None:
         self.config = config
@@ -134,8 +131,7 @@ class Trainable:
 def learning_rate(optim: OptimConfig, steps: int, step: int) -> float:
     """Learning rate of `step` (from 0) in a run of `steps`.
 
-    Linear warm-up that reaches `optim.lr` in its last step, then constant, or falling linearly so that it
-    would be zero at step `steps`.
+    Linear warm-up that reaches `optim.lr` in its last step, then constant, or linear towards zero at step `steps`.
     """
     if step < optim.warmup_steps:
         return optim.lr * (step + 1) / optim.warmup_steps

@@ -1,7 +1,6 @@
 """Tools that the policy may call between its user's turns, by the names in TOOLS or as package.module:Class.
 
-Calls are parsed from the policy's text by SGLang's own parsers (rollout.tool_parser). The answers go into the token
-stream, where they are not trained.
+Calls are parsed by SGLang's own parsers (rollout.tool_parser). Answers go into the token stream, but are not trained.
 """
 
 from __future__ import annotations

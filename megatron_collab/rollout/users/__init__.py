@@ -42,9 +42,8 @@ class UserReply:
 class User:
     """Base of the users: the user of one conversation about `task`.
 
-    `argument` is the part of the name after KIND/. `sample` names the conversation: random draws follow from it or
-    from the task. `users` is shared by all users of the process. `Options` is a frozen dataclass of the user's own
-    settings, set as user.options.SETTING.
+    `argument` is the part of the name after KIND/. Random draws follow from `sample`, the conversation's name, or from
+    the task. `users` is shared in the process. `Options`: a frozen dataclass of settings, user.options.SETTING.
     """
 
     Options: ClassVar[type] = NoOptions

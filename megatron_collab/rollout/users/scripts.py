@@ -79,9 +79,8 @@ class RevealUser(User):
     """A user who knows facts and tells those that it is asked for; the goal is a JSON object {question, facts}.
 
     A fact is asked for by the words that it shares with the assistant's questions. A word counts 1/n where n facts
-    hold it, so that names say more than what all facts are about; told are the facts that reach more than half of the
-    best count. A question that shares no word with any fact asks for all of them: words cannot tell "what else?" from
-    a paraphrase.
+    hold it, so that names count more than the common subject; facts with more than half of the best count are told. A
+    question that shares no word with any fact asks for all: words cannot tell "what else?" from a paraphrase.
     """
 
     async def start(self, conversation: Conversation) -> None:
