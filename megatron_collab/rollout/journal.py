@@ -31,8 +31,8 @@ _FIRST = "0" * 64  # digest of the weights that the run began with
 class WeightDigests(dict[int, str]):
     """Digests of the newest `keep` versions of the weights, which tell them from others with the same number.
 
-    Each is the digest of the version before and of what its update measured. Equal weights have equal digests; where a
-    device adds up in another order, the loss or the gradient norm differs, and so does the digest.
+    Each is the digest of the version before and of the metrics of its update. Equal weights have equal digests; where
+    a device sums in another order, the loss or the gradient norm differs, and so does the digest.
     """
 
     def __init__(self, keep: int, known: Iterable[Sequence[Any]] = ()) -> None:
@@ -41,7 +41,7 @@ class WeightDigests(dict[int, str]):
         self.keep = keep
 
     def begin(self, version: int) -> None:
-        """The present weights are `version`; where nothing is known yet, the run began with them."""
+        """The current weights are `version`: those that the run began with, where nothing is known yet."""
         if not self:
             self[version] = _FIRST
 

@@ -187,7 +187,7 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
         """Counts of users, tools and servers, and costs of users and judges, since the last step."""
         counts: Counter[str] = Counter()
         players = enumerate(self._workers.conversations)
-        for taken in self._asked({f"the counters of conversation-{n}": p.take_counters.remote() for n, p in players}):
+        for taken in self._ask({f"the counters of conversation-{n}": p.take_counters.remote() for n, p in players}):
             counts.update(taken)
         if self._flight.from_journal:
             counts["from_journal"], self._flight.from_journal = self._flight.from_journal, 0
@@ -197,11 +197,11 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
         return {**{f"count/{name}": float(count) for name, count in sorted(counts.items())}, **step}
 
     def _spend(self) -> dict[str, float]:
-        (spent,) = self._asked({"what was spent, of the limiter": self._workers.limiter.spend.remote()})
+        (spent,) = self._ask({"what was spent, of the limiter": self._workers.limiter.spend.remote()})
         return spent
 
-    def _asked(self, references: Mapping[str, Any]) -> list[Any]:
-        return answers(references, self.config.launch.timeout / 2)  # the other ranks wait meanwhile
+    def _ask(self, calls: Mapping[str, Any]) -> list[Any]:
+        return answers(calls, self.config.launch.timeout / 2)  # the other ranks wait meanwhile
 
 
 class _Chosen:

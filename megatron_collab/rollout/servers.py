@@ -42,7 +42,7 @@ class Servers(ExitStack):
             heartbeat.at("the start of SGLang and Ray")
             with ExitStack() as stack:
                 self._start(stack)
-                self.push(stack.pop_all())
+                self.callback(stack.pop_all().close)
         elif self.config.launch.nodes > 1:
             network.meet(self.config, run_store()[0])
         return self
@@ -69,7 +69,7 @@ class Servers(ExitStack):
         """Have the workers ask these of the servers."""
         assert self.workers
         players = enumerate(self.workers.conversations)
-        asked = {f"conversation-{n} to hear of its servers": p.use_servers.remote(servers) for n, p in players}
+        asked = {f"conversation-{n} to switch servers": p.use_servers.remote(servers) for n, p in players}
         answers(asked, self.config.launch.timeout / 2)
 
     @contextmanager

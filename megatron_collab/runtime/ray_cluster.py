@@ -20,7 +20,7 @@ from megatron_collab.runtime.process import RunStopped, raise_if_preempted
 
 STARTS = 3  # failures of Ray's start in a row that end the run
 _POLL = 0.2  # seconds
-_REQUESTS = 100_000  # that an actor may have at once; the rest would wait in a queue that nobody sees
+_REQUESTS = 100_000  # that an actor may have at once; the rest would wait in a hidden queue
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from megatron_collab.types import Message, Task
 
-RUN = 12  # words in a row that nobody writes by chance
+RUN = 12  # words in a row that do not recur by chance
 _REPEATED = 5  # words
 _SHORT = 3  # characters
 

@@ -125,5 +125,5 @@ def read_personas(path: str) -> tuple[str, ...]:
 
 
 def draw_persona(path: str | None, seed: str) -> str | None:
-    """The persona that belongs to `seed`, the same in every process."""
+    """The persona for `seed`, the same in every process."""
     return random.Random(seed).choice(read_personas(path)) if path else None
