@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from megatron_collab import environments
 from megatron_collab.config import Config, ConfigError
 from megatron_collab.data.transcript import shown
-from megatron_collab.rollout.users import User, UserError, UserReply
-from megatron_collab.types import Conversation
+from megatron_collab.rollout.users import User, UserError, UserReply, Users
+from megatron_collab.types import Conversation, Task
 
 ASK_ME = "Please ask me what you need to know, or tell me the answer."
 NO_MORE, TOLD_ALREADY = "That is all I know.", "I have told you all that I know about that."
@@ -37,6 +37,10 @@ class ScriptedUser(User):
     The script sees what an llm user sees: no tool calls, no thoughts. Guardrails do not apply to it.
     """
 
+    def __init__(self, task: Task, argument: str, sample: str, users: Users) -> None:
+        super().__init__(task, argument, sample, users)
+        self.script = environments.find_script(argument)
+
     @classmethod
     def unavailable(cls, argument: str, config: Config) -> str | None:
         try:
@@ -47,8 +51,7 @@ class ScriptedUser(User):
 
     async def reply(self, conversation: Conversation) -> UserReply:
         self.users.counters["user_replies"] += 1
-        script = environments.find_script(self.argument)
-        return self.says(script(self.task.goal, shown(conversation.messages)))
+        return self.says(self.script(self.task.goal, shown(conversation.messages)))
 
 
 class ReplayUser(User):
