@@ -16,6 +16,8 @@ from megatron_collab.types import Message, Task, ToolCall
 if TYPE_CHECKING:
     from megatron_collab.inference.router import Router
 
+# JSON's types in Python's
+_TYPES: dict[str, Any] = dict(string=str, number=int | float, integer=int, boolean=bool, array=list, object=dict)
 TOOLS = {"calculator": f"{__name__}.calculator:Calculator"}
 
 
@@ -110,17 +112,6 @@ def check_arguments(arguments: Mapping[str, Any], parameters: Mapping[str, Any])
         if name not in parameters["properties"]:
             raise ToolError(f"unknown argument {name}; there are {', '.join(parameters['properties'])}")
         kind = parameters["properties"][name].get("type")
-        if kind in _JSON_TYPES and (
-            not isinstance(value, _JSON_TYPES[kind]) or isinstance(value, bool) != (kind == "boolean")
-        ):
+        fits = isinstance(value, _TYPES.get(kind, object)) and isinstance(value, bool) == (kind == "boolean")
+        if kind in _TYPES and not fits:
             raise ToolError(f"argument {name} is no {kind}")
-
-
-_JSON_TYPES: dict[str, tuple[type, ...]] = {
-    "string": (str,),
-    "number": (int, float),
-    "integer": (int,),
-    "boolean": (bool,),
-    "array": (list,),
-    "object": (dict,),
-}
