@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import sys
 
-from megatron_collab.runtime import startup
+from megatron_collab.runtime import process
 
 if __name__ == "__main__":
-    startup.begin()  # the imports below take seconds
+    process.imports_begin()  # those below take seconds
 
 from megatron_collab import patches
 from megatron_collab.algo.advantages import with_advantages
@@ -21,7 +21,7 @@ from megatron_collab.launch import prepare
 from megatron_collab.launch.help import composed, help_text
 from megatron_collab.launch.validate import load
 from megatron_collab.observability.progress import Stopwatch
-from megatron_collab.runtime import network, process
+from megatron_collab.runtime import network
 from megatron_collab.runtime.redact import redact
 
 # Imported in the functions: what needs Megatron, Ray or SGLang, which only a rank does.
@@ -129,7 +129,7 @@ def main(arguments: list[str]) -> int:
         prepare.replace_by_torchrun(config, arguments)
     os.environ |= network.variables(config)
     process.die_with_parent(process.parent())
-    startup.take_signals(process.global_rank())
+    process.take_signals(process.global_rank())
     try:
         (train_sft if config.train.stage == "sft" else train_rl)(config)
     except process.Preempted:

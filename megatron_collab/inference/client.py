@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import aiohttp
 
 from megatron_collab.config import RolloutConfig, SamplingConfig
-from megatron_collab.runtime.retry import retried
+from megatron_collab.runtime.network import retried
 from megatron_collab.types import Finish, ToolCall, Turn
 
 ATTEMPTS = 5

@@ -23,10 +23,10 @@ from megatron_collab.config import Config
 from megatron_collab.inference import KEY_VARIABLE, PARENT_VARIABLE, STACKS_VARIABLE
 from megatron_collab.models.parallel_layout import servers_per_node
 from megatron_collab.runtime import device, heartbeat, network, stacks
+from megatron_collab.runtime.files import COMPILE_CACHE, ScratchFolder
 from megatron_collab.runtime.network import bindable
 from megatron_collab.runtime.process import RunStopped, raise_if_preempted
 from megatron_collab.runtime.redact import redact
-from megatron_collab.runtime.scratch import COMPILE_CACHE, ScratchFolder
 
 # By default SGLang allocates nearly all memory of the machine for its cache, and touches every page of it.
 CPU_CACHE_TOKENS = 2**18

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from megatron_collab.runtime import process
-from megatron_collab.runtime.scratch import COMPILE_CACHE, ScratchFolder
+from megatron_collab.runtime.files import COMPILE_CACHE, ScratchFolder
 
 if TYPE_CHECKING:
     import torch.distributed as dist

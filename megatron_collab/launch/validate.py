@@ -34,7 +34,7 @@ def validate(config: Config) -> None:
     """Cross-checks that need no process and no model in memory."""
     check_settings(config)
     try:
-        device.check_device(config.launch.device)
+        device.select(config.launch.device)
         network.address(config)
     except ValueError as error:
         raise ConfigError(str(error)) from error

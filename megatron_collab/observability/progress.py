@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from functools import partial
 
 from tqdm import tqdm
 
@@ -11,43 +12,28 @@ LOG_EVERY = 10.0  # seconds
 
 
 class Log:
-    """Stands in for a bar where nobody watches: prints a line at most every `every` seconds."""
+    """A bar's stand-in for log files: prints a line at most every LOG_EVERY seconds."""
 
-    def __init__(self, title: str, total: int, unit: str, done: int, every: float) -> None:
-        self.title, self.total, self.unit = title, total, unit
-        self._first, self._n, self._every = done, done, every
+    def __init__(self, title: str, total: int, unit: str, done: int) -> None:
+        self._n = done
+        self._shown = partial(tqdm.format_meter, total=total, ncols=0, prefix=title, unit=unit, initial=done)
         self._began = self._printed = time.monotonic()
-
-    def __enter__(self) -> Log:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def update(self, n: int) -> None:
         self._n += n
         now = time.monotonic()
-        if now - self._printed >= self._every:
+        if now - self._printed >= LOG_EVERY:
             self._printed = now
-            elapsed = now - self._began
-            shown = tqdm.format_meter(
-                self._n, self.total, elapsed, ncols=0, prefix=self.title, unit=self.unit, initial=self._first
-            )
-            print(shown, file=sys.stderr, flush=True)
+            print(self._shown(self._n, elapsed=now - self._began), file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Nothing stays open."""
 
 
-def progress(
-    title: str, total: int, unit: str = "task", done: int = 0, keep: bool = False, every: float = LOG_EVERY
-) -> tqdm | Log:
-    """What shows how far `total` is done, on stderr: a context manager with `.update(n)` and `.close()`.
-
-    `keep`: the bar stays when it is full; `every`: seconds between the lines of a log file.
-    """
+def progress(title: str, total: int, unit: str = "task", done: int = 0, keep: bool = False) -> tqdm | Log:
+    """Progress towards `total`, of which `done` is done, on stderr; `keep`: the bar stays when it is full."""
     if not sys.stderr.isatty():
-        return Log(title, total, unit, done, every)
+        return Log(title, total, unit, done)
     return tqdm(total=total, desc=title, unit=unit, initial=done, leave=keep, dynamic_ncols=True, mininterval=0.2)
 
 
@@ -59,7 +45,7 @@ class Stopwatch:
         self._laps: dict[str, float] = {}
 
     def lap(self, stage: str) -> None:
-        """What passed since the last lap belongs to `stage`."""
+        """Count the time since the last lap as `stage`."""
         now = time.monotonic()
         self._laps[stage] = self._laps.get(stage, 0.0) + now - self._last
         self._last = now

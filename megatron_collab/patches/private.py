@@ -33,7 +33,7 @@ INTERFACES = {  # what uses it and why, until when, the test that fails without 
         "tests/checkpoint/test_checkpointer.py::test_all_ranks_learn_that_one_could_not_write",
     ),
     "torch.UntypedStorage._cdata": (
-        "trainer/offload.py moves every storage once; storages cannot be hashed",
+        "trainer/network.py moves every storage once; storages cannot be hashed",
         "UntypedStorage can be hashed",
         "tests/trainer/test_offload.py::test_training_goes_on_as_if_nothing_had_been_moved",
     ),

@@ -1,7 +1,6 @@
-"""The policy's turns and what follows from them: users and tools answer until the conversation ends.
+"""Conversations (the policy's turns, and the answers of users and tools, until an ending) and groups of them.
 
-A trained turn is sampled once and played on several times; each future is an asyncio task of its own, so all
-conversations of a worker wait at the same time and none waits for another.
+A trained turn is sampled once and played on several times; each future is an asyncio task of its own.
 """
 
 from __future__ import annotations
@@ -9,44 +8,22 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
 
 from megatron_collab.config import Config, SamplingConfig
+from megatron_collab.data.chat_template import ChatRenderer
 from megatron_collab.inference.client import EngineError
-from megatron_collab.rollout.tools import Toolbox, ToolParser
-from megatron_collab.rollout.users import User, UserError, Users
-from megatron_collab.types import Conversation, Ending, Finish, Message, Task, Turn
-
-
-class TurnSampler(ToolParser, Protocol):
-    """What samples the policy's turns, and finds the calls of tools in them."""
-
-    async def generate(
-        self, prompt_ids: tuple[int, ...], *, max_new_tokens: int, sampling: SamplingConfig, seed: int, affinity: str
-    ) -> Turn:
-        """One turn after `prompt_ids`; raises EngineError where none can be had.
-
-        Calls of the same `affinity` share a prefix, and are best served by the same server.
-        """
-
-
-class Renderer(Protocol):
-    """A chat template as token ids."""
-
-    opens_thought: bool
-    """Whether the prompt ends with `<think>`."""
-
-    def first(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """The prompt: all messages, and what opens the policy's turn."""
-
-    def next(self, messages: Sequence[Message], turn: Turn) -> tuple[int, ...]:
-        """What follows a sampled turn: its end where it lacks one, the messages, the opening of the next turn."""
+from megatron_collab.inference.router import Router
+from megatron_collab.reward.dispatch import RewardClient
+from megatron_collab.reward.multiturn import reward_function
+from megatron_collab.rollout.tools import Toolbox
+from megatron_collab.rollout.users import UserError, Users
+from megatron_collab.types import Conversation, Ending, Finish, Future, Group, Message, Reward, Rollout, Task
 
 
 @dataclass(frozen=True)
 class RolloutPlace:
-    """Where in the run a conversation stands; what is drawn there depends on nothing else.
+    """The place of a conversation in the run, from which all its random draws follow.
 
     `stream` names step and task; all conversations of a stream share their first tokens.
     """
@@ -63,7 +40,7 @@ class RolloutPlace:
 class Sampler:
     """Samples trained turns and plays them on, under the budgets of `config.rollout`."""
 
-    def __init__(self, policy: TurnSampler, renderer: Renderer, users: Users, config: Config) -> None:
+    def __init__(self, policy: Router, renderer: ChatRenderer, users: Users, config: Config) -> None:
         self.policy = policy
         self.renderer = renderer
         self.users = users
@@ -99,7 +76,12 @@ class Sampler:
                 await user.start(conversation)
                 for _ in range(min(self.config.max_user_turns, self.config.max_assistant_turns - 1)):
                     if not conversation.ending:
-                        conversation = await self._user_turn(conversation, user)
+                        reply = await user.reply(conversation)
+                        conversation = conversation.add_reward(reply.reward)
+                        if reply.done:  # the policy's last turn is the end of the token stream
+                            conversation = conversation.add_messages([reply.message], ()).end(Ending.USER_DONE)
+                        else:
+                            conversation = self._append(conversation, [reply.message])
                     if not conversation.ending:
                         conversation = await self._turn(conversation, task, place, sampling)
                     if strict:
@@ -110,7 +92,8 @@ class Sampler:
             conversation = self._late(conversation)
         finally:
             reward = await user.finish(conversation)
-        return _ended(conversation.add_reward(reward))
+        conversation = conversation.add_reward(reward)
+        return conversation if conversation.ending else conversation.end(Ending.TURN_LIMIT)
 
     def refuse_malformed(self, conversation: Conversation) -> Conversation:
         """The conversation, ended where the policy's last turn is one that no user should see."""
@@ -125,7 +108,7 @@ class Sampler:
     async def _turn(
         self, conversation: Conversation, task: Task, place: RolloutPlace, sampling: SamplingConfig
     ) -> Conversation:
-        """One turn of the policy: generations until one calls no tool, or may call none any more; that is the reply."""
+        """Generations of the policy until one calls no tool, or may call none any more: that is the reply."""
         for _ in range(self.config.max_tool_calls if self.config.tools else 0):
             conversation = await self._generate(conversation, place, sampling)
             if conversation.ending:
@@ -136,8 +119,8 @@ class Sampler:
                 return conversation.end(Ending.ERROR, str(error))
             if not answers:
                 return conversation
-            heard = self._hear(conversation.add_reward(reward), answers)
-            if heard.ending:  # no room for the answers: the call is the last word
+            heard = self._append(conversation.add_reward(reward), answers)
+            if heard.ending:  # no room for the answers: the conversation ends with the call
                 return conversation.end(heard.ending)
             conversation = heard
         return await self._generate(conversation, place, sampling)
@@ -145,10 +128,9 @@ class Sampler:
     async def _generate(
         self, conversation: Conversation, place: RolloutPlace, sampling: SamplingConfig
     ) -> Conversation:
-        length = self.config.context_length
-        room = length - len(conversation.token_ids)
+        room = self.config.context_length - len(conversation.token_ids)
         if room < 1:
-            why = f"the task's messages alone fill rollout.context_length={length}"
+            why = f"the task's messages alone fill rollout.context_length={self.config.context_length}"
             return conversation.end(Ending.ERROR, why)
         try:
             turn = await self.policy.generate(
@@ -166,15 +148,8 @@ class Sampler:
         full = turn.finish is Finish.LENGTH and len(turn.token_ids) == room
         return conversation.end(Ending.LENGTH) if full else conversation
 
-    async def _user_turn(self, conversation: Conversation, user: User) -> Conversation:
-        reply = await user.reply(conversation)
-        conversation = conversation.add_reward(reply.reward)
-        if reply.done:  # nothing is sampled after it, so the token stream ends with the policy's last turn
-            return conversation.add_messages([reply.message], ()).end(Ending.USER_DONE)
-        return self._hear(conversation, [reply.message])
-
-    def _hear(self, conversation: Conversation, messages: Sequence[Message]) -> Conversation:
-        """Append what was said to the policy; the conversation ends where there is no room for a reply."""
+    def _append(self, conversation: Conversation, messages: Sequence[Message]) -> Conversation:
+        """Append messages of users or tools; the conversation ends where there is no room for a reply."""
         token_ids = self.renderer.next(messages, conversation.turns[-1])
         if len(conversation.token_ids) + len(token_ids) >= self.config.context_length:
             return conversation.add_messages(messages, ()).end(Ending.LENGTH)
@@ -184,8 +159,69 @@ class Sampler:
         return conversation.end(Ending.DEADLINE, f"not ended after rollout.deadline={self.config.deadline:g} s")
 
 
-def _ended(conversation: Conversation) -> Conversation:
-    return conversation if conversation.ending else conversation.end(Ending.TURN_LIMIT)
+class Player:
+    """Plays groups: trained turns, their futures, and the reward of each turn.
+
+    Failures of users and of the engine are in the group, as conversations with an error and Missing scores.
+    """
+
+    def __init__(
+        self, policy: Router, renderer: ChatRenderer, users: Users, rewards: RewardClient, config: Config
+    ) -> None:
+        self.sampler = Sampler(policy, renderer, users, config)
+        self.rewards = rewards
+        self.config = config
+        self.reward = reward_function(config.reward)
+        self.strict = config.reward.malformed is not None
+
+    async def play(self, task: Task, stream: str) -> Group:
+        """train.rollouts_per_prompt rollouts of `task`, all at once, as reward.mode and rollout.futures say.
+
+        `stream` names the place in the run (step and task) that the sampling seeds follow from.
+        """
+        places = [RolloutPlace(stream, i) for i in range(self.config.train.rollouts_per_prompt)]
+        return Group(task, tuple(await asyncio.gather(*(self._play(task, place) for place in places))))
+
+    async def evaluate(self, task: Task, stream: str) -> Group:
+        """One rollout with one future, played as a user would see it: a malformed turn is answered as well."""
+        place = RolloutPlace(stream, 0)
+        start = await self.sampler.trained_turn(task, place)
+        return Group(task, (self._rollout(start, [await self._future(start, task, place)]),))
+
+    async def _play(self, task: Task, place: RolloutPlace) -> Rollout:
+        """A trained turn and its futures; without futures a whole conversation, every turn of the policy trained.
+
+        A turn after which nothing can follow is scored as it is, with reward.mode=single_turn every turn.
+        """
+        options = self.config.rollout
+        start = await self.sampler.trained_turn(task, place)
+        if self.strict:
+            start = self.sampler.refuse_malformed(start)
+        if not start.ending and self.config.reward.mode == "single_turn":
+            start = start.end(Ending.TURN_LIMIT)
+        elif not start.ending and options.futures == 0:
+            start = await self.sampler.play_on(start, task, place, options.turn, strict=self.strict)
+        if start.ending:
+            return self._rollout(start, [await self._scored(task, start)])
+        futures = (self._future(start, task, replace(place, future=i)) for i in range(options.futures))
+        return self._rollout(start, await asyncio.gather(*futures))
+
+    async def _future(self, start: Conversation, task: Task, place: RolloutPlace) -> Future:
+        """A future of `start`, scored as soon as it ends."""
+        if not start.ending:
+            start = await self.sampler.play_on(start, task, place, self.config.rollout.future)
+        return await self._scored(task, start)
+
+    async def _scored(self, task: Task, conversation: Conversation) -> Future:
+        if conversation.ending is Ending.MALFORMED:  # its reward is reward.malformed, whatever the metrics
+            return Future(conversation, {})
+        return Future(conversation, await self.rewards.score(task, conversation))
+
+    def _rollout(self, start: Conversation, futures: Sequence[Future]) -> Rollout:
+        penalty = self.config.reward.malformed
+        malformed = any(future.conversation.ending is Ending.MALFORMED for future in futures)
+        reward = self.reward(futures) if penalty is None or not malformed else Reward(penalty)
+        return Rollout(start, tuple(futures), reward)
 
 
 def seed_of(run_seed: int, place: RolloutPlace, turn: int) -> int:

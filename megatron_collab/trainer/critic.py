@@ -38,14 +38,15 @@ class Critic:
     def update(self, share: Share, lr: float) -> dict[str, float]:
         """One optimizer step towards the column `returns`, held near the column `values`; collective."""
 
-        def loss(micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        def value_loss(micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
             columns, values = micro_batch.columns, self._predict(micro_batch, hidden)
-            terms = losses.value_loss(values, columns["values"], columns["returns"], self.config.algo.critic_clip)
-            total = (terms.loss * columns["weights"]).sum()
-            clipped = (terms.clipped * columns["weights"]).sum()
-            return total, torch.stack([total.detach(), clipped])
+            loss, clipped = losses.value_loss(
+                values, columns["values"], columns["returns"], self.config.algo.critic_clip
+            )
+            total = (loss * columns["weights"]).sum()
+            return total, torch.stack([total.detach(), (clipped * columns["weights"]).sum()])
 
-        reports, norm = self.network.step(share, loss, lr)
+        reports, norm = self.network.step(share, value_loss, lr)
         sums = torch.zeros(2, device=share.micro_batches[0].token_ids.device)
         if parallel_state.get_tensor_model_parallel_rank() == 0:  # its peers report the same tokens
             sums += sum(reports)

@@ -46,12 +46,11 @@ def head_log_probs(
     rank's rows of the output layer, both of one dtype; `labels` int64 [N] < `vocab_size`, the number of real entries.
     N may be 0. Both results are the same on every rank and differentiable in `hidden` and `head`.
 
-    The gradient of `hidden` is this rank's part of a sum over the ranks, which the region before (Megatron's copy or
-    gather) makes. Where `head` has a `main_grad` (float32 [V/tp, h], the buffer of Megatron's
-    DistributedDataParallel), its gradient is added there and autograd gets none.
+    The gradient of `hidden` is this rank's part of a sum that the region before (Megatron's copy or gather) makes. The
+    gradient of `head` is added to its `main_grad`, if it has one (float32, Megatron's DistributedDataParallel).
 
-    Computed in float32 whatever the dtype. Where the operands are bfloat16 on a GPU, the gradient of the logits is
-    rounded to bfloat16 before it is multiplied, as it is with Megatron's own output layer; sums stay float32.
+    Computed in float32 whatever the dtype; with bfloat16 on a GPU the gradient of the logits is rounded to bfloat16
+    before it is multiplied, as with Megatron's own output layer; sums stay float32.
     """
     return _HeadLogProbs.apply(hidden, head, labels, temperature, vocab_size)
 
@@ -81,7 +80,10 @@ class _HeadLogProbs(torch.autograd.Function):
             _exp(logits.sub_(largest[:, None]), out=weight)
             found = torch.stack([largest, weight.sum(1), weight.mul_(logits).sum(1), label])
             stats[:, rows] = _merged(torch.stack([stats[:, rows], found]))
-        m, s, u, label = _merged(_gathered(stats))
+        group = parallel_state.get_tensor_model_parallel_group()
+        of_ranks = stats.new_empty(dist.get_world_size(group), *stats.shape)
+        dist.all_gather(list(of_ranks), stats, group)
+        m, s, u, label = _merged(of_ranks)
         entropy = s.log() - u / s
         ctx.save_for_backward(hidden, head, labels, m, s, entropy)
         return label - m - s.log(), entropy
@@ -120,17 +122,13 @@ class _HeadLogProbs(torch.autograd.Function):
                 _product(hidden_grad[rows], minus_gradient, head_rows, alpha=-alpha, beta=1.0)
             if head_grad is not None:
                 _product(head_grad[columns], minus_gradient.t(), states[rows], alpha=-alpha, beta=1.0)
-        return (
-            None if hidden_grad is None else hidden_grad.to(hidden.dtype),
-            None if head_grad is None or ctx.main_grad is not None else head_grad.to(head.dtype),
-            None,
-            None,
-            None,
-        )
+        of_hidden = None if hidden_grad is None else hidden_grad.to(hidden.dtype)
+        of_head = None if head_grad is None or ctx.main_grad is not None else head_grad.to(head.dtype)
+        return of_hidden, of_head, None, None, None
 
 
 def _tiles(tokens: int, entries: int, device_type: str) -> Iterator[tuple[slice, slice]]:
-    """Rows and columns of the tiles: nearly square, since that moves the fewest bytes of hidden states and head."""
+    """Rows and columns of the tiles: nearly square, which moves the fewest bytes of hidden states and head."""
     if tokens == 0:
         return
     size = TILE[device_type]
@@ -146,14 +144,13 @@ def _buffers(hidden: Tensor) -> Tensor:
     return torch.empty(2, TILE[hidden.device.type], device=hidden.device)
 
 
-def _tile(buffers: Tensor, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
+def _tile(buffers: Tensor, rows: slice, columns: slice) -> Tensor:
     shape = rows.stop - rows.start, columns.stop - columns.start
-    logits, weight = buffers[:, : shape[0] * shape[1]].view(2, *shape)
-    return logits, weight
+    return buffers[:, : shape[0] * shape[1]].view(2, *shape)
 
 
 def _operand(matrix: Tensor) -> Tensor:
-    """The operand of a product: a CPU cannot multiply bfloat16 into a float32 result."""
+    """For a product: a CPU cannot multiply bfloat16 into a float32 result."""
     return matrix.float() if matrix.device.type == "cpu" else matrix
 
 
@@ -184,11 +181,3 @@ def _merged(parts: Tensor) -> Tensor:
     s = weight * parts[:, 1]
     u = weight * (parts[:, 2] + below * parts[:, 1])
     return torch.stack([m, s.sum(0), u.sum(0), parts[:, 3].sum(0)])
-
-
-def _gathered(stats: Tensor) -> Tensor:
-    """The statistics [4, N] of every tensor-parallel rank, [tp, 4, N]."""
-    group = parallel_state.get_tensor_model_parallel_group()
-    found = stats.new_empty(dist.get_world_size(group), *stats.shape)
-    dist.all_gather(list(found), stats, group)
-    return found

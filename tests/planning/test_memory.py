@@ -16,7 +16,7 @@ from megatron_collab.config import CONF, Config, compose
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.planning import memory
 from megatron_collab.trainer import logprobs
-from megatron_collab.trainer.objectives import Head
+from megatron_collab.trainer.losses import Head
 from tests.planning.held import held
 from tests.planning.memory_worker import LAYOUTS, MOE, layout
 from tests.ranks import run_ranks

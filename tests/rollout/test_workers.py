@@ -28,7 +28,7 @@ from megatron_collab.llm.client import LlmClient
 from megatron_collab.reward.dispatch import RewardClient
 from megatron_collab.reward.workers import RewardWorker
 from megatron_collab.rollout import scheduler
-from megatron_collab.rollout.group import Player
+from megatron_collab.rollout.conversation import Player
 from megatron_collab.rollout.journal import Journal, WeightDigests
 from megatron_collab.rollout.scheduler import Asked, Flight, Look, Slot, answers
 from megatron_collab.rollout.users import Users

@@ -25,8 +25,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from megatron_collab.config import Config, SamplingConfig
-from megatron_collab.rollout.conversation import RolloutPlace, Sampler
-from megatron_collab.rollout.group import Player
+from megatron_collab.rollout.conversation import Player, RolloutPlace, Sampler
 from megatron_collab.rollout.users import UserReply
 from megatron_collab.types import Conversation, Finish, Message, Score, Task, Turn
 

@@ -40,7 +40,7 @@ def with_endpoint(
         async with Endpoint(*replies) as endpoint:
             at = endpoint.config()
             made = users(model=at.model, api_base=at.api_base, **options)
-            return await play(made), endpoint.requests, made.take_counters()
+            return await play(made), endpoint.requests, made.counters
 
     return asyncio.run(run())
 
@@ -259,7 +259,7 @@ def play_policy(
     async def play() -> list[UserReply | UserError]:
         return await asyncio.gather(*map(one, range(n)))
 
-    return asyncio.run(play()), made.take_counters()
+    return asyncio.run(play()), made.counters
 
 
 def test_a_server_that_is_gone_does_not_silence_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,7 +274,7 @@ def test_a_server_that_is_gone_does_not_silence_the_user(monkeypatch: pytest.Mon
             made.engine = made.engine[:1]
             with pytest.raises(UserError):
                 await each[0].reply(said("hi", "hello"))
-            return said_all, len(endpoint.requests), made.take_counters()
+            return said_all, len(endpoint.requests), made.counters
 
     assert asyncio.run(play()) == (["yes"] * 8, 8, {"user_replies": 8, "user_failed": 1})
 
