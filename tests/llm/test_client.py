@@ -351,12 +351,12 @@ def test_calls_at_once_are_limited_and_waiting_is_not_held_against_them() -> Non
         nonlocal running, most
         running += 1
         most = max(most, running)
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.4)
         running -= 1
         return await GOOD(request)
 
     async def questions(client: LlmClient, endpoint: Endpoint) -> Any:
-        settings = endpoint.config(deadline=1.5)  # all of them take 2 s
+        settings = endpoint.config(deadline=3.5)  # all of them take 4 s, one 0.4 s
         return await asyncio.gather(*(client.ask(settings, QUESTION, SCORE) for _ in range(30)))
 
     answers, limiter = with_limiter(LlmConfig(max_concurrent=3), questions, busy)
