@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 
 from megatron_collab.config import ConfigError
 from megatron_collab.models import hf_config, hf_to_megatron
-from megatron_collab.models.hf_to_megatron import Index, ModelShape, Piece, Shape, TensorPlace, WeightEntry, hf_shapes
+from megatron_collab.models.hf_to_megatron import Index, ModelShape, Piece, Shape, WeightEntry, hf_shapes
 from megatron_collab.runtime import heartbeat
 
 FILE_BYTES = 4 << 30
@@ -207,16 +207,6 @@ def values(shard: torch.nn.Parameter) -> torch.Tensor:
     return dequantize_fp8_tensor(shard.detach()) if is_float8tensor(shard) else shard.detach()
 
 
-def place() -> TensorPlace:
-    """This rank's place in the layout."""
-    return TensorPlace(
-        tp=parallel_state.get_tensor_model_parallel_world_size(),
-        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-        replica=parallel_state.get_data_parallel_rank(with_context_parallel=True),
-        expert_replica=parallel_state.get_expert_data_parallel_rank(),
-    )
-
-
 def load_hf(chunks: Iterable[torch.nn.Module], folder: Path, shape: ModelShape) -> None:
     """Fill this rank's parameters from `folder`; only the rank's own slices are read.
 
@@ -251,20 +241,19 @@ def save_hf(chunks: Iterable[torch.nn.Module], folder: Path, source: Path, shape
     other small files come from `source`.
     """
     heartbeat.at(f"exporting to {folder}")
-    own = place()
-    shards = dict(named_shards(chunks))
+    tp, tp_rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
+    replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    expert_replica = parallel_state.get_expert_data_parallel_rank()
+    table, shards = hf_to_megatron.table(shape), dict(named_shards(chunks))
     example = next(iter(shards.values()))
-    offers = {
-        entry.megatron: own.tp_rank
-        for entry in hf_to_megatron.table(shape)
-        if entry.megatron in shards and own.writes(entry)
-    }
+    exported = (entry for entry in table if hf_to_megatron.exports(entry, tp_rank, replica, expert_replica))
+    offers = {entry.megatron: tp_rank for entry in exported if entry.megatron in shards}
     if dist.get_rank() == 0:
         offered: list[dict[str, int]] = [{}] * dist.get_world_size()
         dist.gather_object(offers, offered)
         with replacing(folder) as partial:
             writer = HFWriter(partial, shape, example.dtype, FILE_BYTES)
-            for entry in hf_to_megatron.table(shape):
+            for entry in table:
                 for rank, owned in enumerate(offered):
                     if entry.megatron not in owned:
                         continue
@@ -272,10 +261,10 @@ def save_hf(chunks: Iterable[torch.nn.Module], folder: Path, source: Path, shape
                     if rank == 0:
                         shard = values(shards[entry.megatron])
                     else:
-                        wanted = hf_to_megatron.shard_shape(entry, own.tp)
+                        wanted = hf_to_megatron.shard_shape(entry, tp)
                         shard = torch.empty(wanted, dtype=example.dtype, device=example.device)
                         dist.recv(shard, rank)
-                    writer.fill(shard, hf_to_megatron.pieces(entry, shape, own.tp, owned[entry.megatron]))
+                    writer.fill(shard, hf_to_megatron.pieces(entry, shape, tp, owned[entry.megatron]))
             writer.finish(source)
     else:
         dist.gather_object(offers)

@@ -12,10 +12,11 @@ from megatron.core.parallel_state import RankGenerator
 from megatron_collab.config import CONF, compose
 from megatron_collab.models import hf_config, hf_to_megatron, hf_to_sglang
 from megatron_collab.models.hf_config import Experts, ModelShape
-from megatron_collab.models.parallel_layout import stage_layers
+from megatron_collab.models.hf_to_sglang import ServerLayout
+from megatron_collab.models.parallel_layout import TrainerLayout, stage_layers
 from megatron_collab.weight_sync import plan
 from megatron_collab.weight_sync.encoding import FP8_BLOCK, fp8_nbytes, fp8_scales
-from megatron_collab.weight_sync.plan import ServerLayout, Slice, SyncPlan, TrainerLayout
+from megatron_collab.weight_sync.plan import Slice, SyncPlan
 from tests.weight_sync.random_layouts import draw
 
 ITEM = 4
@@ -217,7 +218,7 @@ def test_cuts_through_blocks_of_fp8_are_said(
     settings: dict[str, int], trainer: TrainerLayout, server: ServerLayout, said: str | None
 ) -> None:
     shape = replace(draw(0)[0], heads=4, kv_heads=2, head_dim=128, ffn=512, hidden=256, experts=None)
-    fault = plan.fp8_fault(replace(shape, **settings), trainer, server)
+    fault = plan.layout_fault(replace(shape, **settings), trainer, server)
     assert fault == said if said is None else fault is not None and said in fault and "\n" not in fault
 
 
