@@ -21,7 +21,7 @@ from megatron_collab.runtime.rank0 import shared
 from megatron_collab.trainer.megatron.config import DTYPES
 from megatron_collab.weight_sync.encoding import Sums, combined, fp8_scales
 from megatron_collab.weight_sync.http_protocol import PublishError, ServerCall, ServerCalls
-from megatron_collab.weight_sync.node_routing import hops, nodes, sent, written
+from megatron_collab.weight_sync.node_routing import hops, lacking, nodes, sent, written
 from megatron_collab.weight_sync.plan import Slice, plan_sync, server_layout, trainer_layout, uses_memory
 from megatron_collab.weight_sync.sender import Sender
 from megatron_collab.weight_sync.store_protocol import Board, Peer, connect
@@ -49,12 +49,11 @@ class InPlace:
         # Two lines: one waits for buckets while rank 0's calls are under way on the other.
         limit = hang_detector.collective_timeout(config.launch.timeout).total_seconds()
         self._store, self._calls_store = (connect(self._address, self._prefix, limit) for _ in range(2))
-        self._before: Board | None = None  # of the last publish, with its servers
-        self._peers: Sequence[Peer] = ()
+        self._before: Board | None = None  # of the last publish
         self.carrier: SharedMemoryTransport | NetworkTransport
         if uses_memory(config):
             away = Sender(
-                sent(self._plan, self._nodes, rank), lambda piece: self._nodes.without(piece.holders), shards, dtype
+                sent(self._plan, self._nodes, rank), lambda piece: lacking(self._nodes, piece.holders), shards, dtype
             )
             relay = Relay(away, hops(self._plan, self._nodes), home, config.launch.timeout)
             self.carrier = SharedMemoryTransport(
@@ -88,7 +87,9 @@ class InPlace:
         links.start(bring)
         self.carrier.carry(board, peers, sums)
         if dist.get_rank() == 0:  # while the last buckets are read
-            self._wipe(board, peers)
+            if self._before is not None:  # every rank was through with it when that publish ended
+                self._before.clear()
+            self._before = board
         links.settle()
         dist.barrier()  # every rank has said whom it has abandoned, and waits for nothing on the board
         for link in links.left():
@@ -97,12 +98,6 @@ class InPlace:
         if sums is not None:
             self._compare(links, found, _all_sums(sums))
         links.each(_commit)
-
-    def _wipe(self, board: Board, peers: Sequence[Peer]) -> None:
-        """Remove what the publish before left on the board; every rank was through with it when it ended."""
-        if self._before is not None:
-            self._before.clear(dist.get_world_size(), self._peers, len(self._plan.rounds))
-        self._before, self._peers = board, peers
 
     def _orders(self, server: int, take: Mapping[str, Any], addresses: Sequence[Mapping[str, Any]] | None) -> list[str]:
         """What the ranks of a server are told (see receiver.py); `addresses` where they are new to us."""

@@ -122,7 +122,7 @@ class NetworkTransport:
             self._lose(board, peer, error)
 
     def _name(self, board: Board, peer: Peer) -> str:
-        return f"{self._prefix}/{board.number}/group/{peer.server}"
+        return f"{self._prefix}/group/{board.number}/{peer.server}"
 
     def _send(self, board: Board, peer: Peer, parts: Mapping[int, Tensor], number: int) -> list[dist.Work]:
         try:
