@@ -15,14 +15,14 @@ import torch.distributed as dist
 from megatron_collab.checkpoint.hf import named_shards
 from megatron_collab.config import Config
 from megatron_collab.models import hf_to_sglang
-from megatron_collab.models.hf_to_megatron import Index, ModelShape
+from megatron_collab.models.hf_to_megatron import ModelShape
 from megatron_collab.runtime import device, hang_detector
 from megatron_collab.runtime.rank0 import shared
 from megatron_collab.trainer.megatron.config import DTYPES
 from megatron_collab.weight_sync.encoding import Sums, combined, fp8_scales
 from megatron_collab.weight_sync.http_protocol import PublishError, ServerCall, ServerCalls
 from megatron_collab.weight_sync.node_routing import hops, lacking, nodes, sent, written
-from megatron_collab.weight_sync.plan import Slice, plan_sync, server_layout, trainer_layout, uses_memory
+from megatron_collab.weight_sync.plan import plan_sync, server_layout, trainer_layout, uses_memory
 from megatron_collab.weight_sync.sender import Sender
 from megatron_collab.weight_sync.store_protocol import Board, Peer, connect
 from megatron_collab.weight_sync.transports.internode import Relay
@@ -128,8 +128,18 @@ class InPlace:
             "dtype": self._dtype,
             "parameters": parameters,
             "constants": constants,
-            "rounds": [
-                [_row(piece, self._nodes.writer(node, rank, piece)) for piece in buckets[rank].slices]
+            "rounds": [  # of receiver.Row
+                [
+                    [
+                        self._nodes.writer(node, rank, piece),
+                        piece.target,
+                        [(cut.start, cut.stop) for cut in piece.target_index],
+                        piece.offset,
+                        piece.size,
+                        piece.quantised,
+                    ]
+                    for piece in buckets[rank].slices
+                ]
                 for buckets in self._plan.rounds
             ],
         }
@@ -153,16 +163,6 @@ def _devices(config: Config) -> list[torch.device]:
         return [torch.device("cpu")] * server.tp
     first = 0 if server.colocated else config.launch.nproc_per_node
     return [torch.device(device.GPU, first + rank) for rank in range(server.tp)]
-
-
-def _row(piece: Slice, writer: int) -> list[Any]:
-    """As receiver.Row."""
-    scales = _bounds(piece.scale_index) if piece.quantised else None
-    return [writer, piece.target, _bounds(piece.target_index), piece.offset, piece.size, scales]
-
-
-def _bounds(index: Index) -> list[tuple[int, int]]:
-    return [(cut.start, cut.stop) for cut in index]
 
 
 def _commit(link: ServerCall) -> None:

@@ -45,8 +45,7 @@ class Slice:
     explicit bounds in every dimension. Both blocks have the same elements in the same order; that of an expert has a
     leading dimension of 1 in the target. They lie at `offset`, contiguous, in the model's dtype, `size` bytes.
 
-    `quantised`: what lies there is written by write_fp8 and read by read_fp8, float8 elements and then their scales;
-    these belong to target_scale_inv[scale_index].
+    `quantised`: what lies there is written by write_fp8, float8 elements and then their scales.
 
     `holders`: all trainer ranks that have the same under the same name; `source` is one of them.
     """
@@ -60,12 +59,6 @@ class Slice:
     offset: int
     size: int
     quantised: bool = False
-
-    @property
-    def scale_index(self) -> Index:
-        """The place of the scales, one for each block of 128 x 128; a slice has whole blocks only."""
-        *leading, rows, columns = self.target_index
-        return (*leading, *(slice(cut.start // FP8_BLOCK, -(-cut.stop // FP8_BLOCK)) for cut in (rows, columns)))
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,14 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_collab.runtime.device import synchronize
-from megatron_collab.weight_sync.encoding import checksum, combined, read_fp8
+from megatron_collab.weight_sync.encoding import Index, checksum, combined, placed, views
 from megatron_collab.weight_sync.store_protocol import Address, Board, connect
 from megatron_collab.weight_sync.transports.p2p import NetworkReceiver
 from megatron_collab.weight_sync.transports.shared_memory import Handle, SharedMemoryReceiver
@@ -25,7 +25,6 @@ from megatron_collab.weight_sync.transports.shared_memory import Handle, SharedM
 logger = logging.getLogger(__name__)
 _receiver: Receiver | None = None
 
-Bounds = Sequence[tuple[int, int]]
 Copies = tuple[list[Tensor], list[Tensor]]  # places in parameters, and slices of a bucket
 
 
@@ -49,17 +48,19 @@ def receive(model: torch.nn.Module, named_tensors: Sequence[tuple[str, Tensor]])
 
 
 class Row(NamedTuple):
-    """A slice: `target` [bounds] lies at `offset` of a bucket, `size` bytes, written by trainer rank `source`.
-
-    `scales`: None, or where the scales belong that follow FP8 elements (write_fp8).
-    """
+    """A slice: `target` [bounds] lies at `offset` of a bucket, `size` bytes, written by trainer rank `source`."""
 
     source: int
     target: str
-    bounds: Bounds
+    bounds: Sequence[tuple[int, int]]
     offset: int
     size: int
-    scales: Bounds | None
+    quantised: bool
+
+    def placed(self, parameters: Mapping[str, Tensor]) -> list[tuple[Tensor, str, Index]]:
+        """Its blocks of the parameters, with their names and indices."""
+        index = tuple(slice(*bound) for bound in self.bounds)
+        return [(parameters[name][at], name, at) for name, at in placed(self.target, index, self.quantised)]
 
 
 class Receiver:
@@ -121,14 +122,15 @@ class Receiver:
                 if places:
                     torch._foreach_copy_(places, slices)
                 synchronize(bucket)  # the bucket may be written again as soon as the next one is asked for
-            sums = [_sum(parameters, row) for rows in self._rounds for row in rows] if verify else []
+            every = chain.from_iterable(row.placed(parameters) for rows in self._rounds for row in rows)
+            found = combined([checksum(*placed) for placed in every]) if verify else 0
         except Exception as error:
             self._buckets, self._pointers = None, []  # the senders notice
             with suppress(RuntimeError):  # the trainer may have ended
                 board.give_up(self._server, self._rank, len(self._rounds))
                 board.answer(self._server, self._rank, {"error": f"{type(error).__name__}: {error}"})
             raise
-        board.answer(self._server, self._rank, {"checksum": combined(sums)})
+        board.answer(self._server, self._rank, {"checksum": found})
 
     def _check(self, parameters: Mapping[str, Tensor]) -> None:
         """ValueError for a parameter that is not in the plan or differs from it: it would keep old weights."""
@@ -153,17 +155,12 @@ class Receiver:
 
     def _plan(self, parameters: Mapping[str, Tensor], rows: Sequence[Row], bucket: Tensor) -> Copies:
         """Made once: in a small model these views would take a tenth of the time of the copies."""
-        places, slices = [], []
+        places: list[Tensor] = []
+        slices: list[Tensor] = []
         for row in rows:
-            place = parameters[row.target][_index(row.bounds)]
-            data = bucket[row.offset : row.offset + row.size]
-            places.append(place)
-            if row.scales is None:
-                slices.append(data.view(self._dtype).view(place.shape))
-            else:
-                elements, scales = read_fp8(data, place.shape)
-                places.append(parameters[_scale_name(row)][_index(row.scales)])
-                slices += [elements, scales]
+            own = [block for block, _, _ in row.placed(parameters)]
+            places += own
+            slices += views(bucket[row.offset : row.offset + row.size], own[0].shape, self._dtype, row.quantised)
         return places, slices
 
 
@@ -174,19 +171,3 @@ def _parts(rows: Sequence[Row]) -> list[tuple[int, int, int]]:
         own = list(group)
         parts.append((source, own[0].offset, own[-1].offset + own[-1].size))
     return parts
-
-
-def _sum(parameters: Mapping[str, Tensor], row: Row) -> int:
-    found = checksum(parameters[row.target][_index(row.bounds)], row.target, [start for start, _ in row.bounds])
-    if row.scales is not None:
-        name = _scale_name(row)
-        found += checksum(parameters[name][_index(row.scales)], name, [start for start, _ in row.scales])
-    return found
-
-
-def _scale_name(row: Row) -> str:
-    return f"{row.target}_scale_inv"
-
-
-def _index(bounds: Bounds) -> tuple[slice, ...]:
-    return tuple(slice(start, stop) for start, stop in bounds)

@@ -9,10 +9,9 @@ A server that fails anywhere is left out and stays paused; the others go on. Wha
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,6 @@ import torch.distributed as dist
 from megatron_collab.checkpoint.hf import save_hf
 from megatron_collab.config import Config
 from megatron_collab.inference.pool import ServerPool
-from megatron_collab.inference.server import SGLangServer
 from megatron_collab.models.hf_to_megatron import ModelShape
 from megatron_collab.runtime import heartbeat
 from megatron_collab.runtime.rank0 import from_leader, shared, wait_until
@@ -60,22 +58,10 @@ class WeightSync:
     def __enter__(self) -> WeightSync:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._in_place is not None:
             self._in_place.carrier.close()
         self._callers.shutdown(wait=False)  # a call that hangs ends with the server
-
-    @property
-    def scratch_bytes(self) -> int:
-        """What this rank has allocated for buckets."""
-        return self._in_place.carrier.scratch_bytes if self._in_place else 0
-
-    @property
-    def bytes_sent(self) -> int:
-        """What this rank writes for the servers within its reach in a weight sync; each of them receives it."""
-        return self._in_place.writer.bytes if self._in_place else 0
 
     def sync(self, version: int) -> None:
         """Give the servers the present weights as `version`, and have the workers ask those that have it; collective.
@@ -109,7 +95,11 @@ class WeightSync:
         self._number += 1
         present = self._pool.present() if self._pool else []
         links = ServerCalls([ServerCall(server, self._timeout) for server in present], self._callers)
-        peers = shared(lambda: [Peer(server.index, server.tp, self._is_new(server)) for server in present])
+        peers = shared(
+            lambda: [
+                Peer(server.index, server.tp, self._known.get(server.index) != server.generation) for server in present
+            ]
+        )
         if not peers:
             raise PublishError("no server is there to be given weights")
         if self._in_place is not None:
@@ -119,13 +109,17 @@ class WeightSync:
         else:
             self._by_disk(version, links)
         failures = shared(lambda: {link.server.index: reason for link, reason in links.failures.items()})
-        self._account(present, failures)
+        if self._in_place is not None:
+            for index in failures:
+                self._in_place.carrier.drop(index)
+        self._known |= {server.index: server.generation for server in present}
+        for server in present:
+            if server.index in failures:
+                del self._known[server.index]
+                self._of_rank_0.lost(server, failures[server.index])
         if len(failures) == len(peers):
             raise PublishError("; ".join(failures.values()))
         self.version = version
-
-    def _is_new(self, server: SGLangServer) -> bool:
-        return self._known.get(server.index) != server.generation
 
     def _by_disk(self, version: int, links: ServerCalls) -> None:
         folder = Path(self._config.run.dir) / "publish"  # one that a killed run left behind is replaced
@@ -139,14 +133,3 @@ class WeightSync:
         links.each(bring)
         if dist.get_rank() == 0:
             shutil.rmtree(folder)
-
-    def _account(self, present: Sequence[SGLangServer], failures: Mapping[int, str]) -> None:
-        """Remember who has the weights; tell the pool who failed."""
-        for index in failures:
-            if self._in_place is not None:
-                self._in_place.carrier.drop(index)
-        for server in present:
-            self._known[server.index] = server.generation
-            if server.index in failures:
-                del self._known[server.index]
-                self._of_rank_0.lost(server, failures[server.index])

@@ -15,7 +15,7 @@ from megatron_collab.models.hf_config import Experts, ModelShape
 from megatron_collab.models.hf_to_sglang import ServerLayout
 from megatron_collab.models.parallel_layout import TrainerLayout, stage_layers
 from megatron_collab.weight_sync import plan
-from megatron_collab.weight_sync.encoding import FP8_BLOCK, fp8_nbytes, fp8_scales
+from megatron_collab.weight_sync.encoding import FP8_BLOCK, fp8_nbytes, fp8_scales, placed
 from megatron_collab.weight_sync.plan import Slice, SyncPlan
 from tests.weight_sync.random_layouts import draw
 
@@ -143,7 +143,7 @@ def test_blocks_of_fp8_stay_whole(seed: int) -> None:
             assert piece.quantised == (piece.target in scales)
             assert piece.size == (fp8_nbytes(sides) if piece.quantised else ITEM * elements(piece))
             if piece.quantised:
-                block = scales[piece.target][piece.scale_index]
+                block = scales[piece.target][placed(piece.target, piece.target_index, True)[1][1]]
                 assert block.shape == fp8_scales(sides)
                 assert all(cut.start % FP8_BLOCK == 0 for cut in piece.target_index[-2:])
                 block += 1

@@ -40,11 +40,6 @@ class Relay:
             # NCCL has all ranks join at the first call, and not all have something in every round.
             dist.barrier(self._group)
 
-    @property
-    def scratch_bytes(self) -> int:
-        """What this rank has allocated."""
-        return len(self._buffer)
-
     def receives(self, number: int) -> set[int]:
         """The server ranks for whose bucket this rank receives in a round."""
         return {hop.target for _, hop in self._hops[number] if hop.keeper == self._rank}

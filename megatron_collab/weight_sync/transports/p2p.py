@@ -68,11 +68,6 @@ class NetworkTransport:
         self._buffers = [torch.zeros(writer.largest, dtype=torch.uint8, device=device) for _ in range(count)]
         self._groups: dict[int, dist.ProcessGroup] = {}
 
-    @property
-    def scratch_bytes(self) -> int:
-        """What this rank has allocated."""
-        return sum(len(buffer) for buffer in self._buffers)
-
     def addresses(self, board: Board, peers: Sequence[Peer]) -> list[list[dict[str, Any]]]:
         """Arguments of a Receiver, for each of `peers` and its ranks."""
         found = []

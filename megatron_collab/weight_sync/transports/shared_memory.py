@@ -112,11 +112,6 @@ class SharedMemoryTransport:
         self._segments = {t: [opened(handle) for handle in offers[t, self._rank]] for t in needs[self._rank]}
         self._segments |= {t: [segment.data for segment in segments] for t, segments in self._own.items()}
 
-    @property
-    def scratch_bytes(self) -> int:
-        """What this rank has allocated."""
-        return sum(len(segment.data) for segment in chain(*self._own.values())) + self._relay.scratch_bytes
-
     def addresses(self, board: Board, peers: Sequence[Peer]) -> list[list[dict[str, Any]]]:
         """Arguments of a Receiver, for each of `peers` and its ranks; collective."""
         if not peers:
