@@ -25,8 +25,8 @@ FP8_BLOCK = 128
 FP8_LARGEST = 448.0
 _QUANTISED_AT_ONCE = 1 << 24  # elements, so that their float32 copies stay small
 
-# By node and server rank: the checksums of all that was written for that rank of the node's servers.
-Sums = dict[tuple[int, int], list[int]]
+# By node and server rank: the combined checksum of all that was written for that rank of the node's servers.
+Sums = dict[tuple[int, int], int]
 
 MODULUS = 1 << 64
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

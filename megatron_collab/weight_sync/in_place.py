@@ -6,7 +6,6 @@ import json
 import os
 import secrets
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from megatron_collab.trainer.megatron.config import DTYPES
 from megatron_collab.weight_sync.encoding import Sums, combined, fp8_scales
 from megatron_collab.weight_sync.http_protocol import PublishError, ServerCall, ServerCalls
 from megatron_collab.weight_sync.node_routing import hops, lacking, nodes, sent, written
-from megatron_collab.weight_sync.plan import plan_sync, server_layout, trainer_layout, uses_memory
+from megatron_collab.weight_sync.plan import Slice, plan_sync, server_layout, trainer_layout, uses_memory
 from megatron_collab.weight_sync.sender import Sender
 from megatron_collab.weight_sync.store_protocol import Board, Peer, connect
 from megatron_collab.weight_sync.transports.internode import Relay
@@ -67,18 +66,21 @@ class InPlace:
     ) -> None:
         """Publish number `number` to all servers; collective. `links` are rank 0's, and know who failed."""
         board, calls = Board(self._store, number), Board(self._calls_store, number)
-        new = [peer for peer in peers if peer.new]
-        addresses = dict(zip([peer.server for peer in new], self.carrier.addresses(board, new), strict=True))
+        addresses = self.carrier.addresses(board, [peer for peer in peers if peer.new])
         sums: Sums | None = {} if verify else None
         found: dict[ServerCall, list[int]] = {}
 
         def bring(link: ServerCall) -> None:
             index = link.server.index
-            take = {"publish": number, "verify": verify}
+            orders: list[dict[str, Any]] = [
+                {"take": {"publish": number, "verify": verify}} for _ in range(link.server.tp)
+            ]
+            for rank, address in enumerate(addresses.get(index, ())):
+                orders[rank]["attach"] = self._attach(index, rank) | address
             try:
                 link.pause(mode)
                 link.begin()
-                link.receive(self._orders(index, take, addresses.get(index)), version)
+                link.receive([json.dumps(order) for order in orders], version)
                 found[link] = _answers(link, calls)
             except PublishError:
                 calls.abandon(index, link.server.tp, len(self._plan.rounds))
@@ -86,39 +88,42 @@ class InPlace:
 
         links.start(bring)
         self.carrier.carry(board, peers, sums)
-        if dist.get_rank() == 0:  # while the last buckets are read
-            if self._before is not None:  # every rank was through with it when that publish ended
-                self._before.clear()
-            self._before = board
+        if dist.get_rank() == 0 and self._before is not None:  # while the last buckets are read
+            self._before.clear()  # every rank was through with it when that publish ended
+        self._before = board
         links.settle()
         dist.barrier()  # every rank has said whom it has abandoned, and waits for nothing on the board
         for link in links.left():
             if calls.abandoned(link.server.index):
                 links.failures[link] = f"{link.server.url}: did not take the weights for {self._timeout / 2:g} s"
         if sums is not None:
-            self._compare(links, found, _all_sums(sums))
+            self._compare(links, found, sums)
         links.each(_commit)
 
-    def _orders(self, server: int, take: Mapping[str, Any], addresses: Sequence[Mapping[str, Any]] | None) -> list[str]:
-        """What the ranks of a server are told (see receiver.py); `addresses` where they are new to us."""
-        if addresses is None:
-            return [json.dumps({"take": take}) for _ in range(self._server.tp)]
-        return [
-            json.dumps({"take": take, "attach": {**self._attach(server, rank), **address}})
-            for rank, address in enumerate(addresses)
-        ]
-
     def _attach(self, server: int, rank: int) -> dict[str, Any]:
+        """Arguments of a server rank's Receiver."""
         node = self._nodes.of_server(server)
-        parameters: dict[str, tuple[tuple[int, ...], str]] = {}
+
+        def row(piece: Slice) -> tuple[Any, ...]:
+            bounds = [(cut.start, cut.stop) for cut in piece.target_index]
+            return (
+                self._nodes.writer(node, rank, piece),
+                piece.target,
+                bounds,
+                piece.offset,
+                piece.size,
+                piece.quantised,
+            )
+
+        parameters: dict[str, str] = {}
         constants: dict[str, float] = {}
         for parameter in hf_to_sglang.table(self._shape, self._server, rank):
             dtype = "float8_e4m3fn" if parameter.quantised else self._dtype
             if parameter.constant is not None:
                 constants[parameter.name], dtype = parameter.constant, "float32"
-            parameters[parameter.name] = parameter.shape, dtype
+            parameters[parameter.name] = f"{dtype} {parameter.shape}"
             if parameter.quantised:
-                parameters[f"{parameter.name}_scale_inv"] = fp8_scales(parameter.shape), "float32"
+                parameters[f"{parameter.name}_scale_inv"] = f"float32 {fp8_scales(parameter.shape)}"
         return {
             "store": self._address,
             "prefix": self._prefix,
@@ -128,28 +133,18 @@ class InPlace:
             "dtype": self._dtype,
             "parameters": parameters,
             "constants": constants,
-            "rounds": [  # of receiver.Row
-                [
-                    [
-                        self._nodes.writer(node, rank, piece),
-                        piece.target,
-                        [(cut.start, cut.stop) for cut in piece.target_index],
-                        piece.offset,
-                        piece.size,
-                        piece.quantised,
-                    ]
-                    for piece in buckets[rank].slices
-                ]
-                for buckets in self._plan.rounds
-            ],
+            "rounds": [[row(piece) for piece in buckets[rank].slices] for buckets in self._plan.rounds],
         }
 
-    def _compare(self, links: ServerCalls, found: Mapping[ServerCall, Sequence[int]], expected: Sums) -> None:
-        """What every server holds against what was sent to its node."""
+    def _compare(self, links: ServerCalls, found: Mapping[ServerCall, Sequence[int]], sums: Sums) -> None:
+        """What every server holds against what was sent to its node; collective."""
+        every: list[Sums] = [{}] * dist.get_world_size()
+        dist.all_gather_object(every, sums)
         for link in links.left():
             node = self._nodes.of_server(link.server.index)
             for rank, held in enumerate(found[link]):
-                if held != (sent := combined(expected[node, rank])):
+                sent = combined([own.get((node, rank), 0) for own in every])
+                if held != sent:
                     links.failures[link] = (
                         f"{link.server.url}: rank {rank}: holds other weights than were sent: "
                         f"checksum {held:x}, not {sent:x}"
@@ -178,13 +173,3 @@ def _answers(link: ServerCall, board: Board) -> list[int]:
     if errors:
         raise PublishError(f"{link.server.url}: {'; '.join(errors)}")
     return [answer["checksum"] for answer in answers]
-
-
-def _all_sums(own: Sums) -> Sums:
-    """The checksums of what all trainer ranks wrote; collective."""
-    found: list[Sums] = [{}] * dist.get_world_size()
-    dist.all_gather_object(found, {key: [combined(sums)] for key, sums in own.items()})
-    every: Sums = {}
-    for key, sums in chain.from_iterable(part.items() for part in found):
-        every.setdefault(key, []).extend(sums)
-    return every

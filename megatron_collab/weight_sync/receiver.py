@@ -75,7 +75,7 @@ class Receiver:
         server: int,
         rank: int,
         dtype: str,
-        parameters: Mapping[str, tuple[Sequence[int], str]],
+        parameters: Mapping[str, str],
         constants: Mapping[str, float],
         rounds: Sequence[Sequence[Sequence[Any]]],
         memory: Sequence[Handle] | None = None,
@@ -83,7 +83,7 @@ class Receiver:
     ) -> None:
         """`store`, `prefix`: of the board (see board.connect); `server`, `rank`: who we are; `dtype`: of slices.
 
-        `parameters`: shape and dtype of all that the server must have, and no other; `constants`: those of them that
+        `parameters`: dtype and shape of all that the server must have, and no other; `constants`: those of them that
         are filled with a number instead of being sent; `rounds`: the rows of each bucket. These come through the
         segments of shared `memory`, or by `network`: NetworkReceiver' arguments `name`, `ranks` and `tp`.
         """
@@ -91,8 +91,7 @@ class Receiver:
         self._store = connect(self._address, prefix, timeout)
         self._timeout, self._server, self._rank = timeout, server, rank
         self._dtype = getattr(torch, dtype)
-        self._parameters = {name: f"{dtype} {tuple(shape)}" for name, (shape, dtype) in parameters.items()}
-        self._constants = constants
+        self._parameters, self._constants = parameters, constants
         self._rounds = [[Row(*row) for row in rows] for rows in rounds]
         self._memory, self._network = memory, network
         self._buckets: SharedMemoryReceiver | NetworkReceiver | None = None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_collab.checkpoint.hf import values
 from megatron_collab.runtime import heartbeat
-from megatron_collab.weight_sync.encoding import Sums, checksum, placed, views, write_fp8
+from megatron_collab.weight_sync.encoding import Sums, checksum, combined, placed, views, write_fp8
 from megatron_collab.weight_sync.node_routing import Item
 from megatron_collab.weight_sync.plan import Slice
 
@@ -50,7 +50,7 @@ class Sender:
     def write(self, number: int, parts: Mapping[int, Tensor], sums: Sums | None = None) -> None:
         """Write round `number`: parts[t] uint8 is the part of server rank t's bucket.
 
-        `sums`, if given, gets the checksum of each slice for the nodes that receive it.
+        `sums`, if given, gets the checksum of each slice added for the nodes that receive it.
         """
         heartbeat.beat()
         places, blocks = self._planned(number, parts)
@@ -71,7 +71,7 @@ class Sender:
                 places = placed(piece.target, piece.target_index, piece.quantised)
                 found = [checksum(block, *place) for block, place in zip(blocks, places, strict=True)]
                 for node in self._takers(piece):
-                    sums.setdefault((node, target), []).extend(found)
+                    sums[node, target] = combined([sums.get((node, target), 0), *found])
 
     def _converts(self, item: Item) -> bool:
         """Whether it is in FP8 at one end, which a plain copy cannot convert."""

@@ -68,13 +68,10 @@ class NetworkTransport:
         self._buffers = [torch.zeros(writer.largest, dtype=torch.uint8, device=device) for _ in range(count)]
         self._groups: dict[int, dist.ProcessGroup] = {}
 
-    def addresses(self, board: Board, peers: Sequence[Peer]) -> list[list[dict[str, Any]]]:
-        """Arguments of a Receiver, for each of `peers` and its ranks."""
-        found = []
-        for peer in peers:
-            group = {"name": self._name(board, peer), "ranks": self._ranks, "tp": peer.tp}
-            found.append([{"network": group} for _ in range(peer.tp)])
-        return found
+    def addresses(self, board: Board, peers: Sequence[Peer]) -> dict[int, list[dict[str, Any]]]:
+        """Arguments of a Receiver, by server of `peers` and by its rank."""
+        groups = {p.server: {"name": self._name(board, p), "ranks": self._ranks, "tp": p.tp} for p in peers}
+        return {server: [{"network": group}] * group["tp"] for server, group in groups.items()}
 
     def carry(self, board: Board, peers: Sequence[Peer], sums: Sums | None) -> None:
         """Send all buckets to `peers`, leaving out those that fail; for `sums` see Sender.write."""
@@ -83,17 +80,17 @@ class NetworkTransport:
             if peer.new:
                 self._meet(board, peer, deadline)
         under_way: list[dict[int, list[dist.Work]]] = [{}, {}]
-        for number in range(len(self._writer.parts)):
+        rounds = len(self._writer.parts)
+        for number in range(rounds + 2):
             self._settle(board, peers, number - 2, under_way[number % 2])
+            if number >= rounds:
+                continue
             into = self._writer.packed(number, self._buffers[number % 2])
             self._writer.write(number, into, sums)
             under_way[number % 2] = {
                 peer.server: self._send(board, peer, into, number) for peer in peers if peer.server in self._groups
             }
             board.set_sent(number, self._ranks)
-        rounds = len(self._writer.parts)
-        for number in range(max(0, rounds - 2), rounds):
-            self._settle(board, peers, number, under_way[number % 2])
 
     def drop(self, server: int) -> None:
         """Forget the process group of a server that failed."""

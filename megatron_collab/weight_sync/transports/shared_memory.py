@@ -15,7 +15,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from multiprocessing.reduction import ForkingPickler
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -112,13 +112,12 @@ class SharedMemoryTransport:
         self._segments = {t: [opened(handle) for handle in offers[t, self._rank]] for t in needs[self._rank]}
         self._segments |= {t: [segment.data for segment in segments] for t, segments in self._own.items()}
 
-    def addresses(self, board: Board, peers: Sequence[Peer]) -> list[list[dict[str, Any]]]:
-        """Arguments of a Receiver, for each of `peers` and its ranks; collective."""
+    def addresses(self, board: Board, peers: Sequence[Peer]) -> dict[int, list[dict[str, Any]]]:
+        """Arguments of a Receiver, by server of `peers` and by its rank; collective."""
         if not peers:
-            return []
-        near = self._near(peers)
-        offers = _gathered({(peer.server, t): self._handles(t) for peer in near for t in self._own})
-        return [[{"memory": offers[peer.server, t]} for t in range(peer.tp)] for peer in peers]
+            return {}
+        offers = _gathered({(peer.server, t): self._handles(t) for peer in self._near(peers) for t in self._own})
+        return {peer.server: [{"memory": offers[peer.server, t]} for t in range(peer.tp)] for peer in peers}
 
     def carry(self, board: Board, peers: Sequence[Peer], sums: Sums | None) -> None:
         """Write all buckets, each once all `peers` have read what its segment held; for `sums` see Sender.write."""
@@ -172,11 +171,8 @@ class SharedMemoryReceiver:
             board.set_loaded(number, self._server, self._rank)
 
 
-_Key = TypeVar("_Key")
-
-
-def _gathered(own: Mapping[_Key, Any]) -> dict[_Key, Any]:
+def _gathered(own: Mapping[Any, Any]) -> dict[Any, Any]:
     """What all ranks have, together."""
-    found: list[Mapping[_Key, Any]] = [{}] * dist.get_world_size()
+    found: list[Mapping[Any, Any]] = [{}] * dist.get_world_size()
     dist.all_gather_object(found, own)
     return {key: value for part in found for key, value in part.items()}
