@@ -64,16 +64,15 @@ def discard(folder: Path, step: int, keep: int) -> None:
     for leftover in [*folder.glob("step_*.tmp"), *folder.glob("step_*.old")]:
         shutil.rmtree(leftover)
     older = [found for found in _folders(folder) if _step(found) < step]
-    for old in sorted(older, key=_step, reverse=True)[keep - 1 :]:
+    for old in older[keep - 1 :]:
         shutil.rmtree(old)
 
 
 def candidates(folder: Path) -> list[Path]:
     """The checkpoints in `folder`: first the one that `latest` names, then from newest to oldest."""
-    found = sorted(_folders(folder), key=_step, reverse=True)
     latest = folder / LATEST
     named = latest.read_text().strip() if latest.is_file() else None
-    return sorted(found, key=lambda one: one.name != named)
+    return sorted(_folders(folder), key=lambda one: one.name != named)
 
 
 def read_state(checkpoint: Path) -> dict[str, Any] | None:
@@ -100,7 +99,8 @@ def damage(checkpoint: Path, files: Mapping[str, Iterable[int]]) -> list[str]:
 
 
 def _folders(folder: Path) -> list[Path]:
-    return [found for found in folder.glob("step_*") if _FOLDER.fullmatch(found.name)]
+    """From newest to oldest."""
+    return sorted((found for found in folder.glob("step_*") if _FOLDER.fullmatch(found.name)), key=_step, reverse=True)
 
 
 def _step(folder: Path) -> int:
