@@ -56,7 +56,14 @@ class Relay:
             return
         parts = self._writer.packed(number, self._buffer)
         self._writer.write(number, parts, sums)
-        works = dist.batch_isend_irecv([self._operation(number, tag, hop, parts, into) for tag, hop in own])
+        operations = []
+        for tag, hop in own:
+            receives = hop.keeper == self._rank
+            first = 0 if receives else self._writer.parts[number][hop.target][0]
+            data = (into if receives else parts)[hop.target][hop.start - first : hop.stop - first]
+            call, peer = (dist.irecv, hop.source) if receives else (dist.isend, hop.keeper)
+            operations.append(dist.P2POp(call, data, peer, self._group, tag))
+        works = dist.batch_isend_irecv(operations)
         yield
         deadline = time.monotonic() + self._timeout
         try:
@@ -67,14 +74,3 @@ class Relay:
             raise RuntimeError(
                 f"publishing: trainer rank {self._rank} waits for ranks {sorted(peers)} in round {number}: {error}"
             ) from error
-
-    def _operation(
-        self, number: int, tag: int, hop: Hop, parts: Mapping[int, Tensor], into: Mapping[int, Tensor]
-    ) -> dist.P2POp:
-        """`parts`: what is sent, as Sender.packed has it."""
-        if hop.keeper == self._rank:
-            return dist.P2POp(dist.irecv, into[hop.target][hop.start : hop.stop], hop.source, self._group, tag)
-        first, _ = self._writer.parts[number][hop.target]
-        return dist.P2POp(
-            dist.isend, parts[hop.target][hop.start - first : hop.stop - first], hop.keeper, self._group, tag
-        )

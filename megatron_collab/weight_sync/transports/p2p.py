@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -79,17 +80,20 @@ class NetworkTransport:
         for peer in peers:
             if peer.new:
                 self._meet(board, peer, deadline)
-        under_way: list[dict[int, list[dist.Work]]] = [{}, {}]
+        under_way: dict[int, dict[int, list[dist.Work]]] = {}
         rounds = len(self._writer.parts)
         for number in range(rounds + 2):
-            self._settle(board, peers, number - 2, under_way[number % 2])
+            if works := under_way.pop(number - 2, {}):
+                self._settle(board, peers, number - 2, works)
             if number >= rounds:
                 continue
-            into = self._writer.packed(number, self._buffers[number % 2])
-            self._writer.write(number, into, sums)
-            under_way[number % 2] = {
-                peer.server: self._send(board, peer, into, number) for peer in peers if peer.server in self._groups
-            }
+            parts = self._writer.packed(number, self._buffers[number % 2])
+            self._writer.write(number, parts, sums)
+            sending = under_way[number] = {}
+            for peer in [peer for peer in peers if peer.server in self._groups]:
+                group, first = self._groups[peer.server], self._ranks
+                with self._losing(board, peer):
+                    sending[peer.server] = [group.send([data], first + t, number) for t, data in parts.items()]
             board.set_sent(number, self._ranks)
 
     def drop(self, server: int) -> None:
@@ -103,49 +107,37 @@ class NetworkTransport:
     def _meet(self, board: Board, peer: Peer, deadline: float) -> None:
         """Form a process group with a server, unless it does not join."""
         self.drop(peer.server)
-        if not board.all_ready(peer.server, peer.tp, _left(deadline)) or board.abandoned(peer.server):
-            self._lose(board, peer, "it does not join")
-            return
-        name, size = self._name(board, peer), self._ranks + peer.tp
-        try:
-            group = _join(self._address, name, self._rank, size, self._device, self._patience)
-            self._groups[peer.server] = group
-        except RuntimeError as error:
-            self._lose(board, peer, error)
+        with self._losing(board, peer):
+            if not board.all_ready(peer.server, peer.tp, _left(deadline)) or board.abandoned(peer.server):
+                raise RuntimeError("it does not join")
+            name, size = self._name(board, peer), self._ranks + peer.tp
+            self._groups[peer.server] = _join(self._address, name, self._rank, size, self._device, self._patience)
 
     def _name(self, board: Board, peer: Peer) -> str:
         return f"{self._prefix}/group/{board.number}/{peer.server}"
-
-    def _send(self, board: Board, peer: Peer, parts: Mapping[int, Tensor], number: int) -> list[dist.Work]:
-        try:
-            return [self._groups[peer.server].send([data], self._ranks + t, number) for t, data in parts.items()]
-        except RuntimeError as error:
-            self._lose(board, peer, error)
-            return []
 
     def _settle(
         self, board: Board, peers: Sequence[Peer], number: int, works: Mapping[int, Sequence[dist.Work]]
     ) -> None:
         """Wait until the servers have received bucket `number`, except for those that are lost."""
-        if not works:
-            return
         board.wait_sent(number)  # until then a server may wait for another trainer rank
         deadline = time.monotonic() + self._patience
-        for peer in peers:
-            if peer.server not in works or peer.server not in self._groups:
-                continue
-            try:
+        for peer in [peer for peer in peers if peer.server in works and peer.server in self._groups]:
+            with self._losing(board, peer):
                 if board.abandoned(peer.server):
                     raise RuntimeError("another rank has lost it")
                 for work in works[peer.server]:
                     finish(work, deadline, self._device)
-            except RuntimeError as error:
-                self._lose(board, peer, error)
 
-    def _lose(self, board: Board, peer: Peer, reason: object) -> None:
-        logger.warning("server %d is abandoned: %s", peer.server, reason)
-        board.abandon(peer.server, peer.tp, len(self._writer.parts))
-        self.drop(peer.server)
+    @contextmanager
+    def _losing(self, board: Board, peer: Peer) -> Iterator[None]:
+        """Abandon a server with which something fails."""
+        try:
+            yield
+        except RuntimeError as error:
+            logger.warning("server %d is abandoned: %s", peer.server, error)
+            board.abandon(peer.server, peer.tp, len(self._writer.parts))
+            self.drop(peer.server)
 
 
 class NetworkReceiver:
