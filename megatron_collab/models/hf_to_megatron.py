@@ -10,7 +10,7 @@ imports a framework: shapes are tuples, slices are slices.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -50,7 +50,10 @@ class WeightEntry:
 
 @dataclass(frozen=True)
 class Piece:
-    """A block that a shard and a Hugging Face tensor have in common: shard[shard_index] is hf[hf_index]."""
+    """A block that a shard and a Hugging Face tensor have in common: shard[shard_index] is hf[hf_index].
+
+    Both have the same elements in the same order; in a server an expert's block has a leading dimension of 1 more.
+    """
 
     hf: str
     hf_index: Index
@@ -156,25 +159,29 @@ def pieces(entry: WeightEntry, shape: ModelShape, tp: int, tp_rank: int) -> tupl
 
     Indices have a slice with explicit bounds for every dimension. ValueError if tp does not divide a size.
     """
-    tail = tuple(slice(0, n) for n in entry.shapes[0][1:])
     if entry.cut is TensorCut.COLUMNS:
-        rows, width = slice(0, entry.shapes[0][0]), _divide(entry.shapes[0][1], tp)
-        columns = slice(tp_rank * width, (tp_rank + 1) * width)
-        return (Piece(entry.hf[0], (rows, columns), (rows, slice(0, width))),)
-    parts = [(name, hf[0], _rows(entry, hf, tp)) for name, hf in zip(entry.hf, entry.shapes, strict=True)]
+        down, width = slice(0, entry.shapes[0][0]), _divide(entry.shapes[0][1], tp)
+        across = slice(tp_rank * width, (tp_rank + 1) * width)
+        return (Piece(entry.hf[0], (down, across), (down, slice(0, width))),)
     numbers = range(1) if entry.cut is TensorCut.WHOLE else range(tp_rank, tp_rank + 1)
+    heights = [_rows(entry, hf, tp) for hf in entry.shapes]
     if entry.qkv:
-        groups, queries = _divide(shape.kv_heads, tp), _divide(shape.heads, shape.kv_heads)
-        heads = (queries, 1, 1)  # that one query group has in q, k and v
-        parts = [(name, end, n * shape.head_dim) for (name, end, _), n in zip(parts, heads, strict=True)]
+        groups = _divide(shape.kv_heads, tp)
         numbers = range(tp_rank * groups, (tp_rank + 1) * groups)
-    found, row = [], 0
-    for number in numbers:
-        for name, end, height in parts:
-            start, stop = number * height, min((number + 1) * height, end)
-            if start < stop:
-                found.append(Piece(name, (slice(start, stop), *tail), (slice(row, row + stop - start), *tail)))
-            row += height
+        # rows that one query group has in q, k and v
+        heights = [_divide(shape.heads, shape.kv_heads) * shape.head_dim, shape.head_dim, shape.head_dim]
+    tensors = list(zip(entry.hf, entry.shapes, heights, strict=True))
+    rows = ((name, n * height, min((n + 1) * height, hf[0])) for n in numbers for name, hf, height in tensors)
+    return stacked(rows, entry.shapes[0][1:])
+
+
+def stacked(blocks: Iterable[tuple[str, int, int]], tail: Shape) -> tuple[Piece, ...]:
+    """Rows [start, stop) of several tensors, one after another; nothing of what stops before it starts."""
+    found, row, columns = [], 0, tuple(slice(0, n) for n in tail)
+    for name, start, stop in blocks:
+        if start < stop:
+            found.append(Piece(name, (slice(start, stop), *columns), (slice(row, row + stop - start), *columns)))
+            row += stop - start
     return tuple(found)
 
 

@@ -8,10 +8,10 @@ What is not fused has its Hugging Face name.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megatron_collab.models.hf_config import Experts, ModelShape
-from megatron_collab.models.hf_to_megatron import Index, Shape
+from megatron_collab.models.hf_to_megatron import Piece, Shape, stacked
 
 # Families whose SGLang models pass the quantization config to attention, which then has scales for an FP8 KV cache.
 # Our cache is never in FP8, but some of its attention backends apply these scales all the same: they must be 1.
@@ -28,15 +28,6 @@ class ServerLayout:
 
 
 @dataclass(frozen=True)
-class ServerTensor:
-    """parameter[index] is hf[hf_index], read in the order of its elements: an expert's block has a dimension more."""
-
-    hf: str
-    hf_index: Index
-    index: Index
-
-
-@dataclass(frozen=True)
 class Parameter:
     """One parameter of a server rank, its parts in the order of its rows; rows in no part are padding.
 
@@ -46,7 +37,7 @@ class Parameter:
 
     name: str
     shape: Shape
-    parts: tuple[ServerTensor, ...]
+    parts: tuple[Piece, ...]
     quantised: bool = False
     constant: float | None = None
 
@@ -135,8 +126,8 @@ def _experts(hidden: int, experts: Experts, server: ServerLayout, rank: int, mlp
         source, here = f"{mlp}experts.{first + number}.", slice(number, number + 1)
         for half, x in enumerate(("gate", "up")):
             rows = slice(half * ffn, (half + 1) * ffn)
-            up.append(ServerTensor(f"{source}{x}_proj.weight", (own, across), (here, rows, across)))
-        down.append(ServerTensor(f"{source}down_proj.weight", (across, own), (here, across, slice(0, ffn))))
+            up.append(Piece(f"{source}{x}_proj.weight", (own, across), (here, rows, across)))
+        down.append(Piece(f"{source}down_proj.weight", (across, own), (here, across, slice(0, ffn))))
     yield Parameter(mlp + "experts.w13_weight", (count, 2 * ffn, hidden), tuple(up), server.fp8)
     yield Parameter(mlp + "experts.w2_weight", (count, hidden, ffn), tuple(down), server.fp8)
 
@@ -146,8 +137,7 @@ def _vocabulary(name: str, hf: str, shape: ModelShape, tp: int, rank: int) -> Pa
     multiple = 64 if -(-shape.vocab // 64) * 64 % tp == 0 else 64 * tp
     rows = -(-shape.vocab // multiple) * multiple // tp
     start, stop = rank * rows, min((rank + 1) * rows, shape.vocab)
-    filled = _fused(name, [(hf, start, stop)] if start < stop else [], (shape.hidden,))
-    return replace(filled, shape=(rows, shape.hidden))
+    return Parameter(name, (rows, shape.hidden), stacked([(hf, start, stop)], (shape.hidden,)))
 
 
 def _whole(name: str, shape: Shape) -> Parameter:
@@ -156,18 +146,13 @@ def _whole(name: str, shape: Shape) -> Parameter:
 
 def _columns(name: str, rows: int, width: int, rank: int, fp8: bool) -> Parameter:
     down = slice(0, rows)
-    part = ServerTensor(name, (down, slice(rank * width, (rank + 1) * width)), (down, slice(0, width)))
+    part = Piece(name, (down, slice(rank * width, (rank + 1) * width)), (down, slice(0, width)))
     return Parameter(name, (rows, width), (part,), fp8)
 
 
 def _fused(name: str, blocks: Sequence[_Rows], tail: Shape, fp8: bool = False) -> Parameter:
     """Blocks of rows of several tensors, one after another."""
-    across = tuple(slice(0, size) for size in tail)
-    parts, row = [], 0
-    for hf, start, stop in blocks:
-        parts.append(ServerTensor(hf, (slice(start, stop), *across), (slice(row, row + stop - start), *across)))
-        row += stop - start
-    return Parameter(name, (row, *tail), tuple(parts), fp8)
+    return Parameter(name, (sum(stop - start for _, start, stop in blocks), *tail), stacked(blocks, tail), fp8)
 
 
 def _divide(size: int, parts: int, what: str, setting: str = "rollout.server.tp") -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from megatron_collab.models import hf_to_megatron, hf_to_sglang, parallel_layout
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.hf_to_megatron import Index, Piece, Shape
-from megatron_collab.models.hf_to_sglang import Parameter, ServerLayout, ServerTensor
+from megatron_collab.models.hf_to_sglang import Parameter, ServerLayout
 from megatron_collab.models.parallel_layout import Holders, TrainerLayout
 from megatron_collab.weight_sync.encoding import FP8_BLOCK
 
@@ -85,7 +85,7 @@ def _check_fp8(
     sides = parameter.shape[-2:]
     for part in parameter.parts:
         for what, cut, own, size, all_of_it in zip(
-            ("rows", "columns"), part.index[-2:], part.hf_index, sides, tensors[part.hf], strict=True
+            ("rows", "columns"), part.shard_index[-2:], part.hf_index, sides, tensors[part.hf], strict=True
         ):
             count = cut.stop - cut.start
             whole = count == size and own.stop - own.start == all_of_it
@@ -104,16 +104,16 @@ def _check_fp8(
                 )
 
 
-def _shared(rank: int, parameter: Parameter, part: ServerTensor, held: Iterable[_Held]) -> Iterator[WeightBlock]:
+def _shared(rank: int, parameter: Parameter, part: Piece, held: Iterable[_Held]) -> Iterator[WeightBlock]:
     """The blocks that a part of a server's parameter shares with the pieces of its tensor."""
     name = _LAYER.sub("layers.{}.", parameter.name)
-    leading = part.index[: -len(part.hf_index)]
+    leading = part.shard_index[: -len(part.hf_index)]
     for shard, holders, piece in held:
         both = zip(part.hf_index, piece.hf_index, strict=True)
         bounds = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in both)
         if all(cut.start < cut.stop for cut in bounds):
             there = _moved(bounds, piece.hf_index, piece.shard_index)
-            here = (*leading, *_moved(bounds, part.hf_index, part.index[len(leading) :]))
+            here = (*leading, *_moved(bounds, part.hf_index, part.shard_index[len(leading) :]))
             yield WeightBlock(rank, holders, shard, there, name, here, parameter.quantised)
 
 

@@ -80,7 +80,7 @@ def run(found: SyncPlan, shards: list[Shards], shape: ModelShape, server: Server
         for name, parameter in parameters.items():
             wanted = np.zeros(parameter.shape, int)
             for part in parameter.parts:
-                wanted[part.index] = hf[part.hf][part.hf_index].reshape(wanted[part.index].shape)
+                wanted[part.shard_index] = hf[part.hf][part.hf_index].reshape(wanted[part.shard_index].shape)
             assert (held[name] == wanted).all(), name
             assert (written[name] == (wanted > 0)).all(), name
 

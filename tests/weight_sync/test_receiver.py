@@ -190,11 +190,11 @@ def assert_holds(
                     scales = held[f"{parameter.name}_scale_inv"]
                     spread = scales.repeat_interleave(128, -2).repeat_interleave(128, -1)
                     spread = spread[..., : found.shape[-2], : found.shape[-1]]
-                    found, spread = (found * spread)[part.index], spread[part.index]
+                    found, spread = (found * spread)[part.shard_index], spread[part.shard_index]
                     bound = torch.maximum(wanted.abs() * 2**-4, spread.view(wanted.shape) * 2**-10)
                     assert ((found.view(wanted.shape) - wanted).abs() <= bound * 1.001).all(), parameter.name
                 else:
-                    assert torch.equal(found[part.index].view(wanted.shape), wanted), parameter.name
+                    assert torch.equal(found[part.shard_index].view(wanted.shape), wanted), parameter.name
 
 
 @pytest.mark.parametrize("transport", ["memory", "network"])
