@@ -262,9 +262,9 @@ def run_rank(folder: Path, layout: str, out: Path, smoke: bool) -> None:
                 change(policy, number)
                 publisher.publish(100 + number)
             difference = compare(actor, config, line)
-            moved = publisher._in_place
-            sent = sum(piece.size for items in written(moved._plan, moved._nodes, rank) for _, piece in items)
-            scratch = sum(len(segment.data) for segments in moved.carrier._own.values() for segment in segments)
+            slices = (piece for items in written(publisher._plan, publisher._nodes, rank) for _, piece in items)
+            sent = sum(piece.size for piece in slices)
+            scratch = sum(len(segment.data) for segments in publisher._carrier._own.values() for segment in segments)
             totals = torch.tensor([sent, scratch], dtype=torch.float64)
             dist.all_reduce(totals)
             found |= {
