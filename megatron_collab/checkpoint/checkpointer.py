@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from megatron_collab.checkpoint import storage
-from megatron_collab.checkpoint.sharded_state import MAIN, Checkpointable, restore, restore_weights, snapshot
+from megatron_collab.checkpoint.sharded_state import MAIN, Checkpointable, load_weights, restore, snapshot
 from megatron_collab.checkpoint.torch_dist import PacedWriter, SaveItems, Written
 from megatron_collab.runtime import hang_detector, heartbeat
 from megatron_collab.runtime.process import RunStopped
@@ -182,7 +182,9 @@ def _owner(name: str) -> int:
 def _load(checkpoint: Path, saved: Mapping[str, Any], actor: Trained) -> tuple[int, dict[str, Any]]:
     if saved.get("weights_only"):
         _say(f"{checkpoint}: contains weights only; training starts with a new optimizer, at step {saved['step']}")
-        restore_weights(actor.trainables[MAIN], checkpoint)
+        policy = actor.trainables[MAIN]
+        load_weights(policy.chunks, checkpoint)
+        policy.optimizer.reload_model_params()
     else:
         restore(actor.trainables, checkpoint)
     actor.step = saved["step"]

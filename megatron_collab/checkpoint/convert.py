@@ -95,12 +95,9 @@ def _exported(shape: ModelShape) -> list[WeightEntry]:
 
 def _check_whole(checkpoint: Path) -> None:
     saved = storage.read_state(checkpoint)
-    if saved is None:
-        damage = [f"no valid {storage.STATE}"]
-    elif not (checkpoint / METADATA).is_file():
+    damage = [f"no valid {storage.STATE}"] if saved is None else storage.damage(checkpoint, saved.get("files", {}))
+    if not damage and not (checkpoint / METADATA).is_file():
         damage = [f"{METADATA} is missing"]
-    else:
-        damage = storage.damage(checkpoint, saved.get("files", {}))
     if damage:
         raise ConfigError(f"{checkpoint}: is damaged ({'; '.join(damage)}); give another checkpoint")
 

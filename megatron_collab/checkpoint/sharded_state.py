@@ -133,25 +133,16 @@ def restore(trainables: Mapping[str, Checkpointable], checkpoint: Path) -> None:
         trainable.optimizer.load_state_dict(parts["optimizer"])
 
 
-def restore_weights(trainable: Checkpointable, checkpoint: Path) -> None:
-    """Fill one network from the main one of `checkpoint`, with a new optimizer of these weights. Collective."""
-    load_weights(trainable.chunks, checkpoint)
-    trainable.optimizer.reload_model_params()
-
-
 def load_weights(chunks: Sequence[torch.nn.Module], checkpoint: Path) -> None:
     """Fill the chunks of a model from the main network of `checkpoint`; collective.
 
     What TransformerEngine keeps beside weights (scales of FP8) stays as it is: a converted checkpoint has none.
     """
-    wanted = _sharded_chunks(chunks)
-    kept = {
-        key: {n: part.data for n, part in parts.items() if isinstance(part, ShardedObject)}
-        for key, parts in wanted.items()
-    }
-    weights = {key: {n: part for n, part in parts.items() if n not in kept[key]} for key, parts in wanted.items()}
-    loaded = _read(weights, checkpoint)
-    _load(chunks, {key: {**loaded[key], **kept[key]} for key in wanted})
+    wanted, kept = _sharded_chunks(chunks), {}
+    for key, parts in wanted.items():
+        kept[key] = {name: parts.pop(name).data for name in list(parts) if isinstance(parts[name], ShardedObject)}
+    loaded = _read(wanted, checkpoint)
+    _load(chunks, {key: {**loaded[key], **kept[key]} for key in kept})
 
 
 class _MovingPlanner(MCoreLoadPlanner):

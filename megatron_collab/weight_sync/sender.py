@@ -67,9 +67,9 @@ class Sender:
         if sums is not None:
             for target, piece in self._copied[number] + self._converted[number]:
                 shape = [cut.stop - cut.start for cut in piece.target_index]
-                blocks = views(self._data(number, (target, piece), parts), shape, self._dtype, piece.quantised)
-                places = placed(piece.target, piece.target_index, piece.quantised)
-                found = [checksum(block, *place) for block, place in zip(blocks, places, strict=True)]
+                held = views(self._data(number, (target, piece), parts), shape, self._dtype, piece.quantised)
+                belongs = placed(piece.target, piece.target_index, piece.quantised)
+                found = [checksum(block, *place) for block, place in zip(held, belongs, strict=True)]
                 for node in self._takers(piece):
                     sums[node, target] = combined([sums.get((node, target), 0), *found])
 

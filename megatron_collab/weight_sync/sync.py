@@ -32,14 +32,7 @@ from megatron_collab.trainer.megatron.config import DTYPES
 from megatron_collab.weight_sync.encoding import Sums, combined, fp8_scales
 from megatron_collab.weight_sync.http_protocol import PublishError, ServerCall, ServerCalls
 from megatron_collab.weight_sync.node_routing import hops, lacking, nodes, sent, written
-from megatron_collab.weight_sync.plan import (
-    BUCKET_BYTES,
-    Slice,
-    plan_sync,
-    server_layout,
-    trainer_layout,
-    uses_memory,
-)
+from megatron_collab.weight_sync.plan import BUCKET_BYTES, Slice, plan_sync, server_layout, trainer_layout, uses_memory
 from megatron_collab.weight_sync.sender import Sender
 from megatron_collab.weight_sync.store_protocol import Board, Peer, connect
 from megatron_collab.weight_sync.transports.internode import Relay
