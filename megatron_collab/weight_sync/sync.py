@@ -35,9 +35,8 @@ from megatron_collab.weight_sync.node_routing import hops, lacking, nodes, sent,
 from megatron_collab.weight_sync.plan import BUCKET_BYTES, Slice, plan_sync, server_layout, trainer_layout, uses_memory
 from megatron_collab.weight_sync.sender import Sender
 from megatron_collab.weight_sync.store_protocol import Board, Peer, connect
-from megatron_collab.weight_sync.transports.internode import Relay
 from megatron_collab.weight_sync.transports.p2p import NetworkTransport
-from megatron_collab.weight_sync.transports.shared_memory import SharedMemoryTransport
+from megatron_collab.weight_sync.transports.shared_memory import Relay, SharedMemoryTransport
 
 TRIES = 3  # to give the servers a version before the run ends: all of them may fail at once
 
