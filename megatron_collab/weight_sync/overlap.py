@@ -22,8 +22,7 @@ _Held = tuple[str, Holders, Piece]  # a piece of a shard
 class WeightBlock:
     """target[target_index] of server rank `rank` = shard[shard_index] of any of `holders`.
 
-    Both have the same elements in the same order; that of an expert has a leading dimension of 1 in the target. In the
-    names of what belongs to a layer {} stands for its number.
+    They are alike as the blocks of a Piece. In the names of what belongs to a layer {} stands for its number.
     """
 
     rank: int

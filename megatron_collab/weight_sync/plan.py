@@ -41,13 +41,9 @@ BUCKET_BYTES = 512 << 20
 class Slice:
     """target[target_index] of a server rank = shard[shard_index] of trainer rank `source`, through a bucket.
 
-    `shard` is a Megatron parameter under its global name (weights.named_shards), `target` one of SGLang. Indices have
-    explicit bounds in every dimension. Both blocks have the same elements in the same order; that of an expert has a
-    leading dimension of 1 in the target. They lie at `offset`, contiguous, in the model's dtype, `size` bytes.
-
-    `quantised`: what lies there is written by write_fp8, float8 elements and then their scales.
-
-    `holders`: all trainer ranks that have the same under the same name; `source` is one of them.
+    `shard` is a Megatron parameter under its global name (hf.named_shards), `target` one of SGLang; the blocks are alike
+    as those of a Piece. They lie at `offset`, contiguous, in the model's dtype, `size` bytes; `quantised`: as write_fp8
+    leaves them. `holders`: all trainer ranks that have the same under the same name; `source` is one of them.
     """
 
     source: int

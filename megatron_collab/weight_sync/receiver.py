@@ -10,7 +10,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from itertools import chain, groupby
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -81,11 +81,11 @@ class Receiver:
         memory: Sequence[Handle] | None = None,
         network: Mapping[str, Any] | None = None,
     ) -> None:
-        """`store`, `prefix`: of the board (see board.connect); `server`, `rank`: who we are; `dtype`: of slices.
+        """`store`, `prefix`: of the board (store_protocol.connect); `server`, `rank`: of this process; `dtype`: of slices.
 
         `parameters`: dtype and shape of all that the server must have, and no other; `constants`: those of them that
         are filled with a number instead of being sent; `rounds`: the rows of each bucket. These come through the
-        segments of shared `memory`, or by `network`: NetworkReceiver' arguments `name`, `ranks` and `tp`.
+        segments of shared `memory`, or by `network`: NetworkReceiver's arguments `name`, `ranks` and `tp`.
         """
         self._address: Address = (store[0], store[1])
         self._store = connect(self._address, prefix, timeout)
@@ -121,8 +121,8 @@ class Receiver:
                 if places:
                     torch._foreach_copy_(places, slices)
                 synchronize(bucket)  # the bucket may be written again as soon as the next one is asked for
-            every = chain.from_iterable(row.placed(parameters) for rows in self._rounds for row in rows)
-            found = combined([checksum(*placed) for placed in every]) if verify else 0
+            blocks = (block for rows in self._rounds for row in rows for block in row.placed(parameters))
+            found = combined([checksum(*block) for block in blocks]) if verify else 0
         except Exception as error:
             self._buckets, self._pointers = None, []  # the senders notice
             with suppress(RuntimeError):  # the trainer may have ended
