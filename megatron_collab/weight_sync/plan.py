@@ -41,7 +41,7 @@ BUCKET_BYTES = 512 << 20
 class Slice:
     """target[target_index] of a server rank = shard[shard_index] of trainer rank `source`, through a bucket.
 
-    `shard` is a Megatron parameter under its global name (hf.named_shards), `target` one of SGLang; the blocks are alike
+    `shard` is a Megatron parameter under its global name (hf.named_shards), `target` one of SGLang; they are alike
     as those of a Piece. They lie at `offset`, contiguous, in the model's dtype, `size` bytes; `quantised`: as write_fp8
     leaves them. `holders`: all trainer ranks that have the same under the same name; `source` is one of them.
     """

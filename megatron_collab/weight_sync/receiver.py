@@ -81,7 +81,7 @@ class Receiver:
         memory: Sequence[Handle] | None = None,
         network: Mapping[str, Any] | None = None,
     ) -> None:
-        """`store`, `prefix`: of the board (store_protocol.connect); `server`, `rank`: of this process; `dtype`: of slices.
+        """`store`, `prefix`: of the board (store_protocol.connect); `server`, `rank`: its own; `dtype`: of slices.
 
         `parameters`: dtype and shape of all that the server must have, and no other; `constants`: those of them that
         are filled with a number instead of being sent; `rounds`: the rows of each bucket. These come through the
