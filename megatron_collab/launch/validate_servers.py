@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 
 from megatron_collab.config import Config, require
-from megatron_collab.models import hf_to_sglang
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.parallel_layout import servers_per_node
 from megatron_collab.runtime import device
@@ -88,5 +87,5 @@ def check_shape(config: Config, shape: ModelShape) -> None:
     check(config.rollout.context_length <= positions, message)
     layout = plan.server_layout(config)
     check(layout.ep == 1 or shape.experts is not None, "<rollout.server.ep>: the model has no experts; set 1")
-    fault = hf_to_sglang.fault(shape, layout) or plan.fp8_fault(shape, plan.trainer_layout(config), layout)
+    fault = plan.layout_fault(shape, plan.trainer_layout(config), layout)
     require(fault is None, fault or "")

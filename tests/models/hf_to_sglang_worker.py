@@ -135,7 +135,7 @@ def check_elements(
             assert name == "lm_head.weight" and parameter.parts[0].hf == "model.embed_tokens.weight"
             continue
         for part in parameter.parts:
-            block = held[name][part.index]
+            block = held[name][part.shard_index]
             assert (block == hf[part.hf][part.hf_index].view(block.shape)).all(), (name, part)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -100,10 +101,10 @@ def test_ranks_hold_what_sglangs_models_hold(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_server_cannot_hold_is_said(hf: dict[str, Any], server: dict[str, int], said: str) -> None:
-    fault = hf_to_sglang.fault(ModelShape.from_hf(hf), ServerLayout(**server))
-    assert fault is not None and said in fault and "\n" not in fault
+    with pytest.raises(ValueError, match=f"^.*{re.escape(said)}.*$"):
+        hf_to_sglang.table(ModelShape.from_hf(hf), ServerLayout(**server), 0)
 
 
 def test_a_server_that_can_has_no_fault() -> None:
     for hf, server in CASES:
-        assert hf_to_sglang.fault(ModelShape.from_hf(hf), ServerLayout(**server)) is None
+        assert hf_to_sglang.table(ModelShape.from_hf(hf), ServerLayout(**server), server["tp"] - 1)
