@@ -24,6 +24,8 @@ from megatron_collab.types import Batch
 from tests.checkpoint.checkpoint_worker import LAYOUTS, RESHARDED
 from tests.ranks import learn, make_config, make_model, make_samples, run_ranks
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -51,6 +51,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_round_trip_is_bit_equal(folder: Path, tmp_path: Path, family: str, layout: str) -> None:
@@ -78,6 +79,7 @@ def greedy(folder: Path) -> list[int]:
     return [int(token) for token in tokens[0]]
 
 
+@pytest.mark.processes
 def test_another_dtype_is_the_rounded_model(folder: Path, tmp_path: Path) -> None:
     source = folder / "qwen3" / "source"
     assert tool(folder / "qwen3" / "tp2", tmp_path / "out", "--model", source, "--dtype", "bfloat16") == 0
@@ -86,6 +88,7 @@ def test_another_dtype_is_the_rounded_model(folder: Path, tmp_path: Path) -> Non
     assert all(torch.equal(found[name], tensor.bfloat16()) for name, tensor in tensors(source).items())
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_verify_compares_with_transformers(folder: Path, tmp_path: Path) -> None:
     source = folder / "qwen3" / "source"
@@ -143,6 +146,7 @@ print(extra(lambda: convert.to_hf(folder / "checkpoints" / "step_0", folder / "o
 """
 
 
+@pytest.mark.processes
 def test_a_model_larger_than_the_memory_it_takes(tmp_path: Path) -> None:
     hf = {**HF, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 32, "head_dim": 64}
     (tmp_path / "hf").mkdir()
@@ -162,6 +166,7 @@ def test_a_model_larger_than_the_memory_it_takes(tmp_path: Path) -> None:
     assert all(np.array_equal(found[name].numpy(), tensor) for name, tensor in model.items())
 
 
+@pytest.mark.processes
 def test_bad_input_is_one_line_and_exit_2(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, checkpoint = folder / "qwen3" / "source", folder / "qwen3" / "tp2" / "step_1"
     torn = Path(shutil.copytree(checkpoint, tmp_path / "step_1"))
@@ -197,6 +202,7 @@ def broken(folder: Path, tmp_path: Path, file: str, content: str | None) -> Path
     return copy
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("file", "content", "told"),
     [
@@ -294,6 +300,7 @@ def test_wrong_options(capsys: pytest.CaptureFixture[str], arguments: tuple[str,
     assert said in error
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_sglang_samples_what_the_source_samples(folder: Path, tmp_path: Path) -> None:
     source = folder / "qwen3" / "source"

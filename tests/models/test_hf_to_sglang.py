@@ -71,6 +71,7 @@ CASES = [
 ]
 
 
+@pytest.mark.processes
 def test_ranks_hold_what_sglangs_models_hold(tmp_path: Path) -> None:
     """Names, shapes, dtypes, and after SGLang has loaded a checkpoint every element, on each rank."""
     cases = json.dumps([{"hf": hf, "server": server} for hf, server in CASES])

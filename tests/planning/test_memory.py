@@ -75,6 +75,7 @@ def test_the_head(one_rank: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     assert memory.head(layout({}), shape, tokens) == pytest.approx(most, rel=TENTH)
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_ranks(tmp_path: Path) -> None:
     """Each rank of every layout, among them pipelines with several micro-batches under way."""

@@ -81,6 +81,7 @@ def test_no_group_is_begun_too_early_or_trained_too_late(world: Maker, ahead: in
     assert len(made.played) == len(made.written)  # nothing is left in flight
 
 
+@pytest.mark.processes
 def test_a_group_that_could_not_be_played_costs_no_other(world: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Found at one look, wherever it stands among them."""
     made, get = make(world, 0), ahead.ray.get
@@ -311,6 +312,7 @@ def test_an_evaluation_survives_an_outage_too(world: Maker) -> None:
     assert all(group.rollouts[0].start.ending is Ending.USER_DONE for group in made.evaluated)
 
 
+@pytest.mark.processes
 def test_all_ranks_revive_the_servers_and_have_the_batch(tmp_path: Path) -> None:
     run_ranks("tests.rollout.manager_worker", 2, [str(tmp_path)])
     found = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]

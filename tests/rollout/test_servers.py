@@ -342,6 +342,7 @@ def test_the_first_start_of_a_server_is_not_tried_twice(stage: Callable[..., Sta
         run.pool.begin()
 
 
+@pytest.mark.processes
 def test_all_ranks_stop_where_a_server_cannot_be_kept_alive(tmp_path: Path) -> None:
     """Rank 0 waits for servers a look at a time, and the other rank is told each time what it saw."""
     run_ranks("tests.rollout.servers_worker", 2, [str(tmp_path)])

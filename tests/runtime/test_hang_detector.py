@@ -33,6 +33,7 @@ def ended(folder: Path) -> tuple[list[int], str]:
     return json.loads((folder / "codes.json").read_text()), said
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_a_rank_that_skips_a_collective_is_named(root: Path) -> None:
     codes, said = ended(root / "skip")
@@ -47,6 +48,7 @@ def test_a_rank_that_skips_a_collective_is_named(root: Path) -> None:
         assert f" in {function}\n" in written
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_a_rank_that_is_stopped_ends_the_others(root: Path) -> None:
     codes, said = ended(root / "stop")
@@ -55,6 +57,7 @@ def test_a_rank_that_is_stopped_ends_the_others(root: Path) -> None:
     assert "rank 0 waits for rank 1" in said
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_a_rank_that_is_slow_and_moves_is_waited_for(root: Path) -> None:
     codes, said = ended(root / "slow")
@@ -62,6 +65,7 @@ def test_a_rank_that_is_slow_and_moves_is_waited_for(root: Path) -> None:
     assert not list((root / "slow" / "stacks").iterdir()), "empty files are removed"
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_a_frozen_file_system_is_a_hang(root: Path) -> None:
     codes, said = ended(root / "frozen")

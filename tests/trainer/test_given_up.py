@@ -10,6 +10,8 @@ import pytest
 from tests.ranks import make_model, run_ranks
 from tests.trainer.given_up_worker import CASES
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.mark.slow
 def test_an_update_can_be_given_up_at_every_look(tmp_path: Path) -> None:

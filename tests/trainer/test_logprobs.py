@@ -86,6 +86,7 @@ def cut(given: dict[str, np.ndarray], tmp_path_factory: pytest.TempPathFactory) 
     return [dict(np.load(folder / f"rank{rank}.npz")) for rank in range(2)]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 def test_two_ranks(given: dict, cut: list[dict], temperature: float) -> None:
     ranks = [{name: rank[f"{name} {temperature}"] for name in RESULTS} for rank in cut]
@@ -99,6 +100,7 @@ def test_two_ranks(given: dict, cut: list[dict], temperature: float) -> None:
     assert (joined["head_grad"][VOCAB:] == 0).all(), "padding must not be trained"
 
 
+@pytest.mark.processes
 def test_no_tokens(given: dict, one_rank: Config, cut: list[dict]) -> None:
     for found in (compute(given, 1.0, tokens=0), *({name: rank[f"{name} empty"] for name in RESULTS} for rank in cut)):
         assert found["log_probs"].shape == found["entropy"].shape == (0,)

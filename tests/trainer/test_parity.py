@@ -16,7 +16,7 @@ from tests.helpers import make_model
 from tests.ranks import run_ranks
 from tests.trainer.parity_worker import EPS, LAYOUTS, LR, layouts_of
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 RANKS = 4
 TOLERANCE = 2e-5

@@ -66,12 +66,14 @@ def assert_same_training(found: dict, expected: dict) -> None:
         np.testing.assert_allclose(row, wanted, atol=5e-4)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_trains_the_same(layouts: dict, alone: dict, layout: str, stage: str) -> None:
     assert_same_training(layouts[f"{layout} {stage}"], alone[stage])
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
 def test_experts_train_the_same_wherever_they_are(layouts: dict, folder: Path, one_rank: Config, layout: str) -> None:
     assert_same_training(layouts[layout], train(folder.with_name("experts"), {}))

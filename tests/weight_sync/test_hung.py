@@ -13,7 +13,7 @@ import pytest
 
 from tests.weight_sync.hung_worker import DEAD, DEAD_RANKS, HANGING, SLOW, SLOW_RANKS
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
