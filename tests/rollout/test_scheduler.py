@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from megatron_collab.config import Config
 from megatron_collab.rollout import scheduler as ahead
@@ -314,11 +315,21 @@ def test_an_evaluation_survives_an_outage_too(world: Maker) -> None:
 
 @pytest.mark.processes
 def test_all_ranks_revive_the_servers_and_have_the_batch(tmp_path: Path) -> None:
-    run_ranks("tests.rollout.manager_worker", 2, [str(tmp_path)])
-    found = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    found = run_ranks(lose_the_servers_once, 2, tmp_path)
     assert [one.pop("asked") for one in found] == [2 * PROMPTS + 1, 0]
     assert found[0] == found[1]
     assert found[0]["revived"] == 1 and len(found[0]["trained"]) == PROMPTS
+
+
+def lose_the_servers_once(folder: Path) -> dict[str, Any]:
+    """As one of two ranks."""
+    dist.init_process_group("gloo")
+    ahead.ray = FakeRay()
+    world = World(folder, lambda task: DIFFERENT, max_staleness=1)
+    world.outage, world.broken = 1, {"train-0-3"}
+    batch = world.next(0)
+    dist.destroy_process_group()
+    return {"revived": world.revived, "trained": world.trained(batch), "asked": sum(world.calls.values())}
 
 
 def settings(**more: object) -> Config:
