@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import secrets
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, FunctionType
 
 import pytest
 
@@ -30,41 +28,9 @@ def pytest_sessionfinish() -> None:
     files.remove_abandoned()
 
 
-# Whatever starts processes is one of these or calls one.
-STARTS = {"Popen", "executable", "fork", "multiprocessing", "ray", "subprocess"}  # of Python and libraries
-STARTS |= {"Checker", "PassRate", "SGLangServer", "checkers", "ray_session", "sandbox", "start_actor"}  # of ours
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what starts processes; whole programs first: no worker is left with the longest file at the end."""
-    seen: dict[object, bool] = {}
-    for item in items:
-        if isinstance(item, pytest.Function):
-            fixtures = [each.func for found in item._fixtureinfo.name2fixturedefs.values() for each in found]
-            if any(starts_processes(function, seen) for function in (item.function, *fixtures)):
-                item.add_marker("processes")
+    """Whole programs first: no worker is left with the longest file at the end."""
     items.sort(key=lambda item: "e2e" not in item.path.parts)
-
-
-def starts_processes(used: object, seen: dict[object, bool]) -> bool:
-    """Whether a function or class of the tests names one of STARTS, or another one that does."""
-    if used in seen:
-        return seen[used]
-    seen[used] = False  # while it is looked at
-    functions = [each for each in vars(used).values() if callable(each)] if isinstance(used, type) else [used]
-    for function in map(inspect.unwrap, functions):
-        if isinstance(function, FunctionType):
-            called = names(function.__code__)
-            known = [function.__globals__[name] for name in called & function.__globals__.keys()]
-            ours = [each for each in known if getattr(each, "__module__", "").startswith("tests.") and callable(each)]
-            seen[used] |= bool(called & STARTS) or any(starts_processes(each, seen) for each in ours)
-    return seen[used]
-
-
-def names(code: CodeType) -> set[str]:
-    """The globals and attributes that a function's code names, functions within it included."""
-    inner = (const for const in code.co_consts if isinstance(const, CodeType))
-    return set(code.co_names).union(*map(names, inner))
 
 
 @dataclass(frozen=True)

@@ -6,16 +6,18 @@ import socket
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 from megatron_collab import patches
 from megatron_collab.config import Config, ConfigError
 from megatron_collab.launch.validate import load
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast  # which takes seconds to import
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -125,6 +127,9 @@ def make_model(
 
 def byte_level_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer of at most `vocab` tokens (at least 259) with a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,8 @@ from megatron_collab.algo.advantages import with_advantages
 from megatron_collab.config import Config
 from megatron_collab.models import hf_to_megatron
 from megatron_collab.types import Batch, Credit, Sample
-from tests.helpers import configured, free_port
+from tests.forked import Ended
+from tests.helpers import configured
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TIMEOUT = 400
@@ -39,30 +42,39 @@ HF = {
 }
 
 
-def run_ranks(module: str, ranks: int, arguments: list[str], groups: int = 1) -> None:
-    """Run `python -m MODULE ARGUMENTS` as `ranks` ranks that make `groups` process groups in turn."""
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONWARNINGS": "ignore",
-        "CUDA_VISIBLE_DEVICES": "",
-        "MASTER_ADDR": "127.0.0.1",
-        "WORLD_SIZE": str(ranks),
-        "PORTS": " ".join(str(free_port()) for _ in range(groups)),
-    }
-    command = [sys.executable, "-m", "tests.forked", module, str(ranks), *arguments]
-    with tempfile.TemporaryFile("w+") as output:
-        forked = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            code = forked.wait(TIMEOUT)
-        finally:
-            forked.kill()  # the ranks end with it
-            forked.wait()
-            output.seek(0)
-            printed = output.read()
-    assert code == 0, printed[-4000:]
+def run_ranks(function: Callable[..., Any], ranks: int, *arguments: Any) -> list[Any]:
+    """What `function(*arguments)` returns on each of so many ranks, which are processes; all of them must return."""
+    ended = end_ranks(function, ranks, *arguments)
+    assert [code for code, _ in ended] == [0] * ranks
+    return [found for _, found in ended]
 
 
-_ports = iter(os.environ.get("PORTS", "").split())
+def run_side_by_side(function: Callable[..., Any], cases: Mapping[str, int], *arguments: Any) -> dict[str, list[Ended]]:
+    """How `function(case, *arguments)` ends on each of so many ranks of every case; all cases run at the same time."""
+    ended = iter(end_ranks(_run_case, sum(cases.values()), function, cases, arguments))
+    return {case: list(islice(ended, ranks)) for case, ranks in cases.items()}
+
+
+def _run_case(function: Callable[..., Any], cases: Mapping[str, int], arguments: Sequence[Any]) -> Any:
+    """As one of the ranks of all cases: take its place in its own case."""
+    places = [(case, rank) for case, ranks in cases.items() for rank in range(ranks)]
+    case, rank = places[int(os.environ["RANK"])]
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(cases[case])}
+    os.environ["MASTER_PORT"] = os.environ["PORTS"].split()[list(cases).index(case)]
+    return function(case, *arguments)
+
+
+def end_ranks(function: Callable[..., Any], ranks: int, *arguments: Any) -> list[Ended]:
+    """How `function(*arguments)` ends on each of so many ranks, whose output is that of the test.
+
+    Ranks import the module of `function` in the place of the test's, so that one file holds a test and its ranks.
+    """
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
+    with tempfile.NamedTemporaryFile() as call:
+        Path(call.name).write_bytes(pickle.dumps((function, ranks, arguments)))
+        command = [sys.executable, "-m", "tests.forked", call.name]
+        subprocess.run(command, cwd=REPOSITORY, env=environment, check=True, timeout=TIMEOUT)  # ranks end with it
+        return pickle.loads(Path(call.name).read_bytes())
 
 
 @contextmanager
@@ -70,7 +82,7 @@ def process_group(config: Config) -> Iterator[None]:
     """In a rank: the next process group, which all ranks enter together."""
     from megatron_collab.trainer.megatron import parallel
 
-    os.environ["MASTER_PORT"] = next(_ports)
+    os.environ["MASTER_PORT"], _, os.environ["PORTS"] = os.environ["PORTS"].partition(" ")
     with parallel.init_parallel(config):
         yield
 

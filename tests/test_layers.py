@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import grimp
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "megatron_collab"
@@ -41,6 +42,7 @@ def modules() -> Iterator[tuple[str, ast.Module]]:
         yield name.removesuffix(".__init__"), ast.parse(file.read_text())
 
 
+@pytest.mark.processes
 def test_packages_import_only_packages_below_them() -> None:
     """The contracts of pyproject.toml, as `make lint` runs them."""
     program = Path(sys.executable).with_name("lint-imports")

@@ -106,6 +106,7 @@ def test_extras_are_requirements_and_gpu_pins_its_set(monkeypatch: pytest.Monkey
     assert "megatron_collab" in given["packages"] and "tests" not in given["packages"]
 
 
+@pytest.mark.processes
 def test_torch_comes_first_then_the_locks_without_dependencies_then_the_project(place: Place) -> None:
     done = place.run()
     assert done.returncode == 0, done.stderr
@@ -116,6 +117,7 @@ def test_torch_comes_first_then_the_locks_without_dependencies_then_the_project(
     assert [line.split("]")[0] for line in done.stdout.splitlines()[:4]] == [f"setup [{n}/4" for n in (1, 2, 3, 4)]
 
 
+@pytest.mark.processes
 def test_again_installs_nothing_and_a_changed_lock_installs(place: Place) -> None:
     place.run()
     place.calls.unlink()
@@ -127,6 +129,7 @@ def test_again_installs_nothing_and_a_changed_lock_installs(place: Place) -> Non
     assert len(place.installed()) == 3
 
 
+@pytest.mark.processes
 def test_a_half_finished_set_up_goes_on(place: Place) -> None:
     place.python('case "$*" in *--no-deps*) exit 1 ;; esac')
     assert "pip failed" in refused(place.run())
@@ -135,11 +138,13 @@ def test_a_half_finished_set_up_goes_on(place: Place) -> None:
     assert place.run().returncode == 0
 
 
+@pytest.mark.processes
 def test_a_python_that_is_not_there(place: Place) -> None:
     line = refused(place.run(PYTHON="python3.11-nowhere"))
     assert "python3.11-nowhere is not there; install Python 3.11" in line and "make setup PYTHON=" in line
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("command", "said"), [("echo 3.12", "is 3.12 Python"), ("exit 1", "is no Python")])
 def test_a_python_of_another_version(place: Place, command: str, said: str) -> None:
     place.stub(place.bin / "python3", f"#!/bin/sh\n{command}\n")
@@ -148,16 +153,19 @@ def test_a_python_of_another_version(place: Place, command: str, said: str) -> N
     assert place.installed() == []
 
 
+@pytest.mark.processes
 def test_an_environment_of_another_python(place: Place) -> None:
     place.python("true", version="3.12")
     assert "remove .venv and run make setup again" in refused(place.run())
 
 
+@pytest.mark.processes
 def test_no_compiler(place: Place) -> None:
     line = refused(place.run(CC="cc-nowhere"))
     assert "no C compiler" in line and "build-essential" in line
 
 
+@pytest.mark.processes
 def test_a_full_disk_is_seen_before_anything_is_installed(place: Place) -> None:
     place.disk(2 * 1024 * 1024)
     line = refused(place.run())
@@ -176,6 +184,7 @@ OUTPUTS = [
 ]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("output", "said"), OUTPUTS)
 def test_what_pip_stumbled_over_is_one_line(place: Place, output: str, said: str) -> None:
     (place.folder / "output").write_text(output + "\n")
@@ -183,6 +192,7 @@ def test_what_pip_stumbled_over_is_one_line(place: Place, output: str, said: str
     assert said in refused(place.run())
 
 
+@pytest.mark.processes
 def test_a_missing_wheel_is_named(place: Place) -> None:
     """With pip itself, so that its wording is what the script looks for."""
     place.python(f"exec {sys.executable} -m pip download --no-index --no-deps a-package-of-ours==7.7")
@@ -190,6 +200,7 @@ def test_a_missing_wheel_is_named(place: Place) -> None:
     assert "no wheel of a-package-of-ours==7.7" in line and "PIP_INDEX_URL" in line
 
 
+@pytest.mark.processes
 def test_make_stops_where_the_set_up_does(place: Place) -> None:
     shutil.copy(ROOT / "Makefile", place.folder)
     outside = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}

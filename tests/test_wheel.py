@@ -16,7 +16,7 @@ import pytest
 
 from megatron_collab import __version__
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = (

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import random
 import resource
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
 from megatron_collab.checkpoint import hf, storage, torch_dist
 from megatron_collab.checkpoint.checkpointer import Checkpoints
@@ -18,22 +21,113 @@ from megatron_collab.checkpoint.convert import Stored
 from megatron_collab.config import Config
 from megatron_collab.runtime import heartbeat
 from megatron_collab.runtime.process import RunStopped
+from megatron_collab.trainer.critic import Critic
 from megatron_collab.trainer.megatron import model as policies
 from megatron_collab.trainer.trainer import PolicyTrainer
 from megatron_collab.types import Batch
-from tests.checkpoint.checkpoint_worker import LAYOUTS, RESHARDED
-from tests.ranks import learn, make_config, make_model, make_samples, run_ranks
+from tests.ranks import learn, make_config, make_model, make_samples, process_group, run_ranks
+
+pytestmark = pytest.mark.processes
+
+
+LAYOUTS: dict[str, dict[str, object]] = {
+    "tp2": {"parallel.tp": 2},
+    "pp2": {"parallel.pp": 2, "model.dtype": "bfloat16"},
+    "vpp2": {"parallel.pp": 2, "parallel.vpp": 2},
+    "dp2": {"algo.advantage": "gae", "algo.critic_lr": 1e-3},
+}
+# NAME: (the layout that saved, the layout that goes on from it)
+RESHARDED: dict[str, tuple[str, dict[str, object]]] = {
+    "tp2-pp2": ("tp2", {"parallel.pp": 2}),
+    "tp2-dp2": ("tp2", {}),
+    "tp2-vpp2": ("tp2", LAYOUTS["vpp2"]),
+    "vpp2-tp2": ("vpp2", LAYOUTS["tp2"]),
+    "dp2-tp2": ("dp2", LAYOUTS["dp2"] | LAYOUTS["tp2"]),
+}
+STATE = {"version": 3, "curve": [0.5, 1.0]}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What both lives of every layout saved and wrote down."""
     folder = tmp_path_factory.mktemp("checkpoint")
     make_model(folder / "model")
-    run_ranks("tests.checkpoint.checkpoint_worker", 2, ["first", str(folder)], groups=len(LAYOUTS))
-    run_ranks(
-        "tests.checkpoint.checkpoint_worker", 2, ["second", str(folder)], groups=len(LAYOUTS) + len(RESHARDED) + 1
-    )
+    for life in ("first", "second"):
+        run_ranks(live_in_every_layout, 2, folder, life)
     return folder
+
+
+def live_in_every_layout(folder: Path, life: str) -> None:
+    """As one of two ranks: what it writes down is described in `live`, and for the second life in `fill_the_disk`."""
+    for layout, settings in LAYOUTS.items():
+        with process_group(make_config(folder, settings)):
+            live(folder, layout, layout, settings, life)
+    if life == "second":
+        for name, (source, settings) in RESHARDED.items():
+            with process_group(make_config(folder, settings)):
+                live(folder, source, name, settings, life)
+        with process_group(make_config(folder, LAYOUTS["tp2"])):
+            fill_the_disk(folder)
+
+
+def build(folder: Path, settings: Mapping[str, object]) -> PolicyTrainer:
+    config = make_config(folder / "model", {**settings, "algo.kl_coef": 0.0})
+    critic = Critic(config) if config.algo.advantage == "gae" else None
+    return PolicyTrainer(config, policies.load(config)[0], critic=critic)
+
+
+def live(folder: Path, source: str, name: str, settings: Mapping[str, object], life: str) -> None:
+    """The first life trains six steps and saves after each of the first three; the second loads and trains the others.
+
+    The second may have another layout than what it loads. Each rank writes NAME-LIFE-rankN.npz, parameters, optimizer
+    state and random draws at the end, and all write NAME-LIFE.json, the metrics of the last three steps.
+    """
+    actor = build(folder, settings)
+    with Checkpoints(folder / source, keep=2, timeout=60.0) as checkpoints:
+        if life == "first":
+            assert checkpoints.load_latest(actor) is None
+            seed_everything(dist.get_rank())
+            for step in range(3):
+                learn(actor, Batch(make_samples(9, step)))
+                checkpoints.save(step + 1, actor, STATE if dist.get_rank() == 0 else {})
+        else:
+            assert checkpoints.load_latest(actor) == (3, STATE)
+        metrics = [learn(actor, Batch(make_samples(9, step))) for step in range(3, 6)]
+    (folder / f"{name}-{life}.json").write_text(json.dumps(metrics))
+    np.savez(folder / f"{name}-{life}-rank{dist.get_rank()}.npz", **snapshot(actor))
+
+
+def fill_the_disk(folder: Path) -> None:
+    """Save with a disk that is full for rank 1 alone; what a rank was told is in full-rankN.txt."""
+    actor = build(folder, LAYOUTS["tp2"])
+    learn(actor, Batch(make_samples(9, 0)))
+    checkpoints = Checkpoints(folder / "full", keep=2, timeout=60.0)
+    checkpoints.save(1, actor, {})
+    checkpoints.finish()
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, resource.RLIM_INFINITY))
+    checkpoints.save(2, actor, {})
+    try:
+        checkpoints.finish()
+    except RunStopped as error:
+        (folder / f"full-rank{dist.get_rank()}.txt").write_text(str(error))
+
+
+def seed_everything(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def snapshot(actor: PolicyTrainer) -> dict[str, np.ndarray]:
+    found = {}
+    for network, trainable in actor.trainables.items():
+        found |= {f"{network} model {name}": shard for name, shard in hf.named_shards(trainable.chunks)}
+        for index, optimizer in enumerate(trainable.optimizer.chained_optimizers):
+            for number, state in enumerate(optimizer.optimizer.state.values()):
+                found |= {f"{network} optimizer {index} {number} {name}": value for name, value in state.items()}
+    draws = {"python": random.random(), "numpy": np.random.random(), "torch": torch.rand(2).numpy()}
+    return {name: value.detach().float().numpy() for name, value in found.items()} | draws
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -16,16 +16,21 @@ import safetensors.numpy
 import torch
 from safetensors.torch import load_file
 
+from megatron_collab.checkpoint.checkpointer import Checkpoints
 from megatron_collab.commands import convert
 from megatron_collab.config import RolloutConfig, SamplingConfig
 from megatron_collab.inference.client import SGLangClient
 from megatron_collab.inference.server import SGLangServer
 from megatron_collab.models import hf_to_megatron
-from tests.checkpoint.convert_worker import FAMILIES, LAYOUTS, TIED
+from megatron_collab.trainer.megatron import model as policies
+from megatron_collab.trainer.trainer import PolicyTrainer
 from tests.conftest import serving_config
 from tests.helpers import make_model
-from tests.ranks import HF, run_ranks
+from tests.ranks import HF, make_config, process_group, run_ranks
 
+FAMILIES = ("qwen3", "qwen2", "llama", "mistral", "qwen3_moe")
+TIED = ("qwen2",)
+LAYOUTS: dict[str, dict[str, object]] = {"tp2": {"parallel.tp": 2}, "pp2": {"parallel.pp": 2}}
 PROMPT = [[7, 250, 31, 4, 99, 120, 18, 3]]
 
 
@@ -43,19 +48,45 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert (
             tool(folder / family / "source", folder / family / "start", "--to-megatron", "--shard-size", "100KB") == 0
         )
-    run_ranks("tests.checkpoint.convert_worker", 2, [str(folder)], groups=len(LAYOUTS))
+    for began in run_ranks(save_in_every_layout, 2, folder):
+        assert began == [(0, {})] * len(LAYOUTS) * len(FAMILIES)
     return folder
+
+
+def save_in_every_layout(folder: Path) -> list[object]:
+    """As one of two ranks: what each model started from."""
+    began = []
+    for layout, settings in LAYOUTS.items():
+        with process_group(make_config(folder, settings)):
+            began += [start_and_save(folder / family, layout, settings) for family in FAMILIES]
+    return began
+
+
+def start_and_save(folder: Path, layout: str, settings: dict[str, object]) -> object:
+    """Start from the converted checkpoint `folder`/start in a model of other weights, save one of training."""
+    if "moe" in folder.name and "parallel.tp" in settings:
+        settings = settings | {"parallel.sequence_parallel": True, "parallel.ep": 2}
+    config = make_config(folder / "other", {**settings, "algo.kl_coef": 0.0, "optim.weight_decay": 0.0})
+    model, _ = policies.load(config)
+    actor = PolicyTrainer(config, model)
+    with Checkpoints(folder / "start", keep=1, timeout=60.0) as checkpoints:
+        began = checkpoints.load_latest(actor)
+    for optimizer in actor.policy.optimizer.chained_optimizers:  # a step with no gradient: state, and the same weights
+        optimizer._init_optimizer_states_with_dummy_values()
+    with Checkpoints(folder / layout, keep=1, timeout=60.0) as checkpoints:
+        checkpoints.save(1, actor, {})
+    return began
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_round_trip_is_bit_equal(folder: Path, tmp_path: Path, family: str, layout: str) -> None:
     source = folder / family / "source"
-    assert json.loads((folder / family / f"{layout}.json").read_text()) == [0, {}]
     out = tmp_path / "out"
     assert tool(folder / family / layout, out, "--model", source, "--shard-size", "100KB") == 0
     expected, found = tensors(source), tensors(out)
@@ -78,6 +109,7 @@ def greedy(folder: Path) -> list[int]:
     return [int(token) for token in tokens[0]]
 
 
+@pytest.mark.processes
 def test_another_dtype_is_the_rounded_model(folder: Path, tmp_path: Path) -> None:
     source = folder / "qwen3" / "source"
     assert tool(folder / "qwen3" / "tp2", tmp_path / "out", "--model", source, "--dtype", "bfloat16") == 0
@@ -86,6 +118,7 @@ def test_another_dtype_is_the_rounded_model(folder: Path, tmp_path: Path) -> Non
     assert all(torch.equal(found[name], tensor.bfloat16()) for name, tensor in tensors(source).items())
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_verify_compares_with_transformers(folder: Path, tmp_path: Path) -> None:
     source = folder / "qwen3" / "source"
@@ -143,6 +176,7 @@ print(extra(lambda: convert.to_hf(folder / "checkpoints" / "step_0", folder / "o
 """
 
 
+@pytest.mark.processes
 def test_a_model_larger_than_the_memory_it_takes(tmp_path: Path) -> None:
     hf = {**HF, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 32, "head_dim": 64}
     (tmp_path / "hf").mkdir()
@@ -162,6 +196,7 @@ def test_a_model_larger_than_the_memory_it_takes(tmp_path: Path) -> None:
     assert all(np.array_equal(found[name].numpy(), tensor) for name, tensor in model.items())
 
 
+@pytest.mark.processes
 def test_bad_input_is_one_line_and_exit_2(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, checkpoint = folder / "qwen3" / "source", folder / "qwen3" / "tp2" / "step_1"
     torn = Path(shutil.copytree(checkpoint, tmp_path / "step_1"))
@@ -197,6 +232,7 @@ def broken(folder: Path, tmp_path: Path, file: str, content: str | None) -> Path
     return copy
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("file", "content", "told"),
     [
@@ -294,6 +330,7 @@ def test_wrong_options(capsys: pytest.CaptureFixture[str], arguments: tuple[str,
     assert said in error
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_sglang_samples_what_the_source_samples(folder: Path, tmp_path: Path) -> None:
     source = folder / "qwen3" / "source"

@@ -74,12 +74,14 @@ def plan_on_a_login_node(folder: Path, *broken: str) -> subprocess.CompletedProc
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
+@pytest.mark.processes
 def test_a_plan_needs_no_library_of_gpus(tmp_path: Path) -> None:
     done = plan_on_a_login_node(tmp_path, "flash_mla", "deep_ep", "transformer_engine")
     assert done.returncode == 0, done.stderr
     assert "Fits a GPU of 80 GiB" in done.stdout
 
 
+@pytest.mark.processes
 def test_a_plan_without_what_it_needs_is_refused_in_one_line(tmp_path: Path) -> None:
     done = plan_on_a_login_node(tmp_path, "torch")
     assert done.returncode == 2 and done.stdout == ""

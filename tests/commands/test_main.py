@@ -25,6 +25,7 @@ def run(*arguments: str, setup: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
 
 
+@pytest.mark.processes
 def test_help_and_version_answer_without_anything_heavy() -> None:
     shown = run("--help")
     assert shown.returncode == 0 and shown.stderr == ""
@@ -45,6 +46,7 @@ def test_every_command_has_help(
     assert ended.value.code == 0 and capsys.readouterr().out.startswith(f"usage: megatron-collab {command} ")
 
 
+@pytest.mark.processes
 def test_train_is_the_trainer() -> None:
     """In a process of its own, whose exit code is that of the program."""
     done = run("train", "experiment=booking", "parallel.pq=3")
@@ -63,6 +65,7 @@ def test_an_unknown_command_is_one_line(
     assert f"no command {word!r}; did you mean {nearest}" in line
 
 
+@pytest.mark.processes
 def test_a_library_that_is_not_installed_is_one_line() -> None:
     """As after an installation without one of the extras."""
     done = run("doctor", setup="sys.modules['hydra'] = None")
@@ -84,6 +87,7 @@ def test_a_checkout_has_the_commands_in_tools(face: str) -> None:
     assert runpy.run_path(str(TOOLS / f"{face}.py"))["main"] is command.main
 
 
+@pytest.mark.processes
 def test_a_tool_runs_in_any_folder(tmp_path: Path) -> None:
     command = [sys.executable, TOOLS / "plan_publish.py", "experiment=booking"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)

@@ -20,6 +20,14 @@ def began(folder: Path, *overrides: str) -> dict[str, Any]:
     return settings
 
 
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that tests only read."""
+    folder = tmp_path_factory.mktemp("begun")
+    began(folder)
+    return folder
+
+
 def goes_on(folder: Path, *overrides: str) -> list[Change]:
     return changes(compose(["experiment=gsm8k", f"run.dir={folder}", *overrides]))
 
@@ -39,9 +47,8 @@ def goes_on(folder: Path, *overrides: str) -> list[Change]:
         "llm.cache=cache", "publish.transport=disk", "data.eval=eval.jsonl", "run.wandb_project=other",
     ],
 )  # fmt: skip
-def test_what_extends_a_run_or_leaves_its_results_may_change(tmp_path: Path, setting: str) -> None:
-    began(tmp_path)
-    (change,) = goes_on(tmp_path, setting)
+def test_what_extends_a_run_or_leaves_its_results_may_change(begun: Path, setting: str) -> None:
+    (change,) = goes_on(begun, setting)
     assert change.allowed and f"{change.setting}={change.after}".lower() == setting
 
 
@@ -59,9 +66,8 @@ def test_what_extends_a_run_or_leaves_its_results_may_change(tmp_path: Path, set
         "reward.judge.model=other", "user.model=other", "data.train=other.jsonl",
     ],
 )  # fmt: skip
-def test_what_would_mix_two_runs_may_not(tmp_path: Path, setting: str) -> None:
-    began(tmp_path)
-    (change,) = goes_on(tmp_path, setting)
+def test_what_would_mix_two_runs_may_not(begun: Path, setting: str) -> None:
+    (change,) = goes_on(begun, setting)
     assert not change.allowed and setting.startswith(f"{change.setting}=")
 
 

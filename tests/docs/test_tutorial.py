@@ -19,7 +19,8 @@ SMALL = (
     "rollout.futures=2 reward.malformed=null"
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # three trainings, each with its own servers
+# Three trainings, each with its own servers.
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 def test_every_command_runs(tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ import pytest
 from megatron_collab.inference import KEY_VARIABLE
 from tests.helpers import listening
 
+pytestmark = pytest.mark.processes
+
 API_KEY = "sk-test-0123456789"  # that the environment of the undisturbed run holds
 
 SFT = ["experiment=booking_sft", "train.steps=60", "train.checkpoint_every=20", "optim.warmup_steps=10"]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "gsm8k"
 

@@ -12,7 +12,7 @@ from site import getsitepackages
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parents[2]
 LENGTH = """

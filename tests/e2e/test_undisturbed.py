@@ -25,6 +25,8 @@ from megatron_collab.runtime.process import EXIT_PREEMPTED, PREEMPTION_SIGNAL
 from tests.e2e.test_booking import Program, kill, lines, parameters, steps_done
 from tests.helpers import free_port
 
+pytestmark = pytest.mark.processes
+
 RL = ["experiment=booking", "train.steps=3", "train.checkpoint_every=1", "train.prompts_per_step=4"]
 RL += ["train.rollouts_per_prompt=4", "rollout.futures=2", "train.eval_tasks=0"]
 RL += ["reward.malformed=null", "reward.weights.token_amount=-0.01"]  # the random model ends no turn by itself

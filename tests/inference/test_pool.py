@@ -16,6 +16,8 @@ from megatron_collab.inference.server import UNPUBLISHED, SGLangServer
 from tests.conftest import Served
 from tests.inference.test_server import PROMPTS, sample, with_client
 
+pytestmark = pytest.mark.processes
+
 ASKED = [(prompt, seed) for seed, prompt in enumerate(PROMPTS[:4])]
 
 

@@ -21,6 +21,8 @@ from megatron_collab.runtime.ray_cluster import ray_session
 from tests.conftest import serving_config
 from tests.helpers import make_model
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Config:

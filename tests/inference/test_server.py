@@ -94,6 +94,7 @@ def server(servers: dict[str, Served]) -> SGLangServer:
     return servers["untied"].server
 
 
+@pytest.mark.processes
 def test_a_seed_decides_the_sample_whatever_the_batch(server: SGLangServer) -> None:
     requests = [(prompt, 100 + i) for i, prompt in enumerate(PROMPTS)]
     alone = sample(server, requests[:6], at_once=False)
@@ -104,6 +105,7 @@ def test_a_seed_decides_the_sample_whatever_the_batch(server: SGLangServer) -> N
     assert reordered == together
 
 
+@pytest.mark.processes
 def test_a_seed_decides_the_sample_whatever_is_cached(server: SGLangServer) -> None:
     first = sample(server, [(prompt, i) for i, prompt in enumerate(PROMPTS)], at_once=True)
     longer = [(turn.prompt_ids + turn.token_ids + (9, 9), i) for i, turn in enumerate(first)]
@@ -117,6 +119,7 @@ def test_a_seed_decides_the_sample_whatever_is_cached(server: SGLangServer) -> N
     assert cold["cached_tokens"] < 0.05 * cold["prefill_tokens"]
 
 
+@pytest.mark.processes
 def test_a_prompt_asked_for_at_once_is_read_once(server: SGLangServer) -> None:
     flush(server)
     turns, tokens = sample_and_count(server, [(PROMPTS[2], seed) for seed in range(8)], at_once=True)
@@ -125,6 +128,7 @@ def test_a_prompt_asked_for_at_once_is_read_once(server: SGLangServer) -> None:
     assert tokens["prefill_tokens"] == len(PROMPTS[2]) + 7
 
 
+@pytest.mark.processes
 def test_sampling_is_what_was_asked_for(server: SGLangServer) -> None:
     requests = [(PROMPTS[0], seed) for seed in range(40)]
     greedy = sample(server, requests, at_once=True, sampling=SamplingConfig(top_k=1))
@@ -138,6 +142,7 @@ def test_sampling_is_what_was_asked_for(server: SGLangServer) -> None:
     assert sum(distinct.values()) - min(distinct.values()) < 0.5
 
 
+@pytest.mark.processes
 def test_the_engine_finds_calls_of_tools_known_or_not(server: SGLangServer) -> None:
     async def use(client: SGLangClient) -> list[list[ToolCall]]:
         texts = [f"so: {CALL}", "no call", CALL.replace("add", "subtract")]
@@ -146,11 +151,13 @@ def test_the_engine_finds_calls_of_tools_known_or_not(server: SGLangServer) -> N
     assert with_client(server, use) == [[ToolCall("add", {"a": 1})], [], [ToolCall("subtract", {"a": 1})]]
 
 
+@pytest.mark.processes
 def test_another_seed_gives_another_sample(server: SGLangServer) -> None:
     turns = sample(server, [(PROMPTS[0], seed) for seed in range(40)], at_once=True)
     assert len({turn.token_ids for turn in turns}) == 40
 
 
+@pytest.mark.processes
 def test_samples_follow_the_log_probs(server: SGLangServer) -> None:
     count = 3000
     turns = sample(server, [(PROMPTS[1], seed) for seed in range(count)], at_once=True, tokens=1)
@@ -168,6 +175,7 @@ def test_samples_follow_the_log_probs(server: SGLangServer) -> None:
     assert abs(statistic - freedom) < 5 * math.sqrt(2 * freedom)
 
 
+@pytest.mark.processes
 def test_a_turn_ends_at_its_budget_or_with_its_end(server: SGLangServer) -> None:
     asked = [(prompt, seed) for prompt in PROMPTS for seed in range(10)]  # about every fifth ends by itself
     turns = sample(server, asked, at_once=True, tokens=60)
@@ -180,6 +188,7 @@ def test_a_turn_ends_at_its_budget_or_with_its_end(server: SGLangServer) -> None
     assert {turn.finish for turn in turns} == {Finish.STOP, Finish.LENGTH}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "path", ["/begin_weight_update", "/update_weights_from_tensor", "/update_weights_from_disk", "/generate"]
 )
@@ -191,6 +200,7 @@ def test_nothing_is_served_without_the_key(server: SGLangServer, path: str, head
     assert refused.value.code == 401
 
 
+@pytest.mark.processes
 def test_weights_stay_what_they_are_without_the_key(servers: dict[str, Served]) -> None:
     server, others = servers["untied"].server, servers["tied"].folder
     requests = [(prompt, seed) for seed, prompt in enumerate(PROMPTS[:4])]
@@ -205,6 +215,7 @@ def test_weights_stay_what_they_are_without_the_key(servers: dict[str, Served]) 
     assert sample(server, requests, at_once=True) == before
 
 
+@pytest.mark.processes
 def test_a_server_listens_on_its_own_address_only(servers: dict[str, Served]) -> None:
     server = servers["untied"].server
     listening = {
@@ -217,6 +228,7 @@ def test_a_server_listens_on_its_own_address_only(servers: dict[str, Served]) ->
     assert {address for address, _ in listening} == {"127.0.0.1"}
 
 
+@pytest.mark.processes
 def test_a_wrong_key_is_an_engine_error(server: SGLangServer) -> None:
     async def run() -> None:
         client = SGLangClient(server.url, "wrong", RolloutConfig(turn_timeout=10.0))
@@ -229,6 +241,7 @@ def test_a_wrong_key_is_an_engine_error(server: SGLangServer) -> None:
         asyncio.run(run())
 
 
+@pytest.mark.processes
 def test_the_key_is_in_no_argument_and_no_log(servers: dict[str, Served]) -> None:
     for served in servers.values():
         server = served.server
@@ -299,6 +312,7 @@ def test_a_server_in_fp8_is_told_its_blocks_and_loads_no_weights(on_gpus: None) 
     }
 
 
+@pytest.mark.processes
 def test_a_busy_port_is_one_line_that_names_the_setting(tmp_path: Path) -> None:
     with socket.socket() as busy:
         busy.bind(("127.0.0.1", 0))
@@ -309,6 +323,7 @@ def test_a_busy_port_is_one_line_that_names_the_setting(tmp_path: Path) -> None:
             SGLangServer(config, tmp_path / "log")
 
 
+@pytest.mark.processes
 def test_a_server_that_dies_shows_its_last_words(tmp_path: Path) -> None:
     with SGLangServer(serving_config(tmp_path / "no-model"), tmp_path / "log") as server:
         with pytest.raises(
@@ -318,6 +333,7 @@ def test_a_server_that_dies_shows_its_last_words(tmp_path: Path) -> None:
         assert not server.alive()
 
 
+@pytest.mark.processes
 def test_what_sglang_leaves_in_the_temporary_folder_goes_with_the_server(tmp_path: Path) -> None:
     with SGLangServer(serving_config(tmp_path / "no-model"), tmp_path / "log") as server:
         folder = Path(psutil.Process(server.process.pid).environ()["TMPDIR"])
@@ -347,6 +363,7 @@ def wait_until(holds: object, seconds: float) -> bool:
     return False
 
 
+@pytest.mark.processes
 def test_a_killed_trainer_takes_its_server_along(tmp_path: Path) -> None:
     make_model(tmp_path / "model")
     code = (
@@ -375,6 +392,7 @@ def test_a_killed_trainer_takes_its_server_along(tmp_path: Path) -> None:
             os.kill(process, signal.SIGKILL)
 
 
+@pytest.mark.processes
 def test_every_process_of_a_server_says_where_it_stands(servers: dict[str, Served]) -> None:
     written = servers["untied"].folder.parent / "stacks"
     assert stacks.ask(written, 30.0) == []

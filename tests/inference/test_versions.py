@@ -19,6 +19,8 @@ from megatron_collab.types import Turn
 from tests.conftest import Served
 from tests.helpers import make_model
 
+pytestmark = pytest.mark.processes
+
 TOLERANCE = 1e-4
 NEW = 4711
 PROMPTS = [tuple(row) for row in np.random.default_rng(5).integers(3, 500, (16, 24)).tolist()]

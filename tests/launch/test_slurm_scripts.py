@@ -33,6 +33,7 @@ def option(command: str, name: str) -> str:
     return value
 
 
+@pytest.mark.processes
 def test_a_dry_run_prints_every_command(tmp_path: Path) -> None:
     overrides = [f"run.dir={tmp_path}/a run", "rollout.tools=[calculator]", "launch.nodes=2"]
     done = dry_run("train_70b.sh", *overrides, "parallel.pp=2", "rollout.server.replicas=2")
@@ -51,6 +52,7 @@ def test_a_dry_run_prints_every_command(tmp_path: Path) -> None:
     assert checked.returncode == 0, checked.stderr
 
 
+@pytest.mark.processes
 def test_an_override_comes_through_unchanged(tmp_path: Path) -> None:
     override = f"""run.dir="{tmp_path}/it's $HOME, ADDRESS_0 & (more)\""""
     done = dry_run("train_8b.sh", override)
@@ -62,6 +64,7 @@ def test_an_override_comes_through_unchanged(tmp_path: Path) -> None:
     assert "--master-addr=10.0.0.1" in arguments
 
 
+@pytest.mark.processes
 def test_ports_are_explicit_distinct_and_below_those_of_the_kernel(tmp_path: Path) -> None:
     done = dry_run(
         "train_8b.sh", "experiment=booking_sft", "launch.nodes=3", "launch.interface=lo", f"run.dir={tmp_path}"
@@ -83,6 +86,7 @@ def test_ports_are_explicit_distinct_and_below_those_of_the_kernel(tmp_path: Pat
     assert refused.returncode == 2 and re.match(r"megatron-collab: PORT=\d+: 1 nodes need 100 ports", refused.stderr)
 
 
+@pytest.mark.processes
 def test_bad_input_is_one_line() -> None:
     refused = dry_run("train_70b.sh", "parallel.pq=3")
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1 and "parallel.pq" in refused.stderr
@@ -138,6 +142,7 @@ for seconds, names in ((300, "a"), (1, "abc"), (300, "b")):
 """
 
 
+@pytest.mark.processes
 def test_ray_is_waited_for(ray_head: str) -> None:
     """In a process of its own, since Ray keeps a token for as long as its process lives."""
     done = subprocess.run([sys.executable, "-c", WAITS, ray_head], timeout=600, capture_output=True, text=True)

@@ -18,6 +18,8 @@ import pytest
 from megatron_collab.runtime.process import EXIT_BAD_INPUT, EXIT_PREEMPTED, EXIT_STOPPED, PREEMPTION_SIGNAL
 from tests.helpers import listening
 
+pytestmark = pytest.mark.processes
+
 TIMEOUT = 120
 # Rank 0 has a process like any server; it waits for the signal, rank 1 for rank 0.
 WAITS = """

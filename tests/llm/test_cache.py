@@ -30,6 +30,7 @@ def test_what_was_put_is_there_after_a_restart(tmp_path: Path) -> None:
     assert again.get("b") is None
 
 
+@pytest.mark.processes
 def test_processes_write_at_the_same_time(tmp_path: Path) -> None:
     command = [sys.executable, "-c", WRITER, str(tmp_path)]
     writers = [subprocess.Popen([*command, name]) for name in "abcd"]

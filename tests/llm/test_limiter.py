@@ -208,6 +208,7 @@ def test_a_call_that_was_cancelled_after_it_was_let_through_holds_no_place(monke
     assert asyncio.run(cancel_after_the_talk()) == {}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("actor", [LlmConfig(max_concurrent=1)], indirect=True)
 def test_a_limiter_that_is_killed_is_started_again_and_goes_on_from_its_ledger(actor: Any) -> None:
     async def calls() -> None:
@@ -259,6 +260,7 @@ class Caller:
         return count
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("actor", [LlmConfig(max_concurrent=5)], indirect=True)
 def test_processes_share_one_limiter(actor: Any) -> None:
     callers = [Caller.remote() for _ in range(3)]
@@ -266,6 +268,7 @@ def test_processes_share_one_limiter(actor: Any) -> None:
     assert ray.get(actor.spend.remote()) == {"calls": 120, "tokens": 1200, "usd": pytest.approx(1.2), "unpriced": 0}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("actor", [LlmConfig()], indirect=True)
 def test_the_last_talk_of_all_is_written_too(actor: Any) -> None:
     (call,) = ray.get(actor.talk.remote([], [Wish(1, 60.0)]))
@@ -276,6 +279,7 @@ def test_the_last_talk_of_all_is_written_too(actor: Any) -> None:
     assert json.loads(LEDGER.read_text())["usd"] == 0.5
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("actor", [LlmConfig(budget_usd=0.05, max_concurrent=2)], indirect=True)
 def test_a_spent_budget_comes_through_from_another_process(actor: Any) -> None:
     with pytest.raises(BudgetSpent, match=r"llm.budget_usd=0.05 is used up"):
@@ -283,6 +287,7 @@ def test_a_spent_budget_comes_through_from_another_process(actor: Any) -> None:
     assert ray.get(actor.spend.remote())["calls"] <= 6
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("actor", [LlmConfig(max_concurrent=1)], indirect=True)
 def test_a_dead_limiter_is_said(actor: Any) -> None:
     async def wait_in_line() -> None:

@@ -102,6 +102,7 @@ def test_a_supervised_run_has_curves_alone(tmp_path: Path) -> None:
     assert html.count("<svg") == 1 and "<table>" not in html and "before and after" not in html
 
 
+@pytest.mark.processes
 def test_the_tool_makes_the_report_again_and_refuses_another_folder(run: Path, tmp_path: Path) -> None:
     made = subprocess.run([sys.executable, str(TOOL), str(run)], capture_output=True, text=True)
     assert made.returncode == 0 and (run / "report.html").exists()

@@ -97,6 +97,7 @@ def test_a_cpu_run_refuses_a_visible_cuda_device(monkeypatch: pytest.MonkeyPatch
         cpu.refuse_visible_cuda("cpu")
 
 
+@pytest.mark.processes
 def test_model_parallel_random_stream_is_apart(one_rank: Config) -> None:
     state = torch.get_rng_state()
     with get_cuda_rng_tracker().fork():
@@ -124,6 +125,7 @@ def test_megatron_is_not_compiled_on_a_cpu() -> None:
     assert torch.compile(function) is not function
 
 
+@pytest.mark.processes
 def test_training_on_a_cpu_leaves_transformer_engine_alone(tmp_path: Path) -> None:
     """Layers, optimizer and gradient norm are those of a machine where it is not installed."""
     package, info = tmp_path / "transformer_engine", tmp_path / "transformer_engine-2.20.2.dist-info"

@@ -15,6 +15,7 @@ from megatron_collab.llm.answer import Field
 from megatron_collab.llm.client import LlmClient, LlmError
 
 
+@pytest.mark.processes
 def test_importing_litellm_opens_no_connection() -> None:
     program = """
 import socket

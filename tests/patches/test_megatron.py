@@ -36,6 +36,7 @@ def test_fused_gradient_accumulation_needs_no_apex(monkeypatch: pytest.MonkeyPat
     assert layers._grad_accum_fusion_available
 
 
+@pytest.mark.processes
 def test_importing_megatron_prints_nothing() -> None:
     program = """
 from megatron_collab import patches

@@ -80,6 +80,7 @@ def run_python(code: str, *paths: Path) -> str:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.processes
 def test_a_real_module_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "0")  # real ones are there on GPUs
     for name in ("triton", "sgl_kernel"):
@@ -92,6 +93,7 @@ def test_a_real_module_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert run_python(code, tmp_path, REPOSITORY).split() == ["True", "True"]
 
 
+@pytest.mark.processes
 def test_torchvision_imports_once_its_operators_are_declared() -> None:
     code = (
         "from megatron_collab import patches\npatches.apply('torchvision')\n"
@@ -100,6 +102,7 @@ def test_torchvision_imports_once_its_operators_are_declared() -> None:
     assert run_python(code, REPOSITORY).strip() == "False"
 
 
+@pytest.mark.processes
 def test_a_server_on_cpu_forks_and_computes_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
     code = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -18,16 +19,47 @@ from megatron_collab.planning import memory
 from megatron_collab.trainer import logprobs
 from megatron_collab.trainer.losses import Head
 from tests.planning.held import held
-from tests.planning.memory_worker import LAYOUTS, MOE, layout
-from tests.ranks import run_ranks
+from tests.ranks import make_config, process_group, run_ranks
 
-DENSE = {name: value for name, value in MOE.items() if "expert" not in name}
+MOE = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 1001,
+    "hidden_size": 256,
+    "intermediate_size": 640,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 48,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 1024,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 192,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [0],
+}
+QWEN3 = {**{name: value for name, value in MOE.items() if "expert" not in name}, "model_type": "qwen3"}
 SHAPES = {
-    "qwen3": {**DENSE, "model_type": "qwen3"},
-    "llama": {**DENSE, "model_type": "llama", "num_key_value_heads": 8, "tie_word_embeddings": True},
+    "qwen3": QWEN3,
+    "llama": {**QWEN3, "model_type": "llama", "num_key_value_heads": 8, "tie_word_embeddings": True},
     "qwen3_moe": MOE,
 }
+LAYOUTS: Mapping[str, tuple[Mapping[str, object], dict[str, object]]] = {
+    "tp2": ({"parallel.tp": 2, "parallel.sequence_parallel": True, "model.dtype": "bfloat16"}, QWEN3),
+    "pp2": ({"parallel.pp": 2}, {**QWEN3, "tie_word_embeddings": True}),
+    "vpp2": ({"parallel.pp": 2, "parallel.vpp": 2, "parallel.recompute": "full"}, QWEN3),
+    "ep2": ({"parallel.ep": 2, "model.dtype": "bfloat16"}, MOE),
+}
+MICRO_BATCHES = 4
 TENTH = 0.1
+
+
+def layout(settings: Mapping[str, object]) -> Config:
+    """Two ranks unless `settings` say otherwise, micro-batches of 256 tokens."""
+    sizes = {"launch.nproc_per_node": 2, "train.tokens_per_micro_batch": 256, "rollout.context_length": 256}
+    return make_config(Path("unused"), {**sizes, **settings})
 
 
 def planned(config: Config, hf: dict[str, object], stage: int = 0) -> dict[str, float]:
@@ -75,16 +107,27 @@ def test_the_head(one_rank: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     assert memory.head(layout({}), shape, tokens) == pytest.approx(most, rel=TENTH)
 
 
+@pytest.mark.processes
 @pytest.mark.slow
-def test_ranks(tmp_path: Path) -> None:
+def test_ranks() -> None:
     """Each rank of every layout, among them pipelines with several micro-batches under way."""
-    run_ranks("tests.planning.memory_worker", ranks=2, arguments=[str(tmp_path)], groups=len(LAYOUTS))
+    found = run_ranks(hold_every_layout, 2)
     for name, (settings, hf) in LAYOUTS.items():
         config = layout(settings)
         for rank in range(2):
             plan = planned(config, hf, stage=rank if config.parallel.pp > 1 else 0)
-            for part, size in json.loads((tmp_path / f"{name}-{rank}.json").read_text()).items():
+            for part, size in found[rank][name].items():
                 assert plan[part] == pytest.approx(size, rel=TENTH), (name, rank, part)
+
+
+def hold_every_layout() -> dict[str, dict[str, int]]:
+    """As one of two ranks: what it holds in each layout."""
+    found = {}
+    for name, (settings, hf) in LAYOUTS.items():
+        config = layout(settings)
+        with process_group(config):
+            found[name] = held(config, hf, MICRO_BATCHES)
+    return found
 
 
 def test_micro_batches_under_way() -> None:

@@ -159,6 +159,7 @@ def test_a_worker_that_is_stuck_is_not_asked_again() -> None:
 # On Ray
 
 
+@pytest.mark.processes
 def test_a_slow_judge_blocks_nobody(workers: list[Any]) -> None:
     """Not even those whose scores were asked for in the same request."""
     client = RewardClient(workers, settings("length", "slow", concurrency=4))
@@ -173,6 +174,7 @@ def test_a_slow_judge_blocks_nobody(workers: list[Any]) -> None:
     assert asyncio.run(scores()) == ([{"length": n, "slow": 1.0} for n in range(1, 100)], True)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("for_good", [False, True])
 def test_the_work_of_a_worker_that_dies_is_done_elsewhere(workers: list[Any], for_good: bool) -> None:
     """One of two is killed with half of the work in its hands: every score arrives, from one that lives."""
@@ -195,6 +197,7 @@ def test_the_work_of_a_worker_that_dies_is_done_elsewhere(workers: list[Any], fo
     assert made[doomed] < 40 < made[other]
 
 
+@pytest.mark.processes
 def test_a_worker_that_ray_starts_again_is_waited_for(workers: list[Any]) -> None:
     alone = workers[:1]
     client = RewardClient(alone, settings("length", concurrency=4))
@@ -204,6 +207,7 @@ def test_a_worker_that_ray_starts_again_is_waited_for(workers: list[Any]) -> Non
     assert ray.get(alone[0].pid.remote()) != before
 
 
+@pytest.mark.processes
 def test_a_worker_that_stood_still_is_asked_again_once_it_goes_on(workers: list[Any]) -> None:
     client = RewardClient(workers, settings("process", timeout=1.0))
     still, other = ray.get([worker.pid.remote() for worker in workers])
@@ -223,6 +227,7 @@ def test_a_worker_that_stood_still_is_asked_again_once_it_goes_on(workers: list[
     assert after == {still, other}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("name", "error"), [("buggy", KeyError), ("broke", BudgetSpent)])
 def test_what_a_metric_raises_reaches_the_trainer(session: None, stand_ins: None, name: str, error: type) -> None:
     """From the RewardWorker through the ConversationWorker: neither a bug nor a spent budget is an outage."""

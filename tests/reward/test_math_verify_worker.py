@@ -12,6 +12,8 @@ from megatron_collab.reward import math_verify_worker as checkers
 from megatron_collab.reward.math_verify_worker import Checker, Verdict
 from megatron_collab.types import Missing
 
+pytestmark = pytest.mark.processes
+
 HOPELESS = r"\boxed{9^{9^{9^{9}}}}"
 
 

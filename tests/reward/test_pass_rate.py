@@ -76,33 +76,40 @@ def test_a_fence_inside_a_string_does_not_end_the_code(end: str) -> None:
     assert extract(f"```python\n{code}{end}").rstrip("\n") == code.rstrip("\n")
 
 
+@pytest.mark.processes
 def test_line_ends_of_another_system_stay_where_they_were() -> None:
     assert extract("Hi\r\n```python\r\nx = 1\r\n\r\nif x:\r\n    y\r\n```\r\n") == "x = 1\r\n\r\nif x:\r\n    y\r\n"
     assert score(TWICE, reply(CODE).replace("\n", "\r\n")) == [1.0]
 
 
+@pytest.mark.processes
 def test_code_that_breaks_parsers_is_code_that_fails() -> None:
     broken = ["(" * 10_000, "-" * 100_000 + "1", '"a"' + ' + "a"' * 100_000, "x = '\0'", "x = '\ud800'", "9" * 10_000]
     assert score(TWICE, *map(reply, broken)) == [0.0] * len(broken)
 
 
+@pytest.mark.processes
 def test_a_reply_passes_if_all_tests_pass() -> None:
     assert score(TWICE, reply(CODE), reply("def twice(x):\n    return x\n"), "I cannot.", "") == [1.0, 0.0, 0.0, 0.0]
 
 
+@pytest.mark.processes
 def test_a_reply_that_leaves_before_its_tests_has_not_passed_them() -> None:
     leave = ["import sys; sys.exit(0)", "raise SystemExit", "import os; os._exit(0)", "import atexit, os\nexit()"]
     assert score(TWICE, *(reply(f"{CODE}{code}\n") for code in leave)) == [0.0] * len(leave)
 
 
+@pytest.mark.processes
 def test_a_main_guard_is_not_run() -> None:
     assert score(TWICE, reply(f"{CODE}\nif __name__ == '__main__':\n    input()\n")) == [1.0]
 
 
+@pytest.mark.processes
 def test_tests_may_be_asserts() -> None:
     assert score({"tests": "assert twice(2) == 4"}, reply(CODE), reply("twice = abs\n")) == [1.0, 0.0]
 
 
+@pytest.mark.processes
 def test_tests_may_be_unittest_cases_and_those_of_the_reply_do_not_count() -> None:
     case = "import unittest\nclass {}(unittest.TestCase):\n    def test_it(self):\n        self.assertEqual({}, {})\n"
     tests = {"tests": case.format("TestTwice", "twice(2)", 4) + "\nif __name__ == '__main__':\n    unittest.main()\n"}
@@ -138,6 +145,7 @@ def task_func(lines):
 """
 
 
+@pytest.mark.processes
 def test_tests_may_have_the_form_of_big_code_bench() -> None:
     wrong = [SUMS.replace("+=", "="), SUMS.replace("csv.reader(lines)", "(line.split(',') for line in lines)"), ""]
     helped = SUMS + "def check(numbers):\n    return False\n"  # a helper of that name makes it no HumanEval
@@ -146,6 +154,7 @@ def test_tests_may_have_the_form_of_big_code_bench() -> None:
     assert score(named, reply(SUMS), reply(wrong[0])) == [1.0, 0.0]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "test",
     [
@@ -161,6 +170,7 @@ def test_tests_that_do_not_run_are_not_passed(test: str) -> None:
     assert score(BIG_CODE | {"test": test}, reply(SUMS)) == [0.0]
 
 
+@pytest.mark.processes
 def test_a_reply_cannot_skip_its_tests() -> None:
     skips = "import unittest\ndef task_func(lines):\n    raise unittest.SkipTest\n"
     at_once = "import unittest\ndef setUpModule():\n    raise unittest.SkipTest\n"
@@ -177,6 +187,7 @@ sys.settrace(jump)
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "code",
     [
@@ -205,6 +216,7 @@ sys.modules["unittest"] = fake
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "code",
     [
@@ -222,6 +234,7 @@ def test_what_a_reply_replaces_does_not_run_its_unittest_cases(code: str) -> Non
     assert score(tests, reply(code + "def twice(x):\n    return x\n")) == [0.0]
 
 
+@pytest.mark.processes
 def test_a_reply_may_use_unittest_itself() -> None:
     """Tests find a unittest whose parts belong together, whatever the reply has loaded of its own."""
     uses = "import unittest.mock\nfrom unittest import IsolatedAsyncioTestCase, TestCase\n"
@@ -231,6 +244,7 @@ def test_a_reply_may_use_unittest_itself() -> None:
     assert score(BIG_CODE | {"test": tests}, reply(uses + SUMS)) == [1.0]
 
 
+@pytest.mark.processes
 def test_a_prompt_comes_first_whether_the_reply_repeats_it_or_goes_on() -> None:
     helped = TWICE | {"prompt": 'import math\n\ndef twice(x):\n    """2 * x"""\n'}
     assert score(helped, reply("    return math.prod([2, x])\n")) == [1.0]
@@ -239,17 +253,20 @@ def test_a_prompt_comes_first_whether_the_reply_repeats_it_or_goes_on() -> None:
     assert score(unfinished, reply("    return 2 * x\n"), reply(CODE)) == [1.0, 1.0]
 
 
+@pytest.mark.processes
 def test_it_does_not_apply_to_a_task_without_tests() -> None:
     assert score({}, reply(CODE)) == [None]
     assert score({"entry_point": "twice"}, reply(CODE)) == [None]
 
 
+@pytest.mark.processes
 def test_tests_without_their_candidate_are_missing_and_no_zero() -> None:
     (missing,) = score({"test": TWICE["test"]}, reply(CODE))
     assert isinstance(missing, Missing)
     assert "entry_point" in missing.why
 
 
+@pytest.mark.processes
 def test_a_sandbox_that_fails_is_missing_and_no_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sandbox.unavailable() is None
     monkeypatch.setattr(sandbox, "_COMMAND", ("/bin/false",))
@@ -258,6 +275,7 @@ def test_a_sandbox_that_fails_is_missing_and_no_zero(monkeypatch: pytest.MonkeyP
     assert missing.why.startswith("sandbox: ")
 
 
+@pytest.mark.processes
 def test_so_many_programs_run_at_once_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     running, most = 0, 0
 
@@ -281,6 +299,7 @@ def test_so_many_programs_run_at_once_and_no_more(monkeypatch: pytest.MonkeyPatc
     assert most == 3
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("setting", ["concurrent", "cpu_seconds", "memory"])
 def test_settings_that_cannot_work_are_refused(setting: str) -> None:
     assert metrics.split("pass_rate", {setting: 1})[0] is PassRate
@@ -289,6 +308,7 @@ def test_settings_that_cannot_work_are_refused(setting: str) -> None:
             metrics.split("pass_rate", {setting: value})
 
 
+@pytest.mark.processes
 def test_a_machine_that_cannot_isolate_refuses_the_metric(monkeypatch: pytest.MonkeyPatch) -> None:
     assert PassRate.unavailable(PassRate.Options()) is None
     monkeypatch.setattr(sandbox, "unavailable", lambda: "no namespaces")
@@ -302,6 +322,7 @@ def local_ray() -> Iterator[None]:
         yield
 
 
+@pytest.mark.processes
 def test_a_ray_worker_outlives_what_it_runs(local_ray: None) -> None:
     worker = ray.remote(num_cpus=0)(PassRate).remote(PassRate.Options(cpu_seconds=2), None)
     bomb = "import os\nwhile True:\n    os.fork()\n"
@@ -324,15 +345,18 @@ def failing(replies: Sequence[str]) -> list[str]:
     return [problem["task_id"] for problem, score in zip(PROBLEMS, asyncio.run(scores()), strict=True) if score != 1.0]
 
 
+@pytest.mark.processes
 def test_every_solution_of_human_eval_passes_whole() -> None:
     assert len(PROBLEMS) == 164
     assert failing([reply(problem["prompt"] + problem["canonical_solution"]) for problem in PROBLEMS]) == []
 
 
+@pytest.mark.processes
 def test_every_solution_of_human_eval_passes_as_what_follows_its_prompt() -> None:
     assert failing([reply(problem["canonical_solution"]) for problem in PROBLEMS]) == []
 
 
+@pytest.mark.processes
 def test_no_solution_of_human_eval_passes_that_returns_something_else() -> None:
     spoilt = [re.sub(r"\breturn\b(.*)", r"return 'wrong'", problem["canonical_solution"]) for problem in PROBLEMS]
     passing = len(PROBLEMS) - len(failing([reply(code) for code in spoilt]))

@@ -151,6 +151,7 @@ def server(folder: Path) -> Iterator[SGLangServer]:
         yield server
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_sglang_scores_as_transformers_does(
     server: SGLangServer, folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -185,6 +186,7 @@ def test_sglang_scores_as_transformers_does(
     assert asyncio.run(together()) == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_what_sglang_refuses_is_missing(server: SGLangServer, monkeypatch: pytest.MonkeyPatch) -> None:
     too_long = play(TASK, "word " * 5000)

@@ -20,6 +20,8 @@ import pytest
 from megatron_collab.reward import sandbox
 from megatron_collab.reward.sandbox import Limits, Result, SandboxError
 
+pytestmark = pytest.mark.processes
+
 PROJECT = Path(__file__).resolve().parents[2]
 LIMITS = Limits(cpu=2, wall=10.0)
 NEVER = Limits(cpu=60, wall=600.0)

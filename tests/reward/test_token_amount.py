@@ -45,6 +45,7 @@ print(score("token_amount", TASK, PLAYED, count="cl100k"), asked)
 """
 
 
+@pytest.mark.processes
 def test_cl100k_asks_no_network() -> None:
     done = subprocess.run([sys.executable, "-c", OFFLINE], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.stdout == "0.011 []\n", done.stderr

@@ -86,6 +86,7 @@ def test_a_bug_in_a_metric_is_raised(stand_ins: None, text: str, kind: type[Exce
         score(RewardWorker(Config(reward=settings("length", "buggy"))), text)
 
 
+@pytest.mark.processes
 def test_a_judge_keeps_to_the_limiter_and_remembers(session: None, tmp_path: Path) -> None:
     keeps_alive = limiter.start_limiter(LlmConfig(), tmp_path / "spend.json")
     config = Config(reward=settings("judged"), run=RunConfig(dir=str(tmp_path)))

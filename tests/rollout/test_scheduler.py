@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from megatron_collab.config import Config
 from megatron_collab.rollout import scheduler as ahead
@@ -81,6 +82,7 @@ def test_no_group_is_begun_too_early_or_trained_too_late(world: Maker, ahead: in
     assert len(made.played) == len(made.written)  # nothing is left in flight
 
 
+@pytest.mark.processes
 def test_a_group_that_could_not_be_played_costs_no_other(world: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Found at one look, wherever it stands among them."""
     made, get = make(world, 0), ahead.ray.get
@@ -311,12 +313,23 @@ def test_an_evaluation_survives_an_outage_too(world: Maker) -> None:
     assert all(group.rollouts[0].start.ending is Ending.USER_DONE for group in made.evaluated)
 
 
+@pytest.mark.processes
 def test_all_ranks_revive_the_servers_and_have_the_batch(tmp_path: Path) -> None:
-    run_ranks("tests.rollout.manager_worker", 2, [str(tmp_path)])
-    found = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    found = run_ranks(lose_the_servers_once, 2, tmp_path)
     assert [one.pop("asked") for one in found] == [2 * PROMPTS + 1, 0]
     assert found[0] == found[1]
     assert found[0]["revived"] == 1 and len(found[0]["trained"]) == PROMPTS
+
+
+def lose_the_servers_once(folder: Path) -> dict[str, Any]:
+    """As one of two ranks."""
+    dist.init_process_group("gloo")
+    ahead.ray = FakeRay()
+    world = World(folder, lambda task: DIFFERENT, max_staleness=1)
+    world.outage, world.broken = 1, {"train-0-3"}
+    batch = world.next(0)
+    dist.destroy_process_group()
+    return {"revived": world.revived, "trained": world.trained(batch), "asked": sum(world.calls.values())}
 
 
 def settings(**more: object) -> Config:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from megatron_collab.config import Config
 from megatron_collab.inference.pool import ServerPool
@@ -342,8 +343,38 @@ def test_the_first_start_of_a_server_is_not_tried_twice(stage: Callable[..., Sta
         run.pool.begin()
 
 
+@pytest.mark.processes
 def test_all_ranks_stop_where_a_server_cannot_be_kept_alive(tmp_path: Path) -> None:
     """Rank 0 waits for servers a look at a time, and the other rank is told each time what it saw."""
-    run_ranks("tests.rollout.servers_worker", 2, [str(tmp_path)])
-    raised = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    raised = run_ranks(lose_a_server_for_good, 2, tmp_path)
     assert all("server 0 failed after 3 new starts too" in reason for reason in raised)
+
+
+def lose_a_server_for_good(folder: Path) -> str:
+    """As one of two ranks, rank 0's server coming back once and no more: what stopped it."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    leads = dist.get_rank() == 0
+    run = Stage(folder / str(dist.get_rank()), replicas=1, colocated=True, staleness=0)
+    if leads:
+        run.begin()
+    else:
+        run.of_run.pool = None
+        run.weights.publish = lambda version: None  # type: ignore[method-assign]
+
+    def lose() -> None:
+        if leads:
+            run.servers[0].die()
+            assert run.pool.lost_all()
+
+    reason = "nothing was raised"
+    try:
+        run.phase(0, lose)
+        run.servers[0].starts = False
+        run.phase(1, lose)
+        run.phase(2)
+    except RunStopped as error:
+        reason = str(error)
+    finally:
+        run.servers[0].stop()
+    dist.destroy_process_group()
+    return reason

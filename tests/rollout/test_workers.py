@@ -39,6 +39,8 @@ from megatron_collab.types import Ending, Group, Message, Missing, Task
 from tests.helpers import free_port
 from tests.rollout.fakes import CharacterRenderer, FakePolicy, config
 
+pytestmark = pytest.mark.processes
+
 BOOKING = "megatron_collab.environments.booking_metrics"
 METRICS = {
     "booking_right": {"metric": f"{BOOKING}:BookingRight"},

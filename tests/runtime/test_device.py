@@ -153,6 +153,7 @@ def test_without_a_device_there_is_no_capability(monkeypatch: pytest.MonkeyPatch
     assert device.capability() is None
 
 
+@pytest.mark.processes
 def test_importing_the_module_imports_no_library() -> None:
     """config/schema.py needs it before any check; torch alone would cost over a second."""
     code = (

@@ -23,6 +23,7 @@ while True:
 """
 
 
+@pytest.mark.processes
 def test_a_file_is_whole_whenever_its_writer_is_killed(tmp_path: Path) -> None:
     file = tmp_path / "spend.json"
     files.replace(file, "[]")

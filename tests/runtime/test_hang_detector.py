@@ -5,26 +5,91 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
+import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from megatron_collab.checkpoint.checkpointer import Checkpoints
+from megatron_collab.config import Config
+from megatron_collab.runtime import hang_detector, heartbeat
 from megatron_collab.runtime.hang_detector import Account, describe
 from megatron_collab.runtime.process import EXIT_HUNG
+from megatron_collab.runtime.rank0 import from_leader
+from tests.ranks import run_side_by_side
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+TIMEOUT = 3.0  # launch.timeout
+BEAT = 0.3  # seconds: a loaded machine makes much more of it
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What all ranks of all cases of hang_detector_worker.py left."""
+    """What all ranks of all cases left."""
     root = tmp_path_factory.mktemp("hang_detector")
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.runtime.hang_detector_worker", str(root)]
-    subprocess.run(command, cwd=REPOSITORY, env=environment, check=True, timeout=240)
+    for case in CASES:
+        (root / case).mkdir()
+    for case, ended in run_side_by_side(run, {case: ranks for case, (_, ranks) in CASES.items()}, root).items():
+        (root / case / "codes.json").write_text(json.dumps([code for code, _ in ended]))
     return root
+
+
+def run(case: str, root: Path) -> None:
+    """As a rank of `case`: what it says is in said-RANK.txt."""
+    rank, folder = int(os.environ["RANK"]), root / case
+    os.dup2(os.open(folder / f"said-{rank}.txt", os.O_WRONLY | os.O_CREAT), 2)
+    config = Config()
+    config.run.dir, config.launch.timeout = str(folder), TIMEOUT
+    dist.init_process_group("gloo", timeout=hang_detector.collective_timeout(TIMEOUT))
+    with hang_detector.armed(config):
+        CASES[case][0](rank, folder)
+        dist.barrier()
+
+
+def skip(rank: int, folder: Path) -> None:
+    """Rank 1 goes on to something else where rank 0 waits for it."""
+    heartbeat.at("rollouts" if rank else "update")
+    if rank:
+        from_leader(lambda: None)
+    else:
+        dist.all_reduce(torch.zeros(1))
+        dist.all_reduce(torch.zeros(1))
+
+
+def stop(rank: int, folder: Path) -> None:
+    """Rank 1 is stopped by the kernel."""
+    while True:
+        from_leader(lambda: time.sleep(0.05))
+        dist.barrier()
+        if rank:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def slow(rank: int, folder: Path) -> None:
+    """Rank 1 takes longer than launch.timeout, and moves; rank 0 waits for it."""
+    for _ in range(int(2 * TIMEOUT / BEAT) if rank else 0):
+        time.sleep(BEAT)
+        heartbeat.beat()
+    dist.barrier()
+
+
+def frozen(rank: int, folder: Path) -> None:
+    """What a checkpoint is written to takes nothing."""
+    os.mkfifo(folder / "pipe")  # which nobody reads
+    checkpoints = Checkpoints(folder, keep=1, timeout=TIMEOUT)
+    checkpoints._writing = checkpoints._thread.submit(lambda: (folder / "pipe").write_bytes(b".") and None)
+    checkpoints.finish()
+
+
+CASES: dict[str, tuple[Callable[[int, Path], None], int]] = {  # with their ranks
+    "skip": (skip, 2),
+    "stop": (stop, 2),
+    "slow": (slow, 2),
+    "frozen": (frozen, 1),
+}
 
 
 def ended(folder: Path) -> tuple[list[int], str]:
@@ -33,6 +98,7 @@ def ended(folder: Path) -> tuple[list[int], str]:
     return json.loads((folder / "codes.json").read_text()), said
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_a_rank_that_skips_a_collective_is_named(root: Path) -> None:
     codes, said = ended(root / "skip")
@@ -47,6 +113,7 @@ def test_a_rank_that_skips_a_collective_is_named(root: Path) -> None:
         assert f" in {function}\n" in written
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_a_rank_that_is_stopped_ends_the_others(root: Path) -> None:
     codes, said = ended(root / "stop")
@@ -55,6 +122,7 @@ def test_a_rank_that_is_stopped_ends_the_others(root: Path) -> None:
     assert "rank 0 waits for rank 1" in said
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_a_rank_that_is_slow_and_moves_is_waited_for(root: Path) -> None:
     codes, said = ended(root / "slow")
@@ -62,6 +130,7 @@ def test_a_rank_that_is_slow_and_moves_is_waited_for(root: Path) -> None:
     assert not list((root / "slow" / "stacks").iterdir()), "empty files are removed"
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_a_frozen_file_system_is_a_hang(root: Path) -> None:
     codes, said = ended(root / "frozen")

@@ -5,6 +5,10 @@ import signal
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.processes
+
 CODE = "from megatron_collab.runtime.process import die_with_parent; die_with_parent({}); print('alive')"
 
 

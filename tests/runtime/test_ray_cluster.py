@@ -15,6 +15,8 @@ from megatron_collab.config import Config, RewardConfig
 from megatron_collab.runtime import ray_cluster
 from megatron_collab.runtime.process import RunStopped
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.mark.parametrize("failures", [2, ray_cluster.STARTS])
 def test_a_start_of_ray_that_fails_is_tried_again_and_leaves_no_process(

@@ -44,6 +44,7 @@ def test_it_can_be_removed_twice(root: Path) -> None:
     assert not list(root.iterdir())
 
 
+@pytest.mark.processes
 def test_the_next_start_removes_that_of_a_process_that_was_killed_and_no_other(root: Path) -> None:
     (root / "mgcollab-file").touch()  # not ours
     process = subprocess.Popen([sys.executable, "-c", MAKES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

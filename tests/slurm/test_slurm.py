@@ -19,7 +19,7 @@ import pytest
 
 from megatron_collab.runtime.process import EXIT_BAD_INPUT, EXIT_STOPPED
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.processes, pytest.mark.slurm, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTER = ROOT.parent / "shared" / "slurm" / "local_cluster.sh"

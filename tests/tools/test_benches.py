@@ -26,6 +26,7 @@ HOLDS: dict[str, Callable[[dict[str, float]], bool]] = {
 }
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in BENCHES])
 def test_a_bench_runs(name: str) -> None:
     command = [sys.executable, f"tools/bench/{name}.py", "--smoke"]

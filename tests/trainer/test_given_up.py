@@ -2,23 +2,130 @@
 
 from __future__ import annotations
 
-import json
+import os
+import time
+from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from tests.ranks import make_model, run_ranks
-from tests.trainer.given_up_worker import CASES
+from megatron_collab.config import Config
+from megatron_collab.runtime import rank0
+from megatron_collab.runtime.process import Preempted, RunStopped
+from megatron_collab.trainer.critic import Critic
+from megatron_collab.trainer.megatron import model as policies
+from megatron_collab.trainer.megatron import parallel
+from megatron_collab.trainer.trainer import PolicyTrainer
+from megatron_collab.types import Batch
+from tests.ranks import learn, make_config, make_model, make_samples, process_group, run_ranks
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+SMALL: dict[str, object] = {"train.tokens_per_micro_batch": 30, "algo.mini_batches": 2}
+CASES: dict[str, dict[str, object]] = {
+    "pp2": SMALL | {"parallel.pp": 2},
+    "dp2 gae": SMALL | {"algo.advantage": "gae", "algo.kl_in": "reward", "algo.kl": "k1", "algo.critic_lr": 1e-3},
+    "dp2 sft": SMALL | {"train.stage": "sft"},
+}
 
 
-@pytest.mark.slow
-def test_an_update_can_be_given_up_at_every_look(tmp_path: Path) -> None:
-    """Looks: before every micro-batch, with pipeline stages before every pass, and before the optimizer step.
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(give_up, 2, make_model(tmp_path_factory.mktemp("given_up") / "model"))
 
-    In the end ranks other than 0 leave a run that is stopped after rank 0, which the worker asserts.
-    """
-    folder, out = make_model(tmp_path / "model"), tmp_path / "found.json"
-    run_ranks("tests.trainer.given_up_worker", 2, [str(folder), str(out)], groups=len(CASES))
-    found = json.loads(out.read_text())
-    assert found["pp2"] == 4  # log-probs of policy and reference, the gradient, the step
-    assert found["dp2 gae"] > 5 and found["dp2 sft"] > 2  # values too; several micro-batches a pass
+
+def test_an_update_can_be_given_up_at_every_look(found: list[dict[str, Any]]) -> None:
+    """Looks: before every micro-batch, with pipeline stages before every pass, and before the optimizer step."""
+    looks = found[0]["looks"]
+    assert looks["pp2"] == 4  # log-probs of policy and reference, the gradient, the step
+    assert looks["dp2 gae"] > 5 and looks["dp2 sft"] > 2  # values too; several micro-batches a pass
+
+
+def test_other_ranks_leave_a_run_that_is_stopped_after_rank_0(found: list[dict[str, Any]]) -> None:
+    assert [own["put away first"] for own in found] == [True, True]
+
+
+def give_up(folder: Path) -> dict[str, Any]:
+    """As one of two ranks."""
+    looks, rank0.raise_if_preempted = {}, (told := Told())
+    for case, settings in CASES.items():
+        config = make_config(folder, settings)
+        with process_group(config):
+            looks[case] = given_up(config, told)
+    return {"looks": looks, "put away first": put_away_first(folder)}
+
+
+class Told:
+    """The signal comes just before look number `at` of rank 0, counted from the last setting of it."""
+
+    def __init__(self) -> None:
+        self.at: int | None = None
+        self.looks = 0
+
+    def __call__(self) -> None:
+        self.looks += 1
+        if self.looks == self.at:
+            raise Preempted("told to end")
+
+
+def make(config: Config) -> PolicyTrainer:
+    policy, _ = policies.load(config)
+    critic = Critic(config) if config.algo.advantage == "gae" else None
+    return PolicyTrainer(config, policy, policies.frozen_copy(policy), critic)
+
+
+def state(actor: PolicyTrainer) -> list[torch.Tensor]:
+    """Everything that an update changes."""
+    found = [torch.get_rng_state(), torch.tensor(actor.step)]
+    for trained in actor.trainables.values():
+        found += [parameter for chunk in trained.chunks for parameter in chunk.parameters()]
+        for part in trained.optimizer.chained_optimizers:
+            inner = part.optimizer
+            found += [tensor for group in inner.param_groups for tensor in group["params"]]
+            found += [value for of in inner.state.values() for value in of.values() if torch.is_tensor(value)]
+    return [tensor.detach().clone() for tensor in found]
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def given_up(config: Config, told: Told) -> int:
+    """At how many looks an update was given up, each time without a trace; then it is made as if never."""
+    first, second = (Batch(make_samples(11, seed)) for seed in (1, 2))
+    disturbed, undisturbed = make(config), make(config)
+    for actor in (disturbed, undisturbed):
+        learn(actor, first)
+    for at in count(1):
+        before = state(disturbed)
+        told.at, told.looks = at, 0
+        try:
+            metrics = learn(disturbed, second)
+        except Preempted:
+            assert same(state(disturbed), before), f"given up at look {at}, it left something behind"
+            continue
+        told.at = None
+        assert metrics == learn(undisturbed, second)
+        assert same(state(disturbed), state(undisturbed))
+        return at - 1
+    raise AssertionError
+
+
+def put_away_first(folder: Path) -> bool:
+    """Whether a run that is stopped has been put away by rank 0 by the time this rank is out of it."""
+    mark = folder / "put away"
+
+    def put_away() -> None:
+        time.sleep(0.5)
+        mark.touch()
+
+    try:
+        with parallel.leader_ends_first(60.0, print), ExitStack() as stack:
+            if os.environ["RANK"] == "0":
+                stack.callback(put_away)
+            raise RunStopped("told to end")
+    except RunStopped:
+        return mark.exists()

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_collab.config import Config
@@ -16,11 +17,11 @@ from megatron_collab.trainer import logprobs
 from megatron_collab.trainer.logprobs import head_log_probs
 from megatron_collab.trainer.megatron import parallel
 from tests.helpers import free_port
-from tests.ranks import run_ranks
-from tests.trainer.logprobs_worker import TEMPERATURES, compute
+from tests.ranks import make_config, process_group, run_ranks
 
 TOKENS, HIDDEN, VOCAB, PADDED = 7, 6, 13, 20  # the second of two ranks has 3 real entries and 7 of padding
 RESULTS = ("log_probs", "entropy", "hidden_grad", "head_grad")
+TEMPERATURES = (1.0, 0.7)
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +54,33 @@ def expected(given: Mapping[str, np.ndarray], temperature: float) -> dict[str, n
     return {name: value.detach().numpy() for name, value in found.items()}
 
 
+def compute(
+    given: Mapping[str, np.ndarray],
+    temperature: float,
+    *,
+    tokens: int | None = None,
+    main_grad: bool = False,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> dict[str, np.ndarray]:
+    """Log-probs, entropy and the gradients of their weighted sum, of this rank's rows of the head.
+
+    `tokens`: only the first ones. `main_grad`: into a buffer that holds ones.
+    """
+    here = {name: torch.from_numpy(array).to(device) for name, array in given.items() if name != "vocab"}
+    hidden = here["hidden"][:tokens].to(dtype).requires_grad_()
+    head = here["head"].to(dtype).chunk(dist.get_world_size())[dist.get_rank()].clone().requires_grad_()
+    if main_grad:
+        head.main_grad = torch.ones(head.shape)
+    log_probs, entropy = head_log_probs(hidden, head, here["labels"][:tokens], temperature, int(given["vocab"]))
+    loss = (log_probs * here["of_log_prob"][:tokens]).sum() + (entropy * here["of_entropy"][:tokens]).sum()
+    loss.backward()
+    assert (head.grad is None) == main_grad
+    head_grad = head.main_grad - 1 if main_grad else head.grad
+    found = {"log_probs": log_probs, "entropy": entropy, "hidden_grad": hidden.grad, "head_grad": head_grad.float()}
+    return {name: value.detach().cpu().float().numpy() for name, value in found.items()}
+
+
 def compare(found: Mapping[str, np.ndarray], wanted: Mapping[str, np.ndarray], **tolerance: float) -> None:
     for name in RESULTS:
         np.testing.assert_allclose(found[name], wanted[name], err_msg=name, **tolerance)
@@ -79,13 +107,18 @@ def test_one_result_alone(given: dict, one_rank: Config, silent: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def cut(given: dict[str, np.ndarray], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, np.ndarray]]:
-    folder: Path = tmp_path_factory.mktemp("logprob")
-    np.savez(folder / "input.npz", **given)
-    run_ranks("tests.trainer.logprobs_worker", 2, [str(folder)])
-    return [dict(np.load(folder / f"rank{rank}.npz")) for rank in range(2)]
+def cut(given: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
+    return run_ranks(compute_all, 2, given)
 
 
+def compute_all(given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """As one of two ranks: at every temperature, and for no tokens."""
+    with process_group(make_config(Path("unused"), {"parallel.tp": 2})):
+        found = {f"{name} {t}": value for t in TEMPERATURES for name, value in compute(given, t).items()}
+        return found | {f"{name} empty": value for name, value in compute(given, 1.0, tokens=0).items()}
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 def test_two_ranks(given: dict, cut: list[dict], temperature: float) -> None:
     ranks = [{name: rank[f"{name} {temperature}"] for name in RESULTS} for rank in cut]
@@ -99,6 +132,7 @@ def test_two_ranks(given: dict, cut: list[dict], temperature: float) -> None:
     assert (joined["head_grad"][VOCAB:] == 0).all(), "padding must not be trained"
 
 
+@pytest.mark.processes
 def test_no_tokens(given: dict, one_rank: Config, cut: list[dict]) -> None:
     for found in (compute(given, 1.0, tokens=0), *({name: rank[f"{name} empty"] for name in RESULTS} for rank in cut)):
         assert found["log_probs"].shape == found["entropy"].shape == (0,)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,14 +13,34 @@ import torch
 from megatron_collab.algo.advantages import assign
 from megatron_collab.checkpoint import hf
 from megatron_collab.config import Config
+from megatron_collab.trainer.critic import Critic
 from megatron_collab.trainer.megatron import model as policies
 from megatron_collab.trainer.trainer import PolicyTrainer
 from megatron_collab.types import Batch, Sample
-from tests.ranks import hidden_states, learn, make_config, make_model, make_samples, run_ranks
-from tests.trainer.update_worker import EXPERT_LAYOUTS, LAYOUTS, STAGES, train
+from tests.ranks import hidden_states, learn, make_config, make_model, make_samples, process_group, run_ranks
 
 SAMPLES = make_samples(11, seed=1)
 Maker = Callable[..., PolicyTrainer]
+LAYOUTS: dict[str, dict[str, object]] = {
+    "tp2": {"parallel.tp": 2},
+    "tp2-sp": {"parallel.tp": 2, "parallel.sequence_parallel": True, "train.tokens_per_micro_batch": 80},
+    "pp2": {"parallel.pp": 2, "train.tokens_per_micro_batch": 80},
+    "pp2-vpp2": {"parallel.pp": 2, "parallel.vpp": 2, "train.tokens_per_micro_batch": 40},
+    "dp2": {"train.tokens_per_micro_batch": 50},
+}
+# Those of a model with experts, which lies in the folder `experts` beside the other.
+EXPERT_LAYOUTS: dict[str, dict[str, object]] = {
+    "ep2": {"parallel.ep": 2, "train.tokens_per_micro_batch": 50},
+    "tp2-sp-ep2": {"parallel.tp": 2, "parallel.sequence_parallel": True, "parallel.ep": 2},
+}
+STAGES: dict[str, dict[str, object]] = {
+    "rl": {},
+    "rl-mini": {"algo.mini_batches": 3, "algo.clip_low": 0.01, "algo.clip_high": 0.02},
+    "gspo": {"algo.loss": "gspo", "algo.average": "sequence", "algo.advantage": "rloo", "algo.mini_batches": 2},
+    "cispo": {"algo.loss": "cispo", "algo.correction": "truncated", "algo.kl": "k2", "algo.entropy_coef": 0.01},
+    "gae": {"algo.advantage": "gae", "algo.kl_in": "reward", "algo.kl": "k1", "algo.critic_lr": 1e-3},
+    "sft": {"train.stage": "sft"},
+}
 
 
 @pytest.fixture(scope="module")
@@ -33,10 +52,33 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def layouts(folder: Path) -> dict[str, dict]:
-    """By layout and stage, what `train` found on two ranks."""
-    out = folder.parent / "found.json"
-    run_ranks("tests.trainer.update_worker", 2, [str(folder), str(out)], groups=len(LAYOUTS) + len(EXPERT_LAYOUTS))
-    return json.loads(out.read_text())
+    """By layout and stage, what `train` found on two ranks, which agree."""
+    first, second = run_ranks(train_in_every_layout, 2, folder)
+    assert first == second
+    return first
+
+
+def train_in_every_layout(folder: Path) -> dict[str, dict]:
+    """As one of two ranks."""
+    found = {}
+    for layout, settings in LAYOUTS.items():
+        with process_group(make_config(folder, settings)):
+            found |= {f"{layout} {stage}": train(folder, settings | STAGES[stage]) for stage in STAGES}
+    for layout, settings in EXPERT_LAYOUTS.items():
+        with process_group(make_config(folder, settings)):
+            found[layout] = train(folder.with_name("experts"), settings)
+    return found
+
+
+def train(folder: Path, settings: Mapping[str, object]) -> dict[str, object]:
+    """Inside a process group: metrics of three updates on two batches, and the log-probs after them."""
+    config = make_config(folder, settings)
+    policy, _ = policies.load(config)
+    critic = Critic(config) if config.algo.advantage == "gae" else None
+    actor = PolicyTrainer(config, policy, policies.frozen_copy(policy), critic)
+    batches = [Batch(make_samples(11, seed)) for seed in (1, 2, 1)]
+    metrics = [learn(actor, batch) for batch in batches]
+    return {"metrics": metrics, "log_probs": [row.tolist() for row in actor.log_probs(batches[0].samples)]}
 
 
 @pytest.fixture(scope="module")
@@ -66,12 +108,14 @@ def assert_same_training(found: dict, expected: dict) -> None:
         np.testing.assert_allclose(row, wanted, atol=5e-4)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_trains_the_same(layouts: dict, alone: dict, layout: str, stage: str) -> None:
     assert_same_training(layouts[f"{layout} {stage}"], alone[stage])
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
 def test_experts_train_the_same_wherever_they_are(layouts: dict, folder: Path, one_rank: Config, layout: str) -> None:
     assert_same_training(layouts[layout], train(folder.with_name("experts"), {}))

@@ -17,7 +17,7 @@ from tests.conftest import Served, serving_config
 from tests.helpers import free_port, make_model
 from tests.weight_sync.publish_worker import CASES, OTHERS, PROMPT, TURNS, TWO_NODES, UPDATES
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RANKS = 2

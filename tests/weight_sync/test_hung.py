@@ -2,56 +2,219 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
-from pathlib import Path
+import signal
+import socket
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from tests.weight_sync.hung_worker import DEAD, DEAD_RANKS, HANGING, SLOW, SLOW_RANKS
+from megatron_collab.models import hf_to_megatron
+from megatron_collab.weight_sync import sync
+from megatron_collab.weight_sync.http_protocol import PublishError, ServerCall
+from megatron_collab.weight_sync.receiver import Receiver
+from megatron_collab.weight_sync.store_protocol import Board
+from megatron_collab.weight_sync.sync import WeightSync
+from megatron_collab.weight_sync.transports import shared_memory
+from megatron_collab.weight_sync.transports.p2p import NetworkTransport
+from tests.forked import Ended
+from tests.ranks import run_side_by_side
+from tests.weight_sync import test_receiver as fakes
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+# name: (ranks, nodes, transport, what server 1 does not answer, whether it has FP8)
+HANGING = {
+    f"{transport}-{moment}": (2, 1, transport, moment, False)
+    for transport in ("memory", "network")
+    for moment in ("pause", "receive", "read")
+} | {"nodes-read": (4, 2, "memory", "read", True)}
+TIMEOUT = 32.0  # launch.timeout: servers have half of it
+SLOW, SLOW_RANKS = "slow-rank", 2
+DEAD, DEAD_RANKS = "dead-rank", 4
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What every rank of every case found."""
-    folder = tmp_path_factory.mktemp("hung")
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-    worker = Path(__file__).with_name("hung_worker.py")
-    subprocess.run([sys.executable, str(worker), str(folder)], env=environment, check=True, timeout=200)
-    return folder
+def ended() -> dict[str, list[Ended]]:
+    """How every rank of every case ended, and what it found."""
+    cases = {name: case[0] for name, case in HANGING.items()} | {SLOW: SLOW_RANKS, DEAD: DEAD_RANKS}
+    return run_side_by_side(run, cases)
 
 
-def read(folder: Path, name: str, ranks: int) -> list[dict[str, Any]]:
-    found = [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(ranks)]
-    assert not any("error" in own for own in found), "\n".join(own.get("error", "") for own in found)
-    return found
+def found_by(ranks: list[Ended]) -> list[dict[str, Any]]:
+    assert [code for code, _ in ranks] == [0] * len(ranks)
+    return [found for _, found in ranks]
 
 
 @pytest.mark.parametrize("name", HANGING)
-def test_a_server_that_hangs_is_left_out_and_the_other_has_the_version(folder: Path, name: str) -> None:
+def test_a_server_that_hangs_is_left_out_and_the_other_has_the_version(
+    ended: dict[str, list[Ended]], name: str
+) -> None:
     """One that goes on reading when it was given up, maybe what was overwritten, is left out too."""
-    found = read(folder, name, HANGING[name][0])
+    found = found_by(ended[name])
     assert [own["version"] for own in found] == [1] * HANGING[name][0]
     assert list(found[0]["reasons"]) == ["1"]
 
 
-def test_a_failed_publish_is_left_when_the_slowest_rank_is_through(folder: Path) -> None:
+def test_a_failed_publish_is_left_when_the_slowest_rank_is_through(ended: dict[str, list[Ended]]) -> None:
     """Otherwise the next one would wipe what that rank waits for."""
-    found = read(folder, SLOW, SLOW_RANKS)
+    found = found_by(ended[SLOW])
     assert [own["version"] for own in found] == [3] * SLOW_RANKS
     assert [own["through"] for own in found] == [[True] * 3] * SLOW_RANKS
 
 
-def test_a_rank_that_dies_ends_the_publish_on_every_other(folder: Path) -> None:
+def test_a_rank_that_dies_ends_the_publish_on_every_other(ended: dict[str, list[Ended]]) -> None:
     """Killed when it has a bucket from the other node: whoever takes from it notices at once, and the rest by them."""
-    found = read(folder, DEAD, DEAD_RANKS - 1)
-    assert not (folder / f"{DEAD}-{DEAD_RANKS - 1}.json").exists()
-    assert all(own["said"] and "imed out" not in own["said"] for own in found)
-    assert any(f"waits for ranks [2, {DEAD_RANKS - 1}] in round" in own["said"] for own in found[:2])
+    assert ended[DEAD][-1] == (-signal.SIGKILL, None)
+    said = [own["said"] for own in found_by(ended[DEAD][:-1])]
+    assert all(own and "imed out" not in own for own in said)
+    assert any(f"waits for ranks [2, {DEAD_RANKS - 1}] in round" in own for own in said[:2])
+
+
+def run(name: str) -> dict[str, Any]:
+    """As a rank of a case, in which server 0 is healthy."""
+    dist.init_process_group("gloo")
+    if name == DEAD:
+        return lose_a_rank()
+    found = be_slow() if name == SLOW else hang(*HANGING[name])
+    dist.barrier()  # the store is rank 0's
+    return found
+
+
+class HangingCall(fakes.ThreadCall):
+    """Server 1 takes connections and says nothing, from `moment` on; at "read" it does after a time."""
+
+    moment = ""
+
+    def _hangs(self, *moments: str) -> bool:
+        return self.server.index == 1 and self.moment in moments
+
+    def _ask(self, path: str, body: dict[str, Any]) -> tuple[int, str]:
+        hangs = self._hangs("pause") or (self._hangs("receive") and path == "/update_weights_from_tensor")
+        return ServerCall._ask(self, path, body) if hangs else super()._ask(path, body)
+
+    def receive(self, orders: Any, version: int) -> None:
+        if self._hangs("receive"):
+            ServerCall.receive(self, orders, version)
+        else:
+            super().receive(orders, version)
+
+
+class RefusingCall(fakes.ThreadCall):
+    def receive(self, orders: Any, version: int) -> None:
+        raise PublishError("it takes nothing")
+
+
+def stall(receiver: Receiver) -> None:
+    """Read the first bucket only when everybody has given this server up."""
+    while receiver._server == 1 and not Board(receiver._store, 1).abandoned(1):
+        time.sleep(0.05)
+
+
+def stage_of(name: str) -> int:
+    """Of two pipeline stages, that of a shard."""
+    layer = hf_to_megatron.LAYER.fullmatch(name)
+    return int(layer[1]) if layer else int(not name.startswith("embedding."))
+
+
+def note_makers() -> Callable[[], set[int]]:
+    """From now on: tells which ranks made the segments that this process has opened."""
+    processes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(processes, os.getpid())
+    opened, paths = shared_memory.opened, list[str]()
+    shared_memory.opened = lambda handle: (paths.append(handle[0]), opened(handle))[1]
+    return lambda: {processes.index(int(path.split("/")[2])) for path in paths}
+
+
+def hang(ranks: int, nodes: int, transport: str, moment: str, quantised: bool) -> dict[str, Any]:
+    """As a rank: publish to a server that hangs and to one that does not; of two nodes each has one, and a stage."""
+    config = fakes.configure(transport, quantised)
+    config.launch.timeout, config.launch.nproc_per_node, config.publish.verify = TIMEOUT, ranks // nodes, 0
+    config.launch.nodes = config.parallel.pp = nodes
+    HangingCall.moment, sync.ServerCall = moment, HangingCall
+    if moment == "read":
+        plan = Receiver._plan
+        Receiver._plan = lambda self, *arguments: (stall(self), plan(self, *arguments))[1]
+    shards = fakes.make_shards()
+    node = dist.get_rank() * nodes // ranks
+    own = {name: shard for name, shard in shards.items() if nodes == 1 or stage_of(name) == node}
+    sync.named_shards = lambda chunks: own.items()
+    fleet = fakes.make_fleet(config) if dist.get_rank() == 0 else None
+    silent = socket.create_server(("127.0.0.1", 0))
+    if fleet:
+        fleet.servers[1].url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+    makers = note_makers()
+    with WeightSync(config, [], fakes.SHAPE, fleet, fakes.BUCKET // (1 + quantised)) as sender:
+        assert len(sender._plan.rounds) > 4
+        places, parts = sync.nodes(config), sender._carrier._writer.parts
+        into = set() if transport == "network" else {places.keeper(node, t) for own in parts for t in own}
+        assert makers() == into - {dist.get_rank()}  # it opens what it writes to, which is on its node
+        assert into <= set(places.members(node))
+        sender.publish(1)
+        found: dict[str, Any] = {"version": sender.version}
+        if fleet:
+            found["reasons"] = {str(index): reason for index, reason in fleet.reasons.items()}
+            fakes.assert_holds(fleet.servers[0], sync.server_layout(config), shards)
+    return found
+
+
+def be_slow() -> dict[str, Any]:
+    """As a rank: publish twice to a server that takes nothing, then to one that takes all; the last rank is slow.
+
+    `through`: whether all ranks had done with the board when this one left each publish.
+    """
+    config = fakes.configure("network", servers=1)
+    config.launch.timeout, config.launch.nproc_per_node, config.publish.verify = 60.0, SLOW_RANKS, 0
+    shards = fakes.make_shards()
+    sync.named_shards = lambda chunks: shards.items()
+    fleet = fakes.make_fleet(config) if dist.get_rank() == 0 else None
+    store, through = dist.distributed_c10d._get_default_store(), list[bool]()
+    carry, deliver = NetworkTransport.carry, WeightSync._in_place
+
+    def carry_late(*arguments: Any) -> None:
+        if dist.get_rank() == SLOW_RANKS - 1:
+            time.sleep(1)
+        carry(*arguments)
+        store.add("through", 1)
+
+    def deliver_and_look(*arguments: Any) -> None:
+        deliver(*arguments)
+        through.append(store.add("through", 0) == SLOW_RANKS * (1 + len(through)))
+        dist.barrier()
+
+    NetworkTransport.carry, WeightSync._in_place = carry_late, deliver_and_look
+    with WeightSync(config, [], fakes.SHAPE, fleet, fakes.BUCKET) as sender:
+        sync.ServerCall = RefusingCall
+        for version in (1, 2):
+            try:
+                sender.publish(version)
+                raise AssertionError
+            except PublishError as error:
+                assert "it takes nothing" in str(error)
+            if fleet:
+                fleet.reasons.clear()
+        sync.ServerCall = fakes.ThreadCall
+        sender.publish(3)
+        if fleet:
+            fakes.assert_holds(fleet.servers[0], sync.server_layout(config), shards)
+        return {"version": sender.version, "through": through}
+
+
+def lose_a_rank() -> dict[str, Any]:
+    """As a rank of four on two nodes: publish while the last one is killed. `said`: the error of the others."""
+    written = Board.set_written
+
+    def die(board: Board, bucket: int, source: int) -> None:
+        if bucket == 2 and source == DEAD_RANKS - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        written(board, bucket, source)
+
+    Board.set_written = die
+    try:
+        hang(DEAD_RANKS, 2, "memory", "", False)
+        return {"said": ""}
+    except RuntimeError as error:
+        return {"said": str(error)}

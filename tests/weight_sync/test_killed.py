@@ -15,7 +15,7 @@ from tests.conftest import Served
 from tests.helpers import make_model
 from tests.weight_sync.kill_worker import MOMENTS
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TIMEOUT = 200

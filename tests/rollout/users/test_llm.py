@@ -283,12 +283,14 @@ def addresses(servers: dict[str, Served]) -> list[tuple[str, str]]:
     return [(served.server.url, served.server.api_key) for served in servers.values()]
 
 
+@pytest.mark.processes
 def test_the_trained_model_is_held_to_the_schema_and_cut_by_its_tokens(servers: dict[str, Served]) -> None:
     replies, counted = play_policy(addresses(servers), 8, max_tokens=250)
     assert counted == {"user_malformed": 8}
     assert [str(reply) for reply in replies if "MalformedAnswer: not JSON: " not in str(reply)] == []
 
 
+@pytest.mark.processes
 def test_the_trained_model_can_be_the_user(servers: dict[str, Served]) -> None:
     """A random model closes a text when it happens to draw the quote: one in three manages three texts in time."""
     replies, counted = play_policy(addresses(servers), 16, max_tokens=1000, temperature=2.0, timeout=500, deadline=500)
@@ -297,6 +299,7 @@ def test_the_trained_model_can_be_the_user(servers: dict[str, Served]) -> None:
     assert counted["user_malformed"] == 16 - len(spoken)
 
 
+@pytest.mark.processes
 def test_what_the_trained_model_says_follows_from_the_conversations_name(servers: dict[str, Served]) -> None:
     url, key = addresses(servers)[0]
     client = clients.LlmClient(keys={f"{url}/v1": key})
@@ -312,6 +315,7 @@ def test_what_the_trained_model_says_follows_from_the_conversations_name(servers
     assert drawn[0] == drawn[2] and len(set(drawn)) == 3
 
 
+@pytest.mark.processes
 def test_a_key_that_the_server_refuses_is_not_shown(
     servers: dict[str, Served], caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:

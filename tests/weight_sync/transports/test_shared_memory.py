@@ -14,6 +14,7 @@ from megatron_collab.weight_sync.transports.shared_memory import Segment, opened
 WRITE = "import sys; file = open(sys.argv[1], 'r+b'); file.seek(7); file.write(bytes([5]))"
 
 
+@pytest.mark.processes
 def test_another_process_writes_what_we_read() -> None:
     segment = Segment(100_000, torch.device("cpu"))
     path, size = segment.handle()
