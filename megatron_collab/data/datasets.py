@@ -97,7 +97,7 @@ def rendered(renderer: ChatRenderer, messages: Sequence[Message]) -> Sample:
     mask = [0.0] * len(token_ids)
     for i in range(first, len(messages), 2):
         reply = renderer.reply(messages[i].content)
-        between = renderer.after_reply(messages[i + 1]) if i + 1 < len(messages) else ()
+        between = renderer.next(messages[i + 1 : i + 2], reply) if i + 1 < len(messages) else ()
         token_ids += reply + between
         mask += [1.0] * len(reply) + [0.0] * len(between)
     loss_mask = np.array(mask, np.float32)

@@ -175,7 +175,7 @@ class Sampler:
 
     def _hear(self, conversation: Conversation, messages: Sequence[Message]) -> Conversation:
         """Append what was said to the policy; the conversation ends where there is no room for a reply."""
-        token_ids = self.renderer.next(messages, conversation.turns[-1])
+        token_ids = self.renderer.next(messages, conversation.turns[-1].token_ids)
         if len(conversation.token_ids) + len(token_ids) >= self.config.context_length:
             return conversation.add_messages(messages, ()).end(Ending.LENGTH)
         return conversation.add_messages(messages, token_ids)
