@@ -40,7 +40,7 @@ class Renderer(Protocol):
     def first(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """The prompt: all messages, and what opens the policy's turn."""
 
-    def next(self, messages: Sequence[Message], turn: Turn) -> tuple[int, ...]:
+    def next(self, messages: Sequence[Message], turn: Sequence[int]) -> tuple[int, ...]:
         """What follows a sampled turn: its end where it lacks one, the messages, the opening of the next turn."""
 
 
