@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
-from collections.abc import Callable, Sequence
-from functools import wraps
 from typing import NoReturn
 
 EXIT_BAD_INPUT = 2  # as runtime/process.py has it, which takes longer to import
@@ -32,19 +29,3 @@ def positive(text: str) -> float:
     if not 0 < number < math.inf:
         raise ValueError(text)
     return number
-
-
-def refusing(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], int]:
-    """`main`, such that a ConfigError or an OSError ends it with one line and exit code 2."""
-
-    @wraps(main)
-    def refuse(arguments: Sequence[str]) -> int:
-        from megatron_collab.config import ConfigError
-
-        try:
-            return main(arguments)
-        except (ConfigError, OSError) as error:
-            print(f"megatron-collab: {error}", file=sys.stderr)
-            return EXIT_BAD_INPUT
-
-    return refuse

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 
 from megatron_collab import __version__
@@ -35,13 +36,22 @@ def main() -> int:
         return EXIT_BAD_INPUT
     if name == "train":  # replaces this process: train blocks the preemption signal before it imports anything heavy
         os.execv(sys.executable, [sys.executable, "-m", "megatron_collab.train", *arguments])
+    return run(name, arguments)
+
+
+def run(name: str, arguments: Sequence[str]) -> int:
+    """One of COMMANDS but train. What it refuses ends it with one line and exit code 2."""
     try:
         command = import_module(f"megatron_collab.commands.{name.replace('-', '_')}")
+        from megatron_collab.config import ConfigError
+
+        return int(command.main(arguments))
     except ModuleNotFoundError as error:
         fault = f"{error.name} is not installed; install the extra cpu or gpu, as megatron-collab[cpu]"
-        print(f"megatron-collab: {fault}", file=sys.stderr)
-        return EXIT_BAD_INPUT
-    return int(command.main(arguments))
+    except (ConfigError, OSError) as error:
+        fault = str(error)
+    print(f"megatron-collab: {fault}", file=sys.stderr)
+    return EXIT_BAD_INPUT
 
 
 if __name__ == "__main__":

@@ -15,13 +15,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_collab import patches
-from megatron_collab.commands import ArgumentParser, refusing
+from megatron_collab.commands import ArgumentParser
 
 EXIT_DIFFERENT = 1
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
-@refusing
 def main(arguments: Sequence[str]) -> int:
     parser = ArgumentParser("convert", __doc__)
     parser.add_argument("source", type=Path, help="checkpoint, folder of checkpoints, or Hugging Face folder")

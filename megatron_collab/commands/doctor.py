@@ -14,25 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_collab import patches
-from megatron_collab.commands import ArgumentParser, positive, refusing
+from megatron_collab.commands import ArgumentParser, positive
 from megatron_collab.config import ConfigError
 from megatron_collab.runtime import device
 
-TITLES = {
-    device.GPU: "CUDA device",
-    "torch": "torch",
-    "megatron": "Megatron-Core",
-    "transformer_engine": "TransformerEngine",
-    "apex": "apex",
-    "flash_attn": "flash-attn",
-    "sglang": "SGLang",
-    "memory_saver": "torch-memory-saver",
-    "ray": "Ray",
-    "slurm": "Slurm",
-}
 
-
-@refusing
 def main(arguments: Sequence[str]) -> int:
     parser = ArgumentParser("doctor", __doc__)
     parser.add_argument("--plan", nargs="+", metavar="OPTION=VALUE", help="print the GPU memory that this run needs")
@@ -48,11 +34,11 @@ def print_probes() -> int:
     for probe in found:
         used = "-" if probe.found else f"-> {probe.fallback or 'nothing: required'}"
         state = probe.detail if probe.found else f"missing: {probe.detail}"
-        rows.append((TITLES[probe.name], state, probe.enables, used))
+        rows.append((probe.name, state, probe.enables, used))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    lacking = [TITLES[probe.name] for probe in found if not probe.found and not probe.fallback]
+    lacking = [probe.name for probe in found if not probe.found and not probe.fallback]
     if lacking:
         print(f"\nRequired and missing: {', '.join(lacking)}. Run make setup.")
         return 1
@@ -66,30 +52,32 @@ def print_plan(overrides: Sequence[str], gpu_gib: float) -> int:
     """The plan: the GPUs, the parts of the fullest one, the sums of the others, the host's memory."""
     try:
         patches.apply("megatron")
-        from megatron_collab.planning.memory import GIB, plan_memory, read_run
+        from megatron_collab.models.parallel_layout import ranks
+        from megatron_collab.planning.memory import GIB, peak, plan_memory, read_run
     except Exception as error:  # libraries raise anything where they cannot work, as OSError without their driver
         text = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(f"--plan: torch or Megatron-Core cannot be imported on this machine: {text}") from error
 
     config, shape = read_run(overrides)
-    plan = plan_memory(config, shape)
-    launch, parallel, parts = config.launch, config.parallel, plan.stages[plan.fullest]
+    stages, gpus = plan_memory(config, shape), ranks(config)
+    peaks = [peak(parts) / GIB for parts in stages]
+    fullest = peaks.index(max(peaks))
+    launch, parallel, parts = config.launch, config.parallel, stages[fullest]
     print(
-        f"{Path(config.model.path).name} on {plan.gpus} GPUs: launch.nodes={launch.nodes} x "
+        f"{Path(config.model.path).name} on {gpus} GPUs: launch.nodes={launch.nodes} x "
         f"launch.nproc_per_node={launch.nproc_per_node}\n"
         f"tp={parallel.tp} pp={parallel.pp} vpp={parallel.vpp} cp={parallel.cp} ep={parallel.ep}, "
-        f"data parallel {plan.dp}, recompute={parallel.recompute}\n\n"
-        f"{f'GiB on a GPU of pipeline stage {plan.fullest}':34}  training  sampling"
+        f"data parallel {gpus // (parallel.tp * parallel.pp * parallel.cp)}, recompute={parallel.recompute}\n\n"
+        f"{f'GiB on a GPU of pipeline stage {fullest}':34}  training  sampling"
     )
     rows = [(part.name, part.training, part.sampling) for part in parts]
     for name, training, sampling in [*rows, ("sum", sum(row[1] for row in rows), sum(row[2] for row in rows))]:
         print(f"{name:34}  {training / GIB:8.2f}  {sampling / GIB:8.2f}")
-    peaks = [plan.peak(stage) / GIB for stage in range(len(plan.stages))]
     print(f"\nat most, by pipeline stage: {', '.join(f'{peak:.1f}' for peak in peaks)}")
     if host := sum(part.host for part in parts) * launch.nproc_per_node:
         print(f"in host memory of each node, while sampling: {host / GIB:.1f} GiB of optimizer state")
     print(f"The largest part is {max(parts, key=lambda part: max(part.training, part.sampling)).name}.")
-    left = gpu_gib - peaks[plan.fullest]
+    left = gpu_gib - peaks[fullest]
     if left < 0:
         print(f"Does not fit a GPU of {gpu_gib:g} GiB: needs {-left:.1f} GiB more.")
         return 1

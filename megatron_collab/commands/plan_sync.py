@@ -15,14 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_collab import patches
-from megatron_collab.commands import ArgumentParser, positive, refusing
+from megatron_collab.commands import ArgumentParser, positive
 from megatron_collab.config import require
 
 GB, MIB = 1e9, 1 << 20
 BANDWIDTHS = [1500.0, 400.0, 45.0]  # H100: 90% of HBM3 (device to itself), NVLink 4, 400 Gbit/s
 
 
-@refusing
 def main(arguments: Sequence[str]) -> int:
     parser = ArgumentParser("plan-sync", __doc__)
     parser.add_argument("options", nargs="+", metavar="OPTION=VALUE", help="settings of the run, as for train")

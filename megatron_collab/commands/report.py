@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_collab.commands import ArgumentParser, refusing
+from megatron_collab.commands import ArgumentParser
 from megatron_collab.config import require
 from megatron_collab.observability import report
 
 
-@refusing
 def main(arguments: Sequence[str]) -> int:
     parser = ArgumentParser("report", __doc__)
     parser.add_argument("run", type=Path, help="folder of the run")

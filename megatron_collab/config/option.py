@@ -1,6 +1,6 @@
 """How an option is declared, once: default, help, allowed values, and whether a run may go on with another one.
 
-What several options must fulfil together is checked in launch/validate*.py.
+What several options must fulfil together is checked in launch/validate.py.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import difflib
 import math
 import operator
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from typing import Any
@@ -79,20 +79,9 @@ class Declared:
         return f"choose one of {self.allowed(', ')}{nearest(value, self.choices)}"
 
 
-def option(
-    default: Any,
-    help: str,
-    *,
-    choices: Sequence[str] = (),
-    extensible: bool = False,
-    ge: float | None = None,
-    gt: float | None = None,
-    le: float | None = None,
-    lt: float | None = None,
-    may_change: bool = False,
-) -> Any:
-    """A field of a dataclass of options, with its declaration (see `Declared`)."""
-    metadata = {_KEY: Declared(help, tuple(choices), extensible, ge, gt, le, lt, may_change)}
+def option(default: Any, help: str, **declaration: Any) -> Any:
+    """A field of a dataclass of options; the other arguments are the fields of `Declared`."""
+    metadata = {_KEY: Declared(help, **declaration)}
     if isinstance(default, dict | list):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)

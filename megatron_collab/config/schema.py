@@ -61,18 +61,14 @@ class ParallelConfig:
     cp: int = option(1, "context parallel size: ranks that share a sequence; needs TransformerEngine", ge=1)
     ep: int = option(1, "expert parallel size: ranks that the experts of a layer are spread over", ge=1)
     sequence_parallel: bool = mutable(False, "split norms and dropout over the tensor parallel ranks; needs tp > 1")
-    recompute: str = mutable(
-        "none", "activation recomputation: none, of attention, of layers", choices=("none", "selective", "full")
-    )
+    recompute: str = mutable("none", "recomputation; selective: attention alone", choices=("none", "selective", "full"))
     offload: bool = mutable(False, "offload optimizer and gradients to host memory while rollouts are sampled")
 
 
 @dataclass
 class OptimConfig:
     lr: float = mutable(1e-6, "peak learning rate of AdamW", gt=0)
-    schedule: str = mutable(
-        "constant", "learning rate after the warm-up; linear: to zero at train.steps", choices=("constant", "linear")
-    )
+    schedule: str = mutable("constant", "learning rate after warm-up; linear: to 0", choices=("constant", "linear"))
     warmup_steps: int = mutable(0, "steps of linear warm-up", ge=0)
     beta1: float = option(0.9, "AdamW beta1", ge=0, lt=1)
     beta2: float = option(0.95, "AdamW beta2", ge=0, lt=1)
@@ -83,9 +79,7 @@ class OptimConfig:
 @dataclass
 class AlgoConfig:
     advantage: str = option(
-        "grpo",
-        "reward compared within a group (grpo, dr_grpo, rloo), within the batch, or with a critic's values (gae)",
-        choices=("grpo", "dr_grpo", "rloo", "reinforce++", "gae"),
+        "grpo", "baseline: group, batch, or critic (gae)", choices=("grpo", "dr_grpo", "rloo", "reinforce++", "gae")
     )
     loss: str = option(
         "ppo", "of token ratios, sequence ratios or clipped weights", choices=("ppo", "gspo", "cispo"), extensible=True
@@ -98,9 +92,7 @@ class AlgoConfig:
     kl: str = option("k3", "estimator of that KL; low_var_kl is k3", choices=("k1", "k2", "k3", "low_var_kl"))
     kl_in: str = option("loss", "where the KL enters", choices=("loss", "reward"))
     entropy_coef: float = option(0.0, "weight of the entropy bonus", ge=0)
-    correction: str = option(
-        "none", "importance correction, engine's to trainer's log-probs", choices=("none", "truncated", "masked")
-    )
+    correction: str = option("none", "importance weights, engine to trainer", choices=("none", "truncated", "masked"))
     correction_low: float = option(0.5, "masked: tokens with a smaller weight are left out", ge=0)
     correction_high: float = option(2.0, "truncated: largest weight; masked: tokens with a larger are left out", gt=0)
     mini_batches: int = option(1, "optimizer steps per batch of rollouts", ge=1)
@@ -202,12 +194,8 @@ class RewardConfig:
     weights: dict[str, float] = mutable({}, "weight of each metric in the reward; 0: scored and shown only")
     metrics: dict[str, dict[str, Any]] = option({}, "settings of a metric by its name, as metrics.accuracy.judge=true")
     clamp: dict[str, float] = option({}, "largest absolute weighted part of a metric, in mr and single_turn", gt=0)
-    malformed: float | None = option(
-        -1.0, "reward of an empty, broken or cut trained turn, which has no futures; none: it is played on"
-    )
-    turn_credit: str = option(
-        "equal", "with futures=0, what a turn is rewarded for", choices=("last", "equal", "reward_to_go")
-    )
+    malformed: float | None = option(-1.0, "reward of an empty, broken or cut turn, without futures; none: play on")
+    turn_credit: str = option("equal", "futures=0: reward of a turn", choices=("last", "equal", "reward_to_go"))
     turn_gamma: float = option(1.0, "reward_to_go: discount by turn", ge=0, le=1)
     judge: EndpointConfig = field(default_factory=EndpointConfig)
     workers: int = mutable(1, "Ray RewardWorkers", ge=1, le=10_000)
@@ -229,11 +217,7 @@ class LlmConfig:
 
 @dataclass
 class PublishConfig:
-    transport: str = mutable(
-        "auto",
-        "how weights reach the servers; auto: memory on one node and for colocated servers, else network",
-        choices=("auto", "memory", "network", "disk"),
-    )
+    transport: str = mutable("auto", "how weights reach the servers", choices=("auto", "memory", "network", "disk"))
     verify: int = mutable(0, "servers prove by checksums what they hold, every so many publishes; 0: never", ge=0)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 # AutoTokenizer would import the models too, for several seconds in every process.
 from transformers import PreTrainedTokenizerFast
 
-from megatron_collab.types import Message, Turn
+from megatron_collab.types import Message
 
 # Stands in for a sampled reply when the template is asked what follows it.
 _MARKER = "SAMPLED7REPLY"
@@ -50,14 +50,10 @@ class ChatRenderer:
         """A written assistant message with its end-of-turn token, for supervised training."""
         return (*self._tokenize(text), self.end_id)
 
-    def next(self, messages: Sequence[Message], turn: Turn) -> tuple[int, ...]:
-        """What follows the sampled `turn`: its end-of-turn token where it lacks one, `messages`, the next opening."""
+    def next(self, messages: Sequence[Message], turn: Sequence[int]) -> tuple[int, ...]:
+        """What follows the tokens `turn`: its end-of-turn token where it lacks one, `messages`, the next opening."""
         between = self._tail(messages)[1:]
-        return between if turn.token_ids[-1:] == (self.end_id,) else (self.end_id, *between)
-
-    def after_reply(self, message: Message) -> tuple[int, ...]:
-        """What follows an assistant message that has ended: `message`, and what opens the next turn."""
-        return self._tail([message])[1:]
+        return between if tuple(turn[-1:]) == (self.end_id,) else (self.end_id, *between)
 
     def _tail(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """All tokens after the content of an assistant message that `messages` follow."""

@@ -30,24 +30,18 @@ class TaskReader(Extension):
         raise NotImplementedError
 
 
-def task_reader(config: DataConfig) -> Callable[[Path], Iterable[Task]] | None:
-    """The reader that data.format names; None for "auto". Raises ConfigError."""
-    if config.format == "auto":
-        return None
-    return make(config.format, "data.format", TaskReader, config.format_options, "data.format_options.")
-
-
-def load_tasks(
-    path: Path, setting: str = "data.train", reader: Callable[[Path], Iterable[Task]] | None = None
-) -> list[Task]:
-    """The tasks in a file, in its order, by `reader`, or from JSONL or Parquet.
+def load_tasks(path: Path, setting: str = "data.train", config: DataConfig | None = None) -> list[Task]:
+    """The tasks in a file, in its order, from JSONL or Parquet, or by the reader that data.format names.
 
     Columns: `prompt` (messages {role, content}, the last of the user) and `goal`; optional `answer`, `user` (name of
-    the scripted user), `id` (else the row's number) and `metadata`. Raises ValueError naming `setting`, file and row.
+    the scripted user), `id` (else the row's number) and `metadata`. Raises ConfigError for a reader that cannot be
+    made, ValueError naming `setting`, file and row.
     """
     where = f"{setting}={path}"
-    tasks = _each(_task, _rows(path, where), where) if reader is None else _each(_read_task, reader(path), where)
-    if not tasks:
+    if config is None or config.format == "auto":
+        return _each(_task, _rows(path, where), where)
+    read = make(config.format, "data.format", TaskReader, config.format_options, "data.format_options.")
+    if not (tasks := _each(_read_task, read(path), where)):
         raise ValueError(f"{where}: data.format reads no tasks from it")
     return tasks
 
@@ -97,7 +91,7 @@ def rendered(renderer: ChatRenderer, messages: Sequence[Message]) -> Sample:
     mask = [0.0] * len(token_ids)
     for i in range(first, len(messages), 2):
         reply = renderer.reply(messages[i].content)
-        between = renderer.after_reply(messages[i + 1]) if i + 1 < len(messages) else ()
+        between = renderer.next(messages[i + 1 : i + 2], reply) if i + 1 < len(messages) else ()
         token_ids += reply + between
         mask += [1.0] * len(reply) + [0.0] * len(between)
     loss_mask = np.array(mask, np.float32)

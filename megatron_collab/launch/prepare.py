@@ -45,10 +45,9 @@ def prepare(config: Config) -> None:
         if config.train.stage == "sft":
             datasets.load_conversations(Path(config.data.train), "data.train")
         else:
-            reader = datasets.task_reader(config.data)
             examples: dict[str, str] = {}
             for setting, file in (("data.train", config.data.train), ("data.eval", config.data.eval)):
-                for task in datasets.load_tasks(Path(file), setting, reader) if file else ():
+                for task in datasets.load_tasks(Path(file), setting, config.data) if file else ():
                     examples.setdefault(config.user.name or task.user, f"{setting}, task {task.id}")
             _check_users(config, examples)
         if not under_torchrun():

@@ -12,15 +12,23 @@ from pathlib import Path
 from megatron_collab import patches
 from megatron_collab.algo.advantages import GROUPED
 from megatron_collab.algo.policy_loss import PolicyLoss
-from megatron_collab.config import Config, ConfigError, check_declared, compose, require, uses_wandb
+from megatron_collab.config import Config, ConfigError, ModelConfig, check_declared, compose, require, uses_wandb
 from megatron_collab.config.extension import make, make_absolute
-from megatron_collab.launch import validate_layout, validate_servers
-from megatron_collab.models import hf_config
+from megatron_collab.models import hf_config, parallel_layout
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.reward import metrics
 from megatron_collab.reward.multiturn import reward_function
 from megatron_collab.rollout import tools
 from megatron_collab.runtime import device, network, redact
+from megatron_collab.weight_sync import plan
+
+# recipe: first compute capability that TransformerEngine 2.20 runs it on, the first that it does not, and why
+_FP8_DEVICES: dict[str, tuple[tuple[int, int], tuple[int, int], str]] = {
+    "delayed": ((8, 9), (100, 0), "FP8 matrix units came with Ada and Hopper"),
+    "tensorwise": ((8, 9), (100, 0), "FP8 matrix units came with Ada and Hopper"),
+    "blockwise": ((9, 0), (100, 0), "scales by block came with Hopper"),
+    "mxfp8": ((10, 0), (12, 0), "MXFP8 is a format of Blackwell's data centre devices, below 12.0"),
+}
 
 
 def load(overrides: Sequence[str]) -> Config:
@@ -38,8 +46,8 @@ def validate(config: Config) -> None:
         network.address(config)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    validate_layout.check_machine(config)
-    validate_servers.check_machine(config)
+    check_layout_on_machine(config)
+    check_servers_on_machine(config)
     made = config.data.world is not None
     if not made or Path(config.model.path).exists():
         check_model(config)
@@ -71,12 +79,11 @@ def check_settings(config: Config) -> None:
         samples *= train.rollouts_per_prompt * (1 + (rollout.futures if rollout.train_turns == "all" else 0))
     message = f"<algo.mini_batches>: a step has at most {samples} samples; choose at most as many"
     check(config.algo.mini_batches <= samples, message)
-    validate_layout.validate_layout(config)
+    check_layout(config)
     if train.stage == "rl":
         _check_reward(config)
-        _check_rollout(config)
-        validate_servers.validate_servers(config)
-        _check_algo(config)
+        _check_rollouts_and_algo(config)
+        check_servers(config)
         _check_budget(config)
 
 
@@ -110,7 +117,7 @@ def _check_budget(config: Config) -> None:
         require(model in (None, "policy") or priced(model), f"llm.budget_usd={config.llm.budget_usd:g}: {message}")
 
 
-def _check_rollout(config: Config) -> None:
+def _check_rollouts_and_algo(config: Config) -> None:
     check = partial(require, config=config)
     rollout = config.rollout
     if rollout.train_turns == "all":
@@ -126,10 +133,6 @@ def _check_rollout(config: Config) -> None:
         require(sampling.top_k != 0, f"{setting}.top_k=0: samples from no token; set -1 for all, or 1 or more")
         message = f"<{setting}.max_new_tokens>: leaves no room for a prompt in <rollout.context_length>; lower it"
         check(sampling.max_new_tokens < rollout.context_length, message)
-
-
-def _check_algo(config: Config) -> None:
-    check = partial(require, config=config)
     algo, grouped = config.algo, config.algo.advantage in GROUPED
     whole = algo.loss == "gspo"
     if ":" in algo.loss:
@@ -158,7 +161,178 @@ def check_model(config: Config, described: Path | None = None) -> ModelShape:
         shape = hf_config.read(file)
     except ValueError as error:
         raise ConfigError(f"model.path={folder}: {error}; give another model") from error
-    validate_layout.check_shape(config, shape)
+    check_layout_of_model(config, shape)
     if config.train.stage == "rl":
-        validate_servers.check_shape(config, shape)
+        check_servers_of_model(config, shape)
     return shape
+
+
+def check_layout(config: Config) -> None:
+    """What can be said without the model and without this machine."""
+    check = partial(require, config=config)
+    parallel, ranks = config.parallel, parallel_layout.ranks(config)
+    size = parallel.tp * parallel.pp * parallel.cp
+    check(
+        ranks % size == 0,
+        f"<parallel.tp> x <parallel.pp> x <parallel.cp> does not divide the {ranks} ranks (<launch.nodes> x "
+        f"<launch.nproc_per_node>); set launch.nproc_per_node so that they are a multiple of {size}",
+    )
+    message = "<parallel.sequence_parallel>: needs parallel.tp > 1; set it to false"
+    check(parallel.tp > 1 or not parallel.sequence_parallel, message)
+    check(parallel.pp > 1 or parallel.vpp == 1, "<parallel.vpp>: needs parallel.pp > 1; set parallel.vpp=1")
+    stage = ranks // parallel.pp
+    message = f"<parallel.ep>: does not divide the {stage} ranks of a pipeline stage; choose a divisor"
+    check(stage % parallel.ep == 0, message)
+    _, multiple = parallel_layout.alignment(config)
+    tokens = config.train.tokens_per_micro_batch
+    fitting = -(-tokens // multiple) * multiple
+    message = f"must be a multiple of {multiple} with this layout and precision; set {fitting}"
+    check(tokens % multiple == 0, f"<train.tokens_per_micro_batch>: {message}")
+    model = config.model
+    if not model.fp8:
+        for setting in ("fp8_recipe", "fp8_params", "fp8_skip_first", "fp8_skip_last"):
+            default = getattr(model, setting) == getattr(ModelConfig, setting)
+            check(default, f"<model.{setting}>: needs model.fp8; set model.fp8=hybrid")
+        return
+    check(model.dtype == "bfloat16", f"<model.fp8>: needs model.dtype=bfloat16, not {model.dtype}; set model.fp8=null")
+    # Megatron-Core would need a layout of its buffers that is not set up here.
+    message = "<model.fp8_params>: with model.fp8_recipe=mxfp8 is not supported; set it to false, or another recipe"
+    check(model.fp8_recipe != "mxfp8" or not model.fp8_params, message)
+    message = "keeps no layers in bfloat16; choose model.fp8_recipe=tensorwise, or set model.fp8_skip_*=0"
+    skips = model.fp8_skip_first + model.fp8_skip_last > 0
+    check(model.fp8_recipe != "delayed" or not skips, f"<model.fp8_recipe>: {message}")
+
+
+def check_layout_on_machine(config: Config) -> None:
+    """What TransformerEngine and the device of this machine must be able to do."""
+    check = partial(require, config=config)
+    for setting, used, off in (("parallel.cp", config.parallel.cp > 1, "1"), ("model.fp8", config.model.fp8, "null")):
+        if used:
+            engine = device.probe("transformer_engine")
+            check(engine.found, f"<{setting}>: needs TransformerEngine ({engine.detail}); set {setting}={off}")
+    if config.model.fp8:
+        (first, end, reason), found = _FP8_DEVICES[config.model.fp8_recipe], device.capability()
+        here = "one of {}.{}".format(*found) if found else "none"
+        check(
+            found is not None and first <= found < end,
+            f"<model.fp8_recipe>: needs a device of compute capability {first[0]}.{first[1]} or higher ({reason}), "
+            f"here is {here}; choose another recipe, or set model.fp8=null",
+        )
+
+
+def check_layout_of_model(config: Config, shape: ModelShape) -> None:
+    """The sizes of the model against the layout and FP8."""
+    check = partial(require, config=config)
+    parallel, experts = config.parallel, shape.experts
+    sizes = {"attention heads": shape.heads, "key/value heads": shape.kv_heads, "feed-forward width": shape.ffn}
+    for what, count in sizes.items():
+        check(count % parallel.tp == 0, f"<parallel.tp>: does not divide the model's {count} {what}; choose a divisor")
+    stages = "<parallel.pp> x <parallel.vpp>" if parallel.vpp > 1 else "<parallel.pp>"
+    message = f"{stages}: the model has only {shape.layers} layers; choose at most {shape.layers} stages"
+    check(parallel.pp * parallel.vpp <= shape.layers, message)
+    if experts is None:
+        check(parallel.ep == 1, "<parallel.ep>: the model has no experts; set parallel.ep=1")
+    else:
+        message = f"<parallel.ep>: does not divide the model's {experts.count} experts; choose a divisor"
+        check(experts.count % parallel.ep == 0, message)
+        message = "<parallel.tp>: a model with experts also needs parallel.sequence_parallel=true; set it"
+        check(parallel.tp == 1 or parallel.sequence_parallel, message)
+    if not config.model.fp8:
+        return
+    # TransformerEngine multiplies FP8 matrices only where their sides are multiples of a block.
+    model, tp = config.model, parallel.tp
+    multiple = parallel_layout.FP8_MULTIPLE[model.fp8_recipe]
+    sizes = {
+        "hidden size": shape.hidden,
+        "attention width": shape.heads * shape.head_dim // tp,
+        "width of queries, keys and values": (shape.heads + 2 * shape.kv_heads) * shape.head_dim // tp,
+        "feed-forward width": shape.ffn // tp,
+        "width of an expert": shape.experts.ffn if shape.experts else multiple,
+    }
+    for what, size in sizes.items():
+        message = f"<model.fp8>: the {what} on a rank, {size}, is no multiple of {multiple}; lower parallel.tp"
+        check(size % multiple == 0, message)
+    most = shape.layers // parallel.pp
+    for setting in ("fp8_skip_first", "fp8_skip_last"):
+        message = f"<model.{setting}>: a pipeline stage has {most} layers; choose at most {most}"
+        check(getattr(model, setting) <= most, message)
+
+
+def check_servers(config: Config) -> None:
+    """What can be said without the model and without this machine."""
+    check = partial(require, config=config)
+    server, transport, nodes = config.rollout.server, config.publish.transport, config.launch.nodes
+    check(server.tp % server.ep == 0, "<rollout.server.ep>: does not divide <rollout.server.tp>; choose a divisor")
+    last = server.port + server.replicas - 1
+    message = f"<rollout.server.port>: the last of <rollout.server.replicas> servers would have port {last}; lower it"
+    check(server.port == 0 or last <= 65535, message)
+    message = "<rollout.server.replicas>: is no multiple of <launch.nodes>, and every node has as many; choose one"
+    check(server.replicas % nodes == 0, message)
+    here = parallel_layout.servers_per_node(config) * server.tp
+    check(
+        nodes == 1 or not server.colocated or here <= config.launch.nproc_per_node,
+        f"<rollout.server.replicas> x <rollout.server.tp> / <launch.nodes>: needs {here} devices of a node, and with "
+        "<rollout.server.colocated> there are <launch.nproc_per_node>; lower one of them",
+    )
+    message = "<parallel.offload>: makes room for colocated servers; set parallel.offload=false"
+    check(server.colocated or not config.parallel.offload, message)
+    message = "<publish.transport>: on <launch.nodes> needs rollout.server.colocated=true; set one of them"
+    check(transport != "memory" or nodes == 1 or server.colocated, message)
+    message = f"<rollout.server.fp8>: needs model.dtype=bfloat16, not {config.model.dtype}; set one of them"
+    check(not server.fp8 or config.model.dtype == "bfloat16", message)
+    message = "<publish.transport>: carries no FP8, which <rollout.server.fp8> needs; set publish.transport=auto"
+    check(not server.fp8 or transport != "disk", message)
+    in_turn = config.rollout.max_staleness == 0
+    message = "<rollout.max_staleness>: servers need devices of their own; set rollout.server.colocated=false, or 0"
+    check(in_turn or not server.colocated, message)
+    message = "<rollout.max_staleness>: needs an importance correction; set algo.correction=truncated, or 0"
+    check(in_turn or config.algo.correction != "none", message)
+
+
+def check_servers_on_machine(config: Config) -> None:
+    """The devices and libraries that the servers need."""
+    check = partial(require, config=config)
+    if config.train.stage != "rl":
+        return
+    on_gpus = device.select(config.launch.device).type == device.GPU
+    if config.rollout.server.fp8:
+        # Before Ada SGLang repacks FP8 weights for a kernel without FP8 units; from Blackwell on it changes scales.
+        found = device.capability() if on_gpus else None
+        shown = "one of {}.{}".format(*found) if found else "none"
+        check(
+            found is not None and (8, 9) <= found < (10, 0),
+            f"<rollout.server.fp8>: needs GPUs of compute capability 8.9 to below 10.0, here is {shown}; turn it off",
+        )
+    if not on_gpus:
+        return
+    server, gpus = config.rollout.server, device.count()
+    here = parallel_layout.servers_per_node(config) * server.tp
+    nodes = " / <launch.nodes>" if config.launch.nodes > 1 else ""
+    servers = f"<rollout.server.replicas> x <rollout.server.tp>{nodes}"
+    if not server.colocated:
+        check(
+            config.launch.nproc_per_node + here <= gpus,
+            f"{servers}: with <rollout.server.colocated> they need GPUs beside <launch.nproc_per_node>, more than the "
+            f"{gpus} of this node; lower one of them, or set rollout.server.colocated=true",
+        )
+        return
+    check(here <= gpus, f"{servers}: needs more than the {gpus} GPUs of this node; lower one of them")
+    message = "<publish.transport>: NCCL joins no two ranks on one GPU, which are colocated; set publish.transport=auto"
+    check(config.publish.transport == "disk" or plan.uses_memory(config), message)
+    saver = device.probe("memory_saver")
+    message = f"needs torch-memory-saver ({saver.detail}); install it, or set rollout.server.colocated=false"
+    check(saver.found, f"<rollout.server.colocated>: {message}")
+    message = "not set, and colocated servers would take the memory of the trainer; set what doctor --plan has room for"
+    check(server.max_total_tokens is not None, f"rollout.server.max_total_tokens: {message}")
+
+
+def check_servers_of_model(config: Config, shape: ModelShape) -> None:
+    """The sizes of the model against the layout of a server."""
+    check = partial(require, config=config)
+    positions = shape.max_positions
+    message = f"<rollout.context_length>: the model has {positions} positions; choose at most as many"
+    check(config.rollout.context_length <= positions, message)
+    layout = plan.server_layout(config)
+    check(layout.ep == 1 or shape.experts is not None, "<rollout.server.ep>: the model has no experts; set 1")
+    fault = plan.layout_fault(shape, plan.trainer_layout(config), layout)
+    require(fault is None, fault or "")

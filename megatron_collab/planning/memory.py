@@ -28,7 +28,7 @@ Korthikanti et al. 2022 (arXiv:2205.05198), section 4, count the same way for a 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -57,23 +57,9 @@ class MemoryPart:
     host: float = 0.0
 
 
-@dataclass(frozen=True)
-class MemoryPlan:
-    """`stages[r]`: the parts of the fullest rank of pipeline stage r; `dp`: the data parallel size."""
-
-    gpus: int
-    dp: int
-    stages: tuple[tuple[MemoryPart, ...], ...]
-
-    @property
-    def fullest(self) -> int:
-        """The pipeline stage whose ranks need the most memory."""
-        return max(range(len(self.stages)), key=lambda stage: self.peak(stage))
-
-    def peak(self, stage: int) -> float:
-        """Bytes in whichever phase, training or sampling, needs more."""
-        parts = self.stages[stage]
-        return max(sum(part.training for part in parts), sum(part.sampling for part in parts))
+def peak(parts: Sequence[MemoryPart]) -> float:
+    """Bytes of these parts in whichever phase, training or sampling, needs more."""
+    return max(sum(part.training for part in parts), sum(part.sampling for part in parts))
 
 
 def read_run(overrides: Sequence[str]) -> tuple[Config, ModelShape]:
@@ -92,8 +78,8 @@ def read_run(overrides: Sequence[str]) -> tuple[Config, ModelShape]:
     )
 
 
-def plan_memory(config: Config, shape: ModelShape) -> MemoryPlan:
-    """The parts by pipeline stage; the settings must have been validated.
+def plan_memory(config: Config, shape: ModelShape) -> list[list[MemoryPart]]:
+    """For each pipeline stage the parts of its fullest rank; the settings must have been validated.
 
     The optimizer works on the policy and the critic in turn, so activations are counted once.
     """
@@ -104,11 +90,11 @@ def plan_memory(config: Config, shape: ModelShape) -> MemoryPlan:
     tokens = max(config.train.tokens_per_micro_batch, longest)
     stages = []
     for rank in range(parallel.pp):
-        parts = _network_parts(config, network_memory(config, shape, rank), "")
+        parts = network_parts(config, shape, rank)
         if sampling and config.algo.kl_coef > 0:
             parts.append(replace(parts[0], name="reference"))
         if sampling and config.algo.advantage == "gae":
-            parts += _network_parts(config, network_memory(config, shape, rank, critic=True), "critic: ")
+            parts += network_parts(config, shape, rank, critic=True)
         parts.append(MemoryPart("activations", activations(config, shape, rank, tokens), 0.0))
         if rank == parallel.pp - 1:
             parts.append(MemoryPart("head", head(config, shape, tokens), 0.0))
@@ -123,22 +109,12 @@ def plan_memory(config: Config, shape: ModelShape) -> MemoryPlan:
                 MemoryPart("server: KV cache", 0.0, kv_cache(config, shape)),
                 MemoryPart("weight sync buckets", buckets, buckets),
             ]
-        stages.append(tuple(parts))
-    return MemoryPlan(gpus, gpus // (parallel.tp * parallel.pp * parallel.cp), tuple(stages))
+        stages.append(parts)
+    return stages
 
 
-def _network_parts(config: Config, sizes: Mapping[str, float], prefix: str) -> list[MemoryPart]:
-    """With parallel.offload only parameters stay while sampling; gradients come back as zeros, so no copy is kept."""
-    parts = []
-    for name, size in sizes.items():
-        stays = name == "parameters" or not config.parallel.offload
-        host = size if name == "optimizer" and not stays else 0.0
-        parts.append(MemoryPart(prefix + name, size, size if stays else 0.0, host))
-    return parts
-
-
-def network_memory(config: Config, shape: ModelShape, rank: int, critic: bool = False) -> dict[str, float]:
-    """Bytes of parameters, gradients and optimizer of a trained network on a rank of pipeline stage `rank`.
+def network_parts(config: Config, shape: ModelShape, rank: int, critic: bool = False) -> list[MemoryPart]:
+    """Parameters, gradients and optimizer of a trained network on a rank of pipeline stage `rank`.
 
     A parameter takes the i bytes of the dtype, 4 for its gradient and 12 / d for float32 master and two moments, or
     8 / d where it is float32 itself, over d data (times context) parallel ranks (Rajbhandari et al. 2020,
@@ -153,11 +129,14 @@ def network_memory(config: Config, shape: ModelShape, rank: int, critic: bool = 
     dense, experts, eight_bit, frozen = _counts(config, shape, rank, critic)
     trained = dense + experts
     copies = (2 - item if model.fp8_params else 2) * eight_bit
-    return {
-        "parameters": item * (trained + frozen) + copies,
-        "gradients": 4 * trained,
-        "optimizer": state * (dense / (stage_ranks // parallel.tp) + experts / (stage_ranks // parallel.ep)),
-    }
+    optimizer = state * (dense / (stage_ranks // parallel.tp) + experts / (stage_ranks // parallel.ep))
+    kept, prefix = not parallel.offload, "critic: " if critic else ""  # while rollouts are sampled
+    parameters = item * (trained + frozen) + copies
+    return [
+        MemoryPart(f"{prefix}parameters", parameters, parameters),
+        MemoryPart(f"{prefix}gradients", 4 * trained, 4 * trained if kept else 0.0),
+        MemoryPart(f"{prefix}optimizer", optimizer, optimizer if kept else 0.0, 0.0 if kept else optimizer),
+    ]
 
 
 def _counts(config: Config, shape: ModelShape, rank: int, critic: bool) -> tuple[float, float, float, float]:

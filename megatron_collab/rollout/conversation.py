@@ -150,7 +150,7 @@ class Sampler:
 
     def _append(self, conversation: Conversation, messages: Sequence[Message]) -> Conversation:
         """Append messages of users or tools; the conversation ends where there is no room for a reply."""
-        token_ids = self.renderer.next(messages, conversation.turns[-1])
+        token_ids = self.renderer.next(messages, conversation.turns[-1].token_ids)
         if len(conversation.token_ids) + len(token_ids) >= self.config.context_length:
             return conversation.add_messages(messages, ()).end(Ending.LENGTH)
         return conversation.add_messages(messages, token_ids)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from megatron_collab.algo.credit import fresh, samples_of, teaches
 from megatron_collab.config import Config
-from megatron_collab.data.datasets import load_tasks, rows_of_step, task_reader
+from megatron_collab.data.datasets import load_tasks, rows_of_step
 from megatron_collab.observability.run import Run
 from megatron_collab.rollout.journal import Journal, WeightDigests
 from megatron_collab.rollout.scheduler import Asked, Flight, Look, Slot, answers, window
@@ -52,7 +52,7 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
         if self.leader:
             assert servers.workers and servers.pool
             self._workers, self._pool = servers.workers, servers.pool
-            self.tasks = load_tasks(Path(config.data.train), "data.train", task_reader(config.data))
+            self.tasks = load_tasks(Path(config.data.train), "data.train", config.data)
             self._journal = Journal(Path(config.run.dir) / "journal", self._digests)
             self._flight, self._evaluating = (
                 Flight(config, self._workers.conversations, self._journal, self._pool.lost_all) for _ in range(2)
@@ -177,7 +177,7 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
         if not self._flight:
             self._pool.recover()
         assert self.config.data.eval is not None
-        tasks = load_tasks(Path(self.config.data.eval), "data.eval", task_reader(self.config.data))
+        tasks = load_tasks(Path(self.config.data.eval), "data.eval", self.config.data)
         tasks = tasks[: self.config.train.eval_tasks]
         for index, task in enumerate(tasks):
             self._evaluating.begin(Asked(Slot(step, 0, index), f"eval-{name}-{index}", "evaluate", task))

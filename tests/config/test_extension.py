@@ -21,7 +21,7 @@ from megatron_collab.config import (
     make_absolute,
     resolve,
 )
-from megatron_collab.data.datasets import load_tasks, task_reader
+from megatron_collab.data.datasets import load_tasks
 from megatron_collab.launch.validate import check_settings
 from megatron_collab.reward import metrics
 from megatron_collab.reward.metrics import Metric
@@ -150,14 +150,13 @@ def test_a_world(tmp_path: Path) -> None:
 def test_a_reader_of_tasks(tmp_path: Path) -> None:
     file = tmp_path / "lines.txt"
     file.write_text("hello\nhi\n")
-    reader = task_reader(DataConfig(format="collab_extras:Lines", format_options={"user": "replay"}))
+    reader = DataConfig(format="collab_extras:Lines", format_options={"user": "replay"})
     found = load_tasks(file, "data.eval", reader)
     assert [(each.messages[0].content, each.user) for each in found] == [("hello", "replay"), ("hi", "replay")]
-    assert task_reader(DataConfig()) is None
     with pytest.raises(ValueError, match=r"data.eval=.* row 0: the prompt ends with a message of the assistant"):
-        load_tasks(file, "data.eval", task_reader(DataConfig(format="collab_extras:replies_only")))
+        load_tasks(file, "data.eval", DataConfig(format="collab_extras:replies_only"))
     with pytest.raises(ConfigError, match=r"data.format_options: .* is a function, which takes no options"):
-        task_reader(DataConfig(format="collab_extras:replies_only", format_options={"x": 1}))
+        load_tasks(file, "data.eval", DataConfig(format="collab_extras:replies_only", format_options={"x": 1}))
 
 
 def test_a_reward_function() -> None:
