@@ -1,16 +1,4 @@
-"""The folder of a run: what it writes while it goes, and what it says on the console.
-
-config.json        settings of the run
-history.jsonl      settings that changed when it went on: time, step, setting, before, after
-metrics.jsonl      one line a step; steps that are done again replace theirs
-transcripts.jsonl  every future of every step with its scores
-evaluations.json   means by evaluation; eval_NAME.jsonl holds the conversations
-journal/           groups that are finished and not yet in a checkpoint (rollout/journal.py)
-spend.json         what calls of language models took (llm/limiter.py)
-tensorboard/       the same numbers for TensorBoard
-result.json        written last: scores before and after, minutes, versions
-report.html        all of it to look at
-"""
+"""The folder of a run (docs/reference/run-files.md): what it writes while it goes, and what it says on the console."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from megatron_collab.config import Config
 from megatron_collab.data.datasets import load_tasks, rows_of_step, task_reader
 from megatron_collab.observability.run import Run
 from megatron_collab.rollout.journal import Journal, WeightDigests
-from megatron_collab.rollout.scheduler import Asked, Flight, Look, Slot, answers, window
+from megatron_collab.rollout.scheduler import Asked, Flight, Slot, answers, window
 from megatron_collab.rollout.servers import Servers
 from megatron_collab.runtime import heartbeat
 from megatron_collab.runtime.process import RunStopped
@@ -125,8 +125,8 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
 
         Where no server is left, all ranks sync the weights to those that are started again.
         """
-        while (look := from_leader(lambda: flight().look())) is not Look.FINISHED:
-            if look is Look.SERVERS_LOST:
+        while (look := from_leader(lambda: flight().look())) != "finished":
+            if look == "servers lost":
                 assert self.weights.version is not None
                 self.weights.sync(self.weights.version)
                 from_leader(lambda: self._pool.recover())

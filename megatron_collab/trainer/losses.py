@@ -6,7 +6,6 @@ Tensors without a shape here are float [N], one number a trained token of a micr
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -20,6 +19,7 @@ from megatron_collab.trainer.microbatches import MicroBatch
 
 # What a micro-batch reports: its part of the loss, sums over its trained tokens, and maxima.
 Report = tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]
+Head = Callable[[MicroBatch, Tensor], tuple[Tensor, Tensor]]  # apply_head for a network at a temperature
 Objective = Callable[[MicroBatch, Tensor], tuple[Tensor, Report]]
 
 
@@ -139,19 +139,12 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float)
     return free.maximum(held), (held > free).to(values.dtype)
 
 
-@dataclass(frozen=True)
-class Head:
-    """The output layer of a network at a temperature; called on the last pipeline stage only."""
-
-    network: torch.nn.Module
-    vocab_size: int
-    temperature: float
-
-    def __call__(self, micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probs of the labels and entropy, float32 [N], at the asked positions of `hidden` [1, T, h]."""
-        asked = hidden[0].index_select(0, micro_batch.positions)
-        weight = unwrap(self.network).head
-        return head_log_probs(asked, weight, micro_batch.labels, self.temperature, self.vocab_size)
+def apply_head(
+    network: torch.nn.Module, temperature: float, vocab_size: int, micro_batch: MicroBatch, hidden: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Log-probs of the labels and entropy, float32 [N], at the asked positions of `hidden` [1, T, h]."""
+    asked = hidden[0].index_select(0, micro_batch.positions)
+    return head_log_probs(asked, unwrap(network).head, micro_batch.labels, temperature, vocab_size)
 
 
 def supervised_objective(head: Head) -> Objective:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from megatron_collab import environments
-from megatron_collab.config import Config, ConfigError
+from megatron_collab.config import Config
 from megatron_collab.data.transcript import shown
 from megatron_collab.rollout.users import User, UserError, UserReply, Users
 from megatron_collab.types import Conversation, Task
@@ -43,10 +43,7 @@ class ScriptedUser(User):
 
     @classmethod
     def unavailable(cls, argument: str, config: Config) -> str | None:
-        try:
-            environments.find_script(argument)
-        except ConfigError as error:
-            return str(error)
+        environments.find_script(argument)
         return None
 
     async def reply(self, conversation: Conversation) -> UserReply:
