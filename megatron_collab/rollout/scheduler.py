@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import ray
 
 from megatron_collab.config import Config
-from megatron_collab.observability.progress import progress
+from megatron_collab.observability.run import progress
 from megatron_collab.reward import metrics
 from megatron_collab.rollout.journal import Journal, conversations
 from megatron_collab.runtime import stacks

@@ -73,7 +73,7 @@ class PolicyTrainer:
     @property
     def trainables(self) -> dict[str, Trainable]:
         """The networks that a checkpoint holds, by name."""
-        return {"policy": self.policy} | ({"critic": self.critic.network} if self.critic else {})
+        return {"policy": self.policy} | ({"critic": self.critic} if self.critic else {})
 
     @contextmanager
     def offloaded(self) -> Iterator[None]:
