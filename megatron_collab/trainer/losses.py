@@ -33,24 +33,16 @@ def policy_loss(algo: AlgoConfig) -> PolicyLossFunction:
     return make(algo.loss, "algo.loss", PolicyLoss, algo.loss_options, "algo.loss_options.")
 
 
-def _ppo(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *_: object, clip_low: float, clip_high: float
-) -> PolicyTerms:
+def _ppo(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *_: object, **clip: float) -> PolicyTerms:
     """PPO's clipped surrogate: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = exp(log_probs - old).
 
     Schulman et al. 2017, arXiv:1707.06347, equation 7; two clip widths as in DAPO, arXiv:2503.14476, equation 8.
     """
-    return _surrogate((log_probs - old_log_probs).exp(), advantages, clip_low, clip_high)
+    return _surrogate((log_probs - old_log_probs).exp(), advantages, **clip)
 
 
 def _gspo(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    sequence: Tensor,
-    sequences: int,
-    clip_low: float,
-    clip_high: float,
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, sequence: Tensor, sequences: int, **clip: float
 ) -> PolicyTerms:
     """PPO's surrogate with one ratio s_i a sequence: -min(s_it A_t, clip(s_it, 1 - clip_low, 1 + clip_high) A_t).
 
@@ -63,7 +55,7 @@ def _gspo(
         log_ratio = log_probs - old_log_probs
         sums = torch.zeros(sequences, dtype=log_ratio.dtype, device=log_ratio.device).index_add(0, sequence, log_ratio)
         ratio = (sums / sequence.bincount(minlength=sequences).clamp(min=1)).exp()[sequence]
-    return _surrogate(ratio * (log_probs - log_probs.detach()).exp(), advantages, clip_low, clip_high)
+    return _surrogate(ratio * (log_probs - log_probs.detach()).exp(), advantages, **clip)
 
 
 def _cispo(

@@ -63,12 +63,10 @@ class ReplayUser(User):
         return self.says(left[0] if left else self.users.config.user.stop)
 
     def _recorded(self) -> Sequence[str]:
-        """Raises UserError where the task holds no recording."""
         recorded = self.task.metadata.get("replay")
-        if not isinstance(recorded, Sequence) or isinstance(recorded, str):
-            raise UserError(f"user replay: task {self.task.id} has no list metadata.replay")
-        if not all(isinstance(text, str) and text.strip() for text in recorded):
-            raise UserError(f"user replay: metadata.replay of task {self.task.id} holds an entry that is no message")
+        listed = isinstance(recorded, Sequence) and not isinstance(recorded, str)
+        if not listed or not all(isinstance(text, str) and text.strip() for text in recorded):
+            raise UserError(f"user replay: metadata.replay of task {self.task.id} is no list of messages")
         return recorded
 
 
