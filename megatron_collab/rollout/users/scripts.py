@@ -6,6 +6,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 from megatron_collab import environments
 from megatron_collab.config import Config
@@ -63,7 +64,7 @@ class ReplayUser(User):
         return self.says(left[0] if left else self.users.config.user.stop)
 
     def _recorded(self) -> Sequence[str]:
-        recorded = self.task.metadata.get("replay")
+        recorded: Any = self.task.metadata.get("replay")
         listed = isinstance(recorded, Sequence) and not isinstance(recorded, str)
         if not listed or not all(isinstance(text, str) and text.strip() for text in recorded):
             raise UserError(f"user replay: metadata.replay of task {self.task.id} is no list of messages")
