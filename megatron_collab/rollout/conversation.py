@@ -79,20 +79,17 @@ class Player:
         elif not start.ending and self.rollout.futures == 0:
             start = await self.play_on(start, task, place, self.rollout.turn, self.strict)
         if start.ending:
-            return self._rollout(start, [await self._scored(task, start)])
+            return self._rollout(start, [await self._future(start, task, place)])
         futures = (self._future(start, task, replace(place, future=i)) for i in range(self.rollout.futures))
         return self._rollout(start, await asyncio.gather(*futures))
 
     async def _future(self, start: Conversation, task: Task, place: RolloutPlace) -> Future:
-        """A future of `start`, scored as soon as it ends."""
+        """A future of `start`, which is `start` itself where that has ended, scored as soon as it ends."""
         if not start.ending:
             start = await self.play_on(start, task, place, self.rollout.future)
-        return await self._scored(task, start)
-
-    async def _scored(self, task: Task, conversation: Conversation) -> Future:
-        if conversation.ending is Ending.MALFORMED:  # its reward is reward.malformed, whatever the metrics
-            return Future(conversation, {})
-        return Future(conversation, await self.rewards.score(task, conversation))
+        if start.ending is Ending.MALFORMED:  # its reward is reward.malformed, whatever the metrics
+            return Future(start, {})
+        return Future(start, await self.rewards.score(task, start))
 
     def _rollout(self, start: Conversation, futures: Sequence[Future]) -> Rollout:
         penalty = self.config.reward.malformed
