@@ -20,7 +20,7 @@ from megatron_collab.config import Config, ConfigError
 from megatron_collab.launch import prepare
 from megatron_collab.launch.help import composed, help_text
 from megatron_collab.launch.validate import load
-from megatron_collab.observability.progress import Stopwatch
+from megatron_collab.observability.run import Stopwatch
 from megatron_collab.runtime import network
 from megatron_collab.runtime.redact import redact
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import NamedTuple
 
 import numpy as np
 
@@ -16,51 +15,32 @@ GROUPED = ("grpo", "dr_grpo", "rloo")  # compare a credit with its peers; the ot
 EPSILON = 1e-6
 
 
-class Advantages(NamedTuple):
-    """For each sample float32 [S], 0 outside trained tokens; `returns`, the critic's targets, with gae only."""
-
-    advantages: list[np.ndarray]
-    returns: list[np.ndarray] | None
-
-
 def with_advantages(batch: Scored, algo: AlgoConfig) -> Scored:
-    """The batch with the advantages of its tokens, and with gae the returns that the critic learns."""
-    log_ratios = None
-    if algo.kl_in == "reward" and batch.reference_log_probs is not None:
-        assert batch.old_log_probs is not None
-        log_ratios = [old - ref for old, ref in zip(batch.old_log_probs, batch.reference_log_probs, strict=True)]
-    return replace(batch, **assign(batch.samples, algo, log_ratios, batch.values)._asdict())
+    """The batch with the advantages of its tokens by the estimator algo.advantage, and with gae the critic's targets.
 
-
-def assign(
-    samples: Sequence[Sample],
-    algo: AlgoConfig,
-    kl: Sequence[np.ndarray] | None = None,
-    values: Sequence[np.ndarray] | None = None,
-) -> Advantages:
-    """The advantages of a whole batch, by the estimator algo.advantage.
-
-    `kl`, with algo.kl_in=reward: for each sample log pi_old - log pi_ref of its tokens, float [S]; their estimate
-    algo.kl times algo.kl_coef is subtracted from the reward. `values`, with gae: for each sample the critic's values,
-    float [S]. Only trained tokens are read. ValueError on a credit that is no finite number.
+    With algo.kl_in=reward the estimate algo.kl of the KL to the reference, times algo.kl_coef, is subtracted from the
+    reward. Only trained tokens are read. ValueError on a credit that is no finite number.
     """
+    samples = batch.samples
     worth = [credit.value for sample in samples for credit in sample.credits]
     if not np.isfinite(worth).all():
         raise ValueError(f"rewards must be finite numbers, not {worth}; leave out samples without a reward")
     costs = [np.zeros(np.count_nonzero(sample.loss_mask)) for sample in samples]
-    if kl is not None:
-        costs = [algo.kl_coef * kl_estimate(row, algo.kl) for row in _trained(samples, kl)]
+    if algo.kl_in == "reward" and batch.reference_log_probs is not None:
+        assert batch.old_log_probs is not None
+        log_ratios = [old - ref for old, ref in zip(batch.old_log_probs, batch.reference_log_probs, strict=True)]
+        costs = [algo.kl_coef * kl_estimate(row, algo.kl) for row in _trained(samples, log_ratios)]
     if algo.advantage in GROUPED:
-        return Advantages(_placed(samples, _compared(samples, costs, algo.advantage)), None)
+        return replace(batch, advantages=_placed(samples, _compared(samples, costs, algo.advantage)))
     if algo.advantage == "reinforce++":
         raw = [returns_to_go(*pair) for pair in zip(samples, costs, strict=True)]
-        return Advantages(_placed(samples, whitened(raw)), None)
-    assert values is not None
-    expected = _trained(samples, values)
+        return replace(batch, advantages=_placed(samples, whitened(raw)))
+    assert batch.values is not None
+    expected = _trained(samples, batch.values)
     rewards = [_rewards(sample) - cost for sample, cost in zip(samples, costs, strict=True)]
     raw = [gae(r, v, algo.gamma, algo.gae_lambda) for r, v in zip(rewards, expected, strict=True)]
     returns = [a + v for a, v in zip(raw, expected, strict=True)]
-    return Advantages(_placed(samples, whitened(raw)), _placed(samples, returns))
+    return replace(batch, advantages=_placed(samples, whitened(raw)), returns=_placed(samples, returns))
 
 
 def grpo(values: np.ndarray, peers: Sequence[str], scale: Sequence[str]) -> np.ndarray:

@@ -1,27 +1,17 @@
-"""The folder of a run: what it writes while it goes, and what it says on the console.
-
-config.json        settings of the run
-history.jsonl      settings that changed when it went on: time, step, setting, before, after
-metrics.jsonl      one line a step; steps that are done again replace theirs
-transcripts.jsonl  every future of every step with its scores
-evaluations.json   means by evaluation; eval_NAME.jsonl holds the conversations
-journal/           groups that are finished and not yet in a checkpoint (rollout/journal.py)
-spend.json         what calls of language models took (llm/limiter.py)
-tensorboard/       the same numbers for TensorBoard
-result.json        written last: scores before and after, minutes, versions
-report.html        all of it to look at
-"""
+"""The folder of a run (docs/reference/run-files.md): what it writes while it goes, and what it says on the console."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -32,13 +22,13 @@ from tqdm import tqdm
 
 from megatron_collab import __version__
 from megatron_collab.config import SETTINGS, Config, changes, uses_wandb
-from megatron_collab.observability.progress import progress
 from megatron_collab.runtime import files, process
 from megatron_collab.runtime.process import FINISHED, global_rank
 from megatron_collab.runtime.redact import redacted
 from megatron_collab.types import Group, Missing, visible
 
 VERSIONS = ("torch", "megatron-core", "sglang", "ray", "litellm", "transformers", "datasets", "hydra-core")
+LOG_EVERY = 10.0  # seconds between two lines of progress in a log file
 
 
 class Run(AbstractContextManager["Run"]):
@@ -241,3 +231,48 @@ def _keep_before(file: Path, step: int) -> None:
         if row["step"] < step:
             kept.append(text)
     files.replace(file, "".join(text + "\n" for text in kept))
+
+
+class Log:
+    """Progress in a log file: a line at most every LOG_EVERY seconds."""
+
+    def __init__(self, title: str, total: int, unit: str, done: int) -> None:
+        self._n = done
+        self._shown = partial(tqdm.format_meter, total=total, ncols=0, prefix=title, unit=unit, initial=done)
+        self._began = self._printed = time.monotonic()
+
+    def update(self, n: int) -> None:
+        self._n += n
+        now = time.monotonic()
+        if now - self._printed >= LOG_EVERY:
+            self._printed = now
+            print(self._shown(self._n, elapsed=now - self._began), file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Nothing stays open."""
+
+
+def progress(title: str, total: int, unit: str = "task", done: int = 0, keep: bool = False) -> tqdm | Log:
+    """Progress towards `total`, of which `done` is done, on stderr; `keep`: the bar stays when it is full."""
+    if not sys.stderr.isatty():
+        return Log(title, total, unit, done)
+    return tqdm(total=total, desc=title, unit=unit, initial=done, leave=keep, dynamic_ncols=True, mininterval=0.2)
+
+
+class Stopwatch:
+    """Seconds by stage of one step."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+        self._laps: dict[str, float] = {}
+
+    def lap(self, stage: str) -> None:
+        """Count the time since the last lap as `stage`."""
+        now = time.monotonic()
+        self._laps[stage] = self._laps.get(stage, 0.0) + now - self._last
+        self._last = now
+
+    def read(self) -> dict[str, float]:
+        """The laps since the last reading, as `seconds/STAGE`."""
+        laps, self._laps = self._laps, {}
+        return {f"seconds/{stage}": seconds for stage, seconds in laps.items()}

@@ -37,23 +37,72 @@ class RolloutPlace:
         return f"{self.stream}/{self.rollout}/{self.future}"
 
 
-class Sampler:
-    """Samples trained turns and plays them on, under the budgets of `config.rollout`."""
+class Player:
+    """Plays groups: trained turns, their futures, and the reward of each turn, under the budgets of config.rollout.
 
-    def __init__(self, policy: Router, renderer: ChatRenderer, users: Users, config: Config) -> None:
-        self.policy = policy
-        self.renderer = renderer
-        self.users = users
+    Failures of users and of the engine are in the group, as conversations with an error and Missing scores.
+    """
+
+    def __init__(
+        self, policy: Router, renderer: ChatRenderer, users: Users, rewards: RewardClient, config: Config
+    ) -> None:
+        self.policy, self.renderer, self.users, self.rewards = policy, renderer, users, rewards
+        self.config, self.rollout = config, config.rollout
         self.tools = Toolbox(config.rollout, policy)
-        self.config = config.rollout
-        self.seed = config.run.seed
+        self.reward = reward_function(config.reward)
+        self.strict = config.reward.malformed is not None
+
+    async def play(self, task: Task, stream: str) -> Group:
+        """train.rollouts_per_prompt rollouts of `task`, all at once, as reward.mode and rollout.futures say.
+
+        `stream` names the place in the run (step and task) that the sampling seeds follow from.
+        """
+        places = [RolloutPlace(stream, i) for i in range(self.config.train.rollouts_per_prompt)]
+        return Group(task, tuple(await asyncio.gather(*(self._play(task, place) for place in places))))
+
+    async def evaluate(self, task: Task, stream: str) -> Group:
+        """One rollout with one future, played as a user would see it: a malformed turn is answered as well."""
+        place = RolloutPlace(stream, 0)
+        start = await self.trained_turn(task, place)
+        return Group(task, (self._rollout(start, [await self._future(start, task, place)]),))
+
+    async def _play(self, task: Task, place: RolloutPlace) -> Rollout:
+        """A trained turn and its futures; without futures a whole conversation, every turn of the policy trained.
+
+        A turn after which nothing can follow is scored as it is, with reward.mode=single_turn every turn.
+        """
+        start = await self.trained_turn(task, place)
+        if self.strict:
+            start = self.refuse_malformed(start)
+        if not start.ending and self.config.reward.mode == "single_turn":
+            start = start.end(Ending.TURN_LIMIT)
+        elif not start.ending and self.rollout.futures == 0:
+            start = await self.play_on(start, task, place, self.rollout.turn, self.strict)
+        if start.ending:
+            return self._rollout(start, [await self._future(start, task, place)])
+        futures = (self._future(start, task, replace(place, future=i)) for i in range(self.rollout.futures))
+        return self._rollout(start, await asyncio.gather(*futures))
+
+    async def _future(self, start: Conversation, task: Task, place: RolloutPlace) -> Future:
+        """A future of `start`, which is `start` itself where that has ended, scored as soon as it ends."""
+        if not start.ending:
+            start = await self.play_on(start, task, place, self.rollout.future)
+        if start.ending is Ending.MALFORMED:  # its reward is reward.malformed, whatever the metrics
+            return Future(start, {})
+        return Future(start, await self.rewards.score(task, start))
+
+    def _rollout(self, start: Conversation, futures: Sequence[Future]) -> Rollout:
+        penalty = self.config.reward.malformed
+        malformed = any(future.conversation.ending is Ending.MALFORMED for future in futures)
+        reward = self.reward(futures) if penalty is None or not malformed else Reward(penalty)
+        return Rollout(start, tuple(futures), reward)
 
     async def trained_turn(self, task: Task, place: RolloutPlace) -> Conversation:
         """The task's conversation with one turn of the policy; it has ended only where no more can follow."""
         conversation = Conversation(task.messages, self.renderer.first(task.messages))
         try:
-            async with asyncio.timeout(self.config.deadline):
-                return await self._turn(conversation, task, place, self.config.turn)
+            async with asyncio.timeout(self.rollout.deadline):
+                return await self._turn(conversation, task, place, self.rollout.turn)
         except TimeoutError:
             return self._late(conversation)
 
@@ -63,7 +112,6 @@ class Sampler:
         task: Task,
         place: RolloutPlace,
         sampling: SamplingConfig,
-        *,
         strict: bool = False,
     ) -> Conversation:
         """Go on from the policy's last reply to an ending, within max_user_turns and max_assistant_turns.
@@ -72,9 +120,9 @@ class Sampler:
         """
         user = self.users.make(task, place.name)
         try:
-            async with asyncio.timeout(self.config.deadline):
+            async with asyncio.timeout(self.rollout.deadline):
                 await user.start(conversation)
-                for _ in range(min(self.config.max_user_turns, self.config.max_assistant_turns - 1)):
+                for _ in range(min(self.rollout.max_user_turns, self.rollout.max_assistant_turns - 1)):
                     if not conversation.ending:
                         reply = await user.reply(conversation)
                         conversation = conversation.add_reward(reply.reward)
@@ -109,7 +157,7 @@ class Sampler:
         self, conversation: Conversation, task: Task, place: RolloutPlace, sampling: SamplingConfig
     ) -> Conversation:
         """Generations of the policy until one calls no tool, or may call none any more: that is the reply."""
-        for _ in range(self.config.max_tool_calls if self.config.tools else 0):
+        for _ in range(self.rollout.max_tool_calls if self.rollout.tools else 0):
             conversation = await self._generate(conversation, place, sampling)
             if conversation.ending:
                 return conversation
@@ -128,16 +176,16 @@ class Sampler:
     async def _generate(
         self, conversation: Conversation, place: RolloutPlace, sampling: SamplingConfig
     ) -> Conversation:
-        room = self.config.context_length - len(conversation.token_ids)
+        room = self.rollout.context_length - len(conversation.token_ids)
         if room < 1:
-            why = f"the task's messages alone fill rollout.context_length={self.config.context_length}"
+            why = f"the task's messages alone fill rollout.context_length={self.rollout.context_length}"
             return conversation.end(Ending.ERROR, why)
         try:
             turn = await self.policy.generate(
                 conversation.token_ids,
                 max_new_tokens=min(sampling.max_new_tokens, room),
                 sampling=sampling,
-                seed=seed_of(self.seed, place, len(conversation.turns)),
+                seed=seed_of(self.config.run.seed, place, len(conversation.turns)),
                 affinity=place.stream,
             )
         except EngineError as error:
@@ -151,77 +199,12 @@ class Sampler:
     def _append(self, conversation: Conversation, messages: Sequence[Message]) -> Conversation:
         """Append messages of users or tools; the conversation ends where there is no room for a reply."""
         token_ids = self.renderer.next(messages, conversation.turns[-1].token_ids)
-        if len(conversation.token_ids) + len(token_ids) >= self.config.context_length:
+        if len(conversation.token_ids) + len(token_ids) >= self.rollout.context_length:
             return conversation.add_messages(messages, ()).end(Ending.LENGTH)
         return conversation.add_messages(messages, token_ids)
 
     def _late(self, conversation: Conversation) -> Conversation:
-        return conversation.end(Ending.DEADLINE, f"not ended after rollout.deadline={self.config.deadline:g} s")
-
-
-class Player:
-    """Plays groups: trained turns, their futures, and the reward of each turn.
-
-    Failures of users and of the engine are in the group, as conversations with an error and Missing scores.
-    """
-
-    def __init__(
-        self, policy: Router, renderer: ChatRenderer, users: Users, rewards: RewardClient, config: Config
-    ) -> None:
-        self.sampler = Sampler(policy, renderer, users, config)
-        self.rewards = rewards
-        self.config = config
-        self.reward = reward_function(config.reward)
-        self.strict = config.reward.malformed is not None
-
-    async def play(self, task: Task, stream: str) -> Group:
-        """train.rollouts_per_prompt rollouts of `task`, all at once, as reward.mode and rollout.futures say.
-
-        `stream` names the place in the run (step and task) that the sampling seeds follow from.
-        """
-        places = [RolloutPlace(stream, i) for i in range(self.config.train.rollouts_per_prompt)]
-        return Group(task, tuple(await asyncio.gather(*(self._play(task, place) for place in places))))
-
-    async def evaluate(self, task: Task, stream: str) -> Group:
-        """One rollout with one future, played as a user would see it: a malformed turn is answered as well."""
-        place = RolloutPlace(stream, 0)
-        start = await self.sampler.trained_turn(task, place)
-        return Group(task, (self._rollout(start, [await self._future(start, task, place)]),))
-
-    async def _play(self, task: Task, place: RolloutPlace) -> Rollout:
-        """A trained turn and its futures; without futures a whole conversation, every turn of the policy trained.
-
-        A turn after which nothing can follow is scored as it is, with reward.mode=single_turn every turn.
-        """
-        options = self.config.rollout
-        start = await self.sampler.trained_turn(task, place)
-        if self.strict:
-            start = self.sampler.refuse_malformed(start)
-        if not start.ending and self.config.reward.mode == "single_turn":
-            start = start.end(Ending.TURN_LIMIT)
-        elif not start.ending and options.futures == 0:
-            start = await self.sampler.play_on(start, task, place, options.turn, strict=self.strict)
-        if start.ending:
-            return self._rollout(start, [await self._scored(task, start)])
-        futures = (self._future(start, task, replace(place, future=i)) for i in range(options.futures))
-        return self._rollout(start, await asyncio.gather(*futures))
-
-    async def _future(self, start: Conversation, task: Task, place: RolloutPlace) -> Future:
-        """A future of `start`, scored as soon as it ends."""
-        if not start.ending:
-            start = await self.sampler.play_on(start, task, place, self.config.rollout.future)
-        return await self._scored(task, start)
-
-    async def _scored(self, task: Task, conversation: Conversation) -> Future:
-        if conversation.ending is Ending.MALFORMED:  # its reward is reward.malformed, whatever the metrics
-            return Future(conversation, {})
-        return Future(conversation, await self.rewards.score(task, conversation))
-
-    def _rollout(self, start: Conversation, futures: Sequence[Future]) -> Rollout:
-        penalty = self.config.reward.malformed
-        malformed = any(future.conversation.ending is Ending.MALFORMED for future in futures)
-        reward = self.reward(futures) if penalty is None or not malformed else Reward(penalty)
-        return Rollout(start, tuple(futures), reward)
+        return conversation.end(Ending.DEADLINE, f"not ended after rollout.deadline={self.rollout.deadline:g} s")
 
 
 def seed_of(run_seed: int, place: RolloutPlace, turn: int) -> int:

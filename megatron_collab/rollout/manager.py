@@ -22,7 +22,7 @@ from megatron_collab.config import Config
 from megatron_collab.data.datasets import load_tasks, rows_of_step
 from megatron_collab.observability.run import Run
 from megatron_collab.rollout.journal import Journal, WeightDigests
-from megatron_collab.rollout.scheduler import Asked, Flight, Look, Slot, answers, window
+from megatron_collab.rollout.scheduler import Asked, Flight, Slot, answers, window
 from megatron_collab.rollout.servers import Servers
 from megatron_collab.runtime import heartbeat
 from megatron_collab.runtime.process import RunStopped
@@ -48,15 +48,14 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
         self.evaluates = config.data.eval is not None and config.train.eval_tasks > 0
         self.leader = dist.get_rank() == 0
         self._state = dict(state)
+        self._patience = config.launch.timeout / 2  # seconds, in which the other ranks wait
         self._digests = WeightDigests(config.rollout.max_staleness + 1, state.get("weights", ()))
         if self.leader:
             assert servers.workers and servers.pool
             self._workers, self._pool = servers.workers, servers.pool
             self.tasks = load_tasks(Path(config.data.train), "data.train", config.data)
             self._journal = Journal(Path(config.run.dir) / "journal", self._digests)
-            self._flight, self._evaluating = (
-                Flight(config, self._workers.conversations, self._journal, self._pool.lost_all) for _ in range(2)
-            )
+            self._flight = Flight(config, self._workers.conversations, self._journal, self._pool.lost_all)
             self._left = [Slot(*slot) for slot in state.get("in_flight", ())]
             self._next = Slot(*state["next"]) if "next" in state else None
             self._spent = self._spend()
@@ -70,8 +69,7 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
         if self.leader and kind is None:
             parts = [self._journal.forget, self._spend]
         elif self.leader and issubclass(kind or Exception, RunStopped):
-            looks = (partial(flight.collect, 0.0) for flight in (self._flight, self._evaluating))
-            parts = [*looks, self._workers.stop, self._spend]
+            parts = [partial(self._flight.collect, 0.0), self._workers.stop, self._spend]
         for part in parts:
             try:
                 part()
@@ -87,7 +85,7 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
         self._digests.begin(step)
         from_leader(lambda: self._begin_step(step))
         while True:
-            self._wait(lambda: self._flight)
+            self._wait()
             batch: Batch | None = from_leader(lambda: self._choose(step))
             if batch is not None:
                 return batch
@@ -97,10 +95,11 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
         heartbeat.at(f"evaluation {name}")
         self._digests.begin(step)
         from_leader(lambda: self._begin_evaluation(name, step))
-        self._wait(lambda: self._evaluating)
+        self._wait()
 
         def record() -> None:
-            groups = list(self._evaluating.take().values())
+            groups = list(self._flight.take().values())
+            self._flight.from_journal = 0  # only those of steps are counted
             self.run.evaluation(name, step, summary(groups), groups)
 
         from_leader(record)
@@ -120,13 +119,13 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
             collector = state["collector"]
             self._journal.forget(min(step, collector["next"][0], *(slot[0] for slot in collector["in_flight"])))
 
-    def _wait(self, flight: Callable[[], Flight]) -> None:
-        """Until rank 0's `flight` has finished its groups; collective, a poll at a time since it may take long.
+    def _wait(self) -> None:
+        """Until the groups that are waited for are finished; collective, a poll at a time since it may take long.
 
         Where no server is left, all ranks sync the weights to those that are started again.
         """
-        while (look := from_leader(lambda: flight().look())) is not Look.FINISHED:
-            if look is Look.SERVERS_LOST:
+        while (look := from_leader(lambda: self._flight.look())) != "finished":
+            if look == "servers lost":
                 assert self.weights.version is not None
                 self.weights.sync(self.weights.version)
                 from_leader(lambda: self._pool.recover())
@@ -174,20 +173,20 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
         self._flight.begin(Asked(slot, slot.stream, "play", self.tasks[row]))
 
     def _begin_evaluation(self, name: str, step: int) -> None:
-        if not self._flight:
-            self._pool.recover()
-        assert self.config.data.eval is not None
+        assert self.config.data.eval is not None and not self._flight  # before the first step, or after the last
+        self._pool.recover()
         tasks = load_tasks(Path(self.config.data.eval), "data.eval", self.config.data)
         tasks = tasks[: self.config.train.eval_tasks]
         for index, task in enumerate(tasks):
-            self._evaluating.begin(Asked(Slot(step, 0, index), f"eval-{name}-{index}", "evaluate", task))
-        self._evaluating.wait_for(len(tasks), f"evaluation {name}")
+            self._flight.begin(Asked(Slot(step, 0, index), f"eval-{name}-{index}", "evaluate", task))
+        self._flight.wait_for(len(tasks), f"evaluation {name}")
 
     def _counted(self) -> dict[str, float]:
         """Counts of users, tools and servers, and costs of users and judges, since the last step."""
         counts: Counter[str] = Counter()
         players = enumerate(self._workers.conversations)
-        for taken in self._ask({f"the counters of conversation-{n}": p.take_counters.remote() for n, p in players}):
+        asked = {f"the counters of conversation-{n}": player.take_counters.remote() for n, player in players}
+        for taken in answers(asked, self._patience):
             counts.update(taken)
         if self._flight.from_journal:
             counts["from_journal"], self._flight.from_journal = self._flight.from_journal, 0
@@ -197,11 +196,8 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
         return {**{f"count/{name}": float(count) for name, count in sorted(counts.items())}, **step}
 
     def _spend(self) -> dict[str, float]:
-        (spent,) = self._ask({"what was spent, of the limiter": self._workers.limiter.spend.remote()})
+        (spent,) = answers({"what was spent, of the limiter": self._workers.limiter.spend.remote()}, self._patience)
         return spent
-
-    def _ask(self, calls: Mapping[str, Any]) -> list[Any]:
-        return answers(calls, self.config.launch.timeout / 2)  # the other ranks wait meanwhile
 
 
 class _Chosen:

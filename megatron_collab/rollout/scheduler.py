@@ -8,16 +8,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 from itertools import cycle
 from math import ceil, inf
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import ray
 
 from megatron_collab.config import Config
-from megatron_collab.observability.progress import progress
+from megatron_collab.observability.run import progress
 from megatron_collab.reward import metrics
 from megatron_collab.rollout.journal import Journal, conversations
 from megatron_collab.runtime import stacks
@@ -77,12 +76,7 @@ def answers(asked: Mapping[str, Any], seconds: float) -> list[Any]:
     return ray.get(list(asked.values()))
 
 
-class Look(Enum):
-    """The state of the groups that are waited for."""
-
-    PLAYING = auto()
-    FINISHED = auto()  # as many as are waited for
-    SERVERS_LOST = auto()  # no server is left that could sample, until some are started again
+Look = Literal["playing", "finished", "servers lost"]
 
 
 class Flight:
@@ -129,15 +123,16 @@ class Flight:
     def look(self) -> Look:
         """Poll for up to POLL_SECONDS for groups that are finished: those that were begun first are taken.
 
-        SERVERS_LOST: to be called again once servers are back. Finished groups are kept, and those with conversations
-        that failed in the outage are played again. Hung where no group is finished within `group_seconds`.
+        "finished" once there are as many as are waited for. "servers lost": to be called again once servers are back;
+        finished groups are kept, and those with conversations that failed in the outage are played again. Hung where
+        no group is finished within `group_seconds`.
         """
         self.collect(0.0 if any(asked.group for asked in self._asked.values()) else POLL_SECONDS)
         if self._servers_lost():
             for asked in self._asked.values():
                 asked.disturbed = True
             self._progress = inf
-            return Look.SERVERS_LOST
+            return "servers lost"
         self._progress = min(self._progress, time.monotonic())  # the wait for servers does not count
         finished = [(asked, asked.group) for asked in self._asked.values() if asked.group]
         self._check_progress(bool(finished))
@@ -149,9 +144,9 @@ class Flight:
                 self._taken[asked.slot] = group
                 self._bar.update(1)
         if len(self._taken) < self._wanted:
-            return Look.PLAYING
+            return "playing"
         self._bar.close()
-        return Look.FINISHED
+        return "finished"
 
     def take(self) -> dict[Slot, Group]:
         """The groups that were waited for, in the order of their slots."""

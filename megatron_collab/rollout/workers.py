@@ -62,7 +62,7 @@ class ConversationWorker:
 
     async def take_counters(self) -> dict[str, int]:
         """Counts of users, tools and connections to the servers since the last call."""
-        users, tools = self.users.counters, self.player.sampler.tools.counters
+        users, tools = self.users.counters, self.player.tools.counters
         taken = {**users, **tools, **self.policy.take_counters()}
         users.clear()
         tools.clear()

@@ -119,8 +119,6 @@ def _slurm() -> tuple[bool, str]:
 
 def count() -> int:
     """How many CUDA devices are visible."""
-    if not probe("cuda").found:
-        return 0
     import torch
 
     return torch.cuda.device_count()
@@ -129,11 +127,9 @@ def count() -> int:
 @cache
 def capability() -> tuple[int, int] | None:
     """CUDA compute capability of the weakest visible device, as (9, 0); None where there is no device."""
-    if not probe("cuda").found:
-        return None
     import torch
 
-    return min(torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count()))
+    return min(map(torch.cuda.get_device_capability, range(torch.cuda.device_count())), default=None)
 
 
 def synchronize(*tensors: torch.Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -42,26 +43,19 @@ def wait_until(holds: Callable[[], bool]) -> None:
         pass
 
 
-def from_leader(make: Callable[[], Any]) -> Any:
-    """As `shared`; Preempted on every rank once rank 0 has received a preemption notice."""
-
-    def unless_preempted() -> Any:
-        raise_if_preempted()
-        return make()
-
-    return shared(unless_preempted)
-
-
-def shared(make: Callable[[], Any]) -> Any:
+def shared(make: Callable[[], Any], preemptible: bool = False) -> Any:
     """What rank 0 makes, on every rank; where rank 0 fails, every rank raises instead of waiting for it.
 
-    Where rank 0 raises RunStopped, every rank does; RuntimeError for other errors.
+    Where rank 0 raises RunStopped, every rank does; RuntimeError for other errors. Where it is `preemptible`, Preempted
+    once rank 0 has received a preemption notice.
     """
     heartbeat.beat()
     box: list[Any] = [None, None]  # the result, or what the other ranks raise
     failure: Exception | None = None
     if dist.get_rank() == 0:
         try:
+            if preemptible:
+                raise_if_preempted()
             box[0] = make()
         except Exception as error:
             failure = error
@@ -72,3 +66,6 @@ def shared(make: Callable[[], Any]) -> Any:
     if failure or box[1]:
         raise failure or box[1]
     return box[0]
+
+
+from_leader = partial(shared, preemptible=True)

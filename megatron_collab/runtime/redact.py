@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_collab.config import require
+from megatron_collab.config.load import leaves
 
 HIDDEN = "***"
 _NAMES = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD)$", re.IGNORECASE)
@@ -41,9 +42,9 @@ def redacted(tree: Any, pattern: re.Pattern[str] | None = None) -> Any:
 
 def refuse_keys(settings: Mapping[str, Any]) -> None:
     """Raise ConfigError for a setting that contains a key; it names the setting and does not show the value."""
-    for name, text in _strings(settings):
+    for name, value in leaves(settings):
         require(
-            redact(text) == text,
+            redacted(value) == value,
             f"{name}: contains a key or a password; remove it and set it in the environment "
             "(OPENAI_API_KEY for openai/… and so on)",
         )
@@ -53,15 +54,3 @@ def _pattern() -> re.Pattern[str]:
     """Of the keys in the environment, the longest first, since one may be a prefix of another, and of the forms."""
     found = {value for name, value in os.environ.items() if _NAMES.search(name) and len(value) >= _SHORTEST}
     return re.compile("|".join([*map(re.escape, sorted(found, key=len, reverse=True)), *_FORMS]))  # cached by re
-
-
-def _strings(tree: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """The texts in nested settings with their dotted names."""
-    if isinstance(tree, str):
-        yield name, tree
-    elif isinstance(tree, Mapping):
-        for key, value in tree.items():
-            yield from _strings(value, f"{name}.{key}" if name else str(key))
-    elif isinstance(tree, list):
-        for value in tree:
-            yield from _strings(value, name)

@@ -67,12 +67,11 @@ class _HeadLogProbs(torch.autograd.Function):
         ctx.main_grad = getattr(head, "main_grad", None)
         ctx.set_materialize_grads(False)
 
-        states, buffers = _operand(hidden), _buffers(hidden)
+        states = _operand(hidden)
         # m, s, u and the label's logit. The lowest finite m, not -inf: 0 times it is not nan.
         stats = torch.zeros(4, len(hidden), device=hidden.device)
         stats[0] = torch.finfo(torch.float32).min
-        for rows, columns in _tiles(len(hidden), ctx.entries, hidden.device.type):
-            logits, weight = _tile(buffers, rows, columns)
+        for rows, columns, logits, weight in _tiles(hidden, ctx.entries):
             _product(logits, states[rows], _operand(head[columns]).t(), alpha=1 / temperature, beta=0.0)
             index, inside = _in_tile(labels[rows], columns)
             label = logits.gather(1, index[:, None])[:, 0] * inside
@@ -106,9 +105,8 @@ class _HeadLogProbs(torch.autograd.Function):
         if ctx.needs_input_grad[1] and ctx.main_grad is None:
             head_grad = torch.zeros(head.shape, device=head.device)
 
-        states, buffers = _operand(hidden), _buffers(hidden)
-        for rows, columns in _tiles(len(hidden), ctx.entries, hidden.device.type):
-            logits, weight = _tile(buffers, rows, columns)
+        states = _operand(hidden)
+        for rows, columns, logits, weight in _tiles(hidden, ctx.entries):
             head_rows = _operand(head[columns])
             _product(logits, states[rows], head_rows.t(), alpha=alpha, beta=0.0)
             _exp(logits.sub_(m[rows, None]), out=weight)
@@ -127,26 +125,23 @@ class _HeadLogProbs(torch.autograd.Function):
         return of_hidden, of_head, None, None, None
 
 
-def _tiles(tokens: int, entries: int, device_type: str) -> Iterator[tuple[slice, slice]]:
-    """Rows and columns of the tiles: nearly square, which moves the fewest bytes of hidden states and head."""
+def _tiles(hidden: Tensor, entries: int) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
+    """Rows and columns of the tiles, nearly square, which moves the fewest bytes of hidden states and head.
+
+    And two matrices of a tile's shape, in memory that all tiles share: a CPU's first touch of a page is expensive.
+    """
+    tokens, size = len(hidden), TILE[hidden.device.type]
     if tokens == 0:
         return
-    size = TILE[device_type]
+    buffers = torch.empty(2, size, device=hidden.device)
     height = math.ceil(tokens / math.ceil(tokens / math.isqrt(size)))  # equal heights: no thin last row of tiles
     width = size // height
     for top in range(0, tokens, height):
         for left in range(0, entries, width):
-            yield slice(top, min(top + height, tokens)), slice(left, min(left + width, entries))
-
-
-def _buffers(hidden: Tensor) -> Tensor:
-    """Memory of two tiles, reused for all tiles of a pass: on a CPU the first touch of a page is expensive."""
-    return torch.empty(2, TILE[hidden.device.type], device=hidden.device)
-
-
-def _tile(buffers: Tensor, rows: slice, columns: slice) -> Tensor:
-    shape = rows.stop - rows.start, columns.stop - columns.start
-    return buffers[:, : shape[0] * shape[1]].view(2, *shape)
+            rows, columns = slice(top, min(top + height, tokens)), slice(left, min(left + width, entries))
+            shape = rows.stop - rows.start, columns.stop - columns.start
+            logits, weight = buffers[:, : shape[0] * shape[1]].view(2, *shape)
+            yield rows, columns, logits, weight
 
 
 def _operand(matrix: Tensor) -> Tensor:

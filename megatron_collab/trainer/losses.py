@@ -6,7 +6,6 @@ Tensors without a shape here are float [N], one number a trained token of a micr
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -20,6 +19,7 @@ from megatron_collab.trainer.microbatches import MicroBatch
 
 # What a micro-batch reports: its part of the loss, sums over its trained tokens, and maxima.
 Report = tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]
+Head = Callable[[MicroBatch, Tensor], tuple[Tensor, Tensor]]  # apply_head for a network at a temperature
 Objective = Callable[[MicroBatch, Tensor], tuple[Tensor, Report]]
 
 
@@ -33,24 +33,16 @@ def policy_loss(algo: AlgoConfig) -> PolicyLossFunction:
     return make(algo.loss, "algo.loss", PolicyLoss, algo.loss_options, "algo.loss_options.")
 
 
-def _ppo(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *_: object, clip_low: float, clip_high: float
-) -> PolicyTerms:
+def _ppo(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *_: object, **clip: float) -> PolicyTerms:
     """PPO's clipped surrogate: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = exp(log_probs - old).
 
     Schulman et al. 2017, arXiv:1707.06347, equation 7; two clip widths as in DAPO, arXiv:2503.14476, equation 8.
     """
-    return _surrogate((log_probs - old_log_probs).exp(), advantages, clip_low, clip_high)
+    return _surrogate((log_probs - old_log_probs).exp(), advantages, **clip)
 
 
 def _gspo(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    sequence: Tensor,
-    sequences: int,
-    clip_low: float,
-    clip_high: float,
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, sequence: Tensor, sequences: int, **clip: float
 ) -> PolicyTerms:
     """PPO's surrogate with one ratio s_i a sequence: -min(s_it A_t, clip(s_it, 1 - clip_low, 1 + clip_high) A_t).
 
@@ -63,7 +55,7 @@ def _gspo(
         log_ratio = log_probs - old_log_probs
         sums = torch.zeros(sequences, dtype=log_ratio.dtype, device=log_ratio.device).index_add(0, sequence, log_ratio)
         ratio = (sums / sequence.bincount(minlength=sequences).clamp(min=1)).exp()[sequence]
-    return _surrogate(ratio * (log_probs - log_probs.detach()).exp(), advantages, clip_low, clip_high)
+    return _surrogate(ratio * (log_probs - log_probs.detach()).exp(), advantages, **clip)
 
 
 def _cispo(
@@ -139,19 +131,12 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float)
     return free.maximum(held), (held > free).to(values.dtype)
 
 
-@dataclass(frozen=True)
-class Head:
-    """The output layer of a network at a temperature; called on the last pipeline stage only."""
-
-    network: torch.nn.Module
-    vocab_size: int
-    temperature: float
-
-    def __call__(self, micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probs of the labels and entropy, float32 [N], at the asked positions of `hidden` [1, T, h]."""
-        asked = hidden[0].index_select(0, micro_batch.positions)
-        weight = unwrap(self.network).head
-        return head_log_probs(asked, weight, micro_batch.labels, self.temperature, self.vocab_size)
+def apply_head(
+    network: torch.nn.Module, temperature: float, vocab_size: int, micro_batch: MicroBatch, hidden: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Log-probs of the labels and entropy, float32 [N], at the asked positions of `hidden` [1, T, h]."""
+    asked = hidden[0].index_select(0, micro_batch.positions)
+    return head_log_probs(asked, unwrap(network).head, micro_batch.labels, temperature, vocab_size)
 
 
 def supervised_objective(head: Head) -> Objective:

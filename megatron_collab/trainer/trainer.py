@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
+from functools import partial
 from itertools import pairwise
 from typing import Self
 
@@ -23,7 +24,7 @@ from megatron_collab.config import Config
 from megatron_collab.models.hf_to_megatron import ModelShape
 from megatron_collab.runtime import heartbeat
 from megatron_collab.trainer.critic import Critic
-from megatron_collab.trainer.losses import Head, Report, policy_objective, reported, supervised_objective
+from megatron_collab.trainer.losses import Head, Report, apply_head, policy_objective, reported, supervised_objective
 from megatron_collab.trainer.megatron import model
 from megatron_collab.trainer.microbatches import Columns, make_share
 from megatron_collab.trainer.network import Trainable, infer, learning_rate
@@ -72,7 +73,7 @@ class PolicyTrainer:
     @property
     def trainables(self) -> dict[str, Trainable]:
         """The networks that a checkpoint holds, by name."""
-        return {"policy": self.policy} | ({"critic": self.critic.network} if self.critic else {})
+        return {"policy": self.policy} | ({"critic": self.critic} if self.critic else {})
 
     @contextmanager
     def offloaded(self) -> Iterator[None]:
@@ -137,7 +138,7 @@ class PolicyTrainer:
         return share.collect(infer(chunks, share, lambda micro_batch, hidden: head(micro_batch, hidden)[0]))
 
     def _head(self, chunks: Sequence[torch.nn.Module]) -> Head:
-        return Head(chunks[-1], self.shape.vocab, self.temperature)
+        return partial(apply_head, chunks[-1], self.temperature, self.shape.vocab)
 
     def _reduced(self, reports: Sequence[Report], tokens: float, steps: int) -> dict[str, float]:
         """The loss, averaged over the optimizer steps; means over the trained tokens, and maxima, over all ranks."""

@@ -10,8 +10,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_collab.config import Config
-from megatron_collab.observability.progress import Stopwatch, progress
-from megatron_collab.observability.run import Run, line
+from megatron_collab.observability.run import Run, Stopwatch, line, progress
 from megatron_collab.types import (
     Conversation,
     Ending,
@@ -200,7 +199,7 @@ def test_a_log_file_gets_a_line_at_most_every_ten_seconds(
     bar.update(200)
     bar.close()
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr("megatron_collab.observability.progress.LOG_EVERY", 0.0)
+    monkeypatch.setattr("megatron_collab.observability.run.LOG_EVERY", 0.0)
     bar = progress("evaluation", 300)
     bar.update(100)
     bar.update(200)
@@ -210,7 +209,7 @@ def test_a_log_file_gets_a_line_at_most_every_ten_seconds(
 
 def test_the_stopwatch_parts_a_step_into_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([0.0, 2.0, 2.5, 2.75, 10.0])
-    monkeypatch.setattr("megatron_collab.observability.progress.time.monotonic", lambda: next(times))
+    monkeypatch.setattr("megatron_collab.observability.run.time.monotonic", lambda: next(times))
     clock = Stopwatch()
     clock.lap("rollout")
     clock.lap("update")

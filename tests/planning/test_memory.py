@@ -17,7 +17,7 @@ from megatron_collab.config import CONF, Config, compose
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.planning import memory
 from megatron_collab.trainer import logprobs
-from megatron_collab.trainer.losses import Head
+from megatron_collab.trainer.losses import apply_head
 from tests.planning.held import held
 from tests.ranks import make_config, process_group, run_ranks
 
@@ -100,7 +100,7 @@ def test_the_head(one_rank: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     micro_batch = SimpleNamespace(positions=torch.arange(tokens), labels=torch.randint(0, shape.vocab, (tokens,)))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         hidden = torch.randn(1, tokens, shape.hidden, requires_grad=True)
-        log_probs, _ = Head(SimpleNamespace(head=weight), shape.vocab, 1.0)(micro_batch, hidden)
+        log_probs, _ = apply_head(SimpleNamespace(head=weight), 1.0, shape.vocab, micro_batch, hidden)
         log_probs.sum().backward()
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     most = max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))

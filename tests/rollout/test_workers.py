@@ -30,7 +30,7 @@ from megatron_collab.reward.workers import RewardWorker
 from megatron_collab.rollout import scheduler
 from megatron_collab.rollout.conversation import Player
 from megatron_collab.rollout.journal import Journal, WeightDigests
-from megatron_collab.rollout.scheduler import Asked, Flight, Look, Slot, answers
+from megatron_collab.rollout.scheduler import Asked, Flight, Slot, answers
 from megatron_collab.rollout.users import Users
 from megatron_collab.rollout.workers import start_workers
 from megatron_collab.runtime.process import Hung
@@ -294,7 +294,7 @@ def gives_up_on_a_worker_that_hangs(worker: Any, task: Task, config: Config) -> 
             Hung, match=r"waited 4 s for any of 2 groups.*train-7-0, train-7-1, asked of conversation-0"
         ):
             flight.wait_for(2, "step 7")
-            while flight.look() is not Look.FINISHED:
+            while flight.look() != "finished":
                 pass
         with pytest.raises(Hung, match=r"waited 0\.1 s \(half of launch\.timeout\) for its counters"):
             answers({"its counters": worker.take_counters.remote(), "what is there": ray.put(1)}, 0.1)

@@ -57,7 +57,7 @@ class User:
 
     @classmethod
     def unavailable(cls, argument: str, config: Config) -> str | None:
-        """Why this user cannot be used and what to change, or None; checked before a run starts."""
+        """Why this user cannot be used and what to change, or None, or a ConfigError; before a run starts."""
         return f"takes no argument, but is given {argument!r}" if argument else None
 
     async def start(self, conversation: Conversation) -> None:
@@ -119,7 +119,7 @@ def check_user(name: str, config: Config) -> str | None:
     try:
         found = find_user(kind)
         options_of(found, config)
+        reason = found.unavailable(argument, config)
     except ConfigError as error:
         return str(error)
-    reason = found.unavailable(argument, config)
     return reason and f"user {name or DEFAULT}: {reason}"

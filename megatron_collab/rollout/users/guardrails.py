@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from megatron_collab.types import Message, Task
 
@@ -32,26 +31,17 @@ _FLIPPED = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """A rejected message: its counter, and the complaint to the user's model."""
-
-    counter: str
-    complaint: str
-
-
-EMPTY = Refusal("user_empty", "Your response is empty. Write the user's next message.")
-FLIPPED = Refusal(
-    "user_role_flip", "Your response is what the assistant would say. You are the user: write the user's next message."
-)
-LEAKED = Refusal(
-    "user_leak",
-    "Your response gives away what the user keeps back: the instructions, the whole goal at once, or a solution. "
-    "Say in your own words only what the assistant needs to know next, and leave the solution to the assistant.",
-)
+EMPTY, FLIPPED, LEAKED = "user_empty", "user_role_flip", "user_leak"  # counters of rejected messages
+COMPLAINTS = {  # to the user's model
+    EMPTY: "Your response is empty. Write the user's next message.",
+    FLIPPED: "Your response is what the assistant would say. You are the user: write the user's next message.",
+    LEAKED: "Your response gives away what the user keeps back: the instructions, the whole goal at once, or a "
+    "solution. Say in your own words only what the assistant needs to know next, and leave the solution to the "
+    "assistant.",
+}
 
 
-def refusal(text: str, task: Task, instructions: str, conversation: Sequence[Message]) -> Refusal | None:
+def refusal(text: str, task: Task, instructions: str, conversation: Sequence[Message]) -> str | None:
     """Why `text` cannot be the user's next message; `instructions` are those of its model apart from the goal."""
     if not text.strip():
         return EMPTY

@@ -18,7 +18,7 @@ from megatron_collab.config import Config, EndpointConfig
 from megatron_collab.data.transcript import render
 from megatron_collab.llm.answer import Field, LlmError, MalformedAnswer
 from megatron_collab.rollout.users import User, UserError, UserReply, Users
-from megatron_collab.rollout.users.guardrails import refusal
+from megatron_collab.rollout.users.guardrails import COMPLAINTS, refusal
 from megatron_collab.types import Conversation, Task
 
 POLICY = "policy"  # the name of the trained model among LiteLLM's
@@ -75,10 +75,10 @@ class LlmUser(User):
             refused = refusal(answer["response"], self.task, system_prompt("", config.stop), conversation.messages)
             if refused is None:
                 return self.says(answer["response"])
-            self.users.counters[refused.counter] += 1
+            self.users.counters[refused] += 1
             said = {"role": "assistant", "content": json.dumps(answer, ensure_ascii=False)}
-            again = [said, {"role": "user", "content": refused.complaint}]
-            why = f"{refused.counter}: {answer['response'][:200]!r}"
+            again = [said, {"role": "user", "content": COMPLAINTS[refused]}]
+            why = f"{refused}: {answer['response'][:200]!r}"
         raise UserError(f"user {self.model}: {why}")
 
     async def _ask(self, request: list[dict[str, str]]) -> dict[str, Any]:

@@ -6,9 +6,10 @@ import json
 import re
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 from megatron_collab import environments
-from megatron_collab.config import Config, ConfigError
+from megatron_collab.config import Config
 from megatron_collab.data.transcript import shown
 from megatron_collab.rollout.users import User, UserError, UserReply, Users
 from megatron_collab.types import Conversation, Task
@@ -43,10 +44,7 @@ class ScriptedUser(User):
 
     @classmethod
     def unavailable(cls, argument: str, config: Config) -> str | None:
-        try:
-            environments.find_script(argument)
-        except ConfigError as error:
-            return str(error)
+        environments.find_script(argument)
         return None
 
     async def reply(self, conversation: Conversation) -> UserReply:
@@ -66,12 +64,10 @@ class ReplayUser(User):
         return self.says(left[0] if left else self.users.config.user.stop)
 
     def _recorded(self) -> Sequence[str]:
-        """Raises UserError where the task holds no recording."""
-        recorded = self.task.metadata.get("replay")
-        if not isinstance(recorded, Sequence) or isinstance(recorded, str):
-            raise UserError(f"user replay: task {self.task.id} has no list metadata.replay")
-        if not all(isinstance(text, str) and text.strip() for text in recorded):
-            raise UserError(f"user replay: metadata.replay of task {self.task.id} holds an entry that is no message")
+        recorded: Any = self.task.metadata.get("replay")
+        listed = isinstance(recorded, Sequence) and not isinstance(recorded, str)
+        if not listed or not all(isinstance(text, str) and text.strip() for text in recorded):
+            raise UserError(f"user replay: metadata.replay of task {self.task.id} is no list of messages")
         return recorded
 
 

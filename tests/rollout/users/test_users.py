@@ -67,8 +67,8 @@ def test_one_name_for_all_tasks_goes_before_theirs() -> None:
         ("", "user llm: user.model is not set; set it"),
         ("llm", "user llm: user.model is not set; set it"),
         ("nobody", "user=nobody: no such name; known are llm, replay, reveal, scripted, or package.module:Class"),
-        ("scripted", "user scripted: scripted=: no such name; known are booking"),
-        ("scripted/tiny", "user scripted/tiny: scripted=tiny: no such name; known are booking"),
+        ("scripted", "scripted=: no such name; known are booking"),
+        ("scripted/tiny", "scripted=tiny: no such name; known are booking"),
         ("reveal/all", "user reveal/all: takes no argument, but is given 'all'"),
         ("replay/x", "user replay/x: takes no argument"),
     ],
@@ -99,10 +99,10 @@ def test_a_file_without_personas_is_refused(tmp_path: Path) -> None:
 def test_counters_start_anew_once_they_are_taken() -> None:
     worker: Any = object.__new__(ConversationWorker)
     worker.users = users()
-    worker.player = SimpleNamespace(sampler=SimpleNamespace(tools=Toolbox(RolloutConfig(), None)))  # type: ignore[arg-type]
+    worker.player = SimpleNamespace(tools=Toolbox(RolloutConfig(), None))  # type: ignore[arg-type]
     worker.policy = SimpleNamespace(take_counters=lambda: {"servers_lost": 0})
     worker.users.counters["user_leak"] += 2
-    worker.player.sampler.tools.counters["tool_calls"] += 1
+    worker.player.tools.counters["tool_calls"] += 1
     assert asyncio.run(worker.take_counters()) == {"user_leak": 2, "tool_calls": 1, "servers_lost": 0}
     assert asyncio.run(worker.take_counters()) == {"servers_lost": 0}
 
