@@ -24,11 +24,11 @@ class EngineError(RuntimeError):
     """The engine returned no turn; the message is the reason."""
 
 
-class _TransientError(EngineError):
+class TransientError(EngineError):
     """The same request may succeed later."""
 
 
-class ServerGone(_TransientError):
+class ServerGone(TransientError):
     """The server is unreachable: every attempt to connect failed, or the connection broke."""
 
 
@@ -118,18 +118,8 @@ class SGLangClient:
     async def _post(
         self, path: str, body: dict[str, Any], read: Callable[[aiohttp.ClientResponse], Awaitable[_Answer]]
     ) -> _Answer:
-        async def once() -> _Answer:
-            try:
-                async with self._open().post(self.url + path, json=body) as response:
-                    if response.status == 200:
-                        return await read(response)
-                    raise _refusal(response, response.status, await response.text())
-            except TimeoutError:
-                raise EngineError(f"no answer within rollout.turn_timeout={self.timeout:g} s") from None
-            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
-                raise ServerGone(f"{self.url}{path}: {type(error).__name__}: {error}") from error
-
-        return await retried(once, _TransientError, ATTEMPTS, BACKOFF_SECONDS)
+        silence = EngineError(f"no answer within rollout.turn_timeout={self.timeout:g} s")
+        return await post(self._open(), self.url + path, body, read, silence)
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -141,9 +131,35 @@ class SGLangClient:
         return self._session
 
 
+async def post(
+    session: aiohttp.ClientSession,
+    url: str,
+    body: dict[str, Any],
+    read: Callable[[aiohttp.ClientResponse], Awaitable[_Answer]],
+    silence: EngineError,
+) -> _Answer:
+    """What `read` makes of the answer; asked for again, up to ATTEMPTS times, where that may help.
+
+    Raises `silence` after the session's timeout, ServerGone without a connection, EngineError for other answers.
+    """
+
+    async def once() -> _Answer:
+        try:
+            async with session.post(url, json=body) as response:
+                if response.status == 200:
+                    return await read(response)
+                raise _refusal(response, response.status, await response.text())
+        except TimeoutError:
+            raise silence from None
+        except aiohttp.ClientError as error:
+            raise ServerGone(f"{url}: {type(error).__name__}: {error}") from error
+
+    return await retried(once, TransientError, ATTEMPTS, BACKOFF_SECONDS)
+
+
 def _refusal(response: aiohttp.ClientResponse, status: int, text: str) -> EngineError:
     """The error for an HTTP error status, also one within a stream."""
-    kind = _TransientError if status >= 500 else EngineError
+    kind = TransientError if status >= 500 or status in (408, 409, 429) else EngineError
     return kind(f"{response.url}: status {status}: {' '.join(text.split())[:300]}")
 
 
