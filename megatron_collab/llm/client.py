@@ -7,6 +7,8 @@ import hashlib
 import json
 import random
 import re
+import socket
+import sqlite3
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,6 +16,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import cache
+from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -25,7 +28,6 @@ from openai import OpenAIError
 from megatron_collab.config import EndpointConfig
 from megatron_collab.llm.answer import Field, MalformedAnswer, json_schema, parse
 from megatron_collab.llm.answer import LlmError as LlmError
-from megatron_collab.llm.cache import Cache, key_of
 from megatron_collab.llm.limiter import BudgetSpent as BudgetSpent
 from megatron_collab.llm.limiter import Ended, Line, Wish
 from megatron_collab.patches.litellm import be_quiet
@@ -33,6 +35,7 @@ from megatron_collab.runtime.redact import redact
 
 Messages = list[dict[str, str]]
 
+_BUSY = 60.0  # seconds to wait for another process's write to the cache
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds
 _CHARACTERS_PER_TOKEN = 4
 _GRACE = 10.0  # seconds after its timeout when a call has ended for certain
@@ -45,6 +48,33 @@ _supports_schema = cache(litellm.supports_response_schema)
 def priced(model: str) -> bool:
     """Whether LiteLLM has pricing for `model`."""
     return model in litellm.model_cost or model.partition("/")[2] in litellm.model_cost
+
+
+class Cache:
+    """A persistent map from questions to the values of their answers; several processes may share a folder.
+
+    Each node has its own file there: SQLite's write-ahead log needs shared memory, which a network file system does
+    not have. Raises sqlite3.Error where the folder cannot be written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = sqlite3.connect(folder / f"{socket.gethostname()}.sqlite", timeout=_BUSY, isolation_level=None)
+        self._file.execute("PRAGMA journal_mode=WAL")
+        self._file.execute("PRAGMA synchronous=NORMAL")  # a crash of the machine may lose the last answers
+        self._file.execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, answer TEXT) WITHOUT ROWID")
+
+    def get(self, key: str) -> dict[str, Any] | None:
+        row = self._file.execute("SELECT answer FROM answers WHERE key = ?", (key,)).fetchone()
+        return None if row is None else json.loads(row[0])
+
+    def put(self, key: str, answer: dict[str, Any]) -> None:
+        self._file.execute("INSERT OR REPLACE INTO answers VALUES (?, ?)", (key, json.dumps(answer)))
+
+
+def key_of(question: dict[str, Any]) -> str:
+    """A digest of everything that an answer depends on; `question` is JSON."""
+    return hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()
 
 
 class LlmClient:

@@ -9,9 +9,8 @@ from typing import Any
 
 from megatron_collab.config import option
 from megatron_collab.llm.answer import Field
-from megatron_collab.reward.judge import THOUGHT
 from megatron_collab.reward.math_verify_worker import Checker, Verdict
-from megatron_collab.reward.metrics import Metric
+from megatron_collab.reward.metrics import THOUGHT, Metric
 from megatron_collab.types import Conversation, Missing, Score, Task
 
 _RUBRIC = """Decide whether an assistant solved a user's problem.

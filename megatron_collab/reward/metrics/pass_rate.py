@@ -21,8 +21,7 @@ from typing import Any
 
 from megatron_collab.config import option
 from megatron_collab.reward import sandbox
-from megatron_collab.reward.judge import Judge
-from megatron_collab.reward.metrics import Metric
+from megatron_collab.reward.metrics import Judge, Metric
 from megatron_collab.reward.sandbox import Limits, SandboxError
 from megatron_collab.types import Conversation, Missing, Score, Task
 

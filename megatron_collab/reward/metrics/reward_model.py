@@ -20,8 +20,7 @@ import aiohttp
 
 from megatron_collab.config import option
 from megatron_collab.inference.client import EngineError, TransientError, post
-from megatron_collab.reward.judge import Judge
-from megatron_collab.reward.metrics import Metric
+from megatron_collab.reward.metrics import Judge, Metric
 from megatron_collab.types import Conversation, Missing, Score, Task
 
 KEY_VARIABLE = "REWARD_MODEL_API_KEY"
