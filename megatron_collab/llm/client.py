@@ -146,7 +146,8 @@ class LlmClient:
                 break
             with allowance.spending():
                 await asyncio.sleep(pause)
-        raise LlmError(_reason(endpoint.model, failure)) from failure
+        reason = redact(f"{endpoint.model}: {type(failure).__name__}: {failure}")  # before a cut could halve a key
+        raise LlmError(" ".join(reason.split())[:_LONGEST_REASON]) from failure
 
     async def _constrained(
         self, endpoint: EndpointConfig, messages: Messages, fields: Sequence[Field], allowance: _Allowance
@@ -171,7 +172,9 @@ class LlmClient:
         line, options = self._line, {"model": endpoint.model, **options}
         if str(endpoint.model).startswith(_POLICY):
             line, options = None, {**options, **self._policy(str(endpoint.model), str(endpoint.api_base), messages)}
-        number = await line.begin(_wish(endpoint, messages)) if line else 0
+        prompt = sum(len(message["content"]) for message in messages) // _CHARACTERS_PER_TOKEN
+        wish = Wish(prompt + endpoint.max_tokens, endpoint.timeout + _GRACE)
+        number = await line.begin(wish) if line else 0
         ended = Ended(number)
         seconds = min(endpoint.timeout, allowance.left)
         is_internal_call.set(True)  # spares a third: what LiteLLM would record for callbacks, of which there are none
@@ -216,11 +219,6 @@ class _Allowance:
             self.left -= time.monotonic() - began
 
 
-def _wish(endpoint: EndpointConfig, messages: Messages) -> Wish:
-    prompt = sum(len(message["content"]) for message in messages) // _CHARACTERS_PER_TOKEN
-    return Wish(prompt + endpoint.max_tokens, endpoint.timeout + _GRACE)
-
-
 def _bill(number: int, answer: Any) -> Ended:
     """The cost of an answer; where the endpoint reports none, LiteLLM gives 0 tokens, or no usage at all."""
     usage = getattr(answer, "usage", None)
@@ -261,8 +259,3 @@ def retry_after(error: Exception) -> float:
     except ValueError:
         return 0.0
     return max(0.0, (date - datetime.now(UTC)).total_seconds())
-
-
-def _reason(model: str | None, error: Exception | None) -> str:
-    reason = redact(f"{model}: {type(error).__name__}: {error}")  # before it is cut: half a key would not be recognised
-    return " ".join(reason.split())[:_LONGEST_REASON]

@@ -1,8 +1,7 @@
 """Rate limits and budget of all calls to language models: requests and tokens per minute, concurrency, US dollars.
 
-`Limiter` keeps the accounts, `LimiterActor` is its Ray actor, one per run; the calls of one process wait in a `Line`.
-A process has one message to the limiter in flight and batches what gathers meanwhile into the next, so a call costs a
-fraction of a message.
+`Limiter` keeps the accounts, `LimiterActor` is its Ray actor, one per run; the calls of one process wait in a `Line`,
+which has one message to the limiter in flight and batches what gathers meanwhile into the next.
 """
 
 from __future__ import annotations
@@ -67,9 +66,7 @@ class Limiter:
 
     def __init__(self, config: LlmConfig, ledger: Path, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock`: the time in seconds."""
-        self.config = config
-        self._ledger = ledger
-        self._clock = clock
+        self.config, self._ledger, self._clock = config, ledger, clock
         # `unpriced` calls, whose price is not known, count as free.
         self._spend: dict[str, float] = {"calls": 0, "tokens": 0, "usd": 0.0, "unpriced": 0}
         if ledger.is_file():

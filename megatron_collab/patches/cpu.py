@@ -19,9 +19,7 @@ from torch.overrides import TorchFunctionMode
 from megatron_collab.patches import Patch
 
 CPU = torch.device("cpu")
-# Megatron uses these wherever they can be imported, and not in its layers alone: its optimizer and its
-# gradient norm take TransformerEngine's kernels too. All of these libraries need a CUDA device. Without a
-# driver the import of some raises OSError, and Megatron is prepared for ImportError only.
+# Without a driver the import of some raises OSError, and Megatron is prepared for ImportError only.
 _CUDA_ONLY = (
     "transformer_engine",
     "transformer_engine_torch",
@@ -57,7 +55,6 @@ class _CudaMeansCpu(TorchFunctionMode):
     """`device="cuda"` makes a CPU tensor, `tensor.cuda()` is the tensor, and `tensor.type()` names the CUDA type.
 
     A mode sees the calls without touching the functions: code that compares or wraps them is not disturbed.
-    Megatron's optimizers ask `tensor.type()` whether a parameter is on the device.
     """
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -103,12 +100,6 @@ def _import_without_compilation() -> None:
         import megatron.core  # noqa: F401
     finally:
         torch.compile = compiler
-
-
-def _allow_moves_of_the_generator() -> None:
-    """Megatron warns when the CPU generator moves inside a fork of the CUDA one; here that is what it is for."""
-    log = logging.getLogger("megatron.core.tensor_parallel.random")
-    log.addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
 
 
 def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -184,7 +175,10 @@ PATCHES = (
                 state
             ),
         },
-        apply=_allow_moves_of_the_generator,
+        # Megatron warns when the CPU generator moves inside a fork of the CUDA one; here that is what it is for.
+        apply=lambda: logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
+            lambda record: "CPU RNG state changed" not in record.getMessage()
+        ),
     ),
     _megatron(
         "split sizes of the expert dispatcher",

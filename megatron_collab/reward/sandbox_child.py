@@ -3,10 +3,8 @@
 The file runs on its own with `python -I`, an almost empty environment, JSON on stdin and JSON on stdout:
 {"passed", "why", "output"}, or {"error"} where the machine did not let it isolate the program. Standard library only.
 
-The launcher makes a user, PID, network, IPC, UTS and cgroup namespace. The program is process 1 in there, so all
-that it started ends with it. It gets a mount namespace whose root is an empty tmpfs with the interpreter and /usr
-bound into it read-only, and with no /proc; a tmpfs as its only writable folder; no capability and no way to gain
-one; the user and group 65534; resource limits; and a system call filter.
+The program is process 1 of new namespaces, so all that it started ends with it. It sees the interpreter and /usr,
+read-only, and no /proc, and has no capability, the user and group 65534, resource limits and a system call filter.
 """
 
 from __future__ import annotations
@@ -155,13 +153,11 @@ def enter_namespaces() -> None:
 
 def write(file: str, text: str) -> None:
     """One write, as the maps of a user namespace need it; OSError with the file's name."""
-    descriptor = os.open(file, os.O_WRONLY)
     try:
-        os.write(descriptor, text.encode())
+        with open(file, "wb", buffering=0) as opened:
+            opened.write(text.encode())
     except OSError as error:
         raise OSError(error.errno, error.strerror, file) from error
-    finally:
-        os.close(descriptor)
 
 
 def end_with_parent(parent: int) -> None:
@@ -238,7 +234,9 @@ def play(sources: Mapping[str, str], limits: Mapping[str, Any], output: int, ver
     """
     try:
         new_root(limits["disk"])
-        limit(limits)
+        sizes = {"CPU": limits["cpu"], "FSIZE": limits["file"], "NOFILE": limits["open_files"]}
+        for kind, value in (sizes | {"NPROC": limits["processes"], "CORE": 0}).items():
+            resource.setrlimit(getattr(resource, f"RLIMIT_{kind}"), (value, value))
         drop_privileges()
         call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # changing the user resets it
         filter_system_calls()
@@ -338,18 +336,6 @@ def mount(source: str | None, target: str, kind: str | None, flags: int, data: s
         call("mount", *encoded, ctypes.c_ulong(flags), data.encode())
     except OSError as error:
         raise OSError(error.errno, f"{error.strerror} ({source} on {target})") from error
-
-
-def limit(limits: Mapping[str, Any]) -> None:
-    """Resource limits that cannot be raised again; that on memory follows last, the set-up needs some itself."""
-    for kind, value in (
-        (resource.RLIMIT_CPU, limits["cpu"]),
-        (resource.RLIMIT_FSIZE, limits["file"]),
-        (resource.RLIMIT_NOFILE, limits["open_files"]),
-        (resource.RLIMIT_NPROC, limits["processes"]),
-        (resource.RLIMIT_CORE, 0),
-    ):
-        resource.setrlimit(kind, (value, value))
 
 
 def drop_privileges() -> None:

@@ -105,27 +105,25 @@ def extract(reply: str) -> str:
 
 
 def _blocks(lines: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Language, in lower case, and content of each fenced block (CommonMark 4.5, at any indentation)."""
-    at = 0
-    while at < len(lines):
-        opening = _OPENING.fullmatch(lines[at].rstrip())
-        at += 1
-        if opening:
-            code, at = _content(lines, at, opening["fence"], len(opening["indent"]))
-            yield opening["language"].lower(), code
-
-
-def _content(lines: Sequence[str], start: int, fence: str, indent: int) -> tuple[str, int]:
-    """The block that begins at line `start`, and the line after it.
+    """Language, in lower case, and content of each fenced block (CommonMark 4.5, at any indentation).
 
     Code may hold fences in its strings: where it does not parse up to the first fence that could close it, but does
     up to a later one or to the end of the reply, it ends there.
     """
-    body = [line[min(indent, len(line) - len(line.lstrip(" \t"))) :] for line in lines[start:]]
-    closes = [i for i, line in enumerate(body) if (mark := line.strip()).startswith(fence) and set(mark) == {fence[0]}]
-    ends = [*closes[:_MOST_CLOSINGS], len(body)]
-    end = next((end for end in ends if _parses("\n".join(body[:end]))), ends[0])
-    return "\n".join(body[:end]) + "\n", start + end + 1
+    at = 0
+    while at < len(lines):
+        opening = _OPENING.fullmatch(lines[at].rstrip())
+        at += 1
+        if not opening:
+            continue
+        fence, indent = opening["fence"], len(opening["indent"])
+        body = [line[min(indent, len(line) - len(line.lstrip(" \t"))) :] for line in lines[at:]]
+        marks = ((i, line.strip()) for i, line in enumerate(body))
+        closes = [i for i, mark in marks if mark.startswith(fence) and set(mark) == {fence[0]}]
+        ends = [*closes[:_MOST_CLOSINGS], len(body)]
+        end = next((end for end in ends if _parses("\n".join(body[:end]))), ends[0])
+        yield opening["language"].lower(), "\n".join(body[:end]) + "\n"
+        at += end + 1
 
 
 def _parses(code: str) -> bool:
