@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import aiohttp
@@ -44,7 +43,7 @@ class SGLangClient:
         self.counters: Counter[str] = Counter()
         self._headers = {"Authorization": f"Bearer {api_key}"}
         self._session: aiohttp.ClientSession | None = None
-        self._reading: dict[tuple[int, ...], asyncio.Event] = {}
+        self._reading: dict[tuple[int, ...], asyncio.Event] = {}  # by prompt: set once it is prefilled
 
     async def generate(
         self, prompt_ids: tuple[int, ...], *, max_new_tokens: int, sampling: SamplingConfig, seed: int
@@ -68,8 +67,16 @@ class SGLangClient:
                 "stream_interval": max_new_tokens,  # one event for the first token, one for the whole turn
             },
         }
-        async with self._reads(prompt_ids) as was_read:
-            answer = await self._post("/generate", body, lambda response: _last_event(response, was_read))
+        first = prompt_ids not in self._reading
+        read = self._reading.setdefault(prompt_ids, asyncio.Event())
+        if not first:
+            await read.wait()
+        try:
+            answer = await self._post("/generate", body, lambda response: _last_event(response, read.set))
+        finally:
+            read.set()
+            if first:
+                del self._reading[prompt_ids]
         meta = answer["meta_info"]
         finish = Finish(meta["finish_reason"]["type"])
         if finish is not Finish.ABORT:
@@ -96,24 +103,6 @@ class SGLangClient:
         if self._session is not None:
             await self._session.close()
             self._session = None
-
-    @asynccontextmanager
-    async def _reads(self, prompt_ids: tuple[int, ...]) -> AsyncIterator[Callable[[], None]]:
-        """Wait while another request prefills this prompt; yields the callback for the end of the prefill."""
-        if first := self._reading.get(prompt_ids):
-            await first.wait()
-            yield lambda: None
-            return
-        read = self._reading[prompt_ids] = asyncio.Event()
-
-        def was_read() -> None:
-            self._reading.pop(prompt_ids, None)
-            read.set()
-
-        try:
-            yield was_read
-        finally:
-            was_read()
 
     async def _post(
         self, path: str, body: dict[str, Any], read: Callable[[aiohttp.ClientResponse], Awaitable[_Answer]]

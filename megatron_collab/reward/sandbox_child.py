@@ -21,7 +21,7 @@ import struct
 import sys
 import time
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -206,23 +206,17 @@ def watch(program: int, output: int, limits: Mapping[str, Any]) -> tuple[str, by
 
 def resident(root: int) -> int:
     """Bytes of memory of all processes below `root`; what several share counts for each."""
-    total, waiting = 0, children(root)
+    total, waiting = 0, [root]
     while waiting:
         process = waiting.pop()
         with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
-            with open(f"/proc/{process}/statm") as file:
-                total += int(file.read().split()[1]) * resource.getpagesize()
-            waiting += children(process)
+            if process != root:
+                with open(f"/proc/{process}/statm") as file:
+                    total += int(file.read().split()[1]) * resource.getpagesize()
+            for thread in os.listdir(f"/proc/{process}/task"):
+                with open(f"/proc/{process}/task/{thread}/children") as file:
+                    waiting += map(int, file.read().split())
     return total
-
-
-def children(process: int) -> list[int]:
-    """The processes that `process` has forked or inherited; FileNotFoundError where it has ended."""
-    found: list[int] = []
-    for thread in os.listdir(f"/proc/{process}/task"):
-        with open(f"/proc/{process}/task/{thread}/children") as file:
-            found += map(int, file.read().split())
-    return found
 
 
 def play(sources: Mapping[str, str], limits: Mapping[str, Any], output: int, verdict: int, nonce: int) -> NoReturn:
@@ -300,7 +294,8 @@ def new_root(disk: int) -> None:
     os.chdir("/proc")
     os.mkdir("tmp")  # before the folders: the interpreter may lie in /tmp
     mount("tmpfs", "tmp", "tmpfs", MS_NOSUID | MS_NODEV, f"size={disk},nr_inodes=4096,mode=1777")
-    for folder in outermost(["/usr", sys.prefix, sys.base_prefix]):
+    folders = {"/usr", sys.prefix, sys.base_prefix}
+    for folder in sorted(each for each in folders if not any(each.startswith(f"{outer}/") for outer in folders)):
         os.makedirs(f".{folder}", exist_ok=True)
         mount(folder, f".{folder}", None, MS_BIND | MS_REC)
     for folder in ("/bin", "/sbin", "/lib", "/lib64"):
@@ -323,11 +318,6 @@ def new_root(disk: int) -> None:
     call("pivot_root", b".", b".")
     call("umount2", b".", MNT_DETACH)
     os.chdir("/tmp/run")
-
-
-def outermost(folders: Sequence[str]) -> list[str]:
-    """`folders` without those that lie in another one of them."""
-    return sorted({folder for folder in folders if not any(folder.startswith(f"{outer}/") for outer in folders)})
 
 
 def mount(source: str | None, target: str, kind: str | None, flags: int, data: str = "") -> None:
