@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, TypeVar
 
 import aiohttp
@@ -42,7 +43,6 @@ class SGLangClient:
         self.timeout, self.tool_parser = config.turn_timeout, config.tool_parser
         self.counters: Counter[str] = Counter()
         self._headers = {"Authorization": f"Bearer {api_key}"}
-        self._session: aiohttp.ClientSession | None = None
         self._reading: dict[tuple[int, ...], asyncio.Event] = {}  # by prompt: set once it is prefilled
 
     async def generate(
@@ -100,24 +100,19 @@ class SGLangClient:
         return [ToolCall(name, given if isinstance(given, dict) else {"arguments": given}) for name, given in calls]
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        if session := vars(self).pop("_session", None):
+            await session.close()
 
     async def _post(
         self, path: str, body: dict[str, Any], read: Callable[[aiohttp.ClientResponse], Awaitable[_Answer]]
     ) -> _Answer:
         silence = EngineError(f"no answer within rollout.turn_timeout={self.timeout:g} s")
-        return await post(self._open(), self.url + path, body, read, silence)
+        return await post(self._session, self.url + path, body, read, silence)
 
-    def _open(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                headers=self._headers,
-                connector=aiohttp.TCPConnector(limit=0),
-                timeout=aiohttp.ClientTimeout(total=self.timeout),
-            )
-        return self._session
+    @cached_property
+    def _session(self) -> aiohttp.ClientSession:
+        timeout = aiohttp.ClientTimeout(total=self.timeout)
+        return aiohttp.ClientSession(headers=self._headers, connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
 
 
 async def post(
@@ -153,10 +148,9 @@ def _refusal(response: aiohttp.ClientResponse, status: int, text: str) -> Engine
 
 
 async def _last_event(response: aiohttp.ClientResponse, began: Callable[[], None]) -> dict[str, Any]:
-    """The last event of a streamed turn; each event holds the whole turn so far.
+    """The last event of a streamed turn, which holds the whole turn; calls `began` at the first one.
 
-    Calls `began` at the first one. Raises EngineError where an event is an error, and ClientPayloadError where the
-    stream ends before the turn does.
+    Raises EngineError where an event is an error, ClientPayloadError where the stream ends before the turn does.
     """
     rest, last = b"", b""
     async for piece in response.content.iter_any():

@@ -24,8 +24,7 @@ def choose(affinity: str, in_flight: Sequence[int], gone: Collection[int] = ()) 
     """The server (an index, not in `gone`) for new conversations of `affinity`.
 
     Rendezvous hashing (Thaler and Ravishankar, 1998), so that a lost server moves only its own conversations, with
-    bounded loads (Mirrokni, Thorup and Zadimoghaddam, arXiv 1608.01350): a server that holds LOAD_FACTOR times its
-    share of the requests in flight is skipped.
+    bounded loads (Mirrokni, Thorup and Zadimoghaddam, arXiv 1608.01350).
     """
 
     def weight(server: int) -> bytes:
@@ -50,14 +49,14 @@ class Router:
         self.clients = [SGLangClient(url, key, config) for url, key in servers]
         self.in_flight = [0] * len(self.clients)
         self.gone: set[int] = set()
-        self._allowed = frozenset(range(len(self.clients)))
+        self._all = self._allowed = frozenset(range(len(self.clients)))
         self._lost = 0
         self._places: dict[str, int] = {}
 
     def use(self, servers: Collection[int]) -> None:
         """From now on send requests to these servers only, even if they were unreachable before."""
         self._allowed = frozenset(servers)
-        self.gone = self._barred()
+        self.gone = {*self._all - self._allowed}
 
     async def generate(
         self, prompt_ids: tuple[int, ...], *, max_new_tokens: int, sampling: SamplingConfig, seed: int, affinity: str
@@ -112,7 +111,7 @@ class Router:
 
     def _place(self, affinity: str | None) -> int:
         if affinity is None:
-            return min(set(range(len(self.clients))) - self.gone, key=self.in_flight.__getitem__)
+            return min(self._all - self.gone, key=self.in_flight.__getitem__)
         server = self._places.get(affinity)
         if server is None or server in self.gone:
             server = self._places[affinity] = choose(affinity, self.in_flight, self.gone)
@@ -125,7 +124,4 @@ class Router:
             self._lost += 1
             self.gone.add(server)
         if len(self.gone) == len(self.clients):  # no server is left: later requests try all again
-            self.gone = self._barred()
-
-    def _barred(self) -> set[int]:
-        return set(range(len(self.clients))) - self._allowed
+            self.gone = {*self._all - self._allowed}

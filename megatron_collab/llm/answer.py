@@ -67,10 +67,9 @@ def json_schema(fields: Sequence[Field]) -> dict[str, Any]:
 
 
 def parse(text: str, fields: Sequence[Field]) -> dict[str, Any]:
-    """The values of `fields` in `text`, each of its field's type and range; whatever else stands there is left out.
+    """The values of `fields` in `text`, each of its field's type and range; MalformedAnswer with one reason.
 
-    A number written as text is read where a number is due; where text is due, a number is not. Raises
-    MalformedAnswer with one reason.
+    A number written as text is read where a number is due; where text is due, a number is not.
     """
     answer = _find(text, [field.name for field in fields])
     return {field.name: _checked(answer[field.name], field) for field in fields}

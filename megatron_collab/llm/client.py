@@ -171,7 +171,11 @@ class LlmClient:
         """One request: the text of the answer, once the limiter admits it."""
         line, options = self._line, {"model": endpoint.model, **options}
         if str(endpoint.model).startswith(_POLICY):
-            line, options = None, {**options, **self._policy(str(endpoint.model), str(endpoint.api_base), messages)}
+            # SAMPLE and the messages determine the seed, and with a deterministic server the answer.
+            drawn = json.dumps([str(endpoint.model)[len(_POLICY) :], messages]).encode()
+            seed = int.from_bytes(hashlib.blake2b(drawn, digest_size=4).digest()) >> 1
+            key = self._keys[str(endpoint.api_base)]
+            line, options = None, {**options, "model": "hosted_vllm/default", "api_key": key, "seed": seed}
         prompt = sum(len(message["content"]) for message in messages) // _CHARACTERS_PER_TOKEN
         wish = Wish(prompt + endpoint.max_tokens, endpoint.timeout + _GRACE)
         number = await line.begin(wish) if line else 0
@@ -189,19 +193,16 @@ class LlmClient:
                         max_retries=0,
                         **options,
                     )
-            ended = _bill(number, answer)
+            # Where the endpoint reports no tokens, LiteLLM gives 0, or no usage at all.
+            usage = getattr(answer, "usage", None)
+            tokens = (usage.total_tokens or None) if usage else None
+            ended = Ended(number, tokens, answer._hidden_params.get("response_cost") if tokens else None)
         except TimeoutError as error:
             raise TimeoutError(f"no answer within {seconds:g} s") from error
         finally:
             if line:
                 line.end(ended)
         return (answer.choices[0].message.content if answer.choices else None) or ""
-
-    def _policy(self, model: str, api_base: str, messages: Messages) -> dict[str, Any]:
-        """SAMPLE and the messages determine the seed, and with a deterministic server the answer."""
-        drawn = hashlib.blake2b(json.dumps([model[len(_POLICY) :], messages]).encode(), digest_size=4)
-        seed = int.from_bytes(drawn.digest()) >> 1
-        return {"model": "hosted_vllm/default", "api_key": self._keys[api_base], "seed": seed}
 
 
 @dataclass
@@ -217,13 +218,6 @@ class _Allowance:
             yield
         finally:
             self.left -= time.monotonic() - began
-
-
-def _bill(number: int, answer: Any) -> Ended:
-    """The cost of an answer; where the endpoint reports none, LiteLLM gives 0 tokens, or no usage at all."""
-    usage = getattr(answer, "usage", None)
-    tokens = (usage.total_tokens or None) if usage else None
-    return Ended(number, tokens, answer._hidden_params.get("response_cost") if tokens else None)
 
 
 def _correction(text: str, error: MalformedAnswer) -> Messages:

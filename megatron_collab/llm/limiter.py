@@ -59,9 +59,8 @@ class Limiter:
     A call counts with the most tokens it may take until it reports what it took. Running calls are not stopped, so the
     budget may be exceeded by what they cost. A call whose process died ends with its time.
 
-    Spending is kept in the file `ledger` and continues from it: earlier starts of the run count, repeated steps too.
-    After a crash the limiter that Ray restarts has lost what was spent since the last `write` (never what `spend` has
-    returned) and which calls are running, and its minute begins anew; a message that it had not answered counts twice.
+    Spending continues from the file `ledger`: earlier starts of the run count, repeated steps too. After a crash what
+    was spent since the last `write` is lost, the minute begins anew, and a message without an answer counts twice.
     """
 
     def __init__(self, config: LlmConfig, ledger: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -170,10 +169,9 @@ class LimiterDied(RuntimeError):
 
 
 class Line:
-    """The queue of this process's calls that wait for the limiter."""
+    """The queue of this process's calls that wait for the limiter, the handle of a Limiter."""
 
     def __init__(self, limiter: Any) -> None:
-        """`limiter`: the handle of a Limiter."""
         self._limiter = limiter
         self._waiting: dict[asyncio.Future[int], Wish] = {}  # those that wait longest first
         self._ended: list[Ended] = []

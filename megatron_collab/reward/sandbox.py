@@ -27,9 +27,9 @@ _SLACK = 30.0  # seconds beyond Limits.wall in which the launcher must have answ
 class Limits:
     """What one run may use.
 
-    `cpu` whole seconds of computing, `memory` bytes of address space and `file` bytes of one file bind each of its
-    processes. All of them together: `wall` seconds, `memory` bytes resident, `processes` and threads, `disk` bytes
-    in all files, `output` bytes written to stdout and stderr. `open_files` is per process.
+    Each of its processes: `cpu` whole seconds of computing, `memory` bytes of address space, `file` bytes of one file,
+    `open_files`. All together: `wall` seconds, `memory` bytes resident, `processes` and threads, `disk` bytes in all
+    files, `output` bytes written to stdout and stderr.
     """
 
     cpu: int = 10
@@ -62,8 +62,7 @@ class SandboxError(RuntimeError):
 async def run(sources: Mapping[str, str], limits: Limits) -> Result:
     """Run Python sources one after the other in one module, which has the name of each while that runs.
 
-    Their folder is an empty temporary one; the interpreter's packages are there, nothing else is. Raises
-    SandboxError where they could not be run; nothing is run where a trial has not shown that this machine isolates.
+    Their folder is an empty temporary one. SandboxError where they could not be run, or a trial failed to isolate.
     """
     await asyncio.to_thread(_try_it)
     return await _launch(sources, limits)

@@ -123,11 +123,10 @@ def enter_namespaces() -> None:
     """Move this process into new namespaces; its next child is process 1 of the new PID namespace.
 
     NOBODY in there is another user outside where we are root: the kernel exempts root from the limit on processes.
-    Only a process outside can write the map of users, so one is forked before.
     """
     user, group, launcher = os.geteuid(), os.getegid(), os.getpid()
     entered, failed = os.pipe(), os.pipe()
-    helper = os.fork()
+    helper = os.fork()  # only a process outside can write the map of users
     if helper == 0:
         os.close(entered[1])
         if os.read(entered[0], 1):
@@ -168,10 +167,7 @@ def end_with_parent(parent: int) -> None:
 
 
 def watch(program: int, output: int, limits: Mapping[str, Any]) -> tuple[str, bytes]:
-    """Read what the program writes until it has ended, end it where it exceeds a limit.
-
-    Returns why it failed, empty where it ended by itself with exit code 0, and the end of its output.
-    """
+    """Why the program failed ("" after exit code 0) and the end of its output; it is ended where it exceeds a limit."""
     deadline = time.monotonic() + limits["wall"]
     why, tail, written = "", b"", 0
     ended = os.pidfd_open(program)
@@ -222,9 +218,8 @@ def resident(root: int) -> int:
 def play(sources: Mapping[str, str], limits: Mapping[str, Any], output: int, verdict: int, nonce: int) -> NoReturn:
     """Be the program: isolate, run the sources, then pass the nonce from one pipe to the other.
 
-    The nonce is sent after the fork and stays in its pipe until the sources have run to their end, so neither an
-    exit nor anything that they print passes for success. Code that searches the descriptors of its own process
-    for the pipes could still forge it: tests in the process of what they test cannot exclude that.
+    The nonce stays in its pipe until the sources have run to their end, so neither an exit nor anything that they print
+    passes for success. Code that searches the descriptors of its own process for the pipes could still forge it.
     """
     try:
         new_root(limits["disk"])
@@ -255,9 +250,8 @@ def run(sources: Mapping[str, str]) -> None:
     """Execute the sources one after the other in one module, which is known by the name of each.
 
     The last one judges the others, so what they replaced must not decide whether it runs: all are compiled before the
-    first runs, each finds the builtins that the first one found, and the last one finds the modules loaded before the
-    first, with a unittest that no other has imported. Once the first has run, only local names are used here. What
-    they change inside a module stays changed, and their names are in the module of the last one.
+    first runs, each finds the first one's builtins, and the last one the modules loaded before, with a unittest that no
+    other has imported. Only local names are used once the first has run.
     """
     codes = tuple((name, compile(source, f"<{name}>", "exec", dont_inherit=True)) for name, source in sources.items())
     *_, last = sources
@@ -283,10 +277,7 @@ def run(sources: Mapping[str, str]) -> None:
 
 
 def new_root(disk: int) -> None:
-    """A root folder with nothing in it but what Python needs, read-only; /tmp of `disk` bytes to write into, /tmp/run.
-
-    The folders that are bound keep their paths. The new root is mounted over /proc, which is on every machine.
-    """
+    """A root with nothing in it but what Python needs, read-only, over /proc; /tmp of `disk` bytes to write into."""
     write("/proc/self/oom_score_adj", "1000")  # where memory is short, this goes first
     call("unshare", CLONE_NEWNS)
     mount(None, "/", None, MS_REC | MS_PRIVATE)

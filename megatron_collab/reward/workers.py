@@ -50,7 +50,15 @@ class RewardWorker:
         kinds = {name: metrics.split(name, reward.metrics.get(name, {})) for name in reward.weights}
         # These have the judge's deadline, which does not count the time spent waiting for the rate limiter.
         self._judged = {name for name, (kind, options) in kinds.items() if kind.judged(options)}
-        judge: Any = _judge(config) if self._judged else None
+        judge: Any = None
+        if self._judged:
+            patches.apply("litellm")
+            # Imported lazily: LiteLLM takes seconds to import, and most metrics do not need it.
+            from megatron_collab.llm import limiter
+            from megatron_collab.llm.client import Cache, LlmClient
+
+            folder = Path(config.llm.cache) if config.llm.cache else Path(config.run.dir) / "llm_cache"
+            judge = metrics.Judge(LlmClient(limiter.find_limiter(), Cache(folder)), reward.judge)
         self.timeout = reward.timeout
         self.metrics = {name: kind(options, judge) for name, (kind, options) in kinds.items()}
         # Per metric: a slow one delays no other.
@@ -87,18 +95,6 @@ class RewardWorker:
                 if not limit.expired():  # raised by the metric itself
                     raise
                 return Missing(f"no score within reward.timeout={self.timeout:g} s")
-
-
-def _judge(config: Config) -> Any:
-    """The Judge of `reward.judge`, with the run's rate limiter and a cache of its answers."""
-    patches.apply("litellm")
-    # Imported lazily: LiteLLM takes seconds to import, and most metrics do not need it.
-    from megatron_collab.llm import limiter
-    from megatron_collab.llm.client import Cache, LlmClient
-    from megatron_collab.reward.metrics import Judge
-
-    folder = Path(config.llm.cache) if config.llm.cache else Path(config.run.dir) / "llm_cache"
-    return Judge(LlmClient(limiter.find_limiter(), Cache(folder)), config.reward.judge)
 
 
 @dataclass(eq=False)

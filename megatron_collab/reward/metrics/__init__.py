@@ -44,8 +44,7 @@ class Metric:
     Options: ClassVar[type] = NoOptions
 
     def __init__(self, options: Any, judge: Judge) -> None:
-        self.options = options
-        self.judge = judge
+        self.options, self.judge = options, judge
 
     @classmethod
     def unavailable(cls, options: Any) -> str | None:
@@ -78,11 +77,10 @@ def find_metric(name: str, setting: str = "metric") -> type[Metric]:
 
 
 def split(name: str, settings: Mapping[str, Any]) -> tuple[type[Metric], Any]:
-    """The metric called `name` in reward.weights, and its options.
+    """The metric called `name` in reward.weights, and its options; ConfigError naming the setting that is refused.
 
     `settings` are those of reward.metrics.`name`; `metric` among them says which metric it is where that is not
-    `name`, so that one metric can stand twice with different settings. Raises ConfigError, naming the setting, for an
-    unknown metric and for options that are refused.
+    `name`, so that one metric can stand twice with different settings.
     """
     settings = dict(settings)
     renamed = settings.pop("metric", None)
@@ -94,8 +92,7 @@ class Judge:
     """Asks the model of `reward.judge`, or another model at the same endpoint."""
 
     def __init__(self, client: LlmClient, endpoint: EndpointConfig) -> None:
-        self.client = client
-        self.endpoint = endpoint
+        self.client, self.endpoint = client, endpoint
 
     async def ask(self, prompt: str, fields: Sequence[Field], *, model: str | None = None) -> dict[str, Any] | Missing:
         """The values of `fields` that the judge answers to `prompt`, Missing where it gives no usable answer.

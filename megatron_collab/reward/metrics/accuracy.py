@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from megatron_collab.config import option
@@ -31,13 +30,13 @@ or wording of the same answer is right. An answer that is incomplete, hedged bet
 wrong, however good the explanation; the user's own messages do not count as the assistant's."""
 
 _FIELDS = (THOUGHT, Field("accuracy", int, choices=(0, 1), help="1 if it is right, else 0"))
+_CHECKER = Checker()
 
 
 class Accuracy(Metric):
-    """1 or 0.
+    """1 or 0. math-verify is undecided where the answer of the task or that of the reply cannot be read, or it failed.
 
-    math-verify is undecided where the answer of the task or that of the reply cannot be read, or it failed. Without
-    a judge a reply that holds no answer is then wrong, all else is Missing.
+    Without a judge a reply that holds no answer is then wrong, all else is Missing.
     """
 
     @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Accuracy(Metric):
         if not task.answer:
             return None
         reply = conversation.replies[-1] if conversation.replies else ""
-        verdict = await asyncio.to_thread(_checker().compare, task.answer, reply)
+        verdict = await asyncio.to_thread(_CHECKER.compare, task.answer, reply)
         if verdict in (Verdict.EQUAL, Verdict.DIFFERENT):
             return float(verdict is Verdict.EQUAL)
         if self.options.judge:
@@ -62,8 +61,3 @@ class Accuracy(Metric):
         if verdict is Verdict.NO_TRUTH:
             return Missing(f"math-verify cannot read the answer {task.answer[:80]!r}; set the metric's judge=true")
         return verdict if isinstance(verdict, Missing) else 0.0
-
-
-@cache
-def _checker() -> Checker:
-    return Checker()

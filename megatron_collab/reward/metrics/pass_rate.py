@@ -3,9 +3,8 @@
 Tests stand in the task's metadata: `test` defines check(candidate) and `entry_point` names the candidate, as in
 HumanEval (arXiv 2107.03374), where `prompt` is code that comes before the policy's; or `test` has unittest cases that
 call the candidate by its name, as in BigCodeBench (arXiv 2406.15877); or `tests` is code with asserts or unittest
-cases. Of unittest cases at least one must run, and none may be skipped: the candidate could raise SkipTest. Tests run
-in the process of what they test, as in HumanEval's own harness: code that sets out to deceive them, by values equal
-to everything for one, can.
+cases. Of unittest cases at least one must run, and none may be skipped: the candidate could raise SkipTest. Code that
+sets out to deceive them, by values equal to everything for one, can: they run in its process, as HumanEval's do.
 """
 
 from __future__ import annotations
@@ -95,8 +94,7 @@ def program(code: str, metadata: Mapping[str, Any]) -> dict[str, str]:
 def extract(reply: str) -> str:
     """The Python code of a reply: its last block fenced as Python, else its last one without a language, else all.
 
-    Nothing but the fences is taken away, and the indentation of the opening one. A block that is not closed is cut
-    off and goes to the end.
+    Without the fences and the indentation of the opening one; a block that is not closed goes to the end.
     """
     blocks = [block for block in _blocks(reply.split("\n")) if block[1].strip()]
     python = [code for language, code in blocks if language in _PYTHON]

@@ -3,9 +3,9 @@
 The server renders the conversation by the model's own chat template (`/v1/tokenize`) and scores it (`/classify`, which
 gives the raw output; `/v1/classify` would give its softmax, 1 for every text).
 
-SGLang 0.5.23 gives the heads of Qwen2- and Qwen3ForSequenceClassification a bias that no checkpoint fills: all their
-scores are off by one constant, which is another after a restart. Advantages do not notice; clipped parts do. The heads
-of Llama's and of the reward models (`…ForRewardModel`) are exact.
+SGLang 0.5.23 gives the heads of Qwen2- and Qwen3ForSequenceClassification a bias that no checkpoint fills: their scores
+are off by a constant, another after a restart. Advantages do not notice; clipped parts do. The heads of Llama and of
+`…ForRewardModel` are exact.
 """
 
 from __future__ import annotations
@@ -36,9 +36,7 @@ class RewardModel(Metric):
 
         def __post_init__(self) -> None:
             if not self.url.startswith(("http://", "https://")):
-                raise ValueError(
-                    f"url={self.url}: give the address of an SGLang server with a reward model, as http://HOST:PORT"
-                )
+                raise ValueError(f"url={self.url}: give the address of an SGLang server, as http://HOST:PORT")
 
     def __init__(self, options: Any, judge: Judge) -> None:
         super().__init__(options, judge)
