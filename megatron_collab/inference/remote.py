@@ -120,7 +120,7 @@ class Keeper:
         return self._process.url
 
     async def ended(self, started: str) -> str:
-        """How the server ended, once it has; `started`, the result of `start`, makes Ray run this after it."""
+        """How the server ended, once it has; Ray runs this after `start`, whose result it takes."""
         while not (how := self._process.ended()):
             await asyncio.sleep(POLL_SECONDS)
         return how

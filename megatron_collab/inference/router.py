@@ -39,8 +39,7 @@ def choose(affinity: str, in_flight: Sequence[int], gone: Collection[int] = ()) 
 class Router:
     """Samples turns for a worker from all SGLang servers and keeps each conversation on one of them.
 
-    `in_flight` counts the running requests of each server; `gone` are the servers that get none: those not in use
-    and those that became unreachable.
+    `in_flight` counts the requests of each server; `gone` are those not in use and those that became unreachable.
     """
 
     def __init__(self, servers: Sequence[tuple[str, str]], config: RolloutConfig, unpublished: bool = False) -> None:
@@ -63,8 +62,7 @@ class Router:
     ) -> Turn:
         """See SGLangClient.generate; all turns of an `affinity` are sampled by one server while it is reachable.
 
-        A restarted server without the run's weights counts as unreachable: a worker that Ray restarted does not know
-        that it is out of use.
+        One without the run's weights is not: a worker that Ray restarted does not know that it is out of use.
         """
 
         async def sample(client: SGLangClient) -> Turn:

@@ -51,10 +51,9 @@ def priced(model: str) -> bool:
 
 
 class Cache:
-    """A persistent map from questions to the values of their answers; several processes may share a folder.
+    """A persistent map from questions to their answers: each is paid for once. Several processes may share a folder.
 
-    Each node has its own file there: SQLite's write-ahead log needs shared memory, which a network file system does
-    not have. Raises sqlite3.Error where the folder cannot be written.
+    Each node has its own file there: SQLite's write-ahead log needs shared memory, which network file systems lack.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -104,10 +103,9 @@ class LlmClient:
     ) -> dict[str, Any]:
         """The values of `fields` in the model's answer.
 
-        `sample` numbers the answers to the same question: each is asked for once and cached. Without it the cache is
-        not used. Raises LlmError where there is no usable answer within `endpoint.attempts` and `endpoint.deadline`, or
-        at once where a retry cannot help; BudgetSpent once llm.budget_usd is used up. Time spent waiting for the
-        limiter does not count, nor does an attempt without a connection, unless there are `others` to ask instead.
+        `sample` numbers the answers to the same question, each asked for once and cached; none: no cache. Raises
+        LlmError where there is no usable answer within `endpoint.attempts` and `endpoint.deadline`, which count neither
+        waiting for the limiter nor attempts without a connection, unless there are `others` to ask; BudgetSpent.
         """
         if sample is None or self._cache is None:
             return await self._ask(endpoint, messages, fields, others)

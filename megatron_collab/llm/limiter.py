@@ -82,7 +82,16 @@ class Limiter:
         Raises BudgetSpent, after recording.
         """
         for call in ended:
-            self._note(call)
+            self._running.pop(call.call, None)
+            self._changed = True
+            self._spend["calls"] += 1
+            self._spend["tokens"] += call.tokens or 0
+            self._spend["usd"] += call.usd or 0.0
+            self._spend["unpriced"] += call.usd is None
+            if call.call in self._minute and call.tokens is not None:
+                began, reserved = self._minute[call.call]
+                self._minute[call.call] = (began, call.tokens)
+                self._tokens += call.tokens - reserved
         budget, spend, now = self.config.budget_usd, self._spend, self._clock()
         if budget is not None and spend["usd"] >= budget:
             self.write()
@@ -103,18 +112,6 @@ class Limiter:
         if self._changed:
             files.replace(self._ledger, json.dumps(self._spend))
             self._changed = False
-
-    def _note(self, ended: Ended) -> None:
-        self._running.pop(ended.call, None)
-        self._changed = True
-        self._spend["calls"] += 1
-        self._spend["tokens"] += ended.tokens or 0
-        self._spend["usd"] += ended.usd or 0.0
-        self._spend["unpriced"] += ended.usd is None
-        if ended.call in self._minute and ended.tokens is not None:
-            began, reserved = self._minute[ended.call]
-            self._minute[ended.call] = (began, ended.tokens)
-            self._tokens += ended.tokens - reserved
 
     def _forget(self, now: float) -> None:
         for call in [call for call, end in self._running.items() if end <= now]:

@@ -22,17 +22,8 @@ from megatron_collab.patches import Patch
 CPU = torch.device("cpu")
 # Without a driver the import of some raises OSError, and Megatron is prepared for ImportError only.
 _CUDA_ONLY = (
-    "transformer_engine",
-    "transformer_engine_torch",
-    "apex",
-    "amp_C",
-    "fused_weight_gradient_mlp_cuda",
-    "flash_attn",
-    "flash_attn_3",
-    "flashattn_hopper",
-    "flash_mla",
-    "deep_ep",
-    "grouped_gemm",
+    *("transformer_engine", "transformer_engine_torch", "apex", "amp_C", "fused_weight_gradient_mlp_cuda"),
+    *("flash_attn", "flash_attn_3", "flashattn_hopper", "flash_mla", "deep_ep", "grouped_gemm"),
 )
 
 

@@ -44,10 +44,9 @@ class Limits:
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended.
+    """How a run ended: `passed` where the sources ran to their end; `output` is the end of what was printed.
 
-    `passed`: the sources ran to their end. Else `why`: "time", "memory" or "output" for a limit of the whole run,
-    "exit N" (also 0, where the code left before its end) or "signal N". `output` is the end of what was printed.
+    `why` not: "time", "memory" or "output" for a limit of the whole run, "exit N" (also 0, before the end), "signal N".
     """
 
     passed: bool

@@ -106,13 +106,9 @@ class _Worker:
 
 
 class RewardClient:
-    """Sends each conversation to the worker with the least to do; those that end together share requests.
-
-    Scores are returned as they arrive, not with their request.
-    """
+    """Sends each conversation to the worker (a handle) with the least to do; those that end together share requests."""
 
     def __init__(self, workers: Sequence[Any], config: RewardConfig) -> None:
-        """`workers`: handles of RewardWorkers."""
         self.names = tuple(config.weights)
         self.deadline = 2 * config.timeout  # a worker sends something every reward.timeout unless it is stuck
         self._places = asyncio.Semaphore(_AHEAD * config.concurrency * len(workers))
@@ -122,10 +118,7 @@ class RewardClient:
         self._sending: set[asyncio.Task[None]] = set()
 
     async def score(self, task: Task, conversation: Conversation) -> Scores:
-        """The scores of an ended conversation; Missing where no worker answers.
-
-        What a metric raises is raised here, BudgetSpent too.
-        """
+        """The scores of an ended conversation, Missing where no worker answers; raises what a metric raises."""
         if conversation.ending in _CUT_OFF:  # half a conversation says nothing about the policy
             return self._missing(conversation.error)
         async with self._places:
