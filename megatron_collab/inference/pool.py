@@ -44,10 +44,7 @@ class ServerPool:
         self._release()
 
     def present(self) -> list[SGLangServer]:
-        """The servers that are healthy now, those that came back since the last call among them.
-
-        They may hold any weights: a weight sync asks once, at its beginning, and gives its weights to all of them.
-        """
+        """The servers that are healthy now, with any weights, those that came back since the last call among them."""
         self.watch()
         for server in list(self._present):
             if not server.healthy():
@@ -97,7 +94,7 @@ class ServerPool:
     def ready(self, seconds: float) -> bool:
         """Before a weight sync: whether a server is up that has memory for weights; looks for about `seconds`.
 
-        Raises ServerError with the end of its log where a server failed after STARTS new starts in a row too.
+        ServerError where one failed after STARTS new starts in a row too.
         """
         deadline = time.monotonic() + seconds
         while True:
@@ -121,9 +118,8 @@ class ServerPool:
         self._release()
 
     def rested(self, seconds: float) -> bool:
-        """After `rest`: whether no colocated server is being started any more; looks for about `seconds`.
-
-        One that is ready later would take the trainer's memory.
+        """After `rest`: whether no colocated server is still starting, to take the trainer's memory once it is ready;
+        looks for about `seconds`.
         """
         deadline = time.monotonic() + seconds
         while self.options.colocated and self._deadlines:

@@ -59,11 +59,10 @@ class Machines:
 class RemoteProcess:
     """A ServerProcess on the machine with `address`, which must see the run's folders under the same names.
 
-    It ends with its actor, which ends with this process. Where that machine has no Ray node it has ended.
+    It ends with its actor, which ends with this process; where that machine has no Ray node it has ended at once.
     """
 
     def __init__(self, machines: Machines, address: str, config: Config, log: Path, index: int, api_key: str) -> None:
-        """Start it; does not wait for the actor."""
         self._machines, self._address, self._timeout = machines, address, config.rollout.server.start_timeout
         self._arguments = config, log.resolve(), index, api_key
         self._nowhere = f"no node of the Ray cluster is on {address}, the address of its machine"
@@ -121,7 +120,7 @@ class Keeper:
         return self._process.url
 
     async def ended(self, started: str) -> str:
-        """How the server ended, once it has; `started`, the result of `start`, makes Ray run this after it."""
+        """How the server ended, once it has; Ray runs this after `start`, whose result it takes."""
         while not (how := self._process.ended()):
             await asyncio.sleep(POLL_SECONDS)
         return how

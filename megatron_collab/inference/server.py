@@ -56,10 +56,7 @@ class ServerProcess:
     """
 
     def __init__(self, config: Config, log: Path, index: int, api_key: str, port: int = 0) -> None:
-        """Start it; its output goes to `log`. `port`: of an earlier start, to be used again.
-
-        Raises ServerError for a busy port.
-        """
+        """Start it; its output goes to `log`. `port`: of an earlier start. ServerError where it is busy."""
         self._config, self._log, self._index, self._api_key = config, log, index, api_key
         first = config.rollout.server.port
         host, parts = network.address(config), servers_per_node(config)
@@ -131,7 +128,6 @@ class Process(Protocol):
 class SGLangServer:
     """An SGLang server, started by the constructor and ended with the context.
 
-    It listens on launch.interface only and requires `api_key`, which is generated for this run.
     `index` is its number in the run, `tp` its tensor-parallel size, `generation` the number of restarts, and
     `released` the memory that it has released: kv_cache, weights.
     """
@@ -143,10 +139,7 @@ class SGLangServer:
         index: int = 0,
         start: Callable[[Config, Path, int, str], Process] = ServerProcess,
     ) -> None:
-        """Start serving model.path as the server number `index` of the run; its output goes to `log`.
-
-        `start` starts the processes, on this machine (ServerError for a busy port) or on another.
-        """
+        """Start serving model.path; `start` starts the processes, here (ServerError for a busy port) or elsewhere."""
         self.config, self.log, self.index = config, log, index
         self.tp = config.rollout.server.tp
         self.api_key = secrets.token_hex(32)
@@ -184,7 +177,7 @@ class SGLangServer:
         return True
 
     def wait_healthy(self, timeout: float) -> None:
-        """Return once requests are served; ServerError if the server ends first or needs longer than `timeout` s."""
+        """Return once requests are served; ServerError if it ends first or needs longer than `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while not self.healthy():
             why = self.process.ended()

@@ -7,6 +7,8 @@ import hashlib
 import json
 import random
 import re
+import socket
+import sqlite3
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,6 +16,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import cache
+from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -25,7 +28,6 @@ from openai import OpenAIError
 from megatron_collab.config import EndpointConfig
 from megatron_collab.llm.answer import Field, MalformedAnswer, json_schema, parse
 from megatron_collab.llm.answer import LlmError as LlmError
-from megatron_collab.llm.cache import Cache, key_of
 from megatron_collab.llm.limiter import BudgetSpent as BudgetSpent
 from megatron_collab.llm.limiter import Ended, Line, Wish
 from megatron_collab.patches.litellm import be_quiet
@@ -33,6 +35,7 @@ from megatron_collab.runtime.redact import redact
 
 Messages = list[dict[str, str]]
 
+_BUSY = 60.0  # seconds to wait for another process's write to the cache
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds
 _CHARACTERS_PER_TOKEN = 4
 _GRACE = 10.0  # seconds after its timeout when a call has ended for certain
@@ -45,6 +48,32 @@ _supports_schema = cache(litellm.supports_response_schema)
 def priced(model: str) -> bool:
     """Whether LiteLLM has pricing for `model`."""
     return model in litellm.model_cost or model.partition("/")[2] in litellm.model_cost
+
+
+class Cache:
+    """A persistent map from questions to their answers: each is paid for once. Several processes may share a folder.
+
+    Each node has its own file there: SQLite's write-ahead log needs shared memory, which network file systems lack.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = sqlite3.connect(folder / f"{socket.gethostname()}.sqlite", timeout=_BUSY, isolation_level=None)
+        self._file.execute("PRAGMA journal_mode=WAL")
+        self._file.execute("PRAGMA synchronous=NORMAL")  # a crash of the machine may lose the last answers
+        self._file.execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, answer TEXT) WITHOUT ROWID")
+
+    def get(self, key: str) -> dict[str, Any] | None:
+        row = self._file.execute("SELECT answer FROM answers WHERE key = ?", (key,)).fetchone()
+        return None if row is None else json.loads(row[0])
+
+    def put(self, key: str, answer: dict[str, Any]) -> None:
+        self._file.execute("INSERT OR REPLACE INTO answers VALUES (?, ?)", (key, json.dumps(answer)))
+
+
+def key_of(question: dict[str, Any]) -> str:
+    """A digest of everything that an answer depends on; `question` is JSON."""
+    return hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()
 
 
 class LlmClient:
@@ -74,10 +103,9 @@ class LlmClient:
     ) -> dict[str, Any]:
         """The values of `fields` in the model's answer.
 
-        `sample` numbers the answers to the same question: each is asked for once and cached. Without it the cache is
-        not used. Raises LlmError where there is no usable answer within `endpoint.attempts` and `endpoint.deadline`, or
-        at once where a retry cannot help; BudgetSpent once llm.budget_usd is used up. Time spent waiting for the
-        limiter does not count, nor does an attempt without a connection, unless there are `others` to ask instead.
+        `sample` numbers the answers to the same question, each asked for once and cached; none: no cache. Raises
+        LlmError where there is no usable answer within `endpoint.attempts` and `endpoint.deadline`, which count neither
+        waiting for the limiter nor attempts without a connection, unless there are `others` to ask; BudgetSpent.
         """
         if sample is None or self._cache is None:
             return await self._ask(endpoint, messages, fields, others)
@@ -116,7 +144,8 @@ class LlmClient:
                 break
             with allowance.spending():
                 await asyncio.sleep(pause)
-        raise LlmError(_reason(endpoint.model, failure)) from failure
+        reason = redact(f"{endpoint.model}: {type(failure).__name__}: {failure}")  # before a cut could halve a key
+        raise LlmError(" ".join(reason.split())[:_LONGEST_REASON]) from failure
 
     async def _constrained(
         self, endpoint: EndpointConfig, messages: Messages, fields: Sequence[Field], allowance: _Allowance
@@ -140,8 +169,14 @@ class LlmClient:
         """One request: the text of the answer, once the limiter admits it."""
         line, options = self._line, {"model": endpoint.model, **options}
         if str(endpoint.model).startswith(_POLICY):
-            line, options = None, {**options, **self._policy(str(endpoint.model), str(endpoint.api_base), messages)}
-        number = await line.begin(_wish(endpoint, messages)) if line else 0
+            # SAMPLE and the messages determine the seed, and with a deterministic server the answer.
+            drawn = json.dumps([str(endpoint.model)[len(_POLICY) :], messages]).encode()
+            seed = int.from_bytes(hashlib.blake2b(drawn, digest_size=4).digest()) >> 1
+            key = self._keys[str(endpoint.api_base)]
+            line, options = None, {**options, "model": "hosted_vllm/default", "api_key": key, "seed": seed}
+        prompt = sum(len(message["content"]) for message in messages) // _CHARACTERS_PER_TOKEN
+        wish = Wish(prompt + endpoint.max_tokens, endpoint.timeout + _GRACE)
+        number = await line.begin(wish) if line else 0
         ended = Ended(number)
         seconds = min(endpoint.timeout, allowance.left)
         is_internal_call.set(True)  # spares a third: what LiteLLM would record for callbacks, of which there are none
@@ -156,19 +191,16 @@ class LlmClient:
                         max_retries=0,
                         **options,
                     )
-            ended = _bill(number, answer)
+            # Where the endpoint reports no tokens, LiteLLM gives 0, or no usage at all.
+            usage = getattr(answer, "usage", None)
+            tokens = (usage.total_tokens or None) if usage else None
+            ended = Ended(number, tokens, answer._hidden_params.get("response_cost") if tokens else None)
         except TimeoutError as error:
             raise TimeoutError(f"no answer within {seconds:g} s") from error
         finally:
             if line:
                 line.end(ended)
         return (answer.choices[0].message.content if answer.choices else None) or ""
-
-    def _policy(self, model: str, api_base: str, messages: Messages) -> dict[str, Any]:
-        """SAMPLE and the messages determine the seed, and with a deterministic server the answer."""
-        drawn = hashlib.blake2b(json.dumps([model[len(_POLICY) :], messages]).encode(), digest_size=4)
-        seed = int.from_bytes(drawn.digest()) >> 1
-        return {"model": "hosted_vllm/default", "api_key": self._keys[api_base], "seed": seed}
 
 
 @dataclass
@@ -184,18 +216,6 @@ class _Allowance:
             yield
         finally:
             self.left -= time.monotonic() - began
-
-
-def _wish(endpoint: EndpointConfig, messages: Messages) -> Wish:
-    prompt = sum(len(message["content"]) for message in messages) // _CHARACTERS_PER_TOKEN
-    return Wish(prompt + endpoint.max_tokens, endpoint.timeout + _GRACE)
-
-
-def _bill(number: int, answer: Any) -> Ended:
-    """The cost of an answer; where the endpoint reports none, LiteLLM gives 0 tokens, or no usage at all."""
-    usage = getattr(answer, "usage", None)
-    tokens = (usage.total_tokens or None) if usage else None
-    return Ended(number, tokens, answer._hidden_params.get("response_cost") if tokens else None)
 
 
 def _correction(text: str, error: MalformedAnswer) -> Messages:
@@ -231,8 +251,3 @@ def retry_after(error: Exception) -> float:
     except ValueError:
         return 0.0
     return max(0.0, (date - datetime.now(UTC)).total_seconds())
-
-
-def _reason(model: str | None, error: Exception | None) -> str:
-    reason = redact(f"{model}: {type(error).__name__}: {error}")  # before it is cut: half a key would not be recognised
-    return " ".join(reason.split())[:_LONGEST_REASON]

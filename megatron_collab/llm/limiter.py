@@ -1,8 +1,7 @@
 """Rate limits and budget of all calls to language models: requests and tokens per minute, concurrency, US dollars.
 
-`Limiter` keeps the accounts, `LimiterActor` is its Ray actor, one per run; the calls of one process wait in a `Line`.
-A process has one message to the limiter in flight and batches what gathers meanwhile into the next, so a call costs a
-fraction of a message.
+`Limiter` keeps the accounts, `LimiterActor` is its Ray actor, one per run; the calls of one process wait in a `Line`,
+which has one message to the limiter in flight and batches what gathers meanwhile into the next.
 """
 
 from __future__ import annotations
@@ -60,16 +59,13 @@ class Limiter:
     A call counts with the most tokens it may take until it reports what it took. Running calls are not stopped, so the
     budget may be exceeded by what they cost. A call whose process died ends with its time.
 
-    Spending is kept in the file `ledger` and continues from it: earlier starts of the run count, repeated steps too.
-    After a crash the limiter that Ray restarts has lost what was spent since the last `write` (never what `spend` has
-    returned) and which calls are running, and its minute begins anew; a message that it had not answered counts twice.
+    Spending continues from the file `ledger`: earlier starts of the run count, repeated steps too. After a crash what
+    was spent since the last `write` is lost, the minute begins anew, and a message without an answer counts twice.
     """
 
     def __init__(self, config: LlmConfig, ledger: Path, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock`: the time in seconds."""
-        self.config = config
-        self._ledger = ledger
-        self._clock = clock
+        self.config, self._ledger, self._clock = config, ledger, clock
         # `unpriced` calls, whose price is not known, count as free.
         self._spend: dict[str, float] = {"calls": 0, "tokens": 0, "usd": 0.0, "unpriced": 0}
         if ledger.is_file():
@@ -86,7 +82,16 @@ class Limiter:
         Raises BudgetSpent, after recording.
         """
         for call in ended:
-            self._note(call)
+            self._running.pop(call.call, None)
+            self._changed = True
+            self._spend["calls"] += 1
+            self._spend["tokens"] += call.tokens or 0
+            self._spend["usd"] += call.usd or 0.0
+            self._spend["unpriced"] += call.usd is None
+            if call.call in self._minute and call.tokens is not None:
+                began, reserved = self._minute[call.call]
+                self._minute[call.call] = (began, call.tokens)
+                self._tokens += call.tokens - reserved
         budget, spend, now = self.config.budget_usd, self._spend, self._clock()
         if budget is not None and spend["usd"] >= budget:
             self.write()
@@ -107,18 +112,6 @@ class Limiter:
         if self._changed:
             files.replace(self._ledger, json.dumps(self._spend))
             self._changed = False
-
-    def _note(self, ended: Ended) -> None:
-        self._running.pop(ended.call, None)
-        self._changed = True
-        self._spend["calls"] += 1
-        self._spend["tokens"] += ended.tokens or 0
-        self._spend["usd"] += ended.usd or 0.0
-        self._spend["unpriced"] += ended.usd is None
-        if ended.call in self._minute and ended.tokens is not None:
-            began, reserved = self._minute[ended.call]
-            self._minute[ended.call] = (began, ended.tokens)
-            self._tokens += ended.tokens - reserved
 
     def _forget(self, now: float) -> None:
         for call in [call for call, end in self._running.items() if end <= now]:
@@ -173,10 +166,9 @@ class LimiterDied(RuntimeError):
 
 
 class Line:
-    """The queue of this process's calls that wait for the limiter."""
+    """The queue of this process's calls that wait for the limiter, the handle of a Limiter."""
 
     def __init__(self, limiter: Any) -> None:
-        """`limiter`: the handle of a Limiter."""
         self._limiter = limiter
         self._waiting: dict[asyncio.Future[int], Wish] = {}  # those that wait longest first
         self._ended: list[Ended] = []

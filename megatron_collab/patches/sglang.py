@@ -1,7 +1,5 @@
 """SGLang on a machine without a GPU: modules that it imports and lacks there, forked processes, exact products.
 
-Each stand-in is used only where the real module is missing. Nothing of SGLang is copied or changed on disk.
-
 Deterministic inference is what makes a request's seed decide its sample; SGLang refuses it on CPU for want of
 batch-invariant kernels. On one thread of a CPU two things depend on the batch: a matrix product of very few rows takes
 another path than one of many, which padding the rows here closes; and attention, see inference/cpu/attention.py.

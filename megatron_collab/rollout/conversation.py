@@ -14,8 +14,8 @@ from megatron_collab.config import Config, SamplingConfig
 from megatron_collab.data.chat_template import ChatRenderer
 from megatron_collab.inference.client import EngineError
 from megatron_collab.inference.router import Router
-from megatron_collab.reward.dispatch import RewardClient
 from megatron_collab.reward.multiturn import reward_function
+from megatron_collab.reward.workers import RewardClient
 from megatron_collab.rollout.tools import Toolbox
 from megatron_collab.rollout.users import UserError, Users
 from megatron_collab.types import Conversation, Ending, Finish, Future, Group, Message, Reward, Rollout, Task

@@ -12,8 +12,7 @@ import ray
 
 from megatron_collab import patches
 from megatron_collab.config import Config
-from megatron_collab.reward.dispatch import RewardClient
-from megatron_collab.reward.workers import RewardWorker
+from megatron_collab.reward.workers import RewardClient, RewardWorker
 from megatron_collab.rollout.tools import schemas
 from megatron_collab.runtime import stacks
 from megatron_collab.runtime.ray_cluster import start_actor

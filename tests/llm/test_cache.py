@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_collab.llm.cache import Cache, key_of
+from megatron_collab.llm.client import Cache, key_of
 
 WRITER = """
 import sys
 from pathlib import Path
-from megatron_collab.llm.cache import Cache
+from megatron_collab import patches
+patches.apply("litellm")
+from megatron_collab.llm.client import Cache
 cache, me = Cache(Path(sys.argv[1])), sys.argv[2]
 for i in range(200):
     cache.put(f"{me}-{i}", {"from": me, "i": i})

@@ -14,8 +14,7 @@ from megatron_collab.config import LlmConfig
 from megatron_collab.llm import client as clients
 from megatron_collab.llm import limiter as limiters
 from megatron_collab.llm.answer import Field, json_schema
-from megatron_collab.llm.cache import Cache
-from megatron_collab.llm.client import BudgetSpent, LlmClient, LlmError, Messages, retry_after
+from megatron_collab.llm.client import BudgetSpent, Cache, LlmClient, LlmError, Messages, retry_after
 from megatron_collab.llm.limiter import Ended, Limiter, Wish
 from tests.llm.endpoint import Endpoint, Reply, fails, hangs, resets, says, writes
 

@@ -11,9 +11,8 @@ import ray
 from megatron_collab.config import Config, RewardConfig
 from megatron_collab.llm.limiter import BudgetSpent
 from megatron_collab.reward import metrics
-from megatron_collab.reward.dispatch import RewardClient
 from megatron_collab.reward.metrics import Metric, NoOptions
-from megatron_collab.reward.workers import RewardWorker, Scores
+from megatron_collab.reward.workers import RewardClient, RewardWorker, Scores
 from megatron_collab.types import Conversation, Ending, Finish, Message, Score, Task, Turn
 
 TASK = Task("t", (Message("user", "hi"),), "goal", "answer", "testing")

@@ -15,8 +15,7 @@ from ray.exceptions import RayActorError
 
 from megatron_collab.config import Config, RewardConfig
 from megatron_collab.llm.limiter import BudgetSpent
-from megatron_collab.reward.dispatch import RewardClient
-from megatron_collab.reward.workers import Job, Scores
+from megatron_collab.reward.workers import Job, RewardClient, Scores
 from megatron_collab.runtime.ray_cluster import start_actor
 from megatron_collab.types import Ending, Missing, Score
 from tests.reward.stand_ins import TASK, WEIGHTS, Asker, TestingWorker, ended, settings

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from megatron_collab.reward import math_verify_worker as checkers
-from megatron_collab.reward.math_verify_worker import Checker, Verdict
+from megatron_collab.reward.metrics import accuracy as checkers
+from megatron_collab.reward.metrics.accuracy import Checker, Verdict
 from megatron_collab.types import Missing
 
 pytestmark = pytest.mark.processes

@@ -12,6 +12,7 @@ import torch
 from aiohttp import web
 
 from megatron_collab import patches
+from megatron_collab.inference import client
 from megatron_collab.inference.server import SGLangServer
 from megatron_collab.reward.metrics import reward_model
 from megatron_collab.reward.metrics.reward_model import KEY_VARIABLE
@@ -57,7 +58,7 @@ class Server:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reward_model, "BACKOFF_SECONDS", 0.0)
+    monkeypatch.setattr(client, "BACKOFF_SECONDS", 0.0)
     monkeypatch.setenv(KEY_VARIABLE, "a-key-of-the-test")
 
 
@@ -81,7 +82,7 @@ def test_what_may_pass_is_tried_again() -> None:
 @pytest.mark.parametrize(
     ("answers", "why", "requests"),
     [
-        ([(503, "busy")], "status 503", reward_model.ATTEMPTS),
+        ([(503, "busy")], "status 503", client.ATTEMPTS),
         ([(401, "no key")], "status 401", 1),
         ([(200, TOKENS), (400, "too long")], "/classify: status 400", 2),
         ([(200, TOKENS), (200, {"embedding": [0.1, 0.9]})], "2 outputs; a reward model has one", 2),

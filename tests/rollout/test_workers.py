@@ -25,8 +25,7 @@ from megatron_collab.data.chat_template import ChatRenderer
 from megatron_collab.environments import booking, tiny_model
 from megatron_collab.inference.client import EngineError
 from megatron_collab.llm.client import LlmClient
-from megatron_collab.reward.dispatch import RewardClient
-from megatron_collab.reward.workers import RewardWorker
+from megatron_collab.reward.workers import RewardClient, RewardWorker
 from megatron_collab.rollout import scheduler
 from megatron_collab.rollout.conversation import Player
 from megatron_collab.rollout.journal import Journal, WeightDigests

@@ -55,11 +55,10 @@ class Bleu(Metric):
 
 
 def character_bleu(document: str, reference: str) -> float:
-    """BLEU-4 over characters without smoothing, from 0 to 1: brevity * (p_1 p_2 p_3 p_4)^(1/4).
+    """BLEU-4 over characters without smoothing, from 0 to 1: brevity * (p_1 p_2 p_3 p_4)^(1/4), as of NLTK on strings.
 
     p_n is the share of the document's n-grams that are in the reference, none more often than there; brevity is
-    min(1, exp(1 - |reference| / |document|)) (Papineni et al., 2002). The published code hands strings to NLTK, which
-    then takes characters for words; where an order has no match NLTK gives something below 1e-70, this gives 0.
+    min(1, exp(1 - |reference| / |document|)) (Papineni et al., 2002). Without a match NLTK gives under 1e-70, this 0.
     """
     precisions = []
     for order in range(1, 5):

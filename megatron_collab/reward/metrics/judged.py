@@ -7,8 +7,7 @@ from typing import Any
 
 from megatron_collab.config import option
 from megatron_collab.llm.answer import Field
-from megatron_collab.reward.judge import PLACEHOLDERS, THOUGHT, placeholders
-from megatron_collab.reward.metrics import Metric
+from megatron_collab.reward.metrics import PLACEHOLDERS, THOUGHT, Metric, placeholders
 from megatron_collab.types import Conversation, Missing, Score, Task
 
 # The two published rubrics, in our words.

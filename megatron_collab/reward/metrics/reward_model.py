@@ -3,9 +3,9 @@
 The server renders the conversation by the model's own chat template (`/v1/tokenize`) and scores it (`/classify`, which
 gives the raw output; `/v1/classify` would give its softmax, 1 for every text).
 
-SGLang 0.5.23 gives the heads of Qwen2- and Qwen3ForSequenceClassification a bias that no checkpoint fills: all their
-scores are off by one constant, which is another after a restart. Advantages do not notice; clipped parts do. The heads
-of Llama's and of the reward models (`…ForRewardModel`) are exact.
+SGLang 0.5.23 gives the heads of Qwen2- and Qwen3ForSequenceClassification a bias that no checkpoint fills: their scores
+are off by a constant, another after a restart. Advantages do not notice; clipped parts do. The heads of Llama and of
+`…ForRewardModel` are exact.
 """
 
 from __future__ import annotations
@@ -19,23 +19,12 @@ from typing import Any
 import aiohttp
 
 from megatron_collab.config import option
-from megatron_collab.reward.judge import Judge
-from megatron_collab.reward.metrics import Metric
-from megatron_collab.runtime.network import retried
+from megatron_collab.inference.client import EngineError, TransientError, post
+from megatron_collab.reward.metrics import Judge, Metric
 from megatron_collab.types import Conversation, Missing, Score, Task
 
 KEY_VARIABLE = "REWARD_MODEL_API_KEY"
-ATTEMPTS = 4
-BACKOFF_SECONDS = 0.5
 TIMEOUT = 60.0  # seconds of one try
-
-
-class _NoScore(RuntimeError):
-    """The reward model gave no score; the reason is the text."""
-
-
-class _TransientError(_NoScore):
-    """The same request may succeed later."""
 
 
 class RewardModel(Metric):
@@ -47,9 +36,7 @@ class RewardModel(Metric):
 
         def __post_init__(self) -> None:
             if not self.url.startswith(("http://", "https://")):
-                raise ValueError(
-                    f"url={self.url}: give the address of an SGLang server with a reward model, as http://HOST:PORT"
-                )
+                raise ValueError(f"url={self.url}: give the address of an SGLang server, as http://HOST:PORT")
 
     def __init__(self, options: Any, judge: Judge) -> None:
         super().__init__(options, judge)
@@ -59,40 +46,28 @@ class RewardModel(Metric):
 
     async def score(self, task: Task, conversation: Conversation) -> Score | None:
         chat = {"messages": [message.as_dict() for message in conversation.messages], "add_generation_prompt": False}
+        timeout = aiohttp.ClientTimeout(total=TIMEOUT)
         try:
-            tokens = await self._post("/v1/tokenize", chat, "tokens")
-            outputs = await self._post("/classify", {"input_ids": tokens}, "embedding")
-        except _NoScore as error:
-            return Missing(f"{self._url}{error}")
+            async with aiohttp.ClientSession(headers=self._headers, timeout=timeout) as session:
+                tokens = await self._ask(session, "/v1/tokenize", chat, "tokens")
+                outputs = await self._ask(session, "/classify", {"input_ids": tokens}, "embedding")
+        except EngineError as error:
+            return Missing(str(error))
         if len(outputs) != 1:
             return Missing(f"{self._url}: the model has {len(outputs)} outputs; a reward model has one")
         if not isinstance(outputs[0], float) or not math.isfinite(outputs[0]):
             return Missing(f"{self._url}: the model's output is {outputs[0]}")
         return outputs[0]
 
-    async def _post(self, path: str, body: dict[str, Any], wanted: str) -> list[Any]:
-        """The list `wanted` of the server's answer; _NoScore, after several tries where that helps."""
-
-        async def once() -> list[Any]:
-            try:
-                timeout = aiohttp.ClientTimeout(total=TIMEOUT)
-                async with aiohttp.request(
-                    "POST", self._url + path, json=body, headers=self._headers, timeout=timeout
-                ) as answer:
-                    text = await answer.text()
-            except TimeoutError as error:
-                raise _TransientError(f"{path}: no answer within {TIMEOUT:g} s") from error
-            except aiohttp.ClientError as error:
-                raise _TransientError(f"{path}: {type(error).__name__}: {error}") from error
-            if answer.status != 200:
-                kind = _TransientError if answer.status >= 500 or answer.status in (408, 409, 429) else _NoScore
-                raise kind(f"{path}: status {answer.status}: {' '.join(text.split())[:300]}")
-            try:
-                found = json.loads(text)[wanted]
-            except (ValueError, TypeError, KeyError):
-                found = None
-            if not isinstance(found, list):
-                raise _NoScore(f"{path}: no list {wanted!r} in the answer {text[:200]!r}; is it SGLang?")
-            return found
-
-        return await retried(once, _TransientError, ATTEMPTS, BACKOFF_SECONDS)
+    async def _ask(self, session: aiohttp.ClientSession, path: str, body: dict[str, Any], wanted: str) -> list[Any]:
+        """The list `wanted` of the server's answer; EngineError without one."""
+        url = self._url + path
+        silence = TransientError(f"{url}: no answer within {TIMEOUT:g} s")
+        text = await post(session, url, body, aiohttp.ClientResponse.text, silence)
+        try:
+            found = json.loads(text)[wanted]
+        except (ValueError, TypeError, KeyError):
+            found = None
+        if not isinstance(found, list):
+            raise EngineError(f"{url}: no list {wanted!r} in the answer {text[:200]!r}; is it SGLang?")
+        return found

@@ -15,7 +15,7 @@ from megatron.core import parallel_state, tensor_parallel
 from torch.distributed.rendezvous import rendezvous
 
 from megatron_collab.config import Config
-from megatron_collab.patches import cpu
+from megatron_collab.patches.megatron import refuse_visible_cuda
 from megatron_collab.runtime import device, hang_detector, heartbeat, rank0
 from megatron_collab.runtime.process import RunStopped
 
@@ -52,7 +52,7 @@ def leader_ends_first(timeout: float, explain: Callable[[RunStopped], None]) -> 
 def init_parallel(config: Config) -> Iterator[None]:
     """Process groups and the seeds of the ranks, from torchrun's environment; may be entered again after its end."""
     chosen = device.select(config.launch.device)
-    cpu.refuse_visible_cuda(chosen.type)
+    refuse_visible_cuda(chosen.type)
     if chosen.type != "cpu":
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     heartbeat.at("rendezvous of the ranks")
