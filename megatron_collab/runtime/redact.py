@@ -44,7 +44,7 @@ def refuse_keys(settings: Mapping[str, Any]) -> None:
     """Raise ConfigError for a setting that contains a key; it names the setting and does not show the value."""
     for name, value in leaves(settings):
         require(
-            redacted(value) == value,
+            redacted({name: value}) == {name: value},
             f"{name}: contains a key or a password; remove it and set it in the environment "
             "(OPENAI_API_KEY for openai/… and so on)",
         )
