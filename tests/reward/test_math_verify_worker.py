@@ -19,7 +19,7 @@ HOPELESS = r"\boxed{9^{9^{9^{9}}}}"
 
 @pytest.fixture
 def checker() -> Iterator[Checker]:
-    checker = Checker(hard_limit=1.0)
+    checker = Checker()
     yield checker
     end(checker)
 
@@ -32,9 +32,11 @@ def end(checker: Checker) -> int:
 
 
 def test_an_answer_that_takes_too_long_ends_the_child_and_no_other_score(checker: Checker) -> None:
+    allowed, checker.hard_limit = checker.hard_limit, 1.0  # less than math-verify takes to give up
     score = checker.compare("18", HOPELESS)
     assert isinstance(score, Missing)
     assert HOPELESS in score.why
+    checker.hard_limit = allowed
     assert checker.compare("18", r"\boxed{18}") is Verdict.EQUAL
 
 
