@@ -17,9 +17,10 @@ from megatron_collab.config import CONF, Config, compose
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.planning import memory
 from megatron_collab.trainer import logprobs
+from megatron_collab.trainer.megatron import parallel
 from megatron_collab.trainer.objectives import Head
 from tests.planning.held import held
-from tests.ranks import make_config, process_group, run_ranks
+from tests.ranks import make_config, run_ranks
 
 MOE = {
     "model_type": "qwen3_moe",
@@ -125,7 +126,7 @@ def hold_every_layout() -> dict[str, dict[str, int]]:
     found = {}
     for name, (settings, hf) in LAYOUTS.items():
         config = layout(settings)
-        with process_group(config):
+        with parallel.init_parallel(config):
             found[name] = held(config, hf, MICRO_BATCHES)
     return found
 
