@@ -44,7 +44,8 @@ HF = {
 def run_ranks(function: Callable[..., Any], ranks: int, *arguments: Any) -> list[Any]:
     """What `function(*arguments)` returns on each of so many ranks, which are processes; all of them must return."""
     ended = end_ranks(function, ranks, *arguments)
-    assert [code for code, _ in ended] == [0] * ranks
+    codes = [code for code, _ in ended]
+    assert codes == [0] * ranks, f"exit codes {codes}"
     return [found for _, found in ended]
 
 
