@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import sys
 
-from megatron_collab.runtime import startup
+from megatron_collab.runtime import process
 
 if __name__ == "__main__":
-    startup.begin()  # the imports below take seconds
+    process.imports_begin()  # those below take seconds
 
 from megatron_collab import patches
 from megatron_collab.algo.advantages import with_advantages
@@ -20,22 +20,8 @@ from megatron_collab.config import Config, ConfigError
 from megatron_collab.launch import prepare
 from megatron_collab.launch.help import composed, help_text
 from megatron_collab.launch.validate import load
-from megatron_collab.observability.progress import Stopwatch
+from megatron_collab.observability.run import Stopwatch
 from megatron_collab.runtime import network
-from megatron_collab.runtime.process import (
-    EXIT_BAD_INPUT,
-    EXIT_HUNG,
-    EXIT_PREEMPTED,
-    EXIT_STOPPED,
-    Hung,
-    Preempted,
-    RunStopped,
-    die_with_parent,
-    first_on_node,
-    global_rank,
-    parent,
-    under_torchrun,
-)
 from megatron_collab.runtime.redact import redact
 
 # Imported in the functions: what needs Megatron, Ray or SGLang, which only a rank does.
@@ -97,7 +83,7 @@ def train_rl(config: Config) -> None:
 def train_sft(config: Config) -> None:
     """Learn from conversations: from the last checkpoint in run.dir, or from model.path, to train.steps."""
     patches.apply("megatron")
-    from megatron_collab.data.sft import SupervisedData
+    from megatron_collab.data.datasets import SupervisedData
     from megatron_collab.trainer.megatron.parallel import init_parallel
     from megatron_collab.trainer.session import Session
     from megatron_collab.trainer.trainer import PolicyTrainer
@@ -133,26 +119,23 @@ def main(arguments: list[str]) -> int:
         config = load(arguments)
         prepare.prepare(config)
     except ConfigError as error:
-        if first_on_node():  # what is missing may be missing on this node only
+        if process.first_on_node():  # what is missing may be missing on this node only
             print(f"megatron-collab: {redact(str(error))}", file=sys.stderr)
-        return EXIT_BAD_INPUT
+        return process.EXIT_BAD_INPUT
     if done := prepare.finished(config):
-        print(
-            f"{config.run.dir}: all {done} steps are done; raise train.steps to train on, or choose another run.dir to "
-            "train anew"
-        )
+        print(f"{config.run.dir}: all {done} steps are done; raise train.steps to train on, or choose another run.dir")
         return 0
-    if not under_torchrun():
+    if not process.under_torchrun():
         prepare.replace_by_torchrun(config, arguments)
     os.environ |= network.variables(config)
-    die_with_parent(parent())
-    startup.take_signals(global_rank())
+    process.die_with_parent(process.parent())
+    process.take_signals(process.global_rank())
     try:
         (train_sft if config.train.stage == "sft" else train_rl)(config)
-    except Preempted:
-        return EXIT_PREEMPTED
-    except RunStopped as error:
-        return EXIT_HUNG if isinstance(error, Hung) else EXIT_STOPPED
+    except process.Preempted:
+        return process.EXIT_PREEMPTED
+    except process.RunStopped as error:
+        return process.EXIT_HUNG if isinstance(error, process.Hung) else process.EXIT_STOPPED
     return 0
 
 

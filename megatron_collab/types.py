@@ -1,13 +1,12 @@
 """The nouns of the program: frozen records without any framework import.
 
-A `Task` is played into a `Conversation`; the policy's generations in it are `Turn`s. The turn that is
-trained is played on several times; each continuation is a `Future`, scored by every metric. A `Rollout`
-is the trained turn with its futures and its reward, a `Group` the rollouts of one task. `Sample` and
-`Batch` are what the loss sees.
+A `Task` is played into a `Conversation`; the policy's generations in it are `Turn`s. The trained turn is played on
+several times, each time to a `Future`. `Sample` and `Batch` are what the loss sees.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -15,7 +14,19 @@ from typing import Any
 
 import numpy as np
 
-from megatron_collab.thoughts import visible
+_THOUGHT = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
+
+
+def visible(text: str) -> str:
+    """`text` without thoughts, which a policy writes between `<think>` and `</think>` for itself alone.
+
+    Templates may open the thought in the prompt, and a budget may cut it: all up to a `</think>` without its
+    `<think>`, and all after a `<think>` without its `</think>`, is thought as well.
+    """
+    text = _THOUGHT.sub("", text)
+    if "</think>" in text:
+        text = text.rpartition("</think>")[2].lstrip()
+    return text.partition("<think>")[0]
 
 
 @dataclass(frozen=True)
@@ -41,8 +52,8 @@ class ToolCall:
 class Task:
     """What a user wants, and how the conversation about it begins.
 
-    `messages` ends with a user message and is all that the policy sees; `goal` is seen by the simulated
-    user alone, `answer` by the metrics alone. `user` names who plays the user.
+    `messages` ends with a user message and is all that the policy sees; `goal` is seen by the simulated user alone,
+    `answer` by the metrics alone. `user` names who plays the user.
     """
 
     id: str
@@ -65,10 +76,9 @@ class Finish(StrEnum):
 class Turn:
     """One generation of the policy, exactly as the engine sampled it.
 
-    `prompt_ids` and `token_ids` are token ids; `log_probs[i]` is the natural log-probability of
-    `token_ids[i]` under the sampling distribution (temperature folded in); `versions[i]` is the number of the
-    weights that sampled it, which may change in the middle of a turn. `text` is the decoded reply, thoughts
-    included, without its end-of-turn token.
+    `log_probs[i]` is the natural log-probability of `token_ids[i]` under the sampling distribution (temperature folded
+    in); `versions[i]` is the number of the weights that sampled it, which may change in the middle of a turn. `text`
+    is the decoded reply, thoughts included, without its end-of-turn token.
     """
 
     prompt_ids: tuple[int, ...]
@@ -82,6 +92,17 @@ class Turn:
         for name in ("log_probs", "versions"):
             if len(getattr(self, name)) != len(self.token_ids):
                 raise ValueError(f"a turn of {len(self.token_ids)} tokens has {len(getattr(self, name))} {name}")
+
+    def fault(self, *, opened: bool = False) -> str | None:
+        """Why the turn cannot be shown to a user, or None. `opened`: the prompt ends with `<think>`."""
+        depth = int(opened)
+        for mark in re.findall(r"</?think>", self.text):
+            depth += 1 if mark == "<think>" else -1
+            if depth not in (0, 1):
+                return "nested <think>" if depth > 1 else "</think> without <think>"
+        if depth:
+            return "<think> without </think>"
+        return None if visible(self.text).strip() else "an empty reply"
 
 
 class Ending(StrEnum):
@@ -99,8 +120,7 @@ class Ending(StrEnum):
 class Conversation:
     """Messages, the policy's turns among them, and the token stream they were sampled from.
 
-    Append-only: `token_ids` is every token so far, sampled ones as they were sampled; the next turn's
-    prompt is `token_ids` plus the tokens that open the next turn. Nothing is ever re-rendered.
+    Append-only: `token_ids` is every token so far, sampled ones as they were sampled. Nothing is ever re-rendered.
 
     `messages` is what the others see: no thoughts. An assistant message that a tool message follows is a call of
     tools and no reply. `turn_rewards[i]` is what users and tools gave for `turns[i]`.
@@ -116,13 +136,10 @@ class Conversation:
     @property
     def replies(self) -> tuple[str, ...]:
         """What the policy said to the user since the task's messages, in order; `replies[-1]` is its last word."""
-        follows = (*self.messages[1:], None)
-        mine = [
-            (message.content, after is not None and after.role == "tool")
-            for message, after in zip(self.messages, follows, strict=True)
-            if message.role == "assistant"
-        ]
-        return tuple(content for content, calls in mine[len(mine) - len(self.turns) :] if not calls)
+        roles = [message.role for message in self.messages]
+        mine = [at for at, role in enumerate(roles) if role == "assistant"]
+        replies = [at for at in mine[len(mine) - len(self.turns) :] if roles[at + 1 : at + 2] != ["tool"]]
+        return tuple(self.messages[at].content for at in replies)
 
     def add_turn(self, turn: Turn) -> Conversation:
         """Append the policy's turn; its prompt must be the stream so far."""
@@ -150,7 +167,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Missing:
-    """A score that could not be had, and why. Never a number: an outage is not a 0."""
+    """A missing score, and why. Never a number: an outage is not a 0."""
 
     why: str
 
@@ -168,11 +185,8 @@ class Future:
 
 @dataclass(frozen=True)
 class Reward:
-    """The reward of a trained turn.
-
-    `standard_error` is that of the mean over the futures (0 where there is one future); `parts` the
-    weighted contribution of each metric; `missing` the number of scores that could not be had.
-    """
+    """The reward of a trained turn, the standard error of the mean over its futures (0 where there is one future), the
+    weighted contribution of each metric, and the number of missing scores."""
 
     value: Score
     standard_error: float = 0.0
@@ -184,8 +198,8 @@ class Reward:
 class Rollout:
     """A trained turn and what it was worth.
 
-    `start` is the conversation as the trained turn left it: `start.turns` are trained. `futures` go on from it; where
-    whole conversations are trained, the one future is `start` itself.
+    `start.turns` are trained. `futures` go on from `start`; where whole conversations are trained, the one future is
+    `start` itself.
     """
 
     start: Conversation
@@ -203,11 +217,10 @@ class Group:
 
 @dataclass(frozen=True)
 class Credit:
-    """What some trained tokens of a sample are worth together, and with what that is compared.
+    """What some trained tokens of a sample, with (start, stop) in `spans`, are worth together.
 
-    `spans` are their (start, stop) in the sample's tokens; `value` is their return. Credits with the same `peers`
-    are compared with each other (the baseline); credits with the same `scale` share a measure of spread, which is
-    that of the peers where the two are equal. Without spans it trains nothing and is only compared with.
+    `value` is their return. Credits with the same `peers` are compared with each other (the baseline); those with the
+    same `scale` share a measure of spread. Without spans it trains nothing and is only compared with.
     """
 
     spans: tuple[tuple[int, int], ...]
@@ -218,11 +231,10 @@ class Credit:
 
 @dataclass(frozen=True)
 class Sample:
-    """One sequence for the loss. All arrays have length S, the number of tokens of the sequence.
+    """One sequence of S tokens for the loss; arrays are [S].
 
-    `token_ids` int64; `loss_mask` float32, 1 where the token is trained; `log_probs` float32, the engine's
-    log-probability of each token (0 where not trained); `credits` say what the trained tokens are worth, none in sft;
-    `version` is that of the oldest weights which sampled a trained token (0 in sft).
+    `token_ids` int64; `loss_mask` float32, 1 where the token is trained; `log_probs` float32, the engine's (0 where not
+    trained); `credits`: none in sft; `version`: of the oldest weights which sampled a trained token (0 in sft).
     """
 
     token_ids: np.ndarray
@@ -247,12 +259,9 @@ class Batch:
 
 @dataclass(frozen=True)
 class Scored(Batch):
-    """A batch with what the networks say of its tokens before any of it is learned: per sample float32 [S].
-
-    `old_log_probs` are the policy's where the loss or the reward needs them apart from the loss's own forward pass,
-    `reference_log_probs` the first policy's where there is a KL term, `values` the critic's where there is one.
-    `advantages`, and the critic's `returns`, are what algo.advantages makes of them. Untrained tokens have 0.
-    """
+    """A batch with what the networks say of its tokens before any of it is learned: per sample float32 [S], 0 where
+    untrained. `old_log_probs` are the policy's where they are needed apart from the loss's own forward pass,
+    `reference_log_probs` the first policy's; `advantages` and the critic's `returns` are from algo.advantages."""
 
     old_log_probs: Sequence[np.ndarray] | None = None
     reference_log_probs: Sequence[np.ndarray] | None = None

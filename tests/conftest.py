@@ -14,18 +14,18 @@ import pytest
 from megatron_collab import patches
 from megatron_collab.config import Config
 from megatron_collab.inference.server import SGLangServer
-from megatron_collab.runtime import scratch
+from megatron_collab.runtime import files
 from tests.helpers import free_port, make_model
 
 # Ray reads the token once in a process, and tests that set the environment take away what they find new in it.
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-os.environ.setdefault(*scratch.COMPILE_CACHE)
+os.environ.setdefault(*files.COMPILE_CACHE)
 patches.apply("megatron", "litellm")
 
 
 def pytest_sessionfinish() -> None:
     """What was left by processes that tests have killed."""
-    scratch.remove_abandoned()
+    files.remove_abandoned()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -18,6 +18,7 @@ PACKAGE = "megatron_collab"
 # Modules with an import of the package within a function, and why it cannot be at the top.
 # None of these hides a circle: the test above follows them too.
 LAZY = {
+    "commands.__main__": "--help and --version answer before Hydra is imported",
     "commands.convert": "answers --help and wrong arguments before torch is imported",
     "commands.doctor": "lists what is missing on a machine without torch",
     "commands.plan_sync": "answers --help and wrong arguments before torch is imported",
@@ -25,6 +26,7 @@ LAZY = {
     "train": "refuses bad input and becomes torchrun before torch, Megatron and Ray are imported",
     "launch.prepare": "datasets and transformers take seconds, and bad settings are refused without them",
     "launch.validate": "LiteLLM takes seconds to import; only a budget asks for its prices",
+    "environments.booking": "the script and the metrics of the world need neither torch nor a tokenizer",
     "inference.cpu.serve": "the attention of CPU servers is imported in the process that computes",
     "observability.run": "what draws the report takes a second to import, and the run is over by then",
     "patches.sglang": "stands in for sgl_kernel only where that is missing",

@@ -15,8 +15,7 @@ from megatron_collab import train
 from megatron_collab.config import Config
 from megatron_collab.launch import prepare
 from megatron_collab.llm.limiter import BudgetSpent
-from megatron_collab.rollout.manager import TooManyMissing
-from megatron_collab.runtime.process import RunStopped
+from megatron_collab.runtime.process import Hung, RunStopped
 from megatron_collab.runtime.rank0 import from_leader
 from megatron_collab.trainer.megatron import parallel
 from megatron_collab.trainer.session import Session
@@ -42,8 +41,8 @@ def test_a_budget_that_is_used_up_stops_the_run(alone: None) -> None:
 def test_other_failures_are_what_they_are(alone: None) -> None:
     with pytest.raises(KeyError):
         from_leader(lambda: refuse(KeyError("bug")))
-    with pytest.raises(TooManyMissing):
-        from_leader(lambda: refuse(TooManyMissing("9 of 9")))
+    with pytest.raises(Hung):
+        from_leader(lambda: refuse(Hung("no answer")))
     assert from_leader(lambda: 7) == 7
 
 
@@ -60,12 +59,12 @@ def test_a_stopped_run_says_why_in_one_line(
             raise RunStopped("llm.budget_usd=5 is used up")
 
     monkeypatch.setattr(train, "train_sft", stopped)
-    monkeypatch.setattr(train, "die_with_parent", lambda parent: None)
-    monkeypatch.setattr(train.startup, "take_signals", lambda rank: None)
+    monkeypatch.setattr(train.process, "die_with_parent", lambda parent: None)
+    monkeypatch.setattr(train.process, "take_signals", lambda rank: None)
     monkeypatch.setattr(prepare, "prepare", lambda config: None)
-    monkeypatch.setattr(train, "under_torchrun", lambda: True)
+    monkeypatch.setattr(train.process, "under_torchrun", lambda: True)
     code = train.main(["experiment=booking_sft", f"run.dir={tmp_path}/run", f"data.dir={tmp_path}/world"])
-    assert code == train.EXIT_STOPPED == 3
+    assert code == train.process.EXIT_STOPPED == 3
     assert said == ["megatron-collab: llm.budget_usd=5 is used up\n"]
     assert capsys.readouterr().err == ""
     assert "RANK" not in os.environ

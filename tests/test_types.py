@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_collab.types import Conversation, Finish, Message, Turn
+from megatron_collab.types import Conversation, Finish, Message, Turn, visible
 
 
 def turn(prompt_ids: tuple[int, ...], token_ids: tuple[int, ...]) -> Turn:
@@ -46,3 +46,41 @@ def test_a_turn_needs_a_log_prob_and_a_version_for_each_token() -> None:
         Turn((1,), (7, 8), (-0.5,), (0, 0), Finish.STOP, "hello")
     with pytest.raises(ValueError, match="2 tokens has 3 versions"):
         Turn((1,), (7, 8), (-0.5, -0.5), (0, 0, 1), Finish.STOP, "hello")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain", "plain"),
+        ("<think>secret</think>\n\nsaid", "said"),
+        ("a <think>x</think>b <think>y</think>c", "a b c"),
+        ("opened in the prompt</think>\nsaid", "said"),
+        ("said <think>cut by the bud", "said "),
+        ("<think>only", ""),
+        ("<think>a<think>b</think>c</think>said", "said"),
+        ("1 < 2 and <b>", "1 < 2 and <b>"),
+    ],
+)
+def test_thoughts_are_hidden(text: str, shown: str) -> None:
+    assert visible(text) == shown
+
+
+@pytest.mark.parametrize(
+    ("text", "opened", "why"),
+    [
+        ("said", False, None),
+        ("<think>x</think>said", False, None),
+        ("x</think>said", True, None),
+        ("", False, "an empty reply"),
+        (" \n", False, "an empty reply"),
+        ("<think>x</think> ", False, "an empty reply"),
+        ("<think>x", False, "<think> without </think>"),
+        ("said", True, "<think> without </think>"),
+        ("x</think>said", False, "</think> without <think>"),
+        ("<think>a</think></think>b", False, "</think> without <think>"),
+        ("<think>a<think>b</think></think>c", False, "nested <think>"),
+        ("<think>a</think>b", True, "nested <think>"),
+    ],
+)
+def test_what_no_user_should_see_is_named(text: str, opened: bool, why: str | None) -> None:
+    assert Turn((), (), (), (), Finish.STOP, text).fault(opened=opened) == why

@@ -2,7 +2,7 @@
 
 import sys
 
-from megatron_collab.commands.doctor import main
+from megatron_collab.commands.__main__ import run
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run("doctor", sys.argv[1:]))

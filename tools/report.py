@@ -2,7 +2,7 @@
 
 import sys
 
-from megatron_collab.commands.report import main
+from megatron_collab.commands.__main__ import run
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run("report", sys.argv[1:]))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import NamedTuple
 
 import numpy as np
 
@@ -16,54 +15,32 @@ GROUPED = ("grpo", "dr_grpo", "rloo")  # compare a credit with its peers; the ot
 EPSILON = 1e-6
 
 
-class Advantages(NamedTuple):
-    """For each sample float32 [S], 0 outside trained tokens; `returns`, the critic's targets, with gae only."""
-
-    advantages: list[np.ndarray]
-    returns: list[np.ndarray] | None
-
-
 def with_advantages(batch: Scored, algo: AlgoConfig) -> Scored:
-    """The batch with the advantages of its tokens, and with gae the returns that the critic learns."""
-    log_ratios = None
-    if algo.kl_in == "reward" and batch.reference_log_probs is not None:
-        assert batch.old_log_probs is not None
-        pairs = zip(batch.old_log_probs, batch.reference_log_probs, strict=True)
-        log_ratios = [old - reference for old, reference in pairs]
-    estimated = assign(batch.samples, algo, log_ratios, batch.values)
-    return replace(batch, advantages=estimated.advantages, returns=estimated.returns)
+    """The batch with the advantages of its tokens by the estimator algo.advantage, and with gae the critic's targets.
 
-
-def assign(
-    samples: Sequence[Sample],
-    algo: AlgoConfig,
-    kl: Sequence[np.ndarray] | None = None,
-    values: Sequence[np.ndarray] | None = None,
-) -> Advantages:
-    """The advantages of a whole batch, by the estimator algo.advantage.
-
-    `kl`, given where algo.kl_in=reward: for each sample log pi_old - log pi_ref of its tokens, float [S]; their
-    estimate algo.kl times algo.kl_coef is taken off the reward. `values`, needed by gae: for each sample what the
-    critic expects from each token on, before that token is chosen, float [S]. What stands outside the trained tokens
-    is never read. ValueError on a credit that is no finite number.
+    With algo.kl_in=reward the estimate algo.kl of the KL to the reference, times algo.kl_coef, is subtracted from the
+    reward. Only trained tokens are read. ValueError on a credit that is no finite number.
     """
+    samples = batch.samples
     worth = [credit.value for sample in samples for credit in sample.credits]
     if not np.isfinite(worth).all():
         raise ValueError(f"rewards must be finite numbers, not {worth}; leave out samples without a reward")
     costs = [np.zeros(np.count_nonzero(sample.loss_mask)) for sample in samples]
-    if kl is not None:
-        costs = [algo.kl_coef * kl_estimate(row, algo.kl) for row in _trained(samples, kl)]
+    if algo.kl_in == "reward" and batch.reference_log_probs is not None:
+        assert batch.old_log_probs is not None
+        log_ratios = [old - ref for old, ref in zip(batch.old_log_probs, batch.reference_log_probs, strict=True)]
+        costs = [algo.kl_coef * kl_estimate(row, algo.kl) for row in _trained(samples, log_ratios)]
     if algo.advantage in GROUPED:
-        return Advantages(_placed(samples, _compared(samples, costs, algo.advantage)), None)
+        return replace(batch, advantages=_placed(samples, _compared(samples, costs, algo.advantage)))
     if algo.advantage == "reinforce++":
         raw = [returns_to_go(*pair) for pair in zip(samples, costs, strict=True)]
-        return Advantages(_placed(samples, _normalised(raw)), None)
-    assert values is not None
-    expected = _trained(samples, values)
+        return replace(batch, advantages=_placed(samples, whitened(raw)))
+    assert batch.values is not None
+    expected = _trained(samples, batch.values)
     rewards = [_rewards(sample) - cost for sample, cost in zip(samples, costs, strict=True)]
     raw = [gae(r, v, algo.gamma, algo.gae_lambda) for r, v in zip(rewards, expected, strict=True)]
     returns = [a + v for a, v in zip(raw, expected, strict=True)]
-    return Advantages(_placed(samples, _normalised(raw)), _placed(samples, returns))
+    return replace(batch, advantages=_placed(samples, whitened(raw)), returns=_placed(samples, returns))
 
 
 def grpo(values: np.ndarray, peers: Sequence[str], scale: Sequence[str]) -> np.ndarray:
@@ -95,11 +72,11 @@ def rloo(values: np.ndarray, peers: Sequence[str]) -> np.ndarray:
 
 
 def returns_to_go(sample: Sample, costs: np.ndarray) -> np.ndarray:
-    """A_t = r - sum_{k >= t} cost_k, float64 [T], for the T trained tokens of a sample and what each of them costs.
+    """A_t = r - sum_{k >= t} cost_k, float64 [T], for the T trained tokens of a sample and their costs.
 
     REINFORCE++ before its normalisation, cost_k = beta KL_k (Hu et al. 2025, arXiv:2501.03262). r is the value of
-    the token's credit: the paper has one reward a sequence, and of several credits each is a return already, so
-    they are not added up. The costs run on to the end of the sample.
+    the token's credit: the paper has one reward a sequence; of several credits each is a return already, so they are
+    not added up. The costs run on to the end of the sample.
     """
     worth = np.zeros_like(costs)
     for credit in sample.credits:
@@ -111,22 +88,23 @@ def gae(rewards: np.ndarray, values: np.ndarray, gamma: float, gae_lambda: float
     """Generalised advantage estimates, float64 [T], from rewards and values [T] of a sequence's trained tokens.
 
     A_t = d_t + gamma lambda A_{t+1}, d_t = r_t + gamma V_{t+1} - V_t, with V and A 0 after the last token (Schulman
-    et al. 2015, arXiv:1506.02438, equation 16). A trained token is a step, whatever was said between two.
+    et al. 2015, arXiv:1506.02438, equation 16). A trained token is a step, even if other messages precede it.
     """
     deltas = rewards + gamma * np.append(values[1:], 0.0) - values
     backwards = accumulate(deltas[::-1].tolist(), lambda following, delta: delta + gamma * gae_lambda * following)
     return np.array([*backwards], np.float64)[::-1]
 
 
-def whitened(advantages: np.ndarray) -> np.ndarray:
-    """(A - mean) / (std + 1e-6) over all trained tokens of a batch, float64 [T]; exactly 0 where all are equal.
+def whitened(rows: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """(A - mean) / (std + 1e-6) over all rows, float64, of the trained tokens of a batch; exactly 0 if all are equal.
 
-    The global normalisation of REINFORCE++ (arXiv:2501.03262), and what PPO on language models does to estimates of
-    GAE once the critic's returns are made (as in the code of Ziegler et al. 2019, arXiv:1909.08593).
+    The global normalisation of REINFORCE++ (arXiv:2501.03262) and, once the critic's returns are made, of GAE in PPO
+    on language models (as in the code of Ziegler et al. 2019, arXiv:1909.08593).
     """
-    if np.ptp(advantages) == 0:
-        return np.zeros_like(advantages)
-    return (advantages - advantages.mean()) / (advantages.std() + EPSILON)
+    advantages = np.concatenate(rows)
+    equal = bool(np.ptp(advantages) == 0)
+    scaled = np.zeros_like(advantages) if equal else (advantages - advantages.mean()) / (advantages.std() + EPSILON)
+    return np.split(scaled, np.cumsum([len(row) for row in rows])[:-1])
 
 
 def kl_estimate(log_ratio: np.ndarray, estimate: str) -> np.ndarray:
@@ -139,8 +117,8 @@ def kl_estimate(log_ratio: np.ndarray, estimate: str) -> np.ndarray:
 def token_weights(masks: Sequence[np.ndarray], average: str) -> list[np.ndarray]:
     """Weights, float32 [S] for each of the masks [S] of a mini-batch, so that its loss is sum(weight * token's loss).
 
-    `masks` are 1 where a token is trained. They are those of the whole mini-batch, so the loss does not depend on how
-    the sequences are packed, spread or cut. The weights add up to 1 and are 0 where nothing is trained.
+    `masks` are 1 where a token is trained, and those of the whole mini-batch, so the loss does not depend on how the
+    sequences are packed, spread or cut. The weights add up to 1 and are 0 where nothing is trained.
 
     token     1 / T, T the trained tokens of all sequences (DAPO, arXiv:2503.14476, equation 8)
     sequence  1 / (B T_i), T_i the trained tokens of sequence i, B the sequences that have any (GRPO,
@@ -156,7 +134,7 @@ def token_weights(masks: Sequence[np.ndarray], average: str) -> list[np.ndarray]
 
 
 def _compared(samples: Sequence[Sample], costs: Sequence[np.ndarray], advantage: str) -> list[np.ndarray]:
-    """Each credit compared with its peers, at its tokens; costs from its first token on are subtracted before."""
+    """Each credit, less the costs from its first token on, compared with its peers, at its tokens."""
     rows = [np.zeros_like(cost) for cost in costs]
     owned = [
         (credit, _tokens(sample, credit), cost, row)
@@ -194,11 +172,6 @@ def _over(labels: Sequence[str], statistic: Callable[[np.ndarray], float], value
     """At each value: `statistic` of all values with its label."""
     names, index = np.unique(np.array(labels), return_inverse=True)
     return np.array([statistic(values[index == name]) for name in range(len(names))])[index]
-
-
-def _normalised(rows: Sequence[np.ndarray]) -> list[np.ndarray]:
-    ends = np.cumsum([len(row) for row in rows])[:-1]
-    return np.split(whitened(np.concatenate(rows)), ends)
 
 
 def _trained(samples: Sequence[Sample], rows: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -17,7 +17,7 @@ from megatron_collab.types import Conversation, Credit, Group, Missing, Rollout,
 def samples_of(group: Group, config: Config, number: int) -> list[Sample]:
     """The trained sequences of a group with their credits; rollouts without a reward are dropped.
 
-    `number` is the group's own within the batch, since the same task may be played twice. Where rollouts are compared
+    `number` is that of the group in the batch, since the same task may be played twice. Where rollouts are compared
     with each other, a group with fewer than two rewards gives no samples.
     """
     rollouts = [rollout for rollout in group.rollouts if not isinstance(rollout.reward.value, Missing)]
@@ -31,17 +31,15 @@ def samples_of(group: Group, config: Config, number: int) -> list[Sample]:
 
 def teaches(samples: Sequence[Sample]) -> bool:
     """Whether some credit of trained tokens differs from its peers, so that there is a gradient."""
+    credits = [credit for sample in samples for credit in sample.credits]
     values: dict[str, set[float]] = defaultdict(set)
-    for credit in _credits(samples):
+    for credit in credits:
         values[credit.peers].add(credit.value)
-    return any(credit.spans and len(values[credit.peers]) > 1 for credit in _credits(samples))
+    return any(credit.spans and len(values[credit.peers]) > 1 for credit in credits)
 
 
 def fresh(samples: Sequence[Sample], oldest: int, config: Config) -> list[Sample]:
-    """The samples of a group whose weights are of version `oldest` or newer, and that still have enough peers.
-
-    A sample is no peer of itself, and one that is dropped is nobody's.
-    """
+    """The samples of a group of version `oldest` or newer that still have enough peers among these."""
     kept, fewest = [sample for sample in samples if sample.version >= oldest], _fewest(config)
     while True:
         peers = Counter(name for sample in kept for name in {credit.peers for credit in sample.credits})
@@ -51,7 +49,7 @@ def fresh(samples: Sequence[Sample], oldest: int, config: Config) -> list[Sample
 
 
 def whole(rollout: Rollout, reward: RewardConfig, name: str) -> list[Credit]:
-    """The credits of a whole conversation; all that are called `name` are compared.
+    """The credits of a whole conversation, compared with all others of this `name`.
 
     The turns' own rewards r_t come from users and tools, and the conversation's reward R at its end. `last` gives
     sum_t r_t + R to the last turn alone, `equal` to all turns together, so that conversations are compared (GRPO as
@@ -69,10 +67,7 @@ def whole(rollout: Rollout, reward: RewardConfig, name: str) -> list[Credit]:
 
 
 def sample(conversation: Conversation, credits: Sequence[Credit]) -> Sample:
-    """The sequence up to the policy's last turn; the tokens in the spans of `credits` are trained.
-
-    What users and tools said is never trained.
-    """
+    """The sequence up to the policy's last turn; the policy's tokens in the spans of `credits` are trained."""
     last = conversation.turns[-1]
     token_ids = np.array(last.prompt_ids + last.token_ids, np.int64)
     mask: np.ndarray = np.zeros(len(token_ids), np.float32)
@@ -101,14 +96,12 @@ def _with_futures(rollouts: Sequence[Rollout], config: Config, name: str) -> lis
 
 
 def _later(rollout: Rollout, config: Config, peers: str, scale: str) -> tuple[list[Credit], list[Sample]]:
-    """The turns of the futures after the trained one, each with the mean over the futures that run through it.
+    """The later turns of each future, with its reward, compared with its siblings: futures of the same trained turn.
 
-    Futures part at the trained turn, so through a later turn runs its own alone. It is compared with its siblings,
-    the futures of the same trained turn, which had the same to go on from; the scale is that of the whole group,
-    since few siblings give no good one, and a small difference between them is a small one.
+    The scale is that of the whole group: few siblings give no good one, and small differences between them stay small.
 
-    Also gives the credits, without spans, of the futures in which nothing is trained: those that end with the trained
-    turn, and those that have no sibling to be compared with.
+    Also returns the credits, without spans, of the futures in which nothing is trained: those that end with the
+    trained turn, and those that have no sibling to be compared with.
     """
     reward, first = reward_function(config.reward), len(rollout.start.turns)
     scored = [(future.conversation, reward([future]).value) for future in rollout.futures]
@@ -135,7 +128,3 @@ def _span(turn: Turn) -> tuple[int, int]:
 
 def _spans(turns: Sequence[Turn]) -> tuple[tuple[int, int], ...]:
     return tuple(_span(turn) for turn in turns)
-
-
-def _credits(samples: Sequence[Sample]) -> list[Credit]:
-    return [credit for sample in samples for credit in sample.credits]

@@ -12,10 +12,7 @@ if TYPE_CHECKING:
 
 
 class PolicyTerms(NamedTuple):
-    """Per token: the loss, the importance ratio, and 1 where the clip holds the gradient back, else 0.
-
-    The ratio has no gradient.
-    """
+    """Per token: the loss, the importance ratio (without gradient), and where the clip takes effect 1, else 0."""
 
     loss: Tensor
     ratio: Tensor

@@ -12,9 +12,8 @@ import random
 import re
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -29,14 +28,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from megatron_collab.checkpoint import storage
-from megatron_collab.checkpoint.sharded_state import MAIN, Checkpointable, Snapshot, restore, restore_weights, snapshot
-from megatron_collab.checkpoint.torch_dist import PacedWriter, SaveBlocks
+from megatron_collab.checkpoint.sharded_state import MAIN, Checkpointable, load_weights, restore, snapshot
+from megatron_collab.checkpoint.torch_dist import PacedWriter, SaveItems, Written
 from megatron_collab.runtime import hang_detector, heartbeat
 from megatron_collab.runtime.process import RunStopped
 from megatron_collab.runtime.rank0 import shared
 
 COMMON = "common.pt"
-_OWNED = re.compile(r"__(\d+)_\d+\.distcp|random_(\d+)\.pkl")
+_OWNED = re.compile(r"(?:__|random_)(\d+)(?:_\d+\.distcp|\.pkl)")  # files that carry the number of their rank
 
 
 class Trained(Protocol):
@@ -46,16 +45,6 @@ class Trained(Protocol):
 
     @property
     def trainables(self) -> Mapping[str, Checkpointable]: ...
-
-
-@dataclass(frozen=True)
-class _Content:
-    """What one rank writes; shares no memory with the training that continues."""
-
-    step: int
-    networks: Snapshot
-    random: bytes
-    state: str
 
 
 class Checkpoints:
@@ -69,8 +58,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int, timeout: float) -> None:
         """`timeout`: launch.timeout."""
-        self.folder = folder
-        self.keep = keep
+        self.folder, self._keep = folder, keep
         self._group = dist.new_group(backend="gloo", timeout=hang_detector.collective_timeout(timeout))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
@@ -94,8 +82,10 @@ class Checkpoints:
         """
         self.finish()
         heartbeat.at(f"saving step {step}")
-        content = _Content(step, snapshot(actor.trainables), pickle.dumps(_random_state()), json.dumps(state))
-        self._writing, self._written = self._thread.submit(self._write, content), (step, state)
+        items, common = snapshot(actor.trainables)
+        generators = pickle.dumps({name: get() for name, (get, _) in _generators().items()})
+        self._writing = self._thread.submit(self._write, step, items, common, generators, json.dumps(state))
+        self._written = step, state
 
     def finish(self) -> None:
         """Wait until the last save is on disk; RunStopped if it failed, with its files removed."""
@@ -145,61 +135,63 @@ class Checkpoints:
         dist.all_gather_object(damage, storage.damage(checkpoint, mine))
         return saved, [one for some in damage for one in some]
 
-    def _write(self, content: _Content) -> None:
+    def _write(
+        self, step: int, items: Sequence[Written], common: Mapping[str, Any], generators: bytes, state: str
+    ) -> None:
         """In the thread: write this rank's files; rank 0 commits the checkpoint once every rank has.
 
         An error of one rank is raised on all of them.
         """
         ranks = _DistWrapper(self._group, use_dist=True, coordinator_rank=0)
-        temporary = self.folder / f"step_{content.step}.tmp"
+        temporary = self.folder / f"step_{step}.tmp"
+
+        def write_rest() -> storage.Files:
+            """What is not a tensor; the checksums of all files of this rank."""
+            rank = dist.get_rank()
+            _random_file(temporary).write_bytes(generators)
+            if rank == 0:
+                torch.save(common, temporary / COMMON)
+                save_config(CheckpointingConfig("torch_dist"), str(temporary))
+            return storage.checksums(file for file in temporary.iterdir() if _owner(file.name) == rank)
+
+        def commit(files: list[storage.Files]) -> None:
+            saved = {"step": step, "ranks": len(files), "state": json.loads(state)}
+            storage.commit(temporary, saved, {name: sums for some in files for name, sums in some.items()})
+            storage.discard(self.folder, step, self._keep)
+
         try:
-            ranks.broadcast("prepare", lambda: storage.begin(self.folder, content.step))
+            ranks.broadcast("prepare", lambda: storage.begin(self.folder, step))
             torch_checkpoint.save(
                 {},  # the planner has it all
                 storage_writer=PacedWriter(temporary, per_thread_copy_ahead=0),
-                planner=SaveBlocks(content.networks.blocks, content.networks.objects),
+                planner=SaveItems(items),
                 process_group=self._group,
             )
-            ranks.all_reduce(
-                "commit",
-                lambda: _write_rest(temporary, content),
-                lambda files: self._commit(temporary, content, files),
-            )
+            ranks.all_reduce("commit", write_rest, commit)
         except CheckpointException:
             if dist.get_rank() == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
 
-    def _commit(self, temporary: Path, content: _Content, files: list[storage.Files]) -> None:
-        state = {"step": content.step, "ranks": len(files), "state": json.loads(content.state)}
-        storage.commit(temporary, state, {name: sums for some in files for name, sums in some.items()})
-        storage.discard(self.folder, content.step, self.keep)
-
-
-def _write_rest(folder: Path, content: _Content) -> storage.Files:
-    """Write what is not a tensor; return the checksums of all files of this rank."""
-    rank = dist.get_rank()
-    _random_file(folder).write_bytes(content.random)
-    if rank == 0:
-        torch.save(content.networks.common, folder / COMMON)
-        save_config(CheckpointingConfig("torch_dist"), str(folder))
-    return storage.checksums(file for file in folder.iterdir() if _owner(file.name) == rank)
-
 
 def _owner(name: str) -> int:
     match = _OWNED.fullmatch(name)
-    return int(match[1] or match[2]) if match else 0
+    return int(match[1]) if match else 0
 
 
 def _load(checkpoint: Path, saved: Mapping[str, Any], actor: Trained) -> tuple[int, dict[str, Any]]:
     if saved.get("weights_only"):
         _say(f"{checkpoint}: contains weights only; training starts with a new optimizer, at step {saved['step']}")
-        restore_weights(actor.trainables[MAIN], checkpoint)
+        policy = actor.trainables[MAIN]
+        load_weights(policy.chunks, checkpoint)
+        policy.optimizer.reload_model_params()
     else:
         restore(actor.trainables, checkpoint)
     actor.step = saved["step"]
     if saved["ranks"] == dist.get_world_size():
-        _restore_random_state(pickle.loads(_random_file(checkpoint).read_bytes()))
+        states = pickle.loads(_random_file(checkpoint).read_bytes())
+        for name, (_, restore_state) in _generators().items():
+            restore_state(states[name])
     elif not saved.get("weights_only"):
         _say(
             f"{checkpoint}: was written by {saved['ranks']} ranks; "
@@ -212,22 +204,15 @@ def _random_file(folder: Path) -> Path:
     return folder / f"random_{dist.get_rank():05d}.pkl"
 
 
-def _random_state() -> dict[str, Any]:
+def _generators() -> dict[str, tuple[Callable[[], Any], Callable[[Any], None]]]:
+    """How the state of each random generator is read and set."""
     return {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-        "device": device_random._get_cuda_rng_state(),
-        "megatron": get_cuda_rng_tracker().get_states(),
+        "python": (random.getstate, random.setstate),
+        "numpy": (np.random.get_state, np.random.set_state),
+        "torch": (torch.get_rng_state, torch.set_rng_state),
+        "device": (device_random._get_cuda_rng_state, device_random._set_cuda_rng_state),
+        "megatron": (get_cuda_rng_tracker().get_states, get_cuda_rng_tracker().set_states),
     }
-
-
-def _restore_random_state(state: dict[str, Any]) -> None:
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    device_random._set_cuda_rng_state(state["device"])
-    torch.set_rng_state(state["torch"])
-    get_cuda_rng_tracker().set_states(state["megatron"])
 
 
 def _say(message: str) -> None:

@@ -17,18 +17,14 @@ import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from safetensors import SafetensorError
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, LoadPlan, SavePlan
-from torch.distributed.checkpoint.default_planner import (
-    DefaultLoadPlanner,
-    DefaultSavePlanner,
-    create_default_global_save_plan,
-)
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem, WriteItem
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron_collab.checkpoint import hf, storage
 from megatron_collab.checkpoint.hf import HFTensors
-from megatron_collab.checkpoint.torch_dist import write_item
+from megatron_collab.checkpoint.torch_dist import SaveItems, write_item
 from megatron_collab.config import ConfigError
 from megatron_collab.models import hf_to_megatron
 from megatron_collab.models.hf_to_megatron import LAYER, ModelShape, Shape, TensorCut, WeightEntry
@@ -48,7 +44,8 @@ def to_hf(checkpoint: Path, folder: Path, source: Path, dtype: torch.dtype | Non
     exists, the checkpoint is damaged or it holds another model than `source` describes. Memory: one file, one
     Megatron parameter and one stored part of it.
     """
-    _check_free(folder)
+    if folder.exists():
+        raise ConfigError(f"{folder}: exists; give another folder, or remove it")
     _check_whole(checkpoint)
     shape, stored = hf.read_shape(source), Stored(checkpoint)
     _check_model(stored, shape, source)
@@ -65,7 +62,8 @@ def to_checkpoint(source: Path, folder: Path, dtype: torch.dtype | None, file_by
     It holds weights alone. `dtype` is that of `source` unless given. ConfigError where `folder` exists or `source`
     is not a whole model. Memory: one file of at most `file_bytes` and two parameters.
     """
-    _check_free(folder)
+    if folder.exists():
+        raise ConfigError(f"{folder}: exists; give another folder, or remove it")
     shape = hf.read_shape(source)
     planner = _Convert(HFTensors(source, shape), shape, dtype)
 
@@ -95,19 +93,11 @@ def _exported(shape: ModelShape) -> list[WeightEntry]:
     return [entry for entry in hf_to_megatron.table(shape) if entry.exported]
 
 
-def _check_free(folder: Path) -> None:
-    if folder.exists():
-        raise ConfigError(f"{folder}: exists; give another folder, or remove it")
-
-
 def _check_whole(checkpoint: Path) -> None:
     saved = storage.read_state(checkpoint)
-    if saved is None:
-        damage = [f"no valid {storage.STATE}"]
-    elif not (checkpoint / METADATA).is_file():
+    damage = [f"no valid {storage.STATE}"] if saved is None else storage.damage(checkpoint, saved.get("files", {}))
+    if not damage and not (checkpoint / METADATA).is_file():
         damage = [f"{METADATA} is missing"]
-    else:
-        damage = storage.damage(checkpoint, saved.get("files", {}))
     if damage:
         raise ConfigError(f"{checkpoint}: is damaged ({'; '.join(damage)}); give another checkpoint")
 
@@ -140,30 +130,21 @@ def _refusing(folder: Path) -> Iterator[None]:
         raise ConfigError(f"{folder}: cannot be written ({reason}); give another folder, or free disk space") from error
 
 
-class _Convert(DefaultSavePlanner):
+class _Convert(SaveItems):
     """Writes the parameters of a Hugging Face folder, converting one at a time."""
 
     def __init__(self, tensors: HFTensors, shape: ModelShape, dtype: torch.dtype | None) -> None:
-        super().__init__(flatten_state_dict=False)
         self._tensors, self._shape = tensors, shape
         self._dtype = dtype or tensors.read(next(iter(hf_to_megatron.hf_shapes(shape)))).dtype
-        self._entries: dict[MetadataIndex, WeightEntry] = {}
+        super().__init__(list(self._requests()))
 
     def plans(self, file_bytes: int) -> Iterator[SavePlan]:
         """The parameters in files of at most `file_bytes`, a larger one alone."""
-        items: list[WriteItem] = []
-        filled = 0
-        for item in self._items():
-            size = prod(item.tensor_data.chunk.sizes) * self._dtype.itemsize
-            if items and filled + size > file_bytes:
-                yield SavePlan(items)
-                items, filled = [], 0
-            items.append(item)
-            filled += size
-        yield SavePlan(items)
+        sizes = (prod(item.tensor_data.chunk.sizes) * self._dtype.itemsize for item in self._items)
+        return map(SavePlan, hf.grouped(zip(self._items, sizes, strict=True), file_bytes))
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-        entry = self._entries[write_item.index]
+        entry = super().resolve_data(write_item)
         parameter = torch.empty(write_item.tensor_data.chunk.sizes, dtype=self._dtype)
         shard = parameter.view(hf_to_megatron.shard_shape(entry, tp=1))
         pieces = hf_to_megatron.pieces(entry, self._shape, tp=1, tp_rank=0)
@@ -174,7 +155,7 @@ class _Convert(DefaultSavePlanner):
                     shard[piece.shard_index] = tensor[piece.hf_index].to(self._dtype)
         return parameter
 
-    def _items(self) -> Iterator[WriteItem]:
+    def _requests(self) -> Iterator[tuple[WriteItem, WeightEntry]]:
         entries = _exported(self._shape)
         locations = _locations(entry.megatron for entry in entries)
         stacks: dict[str, tuple[int, ...]] = {}
@@ -185,9 +166,7 @@ class _Convert(DefaultSavePlanner):
             shard = hf_to_megatron.shard_shape(entry, tp=1)
             offsets, sizes = (*index, *(0 for _ in shard)), (*(1 for _ in index), *shard)
             whole = (*(last + 1 for last in stacks[key]), *shard)
-            item = write_item(key, whole, offsets, sizes, self._dtype)
-            self._entries[item.index] = entry
-            yield item
+            yield write_item(key, whole, offsets, sizes, self._dtype), entry
 
 
 def _locations(names: Iterable[str]) -> dict[str, Location]:
@@ -289,8 +268,5 @@ class _Into(DefaultLoadPlanner):
         super().__init__()
         self._target = target
 
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        where = zip(read_item.dest_offsets, read_item.lengths, strict=True)
-        return self._target[tuple(slice(start, start + length) for start, length in where)]
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None: ...
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return self._target

@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from math import prod
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,7 +24,7 @@ from safetensors.torch import save_file
 
 from megatron_collab.config import ConfigError
 from megatron_collab.models import hf_config, hf_to_megatron
-from megatron_collab.models.hf_to_megatron import Index, ModelShape, Piece, Shape, TensorPlace, WeightEntry, hf_shapes
+from megatron_collab.models.hf_to_megatron import Index, ModelShape, Piece, hf_shapes
 from megatron_collab.runtime import heartbeat
 
 FILE_BYTES = 4 << 30
@@ -35,6 +37,8 @@ _WEIGHT_FILE = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|h5|msgpack|index\.j
 _EXPERT = re.compile(
     r"mlp\.experts\.(?:local_experts\.(?P<local>\d+)\.)?(?P<linear>linear_fc[12])\.weight(?P<grouped>\d*)"
 )
+
+_Item = TypeVar("_Item")
 
 
 def read_shape(folder: Path) -> ModelShape:
@@ -52,8 +56,16 @@ class HFTensors:
 
     def __init__(self, folder: Path, shape: ModelShape) -> None:
         """ConfigError for a missing file, and a tensor that is missing, unexpected or not of config.json's shape."""
+        index, names = folder / INDEX, [SINGLE]
+        if index.is_file():
+            try:
+                names = sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ConfigError(
+                    f"{folder}: {INDEX} has no valid weight_map; give a complete folder of safetensors"
+                ) from error
         self._file_of: dict[str, safe_open] = {}
-        for name in _files(folder):
+        for name in names:
             if not (folder / name).is_file():
                 raise ConfigError(f"{folder}: {name} is missing; give a complete folder of safetensors")
             try:
@@ -81,34 +93,17 @@ class HFTensors:
         return found
 
 
-def _files(folder: Path) -> list[str]:
-    """The names of the files with tensors; ConfigError for an invalid index."""
-    index = folder / INDEX
-    if not index.is_file():
-        return [SINGLE]
-    try:
-        names = {str(name) for name in json.loads(index.read_text())["weight_map"].values()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"{folder}: {INDEX} has no valid weight_map; give a complete folder of safetensors"
-        ) from error
-    return sorted(names)
-
-
-def _plan_files(shapes: Mapping[str, Shape], item_bytes: int, file_bytes: int) -> dict[str, list[str]]:
-    """File name -> its tensors, in the order of `shapes`: at most `file_bytes` each, a larger tensor alone."""
-    groups: list[list[str]] = [[]]
+def grouped(sizes: Iterable[tuple[_Item, int]], most: int) -> Iterator[list[_Item]]:
+    """Items, each with its size, in groups of at most `most`, a larger one alone."""
+    group: list[_Item] = []
     filled = 0
-    for name, shape in shapes.items():
-        size = prod(shape) * item_bytes
-        if groups[-1] and filled + size > file_bytes:
-            groups.append([])
-            filled = 0
-        groups[-1].append(name)
+    for item, size in sizes:
+        if group and filled + size > most:
+            yield group
+            group, filled = [], 0
+        group.append(item)
         filled += size
-    if len(groups) == 1:
-        return {SINGLE: groups[0]}
-    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups, start=1)}
+    yield group
 
 
 @contextmanager
@@ -139,7 +134,9 @@ class HFWriter:
         """Files have at most `file_bytes`, a larger tensor has one of its own."""
         self._folder, self._dtype = folder, dtype
         self._shapes = hf_shapes(shape)
-        self._files = _plan_files(self._shapes, dtype.itemsize, file_bytes)
+        groups = list(grouped(((n, prod(sides) * dtype.itemsize) for n, sides in self._shapes.items()), file_bytes))
+        names = [f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
+        self._files = dict(zip(names if len(groups) > 1 else [SINGLE], groups, strict=True))
         self._file_of = {name: file for file, names in self._files.items() for name in names}
         self._missing = {file: sum(prod(self._shapes[name]) for name in names) for file, names in self._files.items()}
         self._open: dict[str, torch.Tensor] = {}
@@ -207,16 +204,6 @@ def values(shard: torch.nn.Parameter) -> torch.Tensor:
     return dequantize_fp8_tensor(shard.detach()) if is_float8tensor(shard) else shard.detach()
 
 
-def place() -> TensorPlace:
-    """This rank's place in the layout."""
-    return TensorPlace(
-        tp=parallel_state.get_tensor_model_parallel_world_size(),
-        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-        replica=parallel_state.get_data_parallel_rank(with_context_parallel=True),
-        expert_replica=parallel_state.get_expert_data_parallel_rank(),
-    )
-
-
 def load_hf(chunks: Iterable[torch.nn.Module], folder: Path, shape: ModelShape) -> None:
     """Fill this rank's parameters from `folder`; only the rank's own slices are read.
 
@@ -230,18 +217,13 @@ def load_hf(chunks: Iterable[torch.nn.Module], folder: Path, shape: ModelShape) 
         for name, parameter in named_shards(chunks):
             heartbeat.beat()
             entry = entries[name]
-            _check_shard(entry, parameter, tp)
+            if parameter.shape != (wanted := hf_to_megatron.shard_shape(entry, tp)):
+                raise ValueError(f"{name} has shape {tuple(parameter.shape)}, the table says {wanted}")
             # Made in full before it is copied: FP8 parameters are scaled as a whole.
             shard = torch.zeros(parameter.shape, dtype=parameter.dtype)
             for piece in hf_to_megatron.pieces(entry, shape, tp, tp_rank):
                 shard[piece.shard_index] = tensors.read(piece.hf, piece.hf_index)
             parameter.copy_(shard)
-
-
-def _check_shard(entry: WeightEntry, parameter: torch.Tensor, tp: int) -> None:
-    wanted = hf_to_megatron.shard_shape(entry, tp)
-    if tuple(parameter.shape) != wanted:
-        raise ValueError(f"{entry.megatron} has shape {tuple(parameter.shape)}, the table says {wanted}")
 
 
 def save_hf(chunks: Iterable[torch.nn.Module], folder: Path, source: Path, shape: ModelShape) -> None:
@@ -251,34 +233,31 @@ def save_hf(chunks: Iterable[torch.nn.Module], folder: Path, source: Path, shape
     other small files come from `source`.
     """
     heartbeat.at(f"exporting to {folder}")
-    own = place()
-    shards = dict(named_shards(chunks))
+    tp, tp_rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
+    replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    expert_replica = parallel_state.get_expert_data_parallel_rank()
+    table, shards = hf_to_megatron.table(shape), dict(named_shards(chunks))
     example = next(iter(shards.values()))
-    offers = {
-        entry.megatron: own.tp_rank
-        for entry in hf_to_megatron.table(shape)
-        if entry.megatron in shards and own.writes(entry)
-    }
-    if dist.get_rank() == 0:
-        offered: list[dict[str, int]] = [{}] * dist.get_world_size()
-        dist.gather_object(offers, offered)
-        with replacing(folder) as partial:
-            writer = HFWriter(partial, shape, example.dtype, FILE_BYTES)
-            for entry in hf_to_megatron.table(shape):
-                for rank, owned in enumerate(offered):
-                    if entry.megatron not in owned:
-                        continue
-                    heartbeat.beat()
-                    if rank == 0:
-                        shard = values(shards[entry.megatron])
-                    else:
-                        wanted = hf_to_megatron.shard_shape(entry, own.tp)
-                        shard = torch.empty(wanted, dtype=example.dtype, device=example.device)
-                        dist.recv(shard, rank)
-                    writer.fill(shard, hf_to_megatron.pieces(entry, shape, own.tp, owned[entry.megatron]))
-            writer.finish(source)
-    else:
-        dist.gather_object(offers)
+    exported = (entry for entry in table if hf_to_megatron.exports(entry, tp_rank, replica, expert_replica))
+    offers = {entry.megatron: tp_rank for entry in exported if entry.megatron in shards}
+    offered: list[dict[str, int]] | None = [{}] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(offers, offered)
+    if offered is None:
         for name in offers:  # in the order of the table, as rank 0 asks for them
             dist.send(values(shards[name]).contiguous(), 0)
+    else:
+        with replacing(folder) as partial:
+            writer = HFWriter(partial, shape, example.dtype, FILE_BYTES)
+            for entry, rank in product(table, range(len(offered))):
+                if entry.megatron not in offered[rank]:
+                    continue
+                heartbeat.beat()
+                if rank == 0:
+                    shard = values(shards[entry.megatron])
+                else:
+                    wanted = hf_to_megatron.shard_shape(entry, tp)
+                    shard = torch.empty(wanted, dtype=example.dtype, device=example.device)
+                    dist.recv(shard, rank)
+                writer.fill(shard, hf_to_megatron.pieces(entry, shape, tp, offered[rank][entry.megatron]))
+            writer.finish(source)
     dist.barrier()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,10 +22,11 @@ from megatron.core.dist_checkpointing.strategies.torch import MCoreLoadPlanner
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding, force_all_tensors_to_non_fp8
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import ReadItem, WriteItem, WriteItemType
 
 from megatron_collab.checkpoint.hf import unwrap
-from megatron_collab.checkpoint.torch_dist import FileBlock, rectangles
+from megatron_collab.checkpoint.torch_dist import Written, rectangles, write_item
 from megatron_collab.patches.megatron import load_planner
 from megatron_collab.runtime import heartbeat
 
@@ -41,48 +41,44 @@ class Checkpointable(Protocol):
     optimizer: MegatronOptimizer
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """What this rank writes, and what all ranks have in common; in CPU memory, nothing shared with the training."""
+def snapshot(trainables: Mapping[str, Checkpointable]) -> tuple[list[Written], dict[str, Any]]:
+    """Copy the current networks: what this rank writes, and what all ranks have in common; not collective.
 
-    blocks: list[FileBlock]
-    objects: dict[str, bytes]
-    common: dict[str, Any]
-
-
-def snapshot(trainables: Mapping[str, Checkpointable]) -> Snapshot:
-    """Copy the current networks; not collective."""
-    found = Snapshot([], {}, {})
+    It is in CPU memory and shares nothing with the training.
+    """
+    items: list[Written] = []
+    common: dict[str, Any] = {}
     for name, trainable in trainables.items():
         prefix = "" if name == MAIN else f"{name}."
         chunks = _sharded_chunks(trainable.chunks)
         shards = {entry.data: entry for entry in nested_values(chunks) if not isinstance(entry, ShardedObject)}
         optimizers = trainable.optimizer.chained_optimizers
         for optimizer in optimizers:
-            found.blocks.extend(_optimizer_blocks(optimizer, shards, prefix))
+            items.extend(_optimizer_blocks(optimizer, shards, prefix))
         force_all_tensors_to_non_fp8(chunks)
         for entry in nested_values(chunks):
-            if isinstance(entry, ShardedObject):
-                if is_main_replica(entry.replica_id):
-                    found.objects[prefix + entry.unique_key] = _serialised([entry.data])
-            else:
-                found.blocks.extend(_weight_blocks(entry, prefix))
+            parts = [] if isinstance(entry, ShardedObject) else _parts(entry)
+            for part in (part for part in parts if is_main_replica(part.replica_id)):
+                tensor = part.data.detach().to("cpu", copy=True).reshape(_stacked(part, part.local_shape))
+                items.append(_block(prefix + part.key, part, part.global_offset, tensor))
+            if isinstance(entry, ShardedObject) and is_main_replica(entry.replica_id):
+                content = io.BytesIO()
+                torch.save([entry.data], content)
+                items.append((WriteItem(MetadataIndex(prefix + entry.unique_key), WriteItemType.BYTE_IO), content))
         states = [{**optimizer.state_dict(), "param_state_sharding_type": _SHARDING} for optimizer in optimizers]
-        common = {"optimizer": copy.deepcopy(states[0] if len(states) == 1 else dict(enumerate(states)))}
-        found.common.update(common if name == MAIN else {name: common})
-    return found
+        own = {"optimizer": copy.deepcopy(states[0] if len(states) == 1 else dict(enumerate(states)))}
+        common.update(own if name == MAIN else {name: own})
+    return items, common
 
 
-def _weight_blocks(entry: ShardedTensor | ShardedTensorFactory, prefix: str) -> Iterator[FileBlock]:
-    for part in _parts(entry):
-        if is_main_replica(part.replica_id):
-            tensor = part.data.detach().to("cpu", copy=True).reshape(_stacked(part, part.local_shape))
-            yield FileBlock(prefix + part.key, part.global_shape, part.global_offset, tensor)
+def _block(key: str, part: ShardedTensor, offsets: Sequence[int], tensor: Tensor) -> Written:
+    """`tensor` is the block at `offsets` of a global tensor, which `part` is of or has the shape of."""
+    return write_item(key, part.global_shape, offsets, tensor.shape, tensor.dtype), tensor
 
 
 def _optimizer_blocks(
     optimizer: MegatronOptimizer, shards: Mapping[Tensor, ShardedTensor | ShardedTensorFactory], prefix: str
-) -> Iterator[FileBlock]:
+) -> Iterator[Written]:
     """This rank's part of the float32 weights and the moments: a range of elements of each parameter's shard."""
     buckets = [bucket for buffer in optimizer.gbuf_ranges for one_dtype in buffer.values() for bucket in one_dtype]
     for parameter, ranges in ((parameter, r) for bucket in buckets for parameter, r in bucket["param_map"].items()):
@@ -102,7 +98,7 @@ def _optimizer_blocks(
                     count = torch.Size(sizes).numel()
                     tensor, copied = copied[:count].reshape(_stacked(part, sizes)), copied[count:]
                     where = [a + b for a, b in zip(part.global_offset, _stacked(part, offsets, 0), strict=True)]
-                    yield FileBlock(f"{prefix}optimizer.state.{kind}.{part.key}", part.global_shape, where, tensor)
+                    yield _block(f"{prefix}optimizer.state.{kind}.{part.key}", part, where, tensor)
                 done += size
 
 
@@ -114,12 +110,6 @@ def _parts(entry: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
 def _stacked(part: ShardedTensor, sizes: Sequence[int], before: int = 1) -> tuple[int, ...]:
     """`sizes`, preceded by the axes along which Megatron stacks layers and experts."""
     return (before,) * part.prepend_axis_num + tuple(sizes)
-
-
-def _serialised(content: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(content, buffer)
-    return buffer.getvalue()
 
 
 def restore(trainables: Mapping[str, Checkpointable], checkpoint: Path) -> None:
@@ -143,37 +133,24 @@ def restore(trainables: Mapping[str, Checkpointable], checkpoint: Path) -> None:
         trainable.optimizer.load_state_dict(parts["optimizer"])
 
 
-def restore_weights(trainable: Checkpointable, checkpoint: Path) -> None:
-    """Fill one network from the main one of `checkpoint`, with a new optimizer of these weights. Collective."""
-    load_weights(trainable.chunks, checkpoint)
-    trainable.optimizer.reload_model_params()
-
-
 def load_weights(chunks: Sequence[torch.nn.Module], checkpoint: Path) -> None:
     """Fill the chunks of a model from the main network of `checkpoint`; collective.
 
     What TransformerEngine keeps beside weights (scales of FP8) stays as it is: a converted checkpoint has none.
     """
-    wanted = _sharded_chunks(chunks)
-    kept = {
-        key: {n: part.data for n, part in parts.items() if isinstance(part, ShardedObject)}
-        for key, parts in wanted.items()
-    }
-    weights = {key: {n: part for n, part in parts.items() if n not in kept[key]} for key, parts in wanted.items()}
-    loaded = _read(weights, checkpoint)
-    _load(chunks, {key: {**loaded[key], **kept[key]} for key in wanted})
+    wanted, kept = _sharded_chunks(chunks), {}
+    for key, parts in wanted.items():
+        kept[key] = {name: parts.pop(name).data for name in list(parts) if isinstance(parts[name], ShardedObject)}
+    loaded = _read(wanted, checkpoint)
+    _load(chunks, {key: {**loaded[key], **kept[key]} for key in kept})
 
 
 class _MovingPlanner(MCoreLoadPlanner):
-    """Gives a heartbeat for every part that is read."""
+    """Gives a heartbeat for every part of a tensor that is read."""
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         heartbeat.beat()
         return super().resolve_tensor(read_item)
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        heartbeat.beat()
-        super().load_bytes(read_item, value)
 
 
 def _read(wanted: dict[str, Any], checkpoint: Path) -> Any:

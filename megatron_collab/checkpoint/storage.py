@@ -27,16 +27,15 @@ Files = dict[str, tuple[int, int]]
 
 def checksums(files: Iterable[Path]) -> Files:
     """Name -> size in bytes and CRC-32 of each file."""
-    return {file.name: _checksum(file) for file in files}
-
-
-def _checksum(file: Path) -> tuple[int, int]:
-    size = crc = 0
-    with file.open("rb") as content:
-        while block := content.read(_READ_BYTES):
-            heartbeat.beat()
-            size, crc = size + len(block), zlib.crc32(block, crc)
-    return size, crc
+    found: Files = {}
+    for file in files:
+        size = crc = 0
+        with file.open("rb") as content:
+            while block := content.read(_READ_BYTES):
+                heartbeat.beat()
+                size, crc = size + len(block), zlib.crc32(block, crc)
+        found[file.name] = size, crc
+    return found
 
 
 def begin(folder: Path, step: int) -> Path:
@@ -63,17 +62,16 @@ def discard(folder: Path, step: int, keep: int) -> None:
     """Remove incomplete folders, and of the checkpoints before `step` all but the newest `keep` - 1."""
     for leftover in [*folder.glob("step_*.tmp"), *folder.glob("step_*.old")]:
         shutil.rmtree(leftover)
-    older = [found for found in _folders(folder) if _step(found) < step]
-    for old in sorted(older, key=_step, reverse=True)[keep - 1 :]:
+    older = [found for number, found in _folders(folder).items() if number < step]
+    for old in older[keep - 1 :]:
         shutil.rmtree(old)
 
 
 def candidates(folder: Path) -> list[Path]:
     """The checkpoints in `folder`: first the one that `latest` names, then from newest to oldest."""
-    found = sorted(_folders(folder), key=_step, reverse=True)
     latest = folder / LATEST
     named = latest.read_text().strip() if latest.is_file() else None
-    return sorted(found, key=lambda one: one.name != named)
+    return sorted(_folders(folder).values(), key=lambda one: one.name != named)
 
 
 def read_state(checkpoint: Path) -> dict[str, Any] | None:
@@ -94,14 +92,12 @@ def damage(checkpoint: Path, files: Mapping[str, Iterable[int]]) -> list[str]:
             found.append(f"{name} is missing")
         elif file.stat().st_size != size:
             found.append(f"{name} has {file.stat().st_size} of {size} bytes")
-        elif _checksum(file)[1] != crc:
+        elif checksums([file])[name] != (size, crc):
             found.append(f"{name} is corrupt")
     return found
 
 
-def _folders(folder: Path) -> list[Path]:
-    return [found for found in folder.glob("step_*") if _FOLDER.fullmatch(found.name)]
-
-
-def _step(folder: Path) -> int:
-    return int(folder.name.removeprefix("step_"))
+def _folders(folder: Path) -> dict[int, Path]:
+    """The checkpoints by step, from newest to oldest."""
+    found = {int(match[1]): one for one in folder.glob("step_*") if (match := _FOLDER.fullmatch(one.name))}
+    return dict(sorted(found.items(), reverse=True))

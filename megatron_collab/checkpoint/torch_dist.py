@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -26,18 +25,12 @@ Shape = Sequence[int]
 PIECE_BYTES = 1 << 26
 
 
-@dataclass(frozen=True)
-class FileBlock:
-    """`tensor` is the part that begins at `offsets` of the tensor `key`, whose shape is `whole`."""
-
-    key: str
-    whole: Shape
-    offsets: Shape
-    tensor: torch.Tensor
+# What to write, and its content: a tensor or bytes.
+Written = tuple[WriteItem, torch.Tensor | io.BytesIO]
 
 
 def write_item(key: str, whole: Shape, offsets: Shape, sizes: Shape, dtype: torch.dtype) -> WriteItem:
-    """torch's request to write a block."""
+    """torch's request to write the block of `sizes` that begins at `offsets` of the tensor `key` of shape `whole`."""
     chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
     data = TensorWriteData(chunk, TensorProperties(dtype=dtype), torch.Size(whole))
     return WriteItem(MetadataIndex(key, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
@@ -70,23 +63,13 @@ def _within(row: int, start: int, end: int, shape: Shape) -> Iterator[tuple[tupl
         yield (row, *offsets), (1, *sizes)
 
 
-class SaveBlocks(DefaultSavePlanner):
-    """The save plan of this rank: its `blocks` and, by key, serialised `objects`."""
+class SaveItems(DefaultSavePlanner):
+    """The save plan of this rank: its items with their contents."""
 
-    def __init__(self, blocks: Iterable[FileBlock], objects: Mapping[str, bytes]) -> None:
+    def __init__(self, items: Sequence[tuple[WriteItem, Any]]) -> None:
         super().__init__(flatten_state_dict=False)
-        self._items: list[WriteItem] = []
-        self._data: dict[MetadataIndex, Any] = {}
-        for block in blocks:
-            self._add(
-                write_item(block.key, block.whole, block.offsets, block.tensor.shape, block.tensor.dtype), block.tensor
-            )
-        for key, content in objects.items():
-            self._add(WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO), io.BytesIO(content))
-
-    def _add(self, item: WriteItem, data: Any) -> None:
-        self._items.append(item)
-        self._data[item.index] = data
+        self._items = [item for item, _ in items]
+        self._data = {item.index: content for item, content in items}
 
     def create_local_plan(self) -> SavePlan:
         return SavePlan(self._items)
@@ -114,12 +97,10 @@ class PacedWriter(FileSystemWriter):
 
 
 class _PacedFiles(FileSystem):
+    """Files to write; a FileSystemWriter reads none."""
+
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        if mode != "wb":
-            with super().create_stream(path, mode) as stream:
-                yield stream
-            return
         with io.BufferedWriter(_Pieces(path, mode)) as stream:
             yield stream
 

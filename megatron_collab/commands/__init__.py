@@ -1,0 +1,31 @@
+"""The commands of the program `megatron-collab`, one a module: each has `main(arguments)`, which gives the exit code.
+
+What they share. Nothing heavy is imported here, so that --help and --version answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from typing import NoReturn
+
+EXIT_BAD_INPUT = 2  # as runtime/process.py has it, which takes longer to import
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """Refuses in one line, with exit code 2, where argparse would also print the usage."""
+
+    def __init__(self, command: str, description: str | None) -> None:
+        formatter = argparse.RawDescriptionHelpFormatter
+        super().__init__(f"megatron-collab {command}", description=description, formatter_class=formatter)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_BAD_INPUT, f"megatron-collab: {message} (all options: --help)\n")
+
+
+def positive(text: str) -> float:
+    """The number that an argument gives."""
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise ValueError(text)
+    return number

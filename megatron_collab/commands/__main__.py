@@ -1,18 +1,16 @@
-"""The program `megatron-collab`, also `python -m megatron_collab.commands`: one command per module of this package.
-
-Nothing heavy is imported here, so that --help and --version answer at once.
-"""
+"""The program `megatron-collab`, also `python -m megatron_collab.commands`."""
 
 from __future__ import annotations
 
 import difflib
 import os
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 
 from megatron_collab import __version__
+from megatron_collab.commands import EXIT_BAD_INPUT
 
-EXIT_BAD_INPUT = 2  # as runtime/process.py has it, which takes longer to import
 COMMANDS = {
     "train": "train a policy: experiment=NAME [option=value …]",
     "quickstart": "the booking world, supervised and then with GRPO, on two CPU cores",
@@ -26,13 +24,8 @@ COMMANDS = {
 def main() -> int:
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
-        commands = [f"  {command:12}{text}" for command, text in COMMANDS.items()]
-        print(
-            "usage: megatron-collab [--version] COMMAND …",
-            *commands,
-            "megatron-collab COMMAND --help: its options",
-            sep="\n",
-        )
+        commands = "\n".join(f"  {command:12}{text}" for command, text in COMMANDS.items())
+        print(f"usage: megatron-collab [--version] COMMAND …\n{commands}\nmegatron-collab COMMAND --help: its options")
         return 0
     if name == "--version":
         print(f"megatron-collab {__version__}")
@@ -43,15 +36,22 @@ def main() -> int:
         return EXIT_BAD_INPUT
     if name == "train":  # replaces this process: train blocks the preemption signal before it imports anything heavy
         os.execv(sys.executable, [sys.executable, "-m", "megatron_collab.train", *arguments])
+    return run(name, arguments)
+
+
+def run(name: str, arguments: Sequence[str]) -> int:
+    """One of COMMANDS but train. What it refuses ends it with one line and exit code 2."""
     try:
         command = import_module(f"megatron_collab.commands.{name.replace('-', '_')}")
+        from megatron_collab.config import ConfigError
+
+        return int(command.main(arguments))
     except ModuleNotFoundError as error:
-        print(
-            f"megatron-collab: {error.name} is not installed; install the extra cpu or gpu, as megatron-collab[cpu]",
-            file=sys.stderr,
-        )
-        return EXIT_BAD_INPUT
-    return int(command.main(arguments))
+        fault = f"{error.name} is not installed; install the extra cpu or gpu, as megatron-collab[cpu]"
+    except (ConfigError, OSError) as error:
+        fault = str(error)
+    print(f"megatron-collab: {fault}", file=sys.stderr)
+    return EXIT_BAD_INPUT
 
 
 if __name__ == "__main__":

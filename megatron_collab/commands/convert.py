@@ -10,46 +10,29 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_collab import patches
-from megatron_collab.config import ArgumentParser, ConfigError
-from megatron_collab.runtime.process import EXIT_BAD_INPUT
+from megatron_collab.commands import ArgumentParser
 
 EXIT_DIFFERENT = 1
-DTYPES = ("bfloat16", "float32")
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = ArgumentParser(
-        "megatron-collab convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser("convert", __doc__)
     parser.add_argument("source", type=Path, help="checkpoint, folder of checkpoints, or Hugging Face folder")
     parser.add_argument("out", type=Path, help="folder to write")
-    parser.add_argument(
-        "--model", type=Path, help="Hugging Face folder that the run started from: config and tokenizer"
-    )
+    parser.add_argument("--model", type=Path, help="Hugging Face folder of the run's start: config and tokenizer")
     parser.add_argument("--to-megatron", action="store_true", help="convert a Hugging Face folder to a checkpoint")
     parser.add_argument("--shard-size", type=_bytes, default=_bytes("5GB"), help="size of the largest file [5GB]")
-    parser.add_argument("--dtype", choices=DTYPES, help="dtype of the result [that of the source]")
-    parser.add_argument(
-        "--verify", action="store_true", help="compare the log-probs of source and result on random tokens"
-    )
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="dtype of the result [that of the source]")
+    parser.add_argument("--verify", action="store_true", help="compare log-probs of source and result")
     given = parser.parse_args(arguments)
     if given.to_megatron == (given.model is not None):
         parser.error("give --model HF to convert a checkpoint, or --to-megatron to convert a Hugging Face folder")
-    try:
-        return run(given)
-    except (ConfigError, OSError) as error:
-        print(f"megatron-collab: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
-
-
-def run(given: argparse.Namespace) -> int:
     import torch
 
     patches.apply("megatron")

@@ -10,65 +10,35 @@ conf/shapes. Exit code 1 if the run does not fit, 2 for settings that cannot wor
 
 from __future__ import annotations
 
-import argparse
-import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megatron_collab import patches
-from megatron_collab.config import ArgumentParser, Config, ConfigError
+from megatron_collab.commands import ArgumentParser, positive
+from megatron_collab.config import ConfigError
 from megatron_collab.runtime import device
-from megatron_collab.runtime.process import EXIT_BAD_INPUT
-
-if TYPE_CHECKING:
-    from megatron_collab.planning.memory import MemoryPlan
-
-TITLES = {
-    device.GPU: "CUDA device",
-    "torch": "torch",
-    "megatron": "Megatron-Core",
-    "transformer_engine": "TransformerEngine",
-    "apex": "apex",
-    "flash_attn": "flash-attn",
-    "sglang": "SGLang",
-    "memory_saver": "torch-memory-saver",
-    "ray": "Ray",
-    "slurm": "Slurm",
-}
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = ArgumentParser(
-        "megatron-collab doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser("doctor", __doc__)
     parser.add_argument("--plan", nargs="+", metavar="OPTION=VALUE", help="print the GPU memory that this run needs")
-    parser.add_argument("--gpu-gib", type=_gib, default=80.0, help="memory of a GPU in GiB [80]")
+    parser.add_argument("--gpu-gib", type=positive, default=80.0, help="memory of a GPU in GiB [80]")
     given = parser.parse_args(arguments)
-    if given.plan is None:
-        return print_probes()
-    try:
-        return print_plan(given.plan, given.gpu_gib)
-    except ConfigError as error:
-        print(f"megatron-collab: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
-
-
-def _gib(text: str) -> float:
-    try:
-        size = float(text)
-    except ValueError:
-        size = 0.0
-    if not 0 < size < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a memory size; give GiB, as 80")
-    return size
+    return print_probes() if given.plan is None else print_plan(given.plan, given.gpu_gib)
 
 
 def print_probes() -> int:
+    """A table of the probes; the last column says what is used in place of a missing one."""
     found = device.probes()
-    print(table(found))
-    lacking = [TITLES[probe.name] for probe in found if not probe.found and not probe.fallback]
+    rows = [("", "found", "enables", "without it")]
+    for probe in found:
+        used = "-" if probe.found else f"-> {probe.fallback or 'nothing: required'}"
+        state = probe.detail if probe.found else f"missing: {probe.detail}"
+        rows.append((probe.name, state, probe.enables, used))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    lacking = [probe.name for probe in found if not probe.found and not probe.fallback]
     if lacking:
         print(f"\nRequired and missing: {', '.join(lacking)}. Run make setup.")
         return 1
@@ -78,62 +48,41 @@ def print_probes() -> int:
     return 0
 
 
-def table(found: Sequence[device.Probe]) -> str:
-    """The probes as a text table; the last column says what is used in place of a missing one."""
-    rows = [("", "found", "enables", "without it")]
-    for probe in found:
-        used = "-" if probe.found else f"-> {probe.fallback or 'nothing: required'}"
-        state = probe.detail if probe.found else f"missing: {probe.detail}"
-        rows.append((TITLES[probe.name], state, probe.enables, used))
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    lines = ["  ".join((*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3])) for row in rows]
-    return "\n".join(line.rstrip() for line in lines)
-
-
 def print_plan(overrides: Sequence[str], gpu_gib: float) -> int:
+    """The plan: the GPUs, the parts of the fullest one, the sums of the others, the host's memory."""
     try:
         patches.apply("megatron")
-        from megatron_collab.planning.memory import GIB, plan_memory, read_run
+        from megatron_collab.models.parallel_layout import ranks
+        from megatron_collab.planning.memory import GIB, peak, plan_memory, read_run
     except Exception as error:  # libraries raise anything where they cannot work, as OSError without their driver
         text = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(f"--plan: torch or Megatron-Core cannot be imported on this machine: {text}") from error
 
     config, shape = read_run(overrides)
-    plan = plan_memory(config, shape)
-    print(report(config, plan))
-    need = plan.peak(plan.fullest) / GIB
-    if need > gpu_gib:
-        print(f"Does not fit a GPU of {gpu_gib:g} GiB: needs {need - gpu_gib:.1f} GiB more.")
+    stages, gpus = plan_memory(config, shape), ranks(config)
+    peaks = [peak(parts) / GIB for parts in stages]
+    fullest = peaks.index(max(peaks))
+    launch, parallel, parts = config.launch, config.parallel, stages[fullest]
+    print(
+        f"{Path(config.model.path).name} on {gpus} GPUs: launch.nodes={launch.nodes} x "
+        f"launch.nproc_per_node={launch.nproc_per_node}\n"
+        f"tp={parallel.tp} pp={parallel.pp} vpp={parallel.vpp} cp={parallel.cp} ep={parallel.ep}, "
+        f"data parallel {gpus // (parallel.tp * parallel.pp * parallel.cp)}, recompute={parallel.recompute}\n\n"
+        f"{f'GiB on a GPU of pipeline stage {fullest}':34}  training  sampling"
+    )
+    rows = [(part.name, part.training, part.sampling) for part in parts]
+    for name, training, sampling in [*rows, ("sum", sum(row[1] for row in rows), sum(row[2] for row in rows))]:
+        print(f"{name:34}  {training / GIB:8.2f}  {sampling / GIB:8.2f}")
+    print(f"\nat most, by pipeline stage: {', '.join(f'{peak:.1f}' for peak in peaks)}")
+    if host := sum(part.host for part in parts) * launch.nproc_per_node:
+        print(f"in host memory of each node, while sampling: {host / GIB:.1f} GiB of optimizer state")
+    print(f"The largest part is {max(parts, key=lambda part: max(part.training, part.sampling)).name}.")
+    left = gpu_gib - peaks[fullest]
+    if left < 0:
+        print(f"Does not fit a GPU of {gpu_gib:g} GiB: needs {-left:.1f} GiB more.")
         return 1
     print(
-        f"Fits a GPU of {gpu_gib:g} GiB: {gpu_gib - need:.1f} GiB remain for what is not counted "
+        f"Fits a GPU of {gpu_gib:g} GiB: {left:.1f} GiB remain for what is not counted "
         "(CUDA contexts, NCCL, SGLang's graphs and workspace, temporaries)."
     )
     return 0
-
-
-def report(config: Config, plan: MemoryPlan) -> str:
-    """The plan as text: the GPUs, the parts of the fullest one, the sums of the others, the host's memory."""
-    from megatron_collab.planning.memory import GIB
-
-    launch, parallel = config.launch, config.parallel
-    parts = plan.stages[plan.fullest]
-    rows = [(part.name, part.training, part.sampling) for part in parts]
-    sums = ("sum", sum(part.training for part in parts), sum(part.sampling for part in parts))
-    lines = [
-        f"{Path(config.model.path).name} on {plan.gpus} GPUs: launch.nodes={launch.nodes} x "
-        f"launch.nproc_per_node={launch.nproc_per_node}",
-        f"tp={parallel.tp} pp={parallel.pp} vpp={parallel.vpp} cp={parallel.cp} ep={parallel.ep}, "
-        f"data parallel {plan.dp}, recompute={parallel.recompute}",
-        "",
-        f"{f'GiB on a GPU of pipeline stage {plan.fullest}':34}  training  sampling",
-        *(f"{name:34}  {training / GIB:8.2f}  {sampling / GIB:8.2f}" for name, training, sampling in [*rows, sums]),
-        "",
-        "at most, by pipeline stage: "
-        + ", ".join(f"{plan.peak(stage) / GIB:.1f}" for stage in range(len(plan.stages))),
-    ]
-    host = sum(part.host for part in parts) * launch.nproc_per_node
-    if host:
-        lines.append(f"in host memory of each node, while sampling: {host / GIB:.1f} GiB of optimizer state")
-    largest = max(parts, key=lambda part: max(part.training, part.sampling))
-    return "\n".join([*lines, f"The largest part is {largest.name}."])

@@ -11,113 +11,67 @@ Exit code 2 for settings that cannot work.
 
 from __future__ import annotations
 
-import argparse
-import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megatron_collab import patches
-from megatron_collab.config import ArgumentParser, Config, ConfigError, require
-from megatron_collab.runtime.process import EXIT_BAD_INPUT
-
-if TYPE_CHECKING:
-    from megatron_collab.planning.weight_sync_cost import SyncCost
-    from megatron_collab.weight_sync.plan import SyncPlan
+from megatron_collab.commands import ArgumentParser, positive
+from megatron_collab.config import require
 
 GB, MIB = 1e9, 1 << 20
 BANDWIDTHS = [1500.0, 400.0, 45.0]  # H100: 90% of HBM3 (device to itself), NVLink 4, 400 Gbit/s
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = ArgumentParser(
-        "megatron-collab plan-sync", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser("plan-sync", __doc__)
     parser.add_argument("options", nargs="+", metavar="OPTION=VALUE", help="settings of the run, as for train")
     parser.add_argument(
         "--bandwidth",
         nargs=3,
-        type=_gb,
+        type=positive,
         default=BANDWIDTHS,
         metavar=("MEMORY", "NODE", "NETWORK"),
         help="GB/s of a device in one direction: within its memory, within its node, to other nodes [1500 400 45]",
     )
     given = parser.parse_args(arguments)
-    try:
-        print(estimate(given.options, given.bandwidth))
-    except ConfigError as error:
-        print(f"megatron-collab: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
-    return 0
-
-
-def _gb(text: str) -> float:
-    try:
-        speed = float(text)
-    except ValueError:
-        speed = 0.0
-    if not 0 < speed < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a bandwidth; give GB a second, as 45")
-    return speed
-
-
-def estimate(options: Sequence[str], bandwidths: Sequence[float]) -> str:
     patches.apply("megatron")
     from megatron_collab.planning.memory import read_run
-    from megatron_collab.planning.weight_sync_cost import Bandwidth, sync_cost
+    from megatron_collab.planning.weight_sync_cost import Bandwidth, Sharding, sync_cost
     from megatron_collab.trainer.megatron.config import DTYPES
     from megatron_collab.weight_sync.plan import plan_sync, server_layout, trainer_layout
 
-    config, shape = read_run(options)
-    stage = config.train.stage
-    require(stage == "rl", f"train.stage={stage}: has no servers to sync weights to; set train.stage=rl")
-    found = plan_sync(shape, trainer_layout(config), server_layout(config), DTYPES[config.model.dtype].itemsize)
-    speeds = {link: GB * speed for link, speed in zip(Bandwidth, bandwidths, strict=True)}
-    return report(config, found, sync_cost(config, shape, found, speeds))
+    config, shape = read_run(given.options)
+    require(config.train.stage == "rl", "<train.stage>: has no servers to sync weights to; set train.stage=rl", config)
+    trainer, parallel, server = trainer_layout(config), config.parallel, config.rollout.server
+    plan = plan_sync(shape, trainer, server_layout(config), DTYPES[config.model.dtype].itemsize)
+    speeds = {link: GB * speed for link, speed in zip(Bandwidth, given.bandwidth, strict=True)}
+    cost = sync_cost(config, shape, plan, speeds)
 
-
-def report(config: Config, plan: SyncPlan, cost: SyncCost) -> str:
-    """The plan as text."""
-    from megatron_collab.models.parallel_layout import ranks
-    from megatron_collab.planning.weight_sync_cost import Bandwidth, Sharding
-
-    parallel, server, gpus = config.parallel, config.rollout.server, ranks(config)
-    sizes = [bucket.size for row in plan.rounds for bucket in row]
-    slices = sum(len(bucket.slices) for row in plan.rounds for bucket in row)
-    total = sum(cost.paths.values())
+    buckets = [bucket for row in plan.rounds for bucket in row]
+    largest = max(bucket.size for bucket in buckets) / MIB
     where = "on the trainer's devices" if server.colocated else "on further devices"
-    lines = [
-        f"{Path(config.model.path).name}: trainer of {gpus} ranks, tp={parallel.tp} pp={parallel.pp} "
-        f"vpp={parallel.vpp} cp={parallel.cp} ep={parallel.ep}",
+    print(
+        f"{Path(config.model.path).name}: trainer of {trainer.ranks} ranks, tp={parallel.tp} pp={parallel.pp} "
+        f"vpp={parallel.vpp} cp={parallel.cp} ep={parallel.ep}\n"
         f"-> {server.replicas} servers of tp={server.tp} ep={server.ep} {'FP8' if server.fp8 else config.model.dtype} "
-        f"{where}",
-        "",
-        f"{len(plan.rounds)} rounds, a bucket of at most {max(sizes) / MIB:.1f} MiB for each rank of a server, "
-        f"{slices:,} slices",
-        "",
-        f"{'GB to all servers':24}{Sharding.SAME.value:>12}{Sharding.OTHER.value:>12}",
-        *(
-            f"{link.value:24}{cost.paths.get((Sharding.SAME, link), 0) / GB:12.2f}"
-            f"{cost.paths.get((Sharding.OTHER, link), 0) / GB:12.2f}"
-            for link in Bandwidth
-        ),
-        "",
-        f"{'GB sent by a rank':24}{'mean':>12}{'most':>12}",
-    ]
-    size = gpus // parallel.pp
+        f"{where}\n\n"
+        f"{len(plan.rounds)} rounds, a bucket of at most {largest:.1f} MiB for each "
+        f"rank of a server, {sum(len(bucket.slices) for bucket in buckets):,} slices\n\n"
+        f"{'GB to all servers':24}{Sharding.SAME.value:>12}{Sharding.OTHER.value:>12}"
+    )
+    for link in Bandwidth:
+        print(f"{link.value:24}" + "".join(f"{cost.paths.get((cut, link), 0) / GB:12.2f}" for cut in Sharding))
+    print(f"\n{'GB sent by a rank':24}{'mean':>12}{'most':>12}")
+    size = trainer.ranks // parallel.pp
     for stage in range(parallel.pp):
         sent = [cost.sent.get(rank, 0) for rank in range(stage * size, (stage + 1) * size)]
-        lines.append(f"{f'pipeline stage {stage}':24}{sum(sent) / size / GB:12.2f}{max(sent) / GB:12.2f}")
+        print(f"{f'pipeline stage {stage}':24}{sum(sent) / size / GB:12.2f}{max(sent) / GB:12.2f}")
     fullest = max(cost.sent, key=cost.sent.__getitem__)
     target = max(cost.received, key=cost.received.__getitem__)
-    return "\n".join(
-        [
-            *lines,
-            "",
-            f"Trainer rank {fullest} sends the most, {cost.sent[fullest] / GB:.2f} GB; rank {target[1]} of server "
-            f"{target[0]} receives the most, {cost.received[target] / GB:.2f} GB.",
-            f"{total / GB:.2f} GB take {cost.seconds:.2f} s, {cost.seconds / cost.floor:.1f} times the floor of "
-            f"{cost.floor:.2f} s.",
-        ]
+    print(
+        f"\nTrainer rank {fullest} sends the most, {cost.sent[fullest] / GB:.2f} GB; rank {target[1]} of server "
+        f"{target[0]} receives the most, {cost.received[target] / GB:.2f} GB.\n"
+        f"{sum(cost.paths.values()) / GB:.2f} GB take {cost.seconds:.2f} s, {cost.seconds / cost.floor:.1f} times the "
+        f"floor of {cost.floor:.2f} s."
     )
+    return 0

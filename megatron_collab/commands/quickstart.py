@@ -6,24 +6,19 @@ second stage with the reward of the trained turn alone. The last line printed is
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_collab.config import ArgumentParser
+from megatron_collab.commands import ArgumentParser
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = ArgumentParser(
-        "megatron-collab quickstart", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser("quickstart", __doc__)
     parser.add_argument("--seed", type=int, default=0, help="seed of both runs [0]")
-    parser.add_argument(
-        "--root", type=Path, default=Path("runs/quickstart"), help="folder of the runs [runs/quickstart]"
-    )
+    parser.add_argument("--root", type=Path, default=Path("runs/quickstart"), help="folder of the runs [%(default)s]")
     parser.add_argument("--compare", action="store_true", help="also train on the reward of the trained turn alone")
     parser.add_argument("overrides", nargs="*", metavar="option=value", help="settings of every run")
     given = parser.parse_args(arguments)
@@ -35,19 +30,15 @@ def main(arguments: Sequence[str]) -> int:
     train("experiment=booking_sft", f"run.dir={root}/sft", *common)
     print(f"2. GRPO with multiturn-aware reward -> {root}/rl", flush=True)
     train(*second_stage, f"run.dir={root}/rl")
-    alone = None
+    result = read(root / "rl")
+    result["train_minutes"] = round(read(root / "sft")["train_minutes"] + result["train_minutes"], 2)
     if given.compare:
         print(f"3. GRPO with the reward of the trained turn alone -> {root}/single_turn", flush=True)
         train(*second_stage, f"run.dir={root}/single_turn", "reward.mode=single_turn")
-        alone = read(root / "single_turn")["ask_when_missing_after"]
-
-    result = read(root / "rl")
-    result["train_minutes"] = round(read(root / "sft")["train_minutes"] + result["train_minutes"], 2)
-    result["single_turn_ask_after"] = alone
+        result["single_turn_ask_after"] = read(root / "single_turn")["ask_when_missing_after"]
     (root / "result.json").write_text(json.dumps(result, indent=2) + "\n")
-    report = root / "rl" / "report.html"
     print(
-        f"\nReport: {report}\n"
+        f"\nReport: {root}/rl/report.html\n"
         f"Learned: asks when something is missing {result['ask_when_missing_before']:.3f} -> "
         f"{result['ask_when_missing_after']:.3f}, asks when nothing is {result['needless_before']:.3f} -> "
         f"{result['needless_after']:.3f}, final answer right {result['accuracy_before']:.3f} -> "

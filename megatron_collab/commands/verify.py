@@ -10,7 +10,6 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_collab import patches
 from megatron_collab.checkpoint import hf
-from megatron_collab.checkpoint.hf import read_shape
 from megatron_collab.checkpoint.sharded_state import load_weights
 from megatron_collab.config import Config
 from megatron_collab.runtime.network import HOST, bindable
@@ -28,11 +27,10 @@ def largest_difference(checkpoint: Path, folder: Path, dtype: torch.dtype | None
     Both run on the CPU in float32, one after the other: memory for one model in float32 is needed. The weights of
     both are rounded to `dtype`, to which one may have been converted from the other.
     """
-    vocab = read_shape(folder).vocab
+    vocab = hf.read_shape(folder).vocab
     tokens = torch.randint(vocab, (SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(0))
     expected = _transformers(folder, dtype, tokens)
-    found = _megatron(checkpoint, folder, dtype, tokens)
-    return float((found - expected).abs().max())
+    return float((_megatron(checkpoint, folder, dtype, tokens) - expected).abs().max())
 
 
 @torch.no_grad()
@@ -51,14 +49,9 @@ def _transformers(folder: Path, dtype: torch.dtype | None, tokens: torch.Tensor)
 def _megatron(checkpoint: Path, folder: Path, dtype: torch.dtype | None, tokens: torch.Tensor) -> torch.Tensor:
     config = Config()
     config.launch.device, config.model.dtype = "cpu", "float32"
-    os.environ |= {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": HOST,
-        "MASTER_PORT": str(bindable("--verify", 0)),
-    }
-    shape = read_shape(folder)
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": HOST}
+    os.environ["MASTER_PORT"] = str(bindable("--verify", 0))
+    shape = hf.read_shape(folder)
     with parallel.init_parallel(config):
         chunks = policies.build(config, shape)
         load_weights(chunks, checkpoint)

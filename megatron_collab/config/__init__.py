@@ -2,16 +2,8 @@
 
 from megatron_collab.config.extension import Extension, lookup, make, make_absolute, resolve
 from megatron_collab.config.history import SETTINGS, Change, changes
-from megatron_collab.config.load import CONF, Setting, build, compose, groups, settings
-from megatron_collab.config.option import (
-    ArgumentParser,
-    ConfigError,
-    check_declared,
-    declared,
-    nearest,
-    option,
-    require,
-)
+from megatron_collab.config.load import CONF, build, compose, groups, settings
+from megatron_collab.config.option import ConfigError, check_declared, declared, nearest, option, require
 from megatron_collab.config.schema import (
     AlgoConfig,
     Config,
@@ -30,41 +22,5 @@ from megatron_collab.config.schema import (
     uses_wandb,
 )
 
-__all__ = [
-    "CONF",
-    "SETTINGS",
-    "AlgoConfig",
-    "ArgumentParser",
-    "Change",
-    "Config",
-    "ConfigError",
-    "DataConfig",
-    "EndpointConfig",
-    "Extension",
-    "LlmConfig",
-    "ModelConfig",
-    "OptimConfig",
-    "ParallelConfig",
-    "RewardConfig",
-    "RolloutConfig",
-    "RunConfig",
-    "SamplingConfig",
-    "ServerConfig",
-    "Setting",
-    "UserConfig",
-    "build",
-    "changes",
-    "check_declared",
-    "compose",
-    "declared",
-    "groups",
-    "lookup",
-    "make",
-    "make_absolute",
-    "nearest",
-    "option",
-    "require",
-    "resolve",
-    "settings",
-    "uses_wandb",
-]
+# The interface for extensions; the other names are for the package itself.
+__all__ = ["Config", "ConfigError", "Extension", "option"]

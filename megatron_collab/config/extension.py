@@ -8,7 +8,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
@@ -25,7 +25,7 @@ class NoOptions:
 
 
 class Extension:
-    """Base of what a setting may name. `Options` is a frozen dataclass; its fields are checked as ours are."""
+    """Base of what a setting may name. `Options` is a frozen dataclass, whose fields `option` may declare."""
 
     Options: ClassVar[type] = NoOptions
 
@@ -41,8 +41,7 @@ def resolve(spec: str, setting: str, base: type) -> Any:
     where, _, name = spec.rpartition(":")
     module = _load(where, f"{setting}={spec}")
     found = getattr(module, name, None)
-    if found is None:
-        raise ConfigError(f"{setting}={spec}: {where} has no {name}{nearest(name, vars(module))}")
+    require(found is not None, f"{setting}={spec}: {where} has no {name}{nearest(name, vars(module))}")
     called = "__call__" in vars(base)
     derived = issubclass(found, base) if isinstance(found, type) else called and callable(found)
     also = " or a function" if called else ""
@@ -68,10 +67,9 @@ def lookup(name: str, setting: str, table: Mapping[str, str], base: type) -> Any
 
 def make_absolute(value: Any) -> Any:
     """`value`, settings or a part of them, with the files of its specs absolute: workers may run in another folder."""
-    if is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            setattr(value, field.name, make_absolute(getattr(value, field.name)))
-        return value
+    if is_dataclass(value):
+        for name, entry in vars(value).items():
+            setattr(value, name, make_absolute(entry))
     if isinstance(value, dict):
         return {make_absolute(key): make_absolute(entry) for key, entry in value.items()}
     if isinstance(value, list):
@@ -82,31 +80,27 @@ def make_absolute(value: Any) -> Any:
 
 
 def _load(where: str, said: str) -> ModuleType:
-    if where.endswith(".py"):
-        return _load_file(Path(where).resolve(), said)
+    file = Path(where).resolve()
+    require(file.suffix != ".py" or file.is_file(), f"{said}: no such file")
     try:
-        return importlib.import_module(where)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{where}.".startswith(f"{error.name}."):
-            raise ConfigError(f"{said}: importing {where} failed: {error}") from error
-        raise ConfigError(f"{said}: no module {error.name}; install its package, or give ./FILE.py:NAME") from error
+        return _load_file(file) if file.suffix == ".py" else importlib.import_module(where)
     except Exception as error:
-        raise ConfigError(f"{said}: importing {where} failed: {type(error).__name__}: {error}") from error
+        fault = f"importing {where} failed: {type(error).__name__}: {error}"
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{where}.".startswith(f"{error.name}."):
+            fault = f"no module {error.name}; install its package, or give ./FILE.py:NAME"
+        raise ConfigError(f"{said}: {fault}") from error
 
 
-def _load_file(file: Path, said: str) -> ModuleType:
+def _load_file(file: Path) -> ModuleType:
     """The module in `file`, once a process."""
     name = f"{file.stem}_{hashlib.blake2b(str(file).encode(), digest_size=4).hexdigest()}"
-    if name in sys.modules:
-        return sys.modules[name]
-    require(file.is_file(), f"{said}: no such file")
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # before it is executed: its dataclasses look their module up
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[name]
-        raise ConfigError(f"{said}: importing {file} failed: {type(error).__name__}: {error}") from error
-    return module
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)  # before it is executed: dataclasses look it up
+        try:
+            spec.loader.exec_module(sys.modules[name])
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]

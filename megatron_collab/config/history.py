@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from omegaconf import MISSING
 
+from megatron_collab.config.load import leaves
 from megatron_collab.config.option import ConfigError, declared
 from megatron_collab.config.schema import Config
 
@@ -20,10 +21,7 @@ SETTINGS = "config.json"  # in run.dir: the settings that the run was last start
 
 
 class Change(NamedTuple):
-    """A setting that a run began with, and another value that it is to go on with.
-
-    `allowed`: it extends the run or leaves its results as they are; else the two would be different runs.
-    """
+    """Another value of a setting; `allowed` if it extends the run or leaves its results as they are."""
 
     setting: str
     before: Any
@@ -40,11 +38,12 @@ def changes(config: Config) -> list[Change]:
     if not file.is_file():
         return []
     try:
-        began = json.loads(file.read_text())
-        before = _translated(dict(_flat(began)))
+        before = _flat(json.loads(file.read_text()))
     except (ValueError, AttributeError) as error:
         raise ConfigError(f"{file}: holds no settings of a run; restore it, or choose another run.dir") from error
-    after = dict(_flat(asdict(config)))
+    after = _flat(asdict(config))
+    if credit := re.fullmatch(r"reward_to_go\((.+)\)", str(before.get("reward.turn_credit"))):  # of earlier versions
+        before |= {"reward.turn_credit": "reward_to_go", "reward.turn_gamma": float(credit[1])}
     rules = {name: (default, rule) for name, default, rule in declared(Config)}
     found = []
     for name in sorted(before.keys() | after.keys()):
@@ -52,30 +51,15 @@ def changes(config: Config) -> list[Change]:
         if owner is None:
             continue  # an option that is gone
         default, rule = rules[owner]
-        if name == owner:  # a run of an earlier version may not have it
-            had, has = before.get(name, None if default == MISSING else default), after.get(name)
-            allowed = rule.may_change
-        else:  # an entry, as the weight of a metric: it may change, not come or go
-            had, has = before.get(name), after.get(name)
-            if had is None and _NAMED.fullmatch(name):
-                continue
-            allowed = rule.may_change and None not in (had, has)
-        if had != has:
-            found.append(Change(name, had, has, allowed))
+        # A run of an earlier version may not have an option yet.
+        had = before.get(name, default if name == owner and default != MISSING else None)
+        has = after.get(name)
+        if had == has or (had is None and _NAMED.fullmatch(name)):
+            continue
+        # An entry of an option, as the weight of a metric, may change, but not come or go.
+        found.append(Change(name, had, has, rule.may_change and (name == owner or None not in (had, has))))
     return found
 
 
-def _translated(before: dict[str, Any]) -> dict[str, Any]:
-    """Settings of earlier versions under their names of today."""
-    credit = re.fullmatch(r"reward_to_go\((.+)\)", str(before.get("reward.turn_credit")))
-    if credit:
-        before |= {"reward.turn_credit": "reward_to_go", "reward.turn_gamma": float(credit[1])}
-    return before
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
+def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in leaves(tree) if value != {}}

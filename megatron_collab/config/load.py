@@ -6,13 +6,14 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import hydra
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
@@ -21,70 +22,52 @@ from megatron_collab.config.schema import Config
 
 _Options = TypeVar("_Options")
 
-_PACKAGE = Path(__file__).resolve().parents[1]
 # In the package where it is installed from a wheel, beside it in a checkout.
-CONF = next((folder for folder in (_PACKAGE / "conf", _PACKAGE.parent / "conf") if folder.is_dir()), _PACKAGE / "conf")
+_FOLDERS = [folder / "conf" for folder in Path(__file__).resolve().parents[1:3]]
+CONF = next((folder for folder in _FOLDERS if folder.is_dir()), _FOLDERS[0])
 
-_HELP = "(all options: --help)"
 # What Hydra recommends and is refused here: to add an option with a +, to sweep over values.
 _REFUSED = re.compile(r" (To append to your \w+|3\. To sweep) .*")
 
 
-class Setting(NamedTuple):
-    """An option of a composed run, by its dotted name, and where its value is from."""
-
-    name: str
-    value: Any
-    source: str
-
-
-def _schema() -> DictConfig:
-    schema = OmegaConf.structured(Config)
-    for name, value, _ in declared(Config):
-        if isinstance(value, dict):  # its keys are names that anybody may add
-            OmegaConf.set_struct(OmegaConf.select(schema, name), False)
-    return schema
-
-
-ConfigStore.instance().store(name="schema", node=_schema())
+_schema = OmegaConf.structured(Config)
+for _name, _value, _ in declared(Config):
+    if isinstance(_value, dict):  # its keys are names that may be added
+        OmegaConf.set_struct(OmegaConf.select(_schema, _name), False)
+ConfigStore.instance().store(name="schema", node=_schema)
 
 
 def compose(overrides: Sequence[str]) -> Config:
-    """Compose `conf/config.yaml` with Hydra overrides.
+    """Compose `conf/config.yaml` with Hydra overrides; whether the values can work is for launch.validate to say.
 
-    Raises ConfigError for an unknown option, a value of the wrong type, or a required one that is not set. Whether the
-    values can work is for `launch.validate.validate` to say.
+    Raises ConfigError for an unknown option, a value of the wrong type, or a required one that is not set.
     """
     node = _composed(overrides)
-    missing = sorted(OmegaConf.missing_keys(node))
-    if missing:
+    if missing := sorted(OmegaConf.missing_keys(node)):
         raise ConfigError(f"{missing[0]}: not set; give {missing[0]}=VALUE or an experiment=NAME that sets it")
-    config = OmegaConf.to_object(node)
-    assert isinstance(config, Config)
+    config: Config = OmegaConf.to_object(node)
     return config
 
 
-def settings(overrides: Sequence[str]) -> list[Setting]:
-    """Every option as `compose` gives it; one that is required and not set has the value omegaconf.MISSING.
+def settings(overrides: Sequence[str]) -> list[tuple[str, Any, str]]:
+    """Name, value and source of every option that `compose` gives; required ones not set are omegaconf.MISSING.
 
     The source is "default", the file under conf/ that sets it, or "command line".
     """
-    node = _composed(overrides)
-    layers = list(_layers(overrides))
-    found = []
-    for name, value in _leaves(OmegaConf.to_container(node)):
-        source = next((source for source, names in reversed(layers) if _sets(names, name)), "default")
-        found.append(Setting(name, value, source))
-    return found
+    found = {name: (value, "default") for name, value in leaves(OmegaConf.to_container(_composed(overrides)))}
+    for source, names in _layers(overrides):
+        for name, (value, _) in found.items():
+            if any(f"{name}.".startswith(f"{prefix}.") for prefix in names):
+                found[name] = value, source
+    return [(name, *entry) for name, entry in found.items()]
 
 
 def groups() -> dict[str, list[str]]:
     """The names that each group of `conf/` has, as {"experiment": ["booking", …]}."""
-    return {
-        folder.name: sorted(file.stem for file in folder.glob("*.yaml"))
-        for folder in sorted(CONF.iterdir())
-        if any(folder.glob("*.yaml"))
-    }
+    found: dict[str, list[str]] = {}
+    for file in sorted(CONF.glob("*/*.yaml")):
+        found.setdefault(file.parent.name, []).append(file.stem)
+    return found
 
 
 def build(kind: type[_Options], given: Mapping[str, Any], prefix: str) -> _Options:
@@ -93,12 +76,11 @@ def build(kind: type[_Options], given: Mapping[str, Any], prefix: str) -> _Optio
     Raises ConfigError for an unknown one, a value of the wrong type, and one that its declaration refuses.
     """
     names = [spec.name for spec in fields(kind)]  # type: ignore[arg-type]  # a dataclass
-    for name in given:
-        there = f"; there are {', '.join(names)}" if names else "; there are none"
-        require(name in names, f"{prefix}{name}: no such setting{nearest(name, names)}{there}")
     node = OmegaConf.structured(kind)
     OmegaConf.set_readonly(node, False)  # which that of a frozen dataclass is
     for name, value in given.items():
+        there = f"there are {', '.join(names) or 'none'}"
+        require(name in names, f"{prefix}{name}: no such setting{nearest(name, names)}; {there}")
         try:
             node[name] = value
         except OmegaConfBaseException as error:
@@ -114,31 +96,21 @@ def build(kind: type[_Options], given: Mapping[str, Any], prefix: str) -> _Optio
 def _composed(overrides: Sequence[str]) -> DictConfig:
     """The composed node, interpolations resolved; ConfigError for what Hydra or the schema refuses."""
     for override in overrides:
-        known = not override.startswith("-")
-        require(known, f"{override}: no such argument; there are --help, --cfg and option=value")
+        require(override[:1] != "-", f"{override}: no such argument; there are --help, --cfg and option=value")
     overrides = _plain(overrides)
+    GlobalHydra.instance().clear()
     try:
-        node = _hydra(overrides)
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            node = hydra.compose("config", overrides=overrides)
         OmegaConf.resolve(node)
         return node
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(f"{_reason(error, overrides)} {_HELP}") from error
+        raise ConfigError(f"{_reason(error, overrides)} (all options: --help)") from error
 
 
 def _plain(overrides: Sequence[str]) -> list[str]:
-    """Overrides as Hydra is given them.
-
-    Its + and ++ add what the schema does not know, and nothing would read it; what may be added needs neither. A shell
-    leaves a ~ after = as it is.
-    """
-    home = str(Path.home())
-    return [re.sub(r"(?<==)~(?=/)", home, override.lstrip("+"), count=1) for override in overrides]
-
-
-def _hydra(overrides: Sequence[str], **more: bool) -> DictConfig:
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        return hydra.compose("config", overrides=list(overrides), **more)
+    """Overrides without + and ++, which add what nothing would read, and with ~ after = as the home folder."""
+    return [re.sub(r"(?<==)~(?=/)", str(Path.home()), override.lstrip("+"), count=1) for override in overrides]
 
 
 def _reason(error: Exception, overrides: Sequence[str]) -> str:
@@ -149,66 +121,40 @@ def _reason(error: Exception, overrides: Sequence[str]) -> str:
         return f"{group}={name}: not in conf/{group}{nearest(name, there)}; there are {', '.join(there)}"
     if isinstance(error, OverrideParseException):
         name, given, value = error.override.partition("=")
-        if not given:
-            return f"{name}: give option=value"
-        return f"{error.override}: cannot be read; quote special characters: '{name}=\"{value}\"'"
-    unknown = _unknown(error, overrides)
-    if unknown is not None:
-        return unknown
-    cause = f": {str(error.__cause__).splitlines()[0]}" if error.__cause__ else ""
-    return _REFUSED.sub("", " ".join(f"{error}{cause}".split()))
-
-
-def _unknown(error: Exception, overrides: Sequence[str]) -> str | None:
-    """What to say where one of `overrides` sets an option that is not there, and None for any other error.
-
-    Hydra would recommend to add it with a +.
-    """
+        known = f"cannot be read; quote special characters: '{name}=\"{value}\"'"
+        return f"{error.override}: {known if given else 'give option=value'}"
     cause = error.__cause__
-    if isinstance(cause, ConfigAttributeError | ConfigKeyError):
+    if isinstance(cause, ConfigAttributeError | ConfigKeyError):  # Hydra would recommend to add it with a +
         missing = str(cause.full_key)  # the first part of a name that is not there, or a key of a value in braces
-        for override in overrides:
-            name = override.partition("=")[0]
+        for name in (override.partition("=")[0] for override in overrides):
             if f"{name}.".startswith(f"{missing}.") or missing.startswith(f"{name}."):
                 name = max(name, missing, key=len)
                 options = [*(option for option, _, _ in declared(Config)), *groups()]
                 return f"{name}: no such option{nearest(name, options, cutoff=0)}"
-    return None
+    detail = f": {str(cause).splitlines()[0]}" if cause else ""
+    return _REFUSED.sub("", " ".join(f"{error}{detail}".split()))
 
 
 def _layers(overrides: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """What sets options beside the schema, and which, in the order in which later ones win."""
     overrides = _plain(overrides)
-    chosen = _hydra(overrides, return_hydra_config=True).hydra.runtime.choices
-    defaults = OmegaConf.to_container(OmegaConf.load(CONF / "config.yaml"))["defaults"]
-    in_order = [group for entry in defaults if isinstance(entry, dict) for group in entry]
-    for group in in_order:
-        if chosen.get(group):
-            yield from _file_layers(group, chosen[group])
-    names = (override.partition("=")[0] for override in overrides)
-    yield "command line", [name.lstrip("~") for name in names if name not in in_order]
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        loader = GlobalHydra.instance().config_loader()
+        found = loader.compute_defaults_list("config", overrides, RunMode.RUN).defaults
+    for default in found:
+        path = f"{default.config_path}.yaml"
+        if (CONF / path).is_file():
+            prefix = f"{default.package}." if default.package else ""
+            content: Any = OmegaConf.to_container(OmegaConf.load(CONF / path))
+            yield f"conf/{path}", [prefix + leaf for leaf, _ in leaves(content)]
+    names = (override.partition("=")[0].lstrip("~") for override in overrides)
+    yield "command line", [name for name in names if name not in groups()]
 
 
-def _file_layers(group: str, name: str) -> Iterator[tuple[str, list[str]]]:
-    """A file of a group, after the files of the same group that it builds on."""
-    text = (CONF / group / f"{name}.yaml").read_text()
-    content = OmegaConf.to_container(OmegaConf.create(text))
-    assert isinstance(content, dict)
-    for base in content.pop("defaults", []):
-        if isinstance(base, str) and base != "_self_":
-            yield from _file_layers(group, base)
-    prefix = "" if "@package _global_" in text.partition("\n")[0] else f"{group}."
-    yield f"conf/{group}/{name}.yaml", [prefix + leaf for leaf, _ in _leaves(content)]
-
-
-def _sets(names: Sequence[str], leaf: str) -> bool:
-    return any(f"{leaf}.".startswith(f"{name}.") for name in names)
-
-
-def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Dotted names and values; an empty dict is a value."""
     for key, value in tree.items():
         if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
+            yield from leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value

@@ -1,17 +1,18 @@
 """How an option is declared, once: default, help, allowed values, and whether a run may go on with another one.
 
-`check_declared` is the validator that reads the declarations; what several options must fulfil together is checked in
-launch/validate*.py.
+What several options must fulfil together is checked in launch/validate.py.
 """
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import operator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any
 
 _KEY = "declared"  # in the metadata of a field
 
@@ -20,10 +21,25 @@ class ConfigError(ValueError):
     """A setting that cannot work; the message is one line that names it and the way out."""
 
 
-def require(holds: bool, message: str) -> None:
-    """Raises ConfigError(message) unless the condition holds."""
+def require(holds: bool, message: str, config: Any = None) -> None:
+    """Raises ConfigError(message) unless the condition holds; <run.dir> in it becomes run.dir=VALUE of `config`."""
     if not holds:
-        raise ConfigError(message)
+        pattern = r"<(\w+\.[\w.]+)>"
+        raise ConfigError(re.sub(pattern, lambda found: _given(found[1], config), message) if config else message)
+
+
+def _given(name: str, config: Any) -> str:
+    value = operator.attrgetter(name)(config)
+    return f"{name}={str(value).lower() if isinstance(value, bool) else value}"
+
+
+# attribute of Declared: in words, and the comparison of a value with it
+_BOUNDS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
+    "ge": ("at least", operator.ge),
+    "gt": ("above", operator.gt),
+    "le": ("at most", operator.le),
+    "lt": ("below", operator.lt),
+}
 
 
 @dataclass(frozen=True)
@@ -43,55 +59,35 @@ class Declared:
     lt: float | None = None
     may_change: bool = False
 
-    def allowed(self) -> str:
-        """The allowed values in words, as "from 0 to 1"; empty where every value of the type is."""
+    def allowed(self, separator: str = " | ") -> str:
+        """The allowed values in words, as "at least 0 and below 1"; empty where every value of the type is."""
         if self.choices:
-            return " | ".join([*self.choices, *(["package.module:Class"] if self.extensible else [])])
-        low, high = self.ge if self.gt is None else self.gt, self.le if self.lt is None else self.lt
-        if low is None or high is None:
-            texts = {"{} or greater": self.ge, "greater than {}": self.gt, "at most {}": self.le, "below {}": self.lt}
-            return next((text.format(bound) for text, bound in texts.items() if bound is not None), "")
-        return f"{'from' if self.gt is None else 'above'} {low} to {'' if self.lt is None else 'below '}{high}"
+            return separator.join([*self.choices, *(["package.module:Class"] if self.extensible else [])])
+        bounds = ((words, getattr(self, name)) for name, (words, _) in _BOUNDS.items())
+        return " and ".join(f"{words} {bound}" for words, bound in bounds if bound is not None)
 
     def fault(self, value: Any) -> str | None:
         """Why this value is refused; None where it is allowed."""
-        if value is None or isinstance(value, bool):
-            return None
         if isinstance(value, int | float):
             if not math.isfinite(value):
-                return f"must be a finite number {self.allowed()}".rstrip()
-            bounds = (
-                (self.ge, lambda bound: value >= bound),
-                (self.gt, lambda bound: value > bound),
-                (self.le, lambda bound: value <= bound),
-                (self.lt, lambda bound: value < bound),
-            )
-            return (
-                None if all(bound is None or holds(bound) for bound, holds in bounds) else f"must be {self.allowed()}"
-            )
-        if not self.choices or value in self.choices or (self.extensible and ":" in str(value)):
+                return f"must be finite and {self.allowed()}".removesuffix(" and ")
+            bounds = ((getattr(self, name), holds) for name, (_, holds) in _BOUNDS.items())
+            within = all(bound is None or holds(value, bound) for bound, holds in bounds)
+            return None if within else f"must be {self.allowed()}"
+        if value is None or not self.choices or value in self.choices or (self.extensible and ":" in value):
             return None
-        also = ", or package.module:Class" if self.extensible else ""
-        return f"choose one of {', '.join(self.choices)}{also}{nearest(str(value), self.choices)}"
+        return f"choose one of {self.allowed(', ')}{nearest(value, self.choices)}"
 
 
-def option(
-    default: Any,
-    help: str,
-    *,
-    choices: Sequence[str] = (),
-    extensible: bool = False,
-    ge: float | None = None,
-    gt: float | None = None,
-    le: float | None = None,
-    lt: float | None = None,
-    may_change: bool = False,
-) -> Any:
-    """A field of a dataclass of options, with its declaration (see `Declared`)."""
-    metadata = {_KEY: Declared(help, tuple(choices), extensible, ge, gt, le, lt, may_change)}
+def option(default: Any, help: str, **declaration: Any) -> Any:
+    """A field of a dataclass of options; the other arguments are the fields of `Declared`."""
+    metadata = {_KEY: Declared(help, **declaration)}
     if isinstance(default, dict | list):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+mutable = partial(option, may_change=True)  # a run may go on with another value
 
 
 def declared(options: Any, prefix: str = "") -> Iterator[tuple[str, Any, Declared]]:
@@ -113,11 +109,10 @@ def declared(options: Any, prefix: str = "") -> Iterator[tuple[str, Any, Declare
 def check_declared(options: Any, prefix: str = "") -> None:
     """Raises ConfigError for the first value of the dataclass `options` that its declaration refuses."""
     for name, value, rule in declared(options, prefix):
-        entries: Iterable[tuple[str, Any]] = [(name, value)]
         if isinstance(value, dict):
             entries = [(f"{name}.{key}", entry) for key, entry in value.items() if not isinstance(entry, dict)]
-        elif isinstance(value, list):
-            entries = [(name, entry) for entry in value]
+        else:
+            entries = [(name, entry) for entry in (value if isinstance(value, list) else [value])]
         for setting, entry in entries:
             fault = rule.fault(entry)
             require(fault is None, f"{setting}={entry}: {fault}")
@@ -127,10 +122,3 @@ def nearest(value: str, options: Iterable[str], cutoff: float = 0.5) -> str:
     """ "; the nearest is NAME" for a mistyped `value`; empty where no option is similar."""
     found = difflib.get_close_matches(value, list(options), n=1, cutoff=cutoff)
     return f"; the nearest is {found[0]}" if found else ""
-
-
-class ArgumentParser(argparse.ArgumentParser):
-    """Refuses in one line, with exit code 2, where argparse would also print the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"megatron-collab: {message} (all options: --help)\n")

@@ -1,7 +1,7 @@
 """Every option of a run: one owner, one default, one line of help, and what it may be.
 
-The dataclasses are the schema; `conf/` holds only what differs from them. Options marked `may_change` only extend a run
-or leave its results as they are: a run may go on with other values of them (config/history.py).
+The dataclasses are the schema; `conf/` holds only what differs from them. Those that are `mutable` only extend a run or
+leave its results as they are: a run may go on with other values of them (config/history.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from megatron_collab.config.option import option
+from megatron_collab.config.option import mutable, option
 
 # fmt: off
 TOOL_PARSERS = (  # as SGLang calls them
@@ -27,28 +27,18 @@ TOOL_PARSERS = (  # as SGLang calls them
 
 @dataclass
 class RunConfig:
-    dir: str = option(MISSING, "folder of the run: metrics, transcripts, checkpoints, report", may_change=True)
+    dir: str = mutable(MISSING, "folder of the run: metrics, transcripts, checkpoints, report")
     seed: int = option(0, "seed of data order, sampling and initialisation", ge=0, lt=2**32)
-    wandb_project: str | None = option(
-        "megatron-collab", "Weights & Biases project, used where WANDB_API_KEY is set", may_change=True
-    )
+    wandb_project: str | None = mutable("megatron-collab", "Weights & Biases project, used where WANDB_API_KEY is set")
 
 
 @dataclass
 class LaunchConfig:
-    nproc_per_node: int = option(1, "trainer ranks per node, started under torchrun", ge=1, le=1024, may_change=True)
-    nodes: int = option(
-        1, "nodes of the run; on more than one, torchrun is started on each of them", ge=1, le=10_000, may_change=True
-    )
-    interface: str | None = option(
-        None,
-        "network interface for traffic between nodes, as ib0; required on more than one node, else loopback",
-        may_change=True,
-    )
-    device: str = option("auto", "device of the trainer", choices=("auto", "cpu", "cuda"), may_change=True)
-    timeout: float = option(
-        600.0, "seconds without progress on any rank before the run aborts with all stacks", gt=0, may_change=True
-    )
+    nproc_per_node: int = mutable(1, "trainer ranks per node, started under torchrun", ge=1, le=1024)
+    nodes: int = mutable(1, "nodes of the run; on more than one, torchrun is started on each", ge=1, le=10_000)
+    interface: str | None = mutable(None, "network interface between nodes, as ib0; required for more than one node")
+    device: str = mutable("auto", "device of the trainer", choices=("auto", "cpu", "cuda"))
+    timeout: float = mutable(600.0, "seconds without progress on any rank before the run aborts with all stacks", gt=0)
 
 
 @dataclass
@@ -65,41 +55,21 @@ class ModelConfig:
 # Of the layout may change what a checkpoint is resharded over in a test.
 @dataclass
 class ParallelConfig:
-    tp: int = option(1, "tensor parallel size of the trainer", ge=1, may_change=True)
-    pp: int = option(
-        1, "pipeline parallel size of the trainer; data parallel is what remains of the ranks", ge=1, may_change=True
-    )
-    vpp: int = option(
-        1, "virtual pipeline stages of a rank (interleaved schedule); needs pp > 1", ge=1, may_change=True
-    )
+    tp: int = mutable(1, "tensor parallel size of the trainer", ge=1)
+    pp: int = mutable(1, "pipeline parallel size of the trainer; data parallel is what remains of the ranks", ge=1)
+    vpp: int = mutable(1, "virtual pipeline stages of a rank (interleaved schedule); needs pp > 1", ge=1)
     cp: int = option(1, "context parallel size: ranks that share a sequence; needs TransformerEngine", ge=1)
     ep: int = option(1, "expert parallel size: ranks that the experts of a layer are spread over", ge=1)
-    sequence_parallel: bool = option(
-        False, "split norms and dropout over the tensor parallel ranks; needs tp > 1", may_change=True
-    )
-    recompute: str = option(
-        "none",
-        "activation recomputation in the backward pass: none, of attention, or of whole layers",
-        choices=("none", "selective", "full"),
-        may_change=True,
-    )
-    offload: bool = option(
-        False,
-        "offload optimizer and gradients to host memory while rollouts are sampled, which makes room for SGLang",
-        may_change=True,
-    )
+    sequence_parallel: bool = mutable(False, "split norms and dropout over the tensor parallel ranks; needs tp > 1")
+    recompute: str = mutable("none", "recomputation; selective: attention alone", choices=("none", "selective", "full"))
+    offload: bool = mutable(False, "offload optimizer and gradients to host memory while rollouts are sampled")
 
 
 @dataclass
 class OptimConfig:
-    lr: float = option(1e-6, "peak learning rate of AdamW", gt=0, may_change=True)
-    schedule: str = option(
-        "constant",
-        "learning rate after the warm-up: constant, or linear to zero at train.steps",
-        choices=("constant", "linear"),
-        may_change=True,
-    )
-    warmup_steps: int = option(0, "steps of linear warm-up", ge=0, may_change=True)
+    lr: float = mutable(1e-6, "peak learning rate of AdamW", gt=0)
+    schedule: str = mutable("constant", "learning rate after warm-up; linear: to 0", choices=("constant", "linear"))
+    warmup_steps: int = mutable(0, "steps of linear warm-up", ge=0)
     beta1: float = option(0.9, "AdamW beta1", ge=0, lt=1)
     beta2: float = option(0.95, "AdamW beta2", ge=0, lt=1)
     weight_decay: float = option(0.0, "AdamW weight decay", ge=0)
@@ -109,99 +79,53 @@ class OptimConfig:
 @dataclass
 class AlgoConfig:
     advantage: str = option(
-        "grpo",
-        "grpo, dr_grpo, rloo (compared within a group), reinforce++ (within the batch) or gae (a critic's values)",
-        choices=("grpo", "dr_grpo", "rloo", "reinforce++", "gae"),
+        "grpo", "baseline: group, batch, or critic (gae)", choices=("grpo", "dr_grpo", "rloo", "reinforce++", "gae")
     )
     loss: str = option(
-        "ppo",
-        "ppo (token ratios, clipped), gspo (sequence ratios) or cispo (clipped weights)",
-        choices=("ppo", "gspo", "cispo"),
-        extensible=True,
+        "ppo", "of token ratios, sequence ratios or clipped weights", choices=("ppo", "gspo", "cispo"), extensible=True
     )
     loss_options: dict[str, Any] = option({}, "settings of a loss given as package.module:Class")
-    average: str = option(
-        "token", "mean of the loss over all trained tokens, or over sequences", choices=("token", "sequence")
-    )
+    average: str = option("token", "mean of the loss over tokens, or over sequences", choices=("token", "sequence"))
     clip_low: float = option(0.2, "clip of the importance ratio below 1", ge=0, le=1)
-    clip_high: float = option(
-        0.2, "clip of the importance ratio above 1; wider than clip_low is DAPO's clip-higher", ge=0
-    )
-    kl_coef: float = option(1e-3, "weight of the KL to the frozen first policy; 0: no reference model is kept", ge=0)
-    kl: str = option(
-        "k3", "estimator of that KL; low_var_kl is another name of k3", choices=("k1", "k2", "k3", "low_var_kl")
-    )
+    clip_high: float = option(0.2, "clip of the ratio above 1; wider than clip_low is DAPO's clip-higher", ge=0)
+    kl_coef: float = option(1e-3, "weight of the KL to the first policy; 0: no reference model is kept", ge=0)
+    kl: str = option("k3", "estimator of that KL; low_var_kl is k3", choices=("k1", "k2", "k3", "low_var_kl"))
     kl_in: str = option("loss", "where the KL enters", choices=("loss", "reward"))
     entropy_coef: float = option(0.0, "weight of the entropy bonus", ge=0)
-    correction: str = option(
-        "none",
-        "importance correction from the engine's to the trainer's log-probs",
-        choices=("none", "truncated", "masked"),
-    )
+    correction: str = option("none", "importance weights, engine to trainer", choices=("none", "truncated", "masked"))
     correction_low: float = option(0.5, "masked: tokens with a smaller weight are left out", ge=0)
-    correction_high: float = option(
-        2.0, "truncated: largest weight; masked: tokens with a larger one are left out", gt=0
-    )
+    correction_high: float = option(2.0, "truncated: largest weight; masked: tokens with a larger are left out", gt=0)
     mini_batches: int = option(1, "optimizer steps per batch of rollouts", ge=1)
-    dynamic_sampling: int = option(
-        0, "times a step samples new tasks for those whose rewards were all equal (DAPO); 0: they stay", ge=0
-    )
+    dynamic_sampling: int = option(0, "times a step replaces tasks whose rewards were all equal (DAPO)", ge=0)
     gamma: float = option(1.0, "gae: discount by trained token", ge=0, le=1)
     gae_lambda: float = option(0.95, "gae: lambda", ge=0, le=1)
-    critic_lr: float = option(
-        1e-5, "gae: peak learning rate of the critic, with the warm-up and schedule of optim", gt=0, may_change=True
-    )
+    critic_lr: float = mutable(1e-5, "gae: peak learning rate of the critic; warm-up and schedule as in optim", gt=0)
     critic_clip: float = option(0.2, "gae: how far a value may move from the old one before its loss is clipped", gt=0)
 
 
 @dataclass
 class TrainConfig:
     stage: str = option("rl", "rl (multiturn-aware reward) or sft (supervised)", choices=("rl", "sft"))
-    steps: int = option(100, "steps of the run", ge=1, may_change=True)
+    steps: int = mutable(100, "steps of the run", ge=1)
     prompts_per_step: int = option(16, "tasks a step (rl) or conversations a step (sft)", ge=1)
     rollouts_per_prompt: int = option(8, "trained turns sampled for each task: the group of GRPO", ge=1)
-    tokens_per_micro_batch: int = option(
-        8192,
-        "tokens a rank takes through the model at once, sequences packed; a longer sequence goes alone",
-        ge=1,
-        may_change=True,
-    )
-    checkpoint_every: int = option(
-        50, "steps between checkpoints; the last step always saves one", ge=1, may_change=True
-    )
-    keep_checkpoints: int = option(2, "how many checkpoints stay on disk", ge=1, may_change=True)
-    eval_tasks: int = option(256, "tasks played before and after training; 0: none", ge=0, may_change=True)
+    tokens_per_micro_batch: int = mutable(8192, "tokens packed to a micro-batch; a longer sequence goes alone", ge=1)
+    checkpoint_every: int = mutable(50, "steps between checkpoints; the last step always saves one", ge=1)
+    keep_checkpoints: int = mutable(2, "how many checkpoints stay on disk", ge=1)
+    eval_tasks: int = mutable(256, "tasks played before and after training; 0: none", ge=0)
 
 
 @dataclass
 class ServerConfig:
-    tp: int = option(1, "tensor parallel size of an SGLang server", ge=1, may_change=True)
-    ep: int = option(
-        1,
-        "expert parallel size of an SGLang server: a divisor of its tp, over which experts are spread",
-        ge=1,
-        may_change=True,
-    )
+    tp: int = mutable(1, "tensor parallel size of an SGLang server", ge=1)
+    ep: int = mutable(1, "expert parallel size of an SGLang server, over which experts are spread; divides tp", ge=1)
     fp8: bool = option(False, "servers hold the linear layers in FP8 (blocks of 128 x 128), quantised by the trainer")
-    colocated: bool = option(
-        True,
-        "servers share the trainer's devices and give their memory back while it trains; false: devices of their own",
-        may_change=True,
-    )
-    replicas: int = option(
-        1, "SGLang servers; the conversations of a prompt stay on one of them", ge=1, le=10_000, may_change=True
-    )
-    port: int = option(
-        0, "port of the first SGLang server, the others follow; 0: free ones", ge=0, le=65535, may_change=True
-    )
-    max_running_requests: int = option(256, "requests a server decodes at once", ge=1, may_change=True)
-    max_total_tokens: int | None = option(
-        None,
-        "tokens in a server's KV cache; none: SGLang decides; needed by colocated servers on GPUs",
-        ge=1,
-        may_change=True,
-    )
-    start_timeout: float = option(600.0, "seconds until the servers must be healthy", gt=0, may_change=True)
+    colocated: bool = mutable(True, "servers share the trainer's devices in turn with it; false: devices of their own")
+    replicas: int = mutable(1, "SGLang servers; the conversations of a prompt stay on one of them", ge=1, le=10_000)
+    port: int = mutable(0, "port of the first SGLang server, the others follow; 0: free ones", ge=0, le=65535)
+    max_running_requests: int = mutable(256, "requests a server decodes at once", ge=1)
+    max_total_tokens: int | None = mutable(None, "tokens in a KV cache; required by colocated servers on GPUs", ge=1)
+    start_timeout: float = mutable(600.0, "seconds until the servers must be healthy", gt=0)
 
 
 @dataclass
@@ -214,35 +138,22 @@ class SamplingConfig:
 
 @dataclass
 class RolloutConfig:
-    futures: int = option(
-        3, "conversations played on from each trained turn; 0: one conversation a rollout, all its turns trained", ge=0
-    )
-    max_user_turns: int = option(
-        2, "user turns after the trained turn; a message already in the task does not count", ge=1
-    )
-    max_assistant_turns: int = option(3, "turns of the policy, the trained one included; tool calls do not count", ge=1)
-    train_turns: str = option(
-        "first", "first (the trained turn alone) or all (the later turns of its futures too)", choices=("first", "all")
-    )
+    futures: int = option(3, "conversations played on from a trained turn; 0: all turns of one are trained", ge=0)
+    max_user_turns: int = option(2, "user turns after the trained turn; those already in the task do not count", ge=1)
+    max_assistant_turns: int = option(3, "turns of the policy with the trained one; tool calls do not count", ge=1)
+    train_turns: str = option("first", "the trained turn alone, or its futures' turns too", choices=("first", "all"))
     turn: SamplingConfig = field(default_factory=SamplingConfig)
     future: SamplingConfig = field(default_factory=SamplingConfig)
     context_length: int = option(8192, "longest token stream of a conversation, reply included", ge=2)
-    deadline: float = option(900.0, "seconds one future may take; then it ends without a score", gt=0, may_change=True)
+    deadline: float = mutable(900.0, "seconds one future may take; then it ends without a score", gt=0)
     tools: list[str] = option([], "tools of the policy: calculator, or package.module:Class")
     tool_options: dict[str, dict[str, Any]] = option({}, "settings of a tool by the name that the policy calls it by")
     tool_parser: str = option("qwen25", "SGLang's parser of the policy's tool calls", choices=TOOL_PARSERS)
-    max_tool_calls: int = option(
-        8, "rounds of tool calls within one turn of the policy; what it says then is its reply", ge=0
-    )
-    workers: int = option(1, "Ray ConversationWorkers", ge=1, le=10_000, may_change=True)
-    max_staleness: int = option(
-        0,
-        "versions that the weights of a sample may lag behind those it trains; 0: sampling and training take turns, "
-        "k: sampling runs up to k steps ahead",
-        ge=0,
-        may_change=True,  # groups in flight are in the checkpoint
-    )
-    turn_timeout: float = option(300.0, "seconds one request to the server may take", gt=0, may_change=True)
+    max_tool_calls: int = option(8, "rounds of tool calls in one turn; what the policy says then is its reply", ge=0)
+    workers: int = mutable(1, "Ray ConversationWorkers", ge=1, le=10_000)
+    # Groups in flight are in the checkpoint.
+    max_staleness: int = mutable(0, "steps that sampling may run ahead of training; 0: they take turns", ge=0)
+    turn_timeout: float = mutable(300.0, "seconds one request to the server may take", gt=0)
     server: ServerConfig = field(default_factory=ServerConfig)
 
 
@@ -251,23 +162,21 @@ class EndpointConfig:
     """A language model behind LiteLLM."""
 
     model: str | None = option(None, "LiteLLM model")
-    api_base: str | None = option(None, "endpoint of the model; its key comes from the environment", may_change=True)
+    api_base: str | None = mutable(None, "endpoint of the model; its key comes from the environment")
     temperature: float = option(0.0, "sampling temperature", ge=0)
     max_tokens: int = option(2048, "token budget of an answer", ge=1)
-    attempts: int = option(6, "tries until an answer is recorded as missing", ge=1, may_change=True)
-    timeout: float = option(60.0, "seconds one try may take", gt=0, may_change=True)
-    deadline: float = option(300.0, "seconds all tries together may take", gt=0, may_change=True)
+    attempts: int = mutable(6, "tries until an answer is recorded as missing", ge=1)
+    timeout: float = mutable(60.0, "seconds one try may take", gt=0)
+    deadline: float = mutable(300.0, "seconds all tries together may take", gt=0)
 
 
 @dataclass
 class UserConfig(EndpointConfig):
-    name: str | None = option(
-        None, "user of every task, instead of the one that the task names; as there, KIND or package.module:Class"
-    )
+    name: str | None = option(None, "user of every task, in place of the tasks' own: KIND or package.module:Class")
     model: str | None = option(None, "LiteLLM model of the users named llm; policy: the model that is trained")
     temperature: float = option(1.0, "sampling temperature of the user", ge=0)
     max_tokens: int = option(512, "token budget of a user message", ge=1)
-    attempts: int = option(3, "tries before the future ends with an error", ge=1, may_change=True)
+    attempts: int = mutable(3, "tries before the future ends with an error", ge=1)
     stop: str = option("[[TERMINATE CHAT]]", "text in the user's message that ends the conversation")
     personas: str | None = option(None, "text file, a persona a line; each llm user gets one drawn by the task")
     options: dict[str, Any] = option({}, "settings of the users given as package.module:Class")
@@ -277,84 +186,50 @@ class UserConfig(EndpointConfig):
 class RewardConfig:
     mode: str = option(
         "mr",
-        "mr (mean over the scored futures), single_turn (the trained turn alone), or a published formula: "
-        "paper, collabllm, verl",
+        "mean over the scored futures (mr), the trained turn alone (single_turn), or a published formula",
         choices=("mr", "single_turn", "paper", "collabllm", "verl"),
         extensible=True,
     )
     mode_options: dict[str, Any] = option({}, "settings of a reward function given as package.module:Class")
-    weights: dict[str, float] = option(
-        {}, "weight of each metric in the reward; 0: scored and shown only", may_change=True
-    )
+    weights: dict[str, float] = mutable({}, "weight of each metric in the reward; 0: scored and shown only")
     metrics: dict[str, dict[str, Any]] = option({}, "settings of a metric by its name, as metrics.accuracy.judge=true")
-    clamp: dict[str, float] = option(
-        {}, "largest absolute weighted part of a metric in the modes mr and single_turn", gt=0
-    )
-    malformed: float | None = option(
-        -1.0,
-        "reward of a malformed trained turn (empty, broken <think>, cut by its budget), which has no futures; "
-        "none: it is played on like any other",
-    )
-    turn_credit: str = option(
-        "equal",
-        "with futures=0, what a turn is rewarded for: last (the whole, on the last turn only), equal (the whole) or "
-        "reward_to_go (what follows it)",
-        choices=("last", "equal", "reward_to_go"),
-    )
+    clamp: dict[str, float] = option({}, "largest absolute weighted part of a metric, in mr and single_turn", gt=0)
+    malformed: float | None = option(-1.0, "reward of an empty, broken or cut turn, without futures; none: play on")
+    turn_credit: str = option("equal", "futures=0: reward of a turn", choices=("last", "equal", "reward_to_go"))
     turn_gamma: float = option(1.0, "reward_to_go: discount by turn", ge=0, le=1)
     judge: EndpointConfig = field(default_factory=EndpointConfig)
-    workers: int = option(1, "Ray RewardWorkers", ge=1, le=10_000, may_change=True)
-    concurrency: int = option(256, "scores of one metric that a RewardWorker makes at once", ge=1, may_change=True)
-    timeout: float = option(
-        120.0, "seconds one score may take; judged ones have reward.judge.deadline instead", gt=0, may_change=True
-    )
-    max_missing: float = option(
-        0.2, "share of scores that may be missing in a step before the run stops", ge=0, le=1, may_change=True
-    )
+    workers: int = mutable(1, "Ray RewardWorkers", ge=1, le=10_000)
+    concurrency: int = mutable(256, "scores of one metric that a RewardWorker makes at once", ge=1)
+    timeout: float = mutable(120.0, "seconds one score may take; with a judge reward.judge.deadline counts", gt=0)
+    max_missing: float = mutable(0.2, "share of scores that may be missing in a step before the run stops", ge=0, le=1)
 
 
 @dataclass
 class LlmConfig:
     """All calls of users and judges together, over all nodes."""
 
-    requests_per_minute: int | None = option(None, "requests a minute; none: no limit", ge=1, may_change=True)
-    tokens_per_minute: int | None = option(
-        None, "tokens a minute, prompts and answers; none: no limit", ge=1, may_change=True
-    )
-    max_concurrent: int = option(256, "calls in flight at once", ge=1, may_change=True)
-    budget_usd: float | None = option(
-        None, "what the run may spend in USD before it stops; none: no limit", gt=0, may_change=True
-    )
-    cache: str | None = option(None, "folder of the judges' answers; none: llm_cache in run.dir", may_change=True)
+    requests_per_minute: int | None = mutable(None, "requests a minute; none: no limit", ge=1)
+    tokens_per_minute: int | None = mutable(None, "tokens a minute, prompts and answers; none: no limit", ge=1)
+    max_concurrent: int = mutable(256, "calls in flight at once", ge=1)
+    budget_usd: float | None = mutable(None, "what the run may spend in USD before it stops; none: no limit", gt=0)
+    cache: str | None = mutable(None, "folder of the judges' answers; none: llm_cache in run.dir")
 
 
 @dataclass
 class PublishConfig:
-    transport: str = option(
-        "auto",
-        "how weights reach the servers: memory (shared with the trainer's ranks of their node), network (point to "
-        "point), disk, or auto: memory on one node and for colocated servers, else network",
-        choices=("auto", "memory", "network", "disk"),
-        may_change=True,
-    )
-    verify: int = option(
-        0, "every that many publishes, servers prove by checksums what they hold; 0: never", ge=0, may_change=True
-    )
+    transport: str = mutable("auto", "how weights reach the servers", choices=("auto", "memory", "network", "disk"))
+    verify: int = mutable(0, "servers prove by checksums what they hold, every so many publishes; 0: never", ge=0)
 
 
 @dataclass
 class DataConfig:
-    world: str | None = option(
-        None, "world that makes model and data on the spot: booking, gsm8k or package.module:Class"
-    )
+    world: str | None = option(None, "world that makes model and data: booking, gsm8k or package.module:Class")
     world_options: dict[str, Any] = option({}, "settings of a world given as package.module:Class")
     dir: str | None = option(None, "folder where the world is made")
     path: str | None = option(None, "source data of the world, where it has one (gsm8k: folder with train.jsonl)")
     train: str = option(MISSING, "training tasks or conversations: JSONL or Parquet")
-    eval: str | None = option(None, "tasks for evaluation: JSONL or Parquet", may_change=True)
-    format: str = option(
-        "auto", "how files are read: auto (JSONL or Parquet), or tasks by a reader", choices=("auto",), extensible=True
-    )
+    eval: str | None = mutable(None, "tasks for evaluation: JSONL or Parquet")
+    format: str = option("auto", "JSONL or Parquet, or tasks by a reader", choices=("auto",), extensible=True)
     format_options: dict[str, Any] = option({}, "settings of a reader given as package.module:Class")
 
 

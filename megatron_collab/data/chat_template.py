@@ -9,8 +9,7 @@ from typing import Any
 # AutoTokenizer would import the models too, for several seconds in every process.
 from transformers import PreTrainedTokenizerFast
 
-from megatron_collab.thoughts import OPEN
-from megatron_collab.types import Message, Turn
+from megatron_collab.types import Message
 
 # Stands in for a sampled reply when the template is asked what follows it.
 _MARKER = "SAMPLED7REPLY"
@@ -22,19 +21,16 @@ class ChatRenderer:
     `end_id` is the template's end-of-turn token, the one that follows the assistant's content. `opens_thought`:
     the template opens the policy's turn with `<think>`. `tools` are schemas that the prompt tells the policy of.
 
-    Raises ValueError, naming model.path, where there is no tokenizer.json, and for a template after whose assistant
-    messages nothing can be appended: one that changes or drops them, or ends them with something else than one special
-    token.
+    Raises ValueError, naming model.path, where there is no tokenizer.json, and for a template that changes or drops
+    assistant messages, or ends them with something else than one special token: nothing can be appended to these.
     """
 
     def __init__(self, model_path: str, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         self.model_path = model_path
         self.tools = list(tools)
         if not (Path(model_path) / "tokenizer.json").is_file():
-            raise ValueError(
-                f"model.path={model_path}: no tokenizer.json there; save the tokenizer again with transformers, "
-                "AutoTokenizer.from_pretrained(…).save_pretrained(…)"
-            )
+            way_out = "save the tokenizer again with transformers, AutoTokenizer.from_pretrained(…).save_pretrained(…)"
+            raise ValueError(f"model.path={model_path}: no tokenizer.json there; {way_out}")
         self.tokenizer = PreTrainedTokenizerFast.from_pretrained(model_path, local_files_only=True)
         if not self.tokenizer.chat_template:
             raise ValueError(f"model.path={model_path}: its tokenizer has no chat template; give a chat model")
@@ -42,7 +38,7 @@ class ChatRenderer:
         if not end or end[0] not in self.tokenizer.added_tokens_decoder:
             raise self._unfit("does not end an assistant message with a special token")
         self.end_id: int = end[0]
-        self.opens_thought = self._render([Message("user", "x")]).rstrip().endswith(OPEN)
+        self.opens_thought = self._render([Message("user", "x")]).rstrip().endswith("<think>")
         if self.tools and self._render([Message("user", "x")]) == self._render([Message("user", "x")], tools=None):
             raise self._unfit("does not tell the policy of rollout.tools")
 
@@ -54,15 +50,10 @@ class ChatRenderer:
         """A written assistant message with its end-of-turn token, for supervised training."""
         return (*self._tokenize(text), self.end_id)
 
-    def next(self, messages: Sequence[Message], turn: Turn) -> tuple[int, ...]:
-        """What follows the sampled `turn`: its end-of-turn token where it lacks one, `messages`, the next opening."""
-        ended = turn.token_ids[-1:] == (self.end_id,)
+    def next(self, messages: Sequence[Message], turn: Sequence[int]) -> tuple[int, ...]:
+        """What follows the tokens `turn`: its end-of-turn token where it lacks one, `messages`, the next opening."""
         between = self._tail(messages)[1:]
-        return between if ended else (self.end_id, *between)
-
-    def after_reply(self, message: Message) -> tuple[int, ...]:
-        """What follows an assistant message that has ended: `message`, and what opens the next turn."""
-        return self._tail([message])[1:]
+        return between if tuple(turn[-1:]) == (self.end_id,) else (self.end_id, *between)
 
     def _tail(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """All tokens after the content of an assistant message that `messages` follow."""
@@ -74,8 +65,8 @@ class ChatRenderer:
 
     def _render(self, messages: Sequence[Message], **other: Any) -> str:
         rows = [message.as_dict() for message in messages]
-        told = {"tools": self.tools or None, **other}
-        return self.tokenizer.apply_chat_template(rows, tokenize=False, add_generation_prompt=True, **told)
+        options = {"tools": self.tools or None, "add_generation_prompt": True, **other}
+        return self.tokenizer.apply_chat_template(rows, tokenize=False, **options)
 
     def _tokenize(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])

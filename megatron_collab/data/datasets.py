@@ -1,4 +1,4 @@
-"""Tasks and conversations from JSONL or Parquet, checked row by row, and the order they are taken in."""
+"""Tasks and conversations from JSONL or Parquet, checked row by row, the order they are taken in, and SFT's batches."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import datasets
 import numpy as np
 from datasets.exceptions import DatasetGenerationError
 
-from megatron_collab.config import DataConfig, Extension, make
-from megatron_collab.types import Message, Task
+from megatron_collab.config import Config, DataConfig, Extension, make
+from megatron_collab.data.chat_template import ChatRenderer
+from megatron_collab.types import Batch, Message, Sample, Task
 
 ROLES = ("system", "user", "assistant")
 Row = Mapping[str, Any]
+_Read = TypeVar("_Read")
 
 
 class TaskReader(Extension):
@@ -28,26 +30,19 @@ class TaskReader(Extension):
         raise NotImplementedError
 
 
-def task_reader(config: DataConfig) -> Callable[[Path], Iterable[Task]] | None:
-    """The reader that data.format names; None for "auto". Raises ConfigError."""
-    if config.format == "auto":
-        return None
-    return make(config.format, "data.format", TaskReader, config.format_options, "data.format_options.")
-
-
-def load_tasks(
-    path: Path, setting: str = "data.train", reader: Callable[[Path], Iterable[Task]] | None = None
-) -> list[Task]:
-    """The tasks in a file, in its order, by `reader`, or from JSONL or Parquet.
+def load_tasks(path: Path, setting: str = "data.train", config: DataConfig | None = None) -> list[Task]:
+    """The tasks in a file, in its order, from JSONL or Parquet, or by the reader that data.format names.
 
     Columns: `prompt` (messages {role, content}, the last of the user) and `goal`; optional `answer`, `user` (name of
-    the scripted user), `id` (else the row's number) and `metadata`. Raises ValueError naming `setting`, file and row.
+    the scripted user), `id` (else the row's number) and `metadata`. Raises ConfigError for a reader that cannot be
+    made, ValueError naming `setting`, file and row.
     """
-    if reader is None:
-        return [_checked(_task, row, setting, path, number) for number, row in enumerate(_rows(path, setting))]
-    tasks = [_checked(_read_task, task, setting, path, number) for number, task in enumerate(reader(path))]
-    if not tasks:
-        raise ValueError(f"{setting}={path}: data.format reads no tasks from it")
+    where = f"{setting}={path}"
+    if config is None or config.format == "auto":
+        return _each(_task, _rows(path, where), where)
+    read = make(config.format, "data.format", TaskReader, config.format_options, "data.format_options.")
+    if not (tasks := _each(_read_task, read(path), where)):
+        raise ValueError(f"{where}: data.format reads no tasks from it")
     return tasks
 
 
@@ -57,28 +52,50 @@ def load_conversations(path: Path, setting: str = "data.train") -> list[tuple[Me
     Column: `messages` {role, content}: a system message if any, then user and assistant in turn, the last of the
     assistant. Raises ValueError naming `setting`, file and row.
     """
-    return [_checked(_conversation, row, setting, path, number) for number, row in enumerate(_rows(path, setting))]
+    return _each(_conversation, _rows(path, f"{setting}={path}"), f"{setting}={path}")
 
 
-class Cursor:
-    """Which of `n` rows a step takes: every epoch in an order of its own, drawn from the seed.
+def rows_of_step(n: int, seed: int, step: int, size: int) -> list[int]:
+    """Which of `n` rows a step takes, when every step takes `size`: every epoch in an order drawn from the seed.
 
-    A pure function of (n, seed, step, size), so a run that starts again needs no saved position.
+    A pure function, so a run that starts again needs no saved position.
     """
-
-    def __init__(self, n: int, seed: int) -> None:
-        self.n = n
-        self.seed = seed
-
-    def batch(self, step: int, size: int) -> list[int]:
-        """Row numbers of `step`, when every step takes `size` rows."""
-        positions = range(step * size, (step + 1) * size)
-        return [int(_order(self.n, self.seed, at // self.n)[at % self.n]) for at in positions]
+    return [int(_order(n, seed, at // n)[at % n]) for at in range(step * size, (step + 1) * size)]
 
 
 @lru_cache(maxsize=2)
 def _order(n: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng((seed, epoch)).permutation(n)
+
+
+class SupervisedData:
+    """Batches of data.train by step; the same on every rank, from (run.seed, step) alone."""
+
+    def __init__(self, config: Config) -> None:
+        self.renderer = ChatRenderer(config.model.path)
+        self.conversations = load_conversations(Path(config.data.train))
+        self.seed, self.size = config.run.seed, config.train.prompts_per_step
+
+    def batch(self, step: int) -> Batch:
+        rows = rows_of_step(len(self.conversations), self.seed, step, self.size)
+        return Batch(tuple(rendered(self.renderer, self.conversations[row]) for row in rows))
+
+
+def rendered(renderer: ChatRenderer, messages: Sequence[Message]) -> Sample:
+    """Token ids of a conversation with a loss on every assistant message, its end-of-turn token included.
+
+    Built from the pieces a rollout is built from, so that training and sampling see the same stream.
+    """
+    first = next(i for i, message in enumerate(messages) if message.role == "assistant")
+    token_ids = renderer.first(messages[:first])
+    mask = [0.0] * len(token_ids)
+    for i in range(first, len(messages), 2):
+        reply = renderer.reply(messages[i].content)
+        between = renderer.next(messages[i + 1 : i + 2], reply) if i + 1 < len(messages) else ()
+        token_ids += reply + between
+        mask += [1.0] * len(reply) + [0.0] * len(between)
+    loss_mask = np.array(mask, np.float32)
+    return Sample(np.array(token_ids, np.int64), loss_mask, np.zeros_like(loss_mask))
 
 
 def task_row(task: Task) -> dict[str, Any]:
@@ -97,59 +114,46 @@ class _BadRow(ValueError):
     """What is wrong with one row."""
 
 
-def _rows(path: Path, setting: str) -> list[dict[str, Any]]:
+def _rows(path: Path, where: str) -> list[dict[str, Any]]:
     datasets.disable_progress_bars()
     parquet = path.suffix == ".parquet"
     read = datasets.Dataset.from_parquet if parquet else datasets.Dataset.from_json
     # The library's cache would go by the file's name and be left in the home folder.
-    with tempfile.TemporaryDirectory() as cache:
+    with tempfile.TemporaryDirectory() as cache, path.open() as lines:
         try:
-            blank = not parquet and _is_blank(path)  # which the library's reader does not survive
+            blank = not parquet and not any(map(str.strip, lines))  # which the library's reader does not survive
             rows = [] if blank else read(str(path), cache_dir=cache, keep_in_memory=True).to_list()
         except DatasetGenerationError as error:
             reason = error.__cause__ or error
-            raise ValueError(f"{setting}={path}: cannot be read ({reason}); give JSONL or Parquet") from error
+            raise ValueError(f"{where}: cannot be read ({reason}); give JSONL or Parquet") from error
     if not rows:
-        raise ValueError(f"{setting}={path}: has no rows")
+        raise ValueError(f"{where}: has no rows")
     return rows
 
 
-def _is_blank(path: Path) -> bool:
-    with path.open() as lines:
-        return not any(line.strip() for line in lines)
-
-
-def _checked(read: Any, row: Any, setting: str, path: Path, number: int) -> Any:
-    try:
-        return read(row, number)
-    except _BadRow as error:
-        raise ValueError(f"{setting}={path} row {number}: {error}") from error
+def _each(read: Callable[[Any, int], _Read], rows: Iterable[Any], where: str) -> list[_Read]:
+    found = []
+    for number, row in enumerate(rows):
+        try:
+            found.append(read(row, number))
+        except _BadRow as error:
+            raise ValueError(f"{where} row {number}: {error}") from error
+    return found
 
 
 def _read_task(task: Any, number: int) -> Task:
     if not isinstance(task, Task):
         raise _BadRow(f"data.format gives a {type(task).__name__}; it must be a megatron_collab.types.Task")
-    _check_prompt(task.messages)
+    last = task.messages[-1].role if task.messages else "none"
+    if last != "user":
+        raise _BadRow(f"the prompt ends with a message of the {last}; its last message must be the user's")
     return task
 
 
-def _check_prompt(messages: Sequence[Message]) -> None:
-    last = messages[-1].role if messages else "none"
-    if last != "user":
-        raise _BadRow(f"the prompt ends with a message of the {last}; its last message must be the user's")
-
-
 def _task(row: Row, number: int) -> Task:
-    messages = _messages(row, "prompt")
-    _check_prompt(messages)
-    return Task(
-        id=_text(row, "id", str(number)),
-        messages=messages,
-        goal=_text(row, "goal"),
-        answer=_text(row, "answer", ""),
-        user=_text(row, "user", ""),
-        metadata=row.get("metadata") or {},
-    )
+    texts = {"id": str(number), "goal": None, "answer": "", "user": ""}
+    found = {column: _text(row, column, default) for column, default in texts.items()}
+    return _read_task(Task(messages=_messages(row, "prompt"), metadata=row.get("metadata") or {}, **found), number)
 
 
 def _conversation(row: Row, number: int) -> tuple[Message, ...]:

@@ -6,8 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_collab.thoughts import visible
-from megatron_collab.types import Message
+from megatron_collab.types import Message, visible
 
 _ROLE_MARK = re.compile(r"^(\\*)\*\*(User|Assistant|Tool)\*\*: ", re.MULTILINE)
 
@@ -29,18 +28,10 @@ def shown(messages: Sequence[Message], *, tools: bool = False) -> list[Message]:
 
     Tool messages, and the assistant's messages that one follows (calls, no replies), are shown with `tools` only.
     """
-    return [
-        replace(message, content=visible(message.content)) if message.role == "assistant" else message
-        for message in (messages if tools else without_tools(messages))
-        if message.role != "system"
-    ]
-
-
-def without_tools(messages: Sequence[Message]) -> list[Message]:
-    """What user and assistant said to each other: neither tool messages nor the assistant's calls."""
-    follows = (*messages[1:], None)
-    return [
-        message
-        for message, after in zip(messages, follows, strict=True)
-        if message.role != "tool" and (message.role != "assistant" or after is None or after.role != "tool")
-    ]
+    found = []
+    for message, after in zip(messages, [*messages[1:], None], strict=True):
+        about_tools = message.role == "tool" or (message.role == "assistant" and after and after.role == "tool")
+        if message.role != "system" and (tools or not about_tools):
+            text = visible(message.content) if message.role == "assistant" else message.content
+            found.append(replace(message, content=text))
+    return found

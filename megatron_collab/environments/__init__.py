@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
 from filelock import FileLock
 
-from megatron_collab.config import Config, Extension, build, lookup
+from megatron_collab.config import Config, Extension, lookup, make, require
 from megatron_collab.types import Message
 
-WORLDS = {"booking": f"{__name__}.worlds:Booking", "gsm8k": f"{__name__}.worlds:Gsm8k"}
+WORLDS = {"booking": f"{__name__}.booking:Booking", "gsm8k": f"{__name__}.gsm8k:Gsm8k"}
 SCRIPTS = {"booking": f"{__name__}.booking:reply"}
-
-Script = Callable[[str, Sequence[Message]], str]
-"""From a task's goal and the conversation to the user's next message."""
 
 
 class World(Extension):
@@ -33,8 +30,8 @@ class World(Extension):
         raise NotImplementedError
 
 
-class _Script:
-    """What the script of `scripted/WORLD` is given as: a function."""
+class Script:
+    """A function, from a task's goal and the conversation to the user's next message."""
 
     def __call__(self, goal: str, messages: Sequence[Message]) -> str:
         raise NotImplementedError
@@ -47,30 +44,27 @@ def find_world(name: str) -> type[World]:
 
 def find_script(name: str) -> Script:
     """The script of the user `scripted/NAME`: one of SCRIPTS, or package.module:function. Raises ConfigError."""
-    return lookup(name, "scripted", SCRIPTS, _Script)
+    return lookup(name, "scripted", SCRIPTS, Script)
 
 
 def prepare(config: Config) -> None:
     """Make `data.world` in `data.dir` unless it exists already; safe when several processes call it at once.
 
-    Raises ValueError where `data.dir` is not set or holds another world, FileNotFoundError where the world's source
-    (`data.path`) does not exist, ConfigError where there is no such world.
+    Raises ConfigError for an unknown world, and where `data.dir` is not set or holds another one; FileNotFoundError
+    where the world's source (`data.path`) does not exist.
     """
     if config.data.world is None:
         return
-    if config.data.world not in WORLDS:  # importing those takes seconds
-        find_world(config.data.world)
-    if config.data.dir is None:
-        raise ValueError("data.dir: not set; give the folder for data.world")
-    folder = Path(config.data.dir)
-    identity: dict[str, object] = {"world": config.data.world, "seed": config.run.seed}
-    if config.data.world_options:
-        identity["options"] = config.data.world_options
+    name, options = config.data.world, config.data.world_options
+    if name not in WORLDS:  # importing those takes seconds
+        find_world(name)
+    require(config.data.dir is not None, "data.dir: not set; give the folder for data.world")
+    folder = Path(config.data.dir or "")
+    identity = {"world": name, "seed": config.run.seed} | ({"options": options} if options else {})
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_name(f".{folder.name}.lock")):
         if not folder.exists():
-            kind = find_world(config.data.world)
-            world = kind(build(kind.Options, config.data.world_options, "data.world_options."))
+            world = make(WORLDS.get(name, name), "data.world", World, options, "data.world_options.")
             unfinished = folder.with_name(f".{folder.name}.unfinished")
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir()
@@ -79,8 +73,8 @@ def prepare(config: Config) -> None:
             unfinished.rename(folder)
     marker = folder / "world.json"
     found = json.loads(marker.read_text()) if marker.is_file() else "something else"
-    if found != identity:
-        raise ValueError(f"data.dir={folder}: holds {found}, not {identity}; choose another data.dir, or remove it")
+    message = f"data.dir={folder}: holds {found}, not {identity}; choose another data.dir, or remove it"
+    require(found == identity, message)
 
 
 def result_names(config: Config) -> Mapping[str, str]:

@@ -1,18 +1,20 @@
 """The embedded default world: the user wants a table for N people, on a day, at a time, and says only part of it.
 
-Everything is exact: which slots a message gives, which a reply asks for, and whether the final booking is right.
-The supervised conversations show mixed behaviour, most of it guessing, so that asking is left to be learned from
-reward.
+Everything is exact: which slots a message gives, which a reply asks for, and whether the final booking is right. The
+supervised conversations show mixed behaviour, most of it guessing: asking is left to be learned from reward.
 """
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from itertools import product
+from pathlib import Path
+from typing import ClassVar
 
+from megatron_collab.environments import World
 from megatron_collab.types import Message, Task
 
 USER = "scripted/booking"
@@ -36,19 +38,14 @@ ASKS, ASKS_ALL, ASKS_AGAIN, ASKS_NEEDLESSLY = 0.28, 0.5, 0.2, 0.06
 Goal = Mapping[str, str]
 
 
-# --- the language -----------------------------------------------------------------------------------------
-
-
-def say(goal: Goal, slots: Iterable[str]) -> str:
+def say(goal: Goal, slots: Collection[str]) -> str:
     """The values of `slots`, as the user and the assistant say them."""
-    wanted = set(slots)
-    return " ".join(SAYING[slot].format(goal[slot]) for slot in SLOTS if slot in wanted)
+    return " ".join(SAYING[slot].format(goal[slot]) for slot in SLOTS if slot in slots)
 
 
-def ask(slots: Iterable[str]) -> str:
+def ask(slots: Collection[str]) -> str:
     """The question for `slots`."""
-    wanted = set(slots)
-    return " and ".join(QUESTION[slot] for slot in SLOTS if slot in wanted) + " ?"
+    return " and ".join(QUESTION[slot] for slot in SLOTS if slot in slots) + " ?"
 
 
 def final(goal: Goal) -> str:
@@ -80,11 +77,7 @@ def reply(goal: str, messages: Sequence[Message]) -> str:
     text = messages[-1].content
     if is_final(text):
         return f"thanks . {STOP}"
-    slots = asked(text)
-    return f"{say(json.loads(goal), slots)} ." if slots else f"{REQUEST} ."
-
-
-# --- tasks and conversations ------------------------------------------------------------------------------
+    return f"{say(json.loads(goal), slots)} ." if (slots := asked(text)) else f"{REQUEST} ."
 
 
 def tasks(seed: int, n: int, *, held_out: bool = False) -> list[Task]:
@@ -141,14 +134,12 @@ def _goals(held_out: bool) -> list[tuple[str, ...]]:
 
 def _given(rng: random.Random, complete: bool) -> set[str]:
     """The slots that the first message gives."""
-    if complete:
-        return set(SLOTS)
-    return set(rng.sample(list(SLOTS), rng.randrange(len(SLOTS))))
+    return set(SLOTS) if complete else set(rng.sample(list(SLOTS), rng.randrange(len(SLOTS))))
 
 
-def _some(rng: random.Random, slots: Iterable[str]) -> set[str]:
+def _some(rng: random.Random, slots: Collection[str]) -> set[str]:
     """A random part of `slots`, never empty."""
-    choices = [slot for slot in SLOTS if slot in set(slots)]
+    choices = [slot for slot in SLOTS if slot in slots]
     return set(rng.sample(choices, rng.randint(1, len(choices))))
 
 
@@ -167,3 +158,25 @@ def words() -> list[str]:
     phrases = [*SAYING.values(), *QUESTION.values(), REQUEST, FINAL, "and ? . thanks"]
     language = [word for phrase in phrases for word in phrase.split() if word != "{}"]
     return list(dict.fromkeys([*language, *(value for values in SLOTS.values() for value in values)]))
+
+
+class Booking(World):
+    """A table for N people on a day at a time; the first message says only part of it."""
+
+    result_names: ClassVar[Mapping[str, str]] = {
+        "ask_when_missing": "ask_when_missing",
+        "needless": "ask_when_complete",
+        "accuracy": "booking_right",
+    }
+
+    def make(self, folder: Path, seed: int, source: str | None) -> None:
+        """Write model/, sft.jsonl (4,096 conversations), train.jsonl (4,096 tasks), eval.jsonl (256 held-out tasks)."""
+        # Which take seconds to import; the script and the metrics need neither.
+        from megatron_collab.data.datasets import task_row, write_jsonl
+        from megatron_collab.environments import tiny_model
+
+        tiny_model.save(folder / "model", tiny_model.word_tokenizer(words()), seed, CONTEXT)
+        write_jsonl(folder / "train.jsonl", map(task_row, tasks(seed, 4096)))
+        write_jsonl(folder / "eval.jsonl", map(task_row, tasks(seed, 256, held_out=True)))
+        rows = ({"messages": [message.as_dict() for message in messages]} for messages in conversations(seed, 4096))
+        write_jsonl(folder / "sft.jsonl", rows)

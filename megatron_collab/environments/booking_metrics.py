@@ -66,6 +66,5 @@ class RightOnceTold(BookingMetric):
     reply asks for exactly what is missing."""
 
     def measure(self, replies: Sequence[str], missing: frozenset[str], task: Task) -> float | None:
-        if not missing or booking.asked(replies[0]) != missing:
-            return None
-        return float(replies[-1].strip() == task.answer)
+        asks_all = missing and booking.asked(replies[0]) == missing
+        return float(replies[-1].strip() == task.answer) if asks_all else None

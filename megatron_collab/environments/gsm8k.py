@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import ClassVar
 
+from megatron_collab.data.datasets import task_row, write_jsonl
+from megatron_collab.environments import World, tiny_model
 from megatron_collab.types import Message, Task
 
 USER = "reveal"
@@ -51,3 +55,25 @@ def tasks(file: Path) -> list[Task]:
         answer = row["answer"].rpartition("####")[2].strip().replace(",", "")
         made.append(Task(f"gsm8k-{file.stem}-{i}", (Message("user", question),), goal, answer, USER))
     return made
+
+
+class Gsm8k(World):
+    """GSM8K, from its files train.jsonl and test.jsonl in data.path, with a random model that solves nothing."""
+
+    result_names: ClassVar[Mapping[str, str]] = {"accuracy": "accuracy"}
+    vocabulary = 1024
+    context = 2048  # tokens
+
+    def make(self, folder: Path, seed: int, source: str | None) -> None:
+        """Write model/ with a tokenizer learned from the problems, train.jsonl and eval.jsonl."""
+        if source is None:
+            raise ValueError("data.path: not set; give the folder with GSM8K's train.jsonl and test.jsonl")
+        files = Path(source) / "train.jsonl", Path(source) / "test.jsonl"
+        for file in files:
+            if not file.is_file():
+                raise FileNotFoundError(f"data.path={source}: no {file.name} there; give the folder with GSM8K's files")
+        train, test = map(tasks, files)
+        texts = (text for task in train for text in json.loads(task.goal)["facts"] + [task.messages[0].content])
+        tiny_model.save(folder / "model", tiny_model.byte_tokenizer(texts, self.vocabulary), seed, self.context)
+        write_jsonl(folder / "train.jsonl", map(task_row, train))
+        write_jsonl(folder / "eval.jsonl", map(task_row, test))

@@ -34,25 +34,16 @@ def byte_tokenizer(texts: Iterable[str], vocabulary_size: int) -> PreTrainedToke
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary_size,
-        special_tokens=SPECIAL,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
+    options = {"special_tokens": SPECIAL, "initial_alphabet": sorted(pre_tokenizers.ByteLevel.alphabet())}
+    trainer = trainers.BpeTrainer(vocab_size=vocabulary_size, show_progress=False, **options)
     tokenizer.train_from_iterator(texts, trainer)
     return _with_chat(tokenizer)
 
 
 def _with_chat(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=PAD,
-        unk_token=UNKNOWN,
-        eos_token=END,
-        clean_up_tokenization_spaces=False,
-    )
+    tokens = {"pad_token": PAD, "unk_token": UNKNOWN, "eos_token": END}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **tokens)
     fast.chat_template = CHAT_TEMPLATE
     return fast
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, TypeVar
 
 import aiohttp
 
 from megatron_collab.config import RolloutConfig, SamplingConfig
-from megatron_collab.runtime.retry import retried
+from megatron_collab.runtime.network import retried
 from megatron_collab.types import Finish, ToolCall, Turn
 
 ATTEMPTS = 5
@@ -24,11 +24,11 @@ class EngineError(RuntimeError):
     """The engine returned no turn; the message is the reason."""
 
 
-class _TransientError(EngineError):
+class TransientError(EngineError):
     """The same request may succeed later."""
 
 
-class ServerGone(_TransientError):
+class ServerGone(TransientError):
     """The server is unreachable: every attempt to connect failed, or the connection broke."""
 
 
@@ -40,12 +40,10 @@ class SGLangClient:
 
     def __init__(self, url: str, api_key: str, config: RolloutConfig) -> None:
         self.url = url
-        self.timeout = config.turn_timeout
-        self.tool_parser = config.tool_parser
+        self.timeout, self.tool_parser = config.turn_timeout, config.tool_parser
         self.counters: Counter[str] = Counter()
         self._headers = {"Authorization": f"Bearer {api_key}"}
-        self._session: aiohttp.ClientSession | None = None
-        self._reading: dict[tuple[int, ...], asyncio.Event] = {}
+        self._reading: dict[tuple[int, ...], asyncio.Event] = {}  # by prompt: set once it is prefilled
 
     async def generate(
         self, prompt_ids: tuple[int, ...], *, max_new_tokens: int, sampling: SamplingConfig, seed: int
@@ -69,8 +67,16 @@ class SGLangClient:
                 "stream_interval": max_new_tokens,  # one event for the first token, one for the whole turn
             },
         }
-        async with self._reads(prompt_ids) as was_read:
-            answer = await self._post("/generate", body, lambda response: _last_event(response, was_read))
+        first = prompt_ids not in self._reading
+        read = self._reading.setdefault(prompt_ids, asyncio.Event())
+        if not first:
+            await read.wait()
+        try:
+            answer = await self._post("/generate", body, lambda response: _last_event(response, read.set))
+        finally:
+            read.set()
+            if first:
+                del self._reading[prompt_ids]
         meta = answer["meta_info"]
         finish = Finish(meta["finish_reason"]["type"])
         if finish is not Finish.ABORT:
@@ -89,73 +95,62 @@ class SGLangClient:
         """The calls in `text` as rollout.tool_parser finds them; EngineError as in `generate`."""
         body = {"text": text, "tools": list(schemas), "tool_call_parser": self.tool_parser}
         answer = await self._post("/parse_function_call", body, aiohttp.ClientResponse.json)
-        return [ToolCall(call["name"], _arguments_of(call)) for call in answer["calls"]]
+        calls = [(call["name"], json.loads(call["parameters"])) for call in answer["calls"]]
+        # No tool accepts the one argument that anything but a JSON object becomes.
+        return [ToolCall(name, given if isinstance(given, dict) else {"arguments": given}) for name, given in calls]
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
-
-    @asynccontextmanager
-    async def _reads(self, prompt_ids: tuple[int, ...]) -> AsyncIterator[Callable[[], None]]:
-        """Wait while another request prefills this prompt; yields the callback for the end of the prefill."""
-        if first := self._reading.get(prompt_ids):
-            await first.wait()
-            yield lambda: None
-            return
-        read = self._reading[prompt_ids] = asyncio.Event()
-
-        def was_read() -> None:
-            self._reading.pop(prompt_ids, None)
-            read.set()
-
-        try:
-            yield was_read
-        finally:
-            was_read()
+        if session := vars(self).pop("_session", None):
+            await session.close()
 
     async def _post(
         self, path: str, body: dict[str, Any], read: Callable[[aiohttp.ClientResponse], Awaitable[_Answer]]
     ) -> _Answer:
-        async def once() -> _Answer:
-            try:
-                async with self._open().post(self.url + path, json=body) as response:
-                    if response.status == 200:
-                        return await read(response)
-                    raise _Refused(response.status, await response.text())
-            except TimeoutError:
-                raise EngineError(f"no answer within rollout.turn_timeout={self.timeout:g} s") from None
-            except _Refused as refused:
-                kind = _TransientError if refused.status >= 500 else EngineError
-                raise kind(f"{self.url}{path}: {refused}") from None
-            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
-                raise ServerGone(f"{self.url}{path}: {type(error).__name__}: {error}") from error
+        silence = EngineError(f"no answer within rollout.turn_timeout={self.timeout:g} s")
+        return await post(self._session, self.url + path, body, read, silence)
 
-        return await retried(once, _TransientError, ATTEMPTS, BACKOFF_SECONDS)
-
-    def _open(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                headers=self._headers,
-                connector=aiohttp.TCPConnector(limit=0),
-                timeout=aiohttp.ClientTimeout(total=self.timeout),
-            )
-        return self._session
+    @cached_property
+    def _session(self) -> aiohttp.ClientSession:
+        timeout = aiohttp.ClientTimeout(total=self.timeout)
+        return aiohttp.ClientSession(headers=self._headers, connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
 
 
-class _Refused(Exception):
-    """The server answered with an HTTP error status."""
+async def post(
+    session: aiohttp.ClientSession,
+    url: str,
+    body: dict[str, Any],
+    read: Callable[[aiohttp.ClientResponse], Awaitable[_Answer]],
+    silence: EngineError,
+) -> _Answer:
+    """What `read` makes of the answer; asked for again, up to ATTEMPTS times, where that may help.
 
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(f"status {status}: {' '.join(text.split())[:300]}")
-        self.status = status
+    Raises `silence` after the session's timeout, ServerGone without a connection, EngineError for other answers.
+    """
+
+    async def once() -> _Answer:
+        try:
+            async with session.post(url, json=body) as response:
+                if response.status == 200:
+                    return await read(response)
+                raise _refusal(response, response.status, await response.text())
+        except TimeoutError:
+            raise silence from None
+        except aiohttp.ClientError as error:
+            raise ServerGone(f"{url}: {type(error).__name__}: {error}") from error
+
+    return await retried(once, TransientError, ATTEMPTS, BACKOFF_SECONDS)
+
+
+def _refusal(response: aiohttp.ClientResponse, status: int, text: str) -> EngineError:
+    """The error for an HTTP error status, also one within a stream."""
+    kind = TransientError if status >= 500 or status in (408, 409, 429) else EngineError
+    return kind(f"{response.url}: status {status}: {' '.join(text.split())[:300]}")
 
 
 async def _last_event(response: aiohttp.ClientResponse, began: Callable[[], None]) -> dict[str, Any]:
-    """The last event of a streamed turn; each event holds the whole turn so far.
+    """The last event of a streamed turn, which holds the whole turn; calls `began` at the first one.
 
-    Calls `began` at the first one. Raises _Refused where an event is an error, and ClientPayloadError where the
-    stream ends before the turn does.
+    Raises EngineError where an event is an error, ClientPayloadError where the stream ends before the turn does.
     """
     rest, last = b"", b""
     async for piece in response.content.iter_any():
@@ -166,12 +161,12 @@ async def _last_event(response: aiohttp.ClientResponse, began: Callable[[], None
                 last = event
     answer = json.loads(last.removeprefix(b"data: ") or b"{}")
     if "error" in answer:
-        raise _Refused(answer["error"]["code"], answer["error"]["message"])
+        raise _refusal(response, answer["error"]["code"], answer["error"]["message"])
     finish = answer.get("meta_info", {}).get("finish_reason")
     if finish is None:
         raise aiohttp.ClientPayloadError("the stream ended before the turn")
     if finish.get("status_code"):  # SGLang's scheduler rejected the request
-        raise _Refused(finish["status_code"], finish["message"])
+        raise _refusal(response, finish["status_code"], finish["message"])
     return answer
 
 
@@ -179,9 +174,3 @@ def _versions(meta: Mapping[str, Any], tokens: int) -> tuple[int, ...]:
     """The version of the weights of each of a turn's `tokens`; SGLang gives spans where it changed within the turn."""
     spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": tokens}]
     return tuple(int(span["version"]) for span in spans for _ in range(span["start"], span["end"]))
-
-
-def _arguments_of(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The arguments of a call; anything but a JSON object becomes one argument that no tool accepts."""
-    arguments = json.loads(call["parameters"])
-    return arguments if isinstance(arguments, dict) else {"arguments": arguments}

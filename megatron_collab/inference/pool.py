@@ -1,7 +1,7 @@
-"""The SGLang servers of a run: who is present, who is being started again, what a sampling phase does with them.
+"""The SGLang servers of a run: those that are present, and those that are being started again.
 
-A server that fails is left out and started again at the same address while the others go on. The next weight sync takes
-it back; until then nobody asks it, since it holds the weights of model.path.
+A server that fails is left out and started again at the same address while the others go on. It holds the weights of
+model.path, so it gets no requests until the next weight sync has taken it back.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from operator import attrgetter, methodcaller
 
 from megatron_collab.config import ServerConfig
 from megatron_collab.inference.server import MEMORY, ServerError, SGLangServer
@@ -20,25 +21,20 @@ POLL_SECONDS = 0.1
 
 
 class ServerPool:
-    """On rank 0. Servers are started and ended on one thread only: a server ends with the thread that started it.
-
-    `hopeless`: why a server cannot be kept alive, which is raised where all ranks wait: in `ready`.
-    """
+    """On rank 0. Servers are started and ended on one thread only: a server ends with the thread that started it."""
 
     def __init__(
         self, servers: Sequence[SGLangServer], options: ServerConfig, tell: Callable[[Sequence[int]], None]
     ) -> None:
-        """`servers` are starting. `tell` is called with the numbers of those that may be asked from now on."""
-        self.servers = servers
-        self.options = options
-        self._tell = tell
-        self._told = [server.index for server in servers]
+        """`servers` are starting. `tell` is called with the numbers of those that get requests from now on."""
+        self.servers, self.options, self._tell = servers, options, tell
+        self._announced = [server.index for server in servers]
         self._lacked = False
-        self.hopeless = ""
+        self._hopeless = ""  # why a server cannot be kept alive; raised where all ranks wait, in `ready`
         self._present: list[SGLangServer] = []
         self._deadlines: dict[int, float] = {}  # by number, of servers that are being started again (monotonic)
         self._failures: Counter[int] = Counter()  # by number, since the server last saw a phase to its end
-        self._counts = Counter({"lost": 0, "back": 0})
+        self._counts: Counter[str] = Counter()
 
     def begin(self) -> None:
         """Wait for all servers; ServerError if one cannot be had, since a first start that fails is no accident."""
@@ -48,15 +44,14 @@ class ServerPool:
         self._release()
 
     def present(self) -> list[SGLangServer]:
-        """Who is healthy now, servers that came back since the last call among them.
-
-        They may hold any weights: a weight sync asks once, at its beginning, and gives its weights to all of them.
-        """
+        """The servers that are healthy now, with any weights, those that came back since the last call among them."""
         self.watch()
         for server in list(self._present):
             if not server.healthy():
                 self.lost(server, "it does not answer")
-        for server in [server for server in self.servers if server.index in self._deadlines]:
+        for server in self.servers:
+            if server.index not in self._deadlines:
+                continue
             if server.healthy():
                 del self._deadlines[server.index]
                 self._present.append(server)
@@ -65,17 +60,17 @@ class ServerPool:
             elif time.monotonic() > self._deadlines[server.index]:
                 timeout = self.options.start_timeout
                 self._start_again(server, f"it was not healthy after rollout.server.start_timeout={timeout:g} s")
-        return sorted(self._present, key=lambda server: server.index)
+        return sorted(self._present, key=attrgetter("index"))
 
     def lost(self, server: SGLangServer, reason: str) -> None:
-        """Leave the server out from now on and start it again; it does not come back before a call of `present`."""
-        if server not in self._present:  # known already
+        """Leave the server out and start it again, unless that is under way; `present` takes it back."""
+        if server not in self._present:
             return
         self._present.remove(server)
         self._lacked |= not self._present
         self._counts["lost"] += 1
-        if server.index in self._told:  # before it is there again, with other weights
-            self._say([index for index in self._told if index != server.index])
+        if server.index in self._announced:  # before it is up again, with other weights
+            self._announce([index for index in self._announced if index != server.index])
         self._start_again(server, reason)
 
     def watch(self) -> None:
@@ -97,24 +92,24 @@ class ServerPool:
         self._lacked = not self._present
 
     def ready(self, seconds: float) -> bool:
-        """Before a weight sync: whether a server is there that has memory for weights; looks for about `seconds`.
+        """Before a weight sync: whether a server is up that has memory for weights; looks for about `seconds`.
 
-        Raises ServerError with its last words where a server failed after STARTS new starts in a row too.
+        ServerError where one failed after STARTS new starts in a row too.
         """
         deadline = time.monotonic() + seconds
         while True:
             self.present()
-            self._each(lambda server: server.resume("weights"))
-            if self.hopeless:
-                raise ServerError(self.hopeless)
+            self._each(methodcaller("resume", "weights"), self.lost)
+            if self._hopeless:
+                raise ServerError(self._hopeless)
             if self._present or time.monotonic() > deadline:
                 return bool(self._present)
             raise_if_preempted()
             time.sleep(POLL_SECONDS)
 
     def serve(self) -> None:
-        """After a weight sync: have the workers ask the servers, those that a worker lost sight of among them."""
-        self._say(sorted(server.index for server in self._present))
+        """After a weight sync: have the workers use the servers, those that a worker found unreachable among them."""
+        self._announce(sorted(server.index for server in self._present))
 
     def rest(self) -> None:
         """After a phase: have colocated servers that are present give their memory back."""
@@ -123,9 +118,8 @@ class ServerPool:
         self._release()
 
     def rested(self, seconds: float) -> bool:
-        """After `rest`: whether no colocated server is being started any more; looks for about `seconds`.
-
-        One that is ready later would take the trainer's memory.
+        """After `rest`: whether no colocated server is still starting, to take the trainer's memory once it is ready;
+        looks for about `seconds`.
         """
         deadline = time.monotonic() + seconds
         while self.options.colocated and self._deadlines:
@@ -141,52 +135,41 @@ class ServerPool:
         """The run ends: colocated servers give their memory back, so that the trainer can save; else they are ended."""
         if not self.options.colocated:
             return
-        self._failing(lambda server: server.release())
+        self._each(methodcaller("release"), lambda server, why: None)
         for server in self.servers:
             if server.released != set(MEMORY):
                 server.stop()
 
     def take_counters(self) -> dict[str, float]:
         """How many servers were lost and came back since the last call, as metrics of a step."""
-        taken = {f"servers/{name}": float(count) for name, count in self._counts.items()}
-        self._counts = Counter({"lost": 0, "back": 0})
-        return taken
+        return {f"servers/{name}": float(self._counts.pop(name, 0)) for name in ("lost", "back")}
 
     def _release(self) -> None:
         if self.options.colocated:
-            self._each(lambda server: server.release())
+            self._each(methodcaller("release"), self.lost)
 
-    def _each(self, call: Callable[[SGLangServer], None]) -> None:
-        """Have all that are present do it; one where it fails is lost."""
-        for server, reason in self._failing(call):
-            self.lost(server, reason)
-
-    def _failing(self, call: Callable[[SGLangServer], None]) -> list[tuple[SGLangServer, str]]:
-        """Have all that are present do it at once; where it fails, and why."""
-        present = sorted(self._present, key=lambda server: server.index)
+    def _each(self, call: Callable[[SGLangServer], None], failed: Callable[[SGLangServer, str], None]) -> None:
+        """Call all that are present at once, and `failed` for each that raises ServerError."""
         with ThreadPoolExecutor(len(self.servers)) as callers:
-            calls = [callers.submit(call, server) for server in present]
-        failing = []
-        for server, done in zip(present, calls, strict=True):
+            calls = {server: callers.submit(call, server) for server in sorted(self._present, key=attrgetter("index"))}
+        for server, done in calls.items():
             try:
                 done.result()
             except ServerError as error:
-                failing.append((server, str(error)))
-        return failing
+                failed(server, str(error))
 
     def _start_again(self, server: SGLangServer, reason: str) -> None:
         self._failures[server.index] += 1
         self._deadlines.pop(server.index, None)
+        name = f"SGLang server {server.index}"
         if self._failures[server.index] > STARTS:
-            self.hopeless = (
-                f"SGLang server {server.index} failed after {STARTS} new starts too: {reason}; {server.log_end()}"
-            )
+            self._hopeless = f"{name} failed after {STARTS} new starts too: {reason}; {server.log_end()}"
             server.stop()
             return
-        print(f"engine: SGLang server {server.index} is left out and started again: {reason}", flush=True)
+        print(f"engine: {name} is left out and started again: {reason}", flush=True)
         server.restart()
         self._deadlines[server.index] = time.monotonic() + self.options.start_timeout
 
-    def _say(self, servers: list[int]) -> None:
-        self._told = servers
+    def _announce(self, servers: list[int]) -> None:
+        self._announced = servers
         self._tell(servers)

@@ -38,7 +38,11 @@ class Machines:
     def node(self, address: str) -> str | None:
         """The id of the least used Ray node on the machine with this address; None where there is none."""
         alive = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
-        asked = {node: self._ask(node) for node in alive if node not in self._addresses}
+        find = ray.remote(network.address)
+        unknown = {node: _on(node) for node in alive if node not in self._addresses}
+        asked = {
+            node: find.options(num_cpus=0, max_retries=0, **on).remote(self._config) for node, on in unknown.items()
+        }
         waiting, deadline = list(asked.values()), time.monotonic() + ASK_SECONDS
         while waiting and time.monotonic() < deadline:
             _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=POLL_SECONDS)
@@ -51,60 +55,49 @@ class Machines:
         self._uses.update([chosen] if chosen else [])
         return chosen
 
-    def _ask(self, node: str) -> Any:
-        ask = ray.remote(network.address).options(num_cpus=0, max_retries=0, scheduling_strategy=_on(node))
-        return ask.remote(self._config)
-
 
 class RemoteProcess:
     """A ServerProcess on the machine with `address`, which must see the run's folders under the same names.
 
-    It ends with its actor, which ends with this process. It counts as ended where that machine has no Ray node.
+    It ends with its actor, which ends with this process; where that machine has no Ray node it has ended at once.
     """
 
     def __init__(self, machines: Machines, address: str, config: Config, log: Path, index: int, api_key: str) -> None:
-        """Start it; does not wait for the actor."""
         self._machines, self._address, self._timeout = machines, address, config.rollout.server.start_timeout
         self._arguments = config, log.resolve(), index, api_key
+        self._nowhere = f"no node of the Ray cluster is on {address}, the address of its machine"
         self._url = ""
         self.start()
 
     @property
     def url(self) -> str:
-        """As ServerProcess.url; ServerError where the server could not be started.
-
-        The first access waits for the start, and raises Preempted too.
-        """
+        """The first access waits for the start; it raises ServerError where that fails, and Preempted."""
         if not self._url:
             if self._actor is None:
-                raise ServerError(self._nowhere())
-            deadline = time.monotonic() + self._timeout
+                raise ServerError(self._nowhere)
+            where, deadline = f"the SGLang server on {self._address}", time.monotonic() + self._timeout
             while not ray.wait([self._started], timeout=POLL_SECONDS)[0]:
                 if time.monotonic() > deadline:
                     setting = f"rollout.server.start_timeout={self._timeout:g} s"
-                    raise ServerError(f"the SGLang server on {self._address}: Ray did not start it within {setting}")
+                    raise ServerError(f"{where}: Ray did not start it within {setting}")
                 heartbeat.beat()
                 raise_if_preempted()
             try:
                 self._url = ray.get(self._started)
             except RayError as error:
-                raise ServerError(f"the SGLang server on {self._address}: {_reason(error)}") from error
+                raise ServerError(f"{where}: {_reason(error)}") from error
         return self._url
 
     def start(self) -> None:
-        """As ServerProcess.start."""
-        node = self._machines.node(self._address)
         self._actor: Any = None
-        if node is not None:
-            keeper = ray.remote(Keeper).options(num_cpus=0, max_restarts=0, scheduling_strategy=_on(node))
-            self._actor = keeper.remote()
+        if node := self._machines.node(self._address):
+            self._actor = ray.remote(Keeper).options(num_cpus=0, max_restarts=0, **_on(node)).remote()
             self._started = self._actor.start.remote(*self._arguments, urlsplit(self._url).port or 0)
             self._end = self._actor.ended.remote(self._started)
 
     def ended(self) -> str | None:
-        """As ServerProcess.ended."""
         if self._actor is None:
-            return self._nowhere()
+            return self._nowhere
         if not ray.wait([self._end], timeout=0)[0]:
             return None
         try:
@@ -113,37 +106,31 @@ class RemoteProcess:
             return _reason(error)
 
     def stop(self) -> None:
-        """As ServerProcess.stop; where the actor does not answer, killing it ends the server."""
         if self._actor is not None:
             with suppress(RayError):
                 ray.get(self._actor.stop.remote(), timeout=STOP_SECONDS)
-            ray.kill(self._actor)
-
-    def _nowhere(self) -> str:
-        return f"no node of the Ray cluster is on {self._address}, the address of its machine"
+            ray.kill(self._actor)  # which ends the server, too
 
 
 class Keeper:
     """Ray actor that owns a server process; the server ends with the actor's only thread."""
 
     async def start(self, config: Config, log: Path, index: int, api_key: str, port: int) -> str:
-        """Start the server; its address."""
         self._process = ServerProcess(config, log, index, api_key, port)
         return self._process.url
 
     async def ended(self, started: str) -> str:
-        """How the server ended, once it has; `started`, the result of `start`, makes Ray run this after it."""
+        """How the server ended, once it has; Ray runs this after `start`, whose result it takes."""
         while not (how := self._process.ended()):
             await asyncio.sleep(POLL_SECONDS)
         return how
 
     async def stop(self) -> None:
-        """End the server."""
         self._process.stop()
 
 
-def _on(node: str) -> NodeAffinitySchedulingStrategy:
-    return NodeAffinitySchedulingStrategy(node, soft=False)
+def _on(node: str) -> dict[str, Any]:
+    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
 
 
 def _reason(error: RayError) -> str:

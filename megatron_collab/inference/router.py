@@ -24,24 +24,22 @@ def choose(affinity: str, in_flight: Sequence[int], gone: Collection[int] = ()) 
     """The server (an index, not in `gone`) for new conversations of `affinity`.
 
     Rendezvous hashing (Thaler and Ravishankar, 1998), so that a lost server moves only its own conversations, with
-    bounded loads (Mirrokni, Thorup and Zadimoghaddam, arXiv 1608.01350): a server that holds LOAD_FACTOR times its
-    share of the requests in flight is skipped.
+    bounded loads (Mirrokni, Thorup and Zadimoghaddam, arXiv 1608.01350).
     """
+
+    def weight(server: int) -> bytes:
+        return hashlib.blake2b(f"{server}/{affinity}".encode(), digest_size=8).digest()
+
     alive = [server for server in range(len(in_flight)) if server not in gone]
     share = (sum(in_flight[server] for server in alive) + 1) / len(alive)
-    ranked = sorted(alive, key=lambda server: _weight(affinity, server), reverse=True)
+    ranked = sorted(alive, key=weight, reverse=True)
     return next(server for server in ranked if in_flight[server] < math.ceil(LOAD_FACTOR * share))
-
-
-def _weight(affinity: str, server: int) -> bytes:
-    return hashlib.blake2b(f"{server}/{affinity}".encode(), digest_size=8).digest()
 
 
 class Router:
     """Samples turns for a worker from all SGLang servers and keeps each conversation on one of them.
 
-    `in_flight` counts the running requests of each server; `gone` are the servers that get none: those not in use
-    and those that became unreachable.
+    `in_flight` counts the requests of each server; `gone` are those not in use and those that became unreachable.
     """
 
     def __init__(self, servers: Sequence[tuple[str, str]], config: RolloutConfig, unpublished: bool = False) -> None:
@@ -50,22 +48,21 @@ class Router:
         self.clients = [SGLangClient(url, key, config) for url, key in servers]
         self.in_flight = [0] * len(self.clients)
         self.gone: set[int] = set()
-        self._allowed = frozenset(range(len(self.clients)))
+        self._all = self._allowed = frozenset(range(len(self.clients)))
         self._lost = 0
         self._places: dict[str, int] = {}
 
     def use(self, servers: Collection[int]) -> None:
         """From now on send requests to these servers only, even if they were unreachable before."""
         self._allowed = frozenset(servers)
-        self.gone = self._barred()
+        self.gone = {*self._all - self._allowed}
 
     async def generate(
         self, prompt_ids: tuple[int, ...], *, max_new_tokens: int, sampling: SamplingConfig, seed: int, affinity: str
     ) -> Turn:
         """See SGLangClient.generate; all turns of an `affinity` are sampled by one server while it is reachable.
 
-        A restarted server without the run's weights counts as unreachable: a worker that Ray restarted does not know
-        that it is out of use.
+        One without the run's weights is not: a worker that Ray restarted does not know that it is out of use.
         """
 
         async def sample(client: SGLangClient) -> Turn:
@@ -112,7 +109,7 @@ class Router:
 
     def _place(self, affinity: str | None) -> int:
         if affinity is None:
-            return min(set(range(len(self.clients))) - self.gone, key=self.in_flight.__getitem__)
+            return min(self._all - self.gone, key=self.in_flight.__getitem__)
         server = self._places.get(affinity)
         if server is None or server in self.gone:
             server = self._places[affinity] = choose(affinity, self.in_flight, self.gone)
@@ -125,7 +122,4 @@ class Router:
             self._lost += 1
             self.gone.add(server)
         if len(self.gone) == len(self.clients):  # no server is left: later requests try all again
-            self.gone = self._barred()
-
-    def _barred(self) -> set[int]:
-        return set(range(len(self.clients))) - self._allowed
+            self.gone = {*self._all - self._allowed}

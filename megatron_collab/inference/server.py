@@ -14,7 +14,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from http.client import HTTPException
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
@@ -24,25 +23,18 @@ from megatron_collab.config import Config
 from megatron_collab.inference import KEY_VARIABLE, PARENT_VARIABLE, STACKS_VARIABLE
 from megatron_collab.models.parallel_layout import servers_per_node
 from megatron_collab.runtime import device, heartbeat, network, stacks
+from megatron_collab.runtime.files import COMPILE_CACHE, ScratchFolder
 from megatron_collab.runtime.network import bindable
 from megatron_collab.runtime.process import RunStopped, raise_if_preempted
 from megatron_collab.runtime.redact import redact
-from megatron_collab.runtime.scratch import COMPILE_CACHE, ScratchFolder
 
 # By default SGLang allocates nearly all memory of the machine for its cache, and touches every page of it.
 CPU_CACHE_TOKENS = 2**18
 
 UNPUBLISHED = -1  # weight version of a server that has received no weights of the run
 
-# Linear layers in FP8, as SGLang's Fp8Config reads them from config.json.
-FP8_BLOCKS = {
-    "quantization_config": {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [128, 128],
-    }
-}
+# Linear layers in FP8, as SGLang's Fp8Config reads them from the quantization_config of config.json.
+FP8_BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 _TORCHRUN_VARIABLES = re.compile(r"(LOCAL_|GROUP_|ROLE_|TORCHELASTIC_|MASTER_)|(RANK|WORLD_SIZE)$")
 
@@ -64,10 +56,7 @@ class ServerProcess:
     """
 
     def __init__(self, config: Config, log: Path, index: int, api_key: str, port: int = 0) -> None:
-        """Start it; its output goes to `log`. `port`: of an earlier start, to be used again.
-
-        Raises ServerError for a busy port.
-        """
+        """Start it; its output goes to `log`. `port`: of an earlier start. ServerError where it is busy."""
         self._config, self._log, self._index, self._api_key = config, log, index, api_key
         first = config.rollout.server.port
         host, parts = network.address(config), servers_per_node(config)
@@ -91,20 +80,16 @@ class ServerProcess:
         # The rendezvous of its ranks. A TCP store would listen on all interfaces without authentication.
         store = self._scratch.path / "store"
         written = (self._log.parent / stacks.FOLDER / self._log.stem).resolve()
+        environment = _environment(self._config, self._api_key, self._index) | {
+            "TMPDIR": str(self._scratch.path),
+            "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": store.as_uri(),
+            STACKS_VARIABLE: str(written),
+        }
+        command = [sys.executable, "-m", "megatron_collab.inference.cpu.serve"]
         with self._log.open("ab") as output:
             self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "megatron_collab.inference.cpu.serve",
-                    *arguments(self._config, self.url, self._index),
-                ],
-                env=_environment(self._config, self._api_key, self._index)
-                | {
-                    "TMPDIR": str(self._scratch.path),
-                    "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": store.as_uri(),
-                    STACKS_VARIABLE: str(written),
-                },
+                command + arguments(self._config, self.url, self._index),
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -131,23 +116,18 @@ class Process(Protocol):
     """The processes of a server on this machine (ServerProcess) or another (remote.RemoteProcess)."""
 
     @property
-    def url(self) -> str:
-        """Where it listens."""
+    def url(self) -> str: ...
 
-    def start(self) -> None:
-        """Start the server again, at the same address."""
+    def start(self) -> None: ...
 
-    def ended(self) -> str | None:
-        """How it ended; None while it is running."""
+    def ended(self) -> str | None: ...
 
-    def stop(self) -> None:
-        """End the server with all its processes."""
+    def stop(self) -> None: ...
 
 
 class SGLangServer:
     """An SGLang server, started by the constructor and ended with the context.
 
-    It listens on launch.interface only and requires `api_key`, which is generated for this run.
     `index` is its number in the run, `tp` its tensor-parallel size, `generation` the number of restarts, and
     `released` the memory that it has released: kv_cache, weights.
     """
@@ -159,10 +139,7 @@ class SGLangServer:
         index: int = 0,
         start: Callable[[Config, Path, int, str], Process] = ServerProcess,
     ) -> None:
-        """Start serving model.path as the server number `index` of the run; its output goes to `log`.
-
-        `start` starts the processes, on this machine (ServerError for a busy port) or on another.
-        """
+        """Start serving model.path; `start` starts the processes, here (ServerError for a busy port) or elsewhere."""
         self.config, self.log, self.index = config, log, index
         self.tp = config.rollout.server.tp
         self.api_key = secrets.token_hex(32)
@@ -179,9 +156,7 @@ class SGLangServer:
     def __enter__(self) -> SGLangServer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def alive(self) -> bool:
@@ -202,17 +177,14 @@ class SGLangServer:
         return True
 
     def wait_healthy(self, timeout: float) -> None:
-        """Return once requests are served; ServerError if the server ends first or needs longer than `timeout` s."""
+        """Return once requests are served; ServerError if it ends first or needs longer than `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while not self.healthy():
-            ended = self.process.ended()
-            if ended:
-                raise ServerError(f"SGLang server {self.index}: {ended}; {self.log_end()}")
-            if time.monotonic() > deadline:
-                raise ServerError(
-                    f"SGLang server {self.index}: it was not healthy after rollout.server.start_timeout={timeout:g} s; "
-                    f"{self.log_end()}"
-                )
+            why = self.process.ended()
+            if not why and time.monotonic() > deadline:
+                why = f"it was not healthy after rollout.server.start_timeout={timeout:g} s"
+            if why:
+                raise ServerError(f"SGLang server {self.index}: {why}; {self.log_end()}")
             raise_if_preempted()
             time.sleep(0.1)
 
@@ -244,11 +216,9 @@ class SGLangServer:
         self.process.start()
 
     def stop(self) -> None:
-        """End the server with all its processes."""
         self.process.stop()
 
     def log_end(self) -> str:
-        """The end of its log."""
         if not self.log.is_file():
             return f"there is no {self.log}"
         lines = redact(self.log.read_text(errors="replace")).splitlines()[-15:]
@@ -297,7 +267,8 @@ def arguments(config: Config, url: str, index: int) -> list[str]:
         options["base-gpu-id"] = place * server.tp + (0 if server.colocated else config.launch.nproc_per_node)
         flags += ["enable-memory-saver"] if server.colocated else []
     if server.fp8:  # model.path is not in FP8: the weights come from the trainer
-        options |= {"load-format": "dummy", "json-model-override-args": json.dumps(FP8_BLOCKS)}
+        override = json.dumps({"quantization_config": FP8_BLOCKS})
+        options |= {"load-format": "dummy", "json-model-override-args": override}
     pairs = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     return pairs + [f"--{flag}" for flag in flags]
 
@@ -314,13 +285,9 @@ def _environment(config: Config, api_key: str, index: int) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
     }
     if device.select(config.launch.device).type == "cpu":
-        cores = sorted(os.sched_getaffinity(0))
-        settings |= {
-            "SGLANG_USE_CPU_ENGINE": "1",
-            "OMP_NUM_THREADS": "1",
-            "TORCH_COMPILE_DISABLE": "1",  # compiling takes seconds and is no faster at this size
-        }
-        tp = config.rollout.server.tp
+        # Compiling takes seconds and is no faster at this size.
+        settings |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
+        cores, tp = sorted(os.sched_getaffinity(0)), config.rollout.server.tp
         if tp > 1:
             bind = [str(cores[(place * tp + rank) % len(cores)]) for rank in range(tp)]
             settings["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(bind)
@@ -331,10 +298,7 @@ def _left_behind(group: int) -> set[Path]:
     """Shared memory and semaphores of SGLang's processes, which do not unlink them when killed."""
     found: set[Path] = set()
     for process in Path("/proc").glob("[0-9]*"):
-        try:
+        with suppress(ProcessLookupError, FileNotFoundError):  # it has just ended
             if os.getpgid(int(process.name)) == group:
-                maps = (process / "maps").read_text()
-                found |= {Path(path) for path in _LEFT_BEHIND.findall(maps)}
-        except (ProcessLookupError, FileNotFoundError):  # it has just ended
-            continue
+                found |= {Path(path) for path in _LEFT_BEHIND.findall((process / "maps").read_text())}
     return found

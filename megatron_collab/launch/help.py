@@ -14,7 +14,6 @@ from megatron_collab.config import CONF, Config, declared, groups, settings
 from megatron_collab.reward import metrics
 from megatron_collab.rollout import tools, users
 
-_COLUMN = 34
 _PLAIN = re.compile(r"(?!(true|false|null|nan|inf)$)[A-Za-z_][\w./+-]*", re.IGNORECASE)  # Hydra takes it as it is
 
 
@@ -38,12 +37,11 @@ def help_text(program: str | None) -> str:
 
 def composed(overrides: Sequence[str]) -> str:
     """Every option as an override, and where its value is from; those that must be set yet are named as such."""
-    found = [
-        (f"{name}={'???' if value == MISSING else _value(value)}", "required, not set" if value == MISSING else source)
-        for name, value, source in settings(overrides)
-    ]
-    width = min(60, max(len(text) for text, _ in found))
-    return "\n".join(f"{text.ljust(width)}  # {source}" for text, source in found)
+    lines = []
+    for name, value, source in settings(overrides):
+        text = f"{name}={'???' if value == MISSING else _value(value)}"
+        lines.append(f"{text:60}  # {'required, not set' if value == MISSING else source}")
+    return "\n".join(lines)
 
 
 def _options(options: type, prefix: str = "") -> Iterator[str]:
@@ -54,7 +52,7 @@ def _options(options: type, prefix: str = "") -> Iterator[str]:
 
 
 def _line(name: str, text: str) -> str:
-    return f"  {name:{_COLUMN}} {text}".rstrip()
+    return f"  {name:34} {text}".rstrip()
 
 
 def _value(value: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -15,9 +15,7 @@ from megatron_collab.config.extension import NoOptions
 from megatron_collab.launch.validate import check_model
 from megatron_collab.rollout import tools, users
 from megatron_collab.runtime import network
-from megatron_collab.runtime.network import bindable
 from megatron_collab.runtime.process import FINISHED, LAUNCHER, under_torchrun
-from megatron_collab.types import Task
 
 
 def prepare(config: Config) -> None:
@@ -30,35 +28,31 @@ def prepare(config: Config) -> None:
     from megatron_collab.data.chat_template import ChatRenderer
 
     nodes = config.launch.nodes
-    if nodes > 1 and not under_torchrun():
-        raise ConfigError(
-            f"launch.nodes={nodes}: only the ranks of this node could be started from here; start "
-            f"python -m megatron_collab.launch.torchrun --nnodes {nodes} --nproc-per-node "
-            f"{config.launch.nproc_per_node} … -m megatron_collab.train on each node, or set launch.nodes=1"
-        )
-    if nodes > 1 and config.train.stage == "rl" and "RAY_ADDRESS" not in os.environ:
-        raise ConfigError(
-            f"launch.nodes={nodes}: RAY_ADDRESS is not set, and Ray would be on one node only; start Ray on every node "
-            "in this folder, where relative paths begin, and set RAY_ADDRESS to HOST:PORT of its head, or set "
-            "launch.nodes=1"
-        )
+    command = f"python -m megatron_collab.launch.torchrun --nnodes {nodes} --nproc-per-node"
+    require(
+        nodes == 1 or under_torchrun(),
+        f"launch.nodes={nodes}: only this node's ranks can be started from here; start {command} "
+        f"{config.launch.nproc_per_node} … -m megatron_collab.train on each node, or set launch.nodes=1",
+    )
+    require(
+        nodes == 1 or config.train.stage != "rl" or "RAY_ADDRESS" in os.environ,
+        f"launch.nodes={nodes}: RAY_ADDRESS is not set, and Ray would be on one node only; start Ray on every node in "
+        "this folder, and set RAY_ADDRESS to HOST:PORT of its head, or set launch.nodes=1",
+    )
     try:
         environments.prepare(config)
         check_model(config)
         if config.train.stage == "sft":
             datasets.load_conversations(Path(config.data.train), "data.train")
         else:
-            reader = datasets.task_reader(config.data)
-            files = {"data.train": config.data.train, "data.eval": config.data.eval}
-            tasks = {
-                setting: datasets.load_tasks(Path(file), setting, reader) for setting, file in files.items() if file
-            }
-            _check_users(config, tasks)
+            examples: dict[str, str] = {}
+            for setting, file in (("data.train", config.data.train), ("data.eval", config.data.eval)):
+                for task in datasets.load_tasks(Path(file), setting, config.data) if file else ():
+                    examples.setdefault(config.user.name or task.user, f"{setting}, task {task.id}")
+            _check_users(config, examples)
         if not under_torchrun():
             ChatRenderer(config.model.path, tools.schemas(config.rollout.tools))
-            bindable("rollout.server.port", config.rollout.server.port, network.address(config))
-    except ConfigError:
-        raise
+            network.bindable("rollout.server.port", config.rollout.server.port, network.address(config))
     except (ValueError, FileNotFoundError) as error:
         raise ConfigError(" ".join(str(error).split())) from error
     _check_same_run(config)
@@ -81,17 +75,11 @@ def replace_by_torchrun(config: Config, arguments: list[str]) -> NoReturn:
     os.execve(sys.executable, command, environment)
 
 
-def _check_users(config: Config, tasks: Mapping[str, Sequence[Task]]) -> None:
-    """Every task needs a user: the one that it names, or that user.name names for all. `tasks`: by their setting."""
-    examples = {
-        config.user.name or task.user: f"{setting}, task {task.id}"
-        for setting in reversed(list(tasks))
-        for task in reversed(tasks[setting])
-    }
+def _check_users(config: Config, examples: Mapping[str, str]) -> None:
+    """Every task needs a user: the one that it names, or that user.name names for all. `examples`: tasks by user."""
     for name, example in examples.items():
         reason = users.check_user(name, config)
-        if reason:
-            raise ConfigError(f"{example}: {reason}")
+        require(reason is None, f"{example}: {reason}")
     takes = any(users.find_user(users.split_user(name)[0]).Options is not NoOptions for name in examples)
     require(takes or not config.user.options, "user.options: no user of the tasks has options; remove them")
 
@@ -99,8 +87,5 @@ def _check_users(config: Config, tasks: Mapping[str, Sequence[Task]]) -> None:
 def _check_same_run(config: Config) -> None:
     """A run goes on only with settings that do not make another run of it."""
     for change in changes(config):
-        require(
-            change.allowed,
-            f"run.dir={config.run.dir}: holds a run with {change.setting}={change.before}, not {change.after}; choose "
-            "another run.dir, or remove that folder",
-        )
+        found = f"holds a run with {change.setting}={change.before}, not {change.after}"
+        require(change.allowed, f"run.dir={config.run.dir}: {found}; choose another run.dir, or remove that folder")

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from megatron_collab.config import Config, ConfigError, compose
+from megatron_collab.config import Config, compose
 from megatron_collab.runtime import network
 from megatron_collab.runtime.process import EXIT_BAD_INPUT, EXIT_STOPPED, RunStopped
 from megatron_collab.runtime.redact import redact
@@ -29,17 +29,8 @@ def settings(config: Config) -> list[str]:
     from megatron_collab.launch.validate import check_settings  # imports torch, which `address` and `wait` do not need
 
     check_settings(config)
-    workers = config.rollout.workers + config.reward.workers
-    cpus = -(-workers // config.launch.nodes)
+    cpus = -(-(config.rollout.workers + config.reward.workers) // config.launch.nodes)
     return [config.run.dir, str(config.launch.nodes), str(config.launch.nproc_per_node), str(cpus)]
-
-
-def address(config: Config) -> str:
-    """This node's address on launch.interface."""
-    try:
-        return network.address(config)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
 
 
 def wait(address: str, seconds: float, names: Sequence[str]) -> None:
@@ -50,46 +41,36 @@ def wait(address: str, seconds: float, names: Sequence[str]) -> None:
     import ray
 
     deadline = time.monotonic() + seconds
-    while not (_listens(address) and _joined(address)):
+    while not _joined(address):
         if time.monotonic() > deadline:
             raise RunStopped(f"Ray's head does not answer at {address} after {seconds:g} s; see its log")
         time.sleep(_LOOK)
     try:
         while True:
             alive = [node["NodeName"] for node in ray.nodes() if node["Alive"]]
-            strangers = sorted(set(alive) - set(names))
-            if strangers:
+            if strangers := sorted(set(alive) - set(names)):
                 raise RunStopped(f"Ray at {address} has nodes of another job: {', '.join(strangers)}")
             missing = [name for name in names if name not in alive]
             if not missing:
                 return
             if time.monotonic() > deadline:
-                raise RunStopped(
-                    f"{len(alive)} of {len(names)} Ray nodes joined within {seconds:g} s; missing: "
-                    f"{', '.join(missing)}; see their logs"
-                )
+                joined = f"{len(alive)} of {len(names)} Ray nodes joined within {seconds:g} s"
+                raise RunStopped(f"{joined}; missing: {', '.join(missing)}; see their logs")
             time.sleep(_LOOK)
     finally:
         ray.shutdown()
 
 
-def _listens(address: str) -> bool:
-    """Whether anything listens at `address`; ray.init would end the process after two minutes without an answer."""
-    host, _, port = address.rpartition(":")
-    try:
-        with socket.create_connection((host, int(port)), timeout=_LOOK):
-            return True
-    except OSError:
-        return False
-
-
 def _joined(address: str) -> bool:
-    """Connect to Ray as a driver; False while its control store answers but does not know its own node yet."""
+    """Connect to Ray as a driver; False while nothing answers, or its control store does not know its own node yet."""
     import ray
 
+    host, _, port = address.rpartition(":")
     try:
+        # ray.init would end the process after two minutes without an answer.
+        socket.create_connection((host, int(port)), timeout=_LOOK).close()
         ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
-    except ConnectionError:
+    except OSError:
         return False
     return True
 
@@ -100,16 +81,12 @@ def main(arguments: Sequence[str]) -> int:
         if command == "settings":
             print(*settings(compose(rest)), sep="\n")
         elif command == "address":
-            print(address(compose(rest)))
+            print(network.address(compose(rest)))
         else:
-            at, seconds, *names = rest
-            wait(at, float(seconds), names)
-    except ConfigError as error:
+            wait(rest[0], float(rest[1]), rest[2:])
+    except (ValueError, RunStopped) as error:
         print(f"megatron-collab: {redact(str(error))}", file=sys.stderr)
-        return EXIT_BAD_INPUT
-    except RunStopped as error:
-        print(f"megatron-collab: {redact(str(error))}", file=sys.stderr)
-        return EXIT_STOPPED
+        return EXIT_STOPPED if isinstance(error, RunStopped) else EXIT_BAD_INPUT
     return 0
 
 

@@ -1,11 +1,8 @@
 """torchrun as this program needs it: `python -m megatron_collab.launch.torchrun ARGUMENTS OF TORCHRUN`.
 
-The signal of runtime/process.py goes on to the ranks of this node instead of ending them, and the exit code is that
-of the rank that failed first. To be safe from the first millisecond, start it with the signal blocked: `env
---block-signal=USR1 python -m megatron_collab.launch.torchrun …`.
-
-The ranks meet at --master-addr: a port of loopback that is free, or for several nodes a port of an address that the
-first of them has. Nothing listens elsewhere.
+The preemption signal goes on to the ranks of this node instead of ending them, and the exit code is that of the rank
+that failed first. To be safe from the first millisecond, start it with the signal blocked: `env --block-signal=USR1 …`.
+The ranks meet at --master-addr: a free port of loopback, or for several nodes a port of an address of the first node.
 """
 
 from __future__ import annotations
@@ -22,25 +19,19 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from megatron_collab.runtime.process import (
-    EXIT_BAD_INPUT,
-    EXIT_HUNG,
-    EXIT_PREEMPTED,
-    EXIT_STOPPED,
-    PREEMPTION_SIGNAL,
-    block_preemption_signal,
-)
-from megatron_collab.runtime.scratch import COMPILE_CACHE, ScratchFolder
+from megatron_collab.runtime import process
+from megatron_collab.runtime.files import COMPILE_CACHE, ScratchFolder
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-_EXPLAINED = (EXIT_BAD_INPUT, EXIT_STOPPED, EXIT_HUNG, EXIT_PREEMPTED)  # rank 0 has said why, in one line
+# Rank 0 has said why, in one line.
+_EXPLAINED = (process.EXIT_BAD_INPUT, process.EXIT_STOPPED, process.EXIT_HUNG, process.EXIT_PREEMPTED)
 _AGAIN = 1.0  # seconds; a rank that is started after the signal has to have it as well
 
 
 def main(arguments: list[str]) -> int:
-    block_preemption_signal()
+    process.block_preemption_signal()
     os.environ.setdefault(*COMPILE_CACHE)
     threading.Thread(target=_forward, name="preemption", daemon=True).start()
     # Imported here: it takes seconds, in which the signal has to wait already.
@@ -53,7 +44,7 @@ def main(arguments: list[str]) -> int:
             store = _store(options)
         except ValueError as error:
             print(f"megatron-collab: {error}", file=sys.stderr)
-            return EXIT_BAD_INPUT
+            return process.EXIT_BAD_INPUT
         try:
             run.run(options)
         except ChildFailedError as error:
@@ -69,8 +60,8 @@ def main(arguments: list[str]) -> int:
 def _store(options: Namespace) -> dist.TCPStore | None:
     """Where the ranks meet, on the first node; torchrun takes it, as it is there at the port that `options` then name.
 
-    By itself torchrun listens on every interface, and with --standalone or on one node also unpickles what anybody
-    has put into its store. ValueError where --master-addr and --master-port cannot be had, or others are asked for.
+    By itself torchrun listens on every interface, and on one node also unpickles what any client has put into its
+    store. Raises ValueError where --master-addr and --master-port are not available, or others are asked for.
     """
     import torch.distributed as dist
     from torch.distributed import run
@@ -85,28 +76,21 @@ def _store(options: Namespace) -> dist.TCPStore | None:
     try:
         listener = socket.create_server((options.master_addr, options.master_port))
     except (OSError, OverflowError) as error:
-        raise ValueError(
-            f"--master-addr={options.master_addr}, --master-port={options.master_port}: {error}; give an address of "
-            "this node, the first one, and a port of it that is free"
-        ) from error
+        given = f"--master-addr={options.master_addr}, --master-port={options.master_port}"
+        raise ValueError(f"{given}: {error}; give an address of this node, the first one, and a free port") from error
     options.master_port = listener.getsockname()[1]
-    return dist.TCPStore(
-        options.master_addr,
-        options.master_port,
-        is_master=True,
-        wait_for_workers=False,
-        multi_tenant=True,  # shared by all of this process that name its port
-        master_listen_fd=listener.detach(),
-    )
+    # multi_tenant: shared by all of this process that name its port.
+    kind = {"is_master": True, "wait_for_workers": False, "multi_tenant": True}
+    return dist.TCPStore(options.master_addr, options.master_port, **kind, master_listen_fd=listener.detach())
 
 
 def _forward() -> None:
     """Once the signal has come, send it to the ranks, which are our children; once it is pending, again is nothing."""
-    signal.sigwait({PREEMPTION_SIGNAL})
+    signal.sigwait({process.PREEMPTION_SIGNAL})
     while True:
         for child in psutil.Process().children():
             with suppress(psutil.NoSuchProcess):
-                child.send_signal(PREEMPTION_SIGNAL)
+                child.send_signal(process.PREEMPTION_SIGNAL)
         time.sleep(_AGAIN)
 
 

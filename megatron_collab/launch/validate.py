@@ -4,30 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 
 from megatron_collab import patches
 from megatron_collab.algo.advantages import GROUPED
 from megatron_collab.algo.policy_loss import PolicyLoss
-from megatron_collab.config import (
-    Config,
-    ConfigError,
-    RewardConfig,
-    check_declared,
-    compose,
-    make,
-    make_absolute,
-    require,
-    uses_wandb,
-)
-from megatron_collab.launch import validate_layout, validate_servers
-from megatron_collab.models import hf_config
+from megatron_collab.config import Config, ConfigError, ModelConfig, check_declared, compose, require, uses_wandb
+from megatron_collab.config.extension import make, make_absolute
+from megatron_collab.models import hf_config, parallel_layout
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.reward import metrics
 from megatron_collab.reward.multiturn import reward_function
 from megatron_collab.rollout import tools
 from megatron_collab.runtime import device, network, redact
+from megatron_collab.weight_sync import plan
+
+# recipe: first compute capability that TransformerEngine 2.20 runs it on, the first that it does not, and why
+_FP8_DEVICES: dict[str, tuple[tuple[int, int], tuple[int, int], str]] = {
+    "delayed": ((8, 9), (100, 0), "FP8 matrix units came with Ada and Hopper"),
+    "tensorwise": ((8, 9), (100, 0), "FP8 matrix units came with Ada and Hopper"),
+    "blockwise": ((9, 0), (100, 0), "scales by block came with Hopper"),
+    "mxfp8": ((10, 0), (12, 0), "MXFP8 is a format of Blackwell's data centre devices, below 12.0"),
+}
 
 
 def load(overrides: Sequence[str]) -> Config:
@@ -40,67 +41,55 @@ def load(overrides: Sequence[str]) -> Config:
 def validate(config: Config) -> None:
     """Cross-checks that need no process and no model in memory."""
     check_settings(config)
-    _check_machine(config)
+    try:
+        device.select(config.launch.device)
+        network.address(config)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    check_layout_on_machine(config)
+    check_servers_on_machine(config)
+    made = config.data.world is not None
+    if not made or Path(config.model.path).exists():
+        check_model(config)
+    files = {} if made else {"data.train": config.data.train, "data.eval": config.data.eval}
+    if config.train.stage == "rl":
+        files["user.personas"] = config.user.personas
+    for setting, file in files.items():
+        require(file is None or Path(file).is_file(), f"{setting}={file}: no such file")
+    message = "<run.wandb_project>: WANDB_API_KEY is set; install wandb, or set run.wandb_project=null"
+    require(not uses_wandb(config.run) or find_spec("wandb") is not None, message, config)
 
 
 def check_settings(config: Config) -> None:
     """Those of `validate` that would fail on any machine."""
+    check = partial(require, config=config)
     redact.refuse_keys(asdict(config))
     check_declared(config)
-    nodes = config.launch.nodes
-    require(
-        nodes == 1 or config.launch.interface is not None,
-        f"launch.nodes={nodes}: needs launch.interface, the network interface that the nodes talk over, as ib0",
-    )
-    _check_options(config)
-    _check_batch(config)
-    validate_layout.validate_layout(config)
-    _check_stage(config)
-
-
-def _check_machine(config: Config) -> None:
-    """Devices, libraries and files."""
-    _check_device(config)
-    _check_interface(config)
-    validate_layout.check_machine(config)
-    validate_servers.check_machine(config)
-    if config.data.world is None or Path(config.model.path).exists():
-        check_model(config)
-    _check_files(config)
-    require(
-        not uses_wandb(config.run) or find_spec("wandb") is not None,
-        f"run.wandb_project={config.run.wandb_project}: WANDB_API_KEY is set, but wandb is not installed; "
-        f"pip install wandb, or set run.wandb_project=null",
-    )
-
-
-def _check_stage(config: Config) -> None:
-    if config.train.stage == "rl":
-        _check_reward(config.reward)
-        _check_rollout(config)
-        validate_servers.validate_servers(config)
-        _check_algo(config)
+    message = "<launch.nodes>: needs launch.interface, the network interface that the nodes talk over, as ib0"
+    check(config.launch.nodes == 1 or config.launch.interface is not None, message)
+    for setting in ("reward.mode", "algo.loss", "data.world", "data.format"):
+        options = attrgetter(f"{setting}_options")(config)
+        message = f"{setting}_options: <{setting}> has no options; remove them"
+        check(not options or ":" in str(attrgetter(setting)(config)), message)
+    message = "<data.format>: readers give tasks, and <train.stage> reads conversations; set it to auto"
+    check(config.data.format == "auto" or config.train.stage == "rl", message)
+    train, rollout = config.train, config.rollout
+    samples = train.prompts_per_step  # of which every optimizer step needs one
+    if train.stage == "rl":
+        samples *= train.rollouts_per_prompt * (1 + (rollout.futures if rollout.train_turns == "all" else 0))
+    message = f"<algo.mini_batches>: a step has at most {samples} samples; choose at most as many"
+    check(config.algo.mini_batches <= samples, message)
+    check_layout(config)
+    if train.stage == "rl":
+        _check_reward(config)
+        _check_rollouts_and_algo(config)
+        check_servers(config)
         _check_budget(config)
 
 
-def _check_options(config: Config) -> None:
-    """Only what is given as package.module:Class has options."""
-    reward, algo, data = config.reward, config.algo, config.data
-    for setting, value, options in (
-        ("reward.mode", reward.mode, reward.mode_options),
-        ("algo.loss", algo.loss, algo.loss_options),
-        ("data.world", data.world, data.world_options),
-        ("data.format", data.format, data.format_options),
-    ):
-        require(not options or ":" in str(value), f"{setting}_options: {setting}={value} has no options; remove them")
-    require(
-        data.format == "auto" or config.train.stage == "rl",
-        f"data.format={data.format}: readers give tasks, and train.stage=sft reads conversations; set it to auto",
-    )
-
-
-def _check_reward(reward: RewardConfig) -> None:
-    weights = reward.weights
+def _check_reward(config: Config) -> None:
+    check = partial(require, config=config)
+    reward, weights = config.reward, config.reward.weights
     require(any(weights.values()), "reward.weights: no metric has a weight; give one, as in reward.weights.accuracy=1")
     for setting, names in (("reward.metrics", reward.metrics), ("reward.clamp", reward.clamp)):
         for name in names:
@@ -109,14 +98,10 @@ def _check_reward(reward: RewardConfig) -> None:
         metric, settings = metrics.split(name, reward.metrics.get(name, {}))
         reason = metric.unavailable(settings)
         require(reason is None, f"reward.weights.{name}: {reason}")
-        needs_judge = metric.judged(settings) and not (reward.judge.model or getattr(settings, "model", None))
-        require(
-            not needs_judge, f"reward.weights.{name}: needs a judge; set reward.judge.model to a model of LiteLLM's"
-        )
-    require(
-        not reward.clamp or reward.mode in ("mr", "single_turn"),
-        f"reward.clamp: reward.mode={reward.mode} does not clamp; remove one of them",
-    )
+        judged = reward.judge.model or getattr(settings, "model", None) or not metric.judged(settings)
+        check(bool(judged), f"reward.weights.{name}: needs a judge; set reward.judge.model to a model of LiteLLM's")
+    clamps = reward.mode in ("mr", "single_turn")
+    check(not reward.clamp or clamps, "reward.clamp: <reward.mode> does not clamp; remove one of them")
     reward_function(reward)
 
 
@@ -128,100 +113,42 @@ def _check_budget(config: Config) -> None:
     from megatron_collab.llm.client import priced  # LiteLLM takes seconds to import
 
     for setting, model in (("user.model", config.user.model), ("reward.judge.model", config.reward.judge.model)):
-        require(
-            model is None or model == "policy" or priced(model),
-            f"llm.budget_usd={config.llm.budget_usd:g}: LiteLLM knows no price of {setting}={model}, so the budget "
-            f"cannot be held; choose a model with a price, or set llm.budget_usd=null",
-        )
+        message = f"LiteLLM has no pricing for {setting}={model}; choose another model, or set llm.budget_usd=null"
+        require(model in (None, "policy") or priced(model), f"llm.budget_usd={config.llm.budget_usd:g}: {message}")
 
 
-def _check_rollout(config: Config) -> None:
-    rollout, reward = config.rollout, config.reward
+def _check_rollouts_and_algo(config: Config) -> None:
+    check = partial(require, config=config)
+    rollout = config.rollout
     if rollout.train_turns == "all":
-        require(
-            rollout.futures > 1, "rollout.train_turns=all: compares sibling futures; set rollout.futures to 2 or more"
-        )
-        require(
-            rollout.turn.temperature == rollout.future.temperature,
-            f"rollout.future.temperature={rollout.future.temperature}: rollout.train_turns=all trains these turns too; "
-            f"set it to rollout.turn.temperature={rollout.turn.temperature}",
-        )
-    if rollout.futures == 0:
-        require(
-            not reward.weights.get("turn_rewards"),
-            "reward.weights.turn_rewards: with rollout.futures=0 these rewards are credited to their turns already; "
-            "set it to 0",
-        )
+        check(rollout.futures > 1, "<rollout.train_turns>: compares sibling futures; set rollout.futures to 2 or more")
+        message = "<rollout.train_turns> trains these turns too; set it to <rollout.turn.temperature>"
+        same = rollout.turn.temperature == rollout.future.temperature
+        check(same, f"<rollout.future.temperature>: {message}")
+    message = "with rollout.futures=0 these rewards are credited to their turns already; set it to 0"
+    credited_once = rollout.futures > 0 or not config.reward.weights.get("turn_rewards")
+    check(credited_once, f"reward.weights.turn_rewards: {message}")
     tools.make_tools(rollout)
     for setting, sampling in (("rollout.turn", rollout.turn), ("rollout.future", rollout.future)):
         require(sampling.top_k != 0, f"{setting}.top_k=0: samples from no token; set -1 for all, or 1 or more")
-        require(
-            sampling.max_new_tokens < rollout.context_length,
-            f"{setting}.max_new_tokens={sampling.max_new_tokens}: leaves no room for a prompt in "
-            f"rollout.context_length={rollout.context_length}; lower it, or raise rollout.context_length",
-        )
-
-
-def _check_algo(config: Config) -> None:
-    algo = config.algo
+        message = f"<{setting}.max_new_tokens>: leaves no room for a prompt in <rollout.context_length>; lower it"
+        check(sampling.max_new_tokens < rollout.context_length, message)
+    algo, grouped = config.algo, config.algo.advantage in GROUPED
     whole = algo.loss == "gspo"
     if ":" in algo.loss:
         loss = make(algo.loss, "algo.loss", PolicyLoss, algo.loss_options, "algo.loss_options.")
         whole = getattr(loss, "whole_sequences", False)
-    require(
-        algo.correction_low < algo.correction_high,
-        f"algo.correction_low={algo.correction_low}: must be less than algo.correction_high={algo.correction_high}",
-    )
-    require(
-        algo.kl_in == "loss" or algo.kl_coef > 0,
-        "algo.kl_in=reward: algo.kl_coef=0 leaves no KL; set algo.kl_coef above 0, or algo.kl_in=loss",
-    )
-    require(
-        algo.advantage not in GROUPED or config.train.rollouts_per_prompt > 1,
-        f"algo.advantage={algo.advantage}: compares the rollouts of a task; set train.rollouts_per_prompt to 2 or more",
-    )
-    require(
-        algo.advantage in GROUPED or algo.dynamic_sampling == 0,
-        f"algo.dynamic_sampling={algo.dynamic_sampling}: with algo.advantage={algo.advantage} groups of equal rewards "
-        f"teach as well; set it to 0",
-    )
-    require(
-        not whole or config.parallel.cp == 1,
-        f"algo.loss={algo.loss}: needs whole sequences on a rank, and parallel.cp={config.parallel.cp} cuts them; set "
-        "parallel.cp=1, or algo.loss=ppo",
-    )
-    require(
-        algo.advantage != "gae" or config.reward.turn_credit != "reward_to_go",
-        f"reward.turn_credit={config.reward.turn_credit}: algo.advantage=gae makes the returns itself, from algo.gamma "
-        f"and the critic; set it to equal or last",
-    )
-
-
-def _check_batch(config: Config) -> None:
-    """Every optimizer step needs a sample."""
-    train, algo = config.train, config.algo
-    samples = train.prompts_per_step
-    if train.stage == "rl":
-        futures = config.rollout.futures if config.rollout.train_turns == "all" else 0
-        samples *= train.rollouts_per_prompt * (1 + futures)
-    require(
-        algo.mini_batches <= samples,
-        f"algo.mini_batches={algo.mini_batches}: a step has at most {samples} samples; choose at most as many",
-    )
-
-
-def _check_device(config: Config) -> None:
-    try:
-        device.check_device(config.launch.device)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-
-
-def _check_interface(config: Config) -> None:
-    try:
-        network.address(config)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    check(algo.correction_low < algo.correction_high, "<algo.correction_low>: must be less than <algo.correction_high>")
+    message = "<algo.kl_in>: algo.kl_coef=0 leaves no KL; set algo.kl_coef above 0, or algo.kl_in=loss"
+    check(algo.kl_in == "loss" or algo.kl_coef > 0, message)
+    message = "<algo.advantage>: compares the rollouts of a task; set train.rollouts_per_prompt to 2 or more"
+    check(not grouped or config.train.rollouts_per_prompt > 1, message)
+    message = "<algo.dynamic_sampling>: with <algo.advantage> groups of equal rewards teach as well; set it to 0"
+    check(grouped or algo.dynamic_sampling == 0, message)
+    message = "<algo.loss>: needs whole sequences on a rank, and <parallel.cp> cuts them; set parallel.cp=1"
+    check(not whole or config.parallel.cp == 1, message)
+    message = "<reward.turn_credit>: <algo.advantage> makes returns itself, from algo.gamma; set it to equal or last"
+    check(algo.advantage != "gae" or config.reward.turn_credit != "reward_to_go", message)
 
 
 def check_model(config: Config, described: Path | None = None) -> ModelShape:
@@ -234,15 +161,178 @@ def check_model(config: Config, described: Path | None = None) -> ModelShape:
         shape = hf_config.read(file)
     except ValueError as error:
         raise ConfigError(f"model.path={folder}: {error}; give another model") from error
-    validate_layout.check_shape(config, shape)
+    check_layout_of_model(config, shape)
     if config.train.stage == "rl":
-        validate_servers.check_shape(config, shape)
+        check_servers_of_model(config, shape)
     return shape
 
 
-def _check_files(config: Config) -> None:
-    files = {"data.train": config.data.train, "data.eval": config.data.eval} if config.data.world is None else {}
-    if config.train.stage == "rl":
-        files["user.personas"] = config.user.personas
-    for setting, value in files.items():
-        require(value is None or Path(value).is_file(), f"{setting}={value}: no such file")
+def check_layout(config: Config) -> None:
+    """What can be said without the model and without this machine."""
+    check = partial(require, config=config)
+    parallel, ranks = config.parallel, parallel_layout.ranks(config)
+    size = parallel.tp * parallel.pp * parallel.cp
+    check(
+        ranks % size == 0,
+        f"<parallel.tp> x <parallel.pp> x <parallel.cp> does not divide the {ranks} ranks (<launch.nodes> x "
+        f"<launch.nproc_per_node>); set launch.nproc_per_node so that they are a multiple of {size}",
+    )
+    message = "<parallel.sequence_parallel>: needs parallel.tp > 1; set it to false"
+    check(parallel.tp > 1 or not parallel.sequence_parallel, message)
+    check(parallel.pp > 1 or parallel.vpp == 1, "<parallel.vpp>: needs parallel.pp > 1; set parallel.vpp=1")
+    stage = ranks // parallel.pp
+    message = f"<parallel.ep>: does not divide the {stage} ranks of a pipeline stage; choose a divisor"
+    check(stage % parallel.ep == 0, message)
+    _, multiple = parallel_layout.alignment(config)
+    tokens = config.train.tokens_per_micro_batch
+    fitting = -(-tokens // multiple) * multiple
+    message = f"must be a multiple of {multiple} with this layout and precision; set {fitting}"
+    check(tokens % multiple == 0, f"<train.tokens_per_micro_batch>: {message}")
+    model = config.model
+    if not model.fp8:
+        for setting in ("fp8_recipe", "fp8_params", "fp8_skip_first", "fp8_skip_last"):
+            default = getattr(model, setting) == getattr(ModelConfig, setting)
+            check(default, f"<model.{setting}>: needs model.fp8; set model.fp8=hybrid")
+        return
+    check(model.dtype == "bfloat16", f"<model.fp8>: needs model.dtype=bfloat16, not {model.dtype}; set model.fp8=null")
+    # Megatron-Core would need a layout of its buffers that is not set up here.
+    message = "<model.fp8_params>: with model.fp8_recipe=mxfp8 is not supported; set it to false, or another recipe"
+    check(model.fp8_recipe != "mxfp8" or not model.fp8_params, message)
+    message = "keeps no layers in bfloat16; choose model.fp8_recipe=tensorwise, or set model.fp8_skip_*=0"
+    skips = model.fp8_skip_first + model.fp8_skip_last > 0
+    check(model.fp8_recipe != "delayed" or not skips, f"<model.fp8_recipe>: {message}")
+
+
+def check_layout_on_machine(config: Config) -> None:
+    """What TransformerEngine and the device of this machine must be able to do."""
+    check = partial(require, config=config)
+    for setting, used, off in (("parallel.cp", config.parallel.cp > 1, "1"), ("model.fp8", config.model.fp8, "null")):
+        if used:
+            engine = device.probe("transformer_engine")
+            check(engine.found, f"<{setting}>: needs TransformerEngine ({engine.detail}); set {setting}={off}")
+    if config.model.fp8:
+        (first, end, reason), found = _FP8_DEVICES[config.model.fp8_recipe], device.capability()
+        here = "one of {}.{}".format(*found) if found else "none"
+        check(
+            found is not None and first <= found < end,
+            f"<model.fp8_recipe>: needs a device of compute capability {first[0]}.{first[1]} or higher ({reason}), "
+            f"here is {here}; choose another recipe, or set model.fp8=null",
+        )
+
+
+def check_layout_of_model(config: Config, shape: ModelShape) -> None:
+    """The sizes of the model against the layout and FP8."""
+    check = partial(require, config=config)
+    parallel, experts = config.parallel, shape.experts
+    sizes = {"attention heads": shape.heads, "key/value heads": shape.kv_heads, "feed-forward width": shape.ffn}
+    for what, count in sizes.items():
+        check(count % parallel.tp == 0, f"<parallel.tp>: does not divide the model's {count} {what}; choose a divisor")
+    stages = "<parallel.pp> x <parallel.vpp>" if parallel.vpp > 1 else "<parallel.pp>"
+    message = f"{stages}: the model has only {shape.layers} layers; choose at most {shape.layers} stages"
+    check(parallel.pp * parallel.vpp <= shape.layers, message)
+    if experts is None:
+        check(parallel.ep == 1, "<parallel.ep>: the model has no experts; set parallel.ep=1")
+    else:
+        message = f"<parallel.ep>: does not divide the model's {experts.count} experts; choose a divisor"
+        check(experts.count % parallel.ep == 0, message)
+        message = "<parallel.tp>: a model with experts also needs parallel.sequence_parallel=true; set it"
+        check(parallel.tp == 1 or parallel.sequence_parallel, message)
+    if not config.model.fp8:
+        return
+    # TransformerEngine multiplies FP8 matrices only where their sides are multiples of a block.
+    model, tp = config.model, parallel.tp
+    multiple = parallel_layout.FP8_MULTIPLE[model.fp8_recipe]
+    sizes = {
+        "hidden size": shape.hidden,
+        "attention width": shape.heads * shape.head_dim // tp,
+        "width of queries, keys and values": (shape.heads + 2 * shape.kv_heads) * shape.head_dim // tp,
+        "feed-forward width": shape.ffn // tp,
+        "width of an expert": shape.experts.ffn if shape.experts else multiple,
+    }
+    for what, size in sizes.items():
+        message = f"<model.fp8>: the {what} on a rank, {size}, is no multiple of {multiple}; lower parallel.tp"
+        check(size % multiple == 0, message)
+    most = shape.layers // parallel.pp
+    for setting in ("fp8_skip_first", "fp8_skip_last"):
+        message = f"<model.{setting}>: a pipeline stage has {most} layers; choose at most {most}"
+        check(getattr(model, setting) <= most, message)
+
+
+def check_servers(config: Config) -> None:
+    """What can be said without the model and without this machine."""
+    check = partial(require, config=config)
+    server, transport, nodes = config.rollout.server, config.publish.transport, config.launch.nodes
+    check(server.tp % server.ep == 0, "<rollout.server.ep>: does not divide <rollout.server.tp>; choose a divisor")
+    last = server.port + server.replicas - 1
+    message = f"<rollout.server.port>: the last of <rollout.server.replicas> servers would have port {last}; lower it"
+    check(server.port == 0 or last <= 65535, message)
+    message = "<rollout.server.replicas>: is no multiple of <launch.nodes>, and every node has as many; choose one"
+    check(server.replicas % nodes == 0, message)
+    here = parallel_layout.servers_per_node(config) * server.tp
+    check(
+        nodes == 1 or not server.colocated or here <= config.launch.nproc_per_node,
+        f"<rollout.server.replicas> x <rollout.server.tp> / <launch.nodes>: needs {here} devices of a node, and with "
+        "<rollout.server.colocated> there are <launch.nproc_per_node>; lower one of them",
+    )
+    message = "<parallel.offload>: makes room for colocated servers; set parallel.offload=false"
+    check(server.colocated or not config.parallel.offload, message)
+    message = "<publish.transport>: on <launch.nodes> needs rollout.server.colocated=true; set one of them"
+    check(transport != "memory" or nodes == 1 or server.colocated, message)
+    message = f"<rollout.server.fp8>: needs model.dtype=bfloat16, not {config.model.dtype}; set one of them"
+    check(not server.fp8 or config.model.dtype == "bfloat16", message)
+    message = "<publish.transport>: carries no FP8, which <rollout.server.fp8> needs; set publish.transport=auto"
+    check(not server.fp8 or transport != "disk", message)
+    in_turn = config.rollout.max_staleness == 0
+    message = "<rollout.max_staleness>: servers need devices of their own; set rollout.server.colocated=false, or 0"
+    check(in_turn or not server.colocated, message)
+    message = "<rollout.max_staleness>: needs an importance correction; set algo.correction=truncated, or 0"
+    check(in_turn or config.algo.correction != "none", message)
+
+
+def check_servers_on_machine(config: Config) -> None:
+    """The devices and libraries that the servers need."""
+    check = partial(require, config=config)
+    if config.train.stage != "rl":
+        return
+    on_gpus = device.select(config.launch.device).type == device.GPU
+    if config.rollout.server.fp8:
+        # Before Ada SGLang repacks FP8 weights for a kernel without FP8 units; from Blackwell on it changes scales.
+        found = device.capability() if on_gpus else None
+        shown = "one of {}.{}".format(*found) if found else "none"
+        check(
+            found is not None and (8, 9) <= found < (10, 0),
+            f"<rollout.server.fp8>: needs GPUs of compute capability 8.9 to below 10.0, here is {shown}; turn it off",
+        )
+    if not on_gpus:
+        return
+    server, gpus = config.rollout.server, device.count()
+    here = parallel_layout.servers_per_node(config) * server.tp
+    nodes = " / <launch.nodes>" if config.launch.nodes > 1 else ""
+    servers = f"<rollout.server.replicas> x <rollout.server.tp>{nodes}"
+    if not server.colocated:
+        check(
+            config.launch.nproc_per_node + here <= gpus,
+            f"{servers}: with <rollout.server.colocated> they need GPUs beside <launch.nproc_per_node>, more than the "
+            f"{gpus} of this node; lower one of them, or set rollout.server.colocated=true",
+        )
+        return
+    check(here <= gpus, f"{servers}: needs more than the {gpus} GPUs of this node; lower one of them")
+    message = "<publish.transport>: NCCL joins no two ranks on one GPU, which are colocated; set publish.transport=auto"
+    check(config.publish.transport == "disk" or plan.uses_memory(config), message)
+    saver = device.probe("memory_saver")
+    message = f"needs torch-memory-saver ({saver.detail}); install it, or set rollout.server.colocated=false"
+    check(saver.found, f"<rollout.server.colocated>: {message}")
+    message = "not set, and colocated servers would take the memory of the trainer; set what doctor --plan has room for"
+    check(server.max_total_tokens is not None, f"rollout.server.max_total_tokens: {message}")
+
+
+def check_servers_of_model(config: Config, shape: ModelShape) -> None:
+    """The sizes of the model against the layout of a server."""
+    check = partial(require, config=config)
+    positions = shape.max_positions
+    message = f"<rollout.context_length>: the model has {positions} positions; choose at most as many"
+    check(config.rollout.context_length <= positions, message)
+    layout = plan.server_layout(config)
+    check(layout.ep == 1 or shape.experts is not None, "<rollout.server.ep>: the model has no experts; set 1")
+    fault = plan.layout_fault(shape, plan.trainer_layout(config), layout)
+    require(fault is None, fault or "")

@@ -1,11 +1,9 @@
 """Parses the answer of a language model into the values that it was asked for, or a reason why that is impossible.
 
-An answer is one flat JSON object. What is not JSON is read with the usual slips allowed: text around the object,
-single, triple or missing quotes, commas too many or too few, Python's constants, comments, stray quotes inside a
-text. Nothing is made up for what is lacking: an answer that ends before its closing brace is refused, and so is
-one that can be read in two ways. That is why no repair library is used: json-repair 0.64.5 closes `{"score": 0.8`,
-which may have been 0.85, and reads 454 of the 10,000 answers of tools/bench/judge_parse.py as something that they do
-not say.
+An answer is one flat JSON object; the usual slips are allowed: text around it, single, triple or missing quotes, commas
+too many or too few, Python's constants, comments, stray quotes inside a text. An answer that ends before its closing
+brace is refused, and so is one that can be read in two ways; json-repair 0.64.5 would close `{"score": 0.8`, which may
+have been 0.85, and misread 454 of the 10,000 answers of tools/bench/judge_parse.py.
 """
 
 from __future__ import annotations
@@ -59,29 +57,22 @@ class Field:
 
 def json_schema(fields: Sequence[Field]) -> dict[str, Any]:
     """The JSON schema of an object that has all `fields` and nothing else."""
-    return {
-        "type": "object",
-        "properties": {field.name: _property(field) for field in fields},
-        "required": [field.name for field in fields],
-        "additionalProperties": False,
-    }
+    properties = {}
+    for field in fields:
+        limits: dict[str, Any] = {"minimum": field.low, "maximum": field.high, "description": field.help or None}
+        limits["enum"] = field.choices and list(field.choices)
+        given = {key: value for key, value in limits.items() if value is not None}
+        properties[field.name] = {"type": _KINDS[field.kind], **given}
+    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
 
 
 def parse(text: str, fields: Sequence[Field]) -> dict[str, Any]:
-    """The values of `fields` in `text`, each of its field's type and range; whatever else stands there is left out.
+    """The values of `fields` in `text`, each of its field's type and range; MalformedAnswer with one reason.
 
-    A number written as text is read where a number is due; where text is due, a number is not. Raises
-    MalformedAnswer with one reason.
+    A number written as text is read where a number is due; where text is due, a number is not.
     """
     answer = _find(text, [field.name for field in fields])
     return {field.name: _checked(answer[field.name], field) for field in fields}
-
-
-def _property(field: Field) -> dict[str, Any]:
-    limits = {"minimum": field.low, "maximum": field.high, "description": field.help or None}
-    choices = None if field.choices is None else list(field.choices)
-    given = {key: value for key, value in {**limits, "enum": choices}.items() if value is not None}
-    return {"type": _KINDS[field.kind], **given}
 
 
 def _find(text: str, names: Sequence[str]) -> dict[str, Any]:

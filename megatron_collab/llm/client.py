@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import random
 import re
+import socket
+import sqlite3
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import cache
+from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -22,7 +28,6 @@ from openai import OpenAIError
 from megatron_collab.config import EndpointConfig
 from megatron_collab.llm.answer import Field, MalformedAnswer, json_schema, parse
 from megatron_collab.llm.answer import LlmError as LlmError
-from megatron_collab.llm.cache import Cache, key_of
 from megatron_collab.llm.limiter import BudgetSpent as BudgetSpent
 from megatron_collab.llm.limiter import Ended, Line, Wish
 from megatron_collab.patches.litellm import be_quiet
@@ -30,17 +35,45 @@ from megatron_collab.runtime.redact import redact
 
 Messages = list[dict[str, str]]
 
+_BUSY = 60.0  # seconds to wait for another process's write to the cache
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds
 _CHARACTERS_PER_TOKEN = 4
 _GRACE = 10.0  # seconds after its timeout when a call has ended for certain
 _LONGEST_REASON = 400  # characters
-_FREE = "policy/"  # the trained model: no rate limit and no price
+_POLICY = "policy/"  # the trained model, on the run's SGLang servers: no rate limit and no price
 _REFUSED = (400, 422)  # status of a server that does not support a response_format
+_supports_schema = cache(litellm.supports_response_schema)
 
 
 def priced(model: str) -> bool:
     """Whether LiteLLM has pricing for `model`."""
     return model in litellm.model_cost or model.partition("/")[2] in litellm.model_cost
+
+
+class Cache:
+    """A persistent map from questions to their answers: each is paid for once. Several processes may share a folder.
+
+    Each node has its own file there: SQLite's write-ahead log needs shared memory, which network file systems lack.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = sqlite3.connect(folder / f"{socket.gethostname()}.sqlite", timeout=_BUSY, isolation_level=None)
+        self._file.execute("PRAGMA journal_mode=WAL")
+        self._file.execute("PRAGMA synchronous=NORMAL")  # a crash of the machine may lose the last answers
+        self._file.execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, answer TEXT) WITHOUT ROWID")
+
+    def get(self, key: str) -> dict[str, Any] | None:
+        row = self._file.execute("SELECT answer FROM answers WHERE key = ?", (key,)).fetchone()
+        return None if row is None else json.loads(row[0])
+
+    def put(self, key: str, answer: dict[str, Any]) -> None:
+        self._file.execute("INSERT OR REPLACE INTO answers VALUES (?, ?)", (key, json.dumps(answer)))
+
+
+def key_of(question: dict[str, Any]) -> str:
+    """A digest of everything that an answer depends on; `question` is JSON."""
+    return hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()
 
 
 class LlmClient:
@@ -50,9 +83,10 @@ class LlmClient:
     `sample` are kept in `cache`.
     """
 
-    def __init__(self, limiter: Any = None, cache: Cache | None = None) -> None:
-        """`limiter`: the handle of a Limiter; none: no limits."""
+    def __init__(self, limiter: Any = None, cache: Cache | None = None, keys: Mapping[str, str] = {}) -> None:
+        """`limiter`: the handle of a Limiter; none: no limits. `keys`: by api_base, of the servers of policy/SAMPLE."""
         be_quiet()
+        self._keys = keys
         self._line = None if limiter is None else Line(limiter)
         self._cache = cache
         self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -69,24 +103,14 @@ class LlmClient:
     ) -> dict[str, Any]:
         """The values of `fields` in the model's answer.
 
-        `sample` numbers the answers to the same question: each is asked for once and cached. Without it the cache is
-        not used. Raises LlmError where there is no usable answer within `endpoint.attempts` and `endpoint.deadline`, or
-        at once where a retry cannot help; BudgetSpent once llm.budget_usd is used up. Time spent waiting for the
-        limiter does not count, nor does an attempt without a connection, unless there are `others` to ask instead.
+        `sample` numbers the answers to the same question, each asked for once and cached; none: no cache. Raises
+        LlmError where there is no usable answer within `endpoint.attempts` and `endpoint.deadline`, which count neither
+        waiting for the limiter nor attempts without a connection, unless there are `others` to ask; BudgetSpent.
         """
         if sample is None or self._cache is None:
             return await self._ask(endpoint, messages, fields, others)
-        key = key_of(
-            {
-                "model": endpoint.model,
-                "api_base": endpoint.api_base,
-                "temperature": endpoint.temperature,
-                "max_tokens": endpoint.max_tokens,
-                "messages": messages,
-                "schema": json_schema(fields),
-                "sample": sample,
-            }
-        )
+        settings = {name: getattr(endpoint, name) for name in ("model", "api_base", "temperature", "max_tokens")}
+        key = key_of({**settings, "messages": messages, "schema": json_schema(fields), "sample": sample})
         lock = self._asking.setdefault(key, asyncio.Lock())
         async with lock:  # concurrent callers with the same question find the answer in the cache
             answer = self._cache.get(key)
@@ -120,7 +144,8 @@ class LlmClient:
                 break
             with allowance.spending():
                 await asyncio.sleep(pause)
-        raise LlmError(_reason(endpoint.model, failure)) from failure
+        reason = redact(f"{endpoint.model}: {type(failure).__name__}: {failure}")  # before a cut could halve a key
+        raise LlmError(" ".join(reason.split())[:_LONGEST_REASON]) from failure
 
     async def _constrained(
         self, endpoint: EndpointConfig, messages: Messages, fields: Sequence[Field], allowance: _Allowance
@@ -130,12 +155,11 @@ class LlmClient:
         if name in self._unconstrained or not (endpoint.api_base or _supports_schema(endpoint.model)):
             return await self._call(endpoint, messages, allowance)
         schema = {"name": "answer", "schema": json_schema(fields), "strict": True}
+        form = {"type": "json_schema", "json_schema": schema}
         try:
-            return await self._call(
-                endpoint, messages, allowance, response_format={"type": "json_schema", "json_schema": schema}
-            )
+            return await self._call(endpoint, messages, allowance, response_format=form)
         except OpenAIError as error:
-            if _status(error) not in _REFUSED:
+            if getattr(error, "status_code", None) not in _REFUSED:
                 raise
         text = await self._call(endpoint, messages, allowance)
         self._unconstrained.add(name)  # since the same request without it succeeded
@@ -143,18 +167,23 @@ class LlmClient:
 
     async def _call(self, endpoint: EndpointConfig, messages: Messages, allowance: _Allowance, **options: Any) -> str:
         """One request: the text of the answer, once the limiter admits it."""
-        line = None if str(endpoint.model).startswith(_FREE) else self._line
-        number = await line.begin(_wish(endpoint, messages)) if line else 0
+        line, options = self._line, {"model": endpoint.model, **options}
+        if str(endpoint.model).startswith(_POLICY):
+            # SAMPLE and the messages determine the seed, and with a deterministic server the answer.
+            drawn = json.dumps([str(endpoint.model)[len(_POLICY) :], messages]).encode()
+            seed = int.from_bytes(hashlib.blake2b(drawn, digest_size=4).digest()) >> 1
+            key = self._keys[str(endpoint.api_base)]
+            line, options = None, {**options, "model": "hosted_vllm/default", "api_key": key, "seed": seed}
+        prompt = sum(len(message["content"]) for message in messages) // _CHARACTERS_PER_TOKEN
+        wish = Wish(prompt + endpoint.max_tokens, endpoint.timeout + _GRACE)
+        number = await line.begin(wish) if line else 0
         ended = Ended(number)
         seconds = min(endpoint.timeout, allowance.left)
-        is_internal_call.set(
-            True
-        )  # what LiteLLM would write down for callbacks, of which there are none, costs a third
+        is_internal_call.set(True)  # spares a third: what LiteLLM would record for callbacks, of which there are none
         try:
             with allowance.spending():
                 async with asyncio.timeout(seconds):
                     answer = await litellm.acompletion(
-                        model=endpoint.model,
                         messages=messages,
                         api_base=endpoint.api_base,
                         temperature=endpoint.temperature,
@@ -162,7 +191,10 @@ class LlmClient:
                         max_retries=0,
                         **options,
                     )
-            ended = _bill(number, answer)
+            # Where the endpoint reports no tokens, LiteLLM gives 0, or no usage at all.
+            usage = getattr(answer, "usage", None)
+            tokens = (usage.total_tokens or None) if usage else None
+            ended = Ended(number, tokens, answer._hidden_params.get("response_cost") if tokens else None)
         except TimeoutError as error:
             raise TimeoutError(f"no answer within {seconds:g} s") from error
         finally:
@@ -171,11 +203,11 @@ class LlmClient:
         return (answer.choices[0].message.content if answer.choices else None) or ""
 
 
+@dataclass
 class _Allowance:
     """Seconds left for the attempts of one question and the pauses between them."""
 
-    def __init__(self, seconds: float) -> None:
-        self.left = seconds
+    left: float
 
     @contextmanager
     def spending(self) -> Iterator[None]:
@@ -186,23 +218,6 @@ class _Allowance:
             self.left -= time.monotonic() - began
 
 
-@cache
-def _supports_schema(model: str | None) -> bool:
-    return litellm.supports_response_schema(model)
-
-
-def _wish(endpoint: EndpointConfig, messages: Messages) -> Wish:
-    prompt = sum(len(message["content"]) for message in messages) // _CHARACTERS_PER_TOKEN
-    return Wish(prompt + endpoint.max_tokens, endpoint.timeout + _GRACE)
-
-
-def _bill(number: int, answer: Any) -> Ended:
-    """The cost of an answer; where the endpoint reports none, LiteLLM gives 0 tokens, or no usage at all."""
-    usage = getattr(answer, "usage", None)
-    tokens = (usage.total_tokens or None) if usage else None
-    return Ended(number, tokens, answer._hidden_params.get("response_cost") if tokens else None)
-
-
 def _correction(text: str, error: MalformedAnswer) -> Messages:
     """Messages that ask for the answer again: the malformed one, and what is wrong with it."""
     shown = text.encode(errors="replace").decode()  # half a surrogate pair cannot be sent
@@ -211,13 +226,9 @@ def _correction(text: str, error: MalformedAnswer) -> Messages:
     return [*said, {"role": "user", "content": wrong}]
 
 
-def _status(error: Exception) -> int | None:
-    return getattr(error, "status_code", None)
-
-
 def _may_pass(error: Exception) -> bool:
     """Whether the same request may succeed later: timeouts, lost connections, rate limits, faults of the server."""
-    status = _status(error)
+    status = getattr(error, "status_code", None)
     return status is None or status in (408, 409, 429) or status >= 500
 
 
@@ -229,10 +240,7 @@ def _away(error: BaseException | None) -> bool:
 
 
 def retry_after(error: Exception) -> float:
-    """Seconds of the header Retry-After (RFC 9110 section 10.2.3: seconds or a date).
-
-    0 where it is missing or malformed.
-    """
+    """Seconds of the header Retry-After (RFC 9110 section 10.2.3: seconds or a date); 0 where it is malformed."""
     response = getattr(error, "response", None)
     headers = getattr(error, "litellm_response_headers", None) or getattr(response, "headers", {})
     value = headers.get("retry-after", "")
@@ -243,8 +251,3 @@ def retry_after(error: Exception) -> float:
     except ValueError:
         return 0.0
     return max(0.0, (date - datetime.now(UTC)).total_seconds())
-
-
-def _reason(model: str | None, error: Exception | None) -> str:
-    reason = redact(f"{model}: {type(error).__name__}: {error}")  # before it is cut: half a key would not be recognised
-    return " ".join(reason.split())[:_LONGEST_REASON]

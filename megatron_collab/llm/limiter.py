@@ -1,8 +1,7 @@
 """Rate limits and budget of all calls to language models: requests and tokens per minute, concurrency, US dollars.
 
-`Limiter` keeps the accounts, `LimiterActor` is its Ray actor, one per run; the calls of one process wait in a `Line`.
-A process has one message to the limiter in flight and batches what gathers meanwhile into the next, so a call costs a
-fraction of a message.
+`Limiter` keeps the accounts, `LimiterActor` is its Ray actor, one per run; the calls of one process wait in a `Line`,
+which has one message to the limiter in flight and batches what gathers meanwhile into the next.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from itertools import count
+from dataclasses import dataclass
+from itertools import count, islice, takewhile
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megatron_collab.config import LlmConfig
@@ -50,22 +49,8 @@ class Ended:
     usd: float | None = 0.0
 
 
-@dataclass(frozen=True)
-class Admission:
-    """The numbers of the calls that may begin now, in the order of the wishes; `stop`: why no more calls may begin."""
-
-    calls: tuple[int, ...]
-    stop: str | None = None
-
-
-@dataclass
-class Spend:
-    """Totals of the run. The price of `unpriced` calls is not known; they count as free."""
-
-    calls: int = 0
-    tokens: int = 0
-    usd: float = 0.0
-    unpriced: int = 0
+class BudgetSpent(RunStopped):
+    """llm.budget_usd is used up: the run has to end. Not a failure of one call, so it must not become Missing."""
 
 
 class Limiter:
@@ -74,81 +59,65 @@ class Limiter:
     A call counts with the most tokens it may take until it reports what it took. Running calls are not stopped, so the
     budget may be exceeded by what they cost. A call whose process died ends with its time.
 
-    Spending is kept in the file `ledger` and continues from it: earlier starts of the run count, repeated steps too.
-    After a crash the limiter that Ray restarts has lost what was spent since the last `write` (never what `spend` has
-    returned) and which calls are running, and its minute begins anew; a message that it had not answered counts twice.
+    Spending continues from the file `ledger`: earlier starts of the run count, repeated steps too. After a crash what
+    was spent since the last `write` is lost, the minute begins anew, and a message without an answer counts twice.
     """
 
     def __init__(self, config: LlmConfig, ledger: Path, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock`: the time in seconds."""
-        self.config = config
-        self._ledger = ledger
-        self._clock = clock
-        self._spend = Spend(**json.loads(ledger.read_text())) if ledger.is_file() else Spend()
+        self.config, self._ledger, self._clock = config, ledger, clock
+        # `unpriced` calls, whose price is not known, count as free.
+        self._spend: dict[str, float] = {"calls": 0, "tokens": 0, "usd": 0.0, "unpriced": 0}
+        if ledger.is_file():
+            self._spend |= json.loads(ledger.read_text())
         self._changed = False  # since the ledger was written
         self._numbers = count(secrets.randbits(62))  # distinct from the numbers of a limiter before this one
         self._running: dict[int, float] = {}  # call: when it has ended for certain
         self._minute: dict[int, tuple[float, int]] = {}  # call: when it began, its tokens; in order
         self._tokens = 0  # of the calls in _minute
 
-    def talk(self, ended: Sequence[Ended], wishes: Sequence[Wish]) -> Admission:
-        """Record the calls that ended and admit the first of `wishes`, as many as the limits allow."""
+    def talk(self, ended: Sequence[Ended], wishes: Sequence[Wish]) -> list[int]:
+        """Record the calls that ended and admit the first of `wishes` that the limits allow: their numbers.
+
+        Raises BudgetSpent, after recording.
+        """
         for call in ended:
-            self._note(call)
-        stop = self._budget_spent()
-        if stop:
+            self._running.pop(call.call, None)
+            self._changed = True
+            self._spend["calls"] += 1
+            self._spend["tokens"] += call.tokens or 0
+            self._spend["usd"] += call.usd or 0.0
+            self._spend["unpriced"] += call.usd is None
+            if call.call in self._minute and call.tokens is not None:
+                began, reserved = self._minute[call.call]
+                self._minute[call.call] = (began, call.tokens)
+                self._tokens += call.tokens - reserved
+        budget, spend, now = self.config.budget_usd, self._spend, self._clock()
+        if budget is not None and spend["usd"] >= budget:
             self.write()
-            return Admission((), stop)
-        self._forget(self._clock())
-        calls: list[int] = []
-        for wish in wishes:
-            if not self._may_begin(wish):
-                break
-            calls.append(self._begin(wish))
-        return Admission(tuple(calls))
+            raise BudgetSpent(
+                f"llm.budget_usd={budget:g} is used up: {spend['calls']} calls cost {spend['usd']:.4g} USD; "
+                f"raise it to go on from the last checkpoint"
+            )
+        self._forget(now)
+        return [self._begin(wish, now) for wish in takewhile(self._may_begin, wishes)]
 
     def spend(self) -> dict[str, float]:
         """The totals of the run so far, after writing them to disk: calls, tokens, usd, unpriced."""
         self.write()
-        return asdict(self._spend)
+        return dict(self._spend)
 
     def write(self) -> None:
         """Write the ledger; RunStopped where that fails."""
         if self._changed:
-            files.replace(self._ledger, json.dumps(asdict(self._spend)))
+            files.replace(self._ledger, json.dumps(self._spend))
             self._changed = False
-
-    def _note(self, ended: Ended) -> None:
-        self._running.pop(ended.call, None)
-        self._changed = True
-        self._spend.calls += 1
-        self._spend.tokens += ended.tokens or 0
-        self._spend.usd += ended.usd or 0.0
-        self._spend.unpriced += ended.usd is None
-        if ended.call in self._minute and ended.tokens is not None:
-            began, reserved = self._minute[ended.call]
-            self._minute[ended.call] = (began, ended.tokens)
-            self._tokens += ended.tokens - reserved
-
-    def _budget_spent(self) -> str | None:
-        budget, spent = self.config.budget_usd, self._spend.usd
-        if budget is None or spent < budget:
-            return None
-        return (
-            f"llm.budget_usd={budget:g} is used up: {self._spend.calls} calls cost {spent:.4g} USD; "
-            f"raise it to go on from the last checkpoint"
-        )
 
     def _forget(self, now: float) -> None:
         for call in [call for call, end in self._running.items() if end <= now]:
             del self._running[call]
-        while self._minute:
-            oldest = next(iter(self._minute))
-            began, tokens = self._minute[oldest]
-            if now - began < MINUTE:
-                break
-            del self._minute[oldest]
-            self._tokens -= tokens
+        for call in list(takewhile(lambda call: now - self._minute[call][0] >= MINUTE, self._minute)):
+            self._tokens -= self._minute.pop(call)[1]
 
     def _may_begin(self, wish: Wish) -> bool:
         config, used = self.config, len(self._minute)
@@ -159,39 +128,26 @@ class Limiter:
         limit = config.tokens_per_minute
         return limit is None or used == 0 or self._tokens + wish.tokens <= limit  # a call above the limit runs alone
 
-    def _begin(self, wish: Wish) -> int:
-        call, now = next(self._numbers), self._clock()
+    def _begin(self, wish: Wish, now: float) -> int:
+        call = next(self._numbers)
         self._running[call] = now + wish.seconds
         self._minute[call] = (now, wish.tokens)
         self._tokens += wish.tokens
         return call
 
 
-class LimiterActor:
+class LimiterActor(Limiter):
     """Ray actor of a Limiter; writes its ledger within a second of a change, even with no active clients."""
 
-    def __init__(self, config: LlmConfig, ledger: Path) -> None:
-        self._limiter = Limiter(config, ledger)
-        self._due = False  # a write of the ledger
-
-    async def talk(self, ended: Sequence[Ended], wishes: Sequence[Wish]) -> Admission:
-        """As Limiter.talk."""
-        if ended and not self._due:
-            self._due = True
-            asyncio.get_running_loop().call_later(_WRITE_AFTER, self._write)
-        return self._limiter.talk(ended, wishes)
-
-    async def spend(self) -> dict[str, float]:
-        """As Limiter.spend."""
-        return self._limiter.spend()
-
-    def _write(self) -> None:
-        self._due = False
-        self._limiter.write()
+    async def talk(self, ended: Sequence[Ended], wishes: Sequence[Wish]) -> list[int]:  # type: ignore[override]
+        """As Limiter.talk; asynchronous, so that Ray runs the actor on an event loop."""
+        if ended and not self._changed:
+            asyncio.get_running_loop().call_later(_WRITE_AFTER, self.write)
+        return super().talk(ended, wishes)
 
 
 def start_limiter(config: LlmConfig, ledger: Path) -> Any:
-    """The handle of the run's limiter, a new Ray actor on this node; it ends with this handle.
+    """The handle of the run's limiter, a new Ray actor on this node, which ends with it.
 
     When its process dies Ray restarts it from `ledger` and retries its calls.
     """
@@ -209,17 +165,12 @@ class LimiterDied(RuntimeError):
     """The limiter is gone, and with it the account of costs: the run has to end."""
 
 
-class BudgetSpent(RunStopped):
-    """llm.budget_usd is used up: the run has to end. Not a failure of one call, so it must not become Missing."""
-
-
 class Line:
-    """The queue of this process's calls that wait for the limiter."""
+    """The queue of this process's calls that wait for the limiter, the handle of a Limiter."""
 
     def __init__(self, limiter: Any) -> None:
-        """`limiter`: the handle of a Limiter."""
         self._limiter = limiter
-        self._waiting: list[tuple[Wish, asyncio.Future[int]]] = []
+        self._waiting: dict[asyncio.Future[int], Wish] = {}  # those that wait longest first
         self._ended: list[Ended] = []
         self._talking: asyncio.Task[None] | None = None
         self._news = asyncio.Event()
@@ -227,13 +178,14 @@ class Line:
     async def begin(self, wish: Wish) -> int:
         """Wait until a call may begin; returns its number. Raises BudgetSpent or LimiterDied."""
         place: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._waiting.append((wish, place))
+        self._waiting[place] = wish
         self._talk()
         try:
             return await place
         except asyncio.CancelledError:
-            if place.done() and not place.cancelled() and place.exception() is None:
-                self.end(_unused(place.result()))  # admitted and cancelled at the same moment
+            self._waiting.pop(place, None)
+            if not place.cancelled() and place.exception() is None:  # admitted and cancelled at the same moment
+                self.end(Ended(place.result(), tokens=0))
             raise
 
     def end(self, ended: Ended) -> None:
@@ -246,56 +198,34 @@ class Line:
         if self._talking is None or self._talking.done():
             self._news = asyncio.Event()
             self._talking = asyncio.create_task(self._until_empty())
-            self._talking.add_done_callback(self._hung_up)
 
     async def _until_empty(self) -> None:
-        while True:
-            self._waiting = [(wish, place) for wish, place in self._waiting if not place.done()]  # else cancelled
-            if not self._waiting and not self._ended:
-                return
-            self._news.clear()
-            ended, self._ended = self._ended, []
-            wishes = [wish for wish, _ in self._waiting[:_AT_ONCE]]
-            admission = await self._ask(ended, wishes)
-            self._admit(admission, len(wishes))
-            if wishes and not admission.calls and not admission.stop:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(_POLL):
-                        await self._news.wait()
+        while self._waiting or self._ended:
+            try:
+                await self._exchange()
+            except Exception as error:
+                for place in self._waiting:
+                    if not place.done():
+                        place.set_exception(error)
+                self._waiting.clear()
 
-    async def _ask(self, ended: list[Ended], wishes: list[Wish]) -> Admission:
+    async def _exchange(self) -> None:
+        """Report what ended and admit the calls that waited longest; where there is none, wait for news."""
+        self._news.clear()
+        ended, self._ended = self._ended, []
+        asked = dict(islice(self._waiting.items(), _AT_ONCE))
         try:
-            return await self._limiter.talk.remote(ended, wishes)
+            calls = await self._limiter.talk.remote(ended, list(asked.values()))
+        except RayTaskError as error:
+            raise error.cause from None
         except RayActorError as error:
             raise LimiterDied(f"the limiter of the calls to language models died: {error}") from error
-
-    def _admit(self, admission: Admission, asked: int) -> None:
-        """Wake the calls that waited longest; all that were asked for, where the budget is used up."""
-        told = asked if admission.stop else len(admission.calls)
-        places = [place for _, place in self._waiting[:told]]
-        del self._waiting[:told]
-        if admission.stop:
-            _fail(places, BudgetSpent(admission.stop))
-        for call, place in zip(admission.calls, places, strict=not admission.stop):
-            if place.done():
-                self._ended.append(_unused(call))
+        for place, call in zip(asked, calls, strict=False):
+            self._waiting.pop(place, None)
+            if place.done():  # cancelled
+                self._ended.append(Ended(call, tokens=0))
             else:
                 place.set_result(call)
-
-    def _hung_up(self, talking: asyncio.Task[None]) -> None:
-        """Pass the error that ended the loop to the calls that still wait."""
-        error = None if talking.cancelled() else talking.exception()
-        if error:
-            _fail([place for _, place in self._waiting], error)
-            self._waiting.clear()
-
-
-def _fail(places: Sequence[asyncio.Future[int]], error: BaseException) -> None:
-    for place in places:
-        if not place.done():
-            place.set_exception(error)
-
-
-def _unused(call: int) -> Ended:
-    """The end of a call that was never made."""
-    return Ended(call, tokens=0)
+        if asked and not calls:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), _POLL)

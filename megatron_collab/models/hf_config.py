@@ -12,49 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-
-@dataclass(frozen=True)
-class Family:
-    """What sets a model family apart: biases on q/k/v, RMSNorm on the heads of q and k, experts."""
-
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    experts: bool = False
-
-
-FAMILIES: Mapping[str, Family] = {
-    "llama": Family(),
-    "mistral": Family(),
-    "qwen2": Family(qkv_bias=True),
-    "qwen3": Family(qk_norm=True),
-    "qwen3_moe": Family(qk_norm=True, experts=True),
+# By model_type, what sets a family apart: biases on q/k/v, RMSNorm on the heads of q and k, experts.
+FAMILIES: Mapping[str, frozenset[str]] = {
+    "llama": frozenset(),
+    "mistral": frozenset(),
+    "qwen2": frozenset({"qkv_bias"}),
+    "qwen3": frozenset({"qk_norm"}),
+    "qwen3_moe": frozenset({"qk_norm", "experts"}),
 }
-
-_REQUIRED = (
-    "hidden_size",
-    "intermediate_size",
-    "max_position_embeddings",
-    "num_attention_heads",
-    "num_hidden_layers",
-    "rms_norm_eps",
-    "vocab_size",
-)
-
-_COUNTS = (
-    "decoder_sparse_step",
-    "head_dim",
-    "hidden_size",
-    "intermediate_size",
-    "max_position_embeddings",
-    "moe_intermediate_size",
-    "num_attention_heads",
-    "num_experts_per_tok",
-    "num_hidden_layers",
-    "num_key_value_heads",
-    "original_max_position_embeddings",
-    "sliding_window",
-    "vocab_size",
-)
 
 # Settings of config.json that change the computation, with the values that leave it as implemented here.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -97,15 +62,12 @@ class Yarn:
     original_positions: int
 
 
-Scaling = Linear | Llama3 | Yarn
-
-
 @dataclass(frozen=True)
 class Rope:
     """Rotary embedding: the base of its wavelengths, and how these are stretched for longer contexts."""
 
     theta: float
-    scaling: Scaling | None = None
+    scaling: Linear | Llama3 | Yarn | None = None
 
 
 @dataclass(frozen=True)
@@ -149,33 +111,31 @@ class ModelShape:
         if name not in FAMILIES:
             known = ", ".join(sorted(FAMILIES))
             raise ValueError(f"config.json: unknown model family model_type={name!r}; known are {known}")
-        family = FAMILIES[name]
-        _require(hf, *_REQUIRED)
-        _check_types(hf)
-        _check_neutral(hf, name)
-        heads = hf["num_attention_heads"]
-        kv_heads = hf.get("num_key_value_heads") or heads
+        heads, hidden = _count(hf, "num_attention_heads"), _count(hf, "hidden_size")
+        kv_heads = _count(hf, "num_key_value_heads", heads)
         if heads % kv_heads:
             raise ValueError(
                 f"config.json: num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}"
             )
-        return cls(
+        shape = cls(
             family=name,
-            layers=hf["num_hidden_layers"],
-            hidden=hf["hidden_size"],
-            ffn=hf["intermediate_size"],
+            layers=_count(hf, "num_hidden_layers"),
+            hidden=hidden,
+            ffn=_count(hf, "intermediate_size"),
             heads=heads,
             kv_heads=kv_heads,
-            head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
-            vocab=hf["vocab_size"],
+            head_dim=_count(hf, "head_dim", hidden // heads),
+            vocab=_count(hf, "vocab_size"),
             tied=bool(hf.get("tie_word_embeddings", False)),
-            qkv_bias=family.qkv_bias,
-            qk_norm=family.qk_norm,
+            qkv_bias="qkv_bias" in FAMILIES[name],
+            qk_norm="qk_norm" in FAMILIES[name],
             norm_eps=_number(hf, "rms_norm_eps"),
             rope=_rope(hf),
-            max_positions=hf["max_position_embeddings"],
-            experts=_experts(hf) if family.experts else None,
+            max_positions=_count(hf, "max_position_embeddings"),
+            experts=_experts(hf) if "experts" in FAMILIES[name] else None,
         )
+        _check_neutral(hf, shape)
+        return shape
 
 
 def read(file: Path) -> ModelShape:
@@ -189,75 +149,74 @@ def read(file: Path) -> ModelShape:
     return ModelShape.from_hf(hf)
 
 
-def _require(settings: Mapping[str, Any], *names: str, group: str = "") -> None:
-    absent = [name for name in names if settings.get(name) is None]
-    if absent:
-        raise ValueError(f"config.json: {group}{absent[0]} is missing")
+def _value(settings: Mapping[str, Any], name: str, default: Any, group: str = "") -> Any:
+    value = settings.get(name)
+    value = default if value is None else value
+    if value is None:
+        raise ValueError(f"config.json: {group}{name} is missing")
+    return value
 
 
-def _check_types(hf: Mapping[str, Any]) -> None:
-    for field in _COUNTS:
-        value = hf.get(field)
-        if value is not None and (type(value) is not int or value < 1):
-            raise ValueError(f"config.json: {field}={value!r} is no whole number greater than 0")
-    for kind, what, fields in (
-        (list, "list", ("layer_types", "mlp_only_layers")),
-        (dict, "group of settings", ("rope_parameters", "rope_scaling")),
-    ):
-        for field in fields:
-            if not isinstance(hf.get(field) or kind(), kind):
-                raise ValueError(f"config.json: {field}={hf[field]!r} is no {what}")
+def _count(settings: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    value = _value(settings, name, default)
+    if type(value) is not int or value < 1:
+        raise ValueError(f"config.json: {name}={value!r} is no whole number greater than 0")
+    return value
 
 
 def _number(settings: Mapping[str, Any], name: str, default: float | None = None, group: str = "") -> float:
-    value = settings.get(name)
-    value = default if value is None else value
+    value = _value(settings, name, default, group)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ValueError(f"config.json: {group}{name}={value!r} is no number greater than 0")
     return float(value)
 
 
-def _check_neutral(hf: Mapping[str, Any], family: str) -> None:
+def _collection(settings: Mapping[str, Any], name: str, kind: type, what: str) -> Any:
+    value = settings.get(name) or kind()
+    if not isinstance(value, kind):
+        raise ValueError(f"config.json: {name}={value!r} is no {what}")
+    return value
+
+
+def _check_neutral(hf: Mapping[str, Any], shape: ModelShape) -> None:
     for field, neutral in _NEUTRAL.items():
         if hf.get(field) not in neutral:
             raise ValueError(f"config.json: {field}={hf[field]!r} is not supported; only {neutral[-1]!r} is")
     # Qwen writes a window that use_sliding_window then switches off; elsewhere the number alone decides.
-    window = hf.get("sliding_window") if "use_sliding_window" not in hf else None
-    if window is not None and window < hf["max_position_embeddings"]:
-        raise ValueError(f"config.json: sliding_window={window!r} is not supported by {family}; only null is")
-    if set(hf.get("layer_types") or ()) - {"full_attention"}:
+    if "use_sliding_window" not in hf and _count(hf, "sliding_window", shape.max_positions) < shape.max_positions:
+        raise ValueError(
+            f"config.json: sliding_window={hf['sliding_window']!r} is not supported by {shape.family}; only null is"
+        )
+    if set(_collection(hf, "layer_types", list, "list")) - {"full_attention"}:
         raise ValueError("config.json: layer_types has layers that are not full_attention; these are not supported")
 
 
 def _rope(hf: Mapping[str, Any]) -> Rope:
     """transformers 5 keeps base and scaling in rope_parameters, older versions apart."""
     field = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
-    rope = dict(hf.get(field) or {})
-    theta = _number(rope, "rope_theta", _number(hf, "rope_theta", 10000.0), f"{field}.")
+    rope, group = _collection(hf, field, dict, "group of settings"), f"{field}."
+
+    def number(name: str, default: float | None = None) -> float:
+        return _number(rope, name, default, group)
+
+    theta = number("rope_theta", _number(hf, "rope_theta", 10000.0))
     kind = rope.get("rope_type", rope.get("type", "default"))
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"config.json: {field}.partial_rotary_factor={rope['partial_rotary_factor']} is not supported")
+        raise ValueError(f"config.json: {group}partial_rotary_factor={rope['partial_rotary_factor']} is not supported")
     if kind == "default":
         return Rope(theta)
     # As transformers reads it: a field beside the scaling comes first, the whole context is the last resort.
     name = "original_max_position_embeddings"
-    positions = hf.get(name) or int(_number(rope, name, hf["max_position_embeddings"], f"{field}."))
-    if kind == "yarn":
-        _require(rope, "factor", group=f"{field}.")
-        return Rope(theta, _yarn(rope, positions, f"{field}."))
+    positions = _count(hf, name, int(number(name, _count(hf, "max_position_embeddings"))))
     if kind == "linear":
-        _require(rope, "factor", group=f"{field}.")
-        return Rope(theta, Linear(_number(rope, "factor", group=f"{field}.")))
+        return Rope(theta, Linear(number("factor")))
     if kind == "llama3":
-        names = ("factor", "low_freq_factor", "high_freq_factor")
-        _require(rope, *names, group=f"{field}.")
-        factor, low, high = (_number(rope, name, group=f"{field}.") for name in names)
-        return Rope(theta, Llama3(factor, low, high, positions))
-    raise ValueError(f"config.json: {field}.rope_type={kind!r} is not supported; default, linear, llama3 and yarn are")
-
-
-def _yarn(rope: Mapping[str, Any], positions: int, group: str) -> Yarn:
-    factor = _number(rope, "factor", group=group)
+        return Rope(theta, Llama3(number("factor"), number("low_freq_factor"), number("high_freq_factor"), positions))
+    if kind != "yarn":
+        raise ValueError(
+            f"config.json: {group}rope_type={kind!r} is not supported; default, linear, llama3 and yarn are"
+        )
+    factor = number("factor")
 
     def magnitude(scale: float = 1.0) -> float:
         """0.1 ln(factor) + 1, the paper's fit; `scale` is an addition of later models."""
@@ -265,29 +224,32 @@ def _yarn(rope: Mapping[str, Any], positions: int, group: str) -> Yarn:
 
     usual = magnitude()
     if rope.get("mscale") and rope.get("mscale_all_dim"):
-        numerator, denominator = (_number(rope, name, group=group) for name in ("mscale", "mscale_all_dim"))
-        usual = magnitude(numerator) / magnitude(denominator)
-    return Yarn(
-        factor=factor,
-        attention_factor=_number(rope, "attention_factor", usual, group),
-        beta_fast=_number(rope, "beta_fast", 32.0, group),
-        beta_slow=_number(rope, "beta_slow", 1.0, group),
-        truncate=bool(rope.get("truncate", True)),
-        original_positions=positions,
+        usual = magnitude(number("mscale")) / magnitude(number("mscale_all_dim"))
+    return Rope(
+        theta,
+        Yarn(
+            factor=factor,
+            attention_factor=number("attention_factor", usual),
+            beta_fast=number("beta_fast", 32.0),
+            beta_slow=number("beta_slow", 1.0),
+            truncate=bool(rope.get("truncate", True)),
+            original_positions=positions,
+        ),
     )
 
 
 def _experts(hf: Mapping[str, Any]) -> Experts | None:
     """The experts; None if every layer is dense."""
-    count = hf.get("num_local_experts", hf.get("num_experts"))  # transformers 5 writes the first, reads both
-    _require({**hf, "num_experts": count}, "num_experts", "num_experts_per_tok", "moe_intermediate_size")
+    given = hf.get("num_local_experts", hf.get("num_experts"))  # transformers 5 writes the first, reads both
+    count = _value({"num_experts": given}, "num_experts", None)
     if type(count) is not int or count < 0:
         raise ValueError(f"config.json: num_experts={count!r} is no whole number")
-    dense, step = hf.get("mlp_only_layers") or (), hf.get("decoder_sparse_step") or 1
+    per_token, ffn = _count(hf, "num_experts_per_tok"), _count(hf, "moe_intermediate_size")
+    dense, step = _collection(hf, "mlp_only_layers", list, "list"), _count(hf, "decoder_sparse_step", 1)
     layers = tuple(layer for layer in range(hf["num_hidden_layers"]) if layer not in dense and (layer + 1) % step == 0)
     if not count or not layers:
         return None
-    per_token, normalised = hf["num_experts_per_tok"], bool(hf.get("norm_topk_prob", False))
+    normalised = bool(hf.get("norm_topk_prob", False))
     if per_token > count:
         raise ValueError(f"config.json: num_experts_per_tok={per_token}: the model has only {count} experts")
     if per_token == 1 and normalised:
@@ -295,4 +257,4 @@ def _experts(hf: Mapping[str, Any]) -> Experts | None:
             "config.json: num_experts_per_tok=1 with norm_topk_prob=true is not supported: the weight of the one "
             "expert is always 1, and its router could not learn"
         )
-    return Experts(count, per_token, hf["moe_intermediate_size"], normalised, layers)
+    return Experts(count, per_token, ffn, normalised, layers)

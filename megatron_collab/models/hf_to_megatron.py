@@ -10,11 +10,11 @@ imports a framework: shapes are tuples, slices are slices.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from megatron_collab.models.hf_config import Experts, ModelShape
+from megatron_collab.models.hf_config import ModelShape
 
 Shape = tuple[int, ...]
 Index = tuple[slice, ...]
@@ -29,55 +29,31 @@ class TensorCut(Enum):
     COLUMNS = "dimension 1"
 
 
-class Join(Enum):
-    """How the Hugging Face tensors of an entry are arranged along the rows of the Megatron tensor."""
-
-    ONE = "there is one tensor"
-    QKV = "per query group: the rows of its query heads, then its key's, then its value's"
-    STACK = "one after another, within each tensor-parallel shard"
-
-
 @dataclass(frozen=True)
 class WeightEntry:
-    """One Megatron parameter: `hf` names and `shapes` are the tensors it is made of, in `join` order.
+    """One Megatron parameter: `hf` names and `shapes` are the tensors it is made of.
 
-    `exported` is False for a second copy (the output layer of a tied model's last pipeline stage): it is
-    filled on loading, never written out. `expert`: a weight of one expert; these are spread over the
-    expert-parallel ranks as they are, never cut.
+    They lie one after another along its rows, within each tensor-parallel shard; `qkv` lie so within
+    each query group: the rows of its query heads, then its key's, then its value's. `exported` is False for a second
+    copy (the output layer of a tied model's last pipeline stage): it is filled on loading, never written out.
+    `expert`: a weight of one expert; these are spread over the expert-parallel ranks as they are, never cut.
     """
 
     megatron: str
     hf: tuple[str, ...]
     shapes: tuple[Shape, ...]
     cut: TensorCut
-    join: Join = Join.ONE
+    qkv: bool = False
     exported: bool = True
     expert: bool = False
 
 
 @dataclass(frozen=True)
-class TensorPlace:
-    """A rank's place in the layout: its tensor-parallel rank, and the index of its replica.
-
-    Dense parameters are replicated over the data (and context) parallel ranks, experts over their own ones.
-    """
-
-    tp: int = 1
-    tp_rank: int = 0
-    replica: int = 0
-    expert_replica: int = 0
-
-    def writes(self, entry: WeightEntry) -> bool:
-        """Whether this rank, which holds `entry`, is the one that exports its pieces."""
-        if entry.expert:
-            return self.expert_replica == 0
-        first = entry.cut is not TensorCut.WHOLE or self.tp_rank == 0
-        return entry.exported and first and self.replica == 0
-
-
-@dataclass(frozen=True)
 class Piece:
-    """A block that a shard and a Hugging Face tensor have in common: shard[shard_index] is hf[hf_index]."""
+    """A block that a shard and a Hugging Face tensor have in common: shard[shard_index] is hf[hf_index].
+
+    Both have the same elements in the same order; in a server an expert's block has a leading dimension of 1 more.
+    """
 
     hf: str
     hf_index: Index
@@ -96,72 +72,61 @@ FUSED_NAMES: Mapping[str, str] = {
 
 def table(shape: ModelShape) -> tuple[WeightEntry, ...]:
     """Every parameter of the model under its global Megatron name, in the order of a forward pass."""
-    return tuple(_entries(shape))
-
-
-def _entries(shape: ModelShape) -> Iterator[WeightEntry]:
-    vocabulary = (shape.vocab, shape.hidden)
-    norm = (shape.hidden,)
-    embedding = "model.embed_tokens.weight"
-    yield WeightEntry("embedding.word_embeddings.weight", (embedding,), (vocabulary,), TensorCut.VOCABULARY)
-    for layer in range(shape.layers):
-        yield from _layer(shape, layer)
-    yield WeightEntry("decoder.final_layernorm.weight", ("model.norm.weight",), (norm,), TensorCut.WHOLE)
-    if shape.tied:
-        yield WeightEntry("output_layer.weight", (embedding,), (vocabulary,), TensorCut.VOCABULARY, exported=False)
-    else:
-        yield WeightEntry("output_layer.weight", ("lm_head.weight",), (vocabulary,), TensorCut.VOCABULARY)
+    vocabulary, embedding = (shape.vocab, shape.hidden), "model.embed_tokens.weight"
+    head = embedding if shape.tied else "lm_head.weight"
+    return (
+        WeightEntry("embedding.word_embeddings.weight", (embedding,), (vocabulary,), TensorCut.VOCABULARY),
+        *(entry for layer in range(shape.layers) for entry in _layer(shape, layer)),
+        WeightEntry("decoder.final_layernorm.weight", ("model.norm.weight",), ((shape.hidden,),), TensorCut.WHOLE),
+        WeightEntry("output_layer.weight", (head,), (vocabulary,), TensorCut.VOCABULARY, exported=not shape.tied),
+    )
 
 
 def _layer(shape: ModelShape, layer: int) -> Iterator[WeightEntry]:
     megatron, hf = f"decoder.layers.{layer}.", f"model.layers.{layer}."
-    norm, head_norm = (shape.hidden,), (shape.head_dim,)
-    rows = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.kv_heads * shape.head_dim)
-    attention = hf + "self_attn."
+    hidden, queries, keys = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
 
-    def qkv(what: str) -> tuple[str, ...]:
-        return tuple(f"{attention}{x}_proj.{what}" for x in "qkv")
+    def one(name: str, source: str, sides: Shape, cut: TensorCut = TensorCut.WHOLE) -> WeightEntry:
+        return WeightEntry(f"{megatron}{name}.weight", (f"{hf}{source}.weight",), (sides,), cut)
 
-    yield WeightEntry(megatron + "input_layernorm.weight", (hf + "input_layernorm.weight",), (norm,), TensorCut.WHOLE)
-    weights = tuple((n, shape.hidden) for n in rows)
-    yield WeightEntry(megatron + "self_attention.linear_qkv.weight", qkv("weight"), weights, TensorCut.ROWS, Join.QKV)
+    def qkv(what: str, *columns: int) -> WeightEntry:
+        names = tuple(f"{hf}self_attn.{x}_proj.{what}" for x in "qkv")
+        shapes = tuple((rows, *columns) for rows in (queries, keys, keys))
+        return WeightEntry(f"{megatron}self_attention.linear_qkv.{what}", names, shapes, TensorCut.ROWS, qkv=True)
+
+    def mlp(name: str, ffn: int, expert: bool) -> Iterator[WeightEntry]:
+        """A feed-forward network, of which an expert is one."""
+        names = tuple(f"{hf}{name}.{x}_proj.weight" for x in ("gate", "up", "down"))
+        rows, columns = (TensorCut.WHOLE,) * 2 if expert else (TensorCut.ROWS, TensorCut.COLUMNS)
+        up, down = (((ffn, hidden),) * 2, ((hidden, ffn),))
+        yield WeightEntry(f"{megatron}{name}.linear_fc1.weight", names[:2], up, rows, expert=expert)
+        yield WeightEntry(f"{megatron}{name}.linear_fc2.weight", names[2:], down, columns, expert=expert)
+
+    yield one("input_layernorm", "input_layernorm", (hidden,))
+    yield qkv("weight", hidden)
     if shape.qkv_bias:
-        biases = tuple((n,) for n in rows)
-        yield WeightEntry(megatron + "self_attention.linear_qkv.bias", qkv("bias"), biases, TensorCut.ROWS, Join.QKV)
+        yield qkv("bias")
     if shape.qk_norm:
         for x in "qk":
-            name = f"{megatron}self_attention.{x}_layernorm.weight"
-            yield WeightEntry(name, (f"{attention}{x}_norm.weight",), (head_norm,), TensorCut.WHOLE)
-    projection = (shape.hidden, rows[0])
-    yield WeightEntry(
-        megatron + "self_attention.linear_proj.weight", (attention + "o_proj.weight",), (projection,), TensorCut.COLUMNS
-    )
-    yield WeightEntry(
-        megatron + "pre_mlp_layernorm.weight", (hf + "post_attention_layernorm.weight",), (norm,), TensorCut.WHOLE
-    )
+            yield one(f"self_attention.{x}_layernorm", f"self_attn.{x}_norm", (shape.head_dim,))
+    yield one("self_attention.linear_proj", "self_attn.o_proj", (hidden, queries), TensorCut.COLUMNS)
+    yield one("pre_mlp_layernorm", "post_attention_layernorm", (hidden,))
     if shape.experts is not None and layer in shape.experts.layers:
-        yield from _experts(shape.hidden, shape.experts, megatron + "mlp.", hf + "mlp.")
+        yield one("mlp.router", "mlp.gate", (shape.experts.count, hidden))
+        for number in range(shape.experts.count):
+            yield from mlp(f"mlp.experts.{number}", shape.experts.ffn, expert=True)
     else:
-        gate_up = (hf + "mlp.gate_proj.weight", hf + "mlp.up_proj.weight")
-        yield WeightEntry(
-            megatron + "mlp.linear_fc1.weight", gate_up, ((shape.ffn, shape.hidden),) * 2, TensorCut.ROWS, Join.STACK
-        )
-        down = (shape.hidden, shape.ffn)
-        yield WeightEntry(
-            megatron + "mlp.linear_fc2.weight", (hf + "mlp.down_proj.weight",), (down,), TensorCut.COLUMNS
-        )
+        yield from mlp("mlp", shape.ffn, expert=False)
 
 
-def _experts(hidden: int, experts: Experts, megatron: str, hf: str) -> Iterator[WeightEntry]:
-    yield WeightEntry(megatron + "router.weight", (hf + "gate.weight",), ((experts.count, hidden),), TensorCut.WHOLE)
-    up, down = (experts.ffn, hidden), (hidden, experts.ffn)
-    for number in range(experts.count):
-        expert, source = f"{megatron}experts.{number}.", f"{hf}experts.{number}."
-        gate_up = (source + "gate_proj.weight", source + "up_proj.weight")
-        yield WeightEntry(expert + "linear_fc1.weight", gate_up, (up, up), TensorCut.WHOLE, Join.STACK, expert=True)
-        yield WeightEntry(
-            expert + "linear_fc2.weight", (source + "down_proj.weight",), (down,), TensorCut.WHOLE, expert=True
-        )
+def exports(entry: WeightEntry, tp_rank: int, replica: int, expert_replica: int) -> bool:
+    """Whether a rank that holds `entry` exports its pieces.
+
+    Dense parameters are replicated over the data (and context) parallel ranks, experts over their own ones.
+    """
+    if entry.expert:
+        return expert_replica == 0
+    return entry.exported and replica == 0 and (entry.cut is not TensorCut.WHOLE or tp_rank == 0)
 
 
 def hf_shapes(shape: ModelShape) -> dict[str, Shape]:
@@ -194,35 +159,30 @@ def pieces(entry: WeightEntry, shape: ModelShape, tp: int, tp_rank: int) -> tupl
 
     Indices have a slice with explicit bounds for every dimension. ValueError if tp does not divide a size.
     """
-    if entry.join is Join.QKV:
-        return tuple(_qkv_pieces(entry, shape, tp, tp_rank))
-    tail = tuple(slice(0, n) for n in entry.shapes[0][1:])
     if entry.cut is TensorCut.COLUMNS:
-        rows, width = slice(0, entry.shapes[0][0]), _divide(entry.shapes[0][1], tp)
-        columns = slice(tp_rank * width, (tp_rank + 1) * width)
-        return (Piece(entry.hf[0], (rows, columns), (rows, slice(0, width))),)
-    found, row = [], 0
-    for name, hf in zip(entry.hf, entry.shapes, strict=True):
-        height = _rows(entry, hf, tp)
-        start = 0 if entry.cut is TensorCut.WHOLE else tp_rank * height
-        stop = min(start + height, hf[0])
+        down, width = slice(0, entry.shapes[0][0]), _divide(entry.shapes[0][1], tp)
+        across = slice(tp_rank * width, (tp_rank + 1) * width)
+        return (Piece(entry.hf[0], (down, across), (down, slice(0, width))),)
+    numbers = range(1) if entry.cut is TensorCut.WHOLE else range(tp_rank, tp_rank + 1)
+    heights = [_rows(entry, hf, tp) for hf in entry.shapes]
+    if entry.qkv:
+        groups = _divide(shape.kv_heads, tp)
+        numbers = range(tp_rank * groups, (tp_rank + 1) * groups)
+        # rows that one query group has in q, k and v
+        heights = [_divide(shape.heads, shape.kv_heads) * shape.head_dim, shape.head_dim, shape.head_dim]
+    tensors = list(zip(entry.hf, entry.shapes, heights, strict=True))
+    rows = ((name, n * height, min((n + 1) * height, hf[0])) for n in numbers for name, hf, height in tensors)
+    return stacked(rows, entry.shapes[0][1:])
+
+
+def stacked(blocks: Iterable[tuple[str, int, int]], tail: Shape) -> tuple[Piece, ...]:
+    """Rows [start, stop) of several tensors, one after another; nothing of what stops before it starts."""
+    found, row, columns = [], 0, tuple(slice(0, n) for n in tail)
+    for name, start, stop in blocks:
         if start < stop:
-            found.append(Piece(name, (slice(start, stop), *tail), (slice(row, row + stop - start), *tail)))
-        row += height
+            found.append(Piece(name, (slice(start, stop), *columns), (slice(row, row + stop - start), *columns)))
+            row += stop - start
     return tuple(found)
-
-
-def _qkv_pieces(entry: WeightEntry, shape: ModelShape, tp: int, tp_rank: int) -> Iterator[Piece]:
-    groups = _divide(shape.kv_heads, tp)
-    # rows that one query group has in q, k and v
-    heights = (_divide(shape.heads, shape.kv_heads) * shape.head_dim, shape.head_dim, shape.head_dim)
-    tail = tuple(slice(0, n) for n in entry.shapes[0][1:])
-    row = 0
-    for group in range(tp_rank * groups, (tp_rank + 1) * groups):
-        for name, height in zip(entry.hf, heights, strict=True):
-            hf_rows = slice(group * height, (group + 1) * height)
-            yield Piece(name, (hf_rows, *tail), (slice(row, row + height), *tail))
-            row += height
 
 
 def _divide(size: int, parts: int) -> int:

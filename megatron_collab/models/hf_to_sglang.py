@@ -11,9 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_collab.models.hf_config import Experts, ModelShape
-from megatron_collab.models.hf_to_megatron import Index, Shape
+from megatron_collab.models.hf_to_megatron import Piece, Shape, stacked
 
-_VOCABULARY_MULTIPLE = 64
 # Families whose SGLang models pass the quantization config to attention, which then has scales for an FP8 KV cache.
 # Our cache is never in FP8, but some of its attention backends apply these scales all the same: they must be 1.
 _KV_SCALE_FAMILIES = {"llama", "mistral", "qwen2"}
@@ -29,15 +28,6 @@ class ServerLayout:
 
 
 @dataclass(frozen=True)
-class ServerTensor:
-    """parameter[index] is hf[hf_index], read in the order of its elements: an expert's block has a dimension more."""
-
-    hf: str
-    hf_index: Index
-    index: Index
-
-
-@dataclass(frozen=True)
 class Parameter:
     """One parameter of a server rank, its parts in the order of its rows; rows in no part are padding.
 
@@ -47,7 +37,7 @@ class Parameter:
 
     name: str
     shape: Shape
-    parts: tuple[ServerTensor, ...]
+    parts: tuple[Piece, ...]
     quantised: bool = False
     constant: float | None = None
 
@@ -58,16 +48,17 @@ _Rows = tuple[str, int, int]
 
 def table(shape: ModelShape, server: ServerLayout, rank: int) -> tuple[Parameter, ...]:
     """The parameters of server rank `rank`, in the order of a forward pass; ValueError if a size cannot be cut so."""
-    return tuple(_parameters(shape, server, rank))
-
-
-def fault(shape: ModelShape, server: ServerLayout) -> str | None:
-    """Why a server of this layout cannot hold a model of this shape, in one line; None if it can."""
-    try:
-        table(shape, server, 0)
-    except ValueError as error:
-        return str(error)
-    return None
+    check_layers(shape)
+    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+    heads = []
+    if not shape.tied or shape.experts is not None:  # SGLang gives Qwen3-MoE a head of its own even where it is tied
+        heads.append(_vocabulary(head, embedding if shape.tied else head, shape, server.tp, rank))
+    return (
+        _vocabulary(embedding, embedding, shape, server.tp, rank),
+        *(parameter for layer in range(shape.layers) for parameter in _layer(shape, server, rank, layer)),
+        _whole("model.norm.weight", (shape.hidden,)),
+        *heads,
+    )
 
 
 def check_layers(shape: ModelShape) -> None:
@@ -78,19 +69,6 @@ def check_layers(shape: ModelShape) -> None:
             f"model.path: layer {min(dense)} has no experts, and in SGLang every layer of this model has; give another "
             "model, or set train.stage=sft"
         )
-
-
-def _parameters(shape: ModelShape, server: ServerLayout, rank: int) -> Iterator[Parameter]:
-    check_layers(shape)
-    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
-    yield _vocabulary(embedding, embedding, shape, server.tp, rank)
-    for layer in range(shape.layers):
-        yield from _layer(shape, server, rank, layer)
-    yield _whole("model.norm.weight", (shape.hidden,))
-    if not shape.tied:
-        yield _vocabulary(head, head, shape, server.tp, rank)
-    elif shape.experts is not None:  # SGLang gives Qwen3-MoE a head of its own even where it is tied
-        yield _vocabulary(head, embedding, shape, server.tp, rank)
 
 
 def _layer(shape: ModelShape, server: ServerLayout, rank: int, layer: int) -> Iterator[Parameter]:
@@ -148,43 +126,33 @@ def _experts(hidden: int, experts: Experts, server: ServerLayout, rank: int, mlp
         source, here = f"{mlp}experts.{first + number}.", slice(number, number + 1)
         for half, x in enumerate(("gate", "up")):
             rows = slice(half * ffn, (half + 1) * ffn)
-            up.append(ServerTensor(f"{source}{x}_proj.weight", (own, across), (here, rows, across)))
-        down.append(ServerTensor(f"{source}down_proj.weight", (across, own), (here, across, slice(0, ffn))))
+            up.append(Piece(f"{source}{x}_proj.weight", (own, across), (here, rows, across)))
+        down.append(Piece(f"{source}down_proj.weight", (across, own), (here, across, slice(0, ffn))))
     yield Parameter(mlp + "experts.w13_weight", (count, 2 * ffn, hidden), tuple(up), server.fp8)
     yield Parameter(mlp + "experts.w2_weight", (count, hidden, ffn), tuple(down), server.fp8)
 
 
 def _vocabulary(name: str, hf: str, shape: ModelShape, tp: int, rank: int) -> Parameter:
     """Equal parts of the vocabulary rounded up to a multiple of 64; where tp divides that not, of 64 tp."""
-    multiple = _VOCABULARY_MULTIPLE
-    if -(-shape.vocab // multiple) * multiple % tp:
-        multiple *= tp
+    multiple = 64 if -(-shape.vocab // 64) * 64 % tp == 0 else 64 * tp
     rows = -(-shape.vocab // multiple) * multiple // tp
     start, stop = rank * rows, min((rank + 1) * rows, shape.vocab)
-    across = slice(0, shape.hidden)
-    part = ServerTensor(hf, (slice(start, stop), across), (slice(0, stop - start), across))
-    return Parameter(name, (rows, shape.hidden), (part,) if start < stop else ())
+    return Parameter(name, (rows, shape.hidden), stacked([(hf, start, stop)], (shape.hidden,)))
 
 
 def _whole(name: str, shape: Shape) -> Parameter:
-    index = tuple(slice(0, size) for size in shape)
-    return Parameter(name, shape, (ServerTensor(name, index, index),))
+    return _fused(name, [(name, 0, shape[0])], shape[1:])
 
 
 def _columns(name: str, rows: int, width: int, rank: int, fp8: bool) -> Parameter:
     down = slice(0, rows)
-    part = ServerTensor(name, (down, slice(rank * width, (rank + 1) * width)), (down, slice(0, width)))
+    part = Piece(name, (down, slice(rank * width, (rank + 1) * width)), (down, slice(0, width)))
     return Parameter(name, (rows, width), (part,), fp8)
 
 
 def _fused(name: str, blocks: Sequence[_Rows], tail: Shape, fp8: bool = False) -> Parameter:
     """Blocks of rows of several tensors, one after another."""
-    across = tuple(slice(0, size) for size in tail)
-    parts, row = [], 0
-    for hf, start, stop in blocks:
-        parts.append(ServerTensor(hf, (slice(start, stop), *across), (slice(row, row + stop - start), *across)))
-        row += stop - start
-    return Parameter(name, (row, *tail), tuple(parts), fp8)
+    return Parameter(name, (sum(stop - start for _, start, stop in blocks), *tail), stacked(blocks, tail), fp8)
 
 
 def _divide(size: int, parts: int, what: str, setting: str = "rollout.server.tp") -> int:

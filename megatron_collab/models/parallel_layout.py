@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from math import lcm
 
 from megatron_collab.config import Config
-from megatron_collab.models import hf_to_megatron
 from megatron_collab.models.hf_config import ModelShape
-from megatron_collab.models.hf_to_megatron import Piece, TensorCut, WeightEntry
+from megatron_collab.models.hf_to_megatron import TensorCut, WeightEntry
 
 # recipe: what the sides of FP8 matrices are multiples of
 FP8_MULTIPLE = {"delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32}
@@ -76,30 +75,15 @@ class Holders:
         return range(stage * size + self.first, (stage + 1) * size, self.step)
 
 
-@dataclass(frozen=True)
-class Held:
-    """A piece of a shard, and its holders within the pipeline stage of the shard."""
-
-    shard: str
-    piece: Piece
-    holders: Holders
-
-
-def held(entry: WeightEntry, shape: ModelShape, trainer: TrainerLayout) -> list[Held]:
-    """All pieces of an entry, each once, however many ranks hold it."""
+def holders(entry: WeightEntry, shape: ModelShape, trainer: TrainerLayout) -> dict[int, Holders]:
+    """By part of an entry (its tensor-parallel rank), the ranks that hold it, however many."""
     if entry.expert:
         assert shape.experts is not None
         number = int(entry.megatron.split(".experts.")[1].split(".")[0])
-        owners = {0: Holders(number * trainer.ep // shape.experts.count, trainer.ep)}
-    elif entry.cut is TensorCut.WHOLE:
-        owners = {0: Holders()}
-    else:
-        owners = {part: Holders(part, trainer.tp) for part in range(trainer.tp)}
-    return [
-        Held(entry.megatron, piece, holders)
-        for part, holders in owners.items()
-        for piece in hf_to_megatron.pieces(entry, shape, trainer.tp, part)
-    ]
+        return {0: Holders(number * trainer.ep // shape.experts.count, trainer.ep)}
+    if entry.cut is TensorCut.WHOLE:
+        return {0: Holders()}
+    return {part: Holders(part, trainer.tp) for part in range(trainer.tp)}
 
 
 def stages(shape: ModelShape, trainer: TrainerLayout) -> list[int]:

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 from jinja2 import Environment, PackageLoader
@@ -104,15 +105,11 @@ def _svg(series: Series, metrics: Rows) -> str:
 
 
 def _mean(rows: Rows, name: str) -> str:
-    scores = [row["scores"].get(name) for row in rows]
-    values = [score for score in scores if isinstance(score, int | float)]
+    values = [score for row in rows if isinstance(score := row["scores"].get(name), int | float)]
     if not values:
         return "\u2013"
-    mean = sum(values) / len(values)
-    if len(values) == 1:
-        return f"{mean:.3f}"
-    error = math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values))
-    return f"{mean:.3f} \u00b1 {error:.3f}"
+    error = f" \u00b1 {stdev(values) / math.sqrt(len(values)):.3f}" if len(values) > 1 else ""
+    return f"{fmean(values):.3f}{error}"
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:

@@ -1,29 +1,19 @@
-"""The folder of a run: what it writes while it goes, and what it says on the console.
-
-config.json        settings of the run
-history.jsonl      settings that changed when it went on: time, step, setting, before, after
-metrics.jsonl      one line a step; steps that are done again replace theirs
-transcripts.jsonl  every future of every step with its scores
-evaluations.json   means by evaluation; eval_NAME.jsonl holds the conversations
-journal/           groups that are finished and not yet in a checkpoint (rollout/journal.py)
-spend.json         what calls of language models took (llm/limiter.py)
-tensorboard/       the same numbers for TensorBoard
-result.json        written last: scores before and after, minutes, versions
-report.html        all of it to look at
-"""
+"""The folder of a run (docs/reference/run-files.md): what it writes while it goes, and what it says on the console."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from importlib import metadata
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 from uuid import uuid4
 
@@ -32,21 +22,19 @@ from tqdm import tqdm
 
 from megatron_collab import __version__
 from megatron_collab.config import SETTINGS, Config, changes, uses_wandb
-from megatron_collab.observability.progress import progress
 from megatron_collab.runtime import files, process
 from megatron_collab.runtime.process import FINISHED, global_rank
 from megatron_collab.runtime.redact import redacted
-from megatron_collab.thoughts import visible
-from megatron_collab.types import Future, Group, Missing
+from megatron_collab.types import Group, Missing, visible
 
 VERSIONS = ("torch", "megatron-core", "sglang", "ray", "litellm", "transformers", "datasets", "hydra-core")
+LOG_EVERY = 10.0  # seconds between two lines of progress in a log file
 
 
-class Run:
-    """Writes on rank 0; on the other ranks every call does nothing.
+class Run(AbstractContextManager["Run"]):
+    """The folder of a run and its console; only rank 0 writes.
 
-    `start` is the first step that is still to be done, `state` what an earlier start of this run saved. `names`: what
-    result.json calls metrics that matter, by its name for each.
+    `start`: the first step still to be done; `state`: of an earlier start; `names`: metrics by their result.json names.
     """
 
     def __init__(self, config: Config, start: int, state: Mapping[str, Any], names: Mapping[str, str]) -> None:
@@ -62,33 +50,34 @@ class Run:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = FileLock(self.folder / ".lock")
         try:
-            self._lock.acquire(timeout=10)  # a run that was just killed may still be going away
+            self._lock.acquire(timeout=10)  # a run that was just killed may still be ending
         except Timeout:
             raise RuntimeError(f"run.dir={self.folder}: another process trains there; choose another run.dir") from None
-        self._go_on()
+        (self.folder / FINISHED).unlink(missing_ok=True)  # of fewer steps
+        at = datetime.now(UTC).isoformat(timespec="seconds")
+        rows = [
+            {"time": at, "step": start, "setting": change.setting, "before": change.before, "after": change.after}
+            for change in changes(config)
+        ]
+        if rows:
+            _append(self.folder / "history.jsonl", rows)
+        _replace(self.folder / SETTINGS, asdict(config))
         for file in (self.folder / "metrics.jsonl", self.folder / "transcripts.jsonl"):
-            _keep(file, lambda row: row["step"] < start)
+            _keep_before(file, start)
         self._bar = progress("training", config.train.steps, unit="step", done=start, keep=True)
-        self._writers = [*self._tensorboard(start), *self._wandb()]
+        self._writers = [*self._start_writers(start)]
 
-    def __enter__(self) -> Run:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.leader:
             self._bar.close()
             self._lock.release()
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the run."""
+        """For a checkpoint."""
         return {"seconds": self._seconds()}
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
         """One finished step: a line on the console, metrics.jsonl, TensorBoard, Weights & Biases."""
-        if not self.leader:
-            return
         _append(self.folder / "metrics.jsonl", [{"step": step, **metrics}])
         for write in self._writers:
             write(step, metrics)
@@ -100,26 +89,23 @@ class Run:
 
     def transcripts(self, step: int, groups: Sequence[Group]) -> None:
         """Every future of a step with its scores."""
-        if self.leader:
-            _append(self.folder / "transcripts.jsonl", [{"step": step, **row} for row in _rows(groups)])
+        _append(self.folder / "transcripts.jsonl", [{"step": step, **row} for row in _rows(groups)])
 
     def evaluation(self, name: str, step: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
         """One evaluation: its means and its conversations."""
-        if not self.leader:
-            return
         (self.folder / f"eval_{name}.jsonl").unlink(missing_ok=True)
         _append(self.folder / f"eval_{name}.jsonl", _rows(groups))
-        file = self.folder / "evaluations.json"
-        before = json.loads(file.read_text()) if file.exists() else {}
-        _replace(file, {**before, name: _plain({"step": step, **metrics})})
+        evaluations = self._evaluations() | {name: _plain({"step": step, **metrics})}
+        _replace(self.folder / "evaluations.json", evaluations)
         tqdm.write(f"evaluation {name} ({len(groups)} tasks): {_shown(_scores(metrics))}")
 
     def finish(self) -> None:
         """Write result.json and report.html; a folder with a result.json is a run that is done."""
         if not self.leader:
             return
-        file = self.folder / "evaluations.json"
-        evaluations = json.loads(file.read_text()) if file.exists() else {}
+        from megatron_collab.observability import report  # and with it what draws, a second of imports
+
+        evaluations = self._evaluations()
         scores = {when: _scores(evaluations.get(when, {})) for when in ("before", "after")}
         result: dict[str, Any] = {
             f"{name}_{when}": found.get(metric) for name, metric in self.names.items() for when, found in scores.items()
@@ -127,22 +113,12 @@ class Run:
         result |= scores
         result["train_minutes"] = round(self._seconds() / 60, 2)
         result["versions"] = {"megatron-collab": __version__, **{name: metadata.version(name) for name in VERSIONS}}
-        from megatron_collab.observability import report  # and with it what draws, a second of imports
-
         report.write(self.folder)
         _replace(self.folder / FINISHED, result)
 
-    def _go_on(self) -> None:
-        """Write the settings down, and which of them an earlier start of the run had otherwise."""
-        (self.folder / FINISHED).unlink(missing_ok=True)  # of fewer steps
-        at = datetime.now(UTC).isoformat(timespec="seconds")
-        rows = [
-            {"time": at, "step": self._start, "setting": change.setting, "before": change.before, "after": change.after}
-            for change in changes(self.config)
-        ]
-        if rows:
-            _append(self.folder / "history.jsonl", rows)
-        _replace(self.folder / SETTINGS, asdict(self.config))
+    def _evaluations(self) -> dict[str, Any]:
+        file = self.folder / "evaluations.json"
+        return json.loads(file.read_text()) if file.exists() else {}
 
     def _left(self, done: int) -> str:
         """Time until the last step, at the mean rate since this start."""
@@ -153,7 +129,8 @@ class Run:
         """Seconds this run has taken over all its starts, from the start of torchrun on."""
         return self._seconds_before + process.age(os.getppid())
 
-    def _tensorboard(self, start: int) -> Iterator[Callable[[int, Mapping[str, float]], None]]:
+    def _start_writers(self, start: int) -> Iterator[Callable[[int, Mapping[str, float]], None]]:
+        """TensorBoard's, and where it is on that of Weights & Biases."""
         from torch.utils.tensorboard import SummaryWriter
 
         writer = SummaryWriter(str(self.folder / "tensorboard"), purge_step=start)
@@ -164,27 +141,20 @@ class Run:
             writer.flush()
 
         yield write
+        if uses_wandb(self.config.run):
+            import wandb
 
-    def _wandb(self) -> Iterator[Callable[[int, Mapping[str, float]], None]]:
-        if not uses_wandb(self.config.run):
-            return
-        import wandb
-
-        wandb.init(
-            project=self.config.run.wandb_project,
-            dir=str(self.folder),
-            config=redacted(asdict(self.config)),
-            id=self._wandb_id(),
-            resume="allow",
-        )
-        yield lambda step, metrics: wandb.log(dict(metrics), step=step)
-
-    def _wandb_id(self) -> str:
-        """The name of this run over all its starts."""
-        file = self.folder / "wandb_id"
-        if not file.exists():
-            files.replace(file, uuid4().hex)
-        return file.read_text()
+            file = self.folder / "wandb_id"  # the same over all starts of the run
+            if not file.exists():
+                files.replace(file, uuid4().hex)
+            wandb.init(
+                project=self.config.run.wandb_project,
+                dir=str(self.folder),
+                config=redacted(asdict(self.config)),
+                id=file.read_text(),
+                resume="allow",
+            )
+            yield lambda step, metrics: wandb.log(dict(metrics), step=step)
 
 
 def line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
@@ -208,47 +178,39 @@ def _shown(scores: Mapping[str, float]) -> str:
     return " ".join(f"{name} {value:.3f}" for name, value in scores.items())
 
 
-def _rows(groups: Sequence[Group]) -> list[dict[str, Any]]:
+def _rows(groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
     """Every future of the groups, as JSON."""
-    return [
-        {
-            "task": group.task.id,
-            "rollout": i,
-            "future": j,
-            "reward": None if isinstance(rollout.reward.value, Missing) else rollout.reward.value,
-            **_future(future),
-        }
-        for group in groups
-        for i, rollout in enumerate(group.rollouts)
-        for j, future in enumerate(rollout.futures)
-    ]
+    for group in groups:
+        for i, rollout in enumerate(group.rollouts):
+            for j, future in enumerate(rollout.futures):
+                conversation, reward = future.conversation, rollout.reward.value
+                raw = [turn.text for turn in conversation.turns]
+                yield {
+                    "task": group.task.id,
+                    "rollout": i,
+                    "future": j,
+                    "reward": None if isinstance(reward, Missing) else reward,
+                    **({"turns": raw} if any(text != visible(text) for text in raw) else {}),  # with their thoughts
+                    **({"turn_rewards": conversation.turn_rewards} if any(conversation.turn_rewards) else {}),
+                    "ending": conversation.ending,
+                    "error": conversation.error,
+                    "messages": [message.as_dict() for message in conversation.messages],
+                    "scores": {
+                        name: {"missing": score.why} if isinstance(score, Missing) else score
+                        for name, score in future.scores.items()
+                    },
+                }
 
 
-def _future(future: Future) -> dict[str, Any]:
-    conversation = future.conversation
-    raw = [turn.text for turn in conversation.turns]
-    return {
-        **({"turns": raw} if any(text != visible(text) for text in raw) else {}),  # with their thoughts
-        **({"turn_rewards": conversation.turn_rewards} if any(conversation.turn_rewards) else {}),
-        "ending": conversation.ending,
-        "error": conversation.error,
-        "messages": [message.as_dict() for message in conversation.messages],
-        "scores": {
-            name: {"missing": score.why} if isinstance(score, Missing) else score
-            for name, score in future.scores.items()
-        },
-    }
-
-
-def _append(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """JSON lines without keys; a number that is none (NaN) becomes null, which is what JSON has."""
+def _append(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Append JSON lines, keys redacted."""
     with files.writing(file), file.open("a") as stream:
         for row in rows:
             stream.write(json.dumps(_plain(redacted(row))) + "\n")
 
 
 def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Without the numbers that JSON does not have."""
+    """With null for numbers that JSON does not have (NaN)."""
     return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
 
 
@@ -256,8 +218,8 @@ def _replace(file: Path, content: Mapping[str, Any]) -> None:
     files.replace(file, json.dumps(redacted(content), indent=2) + "\n")
 
 
-def _keep(file: Path, holds: Callable[[dict[str, Any]], bool]) -> None:
-    """Drop the lines that do not hold, a torn last line among them."""
+def _keep_before(file: Path, step: int) -> None:
+    """Drop the lines of `step` and later ones, and one that was cut off."""
     if not file.exists():
         return
     kept = []
@@ -266,6 +228,51 @@ def _keep(file: Path, holds: Callable[[dict[str, Any]], bool]) -> None:
             row = json.loads(text)
         except json.JSONDecodeError:  # the process was killed while it wrote
             continue
-        if holds(row):
+        if row["step"] < step:
             kept.append(text)
     files.replace(file, "".join(text + "\n" for text in kept))
+
+
+class Log:
+    """Progress in a log file: a line at most every LOG_EVERY seconds."""
+
+    def __init__(self, title: str, total: int, unit: str, done: int) -> None:
+        self._n = done
+        self._shown = partial(tqdm.format_meter, total=total, ncols=0, prefix=title, unit=unit, initial=done)
+        self._began = self._printed = time.monotonic()
+
+    def update(self, n: int) -> None:
+        self._n += n
+        now = time.monotonic()
+        if now - self._printed >= LOG_EVERY:
+            self._printed = now
+            print(self._shown(self._n, elapsed=now - self._began), file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Nothing stays open."""
+
+
+def progress(title: str, total: int, unit: str = "task", done: int = 0, keep: bool = False) -> tqdm | Log:
+    """Progress towards `total`, of which `done` is done, on stderr; `keep`: the bar stays when it is full."""
+    if not sys.stderr.isatty():
+        return Log(title, total, unit, done)
+    return tqdm(total=total, desc=title, unit=unit, initial=done, leave=keep, dynamic_ncols=True, mininterval=0.2)
+
+
+class Stopwatch:
+    """Seconds by stage of one step."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+        self._laps: dict[str, float] = {}
+
+    def lap(self, stage: str) -> None:
+        """Count the time since the last lap as `stage`."""
+        now = time.monotonic()
+        self._laps[stage] = self._laps.get(stage, 0.0) + now - self._last
+        self._last = now
+
+    def read(self) -> dict[str, float]:
+        """The laps since the last reading, as `seconds/STAGE`."""
+        laps, self._laps = self._laps, {}
+        return {f"seconds/{stage}": seconds for stage, seconds in laps.items()}

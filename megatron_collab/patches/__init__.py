@@ -1,52 +1,62 @@
 """The register of all changes to libraries, and of their private interfaces that the package relies on.
 
 An entry point calls `apply` with the libraries it is about to import; no import changes a library by itself. A change
-that needs an object of the library is a function of these modules, called where that object is made; its entry has no
-`apply`. `tools/doctor.py` lists what is in force on a machine.
+that needs an object of the library is a function of these modules, called where that object is made; its entry has
+neither `sets` nor `apply`. `tools/doctor.py` lists what is in force on a machine.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from importlib import import_module
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pkgutil import resolve_name
+from typing import Any
 
-# What `apply` takes: the module that an entry point imports next, and the files here with its entries.
-_FILES = {
-    "megatron": ("cpu", "megatron"),
-    "sglang": ("sglang",),
-    "torchvision": ("torchvision",),
-    "litellm": ("litellm",),
+# What `apply` takes: the module that an entry point imports next, and where its entries are.
+_ENTRIES = {
+    "megatron": ("megatron:PATCHES",),
+    "sglang": ("sglang:PATCHES",),
+    "torchvision": ("sglang:TORCHVISION",),
+    "litellm": ("litellm:PATCHES",),
 }
-_PRIVATE = "private"
+VERSIONS = {  # of the distributions, in the lock files
+    "torch": ("2.13.0", "2.14.1"),
+    "torchvision": ("0.28.0", "0.29.2"),
+    "megatron-core": ("0.16.1",),
+    "sglang": ("0.5.23",),
+    "litellm": ("1.106.2",),
+}
 _applied: set[str] = set()
-
-
-def always() -> bool:
-    return True
 
 
 @dataclass(frozen=True)
 class Patch:
-    """One change to a library, or one private interface of it that is used.
+    """One change to the distribution `library`, or one private interface of it that is used.
 
-    `library` and `versions`: the distribution, and its versions in the lock files. `upstream`: an issue, or the
-    source line that the entry is about. `until`: when it can be removed. `test`: the test that fails without it.
-    `attributes`: dotted names of what is replaced or used. `apply` is None where nothing is replaced, or where a
-    function called with an object does it; `when`: whether this machine needs it.
+    `upstream`: an issue, or the source line that the entry is about. `until`: when it can be removed. `test`: the
+    test that fails without it. `sets`: what is replaced, by its dotted name, and with what; `apply`: what else is
+    done. `uses`: dotted names of what `apply` or code elsewhere replaces or calls. `when`: whether this machine
+    needs it.
     """
 
-    name: str
     library: str
-    versions: tuple[str, ...]
+    name: str
     why: str
     upstream: str
     until: str
     test: str
-    attributes: tuple[str, ...] = ()
+    sets: Mapping[str, Any] = field(default_factory=dict)
+    uses: tuple[str, ...] = ()
     apply: Callable[[], None] | None = None
-    when: Callable[[], bool] = always
+    when: Callable[[], bool] = lambda: True
+
+    def put_in_force(self) -> None:
+        for attribute, value in self.sets.items():
+            owner, _, name = attribute.rpartition(".")
+            setattr(resolve_name(owner), name, value)
+        if self.apply:
+            self.apply()
 
 
 def apply(*libraries: str) -> None:
@@ -59,15 +69,15 @@ def apply(*libraries: str) -> None:
             continue
         if library in sys.modules:
             raise RuntimeError(f"patches.apply({library!r}) must be called before the first import of {library}")
-        for patch in _entries(_FILES[library]):
-            if patch.apply is not None and patch.when():
-                patch.apply()
+        for patch in _entries(_ENTRIES[library]):
+            if patch.when():
+                patch.put_in_force()
         _applied.add(library)
 
 
 def register() -> list[Patch]:
     """Every entry, whether this machine needs it or not."""
-    return _entries([file for files in (*_FILES.values(), (_PRIVATE,)) for file in files])
+    return [*_entries([place for places in _ENTRIES.values() for place in places]), *_PRIVATE]
 
 
 def in_force() -> list[Patch]:
@@ -77,10 +87,81 @@ def in_force() -> list[Patch]:
 
 def table() -> str:
     """What is in force as lines of text: library and version, name, and when it can be removed."""
-    rows = [(f"{patch.library} {'/'.join(patch.versions)}", patch.name, patch.until) for patch in in_force()]
+    rows = [(f"{patch.library} {'/'.join(VERSIONS[patch.library])}", patch.name, patch.until) for patch in in_force()]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     return "\n".join(f"{library:{widths[0]}}  {name:{widths[1]}}  until {until}" for library, name, until in rows)
 
 
-def _entries(files: Sequence[str]) -> list[Patch]:
-    return [patch for file in files for patch in import_module(f"{__name__}.{file}").PATCHES]
+def _entries(places: Sequence[str]) -> list[Patch]:
+    return [patch for place in places for patch in resolve_name(f"{__name__}.{place}")]
+
+
+_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
+
+# Private interfaces of libraries that the package calls or overrides: what uses it and why, until when, the test.
+_INTERFACES = {
+    "megatron.core.models.gpt.gpt_model.GPTModel._postprocess": (
+        "trainer/megatron/model.py overrides it, so that the logits are never made",
+        "GPTModel can return hidden states",
+        "tests/trainer/megatron/test_model.py::test_hidden_states_stay_in_the_models_precision",
+    ),
+    f"{_OPTIMIZER}._get_main_param_and_optimizer_states": (
+        "checkpoint/sharded_state.py has each rank write its own part; Megatron gathers it on one rank first",
+        "Megatron-Core saves fully reshardable checkpoints in parallel",
+        "tests/checkpoint/test_checkpointer.py::test_resumed_is_undisturbed_bit_for_bit",
+    ),
+    f"{_OPTIMIZER}._init_optimizer_states_with_dummy_values": (
+        "checkpoint/sharded_state.py reads into them",
+        "Megatron-Core saves fully reshardable checkpoints in parallel",
+        "tests/checkpoint/test_checkpointer.py::test_resumed_is_undisturbed_bit_for_bit",
+    ),
+    "megatron.core.tensor_parallel.random._get_cuda_rng_state": (
+        "checkpoint/checkpointer.py saves it for every rank (and sets it); the tracker has the other generators only",
+        "the tracker returns it with its states",
+        "tests/checkpoint/test_checkpointer.py::test_resumed_is_undisturbed_bit_for_bit",
+    ),
+    "torch.distributed.checkpoint.utils._DistWrapper": (
+        "checkpoint/checkpointer.py: an error of one rank is raised on all, as where torch writes tensors",
+        "torch exports it",
+        "tests/checkpoint/test_checkpointer.py::test_all_ranks_learn_that_one_could_not_write",
+    ),
+    "torch.UntypedStorage._cdata": (
+        "trainer/network.py moves every storage once; storages cannot be hashed",
+        "UntypedStorage can be hashed",
+        "tests/trainer/test_offload.py::test_training_goes_on_as_if_nothing_had_been_moved",
+    ),
+    "torch._foreach_copy_": (
+        "weight_sync/sender.py and receiver.py copy the pieces of a bucket in one launch",
+        "torch exports it",
+        "tests/weight_sync/test_receiver.py::test_all_of_it_arrives_every_time",
+    ),
+    "torch.distributed.ProcessGroupNCCL.Options._timeout": (
+        "weight_sync/transports/p2p.py makes a group apart from torch's global state",
+        "ProcessGroupNCCL.Options takes a timeout",
+        "tests/weight_sync/test_receiver.py::test_all_of_it_arrives_every_time",
+    ),
+    "sglang._platform_stubs": (
+        "patches/sglang.py uses the modules that SGLang makes for machines without triton",
+        "SGLang installs them wherever triton is missing",
+        "tests/patches/test_sglang.py::test_torchvision_imports_once_its_operators_are_declared",
+    ),
+    "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_extend": (
+        "inference/cpu/backend.py overrides it and …_decode, so that caching does not change a sample",
+        "SGLang has a batch-invariant mode for CPU",
+        "tests/inference/test_server.py::test_a_seed_decides_the_sample_whatever_is_cached",
+    ),
+    "litellm._internal_context.is_internal_call": (
+        "llm/client.py: what LiteLLM would record for callbacks, of which there are none, costs a third of a call",
+        "LiteLLM skips it where no callback is registered",
+        "tests/patches/test_litellm.py::test_calls_are_internal",
+    ),
+    "litellm.ModelResponse._hidden_params": (
+        "llm/client.py reads the price that LiteLLM computed",
+        "ModelResponse has a public field for it",
+        "tests/llm/test_client.py::test_tokens_and_price_of_every_try_are_counted",
+    ),
+}
+_PRIVATE = tuple(
+    Patch(name.split(".")[0].replace("megatron", "megatron-core"), name, why, name, until, test, uses=(name,))
+    for name, (why, until, test) in _INTERFACES.items()
+)

@@ -1,15 +1,101 @@
-"""Faults of Megatron-Core on any device, most of them where TransformerEngine or apex are missing."""
+"""Megatron-Core: faults on any device, and what its import and its use need on a machine without a CUDA device.
+
+There, calls that would raise are redirected to the CPU, and libraries that need a CUDA device count as not installed:
+Megatron takes what it has for machines without them. None of its mathematics is replaced.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from megatron_collab.patches import Patch
-from megatron_collab.patches.cpu import without_cuda
+
+CPU = torch.device("cpu")
+# Without a driver the import of some raises OSError, and Megatron is prepared for ImportError only.
+_CUDA_ONLY = (
+    *("transformer_engine", "transformer_engine_torch", "apex", "amp_C", "fused_weight_gradient_mlp_cuda"),
+    *("flash_attn", "flash_attn_3", "flashattn_hopper", "flash_mla", "deep_ep", "grouped_gemm"),
+)
+
+
+def without_cuda() -> bool:
+    return not torch.cuda.is_available()
+
+
+def refuse_visible_cuda(device_type: str) -> None:
+    """RuntimeError where the run asks for the CPU but Megatron would use the CUDA device that it sees."""
+    if device_type == "cpu" and not without_cuda():
+        raise RuntimeError("launch.device=cpu: a CUDA device is visible; set CUDA_VISIBLE_DEVICES= (empty) to hide it")
+
+
+def _silence_warnings() -> None:
+    warnings.filterwarnings("ignore", module=r"megatron\.core\.")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")
+    warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """`device="cuda"` makes a CPU tensor, `tensor.cuda()` is the tensor, and `tensor.type()` names the CUDA type.
+
+    A mode sees the calls without touching the functions: code that compares or wraps them is not disturbed.
+    """
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        if not kwargs:
+            return func(*args)
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"} | {"device": CPU}
+        return func(*args, **kwargs)
+
+
+class _Stream:
+    """The one stream of a CPU, and its own event: there is never anything to wait for."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stream)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def wait(self, other: _Stream | None = None) -> None: ...
+
+    wait_stream = wait_event = synchronize = wait
+
+    def record_event(self, event: _Stream | None = None) -> _Stream:
+        return self
+
+
+def _import_without_compilation() -> None:
+    """Import Megatron with its `jit_fuser`, which is torch.compile, bound to the identity."""
+
+    def identity(function: Callable[..., Any] | None = None, **_: Any) -> Callable[..., Any]:
+        return function if function is not None else identity
+
+    compiler, torch.compile = torch.compile, identity
+    try:
+        import megatron.core  # noqa: F401
+    finally:
+        torch.compile = compiler
+
+
+def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _importable(module: str, name: str) -> bool:
@@ -24,25 +110,9 @@ def with_transformer_engine() -> bool:
     return not without_cuda() and _importable("transformer_engine.pytorch", "Linear")
 
 
-def without_transformer_engine() -> bool:
-    return not with_transformer_engine()
-
-
 def without_fused_adam() -> bool:
     optimizers = ("transformer_engine.pytorch.optimizers", "apex.optimizers")
     return without_cuda() or not any(_importable(module, "FusedAdam") for module in optimizers)
-
-
-def _bind_router_gemm() -> None:
-    from megatron.core.transformer.moe import moe_utils
-
-    moe_utils.te_general_gemm = None
-
-
-def _allow_gradient_accumulation_fusion() -> None:
-    from megatron.core.tensor_parallel import layers
-
-    layers._grad_accum_fusion_available = True
 
 
 def _keep_step() -> None:
@@ -100,84 +170,155 @@ def load_planner(planner: type) -> Iterator[None]:
         strategies.MCoreLoadPlanner = original
 
 
-_MEGATRON = ("megatron-core", ("0.16.1",))
+_megatron = partial(Patch, "megatron-core")
+_on_cpu = partial(Patch, until="Megatron-Core runs on CPU", when=without_cuda)
 _OPTIMIZER = "megatron/core/optimizer/distrib_optimizer.py"
+_DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
 
 PATCHES = (
-    Patch(
+    _megatron(
+        "warnings",
+        why="Every rank would print at every start what is not installed (tools/doctor.py says that), and which names "
+        "of torch.distributed are deprecated.",
+        upstream="megatron/core/utils.py and others",
+        until="Megatron-Core uses the names of torch 2.13",
+        test="tests/patches/test_megatron.py::test_importing_megatron_prints_nothing",
+        apply=_silence_warnings,
+    ),
+    _on_cpu(
+        "megatron-core",
+        "libraries that need CUDA are hidden",
+        why="Megatron uses TransformerEngine, apex and others wherever they are installed, also where no device is.",
+        upstream="megatron/core/optimizer/__init__.py, megatron/core/extensions/transformer_engine.py",
+        test="tests/patches/test_cpu.py::test_training_on_a_cpu_leaves_transformer_engine_alone",
+        # An import of one then raises ModuleNotFoundError.
+        apply=lambda: sys.modules.update(dict.fromkeys(_CUDA_ONLY)),  # type: ignore[arg-type]
+    ),
+    _megatron(
+        "no torch.compile in Megatron",
+        why="Compiling its small functions for a CPU takes seconds in every process and gains nothing.",
+        upstream="megatron/core/jit.py",
+        until="Megatron-Core has a switch for jit_fuser",
+        test="tests/patches/test_cpu.py::test_megatron_is_not_compiled_on_a_cpu",
+        apply=_import_without_compilation,
+        when=without_cuda,
+    ),
+    _on_cpu(
+        "torch",
+        'device="cuda" is the CPU',
+        why='Megatron makes tensors with device="cuda", calls tensor.cuda(), and its optimizers ask tensor.type().',
+        upstream="megatron/core/tensor_parallel/layers.py, megatron/core/optimizer/optimizer.py",
+        test="tests/patches/test_cpu.py::test_device_names_reach_the_device",
+        apply=_CudaMeansCpu().__enter__,  # for the life of the process
+    ),
+    _on_cpu(
+        "torch",
+        "current device, streams and profiler ranges",
+        why="Megatron's gradient buffers, optimizers and pipeline schedules call these without asking for a device.",
+        upstream="megatron/core/distributed/param_and_grad_buffer.py",
+        test="tests/patches/test_cpu.py::test_streams_and_synchronisation_do_nothing_on_a_cpu",
+        sets={  # one function object for each name: the compiler refuses an object that stands under two
+            "torch.cuda.current_device": lambda: CPU,
+            "torch.cuda.synchronize": lambda *_, **__: None,
+            "torch.cuda.set_device": lambda *_, **__: None,
+            "torch.cuda.nvtx.range_push": lambda *_, **__: None,
+            "torch.cuda.nvtx.range_pop": lambda *_, **__: None,
+            "torch.cuda.Stream": _Stream,  # must stay a class: annotations elsewhere write `torch.cuda.Stream | None`
+            "torch.cuda.current_stream": lambda *_, **__: _Stream(),
+            "torch.cuda.default_stream": lambda *_, **__: _Stream(),
+        },
+    ),
+    _on_cpu(
+        "torch",
+        "the CPU's random generator",
+        why="What Megatron seeds, saves and forks as the generator of the CUDA device is the CPU's here.",
+        upstream="megatron/core/tensor_parallel/random.py",
+        test="tests/patches/test_cpu.py::test_model_parallel_random_stream_is_apart",
+        sets={
+            "torch.cuda.manual_seed": lambda value: torch.default_generator.manual_seed(int(value)),
+            "torch.cuda.get_rng_state": lambda *_, **__: torch.get_rng_state(),
+            "torch.cuda.random.get_rng_state": lambda *_, **__: torch.get_rng_state(),
+            "torch.cuda.set_rng_state": lambda state, *_, **__: torch.set_rng_state(state),
+            "megatron.core.tensor_parallel.random._set_cuda_rng_state": lambda state, *_, **__: torch.set_rng_state(
+                state
+            ),
+        },
+        # Megatron warns when the CPU generator moves inside a fork of the CUDA one; here that is what it is for.
+        apply=lambda: logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
+            lambda record: "CPU RNG state changed" not in record.getMessage()
+        ),
+    ),
+    _on_cpu(
+        "megatron-core",
+        "split sizes of the expert dispatcher",
+        why="It makes host sequences of its split sizes only where they were on a GPU.",
+        upstream="megatron/core/transformer/moe/token_dispatcher.py (maybe_move_tensor_to_cpu)",
+        test="tests/trainer/test_parity.py::test_log_probs_equal_hugging_face",
+        sets={"megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu": _to_host},
+    ),
+    _megatron(
         "the router's product without TransformerEngine",
-        *_MEGATRON,
         why="The router reads te_general_gemm to see whether to use it; without TransformerEngine it is never bound.",
         upstream="megatron/core/transformer/moe/moe_utils.py:1192",
         until="te_general_gemm is bound to None there",
         test="tests/patches/test_megatron.py::test_router_works_without_transformer_engine",
-        attributes=("megatron.core.transformer.moe.moe_utils.te_general_gemm",),
-        apply=_bind_router_gemm,
-        when=without_transformer_engine,
+        sets={"megatron.core.transformer.moe.moe_utils.te_general_gemm": None},
+        when=lambda: not with_transformer_engine(),
     ),
-    Patch(
+    _megatron(
         "gradient accumulation fusion without apex",
-        *_MEGATRON,
         why="The constructor of Megatron's linear layer asks for apex. TransformerEngine's layers accumulate without "
         "it, and the one layer left of Megatron's own, the head, is never called.",
         upstream="megatron/core/tensor_parallel/layers.py:924",
         until="the head is not built by Megatron's linear layer",
         test="tests/patches/test_megatron.py::test_fused_gradient_accumulation_needs_no_apex",
-        attributes=("megatron.core.tensor_parallel.layers._grad_accum_fusion_available",),
-        apply=_allow_gradient_accumulation_fusion,
+        sets={"megatron.core.tensor_parallel.layers._grad_accum_fusion_available": True},
         when=with_transformer_engine,
     ),
-    Patch(
+    _megatron(
         "AdamW's step in a resharded checkpoint",
-        *_MEGATRON,
         why="torch's AdamW has a `step` in the state of each parameter (the fused optimizers: in the group). Loading a "
         "fully reshardable checkpoint leaves it out of the sources but not out of the targets: KeyError.",
         upstream=f"{_OPTIMIZER}:911",
         until="_set_main_param_and_optimizer_states skips what is not given",
         test="tests/patches/test_megatron.py::test_an_optimizer_state_without_step_can_be_set",
-        attributes=(
-            "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer._set_main_param_and_optimizer_states",
-        ),
+        uses=(f"{_DISTRIBUTED}._set_main_param_and_optimizer_states",),
         apply=_keep_step,
         when=without_fused_adam,
     ),
-    Patch(
+    _megatron(
         "AdamW's step shared by all parameters",
-        *_MEGATRON,
         why="A loaded state gives every parameter the same `step` tensor, which AdamW then increments once for each of "
         "them: a silently wrong bias correction after a resume.",
         upstream=f"{_OPTIMIZER}:690",
         until="load_state_dict copies the step",
         test="tests/patches/test_megatron.py::test_a_loaded_optimizer_counts_steps_for_each_parameter",
-        attributes=("megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.load_state_dict",),
+        uses=(f"{_DISTRIBUTED}.load_state_dict",),
         apply=_unshare_step,
         when=without_fused_adam,
     ),
-    Patch(
+    _megatron(
         "gradients of experts that are not spread",
-        *_MEGATRON,
         why="Megatron sums the gradients of experts over all ranks that hold them only where ep > 1. Tensor-parallel "
         "ranks that each hold every expert, uncut, see different tokens and would silently drift apart.",
         upstream="megatron/core/distributed/distributed_data_parallel.py:122 (parameter.allreduce)",
         until="experts are marked whatever ep is",
         test="tests/trainer/megatron/test_model.py::test_every_expert_is_reduced_over_the_ranks_that_hold_it",
     ),
-    Patch(
+    _megatron(
         "padding between gradient buckets",
-        *_MEGATRON,
         why="The buffer that a checkpoint is loaded into leaves this padding out, but is cut by positions that count "
         "it: the last parameters lie beyond its end. Tied embeddings on the last pipeline stage make two buckets.",
         upstream=f"{_OPTIMIZER}:1027",
         until="numel_unpadded counts the padding between buckets",
         test="tests/checkpoint/test_checkpointer.py::test_another_layout_goes_on_from_it",
     ),
-    Patch(
+    _megatron(
         "a load planner with a heartbeat",
-        *_MEGATRON,
         why="Loading a large checkpoint must not count as a hang; Megatron takes no planner but makes one by name.",
         upstream="megatron/core/dist_checkpointing/strategies/torch.py:802",
         until="dist_checkpointing.load takes a planner",
         test="tests/checkpoint/test_checkpointer.py::test_ranks_move_while_they_save_and_load",
-        attributes=("megatron.core.dist_checkpointing.strategies.torch.MCoreLoadPlanner",),
+        uses=("megatron.core.dist_checkpointing.strategies.torch.MCoreLoadPlanner",),
     ),
 )

@@ -1,7 +1,5 @@
 """SGLang on a machine without a GPU: modules that it imports and lacks there, forked processes, exact products.
 
-Each stand-in is used only where the real module is missing. Nothing of SGLang is copied or changed on disk.
-
 Deterministic inference is what makes a request's seed decide its sample; SGLang refuses it on CPU for want of
 batch-invariant kernels. On one thread of a CPU two things depend on the batch: a matrix product of very few rows takes
 another path than one of many, which padding the rows here closes; and attention, see inference/cpu/attention.py.
@@ -14,11 +12,12 @@ import multiprocessing
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from functools import cache, partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,9 +32,8 @@ _matmul = torch.matmul
 
 
 def on_cpu() -> bool:
-    """Whether a server computes on the CPU: what it was told by its environment, else what this machine has."""
-    told = os.environ.get("SGLANG_USE_CPU_ENGINE")
-    return told == "1" if told is not None else not torch.cuda.is_available()
+    """Whether a server computes on the CPU: as its environment says, else where this machine has no GPU."""
+    return os.environ.get("SGLANG_USE_CPU_ENGINE", "0" if torch.cuda.is_available() else "1") == "1"
 
 
 def without_triton() -> bool:
@@ -49,6 +47,25 @@ def without_sgl_kernel() -> bool:
     if loaded is not None:
         return loaded.__name__.startswith(__package__)
     return importlib.util.find_spec("sgl_kernel") is None
+
+
+@cache
+def _lacks_operators() -> bool:
+    """Whether torchvision's own library, which defines the operators, does not fit this torch."""
+    spec = importlib.util.find_spec("torchvision")
+    if spec is None or spec.origin is None:
+        return False
+    for library in Path(spec.origin).parent.glob("_C*.so"):
+        try:
+            torch.ops.load_library(str(library))
+        except OSError:
+            return True
+    return not hasattr(torch.ops.torchvision, "nms")
+
+
+def _declare_operators() -> None:
+    for name in ("nms", "qnms"):
+        torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
 class _TritonStand(MetaPathFinder, Loader):
@@ -65,9 +82,7 @@ class _TritonStand(MetaPathFinder, Loader):
         sys.modules[spec.name] = self.stubs  # its dataclasses look themselves up there
         spec.loader.exec_module(self.stubs)
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
         return ModuleSpec(fullname, self, is_package=True) if fullname.split(".")[0] == "triton" else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
@@ -82,10 +97,6 @@ class _TritonStand(MetaPathFinder, Loader):
             vars(module).update(constexpr=constexpr, core=self.stubs._MockModule("triton.language.core"))
 
 
-def _stand_in_for_triton() -> None:
-    sys.meta_path.insert(0, _TritonStand())
-
-
 def _stand_in_for_sgl_kernel() -> None:
     from megatron_collab.patches import sgl_kernel
 
@@ -93,26 +104,15 @@ def _stand_in_for_sgl_kernel() -> None:
 
 
 def _fork() -> None:
-    start_method = multiprocessing.set_start_method
-    multiprocessing.set_start_method = lambda method, force=False: start_method("fork", force)
-
-
-def _supply_batch_invariant_mode() -> None:
-    from sglang.srt import batch_invariant_ops
-
-    batch_invariant_ops.enable_batch_invariant_mode = _enable_batch_invariant_mode
+    original = multiprocessing.set_start_method
+    multiprocessing.set_start_method = lambda method, force=False: original("fork", force)
 
 
 def keep_loads_in_temporary_folder() -> None:
     """Called by the server once its modules are imported."""
     from sglang.srt.managers import load_snapshot
 
-    load_snapshot.shm_path_for = _load_path
-
-
-def _load_path(name: str) -> str:
-    """Where SGLang's processes share their load."""
-    return f"{tempfile.gettempdir()}/loads-{name}"
+    load_snapshot.shm_path_for = lambda name: f"{tempfile.gettempdir()}/loads-{name}"
 
 
 def _enable_batch_invariant_mode() -> None:
@@ -122,10 +122,9 @@ def _enable_batch_invariant_mode() -> None:
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`F.linear` of x [rows, in]; a row's result does not depend on the other rows."""
-    rows = x.shape[0]
-    if x.dim() != 2 or rows >= MIN_ROWS:
+    if x.dim() != 2 or x.shape[0] >= MIN_ROWS:
         return _linear(x, weight, bias)
-    return _linear(F.pad(x, (0, 0, 0, MIN_ROWS - rows)), weight, bias)[:rows]
+    return _linear(F.pad(x, (0, 0, 0, MIN_ROWS - x.shape[0])), weight, bias)[: x.shape[0]]
 
 
 def matmul(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -135,62 +134,70 @@ def matmul(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return _matmul(F.pad(x, (0, 0, 0, MIN_ROWS - x.shape[0])), y)[: x.shape[0]]
 
 
-_SGLANG = ("sglang", ("0.5.23",))
-_UNTIL = "SGLang's CPU engine can be installed without kernels built from source"
+_sglang = partial(Patch, "sglang")
 
 PATCHES = (
-    Patch(
+    _sglang(
         "a stand-in for triton",
-        *_SGLANG,
         why="SGLang imports triton everywhere, and on macOS alone installs the stand-ins that it ships. Kernels can "
         "then be defined, not run; on CPU none is.",
         upstream="sglang/_platform_stubs.py",
         until="SGLang installs them wherever triton is missing",
         test="tests/patches/test_sglang.py::test_a_real_module_wins",
-        apply=_stand_in_for_triton,
+        apply=lambda: sys.meta_path.insert(0, _TritonStand()),
         when=without_triton,
     ),
-    Patch(
+    _sglang(
         "a stand-in for sgl_kernel",
-        *_SGLANG,
         why="The two kernels that SGLang calls on CPU, in plain torch; others are imported by name and never called.",
         upstream="sglang/srt/layers/sampler.py, sglang/srt/mem_cache",
-        until=_UNTIL,
+        until="SGLang's CPU engine can be installed without kernels built from source",
         test="tests/patches/test_sglang.py::test_requests_get_their_cache_slots",
         apply=_stand_in_for_sgl_kernel,
         when=without_sgl_kernel,
     ),
-    Patch(
+    _sglang(
         "forked processes",
-        *_SGLANG,
         why="Spawned processes import everything again: two thirds of the start-up. CUDA could not be forked.",
         upstream="sglang/srt/entrypoints/engine.py:1995",
         until="SGLang takes the start method from a setting",
         test="tests/patches/test_sglang.py::test_a_server_on_cpu_forks_and_computes_row_by_row",
-        attributes=("multiprocessing.set_start_method",),
+        uses=("multiprocessing.set_start_method",),
         apply=_fork,
         when=on_cpu,
     ),
-    Patch(
+    _sglang(
         "batch-invariant products",
-        *_SGLANG,
         why="SGLang's batch-invariant mode is made of triton kernels; on CPU padding the rows of F.linear and "
         "torch.matmul has the same effect.",
         upstream="sglang/srt/model_executor/model_runner.py:844",
         until="SGLang has a batch-invariant mode for CPU",
         test="tests/patches/test_sglang.py::test_a_server_on_cpu_forks_and_computes_row_by_row",
-        attributes=("sglang.srt.batch_invariant_ops.enable_batch_invariant_mode",),
-        apply=_supply_batch_invariant_mode,
+        sets={"sglang.srt.batch_invariant_ops.enable_batch_invariant_mode": _enable_batch_invariant_mode},
         when=on_cpu,
     ),
-    Patch(
+    _sglang(
         "load snapshots in the temporary folder",
-        *_SGLANG,
         why="A server's processes share their load in a file in /dev/shm that no one unlinks when they are killed; in "
         "the server's temporary folder it is removed with it.",
         upstream="sglang/srt/managers/load_snapshot.py:303",
         until="SGLang unlinks it, or takes its folder from a setting",
         test="tests/inference/test_server.py::test_what_sglang_leaves_in_the_temporary_folder_goes_with_the_server",
-        attributes=("sglang.srt.managers.load_snapshot.shm_path_for",),
+        uses=("sglang.srt.managers.load_snapshot.shm_path_for",),
+    ),
+)
+
+# Beside a torch of another build; transformers imports it with its models.
+TORCHVISION = (
+    Patch(
+        "torchvision",
+        "operators of torchvision",
+        why="A torchvision built for CUDA cannot load its library beside a CPU torch, yet registers shapes for these "
+        "operators at its import, which then fails.",
+        upstream="torchvision/_meta_registrations.py",
+        until="the CPU environment has a torchvision built for CPU",
+        test="tests/patches/test_sglang.py::test_torchvision_imports_once_its_operators_are_declared",
+        apply=_declare_operators,
+        when=_lacks_operators,
     ),
 )

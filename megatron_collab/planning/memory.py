@@ -1,12 +1,10 @@
 """GPU memory of a run, estimated from its settings and the model's shape alone; nothing is allocated.
 
-`plan_memory` counts what the program allocates and keeps. Not counted: CUDA contexts, NCCL's buffers, CUDA graphs and
-workspaces of SGLang, temporaries within a forward or backward pass, and fragmentation; leave some GiB.
+Counted is what the program allocates and keeps; not CUDA contexts, NCCL's buffers, CUDA graphs and workspaces of
+SGLang, fragmentation, and temporaries within a pass: about half of what a layer keeps, measured on a CPU.
 
-Activations are what the layers of trainer/megatron/layers.py keep between forward and backward pass. Counted is what
-autograd saves, each tensor once, with the fused SwiGLU that GPUs use. TransformerEngine's layers keep the same or less:
-their norms keep no float32 copy of the input, and their FP8 products keep inputs in one byte. Temporaries within a pass
-are about half of what a layer keeps, measured on a CPU.
+Activations are what autograd saves of the layers of trainer/megatron/layers.py, each tensor once, with the fused SwiGLU
+that GPUs use. TransformerEngine's layers keep the same or less.
 
 Per token, with i the bytes of the dtype, h the hidden size, t = parallel.tp, and s = t with sequence parallelism, else
 1; Q and K are the widths of queries and of keys, heads (or key/value heads) times their size:
@@ -22,9 +20,8 @@ Per token, with i the bytes of the dtype, h the hidden size, t = parallel.tp, an
     and their router      (k (20 + i) + n (1 + i)) / s
 
 Selective recompute keeps of the core attention only its inputs, where they are no views; what it recomputes is less
-than what the backward pass of that layer's feed-forward has freed by then. Full recompute keeps only the input of a
-layer, i h / s, and recomputes one layer at a time, after the final norm has been released; in float32 the input is the
-first norm's.
+than what the feed-forward has freed by then. Full recompute keeps only the input of a layer, i h / s (in float32 the
+first norm's), and recomputes one layer at a time.
 Korthikanti et al. 2022 (arXiv:2205.05198), section 4, count the same way for a layer with dropout and without a gate.
 """
 
@@ -32,7 +29,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
@@ -60,32 +57,9 @@ class MemoryPart:
     host: float = 0.0
 
 
-@dataclass(frozen=True)
-class MemoryPlan:
-    """`stages[r]`: the parts of the fullest rank of pipeline stage r; `dp`: the data parallel size."""
-
-    gpus: int
-    dp: int
-    stages: tuple[tuple[MemoryPart, ...], ...]
-
-    @property
-    def fullest(self) -> int:
-        """The pipeline stage whose ranks need the most memory."""
-        return max(range(len(self.stages)), key=lambda stage: self.peak(stage))
-
-    def peak(self, stage: int) -> float:
-        """Bytes in whichever phase, training or sampling, needs more."""
-        parts = self.stages[stage]
-        return max(sum(part.training for part in parts), sum(part.sampling for part in parts))
-
-
-@dataclass(frozen=True)
-class NetworkMemory:
-    """Bytes of a trained network on a rank: its parameters, their gradients, its optimizer."""
-
-    parameters: float
-    gradients: float
-    optimizer: float
+def peak(parts: Sequence[MemoryPart]) -> float:
+    """Bytes of these parts in whichever phase, training or sampling, needs more."""
+    return max(sum(part.training for part in parts), sum(part.sampling for part in parts))
 
 
 def read_run(overrides: Sequence[str]) -> tuple[Config, ModelShape]:
@@ -95,42 +69,32 @@ def read_run(overrides: Sequence[str]) -> tuple[Config, ModelShape]:
     config = compose(overrides)
     validate.check_settings(config)
     folder = Path(config.model.path)
-    choices = [folder / "config.json", CONF / "shapes" / f"{folder.name}.json"]
-    for file in choices:
+    for file in (folder / "config.json", CONF / "shapes" / f"{folder.name}.json"):
         if file.is_file():
             return config, validate.check_model(config, file)
     raise ConfigError(
-        f"model.path={folder}: neither {choices[0]} nor conf/shapes/{folder.name}.json exists; give the folder of a "
-        "Hugging Face model, or save its config.json in conf/shapes"
+        f"model.path={folder}: neither {folder}/config.json nor conf/shapes/{folder.name}.json exists; give the folder "
+        "of a Hugging Face model, or save its config.json in conf/shapes"
     )
 
 
-def plan_memory(config: Config, shape: ModelShape) -> MemoryPlan:
-    """The parts by pipeline stage; the settings must have been validated.
+def plan_memory(config: Config, shape: ModelShape) -> list[list[MemoryPart]]:
+    """For each pipeline stage the parts of its fullest rank; the settings must have been validated.
 
-    Policy, reference and critic share their layout. The optimizer works on the policy and the critic in turn, so
-    activations are counted once. Colocated servers hold weights and KV cache only while the run samples.
+    The optimizer works on the policy and the critic in turn, so activations are counted once.
     """
     parallel = config.parallel
-    gpus, tokens = ranks(config), micro_batch_tokens(config)
-    sampling = config.train.stage == "rl"
+    gpus, sampling = ranks(config), config.train.stage == "rl"
+    # On a context parallel rank; a sequence above the budget is a micro-batch of its own.
+    longest = -(-config.rollout.context_length // parallel.cp) if sampling else 0
+    tokens = max(config.train.tokens_per_micro_batch, longest)
     stages = []
     for rank in range(parallel.pp):
-        policy = network_memory(config, shape, rank)
-        parts = [
-            MemoryPart("parameters", policy.parameters, policy.parameters),
-            _offloaded("gradients", policy.gradients, config, host=False),
-            _offloaded("optimizer", policy.optimizer, config),
-        ]
+        parts = network_parts(config, shape, rank)
         if sampling and config.algo.kl_coef > 0:
-            parts.append(MemoryPart("reference", policy.parameters, policy.parameters))
+            parts.append(replace(parts[0], name="reference"))
         if sampling and config.algo.advantage == "gae":
-            critic = network_memory(config, shape, rank, critic=True)
-            parts += [
-                MemoryPart("critic: parameters", critic.parameters, critic.parameters),
-                _offloaded("critic: gradients", critic.gradients, config, host=False),
-                _offloaded("critic: optimizer", critic.optimizer, config),
-            ]
+            parts += network_parts(config, shape, rank, critic=True)
         parts.append(MemoryPart("activations", activations(config, shape, rank, tokens), 0.0))
         if rank == parallel.pp - 1:
             parts.append(MemoryPart("head", head(config, shape, tokens), 0.0))
@@ -138,37 +102,25 @@ def plan_memory(config: Config, shape: ModelShape) -> MemoryPlan:
         first_gpu = rank * gpus // parallel.pp % config.launch.nproc_per_node
         server = config.rollout.server
         if sampling and server.colocated and first_gpu < servers_per_node(config) * server.tp:
-            weights, cache = server_weights(config, shape), kv_cache(config, shape)
+            weights = server_weights(config, shape)
             buckets = sync_buckets(config, weights)
             parts += [
                 MemoryPart("server: weights", 0.0, weights),
-                MemoryPart("server: KV cache", 0.0, cache),
+                MemoryPart("server: KV cache", 0.0, kv_cache(config, shape)),
                 MemoryPart("weight sync buckets", buckets, buckets),
             ]
-        stages.append(tuple(parts))
-    return MemoryPlan(
-        gpus=gpus,
-        dp=gpus // (parallel.tp * parallel.pp * parallel.cp),
-        stages=tuple(stages),
-    )
+        stages.append(parts)
+    return stages
 
 
-def _offloaded(name: str, size: float, config: Config, host: bool = True) -> MemoryPart:
-    """A part that parallel.offload frees while sampling; gradients come back as zeros, so the host keeps no copy."""
-    if not config.parallel.offload:
-        return MemoryPart(name, size, size)
-    return MemoryPart(name, size, 0.0, size if host else 0.0)
+def network_parts(config: Config, shape: ModelShape, rank: int, critic: bool = False) -> list[MemoryPart]:
+    """Parameters, gradients and optimizer of a trained network on a rank of pipeline stage `rank`.
 
-
-def network_memory(config: Config, shape: ModelShape, rank: int, critic: bool = False) -> NetworkMemory:
-    """A trained network on a rank of pipeline stage `rank`.
-
-    With i bytes of the dtype and d data (times context) parallel ranks that shard the optimizer (Rajbhandari et al.
-    2020, arXiv:1910.02054, stage 1), a parameter takes i bytes, 4 for its gradient (the float32 buffer of Megatron's
-    DistributedDataParallel) and 12 / d for float32 master and two moments; 8 / d where it is float32 itself. Experts,
-    sharded over parallel.ep, have tp cp dp / ep replicas instead. With FP8 (derived from the code, not measured) the
-    linear layers hold data and transpose, 2 bytes a weight: instead of their parameters with model.fp8_params, else in
-    addition. A `critic` has a value head of width h on the last stage, and does not train its output layer.
+    A parameter takes the i bytes of the dtype, 4 for its gradient and 12 / d for float32 master and two moments, or
+    8 / d where it is float32 itself, over d data (times context) parallel ranks (Rajbhandari et al. 2020,
+    arXiv:1910.02054, stage 1); experts have tp cp dp / ep replicas instead. With FP8 (not measured) the linear layers
+    hold data and transpose, 2 bytes a weight: with model.fp8_params instead of their parameters, else in addition. A
+    `critic` has a value head of width h on the last stage, and does not train its output layer.
     """
     parallel, model = config.parallel, config.model
     item = DTYPES[model.dtype].itemsize
@@ -177,11 +129,14 @@ def network_memory(config: Config, shape: ModelShape, rank: int, critic: bool = 
     dense, experts, eight_bit, frozen = _counts(config, shape, rank, critic)
     trained = dense + experts
     copies = (2 - item if model.fp8_params else 2) * eight_bit
-    return NetworkMemory(
-        parameters=item * (trained + frozen) + copies,
-        gradients=4 * trained,
-        optimizer=state * (dense / (stage_ranks // parallel.tp) + experts / (stage_ranks // parallel.ep)),
-    )
+    optimizer = state * (dense / (stage_ranks // parallel.tp) + experts / (stage_ranks // parallel.ep))
+    kept, prefix = not parallel.offload, "critic: " if critic else ""  # while rollouts are sampled
+    parameters = item * (trained + frozen) + copies
+    return [
+        MemoryPart(f"{prefix}parameters", parameters, parameters),
+        MemoryPart(f"{prefix}gradients", 4 * trained, 4 * trained if kept else 0.0),
+        MemoryPart(f"{prefix}optimizer", optimizer, optimizer if kept else 0.0, 0.0 if kept else optimizer),
+    ]
 
 
 def _counts(config: Config, shape: ModelShape, rank: int, critic: bool) -> tuple[float, float, float, float]:
@@ -209,17 +164,10 @@ def _counts(config: Config, shape: ModelShape, rank: int, critic: bool) -> tuple
     return found["dense"], found["expert"] / ep, found["fp8"] + found["fp8 expert"] / ep, found["frozen"]
 
 
-def micro_batch_tokens(config: Config) -> int:
-    """Tokens of the largest micro-batch on a context parallel rank; a sequence above the budget is one of its own."""
-    longest = -(-config.rollout.context_length // config.parallel.cp) if config.train.stage == "rl" else 0
-    return max(config.train.tokens_per_micro_batch, longest)
-
-
 def head(config: Config, shape: ModelShape, tokens: int) -> float:
     """Bytes of the log-probs (trainer/logprobs.py) on the last stage, where every one of `tokens` is trained.
 
-    Two float32 tiles of logits; the hidden states, whole on every rank, and the selected ones; the gradient of the
-    latter in float32, and again in a narrower dtype of the model: (2 i + 4) h a token, i h more.
+    Two float32 tiles of logits; hidden states, whole and selected; the gradient of the latter in float32 and the dtype.
     """
     item = DTYPES[config.model.dtype].itemsize
     narrow = item if item < 4 else 0
@@ -238,11 +186,7 @@ def server_weights(config: Config, shape: ModelShape) -> float:
 
 
 def kv_cache(config: Config, shape: ModelShape) -> float:
-    """Bytes of SGLang's KV cache on a GPU: 2 x layers x key/value heads x their size x bytes of the dtype a token.
-
-    Heads are sharded over rollout.server.tp, at least one on each GPU. Tokens are rollout.server.max_total_tokens;
-    where SGLang chooses them, what rollout.server.max_running_requests of rollout.context_length need.
-    """
+    """Bytes of SGLang's KV cache on a GPU, which has at least one head; where SGLang chooses the tokens, the most."""
     server = config.rollout.server
     tokens = server.max_total_tokens or server.max_running_requests * config.rollout.context_length
     heads = max(1, shape.kv_heads // server.tp)
@@ -250,35 +194,18 @@ def kv_cache(config: Config, shape: ModelShape) -> float:
 
 
 def sync_buckets(config: Config, weights: float) -> float:
-    """Bytes of the weight sync's buckets on a server's GPU, at most the server's `weights`.
+    """Bytes of the weight sync's buckets on a server's GPU, which stay allocated; at most the server's `weights`.
 
-    One bucket is written while the server reads the other. They stay allocated, since allocating them takes longer than
-    filling them. On several nodes a third one, no larger, holds what is sent to other nodes.
+    One is written while the server reads the other; on several nodes a third holds what is sent to other nodes.
     """
     return min(weights, (2 if config.launch.nodes == 1 else 3) * BUCKET_BYTES)
 
 
-@dataclass(frozen=True)
-class LayerActivations:
-    """Bytes of one layer and one micro-batch: its input, the core attention's inputs and what it saves, the rest."""
+def layer_activations(config: Config, shape: ModelShape, number: int, tokens: int) -> tuple[float, float]:
+    """Bytes that layer `number` (from 0) keeps from the forward to the backward pass, and that full recompute makes.
 
-    input: float
-    core_inputs: float
-    core: float
-    rest: float
-
-    def kept(self, recompute: str) -> float:
-        """Bytes kept from the forward to the backward pass with parallel.recompute=`recompute`."""
-        kept = {
-            "none": self.rest + self.core,
-            "selective": self.rest + self.core_inputs,
-            "full": self.input,
-        }
-        return kept[recompute]
-
-
-def layer_activations(config: Config, shape: ModelShape, number: int, tokens: int) -> LayerActivations:
-    """Layer `number` (from 0) with a micro-batch of `tokens` on a context parallel rank."""
+    With a micro-batch of `tokens` on a context parallel rank.
+    """
     item, tp = DTYPES[config.model.dtype].itemsize, config.parallel.tp
     rows = _rows(config, tokens)
     queries, keys = (tokens * heads * shape.head_dim / tp for heads in (shape.heads, shape.kv_heads))
@@ -294,12 +221,11 @@ def layer_activations(config: Config, shape: ModelShape, number: int, tokens: in
     else:
         rest += rows * experts.per_token * item * (shape.hidden + 3 * experts.ffn)
         rest += rows * (experts.per_token * (20 + item) + experts.count * (1 + item))
-    return LayerActivations(
-        input=rows * item * shape.hidden,
-        core_inputs=item * (queries + keys - (0 if shape.qk_norm else views)),
-        core=item * (2 * queries + keys) + 4 * tokens * shape.heads / tp,
-        rest=rest,
-    )
+    core = item * (2 * queries + keys) + 4 * tokens * shape.heads / tp
+    core_inputs = item * (queries + keys - (0 if shape.qk_norm else views))
+    own_input = rows * item * shape.hidden
+    kept = {"none": rest + core, "selective": rest + core_inputs, "full": own_input}
+    return kept[config.parallel.recompute], rest + core - (own_input if item == 4 else 0)
 
 
 def activations(config: Config, shape: ModelShape, rank: int, tokens: int) -> float:
@@ -311,29 +237,27 @@ def activations(config: Config, shape: ModelShape, rank: int, tokens: int) -> fl
     pp, vpp = config.parallel.pp, config.parallel.vpp
     counts = stage_layers(shape.layers, pp * vpp)
     item, rows = DTYPES[config.model.dtype].itemsize, _rows(config, tokens)
-    recompute, full = config.parallel.recompute, config.parallel.recompute == "full"
+    full = config.parallel.recompute == "full"
     chunks, recomputed = [], 0.0
     for stage in range(rank, pp * vpp, pp):
         first = sum(counts[:stage])
         layers = [layer_activations(config, shape, number, tokens) for number in range(first, first + counts[stage])]
-        kept = sum(one.kept(recompute) for one in layers) + tokens * (8 + 2 * item * shape.head_dim)
+        kept = sum(layer for layer, _ in layers) + tokens * (8 + 2 * item * shape.head_dim)
         last = stage == pp * vpp - 1
         kept += rows * _norm(shape.hidden, item) if last and not full else 0
         kept += rows * item * shape.hidden * ((stage > 0) + (not last))
         chunks.append(kept)
         if full:
-            recomputed = max(recomputed, *(one.rest + one.core - (one.input if item == 4 else 0) for one in layers))
+            recomputed = max(recomputed, *(again for _, again in layers))
     return in_flight(chunks, pp, rank) + recomputed
 
 
 def in_flight(chunks: Sequence[float], pp: int, rank: int) -> float:
     """The most that is held at once if a micro-batch keeps `chunks[c]` in the rank's virtual stage c.
 
-    Megatron's schedules (Narayanan et al. 2021, arXiv:2104.04473, section 2.2): forward passes go through groups of pp
-    micro-batches, all of them through one virtual stage and then the next; backward passes take the virtual stages in
-    the opposite order. After the warm-up of pp - rank - 1 passes, or 2 (pp - rank - 1) + (v - 1) pp where there are
-    v > 1 virtual stages, each forward pass is followed by a backward pass. With one stage that is pp - rank
-    micro-batches.
+    Megatron's schedules (Narayanan et al. 2021, arXiv:2104.04473, section 2.2): groups of pp micro-batches go forward
+    through one virtual stage and then the next, and backward in the opposite order. After the warm-up of pp - rank - 1
+    passes, or 2 (pp - rank - 1) + (v - 1) pp with v > 1 virtual stages, a backward pass follows each forward pass.
     """
     count = len(chunks)
     order = [chunk for _ in range(3) for chunk in range(count) for _ in range(pp)]  # long enough to repeat

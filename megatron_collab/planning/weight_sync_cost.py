@@ -15,6 +15,9 @@ from megatron_collab.models.parallel_layout import ranks, servers_per_node
 from megatron_collab.weight_sync.node_routing import Nodes, nodes
 from megatron_collab.weight_sync.plan import Slice, SyncPlan, uses_memory
 
+# A parameter of a server rank, or one of its stacked experts: (server rank, name, first index of an expert).
+_Block = tuple[int, str, int]
+
 
 class Bandwidth(Enum):
     """What limits a transfer between two devices."""
@@ -48,11 +51,9 @@ class SyncCost:
 
 
 def sync_cost(config: Config, shape: ModelShape, plan: SyncPlan, bandwidths: Mapping[Bandwidth, float]) -> SyncCost:
-    """`bandwidths` in bytes a second, of one device in one direction.
+    """`bandwidths` in bytes a second, of one device in one direction; devices as commands/plan_sync.py says.
 
-    Colocated servers use the trainer's devices in order, others use further devices: of the same node if the trainer
-    has only one, else of further nodes. With shared memory, what several servers of a node need is sent to the first of
-    them once, and the others copy it from there.
+    With shared memory, what several servers of a node need is sent to the first of them once, and the others copy it.
     """
     servers, tp = range(config.rollout.server.replicas), config.rollout.server.tp
     same, places = _same_shards(plan, shape, config.parallel.tp), nodes(config)
@@ -88,9 +89,8 @@ def _source(config: Config, places: Nodes, server: int, target: int, piece: Slic
     """The device that a server's rank receives a slice from."""
     node = places.of_server(server)
     first = node * places.servers
-    if uses_memory(config) and server != first:
-        return _device(config, first, target)
-    return places.origin(node, target, piece)
+    copied = uses_memory(config) and server != first
+    return _device(config, first, target) if copied else places.origin(node, target, piece)
 
 
 def _device(config: Config, server: int, rank: int) -> int:
@@ -110,10 +110,6 @@ def _link(config: Config, source: int, device: int) -> Bandwidth:
     return Bandwidth.NODE if near else Bandwidth.NETWORK
 
 
-# A parameter of a server rank, or one of its stacked experts: (server rank, name, first index of an expert).
-_Block = tuple[int, str, int]
-
-
 def _block(target: int, piece: Slice) -> _Block:
     stacked = len(piece.target_index) > len(piece.shard_index)
     return target, piece.target, piece.target_index[0].start if stacked else 0
@@ -126,7 +122,6 @@ def _same_shards(plan: SyncPlan, shape: ModelShape, tp: int) -> set[_Block]:
     for row in plan.rounds:
         for target, bucket in enumerate(row):
             for piece in bucket.slices:
-                block = _block(target, piece)
-                elements = prod(cut.stop - cut.start for cut in piece.shard_index)
+                block, elements = _block(target, piece), prod(cut.stop - cut.start for cut in piece.shard_index)
                 missing[block] = missing.get(block, shards[piece.shard]) - elements
     return {block for block, elements in missing.items() if elements == 0}

@@ -100,14 +100,8 @@ def _parts(scores: Mapping[str, Score], weights: Mapping[str, float], token_cost
 
 def _why(scores_F: Sequence[Mapping[str, Score]], weights: Mapping[str, float], first: str) -> Missing:
     """The first score that is missing, one of the metric `first` before others."""
-    names = [first, *weights]
-    lacking = (
-        Missing(f"{name}: {score.why}")
-        for name in names
-        for scores in scores_F
-        if isinstance(score := scores[name], Missing)
-    )
-    return next(lacking)
+    found = ((name, scores[name]) for name in (first, *weights) for scores in scores_F)
+    return next(Missing(f"{name}: {score.why}") for name, score in found if isinstance(score, Missing))
 
 
 def _standard_error(sums: Sequence[float]) -> float:

@@ -27,9 +27,9 @@ _SLACK = 30.0  # seconds beyond Limits.wall in which the launcher must have answ
 class Limits:
     """What one run may use.
 
-    `cpu` whole seconds of computing, `memory` bytes of address space and `file` bytes of one file bind each of its
-    processes. All of them together: `wall` seconds, `memory` bytes resident, `processes` and threads, `disk` bytes
-    in all files, `output` bytes written to stdout and stderr. `open_files` is per process.
+    Each of its processes: `cpu` whole seconds of computing, `memory` bytes of address space, `file` bytes of one file,
+    `open_files`. All together: `wall` seconds, `memory` bytes resident, `processes` and threads, `disk` bytes in all
+    files, `output` bytes written to stdout and stderr.
     """
 
     cpu: int = 10
@@ -44,10 +44,9 @@ class Limits:
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended.
+    """How a run ended: `passed` where the sources ran to their end; `output` is the end of what was printed.
 
-    `passed`: the sources ran to their end. Else `why`: "time", "memory" or "output" for a limit of the whole run,
-    "exit N" (also 0, where the code left before its end) or "signal N". `output` is the end of what was printed.
+    `why` not: "time", "memory" or "output" for a limit of the whole run, "exit N" (also 0, before the end), "signal N".
     """
 
     passed: bool
@@ -62,23 +61,32 @@ class SandboxError(RuntimeError):
 async def run(sources: Mapping[str, str], limits: Limits) -> Result:
     """Run Python sources one after the other in one module, which has the name of each while that runs.
 
-    Their folder is an empty temporary one; the interpreter's packages are there, nothing else is. Raises
-    SandboxError where they could not be run; nothing is run where a trial has not shown that this machine isolates.
+    Their folder is an empty temporary one. SandboxError where they could not be run, or a trial failed to isolate.
     """
     await asyncio.to_thread(_try_it)
+    return await _launch(sources, limits)
+
+
+async def _launch(sources: Mapping[str, str], limits: Limits) -> Result:
+    job = {"sources": dict(sources), "limits": asdict(limits), "parent": os.getpid()}
     process = await asyncio.create_subprocess_exec(
         *_COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=_ENVIRONMENT, cwd="/"
     )
     try:
         async with asyncio.timeout(limits.wall + _SLACK):
-            answer, errors = await process.communicate(_job(sources, limits))
+            answer, errors = await process.communicate(json.dumps(job).encode())
     except TimeoutError as error:
         raise SandboxError(f"the sandbox gave no answer within {limits.wall + _SLACK:g} s") from error
     finally:
         if process.returncode is None:
             process.kill()  # what it started ends with it
             await process.wait()
-    return _result(answer, errors)
+    if not answer:
+        raise SandboxError(f"the sandbox ended without an answer: {_last_line(errors.decode(errors='replace'))}")
+    fields = json.loads(answer)
+    if "error" in fields:
+        raise SandboxError(fields["error"])
+    return Result(**fields)
 
 
 def unavailable() -> str | None:
@@ -97,14 +105,7 @@ def unavailable() -> str | None:
 def _try_it() -> None:
     """SandboxError where this machine does not isolate the trial."""
     limits = Limits()
-    job = _job({"trial": _TRIAL.format(processes=limits.processes)}, limits)
-    try:
-        ran = subprocess.run(
-            _COMMAND, input=job, capture_output=True, env=_ENVIRONMENT, cwd="/", timeout=limits.wall + _SLACK
-        )
-    except subprocess.TimeoutExpired as error:
-        raise SandboxError(f"the trial gave no answer within {error.timeout:g} s") from error
-    result = _result(ran.stdout, ran.stderr)
+    result = asyncio.run(_launch({"trial": _TRIAL.format(processes=limits.processes)}, limits))
     if not result.passed:
         raise SandboxError(f"the trial ended with {result.why}: {_last_line(result.output)}")
 
@@ -136,19 +137,6 @@ except BlockingIOError:
 else:
     raise SystemExit("the limit on processes does not bind")
 """
-
-
-def _job(sources: Mapping[str, str], limits: Limits) -> bytes:
-    return json.dumps({"sources": dict(sources), "limits": asdict(limits), "parent": os.getpid()}).encode()
-
-
-def _result(answer: bytes, errors: bytes) -> Result:
-    if not answer:
-        raise SandboxError(f"the sandbox ended without an answer: {_last_line(errors.decode(errors='replace'))}")
-    fields = json.loads(answer)
-    if "error" in fields:
-        raise SandboxError(fields["error"])
-    return Result(**fields)
 
 
 def _last_line(text: str) -> str:

@@ -3,10 +3,8 @@
 The file runs on its own with `python -I`, an almost empty environment, JSON on stdin and JSON on stdout:
 {"passed", "why", "output"}, or {"error"} where the machine did not let it isolate the program. Standard library only.
 
-The launcher makes a user, PID, network, IPC, UTS and cgroup namespace. The program is process 1 in there, so all
-that it started ends with it. It gets a mount namespace whose root is an empty tmpfs with the interpreter and /usr
-bound into it read-only, and with no /proc; a tmpfs as its only writable folder; no capability and no way to gain
-one; the user and group 65534; resource limits; and a system call filter.
+The program is process 1 of new namespaces, so all that it started ends with it. It sees the interpreter and /usr,
+read-only, and no /proc, and has no capability, the user and group 65534, resource limits and a system call filter.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ import struct
 import sys
 import time
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -34,13 +32,8 @@ READY = b"ready"
 DEVICES = ("null", "zero", "full", "random", "urandom")
 
 # linux/sched.h
-CLONE_NEWNS = 0x00020000
-CLONE_NEWCGROUP = 0x02000000
-CLONE_NEWUTS = 0x04000000
-CLONE_NEWIPC = 0x08000000
-CLONE_NEWUSER = 0x10000000
-CLONE_NEWPID = 0x20000000
-CLONE_NEWNET = 0x40000000
+CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x02000000, 0x04000000, 0x08000000
+CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 NAMESPACES = CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWCGROUP
 
 # linux/mount.h, linux/fcntl.h
@@ -130,11 +123,10 @@ def enter_namespaces() -> None:
     """Move this process into new namespaces; its next child is process 1 of the new PID namespace.
 
     NOBODY in there is another user outside where we are root: the kernel exempts root from the limit on processes.
-    Only a process outside can write the map of users, so one is forked before.
     """
     user, group, launcher = os.geteuid(), os.getegid(), os.getpid()
     entered, failed = os.pipe(), os.pipe()
-    helper = os.fork()
+    helper = os.fork()  # only a process outside can write the map of users
     if helper == 0:
         os.close(entered[1])
         if os.read(entered[0], 1):
@@ -160,13 +152,11 @@ def enter_namespaces() -> None:
 
 def write(file: str, text: str) -> None:
     """One write, as the maps of a user namespace need it; OSError with the file's name."""
-    descriptor = os.open(file, os.O_WRONLY)
     try:
-        os.write(descriptor, text.encode())
+        with open(file, "wb", buffering=0) as opened:
+            opened.write(text.encode())
     except OSError as error:
         raise OSError(error.errno, error.strerror, file) from error
-    finally:
-        os.close(descriptor)
 
 
 def end_with_parent(parent: int) -> None:
@@ -177,10 +167,7 @@ def end_with_parent(parent: int) -> None:
 
 
 def watch(program: int, output: int, limits: Mapping[str, Any]) -> tuple[str, bytes]:
-    """Read what the program writes until it has ended, end it where it exceeds a limit.
-
-    Returns why it failed, empty where it ended by itself with exit code 0, and the end of its output.
-    """
+    """Why the program failed ("" after exit code 0) and the end of its output; it is ended where it exceeds a limit."""
     deadline = time.monotonic() + limits["wall"]
     why, tail, written = "", b"", 0
     ended = os.pidfd_open(program)
@@ -215,35 +202,30 @@ def watch(program: int, output: int, limits: Mapping[str, Any]) -> tuple[str, by
 
 def resident(root: int) -> int:
     """Bytes of memory of all processes below `root`; what several share counts for each."""
-    total, waiting = 0, children(root)
+    total, waiting = 0, [root]
     while waiting:
         process = waiting.pop()
         with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
-            with open(f"/proc/{process}/statm") as file:
-                total += int(file.read().split()[1]) * resource.getpagesize()
-            waiting += children(process)
+            if process != root:
+                with open(f"/proc/{process}/statm") as file:
+                    total += int(file.read().split()[1]) * resource.getpagesize()
+            for thread in os.listdir(f"/proc/{process}/task"):
+                with open(f"/proc/{process}/task/{thread}/children") as file:
+                    waiting += map(int, file.read().split())
     return total
-
-
-def children(process: int) -> list[int]:
-    """The processes that `process` has forked or inherited; FileNotFoundError where it has ended."""
-    found: list[int] = []
-    for thread in os.listdir(f"/proc/{process}/task"):
-        with open(f"/proc/{process}/task/{thread}/children") as file:
-            found += map(int, file.read().split())
-    return found
 
 
 def play(sources: Mapping[str, str], limits: Mapping[str, Any], output: int, verdict: int, nonce: int) -> NoReturn:
     """Be the program: isolate, run the sources, then pass the nonce from one pipe to the other.
 
-    The nonce is sent after the fork and stays in its pipe until the sources have run to their end, so neither an
-    exit nor anything that they print passes for success. Code that searches the descriptors of its own process
-    for the pipes could still forge it: tests in the process of what they test cannot exclude that.
+    The nonce stays in its pipe until the sources have run to their end, so neither an exit nor anything that they print
+    passes for success. Code that searches the descriptors of its own process for the pipes could still forge it.
     """
     try:
         new_root(limits["disk"])
-        limit(limits)
+        sizes = {"CPU": limits["cpu"], "FSIZE": limits["file"], "NOFILE": limits["open_files"]}
+        for kind, value in (sizes | {"NPROC": limits["processes"], "CORE": 0}).items():
+            resource.setrlimit(getattr(resource, f"RLIMIT_{kind}"), (value, value))
         drop_privileges()
         call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # changing the user resets it
         filter_system_calls()
@@ -268,9 +250,8 @@ def run(sources: Mapping[str, str]) -> None:
     """Execute the sources one after the other in one module, which is known by the name of each.
 
     The last one judges the others, so what they replaced must not decide whether it runs: all are compiled before the
-    first runs, each finds the builtins that the first one found, and the last one finds the modules loaded before the
-    first, with a unittest that no other has imported. Once the first has run, only local names are used here. What
-    they change inside a module stays changed, and their names are in the module of the last one.
+    first runs, each finds the first one's builtins, and the last one the modules loaded before, with a unittest that no
+    other has imported. Only local names are used once the first has run.
     """
     codes = tuple((name, compile(source, f"<{name}>", "exec", dont_inherit=True)) for name, source in sources.items())
     *_, last = sources
@@ -296,10 +277,7 @@ def run(sources: Mapping[str, str]) -> None:
 
 
 def new_root(disk: int) -> None:
-    """A root folder with nothing in it but what Python needs, read-only; /tmp of `disk` bytes to write into, /tmp/run.
-
-    The folders that are bound keep their paths. The new root is mounted over /proc, which is on every machine.
-    """
+    """A root with nothing in it but what Python needs, read-only, over /proc; /tmp of `disk` bytes to write into."""
     write("/proc/self/oom_score_adj", "1000")  # where memory is short, this goes first
     call("unshare", CLONE_NEWNS)
     mount(None, "/", None, MS_REC | MS_PRIVATE)
@@ -307,7 +285,8 @@ def new_root(disk: int) -> None:
     os.chdir("/proc")
     os.mkdir("tmp")  # before the folders: the interpreter may lie in /tmp
     mount("tmpfs", "tmp", "tmpfs", MS_NOSUID | MS_NODEV, f"size={disk},nr_inodes=4096,mode=1777")
-    for folder in outermost(["/usr", sys.prefix, sys.base_prefix]):
+    folders = {"/usr", sys.prefix, sys.base_prefix}
+    for folder in sorted(each for each in folders if not any(each.startswith(f"{outer}/") for outer in folders)):
         os.makedirs(f".{folder}", exist_ok=True)
         mount(folder, f".{folder}", None, MS_BIND | MS_REC)
     for folder in ("/bin", "/sbin", "/lib", "/lib64"):
@@ -332,33 +311,12 @@ def new_root(disk: int) -> None:
     os.chdir("/tmp/run")
 
 
-def outermost(folders: Sequence[str]) -> list[str]:
-    """`folders` without those that lie in another one of them."""
-    found: list[str] = []
-    for folder in sorted(folders):
-        if not any(folder == outer or folder.startswith(f"{outer}/") for outer in found):
-            found.append(folder)
-    return found
-
-
 def mount(source: str | None, target: str, kind: str | None, flags: int, data: str = "") -> None:
     encoded = [text.encode() if text is not None else None for text in (source, target, kind)]
     try:
         call("mount", *encoded, ctypes.c_ulong(flags), data.encode())
     except OSError as error:
         raise OSError(error.errno, f"{error.strerror} ({source} on {target})") from error
-
-
-def limit(limits: Mapping[str, Any]) -> None:
-    """Resource limits that cannot be raised again; that on memory follows last, the set-up needs some itself."""
-    for kind, value in (
-        (resource.RLIMIT_CPU, limits["cpu"]),
-        (resource.RLIMIT_FSIZE, limits["file"]),
-        (resource.RLIMIT_NOFILE, limits["open_files"]),
-        (resource.RLIMIT_NPROC, limits["processes"]),
-        (resource.RLIMIT_CORE, 0),
-    ):
-        resource.setrlimit(kind, (value, value))
 
 
 def drop_privileges() -> None:

@@ -1,20 +1,28 @@
-"""RewardWorker: the Ray actor that applies the metrics to conversations."""
+"""RewardWorkers, the Ray actors that apply the metrics to conversations, and their client."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayActorError
 
 from megatron_collab import patches
-from megatron_collab.config import Config
+from megatron_collab.config import Config, RewardConfig
 from megatron_collab.reward import metrics
 from megatron_collab.runtime import stacks
-from megatron_collab.types import Conversation, Missing, Score, Task
+from megatron_collab.types import Conversation, Ending, Missing, Score, Task
+
+_CUT_OFF = (Ending.ERROR, Ending.DEADLINE)
+_GATHER_SECONDS = 0.005  # conversations that end within this time share requests
+_AHEAD = 4  # times the conversations that the workers score at once are sent; the rest waits for a free worker
 
 Scores = dict[str, Score]
 
@@ -28,6 +36,9 @@ class Job:
     conversation: Conversation
 
 
+_Jobs = dict[asyncio.Future[Scores], Job]
+
+
 class RewardWorker:
     """Applies the metrics of `reward.weights`; runs as a Ray actor."""
 
@@ -37,16 +48,21 @@ class RewardWorker:
             stacks.register(Path(config.run.dir) / stacks.FOLDER, name)
         reward = config.reward
         kinds = {name: metrics.split(name, reward.metrics.get(name, {})) for name in reward.weights}
-        judge: Any = _judge(config) if any(kind.judged(options) for kind, options in kinds.values()) else None
+        # These have the judge's deadline, which does not count the time spent waiting for the rate limiter.
+        self._judged = {name for name, (kind, options) in kinds.items() if kind.judged(options)}
+        judge: Any = None
+        if self._judged:
+            patches.apply("litellm")
+            # Imported lazily: LiteLLM takes seconds to import, and most metrics do not need it.
+            from megatron_collab.llm import limiter
+            from megatron_collab.llm.client import Cache, LlmClient
+
+            folder = Path(config.llm.cache) if config.llm.cache else Path(config.run.dir) / "llm_cache"
+            judge = metrics.Judge(LlmClient(limiter.find_limiter(), Cache(folder)), reward.judge)
         self.timeout = reward.timeout
         self.metrics = {name: kind(options, judge) for name, (kind, options) in kinds.items()}
-        # A judge has its own deadline, which does not count the time spent waiting for the rate limiter.
-        self._limits = {
-            name: None if kind.judged(options) else reward.timeout for name, (kind, options) in kinds.items()
-        }
-        self._places = {
-            name: asyncio.Semaphore(reward.concurrency) for name in kinds
-        }  # per metric: a slow one delays no other
+        # Per metric: a slow one delays no other.
+        self._places = {name: asyncio.Semaphore(reward.concurrency) for name in kinds}
 
     async def ready(self) -> None:
         """Returns once the worker accepts requests."""
@@ -73,7 +89,7 @@ class RewardWorker:
     async def _one(self, name: str, job: Job) -> Score | None:
         async with self._places[name]:
             try:
-                async with asyncio.timeout(self._limits.get(name, self.timeout)) as limit:
+                async with asyncio.timeout(None if name in self._judged else self.timeout) as limit:
                     return await self.metrics[name].score(job.task, job.conversation)
             except TimeoutError:
                 if not limit.expired():  # raised by the metric itself
@@ -81,14 +97,110 @@ class RewardWorker:
                 return Missing(f"no score within reward.timeout={self.timeout:g} s")
 
 
-def _judge(config: Config) -> Any:
-    """The Judge of `reward.judge`, with the run's rate limiter and a cache of its answers."""
-    patches.apply("litellm")
-    # Imported lazily: LiteLLM takes seconds to import, and most metrics do not need it.
-    from megatron_collab.llm import limiter
-    from megatron_collab.llm.cache import Cache
-    from megatron_collab.llm.client import LlmClient
-    from megatron_collab.reward.judge import Judge
+@dataclass(eq=False)
+class _Worker:
+    """The handle of a RewardWorker, and how many jobs it was sent and has not finished."""
 
-    folder = Path(config.llm.cache) if config.llm.cache else Path(config.run.dir) / "llm_cache"
-    return Judge(LlmClient(limiter.find_limiter(), Cache(folder)), config.reward.judge)
+    handle: Any
+    jobs: int = 0
+
+
+class RewardClient:
+    """Sends each conversation to the worker (a handle) with the least to do; those that end together share requests."""
+
+    def __init__(self, workers: Sequence[Any], config: RewardConfig) -> None:
+        self.names = tuple(config.weights)
+        self.deadline = 2 * config.timeout  # a worker sends something every reward.timeout unless it is stuck
+        self._places = asyncio.Semaphore(_AHEAD * config.concurrency * len(workers))
+        self._up = deque(_Worker(handle) for handle in workers)
+        self._down: set[asyncio.Task[None]] = set()  # each waits for a worker to come back
+        self._gathered: _Jobs = {}
+        self._sending: set[asyncio.Task[None]] = set()
+
+    async def score(self, task: Task, conversation: Conversation) -> Scores:
+        """The scores of an ended conversation, Missing where no worker answers; raises what a metric raises."""
+        if conversation.ending in _CUT_OFF:  # half a conversation says nothing about the policy
+            return self._missing(conversation.error)
+        async with self._places:
+            if not self._gathered:
+                _start(self._send(), self._sending)
+            scores: asyncio.Future[Scores] = asyncio.get_running_loop().create_future()
+            self._gathered[scores] = Job(self.names, task, conversation)
+            return await scores
+
+    async def _send(self) -> None:
+        await asyncio.sleep(_GATHER_SECONDS)
+        jobs, self._gathered = self._gathered, {}
+        try:
+            await self._share(jobs, "no RewardWorker is running")
+        except Exception as error:  # of a metric: the callers raise it
+            _settle(jobs, error)
+
+    async def _share(self, jobs: _Jobs, why: str) -> None:
+        """Have workers make the scores that are not made yet; Missing(why) where none is up within the deadline."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.deadline):
+                while not self._up and self._down:
+                    await asyncio.wait(self._down, return_when=asyncio.FIRST_COMPLETED)
+        if not self._up:
+            return _settle(jobs, self._missing(why))
+        requests: dict[_Worker, _Jobs] = defaultdict(dict)
+        for scores, job in jobs.items():
+            if not scores.done():
+                worker = min(self._up, key=attrgetter("jobs"))
+                worker.jobs += 1
+                requests[worker][scores] = job
+                self._up.rotate(-1)  # equals take turns
+        await asyncio.gather(*(self._ask(worker, request) for worker, request in requests.items()))
+
+    async def _ask(self, worker: _Worker, jobs: _Jobs) -> None:
+        """Settle the scores as they arrive; those of a worker that dies are made by the others."""
+        loop, waiting = asyncio.get_running_loop(), list(jobs)
+        try:
+            async with asyncio.timeout(self.deadline) as limit:
+                async for some in worker.handle.score.remote(list(jobs.values())):
+                    for index, scores in (await some).items():
+                        _settle([waiting[index]], scores)
+                        worker.jobs -= 1
+                    limit.reschedule(loop.time() + self.deadline)
+        except RayActorError as error:
+            self._lose(worker)
+            await self._share(jobs, f"the RewardWorkers died: {' '.join(str(error).split())}")
+        except TimeoutError:
+            if not limit.expired():  # raised by a metric
+                raise
+            self._lose(worker)
+            why = f"the RewardWorker sent no heartbeat within {self.deadline:g} s (twice reward.timeout)"
+            _settle(jobs, self._missing(why))
+
+    def _missing(self, why: str) -> Scores:
+        return {name: Missing(why) for name in self.names}
+
+    def _lose(self, worker: _Worker) -> None:
+        """Send nothing more to a worker until it is back."""
+        if worker in self._up:  # else another request noticed before
+            self._up.remove(worker)
+            _start(self._back(worker.handle), self._down)
+
+    async def _back(self, handle: Any) -> None:
+        """Ray restarts a worker that died, up to its limit of restarts."""
+        with suppress(RayActorError):
+            await handle.ready.remote()
+            self._up.append(_Worker(handle))
+
+
+def _start(work: Coroutine[Any, Any, None], running: set[asyncio.Task[None]]) -> None:
+    """Start a task, which is in `running` until it ends."""
+    task = asyncio.create_task(work)
+    running.add(task)
+    task.add_done_callback(running.discard)
+
+
+def _settle(waiting: Iterable[asyncio.Future[Scores]], outcome: Scores | Exception) -> None:
+    for scores in waiting:
+        if scores.done():  # also where the caller was cancelled
+            continue
+        if isinstance(outcome, Exception):
+            scores.set_exception(outcome)
+        else:
+            scores.set_result(outcome)

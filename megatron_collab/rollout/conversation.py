@@ -1,7 +1,6 @@
-"""The policy's turns and what follows from them: users and tools answer until the conversation ends.
+"""Conversations (the policy's turns, and the answers of users and tools, until an ending) and groups of them.
 
-A trained turn is sampled once and played on several times; each future is an asyncio task of its own, so all
-conversations of a worker wait at the same time and none waits for another.
+A trained turn is sampled once and played on several times; each future is an asyncio task of its own.
 """
 
 from __future__ import annotations
@@ -9,45 +8,22 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
 
-from megatron_collab import thoughts
 from megatron_collab.config import Config, SamplingConfig
+from megatron_collab.data.chat_template import ChatRenderer
 from megatron_collab.inference.client import EngineError
-from megatron_collab.rollout.tools import Toolbox, ToolParser
-from megatron_collab.rollout.users import User, UserError, Users
-from megatron_collab.types import Conversation, Ending, Finish, Message, Task, Turn
-
-
-class TurnSampler(ToolParser, Protocol):
-    """What samples the policy's turns, and finds the calls of tools in them."""
-
-    async def generate(
-        self, prompt_ids: tuple[int, ...], *, max_new_tokens: int, sampling: SamplingConfig, seed: int, affinity: str
-    ) -> Turn:
-        """One turn after `prompt_ids`; raises EngineError where none can be had.
-
-        Calls of the same `affinity` share a prefix, and are best served by the same server.
-        """
-
-
-class Renderer(Protocol):
-    """A chat template as token ids."""
-
-    opens_thought: bool
-    """Whether the prompt ends with `<think>`."""
-
-    def first(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """The prompt: all messages, and what opens the policy's turn."""
-
-    def next(self, messages: Sequence[Message], turn: Turn) -> tuple[int, ...]:
-        """What follows a sampled turn: its end where it lacks one, the messages, the opening of the next turn."""
+from megatron_collab.inference.router import Router
+from megatron_collab.reward.multiturn import reward_function
+from megatron_collab.reward.workers import RewardClient
+from megatron_collab.rollout.tools import Toolbox
+from megatron_collab.rollout.users import UserError, Users
+from megatron_collab.types import Conversation, Ending, Finish, Future, Group, Message, Reward, Rollout, Task
 
 
 @dataclass(frozen=True)
 class RolloutPlace:
-    """Where in the run a conversation stands; what is drawn there depends on nothing else.
+    """The place of a conversation in the run, from which all its random draws follow.
 
     `stream` names step and task; all conversations of a stream share their first tokens.
     """
@@ -61,23 +37,72 @@ class RolloutPlace:
         return f"{self.stream}/{self.rollout}/{self.future}"
 
 
-class Sampler:
-    """Samples trained turns and plays them on, under the budgets of `config.rollout`."""
+class Player:
+    """Plays groups: trained turns, their futures, and the reward of each turn, under the budgets of config.rollout.
 
-    def __init__(self, policy: TurnSampler, renderer: Renderer, users: Users, config: Config) -> None:
-        self.policy = policy
-        self.renderer = renderer
-        self.users = users
+    Failures of users and of the engine are in the group, as conversations with an error and Missing scores.
+    """
+
+    def __init__(
+        self, policy: Router, renderer: ChatRenderer, users: Users, rewards: RewardClient, config: Config
+    ) -> None:
+        self.policy, self.renderer, self.users, self.rewards = policy, renderer, users, rewards
+        self.config, self.rollout = config, config.rollout
         self.tools = Toolbox(config.rollout, policy)
-        self.config = config.rollout
-        self.seed = config.run.seed
+        self.reward = reward_function(config.reward)
+        self.strict = config.reward.malformed is not None
+
+    async def play(self, task: Task, stream: str) -> Group:
+        """train.rollouts_per_prompt rollouts of `task`, all at once, as reward.mode and rollout.futures say.
+
+        `stream` names the place in the run (step and task) that the sampling seeds follow from.
+        """
+        places = [RolloutPlace(stream, i) for i in range(self.config.train.rollouts_per_prompt)]
+        return Group(task, tuple(await asyncio.gather(*(self._play(task, place) for place in places))))
+
+    async def evaluate(self, task: Task, stream: str) -> Group:
+        """One rollout with one future, played as a user would see it: a malformed turn is answered as well."""
+        place = RolloutPlace(stream, 0)
+        start = await self.trained_turn(task, place)
+        return Group(task, (self._rollout(start, [await self._future(start, task, place)]),))
+
+    async def _play(self, task: Task, place: RolloutPlace) -> Rollout:
+        """A trained turn and its futures; without futures a whole conversation, every turn of the policy trained.
+
+        A turn after which nothing can follow is scored as it is, with reward.mode=single_turn every turn.
+        """
+        start = await self.trained_turn(task, place)
+        if self.strict:
+            start = self.refuse_malformed(start)
+        if not start.ending and self.config.reward.mode == "single_turn":
+            start = start.end(Ending.TURN_LIMIT)
+        elif not start.ending and self.rollout.futures == 0:
+            start = await self.play_on(start, task, place, self.rollout.turn, self.strict)
+        if start.ending:
+            return self._rollout(start, [await self._future(start, task, place)])
+        futures = (self._future(start, task, replace(place, future=i)) for i in range(self.rollout.futures))
+        return self._rollout(start, await asyncio.gather(*futures))
+
+    async def _future(self, start: Conversation, task: Task, place: RolloutPlace) -> Future:
+        """A future of `start`, which is `start` itself where that has ended, scored as soon as it ends."""
+        if not start.ending:
+            start = await self.play_on(start, task, place, self.rollout.future)
+        if start.ending is Ending.MALFORMED:  # its reward is reward.malformed, whatever the metrics
+            return Future(start, {})
+        return Future(start, await self.rewards.score(task, start))
+
+    def _rollout(self, start: Conversation, futures: Sequence[Future]) -> Rollout:
+        penalty = self.config.reward.malformed
+        malformed = any(future.conversation.ending is Ending.MALFORMED for future in futures)
+        reward = self.reward(futures) if penalty is None or not malformed else Reward(penalty)
+        return Rollout(start, tuple(futures), reward)
 
     async def trained_turn(self, task: Task, place: RolloutPlace) -> Conversation:
         """The task's conversation with one turn of the policy; it has ended only where no more can follow."""
         conversation = Conversation(task.messages, self.renderer.first(task.messages))
         try:
-            async with asyncio.timeout(self.config.deadline):
-                return await self._turn(conversation, task, place, self.config.turn)
+            async with asyncio.timeout(self.rollout.deadline):
+                return await self._turn(conversation, task, place, self.rollout.turn)
         except TimeoutError:
             return self._late(conversation)
 
@@ -87,7 +112,6 @@ class Sampler:
         task: Task,
         place: RolloutPlace,
         sampling: SamplingConfig,
-        *,
         strict: bool = False,
     ) -> Conversation:
         """Go on from the policy's last reply to an ending, within max_user_turns and max_assistant_turns.
@@ -96,11 +120,16 @@ class Sampler:
         """
         user = self.users.make(task, place.name)
         try:
-            async with asyncio.timeout(self.config.deadline):
+            async with asyncio.timeout(self.rollout.deadline):
                 await user.start(conversation)
-                for _ in range(min(self.config.max_user_turns, self.config.max_assistant_turns - 1)):
+                for _ in range(min(self.rollout.max_user_turns, self.rollout.max_assistant_turns - 1)):
                     if not conversation.ending:
-                        conversation = await self._user_turn(conversation, user)
+                        reply = await user.reply(conversation)
+                        conversation = conversation.add_reward(reply.reward)
+                        if reply.done:  # the policy's last turn is the end of the token stream
+                            conversation = conversation.add_messages([reply.message], ()).end(Ending.USER_DONE)
+                        else:
+                            conversation = self._append(conversation, [reply.message])
                     if not conversation.ending:
                         conversation = await self._turn(conversation, task, place, sampling)
                     if strict:
@@ -111,14 +140,15 @@ class Sampler:
             conversation = self._late(conversation)
         finally:
             reward = await user.finish(conversation)
-        return _ended(conversation.add_reward(reward))
+        conversation = conversation.add_reward(reward)
+        return conversation if conversation.ending else conversation.end(Ending.TURN_LIMIT)
 
     def refuse_malformed(self, conversation: Conversation) -> Conversation:
         """The conversation, ended where the policy's last turn is one that no user should see."""
         if not conversation.turns or conversation.ending in (Ending.ERROR, Ending.DEADLINE, Ending.USER_DONE):
             return conversation
         turn = conversation.turns[-1]
-        fault = thoughts.fault(turn.text, opened=self.renderer.opens_thought)
+        fault = turn.fault(opened=self.renderer.opens_thought)
         if turn.finish is Finish.LENGTH:
             fault = "cut by its token budget"
         return conversation.end(Ending.MALFORMED, fault) if fault else conversation
@@ -126,8 +156,8 @@ class Sampler:
     async def _turn(
         self, conversation: Conversation, task: Task, place: RolloutPlace, sampling: SamplingConfig
     ) -> Conversation:
-        """One turn of the policy: generations until one calls no tool, or may call none any more; that is the reply."""
-        for _ in range(self.config.max_tool_calls if self.config.tools else 0):
+        """Generations of the policy until one calls no tool, or may call none any more: that is the reply."""
+        for _ in range(self.rollout.max_tool_calls if self.rollout.tools else 0):
             conversation = await self._generate(conversation, place, sampling)
             if conversation.ending:
                 return conversation
@@ -137,8 +167,8 @@ class Sampler:
                 return conversation.end(Ending.ERROR, str(error))
             if not answers:
                 return conversation
-            heard = self._hear(conversation.add_reward(reward), answers)
-            if heard.ending:  # no room for the answers: the call is the last word
+            heard = self._append(conversation.add_reward(reward), answers)
+            if heard.ending:  # no room for the answers: the conversation ends with the call
                 return conversation.end(heard.ending)
             conversation = heard
         return await self._generate(conversation, place, sampling)
@@ -146,17 +176,16 @@ class Sampler:
     async def _generate(
         self, conversation: Conversation, place: RolloutPlace, sampling: SamplingConfig
     ) -> Conversation:
-        length = self.config.context_length
-        room = length - len(conversation.token_ids)
+        room = self.rollout.context_length - len(conversation.token_ids)
         if room < 1:
-            why = f"the task's messages alone fill rollout.context_length={length}"
+            why = f"the task's messages alone fill rollout.context_length={self.rollout.context_length}"
             return conversation.end(Ending.ERROR, why)
         try:
             turn = await self.policy.generate(
                 conversation.token_ids,
                 max_new_tokens=min(sampling.max_new_tokens, room),
                 sampling=sampling,
-                seed=seed_of(self.seed, place, len(conversation.turns)),
+                seed=seed_of(self.config.run.seed, place, len(conversation.turns)),
                 affinity=place.stream,
             )
         except EngineError as error:
@@ -167,26 +196,15 @@ class Sampler:
         full = turn.finish is Finish.LENGTH and len(turn.token_ids) == room
         return conversation.end(Ending.LENGTH) if full else conversation
 
-    async def _user_turn(self, conversation: Conversation, user: User) -> Conversation:
-        reply = await user.reply(conversation)
-        conversation = conversation.add_reward(reply.reward)
-        if reply.done:  # nothing is sampled after it, so the token stream ends with the policy's last turn
-            return conversation.add_messages([reply.message], ()).end(Ending.USER_DONE)
-        return self._hear(conversation, [reply.message])
-
-    def _hear(self, conversation: Conversation, messages: Sequence[Message]) -> Conversation:
-        """Append what was said to the policy; the conversation ends where there is no room for a reply."""
-        token_ids = self.renderer.next(messages, conversation.turns[-1])
-        if len(conversation.token_ids) + len(token_ids) >= self.config.context_length:
+    def _append(self, conversation: Conversation, messages: Sequence[Message]) -> Conversation:
+        """Append messages of users or tools; the conversation ends where there is no room for a reply."""
+        token_ids = self.renderer.next(messages, conversation.turns[-1].token_ids)
+        if len(conversation.token_ids) + len(token_ids) >= self.rollout.context_length:
             return conversation.add_messages(messages, ()).end(Ending.LENGTH)
         return conversation.add_messages(messages, token_ids)
 
     def _late(self, conversation: Conversation) -> Conversation:
-        return conversation.end(Ending.DEADLINE, f"not ended after rollout.deadline={self.config.deadline:g} s")
-
-
-def _ended(conversation: Conversation) -> Conversation:
-    return conversation if conversation.ending else conversation.end(Ending.TURN_LIMIT)
+        return conversation.end(Ending.DEADLINE, f"not ended after rollout.deadline={self.rollout.deadline:g} s")
 
 
 def seed_of(run_seed: int, place: RolloutPlace, turn: int) -> int:

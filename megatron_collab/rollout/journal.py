@@ -1,10 +1,10 @@
-"""Groups that are finished, on disk before they are trained: a run that starts again does not play them again.
+"""Finished groups, on disk before they are trained: a run that starts again does not play them again.
 
-A file a step of their slots, to which every group is appended as it is found finished. A group is pickled: that keeps
-its floats and kinds to the last bit, and a run trusts its own folder as it trusts its checkpoints. One writer.
+One file a step, to which every group is appended once it is finished. A group is pickled: that keeps its floats and
+types to the last bit, and a run trusts its own folder as it trusts its checkpoints. One writer.
 
 Before a group stand the newest version that sampled any of it and that version's digest: a run that goes back to an
-older checkpoint gives numbers again, so the number alone does not say which weights these were.
+older checkpoint uses version numbers again, so the number alone does not identify the weights.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import struct
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_collab.runtime import files
 from megatron_collab.types import Conversation, Ending, Group, Missing, Task
@@ -25,47 +25,37 @@ from megatron_collab.types import Conversation, Ending, Group, Missing, Task
 _HEAD = struct.Struct(">HQI")  # bytes of the stream's name, bytes of the group, CRC-32 of all that follows
 _WEIGHTS = struct.Struct(">q64s")  # version and digest; then come name and group
 _FILE = re.compile(r"step_(\d+)\.groups")
-
-
 _FIRST = "0" * 64  # digest of the weights that the run began with
 
 
-class WeightDigests:
+class WeightDigests(dict[int, str]):
     """Digests of the newest `keep` versions of the weights, which tell them from others with the same number.
 
-    Each is the digest of the version before and of what its update measured. Equal weights have equal digests; where a
-    device adds up in another order, the loss or the gradient norm differs, and so does the digest.
+    Each is the digest of the version before and of the metrics of its update. Equal weights have equal digests; where
+    a device sums in another order, the loss or the gradient norm differs, and so does the digest.
     """
 
-    def __init__(self, keep: int, known: Iterable[Sequence[int | str]] = ()) -> None:
-        """`known`: what `state` gave an earlier start of the run."""
-        self._keep = keep
-        self._digests: dict[int, str] = {int(version): str(digest) for version, digest in known}
+    def __init__(self, keep: int, known: Iterable[Sequence[Any]] = ()) -> None:
+        """`known`: the `items` of an earlier start of the run."""
+        super().__init__((version, digest) for version, digest in known)
+        self.keep = keep
 
     def begin(self, version: int) -> None:
-        """The present weights are `version`; where nothing is known yet, the run began with them."""
-        if not self._digests:
-            self._digests[version] = _FIRST
+        """The current weights are `version`: those that the run began with, where nothing is known yet."""
+        if not self:
+            self[version] = _FIRST
 
     def learned(self, stats: Mapping[str, float]) -> None:
-        """The next version came of an update that measured `stats`, which are the same on all ranks."""
-        version = max(self._digests)
-        content = f"{self._digests[version]} {sorted(stats.items())}"  # floats to the last bit
-        self._digests[version + 1] = hashlib.sha256(content.encode()).hexdigest()
-        self._digests = {v: digest for v, digest in self._digests.items() if v > version + 1 - self._keep}
-
-    def of(self, version: int) -> str | None:
-        """None where it is not known, or too old."""
-        return self._digests.get(version)
-
-    def state(self) -> list[tuple[int, str]]:
-        """For a checkpoint."""
-        return list(self._digests.items())
+        """The next version is the result of an update that measured `stats`, which are the same on all ranks."""
+        version = max(self)
+        content = f"{self[version]} {sorted(stats.items())}"  # floats to the last bit
+        self[version + 1] = hashlib.sha256(content.encode()).hexdigest()
+        for old in [known for known in self if known <= version + 1 - self.keep]:
+            del self[old]
 
 
 class JournalEntry(NamedTuple):
-    """Where the group of a stream lies: in `file`, the bytes from `start` to `stop`; `version` is the newest that
-    sampled any of it, `digest` that version's."""
+    """The group of a stream: the bytes from `start` to `stop` of `file`, its newest version and that one's digest."""
 
     stream: str
     version: int
@@ -76,7 +66,7 @@ class JournalEntry(NamedTuple):
 
 
 class Journal:
-    """The finished groups of a run, in `folder`; what is there when it is made is of earlier starts."""
+    """The finished groups of a run, in `folder`; those in it at the beginning are of earlier starts."""
 
     def __init__(self, folder: Path, digests: WeightDigests) -> None:
         self.folder = folder
@@ -91,13 +81,12 @@ class Journal:
             os.truncate(file, end)  # what follows was being written when the process was killed
 
     def find(self, stream: str, task: Task) -> Group | None:
-        """The group that an earlier start had played on `stream`, where it still serves.
+        """The group that an earlier start had played on `stream`, if it is of this task and of known weights.
 
-        It has to be of the same task, and sampled by weights that this run has, or has had: those that are yet to be
-        trained may come out differently.
+        Weights that are yet to be trained again may come out differently.
         """
         entry = self._found.get(stream)
-        if entry is None or self._digests.of(entry.version) != entry.digest:
+        if entry is None or self._digests.get(entry.version) != entry.digest:
             return None
         with entry.file.open("rb") as content:
             content.seek(entry.start)
@@ -105,24 +94,22 @@ class Journal:
         try:
             group: Group = pickle.loads(pickled)
             return group if group.task == task else None
-        except (
-            AttributeError,
-            ImportError,
-            TypeError,
-            ValueError,
-        ):  # another checkout wrote it, whose groups are not ours
+        except (AttributeError, ImportError, TypeError, ValueError):  # of another version of the package
             return None
 
     def write(self, step: int, groups: Mapping[str, Group]) -> None:
         """Append those of `groups`, by stream, that lack nothing; they are on disk when it returns.
 
-        RunStopped where they cannot be written. What is sampled by weights that are too old to be trained is left out.
+        RunStopped where they cannot be written. Groups of weights that are too old to be trained are left out.
         """
         frames = []
         for stream, group in groups.items():
-            digest = self._digests.of(version := _newest(group))
-            if whole(group) and digest is not None:
-                frames.append(_frame(stream, group, version, digest))
+            turns = (turn for conversation in conversations(group) for turn in conversation.turns)
+            newest = max((version for turn in turns for version in turn.versions), default=0)
+            if _whole(group) and newest in self._digests:
+                name, content = stream.encode(), pickle.dumps(group)
+                body = _WEIGHTS.pack(newest, self._digests[newest].encode()) + name + content
+                frames += [_HEAD.pack(len(name), len(content), zlib.crc32(body)), body]
         if frames:
             file = self.folder / f"step_{step}.groups"
             with files.writing(file), file.open("ab") as out:
@@ -131,14 +118,13 @@ class Journal:
                 os.fsync(out.fileno())
 
     def forget(self, before: int | None = None) -> None:
-        """Remove the groups of the steps `before` that one; none: all."""
+        """Remove the groups of the steps before `before`; None: all."""
         gone = {file for file, step in self._files().items() if before is None or step < before}
         for file in gone:
             file.unlink()
         self._found = {stream: entry for stream, entry in self._found.items() if entry.file not in gone}
 
     def _files(self) -> dict[Path, int]:
-        """The files and their steps."""
         matches = ((file, _FILE.fullmatch(file.name)) for file in self.folder.iterdir())
         return {file: int(match[1]) for file, match in matches if match}
 
@@ -159,7 +145,7 @@ def entries(file: Path) -> Iterator[JournalEntry]:
         at = stop
 
 
-def whole(group: Group) -> bool:
+def _whole(group: Group) -> bool:
     """Whether every rollout has a reward and no conversation ended with an error."""
     rewarded = not any(isinstance(rollout.reward.value, Missing) for rollout in group.rollouts)
     return rewarded and not any(conversation.ending is Ending.ERROR for conversation in conversations(group))
@@ -169,15 +155,3 @@ def conversations(group: Group) -> Iterator[Conversation]:
     for rollout in group.rollouts:
         yield rollout.start
         yield from (future.conversation for future in rollout.futures)
-
-
-def _newest(group: Group) -> int:
-    """The newest weights that sampled any of it."""
-    turns = (turn for conversation in conversations(group) for turn in conversation.turns)
-    return max((version for turn in turns for version in turn.versions), default=0)
-
-
-def _frame(stream: str, group: Group, version: int, digest: str) -> bytes:
-    name, content = stream.encode(), pickle.dumps(group)
-    body = _WEIGHTS.pack(version, digest.encode()) + name + content
-    return _HEAD.pack(len(name), len(content), zlib.crc32(body)) + body

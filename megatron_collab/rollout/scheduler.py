@@ -7,23 +7,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from enum import Enum, auto
+from dataclasses import dataclass
 from itertools import cycle
-from math import ceil
+from math import ceil, inf
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import ray
 
 from megatron_collab.config import Config
-from megatron_collab.observability.progress import progress
+from megatron_collab.observability.run import progress
 from megatron_collab.reward import metrics
 from megatron_collab.rollout.journal import Journal, conversations
 from megatron_collab.runtime import stacks
 from megatron_collab.runtime.process import Hung
 from megatron_collab.types import Ending, Group, Task
 
-POLL_SECONDS = 1.0  # between two looks at the servers; a request to one that has gone fails later than that
+POLL_SECONDS = 1.0  # between two checks of the servers; a request to one that has ended fails later than that
 STARTS = 2  # a group whose worker dies is played again from its beginning
 
 
@@ -53,17 +53,22 @@ def window(step: int, steps: int, prompts: int, ahead: int) -> int:
     return (min(step + ahead + 1, steps) - step) * prompts
 
 
-class Asked(NamedTuple):
-    """What a worker was asked: to play `task` by the Player's `method`."""
+@dataclass
+class Asked:
+    """A group: `task` played by the Player's `method`, and its state, which Flight keeps."""
 
     slot: Slot
     stream: str
     method: str
     task: Task
+    reference: Any = None  # of the call of the worker with the number `worker`
+    worker: int = -1
+    group: Group | None = None  # once it is finished
+    disturbed: bool = False  # in flight while no server was left
 
 
 def answers(asked: Mapping[str, Any], seconds: float) -> list[Any]:
-    """What Ray actors answer, each by what is asked of whom; Hung where one does not within `seconds`."""
+    """The results of calls of Ray actors, by their descriptions; Hung where one takes longer than `seconds`."""
     _, silent = ray.wait(list(asked.values()), num_returns=len(asked), timeout=seconds)
     if silent:
         names = [name for name, reference in asked.items() if reference in silent]
@@ -71,16 +76,11 @@ def answers(asked: Mapping[str, Any], seconds: float) -> list[Any]:
     return ray.get(list(asked.values()))
 
 
-class Look(Enum):
-    """What is seen at a look at the groups that are waited for."""
-
-    PLAYING = auto()
-    FINISHED = auto()  # as many as are waited for
-    SERVERS_LOST = auto()  # no server is left that could sample, until some are started again
+Look = Literal["playing", "finished", "servers lost"]
 
 
 class Flight:
-    """Groups that are found in the journal, that the workers play, or have played and nobody has taken yet."""
+    """Groups that are begun and not yet taken: played by the workers, or found in the journal."""
 
     def __init__(
         self, config: Config, workers: Sequence[Any], journal: Journal, servers_lost: Callable[[], bool]
@@ -90,14 +90,9 @@ class Flight:
         self._workers = cycle(enumerate(workers))
         self._servers_lost = servers_lost
         self._journal = journal
-        self._stacks = Path(config.run.dir) / stacks.FOLDER
-        self._moved = time.monotonic()
+        self._progress = time.monotonic()  # when a group was last begun or finished
         self._asked: dict[Slot, Asked] = {}  # in the order in which they were begun
-        self._playing: dict[Any, tuple[Slot, int]] = {}  # by reference, with the number of the worker
-        self._finished: dict[Slot, Group] = {}
-        self._disturbed: set[Slot] = set()  # in flight while no server was left
-        self._found = 0
-        self._outage = False  # the last look saw no server
+        self.from_journal = 0  # groups found there
         self._wanted, self._taken = 0, dict[Slot, Group]()
         self._bar: Any = None
 
@@ -109,139 +104,119 @@ class Flight:
         return sorted(self._asked)
 
     def begin(self, asked: Asked) -> None:
-        """Have a group played, unless an earlier start of the run had that done."""
-        found = self._journal.find(asked.stream, asked.task)
-        if found is None:
-            self._play(asked)
-        else:
-            self._asked[asked.slot] = asked
-            self._finished[asked.slot] = found
-            self._found += 1
+        """Have a group played, unless an earlier start of the run has finished it."""
+        self._asked[asked.slot] = asked
+        asked.group = self._journal.find(asked.stream, asked.task)
+        if asked.group:
+            self.from_journal += 1
+            return
+        asked.worker, worker = next(self._workers)
+        asked.reference = getattr(worker, asked.method).remote(asked.task, asked.stream)
+        self._progress = time.monotonic()
 
     def wait_for(self, count: int, title: str) -> None:
-        """From now on `look` takes groups, until there are `count`; at their end `take` gives them."""
+        """From now on `look` takes groups, until there are `count`; `take` then returns them."""
         self._wanted, self._taken = count, {}
-        self._moved = time.monotonic()
+        self._progress = time.monotonic()
         self._bar = progress(title, count)
 
     def look(self) -> Look:
-        """Look for up to POLL_SECONDS for groups that are finished: those that were begun first are taken.
+        """Poll for up to POLL_SECONDS for groups that are finished: those that were begun first are taken.
 
-        SERVERS_LOST: to be called again once servers are there. What is finished is kept, and what an outage has cost a
-        conversation is played again. Hung where no group is finished in all the time that one may take.
+        "finished" once there are as many as are waited for. "servers lost": to be called again once servers are back;
+        finished groups are kept, and those with conversations that failed in the outage are played again. Hung where
+        no group is finished within `group_seconds`.
         """
-        self.collect(0.0 if self._finished else POLL_SECONDS)
+        self.collect(0.0 if any(asked.group for asked in self._asked.values()) else POLL_SECONDS)
         if self._servers_lost():
-            self._disturbed.update(self._asked)
-            self._outage = True
-            return Look.SERVERS_LOST
-        if self._outage:  # the wait for servers was nobody's fault
-            self._outage, self._moved = False, time.monotonic()
-        finished = [slot for slot in self._asked if slot in self._finished]
-        self._check_moving(bool(finished))
-        for slot in finished[: self._wanted - len(self._taken)]:
-            asked, group = self._asked.pop(slot), self._finished.pop(slot)
-            if slot in self._disturbed and _failed(group):
-                self._play(asked)
+            for asked in self._asked.values():
+                asked.disturbed = True
+            self._progress = inf
+            return "servers lost"
+        self._progress = min(self._progress, time.monotonic())  # the wait for servers does not count
+        finished = [(asked, asked.group) for asked in self._asked.values() if asked.group]
+        self._check_progress(bool(finished))
+        for asked, group in finished[: self._wanted - len(self._taken)]:
+            del self._asked[asked.slot]
+            if asked.disturbed and any(part.ending is Ending.ERROR for part in conversations(group)):
+                self.begin(Asked(asked.slot, asked.stream, asked.method, asked.task))
             else:
-                self._taken[slot] = group
+                self._taken[asked.slot] = group
                 self._bar.update(1)
-            self._disturbed.discard(slot)
         if len(self._taken) < self._wanted:
-            return Look.PLAYING
+            return "playing"
         self._bar.close()
-        return Look.FINISHED
+        return "finished"
 
     def take(self) -> dict[Slot, Group]:
         """The groups that were waited for, in the order of their slots."""
         return dict(sorted(self._taken.items()))
 
     def collect(self, seconds: float) -> None:
-        """Write down what is finished; waits for the first up to that long.
+        """Write finished groups to the journal; waits up to `seconds` for the first.
 
-        Where a group could not be played, what its worker raised is raised here, once the others are written down.
+        An error of a worker is raised here, once the other groups are written.
         """
-        if not self._playing:
+        playing = self._playing()
+        if not playing:
             return
-        ray.wait(list(self._playing), num_returns=1, timeout=seconds)
-        found = set(ray.wait(list(self._playing), num_returns=len(self._playing), timeout=0)[0])
-        references = [reference for reference in self._playing if reference in found]
-        groups: dict[Slot, Group] = {}
+        references = [asked.reference for asked in playing]
+        ray.wait(references, num_returns=1, timeout=seconds)
+        found = set(ray.wait(references, num_returns=len(references), timeout=0)[0])
+        written: dict[int, dict[str, Group]] = {}
         failures: list[Exception] = []
-        for reference in references:
-            slot, _ = self._playing.pop(reference)
-            try:
-                groups[slot] = ray.get(reference)
-            except Exception as error:
-                failures.append(error)
-        self._finished |= groups
-        for step in {slot.step for slot in groups}:
-            streams = {self._asked[slot].stream: group for slot, group in groups.items() if slot.step == step}
-            self._journal.write(step, streams)
+        for asked in playing:
+            if asked.reference in found:
+                try:
+                    asked.group = ray.get(asked.reference)
+                    written.setdefault(asked.slot.step, {})[asked.stream] = asked.group
+                except Exception as error:
+                    failures.append(error)
+                    del self._asked[asked.slot]
+        for step, groups in written.items():
+            self._journal.write(step, groups)
         if failures:
             raise failures[0]
 
-    def take_found(self) -> int:
-        """How many groups came from the journal since the last call."""
-        found, self._found = self._found, 0
-        return found
+    def _playing(self) -> list[Asked]:
+        return [asked for asked in self._asked.values() if asked.group is None]
 
-    def _play(self, asked: Asked) -> None:
-        number, worker = next(self._workers)
-        self._asked[asked.slot] = asked
-        self._playing[getattr(worker, asked.method).remote(asked.task, asked.stream)] = asked.slot, number
-        self._moved = time.monotonic()
-
-    def _check_moving(self, finished: bool) -> None:
-        now, limit = time.monotonic(), group_seconds(self._config, len(self._playing))
+    def _check_progress(self, finished: bool) -> None:
+        now, playing = time.monotonic(), self._playing()
+        limit = group_seconds(self._config, len(playing))
         if finished:
-            self._moved = now
-        if now - self._moved <= limit:
+            self._progress = now
+        if now - self._progress <= limit:
             return
-        stacks.ask(self._stacks)
-        streams = [self._asked[slot].stream for slot, _ in self._playing.values()]
-        workers = sorted({f"conversation-{number}" for _, number in self._playing.values()})
+        folder = Path(self._config.run.dir) / stacks.FOLDER
+        stacks.ask(folder)
+        streams = [asked.stream for asked in playing]
+        workers = sorted({f"conversation-{asked.worker}" for asked in playing})
         raise Hung(
             f"rank 0 has waited {limit:.0f} s for any of {len(streams)} groups, longer than one can take by "
             f"rollout.deadline, reward.timeout, reward.judge.deadline and the limits of llm: {', '.join(streams[:4])}"
-            f"{', …' if len(streams) > 4 else ''}, asked of {', '.join(workers)}; stacks are in {self._stacks}"
+            f"{', …' if len(streams) > 4 else ''}, asked of {', '.join(workers)}; stacks are in {folder}"
         )
-
-
-def _failed(group: Group) -> bool:
-    return any(conversation.ending is Ending.ERROR for conversation in conversations(group))
 
 
 def group_seconds(config: Config, groups: int) -> float:
     """Upper bound, in seconds, after which `groups` in flight without a finished one count as hung.
 
-    A trained turn and its futures have rollout.deadline each, what is scored waits for a place and then has its own
-    limit. Never less than it can take: every conversation counts as played to its end, every call as needed as often
-    as it may be tried.
+    A trained turn and its futures have rollout.deadline each; a score waits for a place and then has its own limit,
+    one worker having to be found stuck; judgements, and the user's messages before them, wait for the limits of llm.
+    Never less than it can take: all conversations end at once, every call is needed as often as it may be tried.
     """
-    conversations = groups * config.train.rollouts_per_prompt * max(1, config.rollout.futures)
-    return STARTS * (2 * config.rollout.deadline + _score_seconds(config, conversations))
-
-
-def _score_seconds(config: Config, conversations: int) -> float:
-    """For the scores of conversations that all end at once, one worker having to be found stuck."""
-    reward, judge = config.reward, config.reward.judge
-    places = reward.workers * reward.concurrency
+    rollout, reward, judge, user, llm = config.rollout, config.reward, config.reward.judge, config.user, config.llm
+    conversations = groups * config.train.rollouts_per_prompt * max(1, rollout.futures)
     kinds = [metrics.split(name, reward.metrics.get(name, {})) for name in reward.weights]
-    judged = sum(kind.judged(options) for kind, options in kinds)
+    judged = conversations * sum(kind.judged(options) for kind, options in kinds)
+    places = reward.workers * reward.concurrency
     scoring = ceil(conversations / places) * reward.timeout
     if judged:
-        places = min(places, config.llm.max_concurrent)
-        scoring = max(scoring, ceil(judged * conversations / places) * judge.deadline)
-    return scoring + 2 * reward.timeout + _limiter_seconds(config, judged * conversations, conversations)
-
-
-def _limiter_seconds(config: Config, judgements: int, conversations: int) -> float:
-    """What the limits of llm hold up judgements, and what users say before them."""
-    user, judge, llm = config.user, config.reward.judge, config.llm
-    said = conversations * config.rollout.max_user_turns * user.attempts
-    calls = judgements * judge.attempts + said
-    tokens = judgements * judge.attempts * judge.max_tokens + said * user.max_tokens
-    tokens += calls * config.rollout.context_length  # prompts
-    minutes = calls / (llm.requests_per_minute or float("inf")) + tokens / (llm.tokens_per_minute or float("inf"))
-    return 60 * minutes
+        scoring = max(scoring, ceil(judged / min(places, llm.max_concurrent)) * judge.deadline)
+    said = conversations * rollout.max_user_turns * user.attempts
+    calls = judged * judge.attempts + said
+    tokens = judged * judge.attempts * judge.max_tokens + said * user.max_tokens
+    tokens += calls * rollout.context_length  # prompts
+    limited = 60 * (calls / (llm.requests_per_minute or inf) + tokens / (llm.tokens_per_minute or inf))
+    return STARTS * (2 * rollout.deadline + scoring + 2 * reward.timeout + limited)

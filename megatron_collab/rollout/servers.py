@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 
 from megatron_collab.config import Config
 from megatron_collab.inference.pool import ServerPool
@@ -23,48 +22,55 @@ from megatron_collab.runtime.ray_cluster import ray_session
 from megatron_collab.trainer.megatron.parallel import run_store
 
 
-class Servers:
+class Servers(ExitStack):
     """Context manager: the `pool` of servers and the `workers`, both on rank 0 only.
 
     The first node's servers are children of rank 0, those of other nodes are held by Ray actors there. They are started
     first and awaited last, so that they load while Ray and its workers start. Once it is entered, colocated servers
-    have released their memory, so that the trainer can take it.
+    have released their memory to the trainer.
     """
 
     def __init__(self, config: Config) -> None:
+        super().__init__()
         self.config = config
         self.pool: ServerPool | None = None
         self.workers: Workers | None = None
-        self._look = config.launch.timeout / 4  # seconds: the other ranks wait in a collective meanwhile
-        self._stack = ExitStack()
 
     def __enter__(self) -> Servers:
-        """RunStopped where servers, Ray nodes or the ranks of other nodes do not come in time."""
+        """RunStopped where servers, Ray nodes or the ranks of other nodes do not start in time."""
         if global_rank() == 0:
             heartbeat.at("the start of SGLang and Ray")
-            with self._stack:
-                options, began = self.config.rollout.server, time.monotonic()
-                logs = [Path(self.config.run.dir) / f"sglang-{index}.log" for index in range(options.replicas)]
-                print(f"engine: starting SGLang (log: {', '.join(map(str, logs))}) and the Ray workers", flush=True)
-                here = servers_per_node(self.config)
-                started = (SGLangServer(self.config, log, index) for index, log in enumerate(logs[:here]))
-                servers = [self._stack.enter_context(server) for server in started]
-                self._stack.enter_context(ray_session(self.config))
-                servers += [self._stack.enter_context(server) for server in self._elsewhere(logs)]
-                self.workers = start_workers(self.config, [(server.url, server.api_key) for server in servers])
-                self.pool = ServerPool(servers, options, partial(_tell, self.workers, self.config.launch.timeout / 2))
-                self.pool.begin()
-                urls = ", ".join(server.url for server in servers)
-                print(f"engine: ready after {time.monotonic() - began:.0f} s ({urls})", flush=True)
-                self._stack = self._stack.pop_all()
+            with ExitStack() as stack:
+                self._start(stack)
+                self.callback(stack.pop_all().close)
         elif self.config.launch.nodes > 1:
             network.meet(self.config, run_store()[0])
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.close()
+    def _start(self, stack: ExitStack) -> None:
+        config, options, began = self.config, self.config.rollout.server, time.monotonic()
+        logs = [Path(config.run.dir) / f"sglang-{index}.log" for index in range(options.replicas)]
+        print(f"engine: starting SGLang (log: {', '.join(map(str, logs))}) and the Ray workers", flush=True)
+        here = servers_per_node(config)
+        servers = [stack.enter_context(SGLangServer(config, logs[index], index)) for index in range(here)]
+        stack.enter_context(ray_session(config))
+        if config.launch.nodes > 1:
+            addresses, machines = network.meet(config, run_store()[0]), Machines(config)
+            for index in range(here, options.replicas):
+                remote = partial(RemoteProcess, machines, addresses[index // here])
+                servers.append(stack.enter_context(SGLangServer(config, logs[index], index, remote)))
+        self.workers = start_workers(config, [(server.url, server.api_key) for server in servers])
+        self.pool = ServerPool(servers, options, self._use)
+        self.pool.begin()
+        urls = ", ".join(server.url for server in servers)
+        print(f"engine: ready after {time.monotonic() - began:.0f} s ({urls})", flush=True)
+
+    def _use(self, servers: Sequence[int]) -> None:
+        """Have the workers ask these of the servers."""
+        assert self.workers
+        players = enumerate(self.workers.conversations)
+        asked = {f"conversation-{n} to switch servers": p.use_servers.remote(servers) for n, p in players}
+        answers(asked, self.config.launch.timeout / 2)
 
     @contextmanager
     def awake(self) -> Iterator[None]:
@@ -76,32 +82,18 @@ class Servers:
             yield
             heartbeat.at("the end of sampling")
             from_leader(lambda: self._of_rank_0.rest())
-            wait_until(lambda: self._of_rank_0.rested(self._look))
+            # The other ranks wait in a collective meanwhile.
+            wait_until(lambda: self._of_rank_0.rested(self.config.launch.timeout / 4))
         except Exception:
             if self.pool:
                 self.pool.give_up()
             raise
 
     def take_counters(self) -> dict[str, float]:
-        """What happened to servers since the last call, as metrics of a step; on rank 0."""
+        """Counts of lost and restarted servers since the last call, as metrics of a step; on rank 0."""
         return self.pool.take_counters() if self.pool else {}
 
     @property
     def _of_rank_0(self) -> ServerPool:
         assert self.pool is not None
         return self.pool
-
-    def _elsewhere(self, logs: Sequence[Path]) -> Iterator[SGLangServer]:
-        """Start the servers of the other nodes."""
-        if self.config.launch.nodes == 1:
-            return
-        addresses, machines = network.meet(self.config, run_store()[0]), Machines(self.config)
-        here = servers_per_node(self.config)
-        for index, log in list(enumerate(logs))[here:]:
-            there = partial(RemoteProcess, machines, addresses[index // here])
-            yield SGLangServer(self.config, log, index, there)
-
-
-def _tell(workers: Workers, seconds: float, servers: Sequence[int]) -> None:
-    players = enumerate(workers.conversations)
-    answers({f"conversation-{n} to hear of its servers": p.use_servers.remote(servers) for n, p in players}, seconds)

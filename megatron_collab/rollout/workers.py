@@ -12,8 +12,7 @@ import ray
 
 from megatron_collab import patches
 from megatron_collab.config import Config
-from megatron_collab.reward.dispatch import RewardClient
-from megatron_collab.reward.workers import RewardWorker
+from megatron_collab.reward.workers import RewardClient, RewardWorker
 from megatron_collab.rollout.tools import schemas
 from megatron_collab.runtime import stacks
 from megatron_collab.runtime.ray_cluster import start_actor
@@ -26,48 +25,47 @@ class ConversationWorker:
     """A Player with its own connections to the SGLang server; runs as a Ray actor."""
 
     def __init__(self, config: Config, servers: list[tuple[str, str]], reward_workers: list[str], name: str) -> None:
-        """`servers`: address and key of each SGLang server; `reward_workers`: names of the Ray actors that score;
-        `name`: what the file with its stacks is called after.
-        """
+        """`servers`: address and key of each SGLang server; `reward_workers`: names of the Ray actors that score."""
         stacks.register(Path(config.run.dir) / stacks.FOLDER, name)
         patches.apply("litellm")
         # Imported here: the process that starts the workers needs neither LiteLLM nor the tokenizer.
         from megatron_collab.data.chat_template import ChatRenderer
-        from megatron_collab.inference.litellm_provider import POLICY
         from megatron_collab.inference.router import Router
         from megatron_collab.llm import limiter
         from megatron_collab.llm.client import LlmClient
-        from megatron_collab.rollout.group import Player
+        from megatron_collab.rollout.conversation import Player
         from megatron_collab.rollout.users import Users
 
-        self.endpoints = [POLICY.add(url, key) for url, key in servers]
+        keys = {f"{url}/v1": key for url, key in servers}
+        self.endpoints = list(keys)
         self.policy = Router(servers, config.rollout)
         renderer = ChatRenderer(config.model.path, schemas(config.rollout.tools))
-        self.users = Users(config, LlmClient(limiter.find_limiter()), self.endpoints)
+        self.users = Users(config, LlmClient(limiter.find_limiter(), keys=keys), self.endpoints)
         rewards = RewardClient([ray.get_actor(name) for name in reward_workers], config.reward)
         self.player = Player(self.policy, renderer, self.users, rewards, config)
-        gc.freeze()  # what the imports made stays; looking through it costs a quarter of a worker's time
-        # Conversations are long alive and hold no cycles: looking through them often would cost a tenth.
+        # Neither what the imports made nor conversations are garbage: traversing them often costs a third of the time.
+        gc.freeze()
         gc.set_threshold(_GARBAGE)
 
     async def play(self, task: Task, stream: str) -> Group:
-        """See Player.play."""
         return await self.player.play(task, stream)
 
     async def evaluate(self, task: Task, stream: str) -> Group:
-        """See Player.evaluate."""
         return await self.player.evaluate(task, stream)
 
     async def use_servers(self, servers: Sequence[int]) -> None:
-        """From now on ask these of the servers, by their numbers, and no others."""
+        """From now on use these servers, by their numbers, and no others."""
         self.policy.use(servers)
         if servers:  # without any, conversations fail before their users are asked
             self.users.engine = tuple(self.endpoints[index] for index in servers)
 
     async def take_counters(self) -> dict[str, int]:
-        """What users, tools and connections to the servers counted since the last call."""
-        counted = (self.users, self.player.sampler.tools, self.policy)
-        return {name: count for source in counted for name, count in source.take_counters().items()}
+        """Counts of users, tools and connections to the servers since the last call."""
+        users, tools = self.users.counters, self.player.tools.counters
+        taken = {**users, **tools, **self.policy.take_counters()}
+        users.clear()
+        tools.clear()
+        return taken
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """What this machine has: the device, its torch.distributed backend, and optional libraries. No other module probes.
 
-Import-light: torch and the probed libraries are imported only when they are asked about.
+Import-light: torch and the probed libraries are imported only by their probes.
 """
 
 from __future__ import annotations
@@ -8,10 +8,9 @@ from __future__ import annotations
 import importlib
 import shutil
 import subprocess
-from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -19,12 +18,10 @@ if TYPE_CHECKING:
 GPU = "cuda"  # as torch names it
 
 
-@dataclass(frozen=True)
-class Probe:
-    """One thing that may be there.
+class Probe(NamedTuple):
+    """Something that may be on this machine.
 
-    `detail` is its version, or the reason why it is not used; `fallback` what is used without it, empty where
-    nothing is.
+    `detail` is its version, or why it is not used; `fallback` what is used without it, empty where it is required.
     """
 
     name: str
@@ -34,15 +31,14 @@ class Probe:
     fallback: str
 
 
-@dataclass(frozen=True)
-class Device:
+class Device(NamedTuple):
     """Where the trainer computes: torch device type and torch.distributed backend."""
 
     type: str
     backend: str
 
 
-# name: (module to import, distribution, what it enables, what is used without it, empty where nothing is)
+# name: (module to import, distribution, what it enables, what is used without it)
 _LIBRARIES = {
     "torch": ("torch", "torch", "everything", ""),
     "megatron": ("megatron.core", "megatron-core", "the trainer", ""),
@@ -65,11 +61,8 @@ _LIBRARIES = {
     "ray": ("ray", "ray", "conversations and scoring", ""),
 }
 
-# These need a CUDA device to run, though not to be installed or imported.
-_CUDA_ONLY = ("transformer_engine", "apex", "flash_attn")
-# On CPU these two can be imported only after patches.apply.
-_NOT_IMPORTED = ("megatron.core", "sglang")
-
+_CUDA_ONLY = ("transformer_engine", "apex", "flash_attn")  # need a CUDA device to run, though not to be imported
+_NOT_IMPORTED = ("megatron.core", "sglang")  # on CPU they can be imported only after patches.apply
 # Version of a package that only reserves its name; an unpinned transformer-engine may resolve to one. Compared as a
 # whole: the releases of torch-memory-saver begin with 0.0 too.
 _PLACEHOLDER = "0.0.0"
@@ -79,12 +72,11 @@ _PLACEHOLDER = "0.0.0"
 def probe(name: str) -> Probe:
     """Look for `name`: cuda, slurm, or one of _LIBRARIES."""
     if name == "cuda":
-        return _cuda()
+        return Probe(name, *_cuda(), "training and sampling on GPUs, NCCL", "CPU, gloo")
     if name == "slurm":
-        return _slurm()
+        return Probe(name, *_slurm(), "sbatch on a cluster", "torchrun on this machine")
     module, distribution, enables, fallback = _LIBRARIES[name]
-    found, detail = _library(module, distribution, name in _CUDA_ONLY)
-    return Probe(name, found, detail, enables, fallback)
+    return Probe(name, *_library(module, distribution, name in _CUDA_ONLY), enables, fallback)
 
 
 def probes() -> list[Probe]:
@@ -101,43 +93,43 @@ def _library(module: str, distribution: str, cuda_only: bool) -> tuple[bool, str
         return False, f"{version} is a placeholder"
     if cuda_only and not probe("cuda").found:
         return False, f"{version} needs a CUDA device"
-    if module in _NOT_IMPORTED:
-        return True, version
     try:
-        importlib.import_module(module)
+        if module not in _NOT_IMPORTED:
+            importlib.import_module(module)
     except Exception as error:  # OSError without a driver, AssertionError where versions do not match, …
         return False, f"{version} cannot be imported: {' '.join(str(error).split())[:80]}"
     return True, version
 
 
-def _cuda() -> Probe:
-    found, detail = False, "torch is missing"
-    if probe("torch").found:
-        import torch
+def _cuda() -> tuple[bool, str]:
+    if not probe("torch").found:
+        return False, "torch is missing"
+    import torch
 
-        found = torch.cuda.is_available()
-        if found:
-            detail = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
-        else:
-            detail = "no CUDA device is visible" if torch.version.cuda else "torch is a CPU build"
-    return Probe("cuda", found, detail, "training and sampling on GPUs, NCCL", "CPU, gloo")
+    if not torch.cuda.is_available():
+        return False, "no CUDA device is visible" if torch.version.cuda else "torch is a CPU build"
+    return True, f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
 
 
-def _slurm() -> Probe:
-    found = shutil.which("sbatch") is not None
-    detail = "not installed"
-    if found:
-        detail = subprocess.run(["sbatch", "--version"], capture_output=True, text=True).stdout.strip()
-    return Probe("slurm", found, detail, "sbatch on a cluster", "torchrun on this machine")
+def _slurm() -> tuple[bool, str]:
+    if shutil.which("sbatch") is None:
+        return False, "not installed"
+    return True, subprocess.run(["sbatch", "--version"], capture_output=True, text=True).stdout.strip()
 
 
 def count() -> int:
     """How many CUDA devices are visible."""
-    if not probe("cuda").found:
-        return 0
     import torch
 
     return torch.cuda.device_count()
+
+
+@cache
+def capability() -> tuple[int, int] | None:
+    """CUDA compute capability of the weakest visible device, as (9, 0); None where there is no device."""
+    import torch
+
+    return min(map(torch.cuda.get_device_capability, range(torch.cuda.device_count())), default=None)
 
 
 def synchronize(*tensors: torch.Tensor) -> None:
@@ -148,27 +140,9 @@ def synchronize(*tensors: torch.Tensor) -> None:
         torch.cuda.synchronize()
 
 
-@cache
-def capability() -> tuple[int, int] | None:
-    """CUDA compute capability of the weakest visible device, as (9, 0); None where there is no device."""
-    if not probe("cuda").found:
-        return None
-    import torch
-
-    return min(torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count()))
-
-
-def check_device(setting: str) -> None:
-    """ValueError where launch.device asks for a device that is not there."""
-    if setting == "cuda" and not probe("cuda").found:
-        raise ValueError("launch.device=cuda: no CUDA device is visible; use launch.device=cpu")
-
-
 def select(setting: str) -> Device:
-    """The device for launch.device: auto takes CUDA where it is visible.
-
-    Raises ValueError for cuda where there is none.
-    """
-    check_device(setting)
+    """The device for launch.device: auto takes CUDA where it is visible. ValueError for cuda where there is none."""
     found = setting != "cpu" and probe("cuda").found
+    if setting == "cuda" and not found:
+        raise ValueError("launch.device=cuda: no CUDA device is visible; use launch.device=cpu")
     return Device("cuda", "nccl") if found else Device("cpu", "gloo")

@@ -1,13 +1,26 @@
-"""Atomic writes of the files that a resume reads: a process may be killed at any moment of a write."""
+"""Files: atomic writes of those that a resume reads, and temporary folders that end with their process."""
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
+import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megatron_collab.runtime.process import RunStopped
+
+# PyTorch's folder of compiled code: by default in the temporary folder, but worth keeping, as other caches are.
+COMPILE_CACHE = (
+    "TORCHINDUCTOR_CACHE_DIR",
+    str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchinductor"),
+)
+_PREFIX = "mgcollab-"
+_ROOT_LENGTH = 25  # characters: a socket's path has 107 at most, of which Ray needs 64 and the folder's name 18
+_ATTEMPTS, _PAUSE = 50, 0.1  # seconds: what has just been ended may still write
 
 
 @contextmanager
@@ -33,3 +46,59 @@ def replace(file: Path, text: str) -> None:
         out.flush()
         os.fsync(out.fileno())
     draft.replace(file)
+
+
+class ScratchFolder:
+    """A new folder `path` below the temporary folder, or /tmp where that one's path is too long for sockets.
+
+    Its process holds a lock on it. The next one of any run removes folders without a lock, left by killed processes.
+    """
+
+    def __init__(self) -> None:
+        remove_abandoned()
+        self._lock: int | None = None
+        while self._lock is None:  # another process may take it for abandoned before it is locked
+            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_root()))
+            with suppress(FileNotFoundError):
+                lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if self.path.exists():
+                    self._lock = lock
+                else:
+                    os.close(lock)
+
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def remove(self) -> None:
+        """Remove it with its contents, the first time."""
+        if self._lock is None:
+            return
+        for _ in range(_ATTEMPTS):
+            shutil.rmtree(self.path, ignore_errors=True)
+            if not self.path.exists():
+                break
+            time.sleep(_PAUSE)
+        os.close(self._lock)
+        self._lock = None
+
+
+def remove_abandoned() -> None:
+    """Remove the folders of processes of this user that were killed."""
+    for folder in _root().glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # another user's, or removed by another process
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                if os.fstat(lock).st_uid == os.getuid():
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)
+
+
+def _root() -> Path:
+    root = tempfile.gettempdir()
+    return Path(root if len(root) <= _ROOT_LENGTH else "/tmp")

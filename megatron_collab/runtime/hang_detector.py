@@ -1,7 +1,7 @@
 """Ends a run that hangs: a thread on every rank watches whether any rank makes progress.
 
 The ranks count their heartbeats (heartbeat.py) together in the run's store: a rank that waits for a slow one does not
-count as hung. After launch.timeout seconds in which no rank made progress all of them write their stacks, one reports
+count as hung. After launch.timeout seconds without progress of any rank all of them write their stacks, one reports
 which ranks wait for which, and every process ends with EXIT_HUNG. faulthandler ends a process in which no Python
 thread can run because one never releases the interpreter.
 """
@@ -16,10 +16,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import astuple, dataclass
 from datetime import timedelta
 from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -34,40 +34,48 @@ _COLLECTIVES = 10  # times launch.timeout: upper bound of a collective, which ma
 
 
 def collective_timeout(timeout: float) -> timedelta:
-    """The timeout of process groups where launch.timeout is `timeout`; longer, since the detector reports more."""
+    """The timeout of process groups: longer than launch.timeout, since the detector reports more."""
     return timedelta(seconds=_COLLECTIVES * timeout)
 
 
 @contextmanager
 def armed(config: Config) -> Iterator[None]:
     """Run the detector on this rank; all ranks do, and reach the store of torchrun's environment."""
-    detector = _Detector(config.launch.timeout, Path(config.run.dir) / stacks.FOLDER)
+    folder = Path(config.run.dir) / stacks.FOLDER
+    if first_on_node():
+        stacks.clear(folder)
+    detector = _Detector(config.launch.timeout, folder)
     detector.start()
     try:
         yield
     finally:
-        detector.stop()
+        detector.over.set()
+        detector.join(ANSWER_SECONDS)
+        faulthandler.cancel_dump_traceback_later()
+        with suppress(OSError):  # the folder may have been removed, or its file system; the run itself has ended well
+            detector.file.close()
+            if os.path.getsize(detector.file.name) == 0:
+                os.unlink(detector.file.name)
+        if first_on_node():
+            stacks.clear(folder)
 
 
-@dataclass(frozen=True)
-class Account:
-    """Where a rank is: stage, innermost frame, the collective that it waits in or "", seconds since its last beat."""
+class Account(NamedTuple):
+    """Where a rank is."""
 
     stage: str
-    frame: str
-    call: str
-    seconds: float
+    frame: str  # the innermost
+    call: str  # the collective that it waits in, or ""
+    seconds: float  # since its last beat
 
 
 class _Detector(threading.Thread):
     def __init__(self, timeout: float, folder: Path) -> None:
         super().__init__(name="hang detector", daemon=True)
         self.rank, self.ranks, self.timeout, self.folder = global_rank(), int(os.environ["WORLD_SIZE"]), timeout, folder
-        if first_on_node():
-            stacks.clear(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = (folder / f"rank-{self.rank}.txt").open("a")
-        self._over = threading.Event()
+        self.file = (folder / f"rank-{self.rank}.txt").open("a")
+        self.over = threading.Event()
         # Its own connection: a wait on a shared one blocks its other users. Restarts by torchrun share a store.
         address, attempt = os.environ["MASTER_ADDR"], os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         limit = timedelta(seconds=max(timeout, ANSWER_SECONDS))
@@ -75,54 +83,43 @@ class _Detector(threading.Thread):
         self._store = dist.PrefixStore(f"hang_detector/{attempt}", store)
         self._last_beat = time.monotonic()
 
-    def stop(self) -> None:
-        self._over.set()
-        self.join(ANSWER_SECONDS)
-        faulthandler.cancel_dump_traceback_later()
-        with suppress(OSError):  # the folder may be gone, or its file system, and the run has ended well
-            self._file.close()
-            if os.path.getsize(self._file.name) == 0:
-                os.unlink(self._file.name)
-        if first_on_node():
-            stacks.clear(self.folder)
-
     def run(self) -> None:
         beats = total = -1
         progress = time.monotonic()  # of any rank
-        while not self._over.wait(POLL_SECONDS):
-            faulthandler.dump_traceback_later(self.timeout + GRACE_SECONDS, file=self._file, exit=True)
-            now, beats_before, total_before = time.monotonic(), beats, total
-            beats = heartbeat.here.beats
-            if beats != beats_before:
+        while not self.over.wait(POLL_SECONDS):
+            faulthandler.dump_traceback_later(self.timeout + GRACE_SECONDS, file=self.file, exit=True)
+            now, before = time.monotonic(), (beats, total)
+            beats = heartbeat.beats
+            if beats != before[0]:
                 self._last_beat = now
             try:
-                total = self._store.add("beats", int(beats != beats_before))
-                if total != total_before:
+                total = self._store.add("beats", int(beats != before[0]))
+                if total != before[1]:
                     progress = now
                 if now - progress > self.timeout or self._store.check(["hung"]):
                     self._end(self._report)
-            except dist.DistError as error:  # whoever served the store has ended, and reports its own reason
-                if self._over.is_set():
-                    return
-                lost = f"rank {self.rank} lost the connection to the run's store: {error}"
-                self._end(lambda account: _print(lost), code=1)  # noqa: B023 (it does not return)
+            except dist.DistError as error:  # the process that served the store has ended, and reports its own reason
+                if not self.over.is_set():
+                    lost = f"rank {self.rank} lost the connection to the run's store: {error}"
+                    self._end(lambda account: _print(lost), code=1)  # noqa: B023 (it does not return)
 
     def _end(self, report: Callable[[Account], None], code: int = EXIT_HUNG) -> None:
         """Write the stacks, report, and end the process even if either hangs."""
-        faulthandler.dump_traceback_later(GRACE_SECONDS, file=self._file, exit=True)
-        account = Account(heartbeat.here.stage, *stacks.innermost(), time.monotonic() - self._last_beat)
-        _within(2.0, lambda: self._dump(account))  # the file system may be what hangs
+        faulthandler.dump_traceback_later(GRACE_SECONDS, file=self.file, exit=True)
+        account = Account(heartbeat.stage, *stacks.innermost(), time.monotonic() - self._last_beat)
+
+        def write() -> None:
+            print(f"{account.stage}, no progress for {account.seconds:.0f} s", file=self.file, flush=True)
+            faulthandler.dump_traceback(self.file)
+
+        _within(2.0, write)  # the file system may be what hangs
         _within(2 * ANSWER_SECONDS, lambda: report(account))
         os._exit(code)
 
-    def _dump(self, account: Account) -> None:
-        print(f"{account.stage}, no progress for {account.seconds:.0f} s", file=self._file, flush=True)
-        faulthandler.dump_traceback(self._file)
-
     def _report(self, account: Account) -> None:
-        """Say where this rank is; the first rank to detect the hang prints the report of all, others wait for it."""
+        """Store this rank's account; the first rank to detect the hang prints those of all, others wait for it."""
         first = self._store.compare_set("hung", "", str(self.rank)) == str(self.rank).encode()
-        self._store.set(f"account/{self.rank}", json.dumps(astuple(account)))
+        self._store.set(f"account/{self.rank}", json.dumps(account))
         if first_on_node():
             _within(ANSWER_SECONDS / 2, lambda: stacks.ask(self.folder))
         if not first:
@@ -154,7 +151,7 @@ def describe(accounts: Mapping[int, Account], ranks: int, timeout: float, folder
     lines = [f"no rank made progress for launch.timeout={timeout:g} s; aborting; stacks are in {folder}"]
     alike: dict[tuple[str, str, str], list[int]] = {}
     for rank, account in sorted(accounts.items()):
-        alike.setdefault((account.stage, account.frame, account.call), []).append(rank)
+        alike.setdefault(account[:3], []).append(rank)
     for (stage, frame, call), some in alike.items():
         seconds = min(accounts[rank].seconds for rank in some)
         lines.append(f"{_named(some)}: {stage}, {frame}, {f'in {call}, ' if call else ''}for {seconds:.0f} s")

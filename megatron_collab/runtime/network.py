@@ -1,13 +1,15 @@
-"""Addresses and ports of a run: launch.interface decides which address is bound and announced."""
+"""Addresses and ports of a run, by launch.interface, and the retries of its HTTP clients."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import socket
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import psutil
 
@@ -24,14 +26,16 @@ _FIRST_PORT = 20_000
 _TRIES = 100
 _KERNEL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _POLL = 0.1  # seconds
+_Result = TypeVar("_Result")
 
 
 def address(config: Config) -> str:
-    """The IPv4 address of launch.interface on this node; of loopback where none is set.
-
-    Raises ValueError where there is no such interface, or it has no address.
-    """
-    found = _addresses()
+    """The first IPv4 address of launch.interface on this node, or of loopback; ValueError where it has none."""
+    found = {
+        name: own[0].address
+        for name, entries in psutil.net_if_addrs().items()
+        if (own := [entry for entry in entries if entry.family == socket.AF_INET])
+    }
     name = config.launch.interface or LOOPBACK
     if name not in found:
         known = ", ".join(f"{interface} ({own})" for interface, own in found.items())
@@ -44,7 +48,7 @@ def address(config: Config) -> str:
 def meet(config: Config, store: dist.Store) -> list[str]:
     """The address of every node, in order, on rank 0; an empty list on other ranks. All ranks call it.
 
-    Raises RunStopped if a node announces none within rollout.server.start_timeout seconds, Preempted.
+    RunStopped if a node announces none within rollout.server.start_timeout seconds; Preempted.
     """
     nodes = [f"fabric/{node}" for node in range(config.launch.nodes)]
     if os.environ["LOCAL_RANK"] == "0":
@@ -69,11 +73,20 @@ def meet(config: Config, store: dist.Store) -> list[str]:
 def bindable(setting: str, port: int, host: str = HOST, part: int = 0, parts: int = 1) -> int:
     """`port` of `host`, an address of this machine, or a free one for 0; ValueError naming `setting` where it is taken.
 
-    A server binds only after it has loaded, so a free port must be one that no other process is given meanwhile: below
-    the kernel's ephemeral range, above the ports of Ray's workers, and for each of `parts` servers of a machine from
-    its own `part` of that range.
+    A server binds only after it has loaded, so a free port must be one that no other process gets meanwhile: below
+    the kernel's ephemeral range, above the ports of Ray's workers, and in the `part` of this one of `parts` servers.
     """
-    for candidate in [port] if port else _unassigned(setting, part, parts):
+    candidates = [port]
+    if not port:
+        kernel = int(_KERNEL_PORTS.read_text().split()[0])
+        unassigned = range(_FIRST_PORT + part, kernel, parts)
+        if not unassigned:
+            raise ValueError(
+                f"{setting}=0: the kernel's ephemeral ports begin at {kernel} (net.ipv4.ip_local_port_range), and free "
+                f"ports are taken from {_FIRST_PORT} up to there; set a port, or raise the beginning of that range"
+            )
+        candidates = random.SystemRandom().sample(unassigned, min(_TRIES, len(unassigned)))
+    for candidate in candidates:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -85,29 +98,22 @@ def bindable(setting: str, port: int, host: str = HOST, part: int = 0, parts: in
     raise ValueError(f"{setting}={port}: {reason}; choose another, or 0 for a free one")
 
 
-def _unassigned(setting: str, part: int, parts: int) -> list[int]:
-    """Random ports outside the ephemeral range of the kernel."""
-    kernel = int(_KERNEL_PORTS.read_text().split()[0])
-    unassigned = range(_FIRST_PORT + part, kernel, parts)
-    if not unassigned:
-        raise ValueError(
-            f"{setting}=0: the kernel's ephemeral ports begin at {kernel} (net.ipv4.ip_local_port_range), and free "
-            f"ports are taken from {_FIRST_PORT} up to there; set a port, or raise the beginning of the ephemeral range"
-        )
-    return random.SystemRandom().sample(unassigned, min(_TRIES, len(unassigned)))
-
-
 def variables(config: Config) -> dict[str, str]:
     """Environment variables that bind gloo and NCCL to launch.interface; read with a process's first group."""
     name = config.launch.interface or LOOPBACK
     return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}  # NCCL takes a prefix without =
 
 
-def _addresses() -> dict[str, str]:
-    """By interface, its first IPv4 address."""
-    found: dict[str, str] = {}
-    for name, entries in psutil.net_if_addrs().items():
-        for entry in entries:
-            if entry.family == socket.AF_INET:
-                found.setdefault(name, entry.address)
-    return found
+async def retried(
+    call: Callable[[], Awaitable[_Result]], transient: type[Exception], attempts: int, backoff: float
+) -> _Result:
+    """The result of `call`, made up to `attempts` times while it raises `transient`; other errors are raised at once.
+
+    The pauses double from `backoff` seconds on, each times a random factor from 0.5 to 1.5.
+    """
+    for attempt in range(1, attempts):
+        try:
+            return await call()
+        except transient:
+            await asyncio.sleep(backoff * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
+    return await call()

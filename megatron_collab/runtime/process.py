@@ -1,15 +1,17 @@
-"""This process in its run: its rank, its parent, the preemption notice, and the exit codes and errors that end a run.
+"""This process in its run: rank, parent, imports, the preemption notice, exit codes and the errors that end a run.
 
 Preemption: the scheduler sends SIGUSR1 some time before it ends everything. Every process of a run blocks the signal
 from its first line on, and its children inherit that, so it ends none of them; it stays pending until a thread waits
-for it. Rank 0 decides: the trainer calls `raise_if_preempted` wherever it waits, and every rank raises with it.
+for it. Rank 0 checks wherever it waits, and every rank raises with it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -28,7 +30,7 @@ EXIT_PREEMPTED = 75  # Preempted: start the same command again (EX_TEMPFAIL of s
 
 
 class RunStopped(RuntimeError):
-    """The run cannot continue, for a reason that its user can remove; the training state is saved."""
+    """The run cannot continue, for a reason that its user can fix; the training state is saved."""
 
 
 class Hung(RunStopped):
@@ -59,14 +61,47 @@ def parent() -> int | None:
     return int(os.environ[LAUNCHER]) if LAUNCHER in os.environ else None
 
 
+def imports_begin() -> None:
+    """Before slow imports: block the preemption notice, which would end the process, and collect no garbage.
+
+    Imports make none, and looking for it takes a quarter of their time.
+    """
+    block_preemption_signal()
+    gc.disable()
+
+
+def imports_done() -> None:
+    """Collect garbage again, without what the imports made."""
+    gc.freeze()
+    gc.enable()
+
+
+def take_signals(rank: int) -> None:
+    """Rank 0 watches for the preemption notice, and shuts its servers and workers down on SIGTERM.
+
+    The other ranks end with Ctrl-C at once: Python would see it only after the collective that they wait in.
+    """
+    if rank == 0:
+        watch_for_preemption()
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    else:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def block_preemption_signal() -> None:
-    """Hold the signal back in this thread and in all threads and processes that it starts from now on."""
+    """Block the signal in this thread and in all threads and processes that it starts from now on."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {PREEMPTION_SIGNAL})
 
 
 def watch_for_preemption() -> None:
     """From now on record the signal; one that arrived since `block_preemption_signal` too."""
-    threading.Thread(target=_await_notice, name="preemption", daemon=True).start()
+
+    def wait() -> None:
+        global _noticed
+        signal.sigwait({PREEMPTION_SIGNAL})
+        _noticed = time.monotonic()
+
+    threading.Thread(target=wait, name="preemption", daemon=True).start()
 
 
 def raise_if_preempted() -> None:
@@ -81,12 +116,6 @@ def seconds_since_notice() -> float:
     return time.monotonic() - _noticed
 
 
-def _await_notice() -> None:
-    global _noticed
-    signal.sigwait({PREEMPTION_SIGNAL})
-    _noticed = time.monotonic()
-
-
 def age(pid: int) -> float:
     """Seconds since the process was started; independent of the wall clock (Linux)."""
     ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])  # since the boot; proc(5)
@@ -96,9 +125,8 @@ def age(pid: int) -> float:
 def die_with_parent(parent: int | None = None) -> None:
     """End this process with SIGKILL when its parent ends, however it ends (Linux).
 
-    A parent that is killed cannot clean up after itself; without this, its children would run on and write
-    into a run that has been started again. `parent` is its process id where the child knows it: then one that
-    has ended before this call is noticed too.
+    The children of a parent that is killed would else run on and write into a run that has been started again.
+    `parent` is its process id where the child knows it: then one that has ended before this call is noticed too.
     """
     parent = parent or os.getppid()
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:

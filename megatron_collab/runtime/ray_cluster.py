@@ -15,22 +15,20 @@ import ray
 
 from megatron_collab.config import Config
 from megatron_collab.runtime import heartbeat
+from megatron_collab.runtime.files import ScratchFolder
 from megatron_collab.runtime.process import RunStopped, raise_if_preempted
-from megatron_collab.runtime.scratch import ScratchFolder
 
 STARTS = 3  # failures of Ray's start in a row that end the run
 _POLL = 0.2  # seconds
-_REQUESTS = 100_000  # that an actor may have at once; the rest would wait in a queue that nobody sees
+_REQUESTS = 100_000  # that an actor may have at once; the rest would wait in a hidden queue
 
 
 @contextmanager
 def ray_session(config: Config) -> Iterator[None]:
     """Connect to the Ray cluster at RAY_ADDRESS if that is set, else start one on this machine that ends with the run.
 
-    A cluster is joined through a Ray node on this machine, which must exist; RunStopped where the cluster has fewer
-    nodes than the run after rollout.server.start_timeout seconds.
-
-    Ray's ports accept connections from the network that carry its token; a local cluster gets a new token.
+    A cluster is joined through a Ray node on this machine; RunStopped where it has fewer nodes than the run after
+    rollout.server.start_timeout seconds. Ray's ports need its token; a local cluster gets a new one.
     """
     quiet = {"log_to_driver": False, "logging_level": "error"}
     with ExitStack() as stack:
@@ -59,7 +57,7 @@ def _start_ray(**options: Any) -> None:
         try:
             ray.init("local", include_dashboard=False, **options)
             return
-        except Exception as error:  # Ray has no kind of its own for it
+        except Exception as error:  # Ray has no type for it
             ray.shutdown()
             for child in set(psutil.Process().children()) - others:  # processes of the failed start would go on
                 child.kill()
@@ -83,10 +81,7 @@ def _await_nodes(config: Config) -> None:
 
 
 def _reaper() -> subprocess.Popen[str]:
-    """A process that ends Ray's agents when this one is killed: without it they live on for a minute.
-
-    It waits for a line, which stands for a normal end, or for the end of its input.
-    """
+    """A process that kills Ray's agents, which live on for a minute, when its input ends without a line."""
     raylets = (child for child in psutil.Process().children() if child.name() == "raylet")
     agents = [str(agent.pid) for raylet in raylets for agent in raylet.children()]
     command = ["sh", "-c", 'read line || kill -9 "$@"', "reaper", *agents]

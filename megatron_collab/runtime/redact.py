@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
-from functools import lru_cache
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_collab.config import require
+from megatron_collab.config.load import leaves
 
 HIDDEN = "***"
 _NAMES = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD)$", re.IGNORECASE)
@@ -27,53 +27,30 @@ _FORMS = (
 
 def redact(text: str) -> str:
     """`text` with every key replaced by ***."""
-    return _pattern(_values()).sub(HIDDEN, text)
+    return _pattern().sub(HIDDEN, text)
 
 
-def redacted(tree: Any) -> Any:
+def redacted(tree: Any, pattern: re.Pattern[str] | None = None) -> Any:
     """Mappings, lists and tuples as JSON has them, with every key in their strings replaced by ***."""
-    return _redacted(tree, _pattern(_values()))
+    pattern = pattern or _pattern()
+    if isinstance(tree, str):
+        return pattern.sub(HIDDEN, tree)
+    if isinstance(tree, Mapping):
+        return {redacted(name, pattern): redacted(value, pattern) for name, value in tree.items()}
+    return [redacted(value, pattern) for value in tree] if isinstance(tree, list | tuple) else tree
 
 
 def refuse_keys(settings: Mapping[str, Any]) -> None:
     """Raise ConfigError for a setting that contains a key; it names the setting and does not show the value."""
-    pattern = _pattern(_values())
-    for name, text in _strings(settings):
+    for name, value in leaves(settings):
         require(
-            not pattern.search(text),
+            redacted(value) == value,
             f"{name}: contains a key or a password; remove it and set it in the environment "
             "(OPENAI_API_KEY for openai/… and so on)",
         )
 
 
-def _values() -> tuple[str, ...]:
-    """The keys in the environment, the longest first: one may be a prefix of another."""
+def _pattern() -> re.Pattern[str]:
+    """Of the keys in the environment, the longest first, since one may be a prefix of another, and of the forms."""
     found = {value for name, value in os.environ.items() if _NAMES.search(name) and len(value) >= _SHORTEST}
-    return tuple(sorted(found, key=len, reverse=True))
-
-
-@lru_cache(maxsize=1)
-def _pattern(values: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile("|".join([*map(re.escape, values), *_FORMS]))
-
-
-def _redacted(tree: Any, pattern: re.Pattern[str]) -> Any:
-    if isinstance(tree, str):
-        return pattern.sub(HIDDEN, tree)
-    if isinstance(tree, Mapping):
-        return {_redacted(name, pattern): _redacted(value, pattern) for name, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return [_redacted(value, pattern) for value in tree]
-    return tree
-
-
-def _strings(tree: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """The texts in nested settings with their dotted names."""
-    if isinstance(tree, str):
-        yield name, tree
-    elif isinstance(tree, Mapping):
-        for key, value in tree.items():
-            yield from _strings(value, f"{name}.{key}" if name else str(key))
-    elif isinstance(tree, list):
-        for value in tree:
-            yield from _strings(value, name)
+    return re.compile("|".join([*map(re.escape, sorted(found, key=len, reverse=True)), *_FORMS]))  # cached by re

@@ -1,7 +1,7 @@
 """Stack dumps on SIGUSR2: each process of a run writes the stacks of its threads to a file in run.dir/stacks.
 
-No Python code runs for that, so it works in a process that hangs. Apart from hang_detector.py, since SGLang's
-processes and Ray's workers register before they import torch.
+No Python code runs for that, so it works in a process that hangs. SGLang's processes and Ray's workers import this
+before torch, so torch is not imported here.
 """
 
 from __future__ import annotations
@@ -35,17 +35,14 @@ def register(folder: Path, name: str) -> None:
 
 def ask(folder: Path, seconds: float = 2.0) -> list[Path]:
     """Make every registered process of this machine write; the files of those that did not within `seconds`."""
-    sizes = {}
-    for pid, file in _registered(folder):
-        if pid is not None:
-            sizes[file] = file.stat().st_size
-            with suppress(ProcessLookupError):
-                os.kill(pid, SIGNAL)
-    deadline = time.monotonic() + seconds
-    while (waiting := [file for file, size in sizes.items() if file.stat().st_size == size]) and (
-        time.monotonic() < deadline
-    ):
+    living = [(pid, file, file.stat().st_size) for pid, file in _registered(folder) if pid is not None]
+    for pid, _, _ in living:
+        with suppress(ProcessLookupError):
+            os.kill(pid, SIGNAL)
+    deadline, waiting = time.monotonic() + seconds, [file for _, file, _ in living]
+    while waiting and time.monotonic() < deadline:
         time.sleep(0.05)
+        waiting = [file for _, file, size in living if file.stat().st_size == size]
     return waiting
 
 

@@ -19,33 +19,32 @@ from megatron_collab.trainer.microbatches import Columns, MicroBatch, Share, mak
 from megatron_collab.trainer.network import Trainable, infer
 
 
-class Critic:
+class Critic(Trainable):
     """Values of tokens: at the position that predicts a token, what the return from that token on will be.
 
     It starts as model.path with a head of zeros, in the policy's layout, and has an optimizer of its own.
     """
 
     def __init__(self, config: Config) -> None:
-        self.config = config
-        self.network = Trainable(config, _with_value_head(model.load(config)[0]), config.algo.critic_lr)
+        super().__init__(config, _with_value_head(model.load(config)[0]), config.algo.critic_lr)
 
     def values(self, columns: Columns) -> list[np.ndarray]:
         """The value of each token, float32 [S] for each sample on every rank; collective. Untrained ones are 0."""
-        network = self.network
-        share = make_share(self.config, columns, next(network.chunks[0].parameters()).device, ask="loss_mask")
-        return share.collect(infer(network.chunks, share, self._predict))
+        share = make_share(self.config, columns, next(self.chunks[0].parameters()).device, ask="loss_mask")
+        return share.collect(infer(self.chunks, share, self._predict))
 
     def update(self, share: Share, lr: float) -> dict[str, float]:
         """One optimizer step towards the column `returns`, held near the column `values`; collective."""
 
-        def loss(micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        def value_loss(micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
             columns, values = micro_batch.columns, self._predict(micro_batch, hidden)
-            terms = losses.value_loss(values, columns["values"], columns["returns"], self.config.algo.critic_clip)
-            total = (terms.loss * columns["weights"]).sum()
-            clipped = (terms.clipped * columns["weights"]).sum()
-            return total, torch.stack([total.detach(), clipped])
+            loss, clipped = losses.value_loss(
+                values, columns["values"], columns["returns"], self.config.algo.critic_clip
+            )
+            total = (loss * columns["weights"]).sum()
+            return total, torch.stack([total.detach(), (clipped * columns["weights"]).sum()])
 
-        reports, norm = self.network.step(share, loss, lr)
+        reports, norm = self.step(share, value_loss, lr)
         sums = torch.zeros(2, device=share.micro_batches[0].token_ids.device)
         if parallel_state.get_tensor_model_parallel_rank() == 0:  # its peers report the same tokens
             sums += sum(reports)
@@ -58,7 +57,7 @@ class Critic:
         asked = hidden[0].index_select(0, micro_batch.positions)
         ranks = parallel_state.get_tensor_model_parallel_world_size()
         shared = asked / ranks + asked.detach() * (1.0 - 1.0 / ranks)
-        return F.linear(shared.float(), unwrap(self.network.chunks[-1]).value_head.weight.float())[:, 0]
+        return F.linear(shared.float(), unwrap(self.chunks[-1]).value_head.weight.float())[:, 0]
 
 
 def _with_value_head(chunks: Sequence[torch.nn.Module]) -> Sequence[torch.nn.Module]:

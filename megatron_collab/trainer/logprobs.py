@@ -46,12 +46,11 @@ def head_log_probs(
     rank's rows of the output layer, both of one dtype; `labels` int64 [N] < `vocab_size`, the number of real entries.
     N may be 0. Both results are the same on every rank and differentiable in `hidden` and `head`.
 
-    The gradient of `hidden` is this rank's part of a sum over the ranks, which the region before (Megatron's copy or
-    gather) makes. Where `head` has a `main_grad` (float32 [V/tp, h], the buffer of Megatron's
-    DistributedDataParallel), its gradient is added there and autograd gets none.
+    The gradient of `hidden` is this rank's part of a sum that the region before (Megatron's copy or gather) makes. The
+    gradient of `head` is added to its `main_grad`, if it has one (float32, Megatron's DistributedDataParallel).
 
-    Computed in float32 whatever the dtype. Where the operands are bfloat16 on a GPU, the gradient of the logits is
-    rounded to bfloat16 before it is multiplied, as it is with Megatron's own output layer; sums stay float32.
+    Computed in float32 whatever the dtype; with bfloat16 on a GPU the gradient of the logits is rounded to bfloat16
+    before it is multiplied, as with Megatron's own output layer; sums stay float32.
     """
     return _HeadLogProbs.apply(hidden, head, labels, temperature, vocab_size)
 
@@ -68,12 +67,11 @@ class _HeadLogProbs(torch.autograd.Function):
         ctx.main_grad = getattr(head, "main_grad", None)
         ctx.set_materialize_grads(False)
 
-        states, buffers = _operand(hidden), _buffers(hidden)
+        states = _operand(hidden)
         # m, s, u and the label's logit. The lowest finite m, not -inf: 0 times it is not nan.
         stats = torch.zeros(4, len(hidden), device=hidden.device)
         stats[0] = torch.finfo(torch.float32).min
-        for rows, columns in _tiles(len(hidden), ctx.entries, hidden.device.type):
-            logits, weight = _tile(buffers, rows, columns)
+        for rows, columns, logits, weight in _tiles(hidden, ctx.entries):
             _product(logits, states[rows], _operand(head[columns]).t(), alpha=1 / temperature, beta=0.0)
             index, inside = _in_tile(labels[rows], columns)
             label = logits.gather(1, index[:, None])[:, 0] * inside
@@ -81,7 +79,10 @@ class _HeadLogProbs(torch.autograd.Function):
             _exp(logits.sub_(largest[:, None]), out=weight)
             found = torch.stack([largest, weight.sum(1), weight.mul_(logits).sum(1), label])
             stats[:, rows] = _merged(torch.stack([stats[:, rows], found]))
-        m, s, u, label = _merged(_gathered(stats))
+        group = parallel_state.get_tensor_model_parallel_group()
+        of_ranks = stats.new_empty(dist.get_world_size(group), *stats.shape)
+        dist.all_gather(list(of_ranks), stats, group)
+        m, s, u, label = _merged(of_ranks)
         entropy = s.log() - u / s
         ctx.save_for_backward(hidden, head, labels, m, s, entropy)
         return label - m - s.log(), entropy
@@ -104,9 +105,8 @@ class _HeadLogProbs(torch.autograd.Function):
         if ctx.needs_input_grad[1] and ctx.main_grad is None:
             head_grad = torch.zeros(head.shape, device=head.device)
 
-        states, buffers = _operand(hidden), _buffers(hidden)
-        for rows, columns in _tiles(len(hidden), ctx.entries, hidden.device.type):
-            logits, weight = _tile(buffers, rows, columns)
+        states = _operand(hidden)
+        for rows, columns, logits, weight in _tiles(hidden, ctx.entries):
             head_rows = _operand(head[columns])
             _product(logits, states[rows], head_rows.t(), alpha=alpha, beta=0.0)
             _exp(logits.sub_(m[rows, None]), out=weight)
@@ -120,40 +120,32 @@ class _HeadLogProbs(torch.autograd.Function):
                 _product(hidden_grad[rows], minus_gradient, head_rows, alpha=-alpha, beta=1.0)
             if head_grad is not None:
                 _product(head_grad[columns], minus_gradient.t(), states[rows], alpha=-alpha, beta=1.0)
-        return (
-            None if hidden_grad is None else hidden_grad.to(hidden.dtype),
-            None if head_grad is None or ctx.main_grad is not None else head_grad.to(head.dtype),
-            None,
-            None,
-            None,
-        )
+        of_hidden = None if hidden_grad is None else hidden_grad.to(hidden.dtype)
+        of_head = None if head_grad is None or ctx.main_grad is not None else head_grad.to(head.dtype)
+        return of_hidden, of_head, None, None, None
 
 
-def _tiles(tokens: int, entries: int, device_type: str) -> Iterator[tuple[slice, slice]]:
-    """Rows and columns of the tiles: nearly square, since that moves the fewest bytes of hidden states and head."""
+def _tiles(hidden: Tensor, entries: int) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
+    """Rows and columns of the tiles, nearly square, which moves the fewest bytes of hidden states and head.
+
+    And two matrices of a tile's shape, in memory that all tiles share: a CPU's first touch of a page is expensive.
+    """
+    tokens, size = len(hidden), TILE[hidden.device.type]
     if tokens == 0:
         return
-    size = TILE[device_type]
+    buffers = torch.empty(2, size, device=hidden.device)
     height = math.ceil(tokens / math.ceil(tokens / math.isqrt(size)))  # equal heights: no thin last row of tiles
     width = size // height
     for top in range(0, tokens, height):
         for left in range(0, entries, width):
-            yield slice(top, min(top + height, tokens)), slice(left, min(left + width, entries))
-
-
-def _buffers(hidden: Tensor) -> Tensor:
-    """Memory of two tiles, reused for all tiles of a pass: on a CPU the first touch of a page is expensive."""
-    return torch.empty(2, TILE[hidden.device.type], device=hidden.device)
-
-
-def _tile(buffers: Tensor, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
-    shape = rows.stop - rows.start, columns.stop - columns.start
-    logits, weight = buffers[:, : shape[0] * shape[1]].view(2, *shape)
-    return logits, weight
+            rows, columns = slice(top, min(top + height, tokens)), slice(left, min(left + width, entries))
+            shape = rows.stop - rows.start, columns.stop - columns.start
+            logits, weight = buffers[:, : shape[0] * shape[1]].view(2, *shape)
+            yield rows, columns, logits, weight
 
 
 def _operand(matrix: Tensor) -> Tensor:
-    """The operand of a product: a CPU cannot multiply bfloat16 into a float32 result."""
+    """For a product: a CPU cannot multiply bfloat16 into a float32 result."""
     return matrix.float() if matrix.device.type == "cpu" else matrix
 
 
@@ -184,11 +176,3 @@ def _merged(parts: Tensor) -> Tensor:
     s = weight * parts[:, 1]
     u = weight * (parts[:, 2] + below * parts[:, 1])
     return torch.stack([m, s.sum(0), u.sum(0), parts[:, 3].sum(0)])
-
-
-def _gathered(stats: Tensor) -> Tensor:
-    """The statistics [4, N] of every tensor-parallel rank, [tp, 4, N]."""
-    group = parallel_state.get_tensor_model_parallel_group()
-    found = stats.new_empty(dist.get_world_size(group), *stats.shape)
-    dist.all_gather(list(found), stats, group)
-    return found

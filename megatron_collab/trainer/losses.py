@@ -1,60 +1,48 @@
-"""Losses per trained token; the caller selects, weights and sums the tokens.
+"""Losses per trained token, and the loss of a micro-batch made of them, with its statistics.
 
-All tensors are float [N], one number a trained token of a micro-batch, log-probabilities natural ones; what is not
-trained is left out before.
+Tensors without a shape here are float [N], one number a trained token of a micro-batch; log-probabilities are natural.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_collab.algo.policy_loss import PolicyLoss, PolicyLossFunction, PolicyTerms
+from megatron_collab.checkpoint.hf import unwrap
 from megatron_collab.config import AlgoConfig, make
+from megatron_collab.trainer.logprobs import head_log_probs
+from megatron_collab.trainer.microbatches import MicroBatch
 
-
-class ValueTerms(NamedTuple):
-    """Per token: the loss, and 1 where the clip holds the gradient back, else 0."""
-
-    loss: Tensor
-    clipped: Tensor
+# What a micro-batch reports: its part of the loss, sums over its trained tokens, and maxima.
+Report = tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]
+Head = Callable[[MicroBatch, Tensor], tuple[Tensor, Tensor]]  # apply_head for a network at a temperature
+Objective = Callable[[MicroBatch, Tensor], tuple[Tensor, Report]]
 
 
 def policy_loss(algo: AlgoConfig) -> PolicyLossFunction:
     """The policy loss that algo.loss names, with its clip. Raises ConfigError.
 
-    Its arguments are log-probs, old log-probs and advantages, float [N]; `sequence`, int64 [N], the number of the
-    sequence that a token belongs to; and the number of sequences. No sequence is spread over micro-batches.
+    Its arguments are those of PolicyLoss; no sequence is spread over micro-batches.
     """
-    if algo.loss == "gspo":
-        return partial(gspo, clip_low=algo.clip_low, clip_high=algo.clip_high)
-    if algo.loss in _BY_TOKEN:
-        loss = _BY_TOKEN[algo.loss]
-        return lambda log_probs, old_log_probs, advantages, sequence, sequences: loss(
-            log_probs, old_log_probs, advantages, algo.clip_low, algo.clip_high
-        )
+    if algo.loss in _LOSSES:
+        return partial(_LOSSES[algo.loss], clip_low=algo.clip_low, clip_high=algo.clip_high)
     return make(algo.loss, "algo.loss", PolicyLoss, algo.loss_options, "algo.loss_options.")
 
 
-def ppo(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> PolicyTerms:
+def _ppo(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *_: object, **clip: float) -> PolicyTerms:
     """PPO's clipped surrogate: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = exp(log_probs - old).
 
     Schulman et al. 2017, arXiv:1707.06347, equation 7; two clip widths as in DAPO, arXiv:2503.14476, equation 8.
     """
-    return _surrogate((log_probs - old_log_probs).exp(), advantages, clip_low, clip_high)
+    return _surrogate((log_probs - old_log_probs).exp(), advantages, **clip)
 
 
-def gspo(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    sequence: Tensor,
-    sequences: int,
-    clip_low: float,
-    clip_high: float,
+def _gspo(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, sequence: Tensor, sequences: int, **clip: float
 ) -> PolicyTerms:
     """PPO's surrogate with one ratio s_i a sequence: -min(s_it A_t, clip(s_it, 1 - clip_low, 1 + clip_high) A_t).
 
@@ -67,11 +55,11 @@ def gspo(
         log_ratio = log_probs - old_log_probs
         sums = torch.zeros(sequences, dtype=log_ratio.dtype, device=log_ratio.device).index_add(0, sequence, log_ratio)
         ratio = (sums / sequence.bincount(minlength=sequences).clamp(min=1)).exp()[sequence]
-    return _surrogate(ratio * (log_probs - log_probs.detach()).exp(), advantages, clip_low, clip_high)
+    return _surrogate(ratio * (log_probs - log_probs.detach()).exp(), advantages, **clip)
 
 
-def cispo(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
+def _cispo(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *_: object, clip_low: float, clip_high: float
 ) -> PolicyTerms:
     """REINFORCE with a clipped weight: -sg[clip(r, 1 - clip_low, 1 + clip_high)] A log_prob, r = exp(log_probs - old).
 
@@ -89,7 +77,7 @@ def _surrogate(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: fl
     return PolicyTerms(free.maximum(held), ratio.detach(), (held > free).to(ratio.dtype))
 
 
-_BY_TOKEN = {"ppo": ppo, "cispo": cispo}
+_LOSSES: dict[str, Callable[..., PolicyTerms]] = {"ppo": _ppo, "gspo": _gspo, "cispo": _cispo}
 
 
 def importance_weights(old_log_probs: Tensor, engine_log_probs: Tensor, algo: AlgoConfig) -> Tensor:
@@ -114,46 +102,98 @@ def importance_weights(old_log_probs: Tensor, engine_log_probs: Tensor, algo: Al
 
 
 def kl(log_probs: Tensor, reference_log_probs: Tensor, estimate: str) -> Tensor:
-    """The estimate k1, k2 or k3 (also called low_var_kl) of KL(policy || reference), for the loss.
+    """An estimate of KL(policy || reference) from the policy's samples, for the loss; q = reference / policy.
 
-    On the policy's own samples the mean gradient of k2 is that of the KL of the next token, the mean gradient of k3
-    that of KL(reference || policy), the same near the reference. The mean gradient of k1 is 0: in the loss it holds
-    nothing back, it belongs into the reward (Tang and Munos 2025, arXiv:2506.09477).
+    k1                -log q: unbiased
+    k2                (log q)^2 / 2: biased, of little variance
+    k3, low_var_kl    (q - 1) - log q: unbiased and never negative
+
+    Schulman 2020, joschu.net/blog/kl-approx.html. On the policy's own samples the mean gradient of k2 is that of the
+    KL of the next token, of k3 that of KL(reference || policy), the same near the reference, and of k1 0: k1 has no
+    effect in the loss, it belongs into the reward (Tang and Munos 2025, arXiv:2506.09477).
     """
-    estimates = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3, "low_var_kl": kl_k3}
-    return estimates[estimate](log_probs, reference_log_probs)
-
-
-def kl_k1(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
-    """Unbiased estimate of KL(policy || reference) from the policy's samples: log policy / reference.
-
-    Schulman 2020, joschu.net/blog/kl-approx.html, as k2 and k3.
-    """
-    return log_probs - reference_log_probs
-
-
-def kl_k2(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
-    """Biased estimate of KL(policy || reference) of little variance: (log policy / reference)^2 / 2."""
-    return (log_probs - reference_log_probs).square() / 2.0
-
-
-def kl_k3(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
-    """Unbiased estimate of KL(policy || reference), never negative: (q - 1) - log q, q = reference / policy."""
+    if estimate == "k1":
+        return log_probs - reference_log_probs
+    if estimate == "k2":
+        return (log_probs - reference_log_probs).square() / 2.0
     log_q = reference_log_probs - log_probs
     return log_q.exp() - 1.0 - log_q
 
 
-def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> ValueTerms:
-    """Squared error of the critic, clipped to a step of at most `clip` from the old values.
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
+    """Squared error of the critic, clipped to a step of at most `clip` from the old values; and where it is, 1 or 0.
 
     max((V - R)^2, (old + clip(V - old, -clip, clip) - R)^2) / 2: PPO (arXiv:1707.06347, equation 9) with the clipped
     value of OpenAI's baselines (Huang et al. 2022, The 37 implementation details of PPO, detail 9).
     """
     free = (values - returns).square() / 2.0
     held = (old_values + (values - old_values).clamp(-clip, clip) - returns).square() / 2.0
-    return ValueTerms(free.maximum(held), (held > free).to(values.dtype))
+    return free.maximum(held), (held > free).to(values.dtype)
 
 
-def sft_loss(log_probs: Tensor) -> Tensor:
-    """Negative log-likelihood."""
-    return -log_probs
+def apply_head(
+    network: torch.nn.Module, temperature: float, vocab_size: int, micro_batch: MicroBatch, hidden: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Log-probs of the labels and entropy, float32 [N], at the asked positions of `hidden` [1, T, h]."""
+    asked = hidden[0].index_select(0, micro_batch.positions)
+    return head_log_probs(asked, unwrap(network).head, micro_batch.labels, temperature, vocab_size)
+
+
+def supervised_objective(head: Head) -> Objective:
+    """Negative log-likelihood of the trained tokens."""
+
+    def objective(micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Report]:
+        log_probs, _ = head(micro_batch, hidden)
+        total = (-log_probs * micro_batch.columns["weights"]).sum()
+        return total, _report(total, {}, {})
+
+    return objective
+
+
+def policy_objective(head: Head, algo: AlgoConfig) -> Objective:
+    """The policy loss with its correction, KL and entropy, weighted by token.
+
+    Columns of the micro-batch: weights, advantages, log_probs (the engine's); old_log_probs where they are not those
+    of this very forward pass; reference_log_probs where there is a reference.
+    """
+    policy = policy_loss(algo)
+
+    def objective(micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Report]:
+        columns = micro_batch.columns
+        log_probs, entropy = head(micro_batch, hidden)
+        old = columns.get("old_log_probs", log_probs.detach())
+        engine = columns["log_probs"]
+        terms = policy(log_probs, old, columns["advantages"], micro_batch.sequence, micro_batch.samples)
+        loss = terms.loss
+        sums = {"entropy": entropy, "ratio_mean": terms.ratio, "clip_fraction": terms.clipped}
+        if algo.correction != "none":
+            weights = importance_weights(old, engine, algo)
+            loss = loss * weights
+            sums |= {"correction/weight": weights, "correction/masked": (weights == 0).to(weights.dtype)}
+        if "reference_log_probs" in columns:
+            sums["kl"] = kl(log_probs, columns["reference_log_probs"], algo.kl)
+            if algo.kl_in == "loss":
+                loss = loss + algo.kl_coef * sums["kl"]
+        if algo.entropy_coef:
+            loss = loss - algo.entropy_coef * entropy
+        sums["mismatch/k3"] = kl(engine, old, "k3")
+        maxima = {"ratio_max_deviation": (terms.ratio - 1.0).abs(), "mismatch/max_abs": (engine - old).abs()}
+        total = (loss * columns["weights"]).sum()
+        return total, _report(total, sums, maxima)
+
+    return objective
+
+
+def _report(total: Tensor, sums: dict[str, Tensor], maxima: dict[str, Tensor]) -> Report:
+    return (
+        total.detach().clone(),  # the schedule divides the loss in place
+        {name: value.detach().sum() for name, value in sums.items()},
+        {name: torch.cat([value.detach(), value.new_zeros(1)]).max() for name, value in maxima.items()},
+    )
+
+
+def reported(algo: AlgoConfig, reference: bool) -> tuple[list[str], list[str]]:
+    """Names of the sums and of the maxima that policy_objective reports, for ranks that have no report."""
+    sums = ["entropy", "ratio_mean", "clip_fraction", "mismatch/k3"]
+    sums += ["correction/weight", "correction/masked"] if algo.correction != "none" else []
+    return sums + (["kl"] if reference else []), ["ratio_max_deviation", "mismatch/max_abs"]

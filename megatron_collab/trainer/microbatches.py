@@ -1,10 +1,17 @@
-"""This rank's share of a batch as packed micro-batches, and results mapped back to the tokens of samples."""
+"""Micro-batches: which samples go through the model together and on which rank, packed end to end, and results of them.
+
+`pack` is pure: from lengths alone, so every rank computes the same plan and takes its own part of it.
+"""
 
 from __future__ import annotations
 
+import heapq
+from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from itertools import pairwise
+from math import lcm
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,26 +22,171 @@ from torch import Tensor
 
 from megatron_collab.config import Config
 from megatron_collab.models.parallel_layout import alignment
-from megatron_collab.trainer import packing
 
 # Per-sample arrays [S] by name: token_ids int64, all others float32.
 Columns = Mapping[str, Sequence[np.ndarray]]
+SampleIndices = tuple[int, ...]
+
+# Length at which attention costs as much as the rest of a layer: 12 times a hidden size of 4,096; see `cost`.
+_EVEN_LENGTH = 12 * 4096
+
+
+def positions(tokens: int) -> int:
+    """Positions a sample of `tokens` tokens takes in the model: all but the last predict their successors."""
+    return max(1, tokens - 1)
+
+
+def cost(lengths: np.ndarray) -> np.ndarray:
+    """Cost of sequences of `lengths` positions, in positions without attention; float64.
+
+    A layer of hidden size h has about 12 h^2 parameters, so a position takes 24 h^2 FLOPs forward, and 2 h S more for
+    causal attention in a sequence of S: S (1 + S / (12 h)) in all (Narayanan et al. 2021, arXiv:2104.04473, appendix,
+    with half of the attention for the causal mask). h is taken as 4,096.
+    """
+    return lengths * (1.0 + lengths / _EVEN_LENGTH)
+
+
+def pack(
+    lengths: Sequence[int], ranks: int, budget: int, *, align: int = 1, multiple_of: int = 1
+) -> list[list[SampleIndices]]:
+    """Spread samples of `lengths` positions over `ranks` data-parallel ranks in micro-batches, equally many on each.
+
+    A micro-batch holds at most `budget` positions, each sequence counted up to a multiple of `align`, or a single
+    longer sequence. Each rank has a multiple of `multiple_of` micro-batches, as an interleaved pipeline needs: the
+    costliest are split, and empty ones added only where there are fewer samples than micro-batches.
+
+    Micro-batches are dealt in rounds from the costliest down, each round one to a rank, the costliest to the rank with
+    the least so far. So the ranks' totals differ by no more than the costs in some one round, and the ranks work on
+    similar micro-batches at the same time, as expert parallelism needs. On a rank, costs rise and then fall: pipeline
+    stages work on neighbouring micro-batches at once and wait for the costliest, and all wait for the first and last.
+    """
+    rounded = -(-np.asarray(lengths, np.int64) // align) * align
+    costs = cost(rounded).tolist()
+    step = ranks * multiple_of
+    bins = _best_fit_decreasing(rounded, budget)
+    count = max(1, -(-len(bins) // step)) * step
+    ordered = sorted(_split(bins, costs, count), key=lambda weighed: -weighed[0])
+
+    totals = [0.0] * ranks
+    dealt: list[list[SampleIndices]] = [[] for _ in range(ranks)]
+    for start in range(0, count, ranks):
+        poorest_first = sorted(range(ranks), key=totals.__getitem__)
+        for rank, (total, indices) in zip(poorest_first, ordered[start : start + ranks], strict=True):
+            totals[rank] += total
+            dealt[rank].append(tuple(indices))
+    return [[*falling[::-2], *falling[len(falling) % 2 :: 2]] for falling in dealt]
+
+
+def _best_fit_decreasing(lengths: np.ndarray, budget: int) -> list[list[int]]:
+    """Indices by bin: the longest first, each into the bin with the least room that takes it."""
+    order = np.argsort(-lengths, kind="stable")
+    bins: list[list[int]] = []
+    rooms: list[int] = []  # room and number of the bins with room left, in one integer, ascending
+    for index, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        at = bisect_left(rooms, length * len(lengths))
+        if at < len(rooms):
+            room, number = divmod(rooms.pop(at), len(lengths))
+        else:
+            room, number = budget, len(bins)
+            bins.append([])
+        bins[number].append(index)
+        if room > length:
+            insort(rooms, (room - length) * len(lengths) + number)
+    return bins
+
+
+def _split(bins: list[list[int]], costs: list[float], count: int) -> list[tuple[float, list[int]]]:
+    """`count` bins with their costs: the costliest that can be split are split, then empty ones are added."""
+    whole = [(sum(costs[index] for index in indices), indices) for indices in bins]
+    heap = [(-total, number) for number, (total, indices) in enumerate(whole) if len(indices) > 1]
+    heapq.heapify(heap)
+    while heap and len(whole) < count:
+        number = heapq.heappop(heap)[1]
+        halves: list[list[int]] = [[], []]
+        totals = [0.0, 0.0]
+        for index in whole[number][1]:  # the longest first
+            lighter = int(totals[1] < totals[0])
+            halves[lighter].append(index)
+            totals[lighter] += costs[index]
+        whole[number] = (totals[0], halves[0])
+        whole.append((totals[1], halves[1]))
+        for half in (number, len(whole) - 1):
+            if len(whole[half][1]) > 1:
+                heapq.heappush(heap, (-whole[half][0], half))
+    return whole + [(0.0, [])] * (count - len(whole))
+
+
+def collate(columns: Columns, indices: SampleIndices, align: int = 1, total: int = 1) -> dict[str, Any]:
+    """One micro-batch: the samples `indices`, one after the other in T positions.
+
+    A sample of S tokens takes S - 1 positions, at least 1, padded with zeros to a multiple of `align`; T is a multiple
+    of both `align` and `total`, if need be by a last sequence of padding alone, which is all of an empty micro-batch.
+
+    Returns `token_ids`, `labels` (the next token) and `position_ids` int64 [1, T]; each other column float32 [T],
+    that of label i at position i; `sequence` int64 [T], the place in `indices` of the sample that position i predicts
+    a token of, -1 in padding; `cu_seqlens` int32, the bounds of the sequences, padding included; `max_seqlen`, an int,
+    the longest of them. ValueError where `loss_mask` includes a sample's first token: nothing predicts it.
+    """
+    samples = [columns["token_ids"][index] for index in indices]
+    for index in indices if "loss_mask" in columns else ():
+        if columns["loss_mask"][index][0] != 0:
+            raise ValueError(f"sample {index}: its first token is in the loss mask, but no token precedes it")
+    sizes = [-(-positions(len(sample)) // align) * align for sample in samples]
+    whole = lcm(align, total)
+    padding = -sum(sizes) % whole or (0 if sizes else whole)
+    if padding:
+        sizes.append(padding)
+    starts = np.cumsum([0, *sizes])
+    length = int(starts[-1])
+
+    packed: dict[str, Any] = {name: np.zeros(length, np.float32) for name in columns if name != "token_ids"}
+    token_ids, labels = np.zeros((2, 1, length), np.int64)
+    sequence: np.ndarray = np.full(length, -1, np.int64)
+    for place, (index, sample, start) in enumerate(zip(indices, samples, starts.tolist(), strict=False)):
+        filled = slice(start, start + len(sample) - 1)
+        token_ids[0, filled] = sample[:-1]
+        labels[0, filled] = sample[1:]
+        sequence[filled] = place
+        for name in packed:
+            packed[name][filled] = columns[name][index][1:]
+    return packed | {
+        "token_ids": token_ids,
+        "labels": labels,
+        "position_ids": (np.arange(length) - np.repeat(starts[:-1], sizes))[None],
+        "sequence": sequence,
+        "cu_seqlens": starts.astype(np.int32),
+        "max_seqlen": max(sizes),
+    }
+
+
+def context_slice(cu_seqlens: np.ndarray, cp: int, cp_rank: int) -> np.ndarray:
+    """Positions that a context-parallel rank keeps, int64 [T / cp], in the order that TransformerEngine expects.
+
+    Each sequence is cut into 2 cp chunks, of which rank r keeps r and 2 cp - 1 - r: under a causal mask all ranks then
+    have the same work. `cu_seqlens` as from `collate`; ValueError where a sequence is no multiple of 2 cp.
+    """
+    kept = []
+    for start, end in pairwise(cu_seqlens.tolist()):
+        chunk, rest = divmod(end - start, 2 * cp)
+        if rest:
+            raise ValueError(f"a sequence of {end - start} positions cannot be cut into 2 x {cp} chunks")
+        kept += [np.arange(start + n * chunk, start + (n + 1) * chunk) for n in (cp_rank, 2 * cp - 1 - cp_rank)]
+    return np.concatenate(kept)
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Packed sequences on this rank's device, and the N positions whose predictions are requested.
+    """Sequences on this rank's device, `packed` into T positions, N of whose predictions are requested.
 
-    `token_ids` and `position_ids` are int64 [1, T]; `cu_seqlens` int32 as in PackedSeqParams. Of each asked position:
-    `positions` (where it is in T), `labels` (the token it predicts) and `sequence` (its sample's number within the
-    micro-batch), int64 [N]; `columns` float32 [N] by name; `where` its token's place in all samples' tokens laid end
-    to end. `samples` is the number of sequences.
+    `token_ids` and `position_ids` are int64 [1, T]. Of each requested prediction: `positions` (where it is in T),
+    `labels` (the token it predicts) and `sequence` (its sample's number within the micro-batch), int64 [N]; `columns`
+    float32 [N] by name; `where` its token's place in all samples' tokens laid end to end. `samples` is the number of
+    sequences.
     """
 
     token_ids: Tensor
     position_ids: Tensor
-    cu_seqlens: Tensor
-    max_seqlen: int
+    packed: PackedSeqParams
     positions: Tensor
     labels: Tensor
     sequence: Tensor
@@ -42,20 +194,10 @@ class MicroBatch:
     where: np.ndarray
     samples: int
 
-    @cached_property
-    def packed(self) -> PackedSeqParams:
-        return PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=self.cu_seqlens,
-            cu_seqlens_kv=self.cu_seqlens,
-            max_seqlen_q=self.max_seqlen,
-            max_seqlen_kv=self.max_seqlen,
-        )
-
 
 @dataclass(frozen=True)
 class Share:
-    """This rank's micro-batches of some samples; `lengths` are those of all samples, the same on every rank."""
+    """This rank's micro-batches; `lengths` are those of all samples, the same on every rank."""
 
     micro_batches: list[MicroBatch]
     lengths: list[int]
@@ -63,7 +205,7 @@ class Share:
     def collect(self, found: Sequence[Tensor]) -> list[np.ndarray]:
         """Results of all ranks for the requested positions, float32 [S] for each sample on every rank; collective.
 
-        `found[i]` is float [N] for micro-batch i; empty but on the last pipeline stage. What nobody asked for is 0.
+        `found[i]` is float [N] for micro-batch i; empty but on the last pipeline stage. Others are 0.
         """
         device = self.micro_batches[0].token_ids.device
         flat = torch.zeros(sum(self.lengths), device=device)
@@ -77,60 +219,49 @@ class Share:
 def make_share(config: Config, columns: Columns, device: torch.device, ask: str | None = None) -> Share:
     """Pack samples into this rank's micro-batches; no collective, since every rank makes the same plan.
 
-    Asked for are the positions where the column `ask` is not 0; without one, every prediction.
+    Predictions are requested where the column `ask` is not 0; without one, everywhere.
     """
     parallel = config.parallel
     lengths = [len(token_ids) for token_ids in columns["token_ids"]]
-    align, total = alignment(config)
-    plan = packing.pack(
-        [packing.positions(length) for length in lengths],
+    plan = pack(
+        [positions(length) for length in lengths],
         parallel_state.get_data_parallel_world_size(),
         config.train.tokens_per_micro_batch * parallel.cp,
-        align=align,
+        align=alignment(config)[0],
         multiple_of=parallel.pp if parallel.vpp > 1 else 1,
     )
     starts = np.cumsum([0, *lengths[:-1]])
-    mine = plan.ranks[parallel_state.get_data_parallel_rank()]
-    return Share([_micro_batch(columns, indices, align, total, starts, device, ask) for indices in mine], lengths)
+    mine = plan[parallel_state.get_data_parallel_rank()]
+    return Share([_micro_batch(config, columns, indices, starts, device, ask) for indices in mine], lengths)
 
 
 def _micro_batch(
-    columns: Columns,
-    indices: packing.SampleIndices,
-    align: int,
-    total: int,
-    starts: np.ndarray,
-    device: torch.device,
-    ask: str | None,
+    config: Config, columns: Columns, indices: SampleIndices, starts: np.ndarray, device: torch.device, ask: str | None
 ) -> MicroBatch:
-    packed = packing.collate(columns, indices, align=align, total=total)
+    """The samples `indices`; `starts`, where every sample begins in all samples' tokens laid end to end."""
+    packed = collate(columns, indices, *alignment(config))
     cu_seqlens, sequence = packed["cu_seqlens"], packed["sequence"]
     cp, cp_rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
-    kept = packing.context_slice(cu_seqlens, cp, cp_rank) if cp > 1 else np.arange(cu_seqlens[-1])
+    kept = context_slice(cu_seqlens, cp, cp_rank) if cp > 1 else np.arange(cu_seqlens[-1])
     asked = sequence[kept] >= 0
     if ask is not None:
         asked &= packed[ask][kept] != 0
     positions = np.flatnonzero(asked)
     chosen = kept[positions]
-    of_sample = np.array([starts[index] for index in indices], np.int64)
-    # Position i of a sequence speaks of its token i + 1.
-    within = chosen - cu_seqlens[:-1][sequence[chosen]]
-    tensors = {
-        name: torch.from_numpy(np.ascontiguousarray(array)).to(device)
-        for name, array in {
-            "token_ids": packed["token_ids"][:, kept],
-            "position_ids": packed["position_ids"][:, kept],
-            "cu_seqlens": cu_seqlens,
-            "positions": positions,
-            "labels": packed["labels"][0, chosen],
-            "sequence": sequence[chosen],
-        }.items()
-    }
-    floats = {name: torch.from_numpy(packed[name][chosen]).to(device) for name in columns if name != "token_ids"}
+
+    def tensor(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+    bounds, longest = tensor(cu_seqlens), int(packed["max_seqlen"])
     return MicroBatch(
-        **tensors,
-        max_seqlen=int(packed["max_seqlen"]),
-        columns=floats,
-        where=of_sample[sequence[chosen]] + within + 1,
+        token_ids=tensor(packed["token_ids"][:, kept]),
+        position_ids=tensor(packed["position_ids"][:, kept]),
+        packed=PackedSeqParams("thd", bounds, bounds, max_seqlen_q=longest, max_seqlen_kv=longest),
+        positions=tensor(positions),
+        labels=tensor(packed["labels"][0, chosen]),
+        sequence=tensor(sequence[chosen]),
+        columns={name: tensor(packed[name][chosen]) for name in columns if name != "token_ids"},
+        # Position i of a sequence predicts its token i + 1.
+        where=starts[list(indices)][sequence[chosen]] + chosen - cu_seqlens[:-1][sequence[chosen]] + 1,
         samples=len(indices),
     )

@@ -1,44 +1,60 @@
-"""A network in training: its chunks under data parallelism, its optimizer, and Megatron's schedules over them."""
+"""A network in training: data parallelism, AdamW, offloading, and Megatron's schedules over its micro-batches."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import get_standard_config_overrides as no_decay_for_norms_and_biases
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from megatron_collab.config import Config
+from megatron_collab.config import Config, OptimConfig
+from megatron_collab.patches.megatron import count_padding
 from megatron_collab.runtime import heartbeat
-from megatron_collab.runtime.rank0 import look
+from megatron_collab.runtime.rank0 import check_preemption
+from megatron_collab.trainer.megatron.config import DTYPES
 from megatron_collab.trainer.microbatches import MicroBatch, Share
-from megatron_collab.trainer.offload import Offload
-from megatron_collab.trainer.optimizer import build_optimizer
 
 # From a micro-batch and the last stage's hidden states [1, T, h] to (loss, report).
 Loss = Callable[[MicroBatch, Tensor], tuple[Tensor, Any]]
 
 
 class Trainable:
-    """One network in training: `chunks` (several with virtual pipeline stages) inside Megatron's data parallelism."""
+    """One network in training: `chunks` (several with virtual pipeline stages) and AdamW, sharded over the ranks."""
 
     def __init__(self, config: Config, chunks: Sequence[torch.nn.Module], lr: float) -> None:
-        megatron = get_model_config(chunks[0])
-        options = DistributedDataParallelConfig(
+        self.config = config
+        megatron, optim = get_model_config(chunks[0]), config.optim
+        ddp = DistributedDataParallelConfig(
             use_distributed_optimizer=True, grad_reduce_in_fp32=True, fp8_param_gather=config.model.fp8_params
         )
-        self.chunks = [DistributedDataParallel(megatron, options, chunk) for chunk in chunks]
-        self._settings = config.optim
-        self.optimizer = build_optimizer(config, self.chunks, lr)
+        self.chunks = [DistributedDataParallel(megatron, ddp, chunk) for chunk in chunks]
+        options = OptimizerConfig(
+            optimizer="adam",
+            lr=lr,
+            adam_beta1=optim.beta1,
+            adam_beta2=optim.beta2,
+            weight_decay=optim.weight_decay,
+            clip_grad=optim.clip_grad,
+            bf16=config.model.dtype == "bfloat16",
+            params_dtype=DTYPES[config.model.dtype],
+            use_distributed_optimizer=True,
+        )
+        for chunk in self.chunks:
+            count_padding(chunk)
+        self.optimizer = get_megatron_optimizer(options, self.chunks, no_decay_for_norms_and_biases(options))
         if config.model.fp8_params:
             self.optimizer.reload_model_params()  # the masters hold what the parameters were before they were loaded
-        self._offload = Offload(self.chunks, self.optimizer) if config.parallel.offload else None
+        self._host: dict[int, torch.UntypedStorage] = {}  # copies of offloaded storages, kept for the next time
         megatron.finalize_model_grads_func = finalize_model_grads
         megatron.grad_scale_func = self.optimizer.scale_loss
 
@@ -48,7 +64,10 @@ class Trainable:
         The gradient is that of the sum of `loss` over all micro-batches of all ranks. FloatingPointError where it
         is not finite; before the `first` step of an update Preempted, which leaves everything as it was.
         """
-        self._configure(lr)
+        for group in self.optimizer.param_groups:  # Megatron's scheduler is not used; a checkpoint has older settings
+            group["lr"] = lr
+            group["weight_decay"] = self.config.optim.weight_decay * group["wd_mult"]  # 0 for norms and biases
+            group["betas"] = (self.config.optim.beta1, self.config.optim.beta2)
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -59,33 +78,66 @@ class Trainable:
             total, report = loss(micro_batch, hidden)
             return total * undone, report
 
-        reports = schedule(self.chunks, share, scaled, interruptible=first, forward_only=False)
+        reports = _schedule(self.chunks, share, scaled, interruptible=first, forward_only=False)
         if first:
-            look()
+            check_preemption()
         _, norm, _ = self.optimizer.step()
         if not math.isfinite(norm):
             raise FloatingPointError(f"the gradient norm is {norm}; lower the learning rate (optim.lr)")
         return reports, float(norm)
 
-    def _configure(self, lr: float) -> None:
-        """Set what Megatron leaves to its scheduler, which is not used, and what a checkpoint would bring back.
+    @contextmanager
+    def offloaded(self) -> Iterator[None]:
+        """Within it optimizer state, float32 masters and gradients are off the device, if parallel.offload.
 
-        Norms and biases are in groups whose `wd_mult` is 0.
+        The tensors stay the same objects, so every view of them is valid again afterwards; gradients come back as
+        zeros. Megatron's own offload is not used: it gives the parameters of a float32 model memory of their own.
         """
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-            group["weight_decay"] = self._settings.weight_decay * group["wd_mult"]
-            group["betas"] = (self._settings.beta1, self._settings.beta2)
+        if not self.config.parallel.offload:
+            yield
+            return
+        moved = []
+        for storage in self._optimizer_storages():
+            copy = self._host.setdefault(storage._cdata, torch.UntypedStorage(storage.nbytes()))
+            copy.copy_(storage)
+            moved.append((storage, copy))
+            storage.resize_(0)
+        for chunk in self.chunks:
+            chunk.offload_grad_buffers()
+        try:
+            yield
+        finally:
+            for storage, copy in moved:
+                storage.resize_(copy.nbytes())
+                storage.copy_(copy)
+            for chunk in self.chunks:
+                chunk.restore_grad_buffers()
 
-    def offload(self) -> None:
-        """Free the device of optimizer state and gradients until `onload`, where parallel.offload asks for it."""
-        if self._offload:
-            self._offload.leave()
+    def _optimizer_storages(self) -> Iterator[torch.UntypedStorage]:
+        """Storages of the states and parameters of the inner optimizers, each once, without those of the model."""
+        buffers = [buffer for chunk in self.chunks for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]]
+        seen = {buffer.param_data.untyped_storage()._cdata for buffer in buffers}
+        for part in self.optimizer.chained_optimizers:
+            inner = part.optimizer
+            tensors = [tensor for group in inner.param_groups for tensor in group["params"]]
+            tensors += [value for state in inner.state.values() for value in state.values() if torch.is_tensor(value)]
+            for tensor in tensors:
+                storage = tensor.untyped_storage()
+                if storage.nbytes() and storage._cdata not in seen:
+                    seen.add(storage._cdata)
+                    yield storage
 
-    def onload(self) -> None:
-        """Bring back what `offload` took away."""
-        if self._offload:
-            self._offload.come_back()
+
+def learning_rate(optim: OptimConfig, steps: int, step: int) -> float:
+    """Learning rate of `step` (from 0) in a run of `steps`.
+
+    Linear warm-up that reaches `optim.lr` in its last step, then constant, or linear towards zero at step `steps`.
+    """
+    if step < optim.warmup_steps:
+        return optim.lr * (step + 1) / optim.warmup_steps
+    if optim.schedule == "linear":
+        return optim.lr * (steps - step) / (steps - optim.warmup_steps)
+    return optim.lr
 
 
 @torch.no_grad()
@@ -94,37 +146,32 @@ def infer(
 ) -> list[Tensor]:
     """What `compute` makes of each micro-batch and its hidden states; empty but on the last pipeline stage.
 
-    Preempted on every rank where the machine is wanted back.
+    Preempted on every rank where rank 0 received a preemption notice.
     """
 
     def collect(micro_batch: MicroBatch, hidden: Tensor, non_loss_data: bool) -> Tensor:
         return compute(micro_batch, hidden)
 
-    return schedule(chunks, share, collect, interruptible=True, forward_only=True, collect_non_loss_data=True)
+    return _schedule(chunks, share, collect, interruptible=True, forward_only=True, collect_non_loss_data=True)
 
 
-def schedule(
-    chunks: Sequence[torch.nn.Module],
-    share: Share,
-    loss: Callable[..., Any],
-    *,
-    interruptible: bool = False,
-    **options: bool,
+def _schedule(
+    chunks: Sequence[torch.nn.Module], share: Share, loss: Callable[..., Any], interruptible: bool, **options: bool
 ) -> list[Any]:
     """Megatron's schedule of this pipeline over the micro-batches; what `loss` reports of each.
 
-    Preempted on every rank where it is `interruptible` and the machine is wanted back. All ranks have to ask together:
-    they do before every micro-batch, of which they have equally many; with pipeline stages, which are at different
-    ones at a time, before the first alone.
+    Where it is `interruptible`, Preempted on every rank once rank 0 received a preemption notice. That check is
+    collective: it precedes every micro-batch, of which all ranks have equally many, but only the first with pipeline
+    stages, which are at different ones at a time.
     """
     staged = parallel_state.get_pipeline_model_parallel_world_size() > 1
     if interruptible and staged:
-        look()
+        check_preemption()
 
     def forward(batches: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         heartbeat.beat()
         if interruptible and not staged:
-            look()
+            check_preemption()
         micro_batch = next(batches)
         output = chunk(micro_batch.token_ids, micro_batch.position_ids, None, packed_seq_params=micro_batch.packed)
         return output, partial(loss, micro_batch)
@@ -136,7 +183,7 @@ def schedule(
         data_iterator=batches if several else batches[0],
         model=list(chunks) if several else chunks[0],
         num_microbatches=len(share.micro_batches),
-        seq_length=share.micro_batches[0].token_ids.shape[1],  # each stage tells the next; sequences vary
+        seq_length=share.micro_batches[0].token_ids.shape[1],  # sent from stage to stage; sequences vary
         micro_batch_size=1,
         **options,
     )

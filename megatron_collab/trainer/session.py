@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 from megatron_collab import environments
 from megatron_collab.checkpoint.checkpointer import Checkpoints
@@ -15,62 +14,52 @@ from megatron_collab.checkpoint.hf import save_hf
 from megatron_collab.checkpoint.storage import LATEST
 from megatron_collab.config import Config
 from megatron_collab.observability.run import Run
-from megatron_collab.runtime import hang_detector, rank0, startup
-from megatron_collab.runtime.process import Preempted, RunStopped, seconds_since_notice
+from megatron_collab.runtime import hang_detector, rank0
+from megatron_collab.runtime.process import Preempted, RunStopped, imports_done, seconds_since_notice
 from megatron_collab.runtime.redact import redact
 from megatron_collab.trainer.megatron import parallel
 from megatron_collab.trainer.trainer import PolicyTrainer
 
-_Entered = TypeVar("_Entered")
 
+class Session(ExitStack):
+    """Entered by every rank after its imports; the parts that it enters end with it, the last first.
 
-class Session:
-    """Entered by every rank once it has imported all it needs; what is given to `enter` ends with it, the last first.
-
-    `run` (the folder) and `checkpoints` are there once `resume` has been called.
+    `run` (the folder) and `checkpoints` exist once `resume` has been called.
     """
 
     run: Run
     checkpoints: Checkpoints
 
+    enter = ExitStack.enter_context
+
     def __init__(self, config: Config) -> None:
+        super().__init__()
         self.config = config
         self._folder = Path(config.run.dir) / "checkpoints"
-        self._stack = ExitStack()
         self._start = 0
         self._found: dict[str, Any] = {}
 
     def __enter__(self) -> Session:
-        startup.settled()
+        imports_done()
         self.enter(hang_detector.armed(self.config))
         self.enter(parallel.leader_ends_first(self.config.launch.timeout, self.explain))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        return self._stack.__exit__(kind, error, trace)
-
-    def enter(self, part: AbstractContextManager[_Entered]) -> _Entered:
-        """Enter a part of the run, to be left with the session."""
-        return self._stack.enter_context(part)
-
     def resume(self, trainer: PolicyTrainer) -> int:
-        """The step to go on with, `trainer` being what the newest checkpoint holds; 0 in a new run. Collective."""
+        """The step to continue from, with `trainer` loaded from the newest checkpoint; 0 in a new run. Collective."""
         train, timeout = self.config.train, self.config.launch.timeout
         self.checkpoints = self.enter(Checkpoints(self._folder, train.keep_checkpoints, timeout))
         self._start, self._found = self.checkpoints.load_latest(trainer) or (0, {})
-        names = environments.result_names(self.config)
-        self.run = self.enter(Run(self.config, self._start, self._found, names))
+        self.run = self.enter(Run(self.config, self._start, self._found, environments.result_names(self.config)))
         return self._start
 
     def state(self, part: str) -> dict[str, Any]:
-        """What the checkpoint that was resumed from keeps of a part of the run; {} where there is none."""
+        """The state of a part of the run in the checkpoint that was resumed from; {} where there is none."""
         return self._found.get(part, {})
 
     @contextmanager
     def saved_when_stopped(self, step: int, trainer: PolicyTrainer, **parts: Mapping[str, Any]) -> Iterator[None]:
-        """Where the run is stopped within it, what was learned before `step` is saved, with the parts' states."""
+        """Where the run is stopped within it, save the training state before `step`, with the parts' states."""
         try:
             yield
         except RunStopped:
@@ -79,7 +68,7 @@ class Session:
             raise
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write down a finished step; collective, so that all ranks learn of a full disk."""
+        """Record a finished step; collective, so that all ranks stop on a full disk."""
         rank0.shared(lambda: self.run.record(step, metrics))
 
     def save_due(self, step: int) -> bool:

@@ -1,14 +1,15 @@
 """The trainer of the policy: scores a batch, and learns from it in one or more optimizer steps.
 
-Every rank calls with the same batch and takes its data parallel share. The loss is a weighted sum over the trained
+Every rank calls it with the same batch and takes its data parallel share. The loss is a weighted sum over the trained
 tokens of the whole (mini-)batch, so it does not depend on the layout or on the micro-batches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields
+from functools import partial
 from itertools import pairwise
 from typing import Self
 
@@ -23,19 +24,17 @@ from megatron_collab.config import Config
 from megatron_collab.models.hf_to_megatron import ModelShape
 from megatron_collab.runtime import heartbeat
 from megatron_collab.trainer.critic import Critic
+from megatron_collab.trainer.losses import Head, Report, apply_head, policy_objective, reported, supervised_objective
 from megatron_collab.trainer.megatron import model
 from megatron_collab.trainer.microbatches import Columns, make_share
-from megatron_collab.trainer.network import Loss, Trainable, infer
-from megatron_collab.trainer.objectives import Head, PolicyObjective, Report, SupervisedObjective, names
-from megatron_collab.trainer.optimizer import learning_rate
+from megatron_collab.trainer.network import Trainable, infer, learning_rate
 from megatron_collab.types import Batch, Sample, Scored
 
 
 class PolicyTrainer:
-    """Trains the policy, given as this rank's chunks, in config.train.stage.
+    """Trains the policy, given as this rank's chunks; `step` counts the updates.
 
     `reference` is the frozen first policy, needed where algo.kl_coef > 0 in rl; `critic` where algo.advantage=gae.
-    `step` counts the updates.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class PolicyTrainer:
         self.device = next(chunks[0].parameters()).device
         self.step = 0
         head = self._head(chunks)
-        self._loss: Loss = SupervisedObjective(head) if self.supervised else PolicyObjective(head, config.algo)
+        self._loss = supervised_objective(head) if self.supervised else policy_objective(head, config.algo)
 
     @classmethod
     def load(cls, config: Config) -> Self:
@@ -73,29 +72,26 @@ class PolicyTrainer:
 
     @property
     def trainables(self) -> dict[str, Trainable]:
-        """What is trained, by name: what a checkpoint holds."""
-        return {"policy": self.policy} | ({"critic": self.critic.network} if self.critic else {})
+        """The networks that a checkpoint holds, by name."""
+        return {"policy": self.policy} | ({"critic": self.critic} if self.critic else {})
 
     @contextmanager
     def offloaded(self) -> Iterator[None]:
         """While the policy is sampled from: without optimizer and gradients on the device, if parallel.offload."""
-        for trainable in self.trainables.values():
-            trainable.offload()
-        try:
-            yield
-        finally:
+        with ExitStack() as stack:
             for trainable in self.trainables.values():
-                trainable.onload()
+                stack.enter_context(trainable.offloaded())
+            yield
 
     def score(self, batch: Batch) -> Scored:
-        """What the networks say of every trained token before the update, the same on every rank; collective.
+        """Log-probs and values of every trained token before the update, the same on every rank; collective.
 
         Old log-probs are the policy's own; they are computed apart only where the update's first forward pass does not
-        give them in time. Preempted on every rank where a preemption notice has come.
+        give them in time. Preempted on every rank once rank 0 has received a preemption notice.
         """
         heartbeat.at(f"the scoring of step {self.step}")
         algo = self.config.algo
-        columns = {name: [getattr(sample, name) for sample in batch.samples] for name in ("token_ids", "loss_mask")}
+        columns = _columns(batch)
         old = reference = values = None
         if algo.mini_batches > 1 or (self.reference is not None and algo.kl_in == "reward"):
             old = self._log_probs(self.policy.chunks, columns, "loss_mask")
@@ -110,8 +106,8 @@ class PolicyTrainer:
 
         In rl it is Scored, with advantages. The engine's log-probs are compared with the old ones in mismatch/max_abs
         and mismatch/k3 (KL from the engine's distribution to the policy's). ValueError where nothing is trained,
-        FloatingPointError where the gradient is not finite. Preempted on every rank where a preemption notice has come
-        before the first optimizer step; nothing has changed then.
+        FloatingPointError where the gradient is not finite. Preempted on every rank if rank 0 received a preemption
+        notice before the first optimizer step; nothing has changed then.
         """
         heartbeat.at(f"the update of step {self.step}")
         lr = learning_rate(self.config.optim, self.config.train.steps, self.step)
@@ -120,44 +116,34 @@ class PolicyTrainer:
         reports: list[Report] = []
         metrics: list[dict[str, float]] = []
         for rows in _split(len(batch.samples), self.config.algo.mini_batches):
-            share = make_share(self.config, self._weighted(columns, rows), self.device, ask="loss_mask")
+            part = {name: values[rows.start : rows.stop] for name, values in columns.items()}
+            weights = token_weights(part["loss_mask"], "token" if self.supervised else self.config.algo.average)
+            share = make_share(self.config, {**part, "weights": weights}, self.device, ask="loss_mask")
             found, norm = self.policy.step(share, self._loss, lr, first=not metrics)
             reports += found
             metrics.append({"grad_norm": norm} | (self.critic.update(share, critic_lr) if self.critic else {}))
         self.step += 1
-        means = {name: float(np.mean([part[name] for part in metrics])) for name in metrics[0]}
-        return {
-            **self._reduced(reports, batch.loss_tokens, len(metrics)),
-            **means,
-            "lr": lr,
-            "tokens": batch.loss_tokens,
-        }
+        means = {name: float(np.mean([step[name] for step in metrics])) for name in metrics[0]}
+        reduced = self._reduced(reports, batch.loss_tokens, len(metrics))
+        return {**reduced, **means, "lr": lr, "tokens": batch.loss_tokens}
 
     def log_probs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
-        """The policy's log-probability of every token, float32 [S] for each sample, on every rank; collective.
-
-        The first token of a sample has no prediction: 0.
-        """
+        """The policy's log-probs of every token, 0 for a sample's first, float32 [S] each on every rank; collective."""
         return self._log_probs(self.policy.chunks, {"token_ids": [sample.token_ids for sample in samples]})
-
-    def _weighted(self, columns: Columns, rows: range) -> Columns:
-        """A mini-batch of the columns, with the weight of every token in its loss."""
-        part = {name: values[rows.start : rows.stop] for name, values in columns.items()}
-        average = "token" if self.supervised else self.config.algo.average
-        return {**part, "weights": token_weights(part["loss_mask"], average)}
 
     def _log_probs(
         self, chunks: Sequence[torch.nn.Module], columns: Columns, ask: str | None = None
     ) -> list[np.ndarray]:
-        share = make_share(self.config, columns, self.device, ask)
-        return share.collect(infer(chunks, share, self._head(chunks).log_probs))
+        share, head = make_share(self.config, columns, self.device, ask), self._head(chunks)
+        return share.collect(infer(chunks, share, lambda micro_batch, hidden: head(micro_batch, hidden)[0]))
 
     def _head(self, chunks: Sequence[torch.nn.Module]) -> Head:
-        return Head(chunks[-1], self.shape.vocab, self.temperature)
+        return partial(apply_head, chunks[-1], self.temperature, self.shape.vocab)
 
     def _reduced(self, reports: Sequence[Report], tokens: float, steps: int) -> dict[str, float]:
         """The loss, averaged over the optimizer steps; means over the trained tokens, and maxima, over all ranks."""
-        summed, largest = names(self.config.algo, self.supervised, self.reference is not None)
+        reference = self.reference is not None
+        summed, largest = ([], []) if self.supervised else reported(self.config.algo, reference)
         sums = torch.zeros(1 + len(summed), device=self.device)
         maxima = torch.zeros(len(largest), device=self.device)
         if parallel_state.get_tensor_model_parallel_rank() == 0:  # its peers report the same tokens
@@ -174,13 +160,13 @@ class PolicyTrainer:
 
 
 def _columns(batch: Batch) -> Columns:
-    """What the loss needs of every token of every sample."""
-    of_samples = ["token_ids", "loss_mask"] + (["log_probs"] if isinstance(batch, Scored) else [])
+    """What is known of every token of every sample."""
+    names = ["token_ids", "loss_mask"] + (["log_probs"] if isinstance(batch, Scored) else [])
     columns: dict[str, Sequence[np.ndarray]] = {
-        name: [getattr(sample, name) for sample in batch.samples] for name in of_samples
+        name: [getattr(sample, name) for sample in batch.samples] for name in names
     }
-    found = {field.name: getattr(batch, field.name) for field in fields(batch)[len(fields(Batch)) :]}
-    return columns | {name: rows for name, rows in found.items() if rows is not None}
+    scored = {field.name: getattr(batch, field.name) for field in fields(batch)[len(fields(Batch)) :]}
+    return columns | {name: rows for name, rows in scored.items() if rows is not None}
 
 
 def _split(count: int, parts: int) -> list[range]:

@@ -19,12 +19,14 @@ from math import prod
 import torch
 from torch import Tensor
 
+Index = tuple[slice, ...]
+
 FP8_BLOCK = 128
 FP8_LARGEST = 448.0
 _QUANTISED_AT_ONCE = 1 << 24  # elements, so that their float32 copies stay small
 
-# By node and server rank: the checksums of all that was written for that rank of the node's servers.
-Sums = dict[tuple[int, int], list[int]]
+# By node and server rank: the combined checksum of all that was written for that rank of the node's servers.
+Sums = dict[tuple[int, int], int]
 
 MODULUS = 1 << 64
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -42,6 +44,20 @@ def fp8_nbytes(shape: Sequence[int]) -> int:
     return _scales_at(shape) + 4 * prod(fp8_scales(shape))
 
 
+def placed(name: str, index: Index, quantised: bool) -> list[tuple[str, Index]]:
+    """Where a slice of parameter `name` belongs; in FP8 its scales too, of which it has whole blocks only."""
+    if not quantised:
+        return [(name, index)]
+    *leading, rows, columns = index
+    blocks = (slice(cut.start // FP8_BLOCK, -(-cut.stop // FP8_BLOCK)) for cut in (rows, columns))
+    return [(name, index), (f"{name}_scale_inv", (*leading, *blocks))]
+
+
+def views(data: Tensor, shape: Sequence[int], dtype: torch.dtype, quantised: bool) -> tuple[Tensor, ...]:
+    """A slice of that shape as it lies in the uint8 `data`, a tensor for each place."""
+    return read_fp8(data, shape) if quantised else (data.view(dtype).view(shape),)
+
+
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     """A floating [n, k] as float8_e4m3fn [n, k] and float32 scale_inv [ceil(n / 128), ceil(k / 128)].
 
@@ -56,13 +72,6 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     scale_inv = (blocks.abs().amax(dim=(1, 3)) / FP8_LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
     quantised = (blocks / scale_inv[:, None, :, None]).to(torch.float8_e4m3fn)
     return quantised.view(rows * FP8_BLOCK, columns * FP8_BLOCK)[:n, :k], scale_inv
-
-
-def dequantise(quantised: Tensor, scale_inv: Tensor) -> Tensor:
-    """What `quantise` stands for, in float32 [n, k]."""
-    n, k = quantised.shape
-    spread = scale_inv.repeat_interleave(FP8_BLOCK, 0)[:n].repeat_interleave(FP8_BLOCK, 1)[:, :k]
-    return quantised.float() * spread
 
 
 def write_fp8(data: Tensor, weight: Tensor) -> None:
@@ -90,15 +99,15 @@ def _scales_at(shape: Sequence[int]) -> int:
     return -(-prod(shape) // 4) * 4
 
 
-def checksum(block: Tensor, name: str, start: Sequence[int]) -> int:
-    """Of parameter `name`'s block that begins at `start` (an index in every dimension); from 0 to MODULUS - 1."""
+def checksum(block: Tensor, name: str, index: Index) -> int:
+    """Of the block at `index` of parameter `name`; from 0 to MODULUS - 1."""
     total = 0
     step = max(1, _SUMMED_AT_ONCE // max(1, block[:1].numel()))
     for row in range(0, len(block), step):
         part = block[row : row + step]
         found = part.contiguous().view(_INTEGERS[block.element_size()]).to(torch.int64)
         for dimension in reversed(range(part.dim())):
-            first = start[dimension] + (row if dimension == 0 else 0)
+            first = index[dimension].start + (row if dimension == 0 else 0)
             found = (found * _weights(dimension, first, part.shape[dimension], block.device)).sum(-1)
         total += int(found)
     return total * (2 * zlib.crc32(name.encode()) + 1) % MODULUS

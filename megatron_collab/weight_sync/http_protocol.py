@@ -9,12 +9,12 @@ import pickle
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
 
-from megatron_collab.inference.server import ServerError
+from megatron_collab.inference.server import ServerError, SGLangServer
 from megatron_collab.runtime import heartbeat
 from megatron_collab.runtime.process import RunStopped
 
@@ -25,22 +25,6 @@ class PublishError(RunStopped):
     """The weight sync failed at every server, or at this one; the message says where."""
 
 
-class Server(Protocol):
-    """A running server; `generation` counts its restarts."""
-
-    api_key: str
-    tp: int
-    index: int
-    generation: int
-
-    @property
-    def url(self) -> str:
-        """Where it listens."""
-
-    def resume(self, tag: str) -> None:
-        """Allocate the memory of `tag` again, if it was released; ServerError where that fails."""
-
-
 class ServerCall:
     """One weight sync of one server: `pause` and `begin`, the transfer, `end` and `go_on`.
 
@@ -49,7 +33,7 @@ class ServerCall:
     server then stays paused and samples no more.
     """
 
-    def __init__(self, server: Server, timeout: float) -> None:
+    def __init__(self, server: SGLangServer, timeout: float) -> None:
         self.server = server
         self._timeout, self._short = timeout, timeout / 4
         self._began = self._deadline = 0.0
@@ -72,9 +56,7 @@ class ServerCall:
         """Send the server's ranks their orders (see receiver.py); the server flushes its KV cache of older weights."""
         # SGLang's ranks unpickle named tensors; only the name carries anything.
         payloads = [base64.b64encode(pickle.dumps([(order, torch.empty(0))])).decode() for order in orders]
-        self._deadline = self._began + self._timeout
-        body = {"serialized_named_tensors": payloads, "load_format": LOADER}
-        self._post("/update_weights_from_tensor", body | _versioned(version))
+        self._update("/update_weights_from_tensor", version, serialized_named_tensors=payloads, load_format=LOADER)
 
     def end(self) -> None:
         """Close the update."""
@@ -83,8 +65,7 @@ class ServerCall:
 
     def read_folder(self, folder: str, version: int) -> None:
         """Make the server load a Hugging Face folder; needs no `begin` and no `end`."""
-        self._deadline = self._began + self._timeout
-        self._post("/update_weights_from_disk", {"model_path": folder} | _versioned(version))
+        self._update("/update_weights_from_disk", version, model_path=folder)
 
     def go_on(self) -> None:
         """Continue sampling; waiting requests need memory for the KV cache at once."""
@@ -94,6 +75,10 @@ class ServerCall:
             raise PublishError(str(error)) from error
         self._deadline = time.monotonic() + self._short
         self._post("/continue_generation", {})
+
+    def _update(self, path: str, version: int, **body: Any) -> None:
+        self._deadline = self._began + self._timeout
+        self._post(path, body | {"flush_cache": True, "weight_version": str(version)})
 
     def _post(self, path: str, body: dict[str, Any]) -> None:
         status, text = self._ask(path, body)
@@ -113,18 +98,13 @@ class ServerCall:
             connection.close()
 
 
-def _versioned(version: int) -> dict[str, Any]:
-    return {"flush_cache": True, "weight_version": str(version)}
-
-
 class ServerCalls:
     """The calls to all servers of one weight sync, made in parallel; a server where one fails is left out."""
 
     def __init__(self, links: Sequence[ServerCall], callers: Executor) -> None:
         self.failures: dict[ServerCall, str] = {}
-        self._links = list(links)
-        self._callers = callers
-        self._calls: list[tuple[ServerCall, Future[None]]] = []
+        self._links, self._callers = links, callers
+        self._calls: dict[ServerCall, Future[None]] = {}
 
     def left(self) -> list[ServerCall]:
         """The servers at which no call failed."""
@@ -132,17 +112,16 @@ class ServerCalls:
 
     def start(self, call: Callable[[ServerCall], None]) -> None:
         """Start a call to every server in the background."""
-        self._calls = [(link, self._callers.submit(call, link)) for link in self.left()]
+        self._calls = {link: self._callers.submit(call, link) for link in self.left()}
 
     def settle(self) -> None:
         """Wait for the started calls."""
-        for link, call in self._calls:
+        for link, call in self._calls.items():
             heartbeat.beat()
             try:
                 call.result()
             except PublishError as error:
                 self.failures[link] = str(error)
-        self._calls = []
 
     def each(self, call: Callable[[ServerCall], None]) -> None:
         self.start(call)

@@ -10,7 +10,7 @@ All servers of a node read the same segments. On one node nothing crosses.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -63,10 +63,6 @@ class Nodes:
         origin = self.origin(node, target, piece)
         return origin if self.of_rank(origin) == node else self.keeper(node, target)
 
-    def without(self, holders: range) -> tuple[int, ...]:
-        """The nodes where no rank holds it."""
-        return _without(self, holders)
-
 
 class Hop(NamedTuple):
     """Bytes [start, stop) of server rank `target`'s bucket, from trainer rank `source` to `keeper` on another node."""
@@ -89,27 +85,18 @@ def nodes(config: Config) -> Nodes:
 def written(plan: SyncPlan, nodes: Nodes, rank: int) -> list[list[Item]]:
     """By round, what a rank writes into the segments of its node."""
     node = nodes.of_rank(rank)
-    return [
-        [
-            (target, piece)
-            for target, bucket in enumerate(buckets)
-            for piece in bucket.slices
-            if rank in piece.holders and nodes.origin(node, target, piece) == rank
-        ]
-        for buckets in plan.rounds
-    ]
+    return _items(plan, lambda target, piece: rank in piece.holders and nodes.origin(node, target, piece) == rank)
 
 
 def sent(plan: SyncPlan, nodes: Nodes, rank: int) -> list[list[Item]]:
     """By round, what a rank sends to other nodes, to one or to several."""
+    return _items(plan, lambda _, piece: piece.source == rank and bool(lacking(nodes, piece.holders)))
+
+
+def _items(plan: SyncPlan, chosen: Callable[[int, Slice], bool]) -> list[list[Item]]:
     return [
-        [
-            (target, piece)
-            for target, bucket in enumerate(buckets)
-            for piece in bucket.slices
-            if piece.source == rank and nodes.without(piece.holders)
-        ]
-        for buckets in plan.rounds
+        [(target, piece) for target, bucket in enumerate(row) for piece in bucket.slices if chosen(target, piece)]
+        for row in plan.rounds
     ]
 
 
@@ -125,7 +112,7 @@ def _crossing(target: int, bucket: Bucket, nodes: Nodes) -> Iterator[Hop]:
     """Adjacent slices with the same source and keeper form one hop."""
     under_way: dict[int, tuple[int, Hop]] = {}  # by node, the hop with the number of its last slice
     for number, piece in enumerate(bucket.slices):
-        for node in nodes.without(piece.holders):
+        for node in lacking(nodes, piece.holders):
             stop = piece.offset + piece.size
             before, hop = under_way.get(node, (-1, None))
             if hop is not None and before == number - 1 and hop.source == piece.source:
@@ -144,5 +131,6 @@ def _both(holders: range, members: range) -> list[int]:
 
 
 @cache
-def _without(nodes: Nodes, holders: range) -> tuple[int, ...]:
+def lacking(nodes: Nodes, holders: range) -> tuple[int, ...]:
+    """The nodes where no rank holds it."""
     return tuple(node for node in range(nodes.count) if not _both(holders, nodes.members(node)))

@@ -9,20 +9,20 @@ from dataclasses import dataclass, replace
 
 from megatron_collab.models import hf_to_megatron, hf_to_sglang, parallel_layout
 from megatron_collab.models.hf_config import ModelShape
-from megatron_collab.models.hf_to_megatron import Index, Shape
-from megatron_collab.models.hf_to_sglang import Parameter, ServerLayout, ServerTensor
-from megatron_collab.models.parallel_layout import Held, Holders, TrainerLayout
+from megatron_collab.models.hf_to_megatron import Index, Piece, Shape
+from megatron_collab.models.hf_to_sglang import Parameter, ServerLayout
+from megatron_collab.models.parallel_layout import Holders, TrainerLayout
 from megatron_collab.weight_sync.encoding import FP8_BLOCK
 
 _LAYER = re.compile(r"\blayers\.\d+\.")
+_Held = tuple[str, Holders, Piece]  # a piece of a shard
 
 
 @dataclass(frozen=True, slots=True)
 class WeightBlock:
     """target[target_index] of server rank `rank` = shard[shard_index] of any of `holders`.
 
-    Both have the same elements in the same order; that of an expert has a leading dimension of 1 in the target. In the
-    names of what belongs to a layer {} stands for its number.
+    They are alike as the blocks of a Piece. In the names of what belongs to a layer {} stands for its number.
     """
 
     rank: int
@@ -34,8 +34,9 @@ class WeightBlock:
     quantised: bool
 
     @property
-    def in_layer(self) -> bool:
-        return "{}" in self.target
+    def axis(self) -> int:
+        """The dimension of the target's rows."""
+        return len(self.target_index) - len(self.shard_index)
 
 
 def placed(
@@ -50,7 +51,7 @@ def placed(
     outside: list[WeightBlock] = []
     inside: list[WeightBlock] = []
     for block in _common(replace(shape, layers=1, experts=experts), trainer, server):
-        (inside if block.in_layer else outside).append(block)
+        (inside if "{}" in block.target else outside).append(block)
     for block in outside:
         yield 0 if block.shard.startswith("embedding.") else trainer.pp - 1, None, block
     for layer, stage in enumerate(parallel_layout.stages(shape, trainer)):
@@ -60,16 +61,17 @@ def placed(
 
 def _common(shape: ModelShape, trainer: TrainerLayout, server: ServerLayout) -> Iterator[WeightBlock]:
     """Every element of every server rank in one block, blocks as large as both sides allow."""
-    held: dict[str, list[Held]] = defaultdict(list)
+    held: dict[str, list[_Held]] = defaultdict(list)
     for entry in hf_to_megatron.table(shape):
-        if entry.exported:
-            for own in parallel_layout.held(entry, shape, trainer):
-                held[own.piece.hf].append(own)
+        parts = parallel_layout.holders(entry, shape, trainer) if entry.exported else {}
+        for part, holders in parts.items():
+            for piece in hf_to_megatron.pieces(entry, shape, trainer.tp, part):
+                held[piece.hf].append((_LAYER.sub("layers.{}.", entry.megatron), holders, piece))
     tensors = hf_to_megatron.hf_shapes(shape)
     for rank in range(server.tp):
         for parameter in hf_to_sglang.table(shape, server, rank):
             shared = (block for part in parameter.parts for block in _shared(rank, parameter, part, held[part.hf]))
-            found = list(_merged(shared))
+            found = _merged(shared)
             if parameter.quantised:
                 _check_fp8(parameter, tensors, found, trainer)
             yield from found
@@ -82,7 +84,7 @@ def _check_fp8(
     sides = parameter.shape[-2:]
     for part in parameter.parts:
         for what, cut, own, size, all_of_it in zip(
-            ("rows", "columns"), part.index[-2:], part.hf_index, sides, tensors[part.hf], strict=True
+            ("rows", "columns"), part.shard_index[-2:], part.hf_index, sides, tensors[part.hf], strict=True
         ):
             count = cut.stop - cut.start
             whole = count == size and own.stop - own.start == all_of_it
@@ -101,18 +103,17 @@ def _check_fp8(
                 )
 
 
-def _shared(rank: int, parameter: Parameter, part: ServerTensor, held: Iterable[Held]) -> Iterator[WeightBlock]:
+def _shared(rank: int, parameter: Parameter, part: Piece, held: Iterable[_Held]) -> Iterator[WeightBlock]:
     """The blocks that a part of a server's parameter shares with the pieces of its tensor."""
     name = _LAYER.sub("layers.{}.", parameter.name)
-    leading = part.index[: -len(part.hf_index)]
-    for own in held:
-        both = zip(part.hf_index, own.piece.hf_index, strict=True)
+    leading = part.shard_index[: -len(part.hf_index)]
+    for shard, holders, piece in held:
+        both = zip(part.hf_index, piece.hf_index, strict=True)
         bounds = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in both)
         if all(cut.start < cut.stop for cut in bounds):
-            there = _moved(bounds, own.piece.hf_index, own.piece.shard_index)
-            here = (*leading, *_moved(bounds, part.hf_index, part.index[len(leading) :]))
-            shard = _LAYER.sub("layers.{}.", own.shard)
-            yield WeightBlock(rank, own.holders, shard, there, name, here, parameter.quantised)
+            there = _moved(bounds, piece.hf_index, piece.shard_index)
+            here = (*leading, *_moved(bounds, part.hf_index, part.shard_index[len(leading) :]))
+            yield WeightBlock(rank, holders, shard, there, name, here, parameter.quantised)
 
 
 def _moved(bounds: Index, origin: Index, place: Index) -> Index:
@@ -121,39 +122,27 @@ def _moved(bounds: Index, origin: Index, place: Index) -> Index:
     return tuple(slice(cut.start + shift, cut.stop + shift) for cut, shift in zip(bounds, shifts, strict=True))
 
 
-def _merged(blocks: Iterable[WeightBlock]) -> Iterator[WeightBlock]:
+def _merged(blocks: Iterable[WeightBlock]) -> list[WeightBlock]:
     """Merge blocks that are adjacent by rows on both sides: where the cuts are equal, a shard is sent as one."""
-    last: WeightBlock | None = None
+    found: list[WeightBlock] = []
     for block in blocks:
-        if last is not None and _follows(last, block):
-            axis = len(block.target_index) - len(block.shard_index)
-            block = replace(
-                block,
-                shard_index=_joined(last.shard_index, block.shard_index, 0),
-                target_index=_joined(last.target_index, block.target_index, axis),
-            )
-        elif last is not None:
-            yield last
-        last = block
-    if last is not None:
-        yield last
+        last = found[-1] if found else None
+        if last is not None and (last.shard, last.holders) == (block.shard, block.holders):
+            there = _joined(last.shard_index, block.shard_index, 0)
+            here = _joined(last.target_index, block.target_index, block.axis)
+            if there and here:
+                found[-1] = replace(block, shard_index=there, target_index=here)
+                continue
+        found.append(block)
+    return found
 
 
-def _follows(first: WeightBlock, second: WeightBlock) -> bool:
-    axis = len(first.target_index) - len(first.shard_index)
-    return (first.shard, first.holders) == (second.shard, second.holders) and all(
-        _without(a, dimension) == _without(b, dimension) and a[dimension].stop == b[dimension].start
-        for a, b, dimension in (
-            (first.shard_index, second.shard_index, 0),
-            (first.target_index, second.target_index, axis),
-        )
-    )
+def _joined(first: Index, second: Index, dimension: int) -> Index | None:
+    """Both as one, where the second follows the first in that dimension and equals it in the others."""
+    start, middle, stop = first[dimension].start, first[dimension].stop, second[dimension].stop
+    return with_bounds(first, dimension, start, stop) if second == with_bounds(first, dimension, middle, stop) else None
 
 
-def _without(index: Index, dimension: int) -> Index:
-    return (*index[:dimension], *index[dimension + 1 :])
-
-
-def _joined(first: Index, second: Index, dimension: int) -> Index:
-    joined = slice(first[dimension].start, second[dimension].stop)
-    return (*first[:dimension], joined, *first[dimension + 1 :])
+def with_bounds(index: Index, dimension: int, start: int, stop: int) -> Index:
+    """The index with other bounds in one dimension."""
+    return (*index[:dimension], slice(start, stop), *index[dimension + 1 :])

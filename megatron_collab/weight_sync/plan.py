@@ -23,6 +23,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from megatron_collab.config import Config
+from megatron_collab.models import hf_to_sglang
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.hf_to_megatron import Index
 from megatron_collab.models.hf_to_sglang import ServerLayout
@@ -30,20 +31,6 @@ from megatron_collab.models.parallel_layout import Holders, TrainerLayout, ranks
 from megatron_collab.weight_sync import overlap
 from megatron_collab.weight_sync.encoding import FP8_BLOCK, fp8_nbytes
 from megatron_collab.weight_sync.overlap import WeightBlock
-
-__all__ = [
-    "ALIGNMENT",
-    "BUCKET_BYTES",
-    "Bucket",
-    "ServerLayout",
-    "Slice",
-    "SyncPlan",
-    "TrainerLayout",
-    "fp8_fault",
-    "plan_sync",
-    "server_layout",
-    "trainer_layout",
-]
 
 # Offsets of slices are multiples of this many bytes, so that any dtype can be viewed in place.
 ALIGNMENT = 64
@@ -54,14 +41,9 @@ BUCKET_BYTES = 512 << 20
 class Slice:
     """target[target_index] of a server rank = shard[shard_index] of trainer rank `source`, through a bucket.
 
-    `shard` is a Megatron parameter under its global name (weights.named_shards), `target` one of SGLang. Indices have
-    explicit bounds in every dimension. Both blocks have the same elements in the same order; that of an expert has a
-    leading dimension of 1 in the target. They lie at `offset`, contiguous, in the model's dtype, `size` bytes.
-
-    `quantised`: what lies there is written by write_fp8 and read by read_fp8, float8 elements and then their scales;
-    these belong to target_scale_inv[scale_index].
-
-    `holders`: all trainer ranks that have the same under the same name; `source` is one of them.
+    `shard` is a Megatron parameter under its global name (hf.named_shards), `target` one of SGLang; they are alike
+    as those of a Piece. They lie at `offset`, contiguous, in the model's dtype, `size` bytes; `quantised`: as write_fp8
+    leaves them. `holders`: all trainer ranks that have the same under the same name; `source` is one of them.
     """
 
     source: int
@@ -73,12 +55,6 @@ class Slice:
     offset: int
     size: int
     quantised: bool = False
-
-    @property
-    def scale_index(self) -> Index:
-        """The place of the scales, one for each block of 128 x 128; a slice has whole blocks only."""
-        *leading, rows, columns = self.target_index
-        return (*leading, *(slice(cut.start // FP8_BLOCK, -(-cut.stop // FP8_BLOCK)) for cut in (rows, columns)))
 
 
 @dataclass(frozen=True)
@@ -125,8 +101,9 @@ def plan_sync(
     """
     queues = _queues(shape, trainer, server, item_bytes)
     per_target = Counter(queue.target for queue in queues)
-    for queue in queues:
-        queue.limit(bucket_bytes, per_target[queue.target])
+    for queue in queues:  # all writers at once, unless the slack of queues like this came to over a quarter of a bucket
+        most = bucket_bytes // (4 * per_target[queue.target] * queue.slack)
+        queue.at_once = max(1, min(len(queue.writers), most))
     rounds = _rounds(queues, bucket_bytes)
     shares = [list(_shares(queue, rounds)) for queue in queues]
     turns: Counter[range] = Counter()
@@ -142,12 +119,12 @@ def plan_sync(
     return SyncPlan(tuple(found))
 
 
-def fp8_fault(shape: ModelShape, trainer: TrainerLayout, server: ServerLayout) -> str | None:
-    """Why the weights cannot be sent in FP8, in one line; None where they can, or where the server has none in FP8."""
-    if not server.fp8:
-        return None
+def layout_fault(shape: ModelShape, trainer: TrainerLayout, server: ServerLayout) -> str | None:
+    """Why a server cannot hold the model, or not in FP8 what the trainer sends, in one line; None where it can."""
     try:
-        next(overlap.placed(shape, trainer, server))
+        hf_to_sglang.table(shape, server, 0)
+        if server.fp8:
+            next(overlap.placed(shape, trainer, server))
     except ValueError as error:
         return str(error)
     return None
@@ -156,12 +133,9 @@ def fp8_fault(shape: ModelShape, trainer: TrainerLayout, server: ServerLayout) -
 class _Load(NamedTuple):
     """A block of a layer that is to travel, whole or by rows; `unit`: bytes of the fewest of its rows that can."""
 
+    block: WeightBlock
+    layer: int | None
     holders: range
-    shard: str
-    shard_index: Index
-    target: str
-    target_index: Index
-    quantised: bool
     rows: int
     size: int
     unit: int
@@ -169,7 +143,7 @@ class _Load(NamedTuple):
     @property
     def step(self) -> int:
         """Rows that must stay together."""
-        return FP8_BLOCK if self.quantised else 1
+        return FP8_BLOCK if self.block.quantised else 1
 
     def nbytes(self, start: int, stop: int) -> int:
         """Bytes of the rows from `start`, where it may be cut, to `stop`, where it may be or ends."""
@@ -198,10 +172,6 @@ class _Queue:
         """What a share may take above its part of the bytes: a row that did not fit before, and paddings."""
         return _aligned(max(load.unit for load in self.loads)) + 3 * ALIGNMENT
 
-    def limit(self, bucket_bytes: int, queues: int) -> None:
-        """All writers at once, unless the slack of `queues` like this one came to more than a quarter of a bucket."""
-        self.at_once = max(1, min(len(self.writers), bucket_bytes // (4 * queues * self.slack)))
-
 
 def _queues(shape: ModelShape, trainer: TrainerLayout, server: ServerLayout, item_bytes: int) -> list[_Queue]:
     found: dict[tuple[int, range], list[_Load]] = defaultdict(list)
@@ -211,9 +181,7 @@ def _queues(shape: ModelShape, trainer: TrainerLayout, server: ServerLayout, ite
             fp8_nbytes((count, *columns)) if block.quantised else count * prod(columns) * item_bytes
             for count in (rows, min(rows, FP8_BLOCK) if block.quantised else 1)
         )
-        shard, target = block.shard.format(layer), block.target.format(layer)
-        holders = block.holders.ranks(trainer, stage)
-        load = _Load(holders, shard, block.shard_index, target, block.target_index, block.quantised, rows, size, unit)
+        load = _Load(block, layer, block.holders.ranks(trainer, stage), rows, size, unit)
         found[block.rank, _writers(block, stage, trainer, server)].append(load)
     # What more ranks hold goes last: where a node has just that, the rest still arrives in one piece.
     return [
@@ -279,16 +247,12 @@ def _bucket(shares: Sequence[tuple[int, _Share]]) -> Bucket:
     slices, offset = [], 0
     for source, share in sorted(shares, key=itemgetter(0)):
         for load, start, stop in share:
-            size = load.nbytes(start, stop)
-            axis = len(load.target_index) - len(load.shard_index)
-            there, here = _rows(load.shard_index, 0, start, stop), _rows(load.target_index, axis, start, stop)
-            cut = load.shard, there, load.target, here, offset, size, load.quantised
-            slices.append(Slice(source, load.holders, *cut))
+            block, size = load.block, load.nbytes(start, stop)
+            there, here = (
+                overlap.with_bounds(index, axis, index[axis].start + start, index[axis].start + stop)
+                for index, axis in ((block.shard_index, 0), (block.target_index, block.axis))
+            )
+            shard, target = block.shard.format(load.layer), block.target.format(load.layer)
+            slices.append(Slice(source, load.holders, shard, there, target, here, offset, size, block.quantised))
             offset += _aligned(size)
     return Bucket(tuple(slices), offset)
-
-
-def _rows(index: Index, dimension: int, start: int, stop: int) -> Index:
-    """The part of a block from one of its rows to another."""
-    first = index[dimension].start
-    return (*index[:dimension], slice(first + start, first + stop), *index[dimension + 1 :])

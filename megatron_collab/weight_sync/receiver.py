@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_collab.runtime.device import synchronize
-from megatron_collab.weight_sync.encoding import checksum, combined, read_fp8
+from megatron_collab.weight_sync.encoding import Index, checksum, combined, placed, views
 from megatron_collab.weight_sync.store_protocol import Address, Board, connect
 from megatron_collab.weight_sync.transports.p2p import NetworkReceiver
 from megatron_collab.weight_sync.transports.shared_memory import Handle, SharedMemoryReceiver
@@ -25,7 +25,6 @@ from megatron_collab.weight_sync.transports.shared_memory import Handle, SharedM
 logger = logging.getLogger(__name__)
 _receiver: Receiver | None = None
 
-Bounds = Sequence[tuple[int, int]]
 Copies = tuple[list[Tensor], list[Tensor]]  # places in parameters, and slices of a bucket
 
 
@@ -49,17 +48,19 @@ def receive(model: torch.nn.Module, named_tensors: Sequence[tuple[str, Tensor]])
 
 
 class Row(NamedTuple):
-    """A slice: `target` [bounds] lies at `offset` of a bucket, `size` bytes, written by trainer rank `source`.
-
-    `scales`: None, or where the scales belong that follow FP8 elements (write_fp8).
-    """
+    """A slice: `target` [bounds] lies at `offset` of a bucket, `size` bytes, written by trainer rank `source`."""
 
     source: int
     target: str
-    bounds: Bounds
+    bounds: Sequence[tuple[int, int]]
     offset: int
     size: int
-    scales: Bounds | None
+    quantised: bool
+
+    def placed(self, parameters: Mapping[str, Tensor]) -> list[tuple[Tensor, str, Index]]:
+        """Its blocks of the parameters, with their names and indices."""
+        index = tuple(slice(*bound) for bound in self.bounds)
+        return [(parameters[name][at], name, at) for name, at in placed(self.target, index, self.quantised)]
 
 
 class Receiver:
@@ -74,24 +75,23 @@ class Receiver:
         server: int,
         rank: int,
         dtype: str,
-        parameters: Mapping[str, tuple[Sequence[int], str]],
+        parameters: Mapping[str, str],
         constants: Mapping[str, float],
         rounds: Sequence[Sequence[Sequence[Any]]],
         memory: Sequence[Handle] | None = None,
         network: Mapping[str, Any] | None = None,
     ) -> None:
-        """`store`, `prefix`: of the board (see board.connect); `server`, `rank`: who we are; `dtype`: of slices.
+        """`store`, `prefix`: of the board (store_protocol.connect); `server`, `rank`: its own; `dtype`: of slices.
 
-        `parameters`: shape and dtype of all that the server must have, and no other; `constants`: those of them that
+        `parameters`: dtype and shape of all that the server must have, and no other; `constants`: those of them that
         are filled with a number instead of being sent; `rounds`: the rows of each bucket. These come through the
-        segments of shared `memory`, or by `network`: NetworkReceiver' arguments `name`, `ranks` and `tp`.
+        segments of shared `memory`, or by `network`: NetworkReceiver's arguments `name`, `ranks` and `tp`.
         """
         self._address: Address = (store[0], store[1])
         self._store = connect(self._address, prefix, timeout)
         self._timeout, self._server, self._rank = timeout, server, rank
         self._dtype = getattr(torch, dtype)
-        self._parameters = {name: f"{dtype} {tuple(shape)}" for name, (shape, dtype) in parameters.items()}
-        self._constants = constants
+        self._parameters, self._constants = parameters, constants
         self._rounds = [[Row(*row) for row in rows] for rows in rounds]
         self._memory, self._network = memory, network
         self._buckets: SharedMemoryReceiver | NetworkReceiver | None = None
@@ -121,14 +121,15 @@ class Receiver:
                 if places:
                     torch._foreach_copy_(places, slices)
                 synchronize(bucket)  # the bucket may be written again as soon as the next one is asked for
-            sums = [_sum(parameters, row) for rows in self._rounds for row in rows] if verify else []
+            blocks = (block for rows in self._rounds for row in rows for block in row.placed(parameters))
+            found = combined([checksum(*block) for block in blocks]) if verify else 0
         except Exception as error:
             self._buckets, self._pointers = None, []  # the senders notice
             with suppress(RuntimeError):  # the trainer may have ended
                 board.give_up(self._server, self._rank, len(self._rounds))
                 board.answer(self._server, self._rank, {"error": f"{type(error).__name__}: {error}"})
             raise
-        board.answer(self._server, self._rank, {"checksum": combined(sums)})
+        board.answer(self._server, self._rank, {"checksum": found})
 
     def _check(self, parameters: Mapping[str, Tensor]) -> None:
         """ValueError for a parameter that is not in the plan or differs from it: it would keep old weights."""
@@ -153,17 +154,12 @@ class Receiver:
 
     def _plan(self, parameters: Mapping[str, Tensor], rows: Sequence[Row], bucket: Tensor) -> Copies:
         """Made once: in a small model these views would take a tenth of the time of the copies."""
-        places, slices = [], []
+        places: list[Tensor] = []
+        slices: list[Tensor] = []
         for row in rows:
-            place = parameters[row.target][_index(row.bounds)]
-            data = bucket[row.offset : row.offset + row.size]
-            places.append(place)
-            if row.scales is None:
-                slices.append(data.view(self._dtype).view(place.shape))
-            else:
-                elements, scales = read_fp8(data, place.shape)
-                places.append(parameters[_scale_name(row)][_index(row.scales)])
-                slices += [elements, scales]
+            own = [block for block, _, _ in row.placed(parameters)]
+            places += own
+            slices += views(bucket[row.offset : row.offset + row.size], own[0].shape, self._dtype, row.quantised)
         return places, slices
 
 
@@ -174,19 +170,3 @@ def _parts(rows: Sequence[Row]) -> list[tuple[int, int, int]]:
         own = list(group)
         parts.append((source, own[0].offset, own[-1].offset + own[-1].size))
     return parts
-
-
-def _sum(parameters: Mapping[str, Tensor], row: Row) -> int:
-    found = checksum(parameters[row.target][_index(row.bounds)], row.target, [start for start, _ in row.bounds])
-    if row.scales is not None:
-        name = _scale_name(row)
-        found += checksum(parameters[name][_index(row.scales)], name, [start for start, _ in row.scales])
-    return found
-
-
-def _scale_name(row: Row) -> str:
-    return f"{row.target}_scale_inv"
-
-
-def _index(bounds: Bounds) -> tuple[slice, ...]:
-    return tuple(slice(start, stop) for start, stop in bounds)

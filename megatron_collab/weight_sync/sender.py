@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_collab.checkpoint.hf import values
 from megatron_collab.runtime import heartbeat
-from megatron_collab.weight_sync.encoding import Sums, checksum, read_fp8, write_fp8
+from megatron_collab.weight_sync.encoding import Sums, checksum, combined, placed, views, write_fp8
 from megatron_collab.weight_sync.node_routing import Item
 from megatron_collab.weight_sync.plan import Slice
 
@@ -32,18 +32,10 @@ class Sender:
         self._takers, self._shards, self._dtype = takers, shards, dtype
         # parts[k][t]: [start, stop) of the k-th bucket of server rank t that they lie in
         self.parts: list[dict[int, Part]] = [_parts(items) for items in rounds]
-        self._copied: list[list[Item]] = []
-        self._converted: list[list[Item]] = []
-        for items in rounds:
-            self._copied.append([item for item in items if not self._converts(item[1])])
-            # sorted, so that each shard is taken out of FP8 once
-            self._converted.append(sorted((item for item in items if self._converts(item[1])), key=_shard))
+        self._copied = [[item for item in items if not self._converts(item)] for items in rounds]
+        # sorted, so that each shard is taken out of FP8 once
+        self._converted = [sorted(filter(self._converts, items), key=_shard) for items in rounds]
         self._copies: dict[int, tuple[list[int], list[Tensor], list[Tensor]]] = {}
-
-    @property
-    def bytes(self) -> int:
-        """Bytes that it writes in a weight sync."""
-        return sum(piece.size for items in (*self._copied, *self._converted) for _, piece in items)
 
     @property
     def largest(self) -> int:
@@ -58,7 +50,7 @@ class Sender:
     def write(self, number: int, parts: Mapping[int, Tensor], sums: Sums | None = None) -> None:
         """Write round `number`: parts[t] uint8 is the part of server rank t's bucket.
 
-        `sums`, if given, gets the checksum of each slice for the nodes that receive it.
+        `sums`, if given, gets the checksum of each slice added for the nodes that receive it.
         """
         heartbeat.beat()
         places, blocks = self._planned(number, parts)
@@ -74,12 +66,16 @@ class Sender:
                     data.view(self._dtype).view(block.shape).copy_(block)
         if sums is not None:
             for target, piece in self._copied[number] + self._converted[number]:
-                found = _sum(self._data(number, (target, piece), parts), self._dtype, piece)
+                shape = [cut.stop - cut.start for cut in piece.target_index]
+                held = views(self._data(number, (target, piece), parts), shape, self._dtype, piece.quantised)
+                belongs = placed(piece.target, piece.target_index, piece.quantised)
+                found = [checksum(block, *place) for block, place in zip(held, belongs, strict=True)]
                 for node in self._takers(piece):
-                    sums.setdefault((node, target), []).append(found)
+                    sums[node, target] = combined([sums.get((node, target), 0), *found])
 
-    def _converts(self, piece: Slice) -> bool:
+    def _converts(self, item: Item) -> bool:
         """Whether it is in FP8 at one end, which a plain copy cannot convert."""
+        _, piece = item
         return piece.quantised or is_float8tensor(self._shards[piece.shard])
 
     def _planned(self, number: int, parts: Mapping[int, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -113,14 +109,3 @@ def _parts(items: Sequence[Item]) -> dict[int, Part]:
 
 def _shard(item: Item) -> str:
     return item[1].shard
-
-
-def _sum(data: Tensor, dtype: torch.dtype, piece: Slice) -> int:
-    """The checksum of a slice as it lies in a bucket; the receiver finds the same in the parameter."""
-    start = [cut.start for cut in piece.target_index]
-    shape = [cut.stop - cut.start for cut in piece.target_index]
-    if not piece.quantised:
-        return checksum(data.view(dtype).view(shape), piece.target, start)
-    elements, scales = read_fp8(data, shape)
-    begin = [cut.start for cut in piece.scale_index]
-    return checksum(elements, piece.target, start) + checksum(scales, f"{piece.target}_scale_inv", begin)

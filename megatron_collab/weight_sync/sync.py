@@ -3,31 +3,40 @@
     ranks:    [write bucket 0] [write bucket 1] [write 2, once 0 is read] ...
     servers:  pause, begin     [read bucket 0]  [read bucket 1]           ...  end, go on: the version is live
 
-A server that fails anywhere is left out and stays paused; the others go on. What becomes of it is the pool's matter.
+They go straight from the shards of the trainer's ranks into the parameters of the servers, or by a folder on disk. A
+server that fails anywhere is left out and stays paused; the others go on. What becomes of it is the pool's matter.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_collab.checkpoint.hf import save_hf
+from megatron_collab.checkpoint.hf import named_shards, save_hf
 from megatron_collab.config import Config
 from megatron_collab.inference.pool import ServerPool
-from megatron_collab.inference.server import SGLangServer
+from megatron_collab.models import hf_to_sglang
 from megatron_collab.models.hf_to_megatron import ModelShape
-from megatron_collab.runtime import heartbeat
+from megatron_collab.runtime import device, hang_detector, heartbeat
 from megatron_collab.runtime.rank0 import from_leader, shared, wait_until
+from megatron_collab.trainer.megatron.config import DTYPES
+from megatron_collab.weight_sync.encoding import Sums, combined, fp8_scales
 from megatron_collab.weight_sync.http_protocol import PublishError, ServerCall, ServerCalls
-from megatron_collab.weight_sync.in_place import InPlace
-from megatron_collab.weight_sync.plan import BUCKET_BYTES
-from megatron_collab.weight_sync.store_protocol import Peer
+from megatron_collab.weight_sync.node_routing import hops, lacking, nodes, sent, written
+from megatron_collab.weight_sync.plan import BUCKET_BYTES, Slice, plan_sync, server_layout, trainer_layout, uses_memory
+from megatron_collab.weight_sync.sender import Sender
+from megatron_collab.weight_sync.store_protocol import Board, Peer, connect
+from megatron_collab.weight_sync.transports.p2p import NetworkTransport
+from megatron_collab.weight_sync.transports.shared_memory import Relay, SharedMemoryTransport
 
 TRIES = 3  # to give the servers a version before the run ends: all of them may fail at once
 
@@ -47,35 +56,44 @@ class WeightSync:
         self.version: int | None = None
         self._config, self._chunks, self._shape, self._pool = config, chunks, shape, pool
         self._mode = "retract" if config.rollout.max_staleness else "abort"
-        # A server that hangs must be left out before the collectives of the ranks give up.
+        # A server that has not got all by then has failed, before the collectives of the ranks give up; half of it may
+        # be silence.
         self._timeout = config.launch.timeout / 2
         self._look = config.launch.timeout / 4  # seconds: the other ranks wait in a collective meanwhile
         self._callers = ThreadPoolExecutor(config.rollout.server.replicas)
         self._number = 0
         self._known: dict[int, int] = {}  # by index, the generation of a server that has been given weights
-        self._in_place: InPlace | None = None
+        self._carrier: SharedMemoryTransport | NetworkTransport | None = None
         if config.publish.transport != "disk":
-            self._in_place = InPlace(config, chunks, shape, bucket_bytes, self._timeout)
+            self._carrier = self._transport(bucket_bytes)
+
+    def _transport(self, bucket_bytes: int) -> SharedMemoryTransport | NetworkTransport:
+        """By memory of the nodes or by the network, as publish.transport says; collective."""
+        config, dtype, rank = self._config, DTYPES[self._config.model.dtype], dist.get_rank()
+        self._server, self._nodes = server_layout(config), nodes(config)
+        self._plan = plan_sync(self._shape, trainer_layout(config), self._server, dtype.itemsize, bucket_bytes)
+        self._prefix = f"publish/{shared(lambda: secrets.token_hex(8))}"
+        self._address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        # Two lines: one waits for buckets while rank 0's calls are under way on the other.
+        limit = hang_detector.collective_timeout(config.launch.timeout).total_seconds()
+        self._store, self._calls_store = (connect(self._address, self._prefix, limit) for _ in range(2))
+        self._before: Board | None = None  # of the last publish
+        shards, places, patience = dict(named_shards(self._chunks)), self._nodes, self._timeout / 2
+        node, home = places.of_rank(rank), next(iter(shards.values())).device
+        writer = Sender(written(self._plan, places, rank), lambda piece: [node], shards, dtype)
+        if not uses_memory(config):
+            return NetworkTransport(writer, self._address, self._prefix, home, patience)
+        away = Sender(sent(self._plan, places, rank), lambda piece: lacking(places, piece.holders), shards, dtype)
+        relay = Relay(away, hops(self._plan, places), home, config.launch.timeout)
+        return SharedMemoryTransport(self._plan, places, writer, relay, _devices(config), patience)
 
     def __enter__(self) -> WeightSync:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._in_place is not None:
-            self._in_place.carrier.close()
+    def __exit__(self, *_: object) -> None:
+        if self._carrier is not None:
+            self._carrier.close()
         self._callers.shutdown(wait=False)  # a call that hangs ends with the server
-
-    @property
-    def scratch_bytes(self) -> int:
-        """What this rank has allocated for buckets."""
-        return self._in_place.carrier.scratch_bytes if self._in_place else 0
-
-    @property
-    def bytes_sent(self) -> int:
-        """What this rank writes for the servers within its reach in a weight sync; each of them receives it."""
-        return self._in_place.writer.bytes if self._in_place else 0
 
     def sync(self, version: int) -> None:
         """Give the servers the present weights as `version`, and have the workers ask those that have it; collective.
@@ -109,23 +127,26 @@ class WeightSync:
         self._number += 1
         present = self._pool.present() if self._pool else []
         links = ServerCalls([ServerCall(server, self._timeout) for server in present], self._callers)
-        peers = shared(lambda: [Peer(server.index, server.tp, self._is_new(server)) for server in present])
+        known = self._known
+        peers = shared(lambda: [Peer(s.index, s.tp, known.get(s.index) != s.generation) for s in present])
         if not peers:
             raise PublishError("no server is there to be given weights")
-        if self._in_place is not None:
-            every = self._config.publish.verify
-            verify = every > 0 and self._number % every == 0
-            self._in_place.deliver(self._number, version, links, peers, self._mode, verify)
-        else:
+        if self._carrier is None:
             self._by_disk(version, links)
+        else:
+            self._in_place(version, links, peers, self._carrier)
         failures = shared(lambda: {link.server.index: reason for link, reason in links.failures.items()})
-        self._account(present, failures)
+        if self._carrier is not None:
+            for index in failures:
+                self._carrier.drop(index)
+        for server in present:
+            known[server.index] = server.generation
+            if server.index in failures:
+                del known[server.index]
+                self._of_rank_0.lost(server, failures[server.index])
         if len(failures) == len(peers):
             raise PublishError("; ".join(failures.values()))
         self.version = version
-
-    def _is_new(self, server: SGLangServer) -> bool:
-        return self._known.get(server.index) != server.generation
 
     def _by_disk(self, version: int, links: ServerCalls) -> None:
         folder = Path(self._config.run.dir) / "publish"  # one that a killed run left behind is replaced
@@ -140,13 +161,112 @@ class WeightSync:
         if dist.get_rank() == 0:
             shutil.rmtree(folder)
 
-    def _account(self, present: Sequence[SGLangServer], failures: Mapping[int, str]) -> None:
-        """Remember who has the weights; tell the pool who failed."""
-        for index in failures:
-            if self._in_place is not None:
-                self._in_place.carrier.drop(index)
-        for server in present:
-            self._known[server.index] = server.generation
-            if server.index in failures:
-                del self._known[server.index]
-                self._of_rank_0.lost(server, failures[server.index])
+    def _in_place(
+        self, version: int, links: ServerCalls, peers: Sequence[Peer], carrier: SharedMemoryTransport | NetworkTransport
+    ) -> None:
+        """`links` are rank 0's, and know who failed."""
+        board, calls = Board(self._store, self._number), Board(self._calls_store, self._number)
+        every = self._config.publish.verify
+        verify = every > 0 and self._number % every == 0
+        addresses = carrier.addresses(board, [peer for peer in peers if peer.new])
+        sums: Sums | None = {} if verify else None
+        found: dict[ServerCall, list[int]] = {}  # by server, the checksums of what its ranks hold
+
+        def bring(link: ServerCall) -> None:
+            index, tp = link.server.index, link.server.tp
+            orders: list[dict[str, Any]] = [{"take": {"publish": self._number, "verify": verify}} for _ in range(tp)]
+            for rank, address in enumerate(addresses.get(index, ())):
+                orders[rank]["attach"] = self._attach(index, rank) | address
+            try:
+                link.pause(self._mode)
+                link.begin()
+                link.receive([json.dumps(order) for order in orders], version)
+                answers = [
+                    calls.answered(index, rank) or {"error": "gave no answer; see its log"} for rank in range(tp)
+                ]
+                errors = [f"rank {rank}: {answer['error']}" for rank, answer in enumerate(answers) if "error" in answer]
+                if errors:
+                    raise PublishError(f"{link.server.url}: {'; '.join(errors)}")
+                found[link] = [answer["checksum"] for answer in answers]
+            except PublishError:
+                calls.abandon(index, tp, len(self._plan.rounds))
+                raise
+
+        def commit(link: ServerCall) -> None:
+            link.end()
+            link.go_on()
+
+        links.start(bring)
+        carrier.carry(board, peers, sums)
+        if dist.get_rank() == 0 and self._before is not None:  # while the last buckets are read
+            self._before.clear()  # every rank was through with it when that publish ended
+        self._before = board
+        links.settle()
+        dist.barrier()  # every rank has said whom it has abandoned, and waits for nothing on the board
+        for link in links.left():
+            if calls.abandoned(link.server.index):
+                links.failures[link] = f"{link.server.url}: did not take the weights for {self._timeout / 2:g} s"
+        if sums is not None:
+            self._compare(links, found, sums)
+        links.each(commit)
+
+    def _attach(self, server: int, rank: int) -> dict[str, Any]:
+        """Arguments of a server rank's Receiver."""
+        node = self._nodes.of_server(server)
+        dtype = self._config.model.dtype
+
+        def row(piece: Slice) -> tuple[Any, ...]:
+            bounds = [(cut.start, cut.stop) for cut in piece.target_index]
+            return (
+                self._nodes.writer(node, rank, piece),
+                piece.target,
+                bounds,
+                piece.offset,
+                piece.size,
+                piece.quantised,
+            )
+
+        parameters: dict[str, str] = {}
+        constants: dict[str, float] = {}
+        for parameter in hf_to_sglang.table(self._shape, self._server, rank):
+            parameters[parameter.name] = f"{dtype} {parameter.shape}"
+            if parameter.constant is not None:
+                constants[parameter.name] = parameter.constant
+                parameters[parameter.name] = f"float32 {parameter.shape}"
+            if parameter.quantised:
+                parameters[parameter.name] = f"float8_e4m3fn {parameter.shape}"
+                parameters[f"{parameter.name}_scale_inv"] = f"float32 {fp8_scales(parameter.shape)}"
+        return {
+            "store": self._address,
+            "prefix": self._prefix,
+            "timeout": self._timeout,
+            "server": server,
+            "rank": rank,
+            "dtype": dtype,
+            "parameters": parameters,
+            "constants": constants,
+            "rounds": [[row(piece) for piece in buckets[rank].slices] for buckets in self._plan.rounds],
+        }
+
+    def _compare(self, links: ServerCalls, found: dict[ServerCall, list[int]], sums: Sums) -> None:
+        """What every server holds against what was sent to its node; collective."""
+        every: list[Sums] = [{}] * dist.get_world_size()
+        dist.all_gather_object(every, sums)
+        for link in links.left():
+            node = self._nodes.of_server(link.server.index)
+            for rank, held in enumerate(found[link]):
+                expected = combined([own.get((node, rank), 0) for own in every])
+                if held != expected:
+                    links.failures[link] = (
+                        f"{link.server.url}: rank {rank}: holds other weights than were sent: "
+                        f"checksum {held:x}, not {expected:x}"
+                    )
+
+
+def _devices(config: Config) -> list[torch.device]:
+    """Where the ranks of a node's first server compute."""
+    server = config.rollout.server
+    if device.select(config.launch.device).type == "cpu":
+        return [torch.device("cpu")] * server.tp
+    first = 0 if server.colocated else config.launch.nproc_per_node
+    return [torch.device(device.GPU, first + rank) for rank in range(server.tp)]

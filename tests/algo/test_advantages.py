@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from megatron_collab.algo.advantages import assign, token_weights
+from megatron_collab.algo.advantages import token_weights, with_advantages
 from megatron_collab.config import AlgoConfig
-from megatron_collab.types import Credit, Sample
+from megatron_collab.types import Credit, Sample, Scored
 
 
 def sample(length: int, *credits: Credit) -> Sample:
@@ -38,6 +38,18 @@ def trained(samples: Sequence[Sample], rows: Sequence[np.ndarray]) -> list[list[
         assert row.dtype == np.float32 and row.shape == one.loss_mask.shape
         assert (row[one.loss_mask == 0] == 0).all()
     return [row[one.loss_mask > 0].tolist() for one, row in zip(samples, rows, strict=True)]
+
+
+def assign(
+    samples: Sequence[Sample],
+    algo: AlgoConfig,
+    kl: Sequence[np.ndarray] | None = None,
+    values: Sequence[np.ndarray] | None = None,
+) -> Scored:
+    """A batch of these samples with advantages; `kl`: log pi_old - log pi_ref of each token."""
+    reference = None if kl is None else [np.zeros_like(row) for row in kl]
+    batch = Scored(tuple(samples), old_log_probs=kl, reference_log_probs=reference, values=values)
+    return with_advantages(batch, algo)
 
 
 def advantages(samples: Sequence[Sample], algo: AlgoConfig, **more: Sequence[np.ndarray]) -> list[list[float]]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_collab.algo.advantages import assign
+from megatron_collab.algo.advantages import with_advantages
 from megatron_collab.algo.credit import fresh, samples_of, teaches, whole
 from megatron_collab.config import Config, RewardConfig
 from megatron_collab.types import (
@@ -24,6 +24,7 @@ from megatron_collab.types import (
     Rollout,
     Sample,
     Score,
+    Scored,
     Task,
     Turn,
 )
@@ -74,7 +75,7 @@ def played(value: float, rewards: Sequence[float]) -> Rollout:
 
 def learned(samples: Sequence[Sample]) -> list[list[float]]:
     """The advantages (GRPO) of the trained tokens of each sample, in their order."""
-    rows = assign(samples, Config().algo).advantages
+    rows = with_advantages(Scored(tuple(samples)), Config().algo).advantages
     return [row[sample.loss_mask > 0].tolist() for row, sample in zip(rows, samples, strict=True)]
 
 

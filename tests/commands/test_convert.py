@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_collab.checkpoint.checkpointer import Checkpoints
-from megatron_collab.commands import convert
+from megatron_collab.commands.__main__ import run
 from megatron_collab.config import RolloutConfig, SamplingConfig
 from megatron_collab.inference.client import SGLangClient
 from megatron_collab.inference.server import SGLangServer
@@ -36,7 +36,7 @@ PROMPT = [[7, 250, 31, 4, 99, 120, 18, 3]]
 
 
 def tool(*arguments: object) -> int:
-    return convert.main([str(argument) for argument in arguments])
+    return run("convert", [str(argument) for argument in arguments])
 
 
 @pytest.fixture(scope="module")
@@ -134,8 +134,8 @@ def test_verify_compares_with_transformers(folder: Path, tmp_path: Path) -> None
 
 RUN = """
 import sys
-from megatron_collab.commands import convert
-sys.exit(convert.main(sys.argv[1:]))
+from megatron_collab.commands.__main__ import run
+sys.exit(run("convert", sys.argv[1:]))
 """
 # gate and up change places
 WRONG_TABLE = """

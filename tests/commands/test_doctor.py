@@ -11,6 +11,7 @@ import pytest
 
 from megatron_collab import patches
 from megatron_collab.commands import doctor
+from megatron_collab.commands.__main__ import run
 from megatron_collab.config import CONF
 from megatron_collab.runtime.device import Probe, probes
 
@@ -18,20 +19,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_every_probe_has_a_row(capsys: pytest.CaptureFixture[str]) -> None:
-    assert doctor.main([]) == 0
+    assert run("doctor", []) == 0
     rows = capsys.readouterr().out.splitlines()
-    libraries = [
-        "torch",
-        "Megatron-Core",
-        "TransformerEngine",
-        "apex",
-        "flash-attn",
-        "SGLang",
-        "torch-memory-saver",
-        "Ray",
-    ]
-    titles = ["CUDA device", *libraries, "Slurm"]
-    assert [row[: len(title)] for row, title in zip(rows[1:], titles, strict=False)] == titles
+    assert [row.split()[0] for row in rows[1 : len(probes()) + 1]] == [probe.name for probe in probes()]
     for row, probe in zip(rows[1:], probes(), strict=False):
         assert probe.detail in row and probe.enables in row
         assert ("missing" in row) != probe.found
@@ -46,17 +36,17 @@ def test_what_is_required_and_missing_ends_in_1(
 ) -> None:
     lacking = [Probe("ray", False, "not installed", "conversations and scoring", "")]
     monkeypatch.setattr(doctor.device, "probes", lambda: lacking)
-    assert doctor.main([]) == 1
+    assert run("doctor", []) == 1
     printed = capsys.readouterr().out
     assert "missing: not installed" in printed and "-> nothing: required" in printed
-    assert "Required and missing: Ray. Run make setup." in printed
+    assert "Required and missing: ray. Run make setup." in printed
 
 
 def test_a_plan_needs_nothing_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     """Neither model nor data nor devices nor TransformerEngine, which this run would use."""
-    assert doctor.main(["--plan", "experiment=train_70b", "launch.device=cuda"]) == 0
+    assert run("doctor", ["--plan", "experiment=train_70b", "launch.device=cuda"]) == 0
     printed = capsys.readouterr().out
-    assert "on 128 GPUs: launch.nodes=16 x launch.nproc_per_node=8" in printed
+    assert "on 128 GPUs: launch.nodes=16 x launch.nproc_per_node=8" in printed and "data parallel 4" in printed
     rows = {line[:34].strip(): line[34:].split() for line in printed.splitlines()}
     names = ["parameters", "gradients", "optimizer", "reference", "activations"]
     names += ["server: weights", "server: KV cache", "weight sync buckets"]
@@ -90,7 +80,7 @@ def test_a_plan_without_what_it_needs_is_refused_in_one_line(tmp_path: Path) -> 
 
 
 def test_a_plan_that_does_not_fit_ends_in_1(capsys: pytest.CaptureFixture[str]) -> None:
-    assert doctor.main(["--gpu-gib", "40", "--plan", "experiment=train_70b", "parallel.offload=true"]) == 1
+    assert run("doctor", ["--gpu-gib", "40", "--plan", "experiment=train_70b", "parallel.offload=true"]) == 1
     printed = capsys.readouterr().out
     assert "Does not fit a GPU of 40 GiB" in printed
     assert "in host memory of each node, while sampling: 50.8 GiB of optimizer state" in printed
@@ -106,7 +96,7 @@ def test_a_plan_that_does_not_fit_ends_in_1(capsys: pytest.CaptureFixture[str]) 
     ],
 )
 def test_a_plan_of_what_cannot_be(capsys: pytest.CaptureFixture[str], override: str, said: str) -> None:
-    assert doctor.main(["--plan", "experiment=train_70b", override]) == 2
+    assert run("doctor", ["--plan", "experiment=train_70b", override]) == 2
     printed, line = capsys.readouterr()
     assert printed == "" and line.count("\n") == 1 and said in line
 
@@ -114,7 +104,7 @@ def test_a_plan_of_what_cannot_be(capsys: pytest.CaptureFixture[str], override: 
 @pytest.mark.parametrize("text", ["{", "[]", '{"model_type": "llama", "hidden_size": "64"}'])
 def test_a_plan_of_a_broken_description(capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
-    assert doctor.main(["--plan", "experiment=train_70b", f"model.path={tmp_path}"]) == 2
+    assert run("doctor", ["--plan", "experiment=train_70b", f"model.path={tmp_path}"]) == 2
     line = capsys.readouterr().err
     assert line.count("\n") == 1 and f"model.path={tmp_path}: config.json: " in line
 
@@ -122,10 +112,10 @@ def test_a_plan_of_a_broken_description(capsys: pytest.CaptureFixture[str], tmp_
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--gpu-gib", "0"], "--gpu-gib: '0' is not a memory size"),
-        (["--gpu-gib", "-1"], "--gpu-gib: '-1' is not a memory size"),
-        (["--gpu-gib", "nan"], "--gpu-gib: 'nan' is not a memory size"),
-        (["--gpu-gib", "much"], "--gpu-gib: 'much' is not a memory size"),
+        (["--gpu-gib", "0"], "--gpu-gib: invalid positive value: '0'"),
+        (["--gpu-gib", "-1"], "--gpu-gib: invalid positive value: '-1'"),
+        (["--gpu-gib", "nan"], "--gpu-gib: invalid positive value: 'nan'"),
+        (["--gpu-gib", "much"], "--gpu-gib: invalid positive value: 'much'"),
         (["--plan"], "--plan: expected at least one argument"),
         (["--pan"], "unrecognized arguments: --pan"),
     ],
@@ -133,7 +123,7 @@ def test_a_plan_of_a_broken_description(capsys: pytest.CaptureFixture[str], tmp_
 )
 def test_wrong_options_of_the_doctor(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
     with pytest.raises(SystemExit) as ended:
-        doctor.main(arguments)
+        run("doctor", arguments)
     printed, line = capsys.readouterr()
     assert ended.value.code == 2 and printed == ""
     assert line.startswith("megatron-collab: ") and line.count("\n") == 1 and said in line
@@ -146,5 +136,5 @@ def test_the_folder_of_the_model_comes_before_the_known_shapes(
     folder.mkdir()
     smaller = (CONF / "shapes" / "Llama-3.1-8B-Instruct.json").read_text()
     (folder / "config.json").write_text(smaller)
-    assert doctor.main(["--plan", "experiment=train_70b", f"model.path={folder}", "--gpu-gib", "30"]) == 0
+    assert run("doctor", ["--plan", "experiment=train_70b", f"model.path={folder}", "--gpu-gib", "30"]) == 0
     assert "Fits a GPU of 30 GiB" in capsys.readouterr().out

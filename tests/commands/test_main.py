@@ -5,7 +5,6 @@ from __future__ import annotations
 import runpy
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -82,9 +81,14 @@ def test_a_report_needs_a_run(
 
 
 @pytest.mark.parametrize("face", FACES)
-def test_a_checkout_has_the_commands_in_tools(face: str) -> None:
-    command = import_module(f"{program.__package__}.{FACES[face]}")
-    assert runpy.run_path(str(TOOLS / f"{face}.py"))["main"] is command.main
+def test_a_checkout_has_the_commands_in_tools(
+    face: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [face, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(TOOLS / f"{face}.py"), run_name="__main__")
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: megatron-collab {FACES[face].replace('_', '-')} ")
 
 
 @pytest.mark.processes

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_collab.commands import plan_sync
+from megatron_collab.commands.__main__ import run
 
 APART = ["rollout.server.colocated=false", "parallel.offload=false"]
 
 
 def test_the_plan_of_an_experiment(capsys: pytest.CaptureFixture[str]) -> None:
     """Sixteen colocated servers of a 70B model in FP8, 72.7 GB each: a node holds one pipeline stage of four."""
-    assert plan_sync.main(["experiment=train_70b"]) == 0
+    assert run("plan-sync", ["experiment=train_70b"]) == 0
     printed = capsys.readouterr().out
     assert "trainer of 128 ranks, tp=8 pp=4" in printed and "16 servers of tp=8 ep=1 FP8" in printed
     rows = {line[:26].strip(): line[26:].split() for line in printed.splitlines()}
@@ -21,7 +21,7 @@ def test_the_plan_of_an_experiment(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_slower_links_take_longer(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["experiment=train_70b", *APART, "rollout.server.fp8=false"]
-    assert plan_sync.main([*options, "--bandwidth", "1000", "100", "1"]) == 0
+    assert run("plan-sync", [*options, "--bandwidth", "1000", "100", "1"]) == 0
     printed = capsys.readouterr().out
     assert "2258.01 GB take 18.17 s" in printed and "1.0 times the floor of 17.64 s" in printed
 
@@ -39,7 +39,7 @@ def test_slower_links_take_longer(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_cannot_be_is_refused_in_one_line(
     capsys: pytest.CaptureFixture[str], options: list[str], said: str
 ) -> None:
-    assert plan_sync.main(["experiment=train_70b", *options]) == 2
+    assert run("plan-sync", ["experiment=train_70b", *options]) == 2
     printed, line = capsys.readouterr()
     assert printed == "" and line.count("\n") == 1 and said in line
 
@@ -47,6 +47,6 @@ def test_what_cannot_be_is_refused_in_one_line(
 @pytest.mark.parametrize("speed", ["0", "-1", "nan", "fast"])
 def test_no_bandwidth(capsys: pytest.CaptureFixture[str], speed: str) -> None:
     with pytest.raises(SystemExit) as ended:
-        plan_sync.main(["experiment=train_70b", "--bandwidth", "1000", speed, "1"])
+        run("plan-sync", ["experiment=train_70b", "--bandwidth", "1000", speed, "1"])
     line = capsys.readouterr().err
-    assert ended.value.code == 2 and line.count("\n") == 1 and f"{speed!r} is not a bandwidth" in line
+    assert ended.value.code == 2 and line.count("\n") == 1 and f"invalid positive value: {speed!r}" in line

@@ -44,7 +44,7 @@ def test_a_published_reward_is_one_word(mode: str, tokens: float, count: str, ru
         (["algo.mini_batches=17"], "algo.mini_batches=17: a step has at most 16 samples"),
         (
             ["rollout.server.port=65535", "rollout.server.replicas=2"],
-            "servers would have port 65536; choose a lower one",
+            "servers would have port 65536; lower it",
         ),
         (["rollout.train_turns=all"], "rollout.train_turns=all: compares sibling futures; set rollout.futures to 2"),
         (
@@ -67,9 +67,9 @@ def test_a_published_reward_is_one_word(mode: str, tokens: float, count: str, ru
         (["user.personas=none.txt"], "user.personas=none.txt: no such file"),
         (
             ["llm.budget_usd=5", "user.model=openai/nobody-knows", "user.api_base=http://127.0.0.1:1/v1"],
-            "llm.budget_usd=5: LiteLLM knows no price of user.model=openai/nobody-knows",
+            "llm.budget_usd=5: LiteLLM has no pricing for user.model=openai/nobody-knows",
         ),
-        (["rollout.future.max_new_tokens=0"], "rollout.future.max_new_tokens=0: must be 1 or greater"),
+        (["rollout.future.max_new_tokens=0"], "rollout.future.max_new_tokens=0: must be at least 1"),
     ],
 )
 def test_what_cannot_work_names_the_setting_and_the_way_out(overrides: list[str], said: str) -> None:
@@ -168,7 +168,7 @@ def test_every_value_says_where_it_is_from() -> None:
         ("user.stop=[[END", "user.stop=[[END: cannot be read; quote special characters: 'user.stop=\"[[END\"' ("),
         (
             "algo.loss=gpso",
-            "algo.loss=gpso: choose one of ppo, gspo, cispo, or package.module:Class; the nearest is gspo",
+            "algo.loss=gpso: choose one of ppo, gspo, cispo, package.module:Class; the nearest is gspo",
         ),
         (
             "rollout.tools=[calculater]",

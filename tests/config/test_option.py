@@ -32,14 +32,14 @@ class Options:
     [
         ("color", "gren", "x.color=gren: choose one of red, green; the nearest is green"),
         ("color", "x:Y", "x.color=x:Y: choose one of red, green"),
-        ("loss", "pp", "x.loss=pp: choose one of ppo, or package.module:Class; the nearest is ppo"),
-        ("share", 1.5, "x.share=1.5: must be from 0 to 1"),
-        ("share", math.nan, "x.share=nan: must be a finite number from 0 to 1"),
-        ("rate", 0.0, "x.rate=0.0: must be greater than 0"),
-        ("rate", math.inf, "x.rate=inf: must be a finite number greater than 0"),
-        ("decay", 1.0, "x.decay=1.0: must be from 0 to below 1"),
+        ("loss", "pp", "x.loss=pp: choose one of ppo, package.module:Class; the nearest is ppo"),
+        ("share", 1.5, "x.share=1.5: must be at least 0 and at most 1"),
+        ("share", math.nan, "x.share=nan: must be finite and at least 0 and at most 1"),
+        ("rate", 0.0, "x.rate=0.0: must be above 0"),
+        ("rate", math.inf, "x.rate=inf: must be finite and above 0"),
+        ("decay", 1.0, "x.decay=1.0: must be at least 0 and below 1"),
         ("count", 10, "x.count=10: must be at most 9"),
-        ("weights", {"a": 1.0, "b": -1.0}, "x.weights.b=-1.0: must be greater than 0"),
+        ("weights", {"a": 1.0, "b": -1.0}, "x.weights.b=-1.0: must be above 0"),
         ("names", ["a", "c"], "x.names=c: choose one of a, b"),
     ],
 )
@@ -58,7 +58,7 @@ def test_allowed_values_pass() -> None:
 def test_declarations_are_read_from_a_class_and_from_its_objects() -> None:
     assert {name: default for name, default, _ in declared(Options)}["weights"] == {}
     found = {name: (value, rule) for name, value, rule in declared(Options(share=0.25), "x.")}
-    assert found["x.share"][0] == 0.25 and found["x.share"][1].allowed() == "from 0 to 1"
+    assert found["x.share"][0] == 0.25 and found["x.share"][1].allowed() == "at least 0 and at most 1"
     assert found["x.color"][1].may_change and found["x.loss"][1].allowed() == "ppo | package.module:Class"
 
 
@@ -97,7 +97,7 @@ def test_settings_of_a_metric_have_the_types_of_its_options() -> None:
     )
     for given, said in (
         ({"share": "much"}, "x.share=much: "),
-        ({"share": 2}, "x.share=2.0: must be from 0 to 1"),
+        ({"share": 2}, "x.share=2.0: must be at least 0 and at most 1"),
         ({"colour": "red"}, "x.colour: no such setting; the nearest is color; there are color, loss"),
     ):
         with pytest.raises(ConfigError) as error:

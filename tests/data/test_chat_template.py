@@ -59,7 +59,7 @@ def stream(chat: ChatRenderer, messages: list[Message], ended: bool = True) -> t
     tokens = chat.first(messages[:1])
     for reply, message in zip(messages[1::2], messages[2::2], strict=True):
         turn = sampled(chat, tokens, reply.content, ended)
-        tokens = tokens + turn.token_ids + chat.next([message], turn)
+        tokens = tokens + turn.token_ids + chat.next([message], turn.token_ids)
     return tokens
 
 
@@ -92,7 +92,9 @@ def test_sampled_tokens_are_kept_although_the_tokenizer_would_have_cut_the_text_
         Finish.STOP,
         "which day",
     )
-    assert renderer.next([SAID[2]], turn) == renderer.next([SAID[2]], sampled(renderer, prompt, "which day"))
+    assert renderer.next([SAID[2]], turn.token_ids) == renderer.next(
+        [SAID[2]], sampled(renderer, prompt, "which day").token_ids
+    )
 
 
 def test_the_booking_world_as_words(tmp_path: Path) -> None:
@@ -137,7 +139,7 @@ def test_the_prompt_tells_of_tools_and_their_answers_are_appended(tmp_path: Path
     chat = ChatRenderer(str(renderer(tmp_path, TOOLS).model_path), [SCHEMA])
     prompt = chat.first([Message("user", "x")])
     assert "calculator" in chat.tokenizer.decode(prompt)
-    said = chat.next([Message("tool", "42"), Message("tool", "43")], sampled(chat, prompt, "call"))
+    said = chat.next([Message("tool", "42"), Message("tool", "43")], sampled(chat, prompt, "call").token_ids)
     shown = "\n<|im_start|>tool\n42<|im_end|>\n<|im_start|>tool\n43<|im_end|>\n<|im_start|>assistant\n<think>\n"
     assert chat.tokenizer.decode(said) == shown
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import datasets
 import pytest
 
-from megatron_collab.data.datasets import Cursor, load_conversations, load_tasks, task_row, write_jsonl
+from megatron_collab.data.datasets import load_conversations, load_tasks, rows_of_step, task_row, write_jsonl
 from megatron_collab.types import Message, Task
 
 HI, HELLO = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
@@ -94,15 +94,13 @@ def test_a_file_that_is_no_data_is_refused(tmp_path: Path, text: str) -> None:
 
 
 def test_every_epoch_takes_every_row_once_in_another_order() -> None:
-    cursor = Cursor(10, seed=3)
-    taken = [i for step in range(8) for i in cursor.batch(step, 5)]
+    taken = [i for step in range(8) for i in rows_of_step(10, 3, step, 5)]
     epochs = [taken[at : at + 10] for at in range(0, 40, 10)]
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 4
-    assert Cursor(10, seed=4).batch(0, 10) != epochs[0]
+    assert rows_of_step(10, 4, 0, 10) != epochs[0]
 
 
 def test_a_batch_depends_on_its_step_alone() -> None:
-    first, again = Cursor(10, seed=3), Cursor(10, seed=3)
-    in_order = [first.batch(step, 4) for step in range(6)]
-    assert [again.batch(step, 4) for step in (5, 0, 3)] == [in_order[5], in_order[0], in_order[3]]
+    in_order = [rows_of_step(10, 3, step, 4) for step in range(6)]
+    assert [rows_of_step(10, 3, step, 4) for step in (5, 0, 3)] == [in_order[5], in_order[0], in_order[3]]

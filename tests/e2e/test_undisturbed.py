@@ -20,8 +20,8 @@ import psutil
 import pytest
 
 from megatron_collab.rollout.journal import JournalEntry, entries
+from megatron_collab.runtime.files import ScratchFolder
 from megatron_collab.runtime.process import EXIT_PREEMPTED, PREEMPTION_SIGNAL
-from megatron_collab.runtime.scratch import ScratchFolder
 from tests.e2e.test_booking import Program, kill, lines, parameters, steps_done
 from tests.helpers import free_port
 

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_collab.config.extension import NoOptions
 from megatron_collab.environments import gsm8k
-from megatron_collab.environments.worlds import Gsm8k
+from megatron_collab.environments.gsm8k import Gsm8k
 
 DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "gsm8k"
 

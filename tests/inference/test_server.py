@@ -28,7 +28,7 @@ from megatron_collab.config import Config, RolloutConfig, SamplingConfig
 from megatron_collab.inference import server as server_module
 from megatron_collab.inference.client import EngineError, SGLangClient
 from megatron_collab.inference.server import ServerError, SGLangServer
-from megatron_collab.runtime import device, scratch, stacks
+from megatron_collab.runtime import device, files, stacks
 from megatron_collab.types import Finish, ToolCall, Turn
 from tests.conftest import Served, serving_config
 from tests.helpers import make_model
@@ -383,7 +383,7 @@ def test_a_killed_trainer_takes_its_server_along(tmp_path: Path) -> None:
         assert list(folder.iterdir()), "its sockets are there"
         trainer.send_signal(signal.SIGKILL)
         assert wait_until(lambda: not group(leader), 30)
-        scratch.remove_abandoned()  # as the next start does
+        files.remove_abandoned()  # as the next start does
         assert not folder.exists()
     finally:
         trainer.kill()

@@ -12,7 +12,8 @@ import pytest
 from megatron_collab.config import compose
 from megatron_collab.launch import prepare, validate
 from megatron_collab.runtime import device
-from megatron_collab.train import EXIT_BAD_INPUT, main
+from megatron_collab.runtime.process import EXIT_BAD_INPUT
+from megatron_collab.train import main
 
 
 @pytest.fixture(autouse=True)
@@ -83,16 +84,16 @@ def test_a_value_of_the_wrong_type(capsys: pytest.CaptureFixture[str], booking: 
 
 
 def test_a_value_that_cannot_be(capsys: pytest.CaptureFixture[str], booking: list[str]) -> None:
-    assert "optim.lr=-1.0: must be greater than 0" in refused(capsys, *booking, "optim.lr=-1")
+    assert "optim.lr=-1.0: must be above 0" in refused(capsys, *booking, "optim.lr=-1")
 
 
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ("optim.beta1=1", "optim.beta1=1.0: must be from 0 to below 1"),
-        ("optim.beta2=-0.1", "optim.beta2=-0.1: must be from 0 to below 1"),
-        ("optim.warmup_steps=-1", "optim.warmup_steps=-1: must be 0 or greater"),
-        ("train.keep_checkpoints=0", "train.keep_checkpoints=0: must be 1 or greater"),
+        ("optim.beta1=1", "optim.beta1=1.0: must be at least 0 and below 1"),
+        ("optim.beta2=-0.1", "optim.beta2=-0.1: must be at least 0 and below 1"),
+        ("optim.warmup_steps=-1", "optim.warmup_steps=-1: must be at least 0"),
+        ("train.keep_checkpoints=0", "train.keep_checkpoints=0: must be at least 1"),
     ],
 )
 def test_a_value_out_of_its_range(

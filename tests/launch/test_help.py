@@ -24,7 +24,7 @@ def test_the_help_lists_all_that_can_be_set(capsys: pytest.CaptureFixture[str]) 
 def test_a_line_of_the_help_says_what_is_allowed_and_the_default() -> None:
     lines = {line.split()[0]: " ".join(line.split()) for line in help_text("").splitlines() if line.strip()}
     assert lines["algo.loss"].endswith("(ppo | gspo | cispo | package.module:Class) [ppo]")
-    assert lines["optim.beta1"] == "optim.beta1 AdamW beta1 (from 0 to below 1) [0.9]"
+    assert lines["optim.beta1"] == "optim.beta1 AdamW beta1 (at least 0 and below 1) [0.9]"
     assert lines["model.path"].endswith("[required]")
     assert lines["algo=ppo"].startswith("algo=ppo PPO (arXiv 1707.06347): ")
 

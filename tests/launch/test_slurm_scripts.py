@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_collab.config import ConfigError, compose
+from megatron_collab.config import compose
 from megatron_collab.launch import slurm
 from megatron_collab.runtime.process import RunStopped
 from tests.helpers import free_port
@@ -102,14 +102,15 @@ def test_bad_input_is_one_line() -> None:
     assert refused.returncode == 2 and refused.stderr.startswith("megatron-collab: no /nowhere/bin/python")
 
 
-def test_the_settings_that_decide_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_settings_that_decide_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = compose(["experiment=booking", "launch.nodes=2", "launch.interface=lo", "rollout.workers=3"])
     config.rollout.server.replicas = 2
     assert slurm.settings(config) == ["runs/booking/rl", "2", "2", "2"]
-    assert slurm.address(config) == "127.0.0.1"
-    config.launch.interface = "nothing0"
-    with pytest.raises(ConfigError, match=r"launch\.interface=nothing0"):
-        slurm.address(config)
+    overrides = ["experiment=booking", f"run.dir={tmp_path}"]
+    assert slurm.main(["address", *overrides, "launch.interface=lo"]) == 0
+    assert slurm.main(["address", *overrides, "launch.interface=nothing0"]) == 2
+    printed, said = capsys.readouterr()
+    assert printed == "127.0.0.1\n" and "launch.interface=nothing0" in said
 
 
 @pytest.fixture

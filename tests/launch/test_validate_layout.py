@@ -9,7 +9,7 @@ import pytest
 
 from megatron_collab.config import Config, ConfigError
 from megatron_collab.config.option import check_declared
-from megatron_collab.launch import validate_layout
+from megatron_collab.launch import validate
 from megatron_collab.models import parallel_layout
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.runtime import device
@@ -51,10 +51,10 @@ def refused(settings: dict[str, Any], shape: dict[str, Any] | None = None) -> st
     config = configure(settings)
     with pytest.raises(ConfigError) as error:
         check_declared(config)
-        validate_layout.validate_layout(config)
-        validate_layout.check_machine(config)
+        validate.check_layout(config)
+        validate.check_layout_on_machine(config)
         if shape:
-            validate_layout.check_shape(config, ModelShape.from_hf(shape))
+            validate.check_layout_of_model(config, ModelShape.from_hf(shape))
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -66,7 +66,7 @@ def refused(settings: dict[str, Any], shape: dict[str, Any] | None = None) -> st
         ({"model.fp8_recipe": "mx"}, "model.fp8_recipe=mx: choose one of delayed, tensorwise, blockwise, mxfp8"),
         ({"parallel.recompute": "some"}, "parallel.recompute=some: choose one of none, selective, full"),
         ({"model.fp8": "hybrid"}, "model.fp8=hybrid: needs TransformerEngine (not installed); set model.fp8=null"),
-        ({"model.fp8_params": True}, "model.fp8_params=True: needs model.fp8"),
+        ({"model.fp8_params": True}, "model.fp8_params=true: needs model.fp8"),
         ({"model.fp8_recipe": "tensorwise"}, "model.fp8_recipe=tensorwise: needs model.fp8; set model.fp8=hybrid"),
         ({"model.fp8_skip_first": 1}, "model.fp8_skip_first=1: needs model.fp8"),
         ({"parallel.cp": 2, "launch.nproc_per_node": 2}, "parallel.cp=2: needs TransformerEngine (not installed)"),
@@ -120,7 +120,7 @@ def test_recipes_of_fp8_need_their_devices(
     monkeypatch.setattr(device, "capability", lambda: capability)
     settings = {"model.fp8": "hybrid", "model.fp8_recipe": recipe}
     if allowed:
-        validate_layout.check_machine(configure(settings))
+        validate.check_layout_on_machine(configure(settings))
         return
     line = refused(settings)
     assert line.startswith(f"model.fp8_recipe={recipe}: needs a device of compute capability")
@@ -204,9 +204,9 @@ def test_what_does_not_suit_the_model(engine: None, settings: dict[str, Any], sh
 )
 def test_what_works_is_let_through(engine: None, settings: dict[str, Any], shape: dict[str, Any]) -> None:
     config = configure(settings)
-    validate_layout.validate_layout(config)
-    validate_layout.check_machine(config)
-    validate_layout.check_shape(config, ModelShape.from_hf(shape))
+    validate.check_layout(config)
+    validate.check_layout_on_machine(config)
+    validate.check_layout_of_model(config, ModelShape.from_hf(shape))
 
 
 @pytest.mark.parametrize(

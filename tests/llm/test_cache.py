@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_collab.llm.cache import Cache, key_of
+from megatron_collab.llm.client import Cache, key_of
 
 WRITER = """
 import sys
 from pathlib import Path
-from megatron_collab.llm.cache import Cache
+from megatron_collab import patches
+patches.apply("litellm")
+from megatron_collab.llm.client import Cache
 cache, me = Cache(Path(sys.argv[1])), sys.argv[2]
 for i in range(200):
     cache.put(f"{me}-{i}", {"from": me, "i": i})
@@ -23,7 +25,7 @@ def test_what_was_put_is_there_after_a_restart(tmp_path: Path) -> None:
     answer = {"thought": 'quotes " and \\ and ü\n', "score": 1.0, "count": 3, "sure": True}
     cache = Cache(tmp_path / "new" / "folder")
     cache.put("a", answer)
-    cache.close()
+    del cache
     again = Cache(tmp_path / "new" / "folder")
     assert again.get("a") == answer
     assert [type(value) for value in (again.get("a") or {}).values()] == [str, float, int, bool]

@@ -14,9 +14,8 @@ from megatron_collab.config import LlmConfig
 from megatron_collab.llm import client as clients
 from megatron_collab.llm import limiter as limiters
 from megatron_collab.llm.answer import Field, json_schema
-from megatron_collab.llm.cache import Cache
-from megatron_collab.llm.client import BudgetSpent, LlmClient, LlmError, Messages, retry_after
-from megatron_collab.llm.limiter import Admission, Ended, Limiter, Wish
+from megatron_collab.llm.client import BudgetSpent, Cache, LlmClient, LlmError, Messages, retry_after
+from megatron_collab.llm.limiter import Ended, Limiter, Wish
 from tests.llm.endpoint import Endpoint, Reply, fails, hangs, resets, says, writes
 
 SCORE = [Field("score", float, 0.0, 1.0)]
@@ -33,7 +32,7 @@ class LocalLimiter(Limiter):
         self.local_talk = self.talk
         self.talk = SimpleNamespace(remote=self._remote)
 
-    async def _remote(self, ended: list[Ended], wishes: list[Wish]) -> Admission:
+    async def _remote(self, ended: list[Ended], wishes: list[Wish]) -> list[int]:
         self.talks.append((len(ended), len(wishes)))
         return self.local_talk(ended, wishes)
 
@@ -217,10 +216,8 @@ def test_an_answer_is_paid_once_and_kept(tmp_path: Path) -> None:
         limiter = LocalLimiter(LlmConfig(budget_usd=1.0))
         answers = []
         for _ in range(2):  # as after a restart
-            cache = Cache(tmp_path)
-            client = LlmClient(limiter, cache)
+            client = LlmClient(limiter, Cache(tmp_path))
             answers.append(await client.ask(endpoint.config(), QUESTION, SCORE, sample="0"))
-            cache.close()
         while limiter._running:
             await asyncio.sleep(0.01)
         return [*answers, limiter.spend()["calls"]]
@@ -353,18 +350,19 @@ def test_calls_at_once_are_limited_and_waiting_is_not_held_against_them() -> Non
         nonlocal running, most
         running += 1
         most = max(most, running)
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.4)
         running -= 1
         return await GOOD(request)
 
     async def questions(client: LlmClient, endpoint: Endpoint) -> Any:
-        settings = endpoint.config(deadline=1.5)  # all of them take 2 s
+        await client.ask(endpoint.config(), QUESTION, SCORE)  # LiteLLM's first call imports
+        settings = endpoint.config(deadline=3.5)  # all of them take 4 s, one 0.4 s
         return await asyncio.gather(*(client.ask(settings, QUESTION, SCORE) for _ in range(30)))
 
     answers, limiter = with_limiter(LlmConfig(max_concurrent=3), questions, busy)
     assert answers == [{"score": 0.5}] * 30
     assert most == 3
-    assert limiter.spend()["calls"] == 30
+    assert limiter.spend()["calls"] == 31
 
 
 def test_a_place_that_is_free_is_taken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -399,7 +397,7 @@ def test_a_cancelled_call_gives_its_place_back() -> None:
 
 
 def test_a_fault_of_the_limiter_reaches_everybody_who_waits() -> None:
-    async def broken(*_: Any) -> Admission:
+    async def broken(*_: Any) -> list[int]:
         raise KeyError("bug")
 
     async def questions(endpoint: Endpoint) -> list[Any]:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megatron_collab.config import Config, LlmConfig
 from megatron_collab.llm import limiter as limiters
-from megatron_collab.llm.limiter import MINUTE, Admission, BudgetSpent, Ended, Limiter, LimiterDied, Line, Wish
+from megatron_collab.llm.limiter import MINUTE, BudgetSpent, Ended, Limiter, LimiterDied, Line, Wish
 from megatron_collab.runtime.ray_cluster import ray_session
 
 LEDGER = Path("spend.json")
@@ -38,7 +38,7 @@ class Clock:
 
 def begun(limiter: Limiter, *tokens: int, seconds: float = 10.0) -> int:
     """How many calls of these tokens the limiter lets begin."""
-    return len(limiter.talk([], [Wish(count, seconds) for count in tokens]).calls)
+    return len(limiter.talk([], [Wish(count, seconds) for count in tokens]))
 
 
 def test_without_limits_every_call_begins() -> None:
@@ -60,16 +60,16 @@ def test_requests_a_minute() -> None:
 def test_tokens_a_minute_are_reserved_and_then_what_was_used() -> None:
     clock = Clock()
     limiter = Limiter(LlmConfig(tokens_per_minute=1000), LEDGER, clock)
-    (first,) = limiter.talk([], [Wish(800, 10), Wish(300, 10)]).calls
-    assert len(limiter.talk([Ended(first, tokens=100)], [Wish(500, 10), Wish(400, 10), Wish(1, 10)]).calls) == 2
+    (first,) = limiter.talk([], [Wish(800, 10), Wish(300, 10)])
+    assert len(limiter.talk([Ended(first, tokens=100)], [Wish(500, 10), Wish(400, 10), Wish(1, 10)])) == 2
     clock.now += MINUTE
     assert begun(limiter, 1000) == 1
 
 
 def test_a_call_without_a_known_use_keeps_its_reservation() -> None:
     limiter = Limiter(LlmConfig(tokens_per_minute=1000), LEDGER, Clock())
-    (first,) = limiter.talk([], [Wish(800, 10)]).calls
-    assert limiter.talk([Ended(first)], [Wish(300, 10)]).calls == ()
+    (first,) = limiter.talk([], [Wish(800, 10)])
+    assert limiter.talk([Ended(first)], [Wish(300, 10)]) == []
 
 
 def test_a_call_larger_than_the_limit_goes_alone() -> None:
@@ -83,27 +83,27 @@ def test_a_call_larger_than_the_limit_goes_alone() -> None:
 def test_calls_at_once_and_those_of_the_dead() -> None:
     clock = Clock()
     limiter = Limiter(LlmConfig(max_concurrent=2), LEDGER, clock)
-    first, _ = limiter.talk([], [Wish(1, 10), Wish(1, 20), Wish(1, 10)]).calls
+    first, _ = limiter.talk([], [Wish(1, 10), Wish(1, 20), Wish(1, 10)])
     assert begun(limiter, 1) == 0
-    assert len(limiter.talk([Ended(first)], [Wish(1, 30), Wish(1, 30)]).calls) == 1
+    assert len(limiter.talk([Ended(first)], [Wish(1, 30), Wish(1, 30)])) == 1
     clock.now += 20  # nobody said that the second ended
     assert begun(limiter, 1, 1) == 1
 
 
 def test_the_budget_stops_every_further_call_and_says_what_to_do() -> None:
     limiter = Limiter(LlmConfig(budget_usd=1.0), LEDGER)
-    a, b = limiter.talk([], [Wish(1, 10), Wish(1, 10)]).calls
-    assert limiter.talk([Ended(a, 10, 0.99)], []).stop is None
-    stopped = limiter.talk([Ended(b, 10, 0.01)], [Wish(1, 10)])
-    assert stopped.calls == ()
-    assert stopped.stop == (
+    a, b = limiter.talk([], [Wish(1, 10), Wish(1, 10)])
+    assert limiter.talk([Ended(a, 10, 0.99)], []) == []
+    with pytest.raises(BudgetSpent) as stopped:
+        limiter.talk([Ended(b, 10, 0.01)], [Wish(1, 10)])
+    assert str(stopped.value) == (
         "llm.budget_usd=1 is used up: 2 calls cost 1 USD; raise it to go on from the last checkpoint"
     )
 
 
 def test_what_was_spent_is_in_the_ledger_from_which_the_next_limiter_goes_on() -> None:
     before = Limiter(LlmConfig(), LEDGER)
-    calls = before.talk([], [Wish(1, 10)] * 3).calls
+    calls = before.talk([], [Wish(1, 10)] * 3)
     before.talk([Ended(calls[0], 10, 0.5), Ended(calls[1], 20, None)], [])
     before.write()
     assert json.loads(LEDGER.read_text()) == {"calls": 2, "tokens": 30, "usd": 0.5, "unpriced": 1}
@@ -111,24 +111,26 @@ def test_what_was_spent_is_in_the_ledger_from_which_the_next_limiter_goes_on() -
     assert before.spend() == json.loads(LEDGER.read_text()) == {"calls": 3, "tokens": 30, "usd": 0.5, "unpriced": 1}
     after = Limiter(LlmConfig(budget_usd=0.4), LEDGER)
     assert after.spend() == before.spend()
-    assert after.talk([], [Wish(1, 10)]).stop
+    with pytest.raises(BudgetSpent):
+        after.talk([], [Wish(1, 10)])
 
 
 def test_a_budget_that_is_used_up_is_written_at_once() -> None:
     clock = Clock()
     limiter = Limiter(LlmConfig(budget_usd=1.0), LEDGER, clock)
-    (call,) = limiter.talk([], [Wish(1, 10)]).calls
-    assert limiter.talk([Ended(call, 10, 1.5)], []).stop
+    (call,) = limiter.talk([], [Wish(1, 10)])
+    with pytest.raises(BudgetSpent):
+        limiter.talk([Ended(call, 10, 1.5)], [])
     assert json.loads(LEDGER.read_text())["usd"] == 1.5
 
 
 def test_a_call_of_the_limiter_before_ends_quietly() -> None:
     before, after = (Limiter(LlmConfig(max_concurrent=1, tokens_per_minute=10), LEDGER) for _ in range(2))
-    (old,) = before.talk([], [Wish(5, 10)]).calls
-    (new,) = after.talk([], [Wish(5, 10)]).calls
-    assert after.talk([Ended(old, 7, 0.5)], [Wish(1, 10)]).calls == ()  # the place is that of the new one
+    (old,) = before.talk([], [Wish(5, 10)])
+    (new,) = after.talk([], [Wish(5, 10)])
+    assert after.talk([Ended(old, 7, 0.5)], [Wish(1, 10)]) == []  # the place is that of the new one
     assert after.spend()["usd"] == 0.5
-    assert len(after.talk([Ended(new, 5, 0.5)], [Wish(1, 10)]).calls) == 1
+    assert len(after.talk([Ended(new, 5, 0.5)], [Wish(1, 10)])) == 1
 
 
 @given(
@@ -157,7 +159,7 @@ class Slow:
         self.talk = self
         self.answer = asyncio.Event()
 
-    async def remote(self, ended: list[Ended], wishes: list[Wish]) -> Admission:
+    async def remote(self, ended: list[Ended], wishes: list[Wish]) -> list[int]:
         admission = self.limiter.talk(ended, wishes)
         await self.answer.wait()
         return admission
@@ -191,13 +193,13 @@ def test_a_call_that_was_cancelled_after_it_was_let_through_holds_no_place(monke
         slow.answer.set()
         line = Line(slow)
         call = asyncio.create_task(line.begin(Wish(1, 60.0)))
-        admit = line._admit
+        exchange = line._exchange
 
-        def admit_and_cancel(admission: Admission, asked: int) -> None:
-            admit(admission, asked)
+        async def exchange_and_cancel() -> None:
+            await exchange()
             call.cancel()
 
-        monkeypatch.setattr(line, "_admit", admit_and_cancel)
+        monkeypatch.setattr(line, "_exchange", exchange_and_cancel)
         with pytest.raises(asyncio.CancelledError):
             await call
         await settled(line)
@@ -269,7 +271,7 @@ def test_processes_share_one_limiter(actor: Any) -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("actor", [LlmConfig()], indirect=True)
 def test_the_last_talk_of_all_is_written_too(actor: Any) -> None:
-    (call,) = ray.get(actor.talk.remote([], [Wish(1, 60.0)])).calls
+    (call,) = ray.get(actor.talk.remote([], [Wish(1, 60.0)]))
     ray.get(actor.talk.remote([Ended(call, 10, 0.5)], []))
     deadline = time.monotonic() + 60
     while not LEDGER.exists() and time.monotonic() < deadline:

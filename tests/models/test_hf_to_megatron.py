@@ -10,7 +10,7 @@ import pytest
 
 from megatron_collab.models import hf_to_megatron
 from megatron_collab.models.hf_config import FAMILIES
-from megatron_collab.models.hf_to_megatron import Index, ModelShape, TensorCut, TensorPlace
+from megatron_collab.models.hf_to_megatron import Index, ModelShape, TensorCut
 
 LLAMA = {
     "model_type": "llama",
@@ -65,7 +65,7 @@ def test_every_element_is_exported_once_and_every_shard_is_filled(seed: int) -> 
                 source, target = cells(piece.hf_index), cells(piece.shard_index)
                 assert len(source) == len(target)
                 filled.update(target)
-                if TensorPlace(tp=tp, tp_rank=rank, expert_replica=rank).writes(entry):
+                if hf_to_megatron.exports(entry, rank, replica=0, expert_replica=rank):
                     exported.update((piece.hf, cell) for cell in source)
             expected = set(product(*(range(n) for n in shard)))
             if entry.cut is TensorCut.VOCABULARY:
@@ -91,7 +91,7 @@ def test_tied_output_layer_is_loaded_but_not_exported() -> None:
     shape = ModelShape.from_hf(LLAMA | {"tie_word_embeddings": True})
     output = hf_to_megatron.table(shape)[-1]
     assert output.hf == ("model.embed_tokens.weight",)
-    assert not TensorPlace().writes(output)
+    assert not hf_to_megatron.exports(output, 0, 0, 0)
     assert "lm_head.weight" not in hf_to_megatron.hf_shapes(shape)
 
 

@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron_collab import patches
 from megatron_collab.config import Config
-from megatron_collab.patches import cpu
+from megatron_collab.patches import megatron as changes
 from megatron_collab.runtime import device
 from tests.helpers import free_port
 
@@ -91,10 +91,10 @@ def test_device_names_reach_the_device(one_rank: Config) -> None:
 
 
 def test_a_cpu_run_refuses_a_visible_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu.refuse_visible_cuda("cpu")
+    changes.refuse_visible_cuda("cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(RuntimeError, match=r"launch\.device=cpu.*CUDA_VISIBLE_DEVICES"):
-        cpu.refuse_visible_cuda("cpu")
+        changes.refuse_visible_cuda("cpu")
 
 
 @pytest.mark.processes

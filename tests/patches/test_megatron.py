@@ -32,8 +32,7 @@ def test_router_works_without_transformer_engine() -> None:
 def test_fused_gradient_accumulation_needs_no_apex(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "_grad_accum_fusion_available", False)
     (patch,) = (patch for patch in megatron.PATCHES if patch.name == "gradient accumulation fusion without apex")
-    assert patch.apply is not None
-    patch.apply()
+    patch.put_in_force()
     assert layers._grad_accum_fusion_available
 
 

@@ -48,23 +48,20 @@ def test_the_test_of_an_entry_exists(entry: Patch) -> None:
 def test_versions_are_those_of_the_lock_files(entry: Patch) -> None:
     locks = [(REPOSITORY / "requirements" / name).read_text() for name in ("cpu.lock", "gpu.lock")]
     pinned = {m[1] for lock in locks if (m := re.search(rf"^{entry.library}==(.+)$", lock, re.MULTILINE))}
-    assert set(entry.versions) == pinned
+    assert set(patches.VERSIONS[entry.library]) == pinned
 
 
-@pytest.mark.parametrize(
-    "entry", named([e for e in REGISTER if e.attributes and e.apply and e.when() and e.library != "sglang"])
-)
+@pytest.mark.parametrize("entry", named([e for e in REGISTER if e.when() and e.library != "sglang"]))
 def test_what_is_replaced_is_ours(entry: Patch) -> None:
-    for attribute in entry.attributes:
+    for attribute in (*entry.sets, *(entry.uses if entry.apply else ())):
         found = resolve_name(attribute)
-        assert found is None or found.__module__.startswith(patches.__name__), attribute
+        ours = found in (None, True) or found.__module__.startswith(patches.__name__)
+        assert ours and entry.sets.get(attribute, found) is found, attribute
 
 
-@pytest.mark.parametrize(
-    "entry", named([e for e in REGISTER if e.attributes and e.apply is None and e.library != "sglang"])
-)
+@pytest.mark.parametrize("entry", named([e for e in REGISTER if e.apply is None and e.library != "sglang"]))
 def test_private_interfaces_exist(entry: Patch) -> None:
-    for attribute in entry.attributes:
+    for attribute in entry.uses:
         if "NCCL" in attribute:  # a build for CPU has none
             continue
         owner, name = attribute.rsplit(".", 1)
@@ -168,7 +165,7 @@ def test_private_names_of_libraries_are_in_the_register() -> None:
             elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in LIBRARIES:
                 private = [alias.name for alias in node.names if alias.name.startswith("_")]
                 read |= {name: f"{file}:{node.lineno}" for name in private}
-    known = {attribute.rsplit(".", 1)[1] for entry in REGISTER for attribute in entry.attributes}
+    known = {attribute.rsplit(".", 1)[1] for entry in REGISTER for attribute in (*entry.sets, *entry.uses)}
     assert {name: place for name, place in read.items() if name not in own | known} == {}
 
 

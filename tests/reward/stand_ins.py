@@ -11,9 +11,8 @@ import ray
 from megatron_collab.config import Config, RewardConfig
 from megatron_collab.llm.limiter import BudgetSpent
 from megatron_collab.reward import metrics
-from megatron_collab.reward.dispatch import RewardClient
 from megatron_collab.reward.metrics import Metric, NoOptions
-from megatron_collab.reward.workers import RewardWorker, Scores
+from megatron_collab.reward.workers import RewardClient, RewardWorker, Scores
 from megatron_collab.types import Conversation, Ending, Finish, Message, Score, Task, Turn
 
 TASK = Task("t", (Message("user", "hi"),), "goal", "answer", "testing")
@@ -43,19 +42,13 @@ class Process(Metric):
         return float(os.getpid())
 
 
-class Careless(Metric):
-    """Says that it costs nothing, and takes an hour for a reply that begins with "never"."""
+class Slow(Metric):
+    """Takes an hour for a reply that begins with "never"."""
 
     async def score(self, task: Task, conversation: Conversation) -> Score | None:
         if conversation.replies[-1].startswith("never"):
             await asyncio.sleep(3600)
         return 1.0
-
-
-class Slow(Careless):
-    """The same, but known to take long."""
-
-    seconds = 5.0
 
 
 class Buggy(Metric):
@@ -79,7 +72,7 @@ class Judged(Metric):
         return float(self.judge.client._line is not None)
 
 
-METRICS = (Length, Process, Careless, Slow, Buggy, Broke, Judged)
+METRICS = (Length, Process, Slow, Buggy, Broke, Judged)
 
 
 def split(name: str, settings: dict[str, Any]) -> tuple[type[Metric], Any]:

@@ -15,13 +15,12 @@ from ray.exceptions import RayActorError
 
 from megatron_collab.config import Config, RewardConfig
 from megatron_collab.llm.limiter import BudgetSpent
-from megatron_collab.reward.dispatch import RewardClient, chunks
-from megatron_collab.reward.workers import Job, Scores
+from megatron_collab.reward.workers import Job, RewardClient, Scores
 from megatron_collab.runtime.ray_cluster import start_actor
 from megatron_collab.types import Ending, Missing, Score
 from tests.reward.stand_ins import TASK, WEIGHTS, Asker, TestingWorker, ended, settings
 
-ALL = settings("length", "process", "careless", "slow", concurrency=4)
+ALL = settings("length", "process", "slow", concurrency=4)
 
 
 @pytest.fixture(scope="module")
@@ -41,14 +40,6 @@ def ask_all(client: RewardClient, *texts: str) -> list[Scores]:
         return await asyncio.gather(*(client.score(TASK, ended(text)) for text in texts))
 
     return asyncio.run(scores())
-
-
-def test_jobs_are_put_in_requests_by_their_cost() -> None:
-    assert chunks([]) == []
-    assert chunks([1 / 64] * 128) == [list(range(64)), list(range(64, 128))]
-    assert chunks([0.3] * 7) == [[0, 1, 2], [3, 4, 5], [6]]
-    assert chunks([10.0, 10.0]) == [[0], [1]], "a judge's score goes alone"
-    assert chunks([1 / 64, 10.0, 1 / 64, 0.5, 10.0]) == [[1], [4], [3, 0, 2]], "what costs nothing stays together"
 
 
 # With workers in this process
@@ -83,11 +74,24 @@ class LocalWorker:
 
 
 def test_conversations_that_end_together_share_requests_and_keep_their_scores(stand_ins: None) -> None:
-    worker, texts = LocalWorker(), ["x" * n for n in range(1, 40)]
-    client = RewardClient([worker], settings("slow", "length", "careless"))
-    assert ask_all(client, *texts) == [dict.fromkeys(("length", "careless", "slow"), n) for n in range(1, 40)]
-    names = [[job.names for job in request] for request in worker.requests]
-    assert names == [[("slow",)]] * 39 + [[("length", "careless")] * 39]
+    workers, texts = [LocalWorker(), LocalWorker()], ["x" * n for n in range(1, 41)]
+    client = RewardClient(workers, settings("slow", "length"))
+    assert ask_all(client, *texts) == [dict.fromkeys(("length", "slow"), n) for n in range(1, 41)]
+    assert [[len(request) for request in worker.requests] for worker in workers] == [[20], [20]]
+
+
+def test_no_more_is_sent_than_the_workers_make_within_four_rounds(stand_ins: None) -> None:
+    worker = LocalWorker(silent=True)
+    client = RewardClient([worker], settings("length", concurrency=2))
+
+    async def scores() -> None:
+        waiting = [asyncio.create_task(client.score(TASK, ended(str(i)))) for i in range(20)]
+        await asyncio.sleep(0.05)
+        for one in waiting:
+            one.cancel()
+
+    asyncio.run(scores())
+    assert [len(request) for request in worker.requests] == [8]
 
 
 def test_half_a_conversation_has_no_scores_and_costs_no_call() -> None:
@@ -155,10 +159,9 @@ def test_a_worker_that_is_stuck_is_not_asked_again() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", ["slow", "careless"])
-def test_a_slow_judge_blocks_nobody(workers: list[Any], name: str) -> None:
+def test_a_slow_judge_blocks_nobody(workers: list[Any]) -> None:
     """Not even those whose scores were asked for in the same request."""
-    client = RewardClient(workers, settings("length", name, concurrency=4))
+    client = RewardClient(workers, settings("length", "slow", concurrency=4))
 
     async def scores() -> tuple[list[Scores], bool]:
         slow = asyncio.create_task(client.score(TASK, ended("never")))
@@ -167,7 +170,7 @@ def test_a_slow_judge_blocks_nobody(workers: list[Any], name: str) -> None:
         slow.cancel()
         return others, waits
 
-    assert asyncio.run(scores()) == ([{"length": n, name: 1.0} for n in range(1, 100)], True)
+    assert asyncio.run(scores()) == ([{"length": n, "slow": 1.0} for n in range(1, 100)], True)
 
 
 @pytest.mark.processes

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_collab.llm.client import LlmClient
-from megatron_collab.reward.judge import Judge
+from megatron_collab.reward.metrics import Judge
 from megatron_collab.types import Missing, Score
 from tests.llm.endpoint import Endpoint, fails, says
 from tests.reward.fakes import about, metric, play

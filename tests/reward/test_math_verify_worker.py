@@ -4,11 +4,12 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from megatron_collab.reward import math_verify_worker as checkers
-from megatron_collab.reward.math_verify_worker import Checker, Verdict
+from megatron_collab.reward.metrics import accuracy as checkers
+from megatron_collab.reward.metrics.accuracy import Checker, Verdict
 from megatron_collab.types import Missing
 
 pytestmark = pytest.mark.processes
@@ -20,7 +21,14 @@ HOPELESS = r"\boxed{9^{9^{9^{9}}}}"
 def checker() -> Iterator[Checker]:
     checker = Checker(hard_limit=1.0)
     yield checker
-    checker.close()
+    end(checker)
+
+
+def end(checker: Checker) -> int:
+    """The exit code of its child, whose input has ended, as it does with the process that started it."""
+    assert checker._child is not None
+    checker._child.communicate()
+    return checker._child.returncode
 
 
 def test_an_answer_that_takes_too_long_ends_the_child_and_no_other_score(checker: Checker) -> None:
@@ -33,7 +41,7 @@ def test_an_answer_that_takes_too_long_ends_the_child_and_no_other_score(checker
 def test_math_verify_gives_up_before_that() -> None:
     patient = Checker()
     assert patient.compare("18", HOPELESS) is Verdict.DIFFERENT
-    patient.close()
+    end(patient)
 
 
 def test_what_is_undecided_is_told_from_what_is_different(checker: Checker) -> None:
@@ -47,13 +55,13 @@ def test_what_is_undecided_is_told_from_what_is_different(checker: Checker) -> N
 def children(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[str]]:
     """The processes that checkers start."""
     started: list[subprocess.Popen[str]] = []
-    start = checkers._start
+    start = subprocess.Popen
 
-    def record(limit: float) -> subprocess.Popen[str]:
-        started.append(start(limit))
+    def record(*arguments: Any, **options: Any) -> subprocess.Popen[str]:
+        started.append(start(*arguments, **options))
         return started[-1]
 
-    monkeypatch.setattr(checkers, "_start", record)
+    monkeypatch.setattr(checkers.subprocess, "Popen", record)
     return started
 
 
@@ -65,7 +73,6 @@ def test_a_child_that_dies_is_started_again(checker: Checker, children: list[sub
     assert len(children) == 2
 
 
-def test_closing_ends_the_child(checker: Checker, children: list[subprocess.Popen[str]]) -> None:
+def test_the_child_ends_with_its_input(checker: Checker) -> None:
     assert checker.compare("18", "19") is Verdict.DIFFERENT
-    checker.close()
-    assert children[0].returncode == 0
+    assert end(checker) == 0

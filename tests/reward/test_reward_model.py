@@ -12,8 +12,9 @@ import torch
 from aiohttp import web
 
 from megatron_collab import patches
+from megatron_collab.inference import client
 from megatron_collab.inference.server import SGLangServer
-from megatron_collab.reward import model as reward_model
+from megatron_collab.reward.metrics import reward_model
 from megatron_collab.reward.metrics.reward_model import KEY_VARIABLE
 from megatron_collab.types import Message, Missing, Score
 from tests.conftest import serving_config
@@ -57,7 +58,7 @@ class Server:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reward_model, "BACKOFF_SECONDS", 0.0)
+    monkeypatch.setattr(client, "BACKOFF_SECONDS", 0.0)
     monkeypatch.setenv(KEY_VARIABLE, "a-key-of-the-test")
 
 
@@ -81,13 +82,13 @@ def test_what_may_pass_is_tried_again() -> None:
 @pytest.mark.parametrize(
     ("answers", "why", "requests"),
     [
-        ([(503, "busy")], "status 503", reward_model.ATTEMPTS),
+        ([(503, "busy")], "status 503", client.ATTEMPTS),
         ([(401, "no key")], "status 401", 1),
         ([(200, TOKENS), (400, "too long")], "/classify: status 400", 2),
         ([(200, TOKENS), (200, {"embedding": [0.1, 0.9]})], "2 outputs; a reward model has one", 2),
         ([(200, TOKENS), (200, {"embedding": [None]})], "output is None", 2),
-        ([(200, {"count": 3})], "no 'tokens' in the answer", 1),
-        ([(200, {"tokens": 3})], "'tokens' is no list", 1),
+        ([(200, {"count": 3})], "no list 'tokens' in the answer", 1),
+        ([(200, {"tokens": 3})], "no list 'tokens'", 1),
         ([(200, [])], "is it SGLang?", 1),
     ],
 )

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from megatron_collab.llm.answer import Field
-from megatron_collab.reward.rubrics import THOUGHT, placeholders, prompt
+from megatron_collab.reward.metrics import THOUGHT, placeholders, prompt
 from megatron_collab.types import Message
 from tests.reward.fakes import about, play
 

@@ -45,8 +45,8 @@ class CharacterRenderer:
     def first(self, messages: Sequence[Message]) -> tuple[int, ...]:
         return encode("".join(f"<{message.role}>{message.content}" for message in messages) + "<assistant>")
 
-    def next(self, messages: Sequence[Message], turn: Turn) -> tuple[int, ...]:
-        lacking = () if turn.token_ids[-1:] == (END,) else (END,)
+    def next(self, messages: Sequence[Message], turn: Sequence[int]) -> tuple[int, ...]:
+        lacking = () if tuple(turn[-1:]) == (END,) else (END,)
         return lacking + self.first(messages)
 
 

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 
 from megatron_collab.inference.client import EngineError
-from megatron_collab.rollout.conversation import RolloutPlace, Sampler, seed_of
+from megatron_collab.rollout.conversation import Player, RolloutPlace, seed_of
 from megatron_collab.rollout.users import UserError, UserReply
 from megatron_collab.types import Conversation, Ending, Finish, Message, Task, Turn
 from tests.rollout.fakes import STOP, CharacterRenderer, FakePolicy, FakeUsers, config, decode, encode
 
 TASK = Task("t", (Message("user", "hi"),), "goal", "answer", "testing")
+NO_REWARDS: Any = None  # nothing is scored here
 PLACE = RolloutPlace("step-0", 0)
 
 
@@ -29,17 +30,17 @@ def play(
 ) -> list[Conversation]:
     """The futures of one trained turn."""
     options = config(**rollout)
-    sampler = Sampler(policy, CharacterRenderer(), users or FakeUsers(user), options)
+    player = Player(policy, CharacterRenderer(), users or FakeUsers(user), NO_REWARDS, options)
 
     async def future(start: Conversation, number: int) -> Conversation:
         if start.ending:
             return start
-        return await sampler.play_on(
+        return await player.play_on(
             start, TASK, RolloutPlace("step-0", 0, number), options.rollout.future, strict=strict
         )
 
     async def conversations() -> list[Conversation]:
-        start = await sampler.trained_turn(TASK, PLACE)
+        start = await player.trained_turn(TASK, PLACE)
         return await asyncio.gather(*(future(start, number) for number in range(futures)))
 
     return asyncio.run(conversations())
@@ -246,8 +247,8 @@ def test_thoughts_are_seen_by_nobody_and_stay_in_the_tokens() -> None:
     ],
 )
 def test_a_malformed_turn_is_refused_with_the_reason(text: str, why: str) -> None:
-    sampler = Sampler(says(text), CharacterRenderer(), FakeUsers(user), config(turn=40))
-    refused = sampler.refuse_malformed(asyncio.run(sampler.trained_turn(TASK, PLACE)))
+    player = Player(says(text), CharacterRenderer(), FakeUsers(user), NO_REWARDS, config(turn=40))
+    refused = player.refuse_malformed(asyncio.run(player.trained_turn(TASK, PLACE)))
     assert (refused.ending, refused.error) == (Ending.MALFORMED, why)
 
 

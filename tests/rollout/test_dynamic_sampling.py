@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_collab.rollout.manager import TooManyMissing
 from megatron_collab.runtime.process import RunStopped
 from megatron_collab.types import Missing, Score
 from tests.rollout.simulated import DIFFERENT, EQUAL, LOST, PROMPTS, World
@@ -114,6 +113,6 @@ def test_a_step_in_which_nothing_differs_stops_the_run(world: Callable[..., Worl
 
 def test_an_outage_is_not_refilled(world: Callable[..., World]) -> None:
     made = world(lambda task: LOST, 8)
-    with pytest.raises(TooManyMissing, match=r"12 of 18 rollouts have no reward"):
+    with pytest.raises(RunStopped, match=r"12 of 18 rollouts have no reward"):
         made.next(0)
     assert len(made.played) == PROMPTS

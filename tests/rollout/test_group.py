@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_collab.inference.client import EngineError
-from megatron_collab.rollout.group import Player
+from megatron_collab.rollout.conversation import Player
 from megatron_collab.types import Conversation, Ending, Group, Message, Missing, Score, Task
 from tests.rollout.fakes import STOP, CharacterRenderer, FakePolicy, FakeUsers, config
 

@@ -62,10 +62,10 @@ def test_what_weights_that_are_too_old_sampled_is_not_kept(tmp_path: Path) -> No
 
 def test_a_checkpoint_keeps_which_weights_there_are() -> None:
     made = digests(0.1, 0.2)
-    again = WeightDigests(2, json.loads(json.dumps(made.state())))
+    again = WeightDigests(2, json.loads(json.dumps([*made.items()])))
     again.learned({"loss": 0.3})
     made.learned({"loss": 0.3})
-    assert [again.of(version) for version in (3, 4, 5, 6)] == [None, made.of(4), made.of(5), None]
+    assert [again.get(version) for version in (3, 4, 5, 6)] == [None, made[4], made[5], None]
 
 
 def test_a_group_of_another_checkout_is_no_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

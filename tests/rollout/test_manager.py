@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron_collab.rollout.manager import TooManyMissing, refuse_missing, summary
+from megatron_collab.rollout.manager import refuse_missing, summary
+from megatron_collab.runtime.process import RunStopped
 from megatron_collab.types import (
     Conversation,
     Ending,
@@ -36,7 +37,7 @@ def rollout(value: Score, length: int = 2, missing: int = 0) -> Rollout:
 def test_too_many_missing_scores_stop_the_run_with_the_reason() -> None:
     group = Group(TASK, (rollout(1.0), rollout(0.0), rollout(Missing("judge is down"))))
     refuse_missing([group], max_missing=0.34)
-    with pytest.raises(TooManyMissing, match=r"1 of 3 .*reward.max_missing=0.3 .*judge is down"):
+    with pytest.raises(RunStopped, match=r"1 of 3 .*reward.max_missing=0.3 .*judge is down"):
         refuse_missing([group], max_missing=0.3)
 
 

@@ -25,12 +25,11 @@ from megatron_collab.data.chat_template import ChatRenderer
 from megatron_collab.environments import booking, tiny_model
 from megatron_collab.inference.client import EngineError
 from megatron_collab.llm.client import LlmClient
-from megatron_collab.reward.dispatch import RewardClient
-from megatron_collab.reward.workers import RewardWorker
+from megatron_collab.reward.workers import RewardClient, RewardWorker
 from megatron_collab.rollout import scheduler
-from megatron_collab.rollout.group import Player
+from megatron_collab.rollout.conversation import Player
 from megatron_collab.rollout.journal import Journal, WeightDigests
-from megatron_collab.rollout.scheduler import Asked, Flight, Look, Slot, answers
+from megatron_collab.rollout.scheduler import Asked, Flight, Slot, answers
 from megatron_collab.rollout.users import Users
 from megatron_collab.rollout.workers import start_workers
 from megatron_collab.runtime.process import Hung
@@ -294,7 +293,7 @@ def gives_up_on_a_worker_that_hangs(worker: Any, task: Task, config: Config) -> 
             Hung, match=r"waited 4 s for any of 2 groups.*train-7-0, train-7-1, asked of conversation-0"
         ):
             flight.wait_for(2, "step 7")
-            while flight.look() is not Look.FINISHED:
+            while flight.look() != "finished":
                 pass
         with pytest.raises(Hung, match=r"waited 0\.1 s \(half of launch\.timeout\) for its counters"):
             answers({"its counters": worker.take_counters.remote(), "what is there": ray.put(1)}, 0.1)

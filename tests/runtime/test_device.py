@@ -36,7 +36,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, folder: Path, distribution: str, 
 
 
 def with_cuda(monkeypatch: pytest.MonkeyPatch, found: bool) -> None:
-    monkeypatch.setattr(device, "_cuda", lambda: device.Probe("cuda", found, "", "", ""))
+    monkeypatch.setattr(device, "_cuda", lambda: (found, ""))
 
 
 def test_probe_of_what_is_installed_gives_its_version() -> None:

@@ -108,7 +108,7 @@ def test_a_rank_that_skips_a_collective_is_named(root: Path) -> None:
     place = r"rank 1: rollouts, megatron_collab/runtime/rank0\.py:\d+ \(shared\)"
     assert re.search(place + r", in torch\.distributed\.broadcast_object_list, for \d+ s", said)
     assert "rank 0 waits for rank 1" in said
-    for rank, function in enumerate(("skip", "from_leader")):
+    for rank, function in enumerate(("skip", "shared")):
         written = (root / "skip" / "stacks" / f"rank-{rank}.txt").read_text()
         assert f" in {function}\n" in written
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_collab.runtime.scratch import ScratchFolder
+from megatron_collab.runtime.files import ScratchFolder
 
 MAKES = """
 import sys
-from megatron_collab.runtime.scratch import ScratchFolder
+from megatron_collab.runtime.files import ScratchFolder
 print(ScratchFolder().path, flush=True)
 sys.stdin.read()
 """

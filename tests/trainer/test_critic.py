@@ -37,7 +37,7 @@ def test_an_untrained_critic_expects_nothing(config: Config) -> None:
 
 def test_values_are_those_of_the_states_before_the_tokens(config: Config) -> None:
     critic = Critic(config)
-    network = unwrap(critic.network.chunks[-1])
+    network = unwrap(critic.chunks[-1])
     weight = torch.linspace(-1.0, 1.0, network.config.hidden_size)
     with torch.no_grad():
         network.value_head.weight.copy_(weight[None])

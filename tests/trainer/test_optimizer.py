@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_collab.config import OptimConfig
-from megatron_collab.trainer.optimizer import learning_rate
+from megatron_collab.trainer.network import learning_rate
 
 
 def rates(**options: object) -> list[float]:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_collab.trainer.packing import collate, context_slice, cost, pack, positions
+from megatron_collab.trainer.microbatches import collate, context_slice, cost, pack, positions
 
 
 @given(
@@ -21,19 +21,19 @@ from megatron_collab.trainer.packing import collate, context_slice, cost, pack, 
 )
 def test_plan(lengths: list[int], ranks: int, budget: int, align: int, multiple_of: int) -> None:
     made = pack(lengths, ranks, budget, align=align, multiple_of=multiple_of)
-    micro_batches = [micro_batch for rank in made.ranks for micro_batch in rank]
+    micro_batches = [micro_batch for rank in made for micro_batch in rank]
     rounded = [-(-length // align) * align for length in lengths]
 
     assert sorted(index for micro_batch in micro_batches for index in micro_batch) == list(range(len(lengths)))
-    assert len(made.ranks) == ranks
-    (each,) = {len(rank) for rank in made.ranks}
+    assert len(made) == ranks
+    (each,) = {len(rank) for rank in made}
     assert each % multiple_of == 0 and each > 0
     for micro_batch in micro_batches:
         assert len(micro_batch) == 1 or sum(rounded[index] for index in micro_batch) <= budget
     assert sum(not micro_batch for micro_batch in micro_batches) == max(0, len(micro_batches) - len(lengths))
 
     costs = cost(np.array(rounded, dtype=np.int64))
-    weights = [[sum(costs[index] for index in micro_batch) for micro_batch in rank] for rank in made.ranks]
+    weights = [[sum(costs[index] for index in micro_batch) for micro_batch in rank] for rank in made]
     totals = [sum(rank) for rank in weights]
     together = list(zip(*weights, strict=True))
     assert max(totals) - min(totals) <= max(max(alike) - min(alike) for alike in together) + 1e-6
@@ -46,16 +46,16 @@ def test_plan(lengths: list[int], ranks: int, budget: int, align: int, multiple_
 
 
 def test_plan_by_hand() -> None:
-    assert pack([4, 6, 5, 5, 3], 1, 10).ranks == (((4,), (1, 0), (2, 3)),), "6 + 4 costs most: up to it and down again"
-    assert pack([6, 3, 6, 4], 1, 10).ranks == (((2, 1), (0, 3)),), "4 goes where 6 leaves 4, 3 beside the other 6"
-    assert pack([3, 3, 3], 1, 8, align=4).ranks == (((2,), (0, 1)),), "each counts as 4"
-    assert pack([5, 4, 3], 3, 100).ranks == (((0,),), ((1,),), ((2,),)), "one would do, three ranks need three"
+    assert pack([4, 6, 5, 5, 3], 1, 10) == [[(4,), (1, 0), (2, 3)]], "6 + 4 costs most: up to it and down again"
+    assert pack([6, 3, 6, 4], 1, 10) == [[(2, 1), (0, 3)]], "4 goes where 6 leaves 4, 3 beside the other 6"
+    assert pack([3, 3, 3], 1, 8, align=4) == [[(2,), (0, 1)]], "each counts as 4"
+    assert pack([5, 4, 3], 3, 100) == [[(0,)], [(1,)], [(2,)]], "one would do, three ranks need three"
 
 
 def test_few_micro_batches() -> None:
     """4,096 lognormal lengths: as few micro-batches as the sum of the lengths allows, within 1 %."""
     lengths = np.random.default_rng(0).lognormal(6.0, 0.8, 4096).round().clip(16, 8192).astype(int)
-    assert np.ceil(lengths.sum() / 8192) / len(pack(lengths.tolist(), 1, 8192).ranks[0]) >= 0.99
+    assert np.ceil(lengths.sum() / 8192) / len(pack(lengths.tolist(), 1, 8192)[0]) >= 0.99
 
 
 def test_attention_costs() -> None:
@@ -134,7 +134,7 @@ def test_collate_loses_nothing(sizes: list[int], align: int, total: int, seed: i
 def test_a_plan_fits_its_micro_batches() -> None:
     rng = np.random.default_rng(0)
     tokens = [rng.integers(0, 9, size) for size in rng.integers(1, 50, 40)]
-    for micro_batch in pack([positions(len(sample)) for sample in tokens], 1, 128, align=4).ranks[0]:
+    for micro_batch in pack([positions(len(sample)) for sample in tokens], 1, 128, align=4)[0]:
         assert collate({"token_ids": tokens}, micro_batch, align=4)["token_ids"].shape[1] <= 128
 
 

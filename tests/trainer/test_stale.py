@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_collab.algo.advantages import assign
+from megatron_collab.algo.advantages import with_advantages
 from megatron_collab.config import Config
 from megatron_collab.trainer.megatron import model as policies
 from megatron_collab.trainer.trainer import PolicyTrainer
-from megatron_collab.types import Batch, Sample
+from megatron_collab.types import Batch, Sample, Scored
 from tests.ranks import learn, make_config, make_model, make_samples
 
 HIGH = 1.1
@@ -56,7 +56,7 @@ def test_old_samples_are_corrected_for_who_sampled_them(folder: Path, one_rank: 
     assert metrics["correction/weight"] == pytest.approx(weights.mean(), rel=1e-5)
     assert metrics["mismatch/max_abs"] == pytest.approx(np.abs(log_weights).max(), rel=1e-5)
     if mini_batches == 1:  # the ratio is 1, however old the sample is
-        advantages = trained(assign(samples, config.algo).advantages, samples)
+        advantages = trained(with_advantages(Scored(tuple(samples)), config.algo).advantages, samples)
         assert metrics["ratio_max_deviation"] == 0.0
         assert metrics["loss"] == pytest.approx(-(advantages * weights).mean(), rel=1e-5)
     else:  # the policy has moved since, and the weights are still those of before the first mini-batch

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_collab.algo.advantages import assign
+from megatron_collab.algo.advantages import with_advantages
 from megatron_collab.checkpoint import hf
 from megatron_collab.config import Config
 from megatron_collab.trainer.critic import Critic
 from megatron_collab.trainer.megatron import model as policies
 from megatron_collab.trainer.megatron import parallel
 from megatron_collab.trainer.trainer import PolicyTrainer
-from megatron_collab.types import Batch, Sample
+from megatron_collab.types import Batch, Sample, Scored
 from tests.ranks import hidden_states, learn, make_config, make_model, make_samples, run_ranks
 
 SAMPLES = make_samples(11, seed=1)
@@ -158,7 +158,8 @@ def test_policy_update_is_that_of_the_token_mean(make_actor: Maker) -> None:
         torch.cat([torch.from_numpy(getattr(sample, name)[1:]) for sample in SAMPLES])
         for name in ("loss_mask", "log_probs")
     )
-    advantages = torch.cat([torch.from_numpy(values[1:]) for values in assign(SAMPLES, actor.config.algo).advantages])
+    batch = with_advantages(Scored(tuple(SAMPLES)), actor.config.algo)
+    advantages = torch.cat([torch.from_numpy(values[1:]) for values in batch.advantages])
     log_probs = torch.cat(found)
     loss = (-(log_probs - log_probs.detach()).exp() * advantages * mask).sum() / mask.sum()
     expected = gradient_norm(actor, loss)

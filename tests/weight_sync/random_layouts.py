@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 
 from megatron_collab.models.hf_config import Experts, ModelShape, Rope
-from megatron_collab.weight_sync.plan import ServerLayout, TrainerLayout
+from megatron_collab.models.hf_to_sglang import ServerLayout
+from megatron_collab.models.parallel_layout import TrainerLayout
 
 Case = tuple[ModelShape, TrainerLayout, ServerLayout]
 

@@ -339,7 +339,7 @@ def note_makers() -> list[list[int]]:
 
     def note(memory: SharedMemoryTransport, board: Board, peers: Any) -> Any:
         found = addresses(memory, board, peers)
-        for ranks in found:
+        for ranks in found.values():
             paths = {path for address in ranks for path, _ in address["memory"]}
             makers.append(sorted({processes.index(int(path.split("/")[2])) for path in paths}))
         SharedMemoryTransport.addresses = addresses

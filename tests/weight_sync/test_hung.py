@@ -13,9 +13,8 @@ import pytest
 import torch.distributed as dist
 
 from megatron_collab.models import hf_to_megatron
-from megatron_collab.weight_sync import in_place, sync
+from megatron_collab.weight_sync import sync
 from megatron_collab.weight_sync.http_protocol import PublishError, ServerCall
-from megatron_collab.weight_sync.in_place import InPlace
 from megatron_collab.weight_sync.receiver import Receiver
 from megatron_collab.weight_sync.store_protocol import Board
 from megatron_collab.weight_sync.sync import WeightSync
@@ -142,15 +141,15 @@ def hang(ranks: int, nodes: int, transport: str, moment: str, quantised: bool) -
     shards = fakes.make_shards()
     node = dist.get_rank() * nodes // ranks
     own = {name: shard for name, shard in shards.items() if nodes == 1 or stage_of(name) == node}
-    in_place.named_shards = lambda chunks: own.items()
+    sync.named_shards = lambda chunks: own.items()
     fleet = fakes.make_fleet(config) if dist.get_rank() == 0 else None
     silent = socket.create_server(("127.0.0.1", 0))
     if fleet:
         fleet.servers[1].url = f"http://127.0.0.1:{silent.getsockname()[1]}"
     makers = note_makers()
     with WeightSync(config, [], fakes.SHAPE, fleet, fakes.BUCKET // (1 + quantised)) as sender:
-        assert len(sender._in_place._plan.rounds) > 4
-        places, parts = in_place.nodes(config), sender._in_place.writer.parts
+        assert len(sender._plan.rounds) > 4
+        places, parts = sync.nodes(config), sender._carrier._writer.parts
         into = set() if transport == "network" else {places.keeper(node, t) for own in parts for t in own}
         assert makers() == into - {dist.get_rank()}  # it opens what it writes to, which is on its node
         assert into <= set(places.members(node))
@@ -158,7 +157,7 @@ def hang(ranks: int, nodes: int, transport: str, moment: str, quantised: bool) -
         found: dict[str, Any] = {"version": sender.version}
         if fleet:
             found["reasons"] = {str(index): reason for index, reason in fleet.reasons.items()}
-            fakes.assert_holds(fleet.servers[0], in_place.server_layout(config), shards)
+            fakes.assert_holds(fleet.servers[0], sync.server_layout(config), shards)
     return found
 
 
@@ -170,10 +169,10 @@ def be_slow() -> dict[str, Any]:
     config = fakes.configure("network", servers=1)
     config.launch.timeout, config.launch.nproc_per_node, config.publish.verify = 60.0, SLOW_RANKS, 0
     shards = fakes.make_shards()
-    in_place.named_shards = lambda chunks: shards.items()
+    sync.named_shards = lambda chunks: shards.items()
     fleet = fakes.make_fleet(config) if dist.get_rank() == 0 else None
     store, through = dist.distributed_c10d._get_default_store(), list[bool]()
-    carry, deliver = NetworkTransport.carry, InPlace.deliver
+    carry, deliver = NetworkTransport.carry, WeightSync._in_place
 
     def carry_late(*arguments: Any) -> None:
         if dist.get_rank() == SLOW_RANKS - 1:
@@ -186,7 +185,7 @@ def be_slow() -> dict[str, Any]:
         through.append(store.add("through", 0) == SLOW_RANKS * (1 + len(through)))
         dist.barrier()
 
-    NetworkTransport.carry, InPlace.deliver = carry_late, deliver_and_look
+    NetworkTransport.carry, WeightSync._in_place = carry_late, deliver_and_look
     with WeightSync(config, [], fakes.SHAPE, fleet, fakes.BUCKET) as sender:
         sync.ServerCall = RefusingCall
         for version in (1, 2):
@@ -200,7 +199,7 @@ def be_slow() -> dict[str, Any]:
         sync.ServerCall = fakes.ThreadCall
         sender.publish(3)
         if fleet:
-            fakes.assert_holds(fleet.servers[0], in_place.server_layout(config), shards)
+            fakes.assert_holds(fleet.servers[0], sync.server_layout(config), shards)
         return {"version": sender.version, "through": through}
 
 

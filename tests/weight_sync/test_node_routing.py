@@ -11,9 +11,11 @@ import pytest
 
 from megatron_collab.config import CONF, compose
 from megatron_collab.models import hf_config
+from megatron_collab.models.hf_to_sglang import ServerLayout
+from megatron_collab.models.parallel_layout import TrainerLayout
 from megatron_collab.weight_sync import plan
 from megatron_collab.weight_sync.node_routing import Nodes, hops, nodes, sent, written
-from megatron_collab.weight_sync.plan import ServerLayout, Slice, SyncPlan, TrainerLayout
+from megatron_collab.weight_sync.plan import Slice, SyncPlan
 from tests.weight_sync.random_layouts import draw
 from tests.weight_sync.test_plan import ITEM, Shards, run, trainer_shards
 

@@ -12,10 +12,11 @@ from megatron.core.parallel_state import RankGenerator
 from megatron_collab.config import CONF, compose
 from megatron_collab.models import hf_config, hf_to_megatron, hf_to_sglang
 from megatron_collab.models.hf_config import Experts, ModelShape
-from megatron_collab.models.parallel_layout import stage_layers
+from megatron_collab.models.hf_to_sglang import ServerLayout
+from megatron_collab.models.parallel_layout import TrainerLayout, stage_layers
 from megatron_collab.weight_sync import plan
-from megatron_collab.weight_sync.encoding import FP8_BLOCK, fp8_nbytes, fp8_scales
-from megatron_collab.weight_sync.plan import ServerLayout, Slice, SyncPlan, TrainerLayout
+from megatron_collab.weight_sync.encoding import FP8_BLOCK, fp8_nbytes, fp8_scales, placed
+from megatron_collab.weight_sync.plan import Slice, SyncPlan
 from tests.weight_sync.random_layouts import draw
 
 ITEM = 4
@@ -79,7 +80,7 @@ def run(found: SyncPlan, shards: list[Shards], shape: ModelShape, server: Server
         for name, parameter in parameters.items():
             wanted = np.zeros(parameter.shape, int)
             for part in parameter.parts:
-                wanted[part.index] = hf[part.hf][part.hf_index].reshape(wanted[part.index].shape)
+                wanted[part.shard_index] = hf[part.hf][part.hf_index].reshape(wanted[part.shard_index].shape)
             assert (held[name] == wanted).all(), name
             assert (written[name] == (wanted > 0)).all(), name
 
@@ -142,7 +143,7 @@ def test_blocks_of_fp8_stay_whole(seed: int) -> None:
             assert piece.quantised == (piece.target in scales)
             assert piece.size == (fp8_nbytes(sides) if piece.quantised else ITEM * elements(piece))
             if piece.quantised:
-                block = scales[piece.target][piece.scale_index]
+                block = scales[piece.target][placed(piece.target, piece.target_index, True)[1][1]]
                 assert block.shape == fp8_scales(sides)
                 assert all(cut.start % FP8_BLOCK == 0 for cut in piece.target_index[-2:])
                 block += 1
@@ -217,7 +218,7 @@ def test_cuts_through_blocks_of_fp8_are_said(
     settings: dict[str, int], trainer: TrainerLayout, server: ServerLayout, said: str | None
 ) -> None:
     shape = replace(draw(0)[0], heads=4, kv_heads=2, head_dim=128, ffn=512, hidden=256, experts=None)
-    fault = plan.fp8_fault(replace(shape, **settings), trainer, server)
+    fault = plan.layout_fault(replace(shape, **settings), trainer, server)
     assert fault == said if said is None else fault is not None and said in fault and "\n" not in fault
 
 

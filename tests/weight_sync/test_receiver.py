@@ -20,7 +20,7 @@ from megatron_collab.inference.server import ServerError
 from megatron_collab.models import hf_to_megatron, hf_to_sglang
 from megatron_collab.models.hf_config import Experts, ModelShape, Rope
 from megatron_collab.models.hf_to_sglang import ServerLayout
-from megatron_collab.weight_sync import in_place, sync
+from megatron_collab.weight_sync import sync
 from megatron_collab.weight_sync.encoding import fp8_scales
 from megatron_collab.weight_sync.http_protocol import PublishError, ServerCall
 from megatron_collab.weight_sync.receiver import Receiver
@@ -135,7 +135,7 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def shards(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.nn.Parameter]:
     found = make_shards()
-    monkeypatch.setattr(in_place, "named_shards", lambda chunks: found.items())
+    monkeypatch.setattr(sync, "named_shards", lambda chunks: found.items())
     return found
 
 
@@ -159,7 +159,7 @@ def configure(transport: str, quantised: bool = False, servers: int = 2) -> Conf
 
 
 def make_fleet(config: Config, shape: ModelShape = SHAPE) -> Fleet:
-    layout = in_place.server_layout(config)
+    layout = sync.server_layout(config)
     return Fleet([Served(index, layout, shape) for index in range(config.rollout.server.replicas)])
 
 
@@ -190,11 +190,11 @@ def assert_holds(
                     scales = held[f"{parameter.name}_scale_inv"]
                     spread = scales.repeat_interleave(128, -2).repeat_interleave(128, -1)
                     spread = spread[..., : found.shape[-2], : found.shape[-1]]
-                    found, spread = (found * spread)[part.index], spread[part.index]
+                    found, spread = (found * spread)[part.shard_index], spread[part.shard_index]
                     bound = torch.maximum(wanted.abs() * 2**-4, spread.view(wanted.shape) * 2**-10)
                     assert ((found.view(wanted.shape) - wanted).abs() <= bound * 1.001).all(), parameter.name
                 else:
-                    assert torch.equal(found[part.index].view(wanted.shape), wanted), parameter.name
+                    assert torch.equal(found[part.shard_index].view(wanted.shape), wanted), parameter.name
 
 
 @pytest.mark.parametrize("transport", ["memory", "network"])
@@ -203,8 +203,8 @@ def test_all_of_it_arrives_every_time(
     transport: str, shape: ModelShape, quantised: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, shards = configure(transport, quantised), make_shards(shape)
-    monkeypatch.setattr(in_place, "named_shards", lambda chunks: shards.items())
-    fleet, layout = make_fleet(config, shape), in_place.server_layout(config)
+    monkeypatch.setattr(sync, "named_shards", lambda chunks: shards.items())
+    fleet, layout = make_fleet(config, shape), sync.server_layout(config)
     store = connect(("127.0.0.1", int(os.environ["MASTER_PORT"])), "", 10.0)
     keys = []
     with WeightSync(config, [], shape, fleet, BUCKET) as sender:
@@ -279,7 +279,7 @@ def test_a_server_of_other_parameters_is_left_out_by_name(
     with WeightSync(config, [], SHAPE, fleet, BUCKET) as sender:
         sender.publish(1)
         assert said in fleet.reasons[1] and sender.version == 1
-        assert_holds(fleet.servers[0], in_place.server_layout(config), shards)
+        assert_holds(fleet.servers[0], sync.server_layout(config), shards)
         assert fleet.servers[1].calls[-1] == "receive 1"  # it stays paused
         sender.publish(2)
         assert fleet.servers[0].calls.count("/continue_generation") == 2
@@ -303,20 +303,20 @@ def test_a_server_that_breaks_off_holds_up_nobody(
     with WeightSync(config, [], SHAPE, fleet, BUCKET) as sender:
         sender.publish(1)
         assert "killed" in fleet.reasons[1] and sender.version == 1
-        assert_holds(fleet.servers[0], in_place.server_layout(config), shards)
+        assert_holds(fleet.servers[0], sync.server_layout(config), shards)
 
 
 def test_memory_is_shared_on_one_node_and_by_colocated_servers() -> None:
     config = configure("auto")
-    assert in_place.uses_memory(config)
+    assert sync.uses_memory(config)
     config.launch.nodes = 2
-    assert in_place.uses_memory(config)
+    assert sync.uses_memory(config)
     config.rollout.server.colocated = False
-    assert not in_place.uses_memory(config)
+    assert not sync.uses_memory(config)
     config.launch.nodes = 1
-    assert in_place.uses_memory(config)
+    assert sync.uses_memory(config)
     config.publish.transport = "network"
-    assert not in_place.uses_memory(config)
+    assert not sync.uses_memory(config)
 
 
 def test_a_flipped_bit_is_found(shards: dict[str, torch.nn.Parameter], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,7 +348,7 @@ def test_a_publisher_that_goes_silent_is_given_up(shards: dict[str, torch.nn.Par
     address = "127.0.0.1", int(os.environ["MASTER_PORT"])
     with WeightSync(config, [], SHAPE, fleet, BUCKET) as sender:
         sender.publish(1)
-        store = connect(address, sender._in_place._prefix, 0.2)
+        store = connect(address, sender._prefix, 0.2)
         receiver = fleet.servers[0].receivers[0]
         receiver._store = store
         with pytest.raises(RuntimeError):

@@ -1,7 +1,7 @@
 """How close a step's conversations come to the time they cannot beat, and how much longer the published order takes.
 
 `python tools/bench/futures.py [--seeds 0 1 2 3 4] [--smoke]`: 16 tasks x 8 trained turns x 3 futures of 2 user turns on
-the real Player and Sampler. Engine, user and judge are simulated, at most CONCURRENCY of each kind at once. A call
+the real Player. Engine, user and judge are simulated, at most CONCURRENCY of each kind at once. A call
 takes MEDIAN seconds times a factor of its own, times one of its task where it is engine or user (some problems need
 long answers); both are lognormal, and the tail is heavy: one task in a hundred takes ten times the median. Time is
 virtual: the event loop jumps to the next timer, so no clock is read and a seed gives the same values everywhere.
@@ -25,8 +25,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from megatron_collab.config import Config, SamplingConfig
-from megatron_collab.rollout.conversation import RolloutPlace, Sampler
-from megatron_collab.rollout.group import Player
+from megatron_collab.rollout.conversation import Player, RolloutPlace
 from megatron_collab.rollout.users import UserReply
 from megatron_collab.types import Conversation, Finish, Message, Score, Task, Turn
 
@@ -160,12 +159,12 @@ async def ours(simulation: Simulation) -> list[Conversation]:
 async def serial(simulation: Simulation) -> list[Conversation]:
     """The published order: futures of a turn one after the other, judging when all are played."""
     config = options()
-    sampler = Sampler(Engine(simulation), Renderer(), Users(simulation), config)  # type: ignore[arg-type]
+    player = Player(Engine(simulation), Renderer(), Users(simulation), Judge(simulation), config)  # type: ignore[arg-type]
 
     async def turn(task: Task, rollout: int) -> list[Conversation]:
-        start = await sampler.trained_turn(task, RolloutPlace(task.id, rollout))
+        start = await player.trained_turn(task, RolloutPlace(task.id, rollout))
         places = [RolloutPlace(task.id, rollout, number) for number in range(FUTURES)]
-        return [await sampler.play_on(start, task, place, config.rollout.future) for place in places]
+        return [await player.play_on(start, task, place, config.rollout.future) for place in places]
 
     played = await asyncio.gather(*(turn(task, rollout) for task in simulation.tasks for rollout in range(ROLLOUTS)))
     conversations = [conversation for futures in played for conversation in futures]

@@ -6,12 +6,13 @@ harder, `exp(7.8 + 0.6 z)`, median 2,441, where few sequences fit into a micro-b
 
     fill_over_bound = ceil(sum of lengths / 8192) / micro-batches, on one rank: 1 where no fewer could do;
     ms = CPU milliseconds of one plan for one rank, the median of 21;
-    rank_cost_over_mean = the work of the busiest of 8 ranks (`packing.cost`) / the mean, in plans for 8 ranks with
+    rank_cost_over_mean = the work of the busiest of 8 ranks (`microbatches.cost`) / the mean, in plans for 8 ranks with
                           multiples of 4 micro-batches each.
 
 Over the seeds: the worst fill and balance, the median time. `hard_…` are those of the harder lengths. --smoke: one
 seed of 512 samples. The last line is one JSON object.
 """
+# ruff: noqa: E402 (patches come before Megatron-Core)
 
 from __future__ import annotations
 
@@ -23,7 +24,11 @@ from statistics import median
 
 import numpy as np
 
-from megatron_collab.trainer import packing
+from megatron_collab import patches
+
+patches.apply("megatron")
+
+from megatron_collab.trainer import microbatches
 
 SAMPLES, SMOKE_SAMPLES = 4096, 512
 BUDGET, SHORTEST = 8192, 16
@@ -41,12 +46,12 @@ def measure(lengths: list[int]) -> tuple[float, float, float]:
     times = []
     for _ in range(REPEATS):
         began = time.process_time()
-        alone = packing.pack(lengths, 1, BUDGET)
+        alone = microbatches.pack(lengths, 1, BUDGET)
         times.append(1e3 * (time.process_time() - began))
-    fill = math.ceil(sum(lengths) / BUDGET) / len(alone.ranks[0])
-    costs = packing.cost(np.array(lengths))
-    dealt = packing.pack(lengths, RANKS, BUDGET, multiple_of=MULTIPLE_OF)
-    totals = [sum(costs[index] for micro_batch in rank for index in micro_batch) for rank in dealt.ranks]
+    fill = math.ceil(sum(lengths) / BUDGET) / len(alone[0])
+    costs = microbatches.cost(np.array(lengths))
+    dealt = microbatches.pack(lengths, RANKS, BUDGET, multiple_of=MULTIPLE_OF)
+    totals = [sum(costs[index] for micro_batch in rank for index in micro_batch) for rank in dealt]
     return fill, median(times), max(totals) / (sum(totals) / RANKS)
 
 

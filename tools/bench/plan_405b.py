@@ -13,7 +13,9 @@ from statistics import median
 
 from megatron_collab.config import CONF
 from megatron_collab.models import hf_config
-from megatron_collab.weight_sync.plan import ServerLayout, TrainerLayout, plan_sync
+from megatron_collab.models.hf_to_sglang import ServerLayout
+from megatron_collab.models.parallel_layout import TrainerLayout
+from megatron_collab.weight_sync.plan import plan_sync
 
 REPEATS = 5
 TRAINER, SERVER = TrainerLayout(tp=8, pp=16, ranks=128), ServerLayout(tp=8)

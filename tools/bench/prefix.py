@@ -1,4 +1,4 @@
-"""How much of what shares a prefix is computed again: the real SGLang, two servers, the real router and sampler.
+"""How much of what shares a prefix is computed again: the real SGLang, two servers, the real router and player.
 
 `python tools/bench/prefix.py` makes a random Qwen3 of 0.5 million parameters and plays 4 prompts at once, each with 8
 trained turns x 3 futures x 2 user turns. Simulated are the texts alone: a system prompt of 64 words that all prompts
@@ -34,7 +34,8 @@ from megatron_collab.data.chat_template import ChatRenderer
 from megatron_collab.environments import tiny_model
 from megatron_collab.inference.router import Router
 from megatron_collab.inference.server import SGLangServer
-from megatron_collab.rollout.conversation import RolloutPlace, Sampler
+from megatron_collab.reward.dispatch import RewardClient
+from megatron_collab.rollout.conversation import Player, RolloutPlace
 from megatron_collab.rollout.users import User, UserReply
 from megatron_collab.types import Conversation, Message, Task
 
@@ -98,11 +99,12 @@ async def measure(
 ) -> dict[str, float]:
     """Play `counts` of prompts and turns at once; `name` sets their texts apart from those the servers have seen."""
     router = Router(endpoints, config.rollout, unpublished=True)
-    sampler = Sampler(router, ChatRenderer(config.model.path), RandomUsers(alike), config)
+    rewards = RewardClient([], config.reward)  # nothing is scored
+    player = Player(router, ChatRenderer(config.model.path), RandomUsers(alike), rewards, config)
     prompts, turns = map(range, counts)
     places = [RolloutPlace(f"{name}-{prompt}", turn) for prompt in prompts for turn in turns]
     try:
-        played = await asyncio.gather(*(play(sampler, task(name, place.stream), place) for place in places))
+        played = await asyncio.gather(*(play(player, task(name, place.stream), place) for place in places))
     finally:
         await router.close()
     conversations = [conversation for futures in played for conversation in futures]
@@ -116,11 +118,11 @@ async def measure(
     }
 
 
-async def play(sampler: Sampler, task: Task, place: RolloutPlace) -> list[Conversation]:
+async def play(player: Player, task: Task, place: RolloutPlace) -> list[Conversation]:
     """A trained turn and its futures."""
-    start = await sampler.trained_turn(task, place)
+    start = await player.trained_turn(task, place)
     places = [RolloutPlace(place.stream, place.rollout, future) for future in range(FUTURES)]
-    futures = [sampler.play_on(start, task, place, sampler.config.future) for place in places]
+    futures = [player.play_on(start, task, place, player.rollout.future) for place in places]
     played = await asyncio.gather(*futures)
     assert all(len(conversation.turns) == 1 + USER_TURNS for conversation in played), played
     return played

@@ -58,6 +58,7 @@ from megatron_collab.trainer.megatron import parallel  # noqa: E402
 from megatron_collab.trainer.trainer import PolicyTrainer  # noqa: E402
 from megatron_collab.types import Sample, Turn  # noqa: E402
 from megatron_collab.weight_sync.http_protocol import ServerCall  # noqa: E402
+from megatron_collab.weight_sync.node_routing import written  # noqa: E402
 from megatron_collab.weight_sync.sender import Sender  # noqa: E402
 from megatron_collab.weight_sync.sync import WeightSync  # noqa: E402
 
@@ -261,7 +262,10 @@ def run_rank(folder: Path, layout: str, out: Path, smoke: bool) -> None:
                 change(policy, number)
                 publisher.publish(100 + number)
             difference = compare(actor, config, line)
-            totals = torch.tensor([publisher.bytes_sent, publisher.scratch_bytes], dtype=torch.float64)
+            slices = (piece for items in written(publisher._plan, publisher._nodes, rank) for _, piece in items)
+            sent = sum(piece.size for piece in slices)
+            scratch = sum(len(segment.data) for segments in publisher._carrier._own.values() for segment in segments)
+            totals = torch.tensor([sent, scratch], dtype=torch.float64)
             dist.all_reduce(totals)
             found |= {
                 "bytes_over_target": float(totals[0]) / size,

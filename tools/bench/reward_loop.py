@@ -19,9 +19,8 @@ import ray
 
 from megatron_collab.config import Config, RewardConfig
 from megatron_collab.reward import metrics
-from megatron_collab.reward.dispatch import RewardClient
 from megatron_collab.reward.metrics import Metric, NoOptions
-from megatron_collab.reward.workers import RewardWorker
+from megatron_collab.reward.workers import RewardClient, RewardWorker
 from megatron_collab.runtime.ray_cluster import ray_session, start_actor
 from megatron_collab.types import Conversation, Ending, Finish, Message, Score, Task, Turn
 

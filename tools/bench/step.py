@@ -33,14 +33,13 @@ patches.apply("torchvision", "megatron")
 import torch  # noqa: E402
 from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
-from megatron_collab.algo import advantages as advantage  # noqa: E402
 from megatron_collab.algo.advantages import with_advantages  # noqa: E402
 from megatron_collab.config import Config  # noqa: E402
 from megatron_collab.runtime.network import bindable  # noqa: E402
 from megatron_collab.trainer.megatron import model as policies  # noqa: E402
 from megatron_collab.trainer.megatron import parallel  # noqa: E402
 from megatron_collab.trainer.trainer import PolicyTrainer  # noqa: E402
-from megatron_collab.types import Batch, Credit, Sample  # noqa: E402
+from megatron_collab.types import Batch, Credit, Sample, Scored  # noqa: E402
 
 SEQUENCES, SMOKE_SEQUENCES = 128, 16
 GROUP, VOCAB, LR, CLIP = 8, 32_768, 1e-5, 1.0
@@ -146,7 +145,7 @@ def trl(folder: Path, samples: list[Sample], micro_batch: int) -> Callable[[], d
 
 def padded(samples: list[Sample]) -> dict[str, torch.Tensor]:
     """What GRPOTrainer's loss takes."""
-    assigned = advantage.assign(samples, Config().algo).advantages
+    assigned = with_advantages(Scored(tuple(samples)), Config().algo).advantages
     prompts = [int(np.flatnonzero(sample.loss_mask)[0]) for sample in samples]
     replies = [len(sample.token_ids) - prompt for sample, prompt in zip(samples, prompts, strict=True)]
     found = {name: torch.zeros(SEQUENCES, max(prompts), dtype=torch.long) for name in ("prompt_ids", "prompt_mask")}

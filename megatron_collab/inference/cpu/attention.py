@@ -1,10 +1,9 @@
 """Batch-invariant attention on CPU: a token's result is the same whether it was decoded, prefilled or cached.
 
-SGLang's torch_native backend hands a decoded token and one that is read as part of a prompt to kernels of other
-shapes, which round differently: what the prefix cache holds would show in the samples. Here every product of a
-token has the same inner shape whatever stands beside or after it: keys are cut into blocks that begin at fixed
-positions, a block that a token does not see adds exactly zero, and rows and columns are padded where few of them
-would take another path.
+SGLang's torch_native backend uses kernels of other shapes for a decoded token than for one of a prompt, which round
+differently: what the prefix cache holds would show in the samples. Here every product of a token has the same inner
+shape: keys are cut into blocks that begin at fixed positions, a block that a token does not see adds exactly zero, and
+rows and columns are padded where few of them would take another path.
 """
 
 from __future__ import annotations

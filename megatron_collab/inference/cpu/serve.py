@@ -19,7 +19,7 @@ from megatron_collab.runtime import stacks
 from megatron_collab.runtime.process import die_with_parent
 
 
-def _register() -> None:
+def _register_stacks() -> None:
     file = Path(os.environ[STACKS_VARIABLE])
     stacks.register(file.parent, file.name)
 
@@ -42,7 +42,7 @@ if __name__ == "__main__":
     die_with_parent(int(os.environ.pop(PARENT_VARIABLE)))
 elif __name__ == "__mp_main__":
     _end_with_parent()
-_register()
+_register_stacks()
 
 # Looking for garbage among what the imports make is a quarter of the start-up, and of some requests later on.
 gc.disable()
@@ -55,7 +55,7 @@ from megatron_collab.patches.sglang import keep_loads_in_temporary_folder, on_cp
 
 if on_cpu():  # its processes are forked
     os.register_at_fork(after_in_child=_end_with_parent)
-    os.register_at_fork(after_in_child=_register)
+    os.register_at_fork(after_in_child=_register_stacks)
 
     from sglang.srt.arg_groups import choices
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
@@ -73,10 +73,5 @@ gc.freeze()
 gc.enable()
 
 
-def main(arguments: list[str]) -> None:
-    """Serve until terminated; the API key comes from the environment."""
-    run_server(prepare_server_args([*arguments, "--api-key", os.environ.pop(KEY_VARIABLE)]))
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_server(prepare_server_args([*sys.argv[1:], "--api-key", os.environ.pop(KEY_VARIABLE)]))

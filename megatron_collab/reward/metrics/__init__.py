@@ -1,49 +1,50 @@
-"""Metrics of whole conversations, by the names that reward.weights gives them.
+"""Metrics of whole conversations, by the names that reward.weights gives them, and the judge that some of them ask.
 
 Others are given as package.module:Class in reward.metrics.NAME.metric, or directly as the name in reward.weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from megatron_collab.config import build, lookup
+from megatron_collab.config import EndpointConfig, build, lookup
 from megatron_collab.config.extension import NoOptions
-from megatron_collab.types import Conversation, Score, Task
+from megatron_collab.data.transcript import render
+from megatron_collab.llm.answer import Field, LlmError
+from megatron_collab.types import Conversation, Missing, Score, Task
 
 if TYPE_CHECKING:  # LiteLLM takes a second to import, and checking the settings needs none of it
-    from megatron_collab.reward.judge import Judge
+    from megatron_collab.llm.client import LlmClient
 
 METRICS = {
-    name: f"{__name__}.{where}"
-    for name, where in {
-        "accuracy": "accuracy:Accuracy",
-        "asks": "counting:Asks",
-        "bleu": "bleu:Bleu",
-        "generative": "generative:Generative",
-        "interactivity": "interactivity:Interactivity",
-        "pass_rate": "pass_rate:PassRate",
-        "reward_model": "reward_model:RewardModel",
-        "token_amount": "counting:TokenAmount",
-        "turn_rewards": "counting:TurnRewards",
-    }.items()
+    "accuracy": f"{__name__}.accuracy:Accuracy",
+    "asks": f"{__name__}.counting:Asks",
+    "bleu": f"{__name__}.bleu:Bleu",
+    "generative": f"{__name__}.judged:Generative",
+    "interactivity": f"{__name__}.judged:Interactivity",
+    "pass_rate": f"{__name__}.pass_rate:PassRate",
+    "reward_model": f"{__name__}.reward_model:RewardModel",
+    "token_amount": f"{__name__}.counting:TokenAmount",
+    "turn_rewards": f"{__name__}.counting:TurnRewards",
 }
+PLACEHOLDERS = ("conversation", "goal", "answer", "question")
+THOUGHT = Field("thought", str, help="why, in a few sentences")
+_PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
 
 
 class Metric:
     """Base of the metrics: scores conversations that have ended.
 
-    `Options` is a frozen dataclass of the metric's own settings, set as reward.metrics.NAME.SETTING. `seconds` is
-    about how long one score takes: it sizes the requests to the RewardWorkers.
+    `Options` is a frozen dataclass of the metric's own settings, set as reward.metrics.NAME.SETTING.
     """
 
     Options: ClassVar[type] = NoOptions
-    seconds: ClassVar[float] = 0.0
 
     def __init__(self, options: Any, judge: Judge) -> None:
-        self.options = options
-        self.judge = judge
+        self.options, self.judge = options, judge
 
     @classmethod
     def unavailable(cls, options: Any) -> str | None:
@@ -62,6 +63,13 @@ class Metric:
         """
         raise NotImplementedError
 
+    async def ask_judge(
+        self, rubric: str, task: Task, conversation: Conversation, fields: Sequence[Field]
+    ) -> dict[str, Any] | Missing:
+        """The judge's values of `fields`; see `prompt` for the placeholders of `rubric`."""
+        asked = prompt(rubric, task, conversation, fields)
+        return await self.judge.ask(asked, fields, model=getattr(self.options, "model", None))
+
 
 def find_metric(name: str, setting: str = "metric") -> type[Metric]:
     """The metric called `name` in METRICS, or given as package.module:Class. Raises ConfigError naming `setting`."""
@@ -69,13 +77,62 @@ def find_metric(name: str, setting: str = "metric") -> type[Metric]:
 
 
 def split(name: str, settings: Mapping[str, Any]) -> tuple[type[Metric], Any]:
-    """The metric called `name` in reward.weights, and its options.
+    """The metric called `name` in reward.weights, and its options; ConfigError naming the setting that is refused.
 
     `settings` are those of reward.metrics.`name`; `metric` among them says which metric it is where that is not
-    `name`, so that one metric can stand twice with different settings. Raises ConfigError, naming the setting, for an
-    unknown metric and for options that are refused.
+    `name`, so that one metric can stand twice with different settings.
     """
     settings = dict(settings)
     renamed = settings.pop("metric", None)
     kind = find_metric(renamed or name, f"reward.metrics.{name}.metric" if renamed else "reward.weights")
     return kind, build(kind.Options, settings, f"reward.metrics.{name}.")
+
+
+class Judge:
+    """Asks the model of `reward.judge`, or another model at the same endpoint."""
+
+    def __init__(self, client: LlmClient, endpoint: EndpointConfig) -> None:
+        self.client, self.endpoint = client, endpoint
+
+    async def ask(self, prompt: str, fields: Sequence[Field], *, model: str | None = None) -> dict[str, Any] | Missing:
+        """The values of `fields` that the judge answers to `prompt`, Missing where it gives no usable answer.
+
+        Each prompt is asked for once and cached. `model` replaces that of the endpoint. Raises BudgetSpent.
+        """
+        endpoint = replace(self.endpoint, model=model or self.endpoint.model)
+        try:
+            return await self.client.ask(endpoint, [{"role": "user", "content": prompt}], fields, sample="0")
+        except LlmError as error:
+            return Missing(str(error))
+
+
+def placeholders(rubric: str) -> set[str]:
+    """The names that stand in `{…}`; the braces of a JSON object are none."""
+    return set(_PLACEHOLDER.findall(rubric))
+
+
+def prompt(rubric: str, task: Task, conversation: Conversation, fields: Sequence[Field]) -> str:
+    """`rubric` with its PLACEHOLDERS filled, followed by how to answer with `fields`.
+
+    {conversation} is the whole conversation with tools, {goal} what the user wants, {answer} the task's answer,
+    {question} the message that the task ends with. Placeholders within the values are not filled.
+    """
+    values = {
+        "conversation": render(conversation.messages, tools=True),
+        "goal": task.goal,
+        "answer": task.answer,
+        "question": task.messages[-1].content,
+    }
+    filled = _PLACEHOLDER.sub(lambda found: values[found[1]], rubric)
+    lines = ",\n".join(f'  "{field.name}": {_described(field)}' for field in fields)
+    return f"{filled}\n\nAnswer with one JSON object and nothing else:\n{{\n{lines}\n}}"
+
+
+def _described(field: Field) -> str:
+    if field.choices is not None:
+        kind = " or ".join(map(str, field.choices))
+    elif field.kind is str:
+        kind = "string"
+    else:
+        kind = f"number from {field.low:g} to {field.high:g}"
+    return f"{kind}: {field.help}" if field.help else kind

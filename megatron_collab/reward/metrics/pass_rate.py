@@ -3,9 +3,8 @@
 Tests stand in the task's metadata: `test` defines check(candidate) and `entry_point` names the candidate, as in
 HumanEval (arXiv 2107.03374), where `prompt` is code that comes before the policy's; or `test` has unittest cases that
 call the candidate by its name, as in BigCodeBench (arXiv 2406.15877); or `tests` is code with asserts or unittest
-cases. Of unittest cases at least one must run, and none may be skipped: the candidate could raise SkipTest. Tests run
-in the process of what they test, as in HumanEval's own harness: code that sets out to deceive them, by values equal
-to everything for one, can.
+cases. Of unittest cases at least one must run, and none may be skipped: the candidate could raise SkipTest. Code that
+sets out to deceive them, by values equal to everything for one, can: they run in its process, as HumanEval's do.
 """
 
 from __future__ import annotations
@@ -17,16 +16,13 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_collab.config import option
 from megatron_collab.reward import sandbox
-from megatron_collab.reward.metrics import Metric
+from megatron_collab.reward.metrics import Judge, Metric
 from megatron_collab.reward.sandbox import Limits, SandboxError
 from megatron_collab.types import Conversation, Missing, Score, Task
-
-if TYPE_CHECKING:
-    from megatron_collab.reward.judge import Judge
 
 _OPENING = re.compile(r"(?P<indent>[ \t]*)(?P<fence>`{3,}|~{3,})[ \t]*(?P<language>[^\s`{]*)[^`]*")
 _PYTHON = ("python", "python3", "py")
@@ -51,8 +47,6 @@ class PassRate(Metric):
         concurrent: int = option(len(os.sched_getaffinity(0)), "programs that run at once", ge=1)
         cpu_seconds: int = option(Limits.cpu, "seconds of CPU time of a program", ge=1)
         memory: int = option(Limits.memory, "bytes that a program may take", ge=1)
-
-    seconds = 0.2
 
     def __init__(self, options: Options, judge: Judge) -> None:
         super().__init__(options, judge)
@@ -100,8 +94,7 @@ def program(code: str, metadata: Mapping[str, Any]) -> dict[str, str]:
 def extract(reply: str) -> str:
     """The Python code of a reply: its last block fenced as Python, else its last one without a language, else all.
 
-    Nothing but the fences is taken away, and the indentation of the opening one. A block that is not closed is cut
-    off and goes to the end.
+    Without the fences and the indentation of the opening one; a block that is not closed goes to the end.
     """
     blocks = [block for block in _blocks(reply.split("\n")) if block[1].strip()]
     python = [code for language, code in blocks if language in _PYTHON]
@@ -110,27 +103,25 @@ def extract(reply: str) -> str:
 
 
 def _blocks(lines: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Language, in lower case, and content of each fenced block (CommonMark 4.5, at any indentation)."""
-    at = 0
-    while at < len(lines):
-        opening = _OPENING.fullmatch(lines[at].rstrip())
-        at += 1
-        if opening:
-            code, at = _content(lines, at, opening["fence"], len(opening["indent"]))
-            yield opening["language"].lower(), code
-
-
-def _content(lines: Sequence[str], start: int, fence: str, indent: int) -> tuple[str, int]:
-    """The block that begins at line `start`, and the line after it.
+    """Language, in lower case, and content of each fenced block (CommonMark 4.5, at any indentation).
 
     Code may hold fences in its strings: where it does not parse up to the first fence that could close it, but does
     up to a later one or to the end of the reply, it ends there.
     """
-    body = [line[min(indent, len(line) - len(line.lstrip(" \t"))) :] for line in lines[start:]]
-    closes = [i for i, line in enumerate(body) if (mark := line.strip()).startswith(fence) and set(mark) == {fence[0]}]
-    ends = [*closes[:_MOST_CLOSINGS], len(body)]
-    end = next((end for end in ends if _parses("\n".join(body[:end]))), ends[0])
-    return "\n".join(body[:end]) + "\n", start + end + 1
+    at = 0
+    while at < len(lines):
+        opening = _OPENING.fullmatch(lines[at].rstrip())
+        at += 1
+        if not opening:
+            continue
+        fence, indent = opening["fence"], len(opening["indent"])
+        body = [line[min(indent, len(line) - len(line.lstrip(" \t"))) :] for line in lines[at:]]
+        marks = ((i, line.strip()) for i, line in enumerate(body))
+        closes = [i for i, mark in marks if mark.startswith(fence) and set(mark) == {fence[0]}]
+        ends = [*closes[:_MOST_CLOSINGS], len(body)]
+        end = next((end for end in ends if _parses("\n".join(body[:end]))), ends[0])
+        yield opening["language"].lower(), "\n".join(body[:end]) + "\n"
+        at += end + 1
 
 
 def _parses(code: str) -> bool:

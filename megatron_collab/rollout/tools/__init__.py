@@ -1,7 +1,6 @@
 """Tools that the policy may call between its user's turns, by the names in TOOLS or as package.module:Class.
 
-Calls are parsed from the policy's text by SGLang's own parsers (rollout.tool_parser). The answers go into the token
-stream, where they are not trained.
+Calls are parsed by SGLang's own parsers (rollout.tool_parser). Answers go into the token stream, but are not trained.
 """
 
 from __future__ import annotations
@@ -9,11 +8,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron_collab.config import Extension, RolloutConfig, build, lookup, nearest, require
 from megatron_collab.types import Message, Task, ToolCall
 
+if TYPE_CHECKING:
+    from megatron_collab.inference.router import Router
+
+# JSON's types in Python's
+_TYPES: dict[str, Any] = dict(string=str, number=int | float, integer=int, boolean=bool, array=list, object=dict)
 TOOLS = {"calculator": f"{__name__}.calculator:Calculator"}
 
 
@@ -27,12 +31,6 @@ class ToolResult:
 
     content: str
     reward: float = 0.0
-
-
-class ToolParser(Protocol):
-    """Finds the calls in a text: the SGLang servers."""
-
-    async def tool_calls(self, text: str, schemas: Sequence[Mapping[str, Any]]) -> list[ToolCall]: ...
 
 
 class Tool(Extension):
@@ -52,7 +50,7 @@ class Tool(Extension):
 def find_tool(name: str) -> type[Tool]:
     """One of TOOLS, or package.module:Class. Raises ConfigError."""
     tool = lookup(name, "rollout.tools", TOOLS, Tool)
-    require(hasattr(tool, "SCHEMA"), f"rollout.tools={name}: has no SCHEMA, the function that the policy is told of")
+    require(hasattr(tool, "SCHEMA"), f"rollout.tools={name}: has no SCHEMA, the function as the policy sees it")
     return tool
 
 
@@ -79,7 +77,7 @@ def make_tools(config: RolloutConfig) -> dict[str, Tool]:
 class Toolbox:
     """The tools of a run. `counters` counts calls, and refused ones."""
 
-    def __init__(self, config: RolloutConfig, parser: ToolParser) -> None:
+    def __init__(self, config: RolloutConfig, parser: Router) -> None:
         self.parser = parser
         self.schemas = schemas(config.tools)
         self.counters: Counter[str] = Counter()
@@ -91,11 +89,6 @@ class Toolbox:
             return [], 0.0
         results = [await self._call(call, task) for call in await self.parser.tool_calls(text, self.schemas)]
         return [Message("tool", result.content) for result in results], sum(result.reward for result in results)
-
-    def take_counters(self) -> dict[str, int]:
-        """The counts since the last call."""
-        taken, self.counters = dict(self.counters), Counter()
-        return taken
 
     async def _call(self, call: ToolCall, task: Task) -> ToolResult:
         self.counters["tool_calls"] += 1
@@ -119,17 +112,6 @@ def check_arguments(arguments: Mapping[str, Any], parameters: Mapping[str, Any])
         if name not in parameters["properties"]:
             raise ToolError(f"unknown argument {name}; there are {', '.join(parameters['properties'])}")
         kind = parameters["properties"][name].get("type")
-        if kind in _JSON_TYPES and (
-            not isinstance(value, _JSON_TYPES[kind]) or isinstance(value, bool) != (kind == "boolean")
-        ):
+        fits = isinstance(value, _TYPES.get(kind, object)) and isinstance(value, bool) == (kind == "boolean")
+        if kind in _TYPES and not fits:
             raise ToolError(f"argument {name} is no {kind}")
-
-
-_JSON_TYPES: dict[str, tuple[type, ...]] = {
-    "string": (str,),
-    "number": (int, float),
-    "integer": (int,),
-    "boolean": (bool,),
-    "array": (list,),
-    "object": (dict,),
-}

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # LiteLLM takes seconds to import, and checking a name needs 
 USERS = {
     "llm": f"{__name__}.llm:LlmUser",
     "replay": f"{__name__}.scripts:ReplayUser",
-    "reveal": f"{__name__}.reveal:RevealUser",
+    "reveal": f"{__name__}.scripts:RevealUser",
     "scripted": f"{__name__}.scripts:ScriptedUser",
 }
 DEFAULT = "llm"
@@ -32,7 +32,7 @@ class UserError(RuntimeError):
 
 @dataclass(frozen=True)
 class UserReply:
-    """The user's next message, whether it ends the conversation, and what the turn that it answers was worth."""
+    """The user's next message, whether it ends the conversation, and a reward for the turn that it answers."""
 
     message: Message
     done: bool
@@ -42,9 +42,8 @@ class UserReply:
 class User:
     """Base of the users: the user of one conversation about `task`.
 
-    `argument` is the part of the name after KIND/. `sample` names the conversation: random draws follow from it or
-    from the task. `users` holds what all users of the process share. `Options` is a frozen dataclass of the user's own
-    settings, set as user.options.SETTING.
+    `argument` is the part of the name after KIND/. Random draws follow from `sample`, the conversation's name, or from
+    the task. `users` is shared in the process. `Options`: a frozen dataclass of settings, user.options.SETTING.
     """
 
     Options: ClassVar[type] = NoOptions
@@ -54,22 +53,22 @@ class User:
         self.argument = argument
         self.sample = sample
         self.users = users
-        self.options: Any = users.options(type(self))
+        self.options: Any = options_of(type(self), users.config)
 
     @classmethod
     def unavailable(cls, argument: str, config: Config) -> str | None:
-        """Why this user cannot be made, with the way out; asked before a run starts."""
+        """Why this user cannot be used and what to change, or None, or a ConfigError; before a run starts."""
         return f"takes no argument, but is given {argument!r}" if argument else None
 
     async def start(self, conversation: Conversation) -> None:
-        """Called once, before the first reply, with the conversation as it stands. Raises UserError."""
+        """Called once, before the first reply, with the conversation so far. Raises UserError."""
 
     async def reply(self, conversation: Conversation) -> UserReply:
         """The user's answer to the policy's last message. Raises UserError."""
         raise NotImplementedError
 
     async def finish(self, conversation: Conversation) -> float:
-        """Called once at the end, whatever the end was; what more the policy's last turn was worth."""
+        """Called once at the end, whatever the ending; a further reward for the policy's last turn."""
         return 0.0
 
     def says(self, text: str, reward: float = 0.0) -> UserReply:
@@ -78,7 +77,7 @@ class User:
 
 
 class Users:
-    """Makes the users of a process. `counters` counts replies, and what the guardrails refused."""
+    """Makes the users of a process. `counters` counts replies, and those that the guardrails rejected."""
 
     def __init__(self, config: Config, client: LlmClient, engine: Sequence[str] = ()) -> None:
         """`engine`: for user.model=policy, the api_base of each of the run's SGLang servers (PolicyProvider.add)."""
@@ -86,23 +85,11 @@ class Users:
         self.client = client
         self.engine = tuple(engine)
         self.counters: Counter[str] = Counter()
-        self._options: dict[type[User], Any] = {}
 
     def make(self, task: Task, sample: str) -> User:
         """The user of one more conversation about `task`."""
         kind, argument = split_user(self.config.user.name or task.user)
         return find_user(kind)(task, argument, sample, self)
-
-    def options(self, kind: type[User]) -> Any:
-        """The options of users of a kind."""
-        if kind not in self._options:
-            self._options[kind] = options_of(kind, self.config)
-        return self._options[kind]
-
-    def take_counters(self) -> dict[str, int]:
-        """The counts since the last call."""
-        taken, self.counters = dict(self.counters), Counter()
-        return taken
 
 
 def find_user(kind: str) -> type[User]:
@@ -132,7 +119,7 @@ def check_user(name: str, config: Config) -> str | None:
     try:
         found = find_user(kind)
         options_of(found, config)
+        reason = found.unavailable(argument, config)
     except ConfigError as error:
         return str(error)
-    reason = found.unavailable(argument, config)
     return reason and f"user {name or DEFAULT}: {reason}"

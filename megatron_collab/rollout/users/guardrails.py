@@ -2,12 +2,12 @@
 
 Texts are compared word by word, without case and punctuation.
 
-- empty: there is nothing but white space.
+- empty: nothing but white space.
 - role flip: the message begins as the assistant's (`**Assistant**:`, `AI:`), speaks as one ("as an AI, I", "how can I
   help you"), or is the assistant's last message again (of five words or more).
-- leak: the message copies, in runs of twelve words or more that nobody has said before, more than half of what the
-  goal holds beyond the task's messages, or any such run of the instructions; or it states the task's answer, which
-  neither the goal nor anybody before has. Answers of up to three characters without a digit (A, yes) are said by
+- leak: the message copies, in runs of twelve words or more that are new in the conversation, more than half of what
+  the goal holds beyond the task's messages, or any such run of the instructions; or it states the task's answer, which
+  is neither in the goal nor in the conversation. Answers of up to three characters without a digit (A, yes) occur by
   chance, and do not count. A user may quote single facts.
 """
 
@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from megatron_collab.types import Message, Task
 
-RUN = 12  # words in a row that nobody writes by chance
+RUN = 12  # words in a row that do not recur by chance
 _REPEATED = 5  # words
 _SHORT = 3  # characters
 
@@ -32,43 +31,27 @@ _FLIPPED = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """A rejected message: the counter that counts it, and what the user's model is told."""
-
-    counter: str
-    complaint: str
-
-
-EMPTY = Refusal("user_empty", "Your response is empty. Write the user's next message.")
-FLIPPED = Refusal(
-    "user_role_flip", "Your response is what the assistant would say. You are the user: write the user's next message."
-)
-LEAKED = Refusal(
-    "user_leak",
-    "Your response gives away what the user keeps back: the instructions, the whole goal at once, or a solution. "
-    "Say in your own words only what the assistant needs to know next, and leave the solution to the assistant.",
-)
+EMPTY, FLIPPED, LEAKED = "user_empty", "user_role_flip", "user_leak"  # counters of rejected messages
+COMPLAINTS = {  # to the user's model
+    EMPTY: "Your response is empty. Write the user's next message.",
+    FLIPPED: "Your response is what the assistant would say. You are the user: write the user's next message.",
+    LEAKED: "Your response gives away what the user keeps back: the instructions, the whole goal at once, or a "
+    "solution. Say in your own words only what the assistant needs to know next, and leave the solution to the "
+    "assistant.",
+}
 
 
-def refusal(text: str, task: Task, instructions: str, conversation: Sequence[Message]) -> Refusal | None:
-    """Why `text` cannot be the user's next message in `conversation`, or None.
-
-    `instructions` is what the user's model is told apart from its goal.
-    """
+def refusal(text: str, task: Task, instructions: str, conversation: Sequence[Message]) -> str | None:
+    """Why `text` cannot be the user's next message; `instructions` are those of its model apart from the goal."""
     if not text.strip():
         return EMPTY
     words = _words(text)
-    if _FLIPPED.search(text) or _repeats(words, conversation):
+    last = next((message.content for message in reversed(conversation) if message.role == "assistant"), "")
+    if _FLIPPED.search(text) or (len(words) >= _REPEATED and words == _words(last)):
         return FLIPPED
     if _leaks(words, task, instructions, conversation) or _solves(words, task, conversation):
         return LEAKED
     return None
-
-
-def _repeats(words: list[str], conversation: Sequence[Message]) -> bool:
-    last = next((message.content for message in reversed(conversation) if message.role == "assistant"), "")
-    return len(words) >= _REPEATED and words == _words(last)
 
 
 def _leaks(words: list[str], task: Task, instructions: str, conversation: Sequence[Message]) -> bool:

@@ -1,8 +1,8 @@
 """A language model as the user: any model of LiteLLM's, or the one that is trained (user.model=policy).
 
-It is asked with a system prompt (role, goal, persona, how to end the chat, answer format) and one message that shows
-the conversation; it answers with a JSON object {current_answer, thought, response}. It never sees the task's answer.
-What rollout/users/guardrails.py refuses is asked for again, with what is wrong, up to user.attempts times.
+It gets a system prompt (role, goal, persona, how to end the chat, answer format) and one message with the conversation,
+and answers with a JSON object {current_answer, thought, response}. It never sees the task's answer. A message that
+rollout/users/guardrails.py rejects is asked for again, with the complaint, up to user.attempts times.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_collab.config import Config, EndpointConfig
 from megatron_collab.data.transcript import render
 from megatron_collab.llm.answer import Field, LlmError, MalformedAnswer
 from megatron_collab.rollout.users import User, UserError, UserReply, Users
-from megatron_collab.rollout.users.guardrails import refusal
+from megatron_collab.rollout.users.guardrails import COMPLAINTS, refusal
 from megatron_collab.types import Conversation, Task
 
 POLICY = "policy"  # the name of the trained model among LiteLLM's
@@ -51,9 +51,8 @@ class LlmUser(User):
         super().__init__(task, argument, sample, users)
         config = users.config
         self.model = argument or config.user.model
-        self.system = system_prompt(
-            task.goal, config.user.stop, draw_persona(config.user.personas, f"{config.run.seed}/{task.id}")
-        )
+        persona = draw_persona(config.user.personas, f"{config.run.seed}/{task.id}")
+        self.system = system_prompt(task.goal, config.user.stop, persona)
 
     @classmethod
     def unavailable(cls, argument: str, config: Config) -> str | None:
@@ -64,37 +63,34 @@ class LlmUser(User):
         return None
 
     async def reply(self, conversation: Conversation) -> UserReply:
-        """Each time it is asked, the endpoint has its tries and its deadline for an answer in the right format."""
+        """For each attempt the endpoint has its own retries and deadline for an answer in the right format."""
         request = [
             {"role": "system", "content": self.system},
             {"role": "user", "content": render(conversation.messages)},
         ]
-        instructions = system_prompt("", self.users.config.user.stop)
-        again: list[dict[str, str]] = []
-        why = ""
-        for _ in range(self.users.config.user.attempts):
+        config, again, why = self.users.config.user, list[dict[str, str]](), ""
+        for _ in range(config.attempts):
             answer = await self._ask([*request, *again])
             self.users.counters["user_replies"] += 1
-            refused = refusal(answer["response"], self.task, instructions, conversation.messages)
+            refused = refusal(answer["response"], self.task, system_prompt("", config.stop), conversation.messages)
             if refused is None:
                 return self.says(answer["response"])
-            self.users.counters[refused.counter] += 1
+            self.users.counters[refused] += 1
             said = {"role": "assistant", "content": json.dumps(answer, ensure_ascii=False)}
-            again = [said, {"role": "user", "content": refused.complaint}]
-            why = f"{refused.counter}: {answer['response'][:200]!r}"
+            again = [said, {"role": "user", "content": COMPLAINTS[refused]}]
+            why = f"{refused}: {answer['response'][:200]!r}"
         raise UserError(f"user {self.model}: {why}")
 
     async def _ask(self, request: list[dict[str, str]]) -> dict[str, Any]:
         failure: LlmError | None = None
+        malformed = False
         for endpoint in self._endpoints():
             try:
                 return await self.users.client.ask(endpoint, request, FIELDS, others=self.model == POLICY)
             except LlmError as error:
-                failure = error
-                if isinstance(error.__cause__, MalformedAnswer):
+                failure, malformed = error, isinstance(error.__cause__, MalformedAnswer)
+                if malformed:
                     break
-        assert failure is not None
-        malformed = isinstance(failure.__cause__, MalformedAnswer)
         self.users.counters["user_malformed" if malformed else "user_failed"] += 1
         raise UserError(f"user {failure}") from failure
 
@@ -103,12 +99,13 @@ class LlmUser(User):
         config = self.users.config.user
         if self.model != POLICY:
             return [replace(config, model=self.model)]
-        # Conversations about a task share a prefix, which one server holds for all of them while it is there.
-        engine = sorted(self.users.engine, key=self._rank)
-        return [replace(config, model=f"policy/{self.sample}", api_base=api_base) for api_base in engine]
 
-    def _rank(self, api_base: str) -> float:
-        return random.Random(f"{api_base.removesuffix('/v1')} {self.task.id}").random()
+        def rank(api_base: str) -> float:
+            """By task, whose conversations share a prefix: one server holds it for all of them while it is alive."""
+            return random.Random(f"{api_base.removesuffix('/v1')} {self.task.id}").random()
+
+        engine = sorted(self.users.engine, key=rank)
+        return [replace(config, model=f"policy/{self.sample}", api_base=api_base) for api_base in engine]
 
 
 def system_prompt(goal: str, stop: str, persona: str | None = None) -> str:
@@ -128,5 +125,5 @@ def read_personas(path: str) -> tuple[str, ...]:
 
 
 def draw_persona(path: str | None, seed: str) -> str | None:
-    """The persona that belongs to `seed`, the same in every process."""
+    """The persona for `seed`, the same in every process."""
     return random.Random(seed).choice(read_personas(path)) if path else None

@@ -1,18 +1,39 @@
-"""Users without a model, whose messages follow from the task: scripted by its world, or recorded in it."""
+"""Users without a model: scripted by the task's environment, recorded in the task, or revealing facts on request."""
 
 from __future__ import annotations
 
+import json
+import re
+from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 from megatron_collab import environments
-from megatron_collab.config import Config, ConfigError
+from megatron_collab.config import Config
 from megatron_collab.data.transcript import shown
 from megatron_collab.rollout.users import User, UserError, UserReply, Users
 from megatron_collab.types import Conversation, Task
 
+ASK_ME = "Please ask me what you need to know, or tell me the answer."
+NO_MORE, TOLD_ALREADY = "That is all I know.", "I have told you all that I know about that."
+
+_ANSWERED = re.compile(r"\\boxed\{|####|\banswer is\b", re.IGNORECASE)
+_QUESTION = re.compile(
+    r"[^.!?\n]*\?|[^.!?\n]*\b(?:tell me|let me know|give me|share|provide|clarify|specify)\b[^.!?\n]*", re.IGNORECASE
+)
+_WORD = re.compile(r"[^\W_]+")
+_COMMON = frozenset(
+    _WORD.findall(
+        "a about all also am an and any are as at be been before but by can could did do does each every for from "
+        "had has have he her hers him his how i if in is it its know let many me more much my need no not of on "
+        "one or our out per please she should so some tell than that the their them then there these they this "
+        "those to total up was we were what when where which while who whose why will with would you your"
+    )
+)
+
 
 class ScriptedUser(User):
-    """`scripted/WORLD` says what the world's script makes of the task's goal and of the conversation.
+    """`scripted/WORLD` answers by the environment's script, from the task's goal and the conversation.
 
     The script sees what an llm user sees: no tool calls, no thoughts. Guardrails do not apply to it.
     """
@@ -23,10 +44,7 @@ class ScriptedUser(User):
 
     @classmethod
     def unavailable(cls, argument: str, config: Config) -> str | None:
-        try:
-            environments.find_script(argument)
-        except ConfigError as error:
-            return str(error)
+        environments.find_script(argument)
         return None
 
     async def reply(self, conversation: Conversation) -> UserReply:
@@ -46,10 +64,57 @@ class ReplayUser(User):
         return self.says(left[0] if left else self.users.config.user.stop)
 
     def _recorded(self) -> Sequence[str]:
-        """Raises UserError where the task holds no recording."""
-        recorded = self.task.metadata.get("replay")
-        if not isinstance(recorded, Sequence) or isinstance(recorded, str):
-            raise UserError(f"user replay: task {self.task.id} has no list metadata.replay")
-        if not all(isinstance(text, str) and text.strip() for text in recorded):
-            raise UserError(f"user replay: metadata.replay of task {self.task.id} holds an entry that is no message")
+        recorded: Any = self.task.metadata.get("replay")
+        listed = isinstance(recorded, Sequence) and not isinstance(recorded, str)
+        if not listed or not all(isinstance(text, str) and text.strip() for text in recorded):
+            raise UserError(f"user replay: metadata.replay of task {self.task.id} is no list of messages")
         return recorded
+
+
+class RevealUser(User):
+    """A user who knows facts and tells those that it is asked for; the goal is a JSON object {question, facts}.
+
+    A fact is asked for by the words that it shares with the assistant's questions. A word counts 1/n where n facts
+    hold it, so that names count more than the common subject; facts with more than half of the best count are told. A
+    question that shares no word with any fact asks for all: words cannot tell "what else?" from a paraphrase.
+    """
+
+    async def start(self, conversation: Conversation) -> None:
+        """Read the facts, and which the user has already told. UserError where the goal is something else."""
+        try:
+            facts = json.loads(self.task.goal)["facts"]
+        except (ValueError, KeyError, TypeError):
+            facts = None
+        if not isinstance(facts, list) or not all(isinstance(fact, str) for fact in facts):
+            raise UserError(f"user reveal: the goal of task {self.task.id} is no JSON object {{question, facts}}")
+        self.facts: list[str] = facts
+        said = [message.content for message in conversation.messages if message.role == "user"]
+        self.told = {i for i, fact in enumerate(self.facts) if any(fact in text for text in said)}
+
+    async def reply(self, conversation: Conversation) -> UserReply:
+        text = conversation.messages[-1].content
+        if _ANSWERED.search(text):
+            return self.says(f"Thank you. {self.users.config.user.stop}")
+        questions = _QUESTION.findall(text)
+        if not questions:
+            return self.says(ASK_ME)
+        new = [i for i in asked_for(" ".join(questions), self.facts) if i not in self.told]
+        self.told.update(new)
+        if new:
+            return self.says(" ".join(self.facts[i] for i in new))
+        return self.says(NO_MORE if len(self.told) == len(self.facts) else TOLD_ALREADY)
+
+
+def asked_for(question: str, facts: Sequence[str]) -> list[int]:
+    """The numbers of the facts that `question` asks for, in their order; see RevealUser."""
+    words = [_words(fact) for fact in facts]
+    holding = Counter(word for fact in words for word in fact)
+    counts = [sum(1 / holding[word] for word in fact & _words(question)) for fact in words]
+    best = max(counts, default=0.0)
+    return [i for i, count in enumerate(counts) if best == 0.0 or count > best / 2]
+
+
+def _words(text: str) -> set[str]:
+    """The words that carry a meaning, without the s of plurals."""
+    words = (word.casefold() for word in _WORD.findall(text))
+    return {word.removesuffix("s") for word in words if word not in _COMMON}

@@ -13,7 +13,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_collab.config import Config, ModelConfig, ParallelConfig
+from megatron_collab.config import Config, ModelConfig
 from megatron_collab.models.hf_config import Experts, ModelShape
 from megatron_collab.models.parallel_layout import stage_layers
 from megatron_collab.runtime import device
@@ -29,7 +29,11 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
 
 def transformer_config(config: Config, shape: ModelShape) -> TransformerConfig:
     """Megatron's configuration for a model of this shape in the configured layout and precision."""
-    dtype = DTYPES[config.model.dtype]
+    dtype, parallel = DTYPES[config.model.dtype], config.parallel
+    stages, uneven = parallel.pp * parallel.vpp, None
+    if shape.layers % stages:  # Megatron then needs the layers of each stage
+        first, *others, last = (["decoder"] * own for own in stage_layers(shape.layers, stages))
+        uneven = [["embedding", *first], *others, [*last, "loss"]]
     factor = layers.attention_factor(shape.rope)
     return TransformerConfig(
         num_layers=shape.layers,
@@ -55,39 +59,25 @@ def transformer_config(config: Config, shape: ModelShape) -> TransformerConfig:
         # The weights are always loaded, but Megatron's initialisation also marks the parameters that are cut
         # over the ranks; unmarked ones would be left out of the gradient norm.
         perform_initialization=True,
-        **_layout(config.parallel, shape.layers),
-        **_RECOMPUTE[config.parallel.recompute],
+        tensor_model_parallel_size=parallel.tp,
+        sequence_parallel=parallel.sequence_parallel,
+        pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+        pipeline_model_parallel_layout=uneven,
+        context_parallel_size=parallel.cp,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=1,
+        # Every packed micro-batch has its own length. Megatron wants alltoall for that, even in a dense model.
+        variable_seq_lengths=parallel.pp > 1,
+        moe_token_dispatcher_type="alltoall",
+        # With virtual stages anything else silently gives wrong gradients (gloo, Megatron-Core 0.16.1).
+        overlap_p2p_comm=parallel.vpp > 1,
+        batch_p2p_comm=parallel.vpp == 1,
+        **_RECOMPUTE[parallel.recompute],
         **_fp8(config.model),
         **_experts(shape.experts, shape.layers),
         **_fusions(shape.experts is not None),
     )
-
-
-def _layout(parallel: ParallelConfig, count: int) -> dict[str, Any]:
-    return {
-        "tensor_model_parallel_size": parallel.tp,
-        "sequence_parallel": parallel.sequence_parallel,
-        "pipeline_model_parallel_size": parallel.pp,
-        "virtual_pipeline_model_parallel_size": parallel.vpp if parallel.vpp > 1 else None,
-        "pipeline_model_parallel_layout": _uneven_stages(count, parallel.pp * parallel.vpp),
-        "context_parallel_size": parallel.cp,
-        "expert_model_parallel_size": parallel.ep,
-        "expert_tensor_parallel_size": 1,
-        # Every packed micro-batch has its own length. Megatron wants alltoall for that, even in a dense model.
-        "variable_seq_lengths": parallel.pp > 1,
-        "moe_token_dispatcher_type": "alltoall",
-        # With virtual stages anything else gives wrong gradients without a word (gloo, Megatron-Core 0.16.1).
-        "overlap_p2p_comm": parallel.vpp > 1,
-        "batch_p2p_comm": parallel.vpp == 1,
-    }
-
-
-def _uneven_stages(count: int, stages: int) -> list[list[str]] | None:
-    """The layers of each stage as Megatron takes them; needed if the stages do not divide the layers."""
-    if count % stages == 0:
-        return None
-    layout = [["decoder"] * own for own in stage_layers(count, stages)]
-    return [["embedding", *layout[0]], *layout[1:-1], [*layout[-1], "loss"]]
 
 
 def _fp8(model: ModelConfig) -> dict[str, Any]:
@@ -134,7 +124,7 @@ def _fusions(experts: bool) -> dict[str, bool]:
 
 
 def backend_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """The layers of this rank's (virtual) pipeline stage: TransformerEngine's where it can run, else ours."""
+    """The layers of this rank's (virtual) pipeline stage: TransformerEngine's where it can run, else layers.py's."""
     engine = device.probe("transformer_engine").found
     block = get_gpt_decoder_block_spec(config, engine, normalization="RMSNorm", vp_stage=vp_stage)
     return block if engine else layers.fill_in(block, config)

@@ -1,7 +1,7 @@
 """Megatron's transformer layer without TransformerEngine, and rotary embeddings (arXiv 2104.09864) of every kind.
 
-Megatron's linear layers are used as they are. Its own norm refuses sequence parallelism and its attention packed
-sequences, so these two are ours. Wavelengths are those that transformers computes.
+Megatron's linear layers are used as they are. Its own norm refuses sequence parallelism, its attention packed
+sequences: both are replaced here. Wavelengths are those that transformers computes.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _rotate(x: Tensor, packing: Rotated) -> Tensor:
 
 
 def fill_in(block: TransformerBlockSubmodules, config: TransformerConfig) -> TransformerBlockSubmodules:
-    """Megatron's local layers with our norms and our attention; changes `block`, which it returns."""
+    """Megatron's local layers with RMSNorm and CausalAttention; changes `block`, which it returns."""
     for layer in block.layer_specs:
         modules = layer.submodules
         modules.input_layernorm = modules.pre_mlp_layernorm = RMSNorm
@@ -131,8 +131,7 @@ def attention_factor(rope: Rope) -> float:
 def _llama3(plain: Tensor, scaling: Llama3) -> Tensor:
     """Waves longer than original / low are divided, those shorter than original / high kept (Llama 3.1's release)."""
     turns = scaling.original_positions * plain / (2 * math.pi)  # of each pair over the original context
-    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    kept = kept.clamp(0, 1)
+    kept = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
     return (1 - kept) * plain / scaling.factor + kept * plain
 
 

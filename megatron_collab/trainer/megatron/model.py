@@ -11,10 +11,8 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region as copy_to_tp
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region as gather_from_sp
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -64,11 +62,7 @@ class PolicyModel(GPTModel):
         return self.shared_embedding_or_output_weight() if self.shape.tied else self.output_layer.weight
 
     def forward(
-        self,
-        token_ids: Tensor,
-        position_ids: Tensor,
-        attention_mask: None,
-        packed_seq_params: PackedSeqParams,
+        self, token_ids: Tensor, position_ids: Tensor, attention_mask: None, packed_seq_params: PackedSeqParams
     ) -> Tensor:
         packing = packed_seq_params
         if not self.config.apply_rope_fusion:
@@ -79,11 +73,7 @@ class PolicyModel(GPTModel):
         """Return the hidden states instead of logits; of the output layer only the weight is used."""
         if not self.post_process:
             return hidden_states
-        complete = (
-            gather_from_sequence_parallel_region
-            if self.config.sequence_parallel
-            else copy_to_tensor_model_parallel_region
-        )
+        complete = gather_from_sp if self.config.sequence_parallel else copy_to_tp
         return complete(hidden_states).transpose(0, 1)
 
 
@@ -121,7 +111,7 @@ def load(config: Config) -> tuple[list[torch.nn.Module], ModelShape]:
 def frozen_copy(chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
     """A frozen second model with the same weights."""
     policy = unwrap(chunks[0])
-    # A configuration of its own: an optimizer hangs its functions on the trained model's.
+    # A configuration of its own: an optimizer adds its functions to the trained model's.
     twins = _build(copy.copy(policy.config), policy.shape, next(policy.parameters()).device)
     for twin, chunk in zip(twins, chunks, strict=True):
         twin.requires_grad_(False)

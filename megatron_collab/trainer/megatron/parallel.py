@@ -15,7 +15,7 @@ from megatron.core import parallel_state, tensor_parallel
 from torch.distributed.rendezvous import rendezvous
 
 from megatron_collab.config import Config
-from megatron_collab.patches import cpu
+from megatron_collab.patches.megatron import refuse_visible_cuda
 from megatron_collab.runtime import device, hang_detector, heartbeat, rank0
 from megatron_collab.runtime.process import RunStopped
 
@@ -33,7 +33,7 @@ def run_store() -> tuple[dist.Store, int, int]:
 def leader_ends_first(timeout: float, explain: Callable[[RunStopped], None]) -> Iterator[None]:
     """When the run stops inside the block, the other ranks leave it after rank 0, or after `timeout` seconds.
 
-    torchrun ends all ranks once one has ended badly, and rank 0 has servers and Ray to put away, and to `explain`.
+    torchrun ends all ranks once one has failed, and rank 0 has servers and Ray to shut down, and to `explain`.
     """
     try:
         yield
@@ -50,12 +50,9 @@ def leader_ends_first(timeout: float, explain: Callable[[RunStopped], None]) -> 
 
 @contextmanager
 def init_parallel(config: Config) -> Iterator[None]:
-    """Process groups and the seeds of the ranks, from torchrun's environment; may be entered again after its end.
-
-    How long a collective may wait is said by runtime/hang_detector.py.
-    """
+    """Process groups and the seeds of the ranks, from torchrun's environment; may be entered again after its end."""
     chosen = device.select(config.launch.device)
-    cpu.refuse_visible_cuda(chosen.type)
+    refuse_visible_cuda(chosen.type)
     if chosen.type != "cpu":
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     heartbeat.at("rendezvous of the ranks")
@@ -64,20 +61,19 @@ def init_parallel(config: Config) -> Iterator[None]:
     # A prefix of its own: what an earlier group of this process left in the store must not be read again.
     store = dist.PrefixStore(f"parallel/{next(_GROUPS)}", store)
     dist.init_process_group(chosen.backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
-    rank0.listen(timeout)
-    try:
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=config.parallel.tp,
-            pipeline_model_parallel_size=config.parallel.pp,
-            virtual_pipeline_model_parallel_size=config.parallel.vpp if config.parallel.vpp > 1 else None,
-            context_parallel_size=config.parallel.cp,
-            expert_model_parallel_size=config.parallel.ep,
-            expert_tensor_parallel_size=1,
-            distributed_timeout_minutes=timeout.total_seconds() / 60,
-        )
-        tensor_parallel.model_parallel_cuda_manual_seed(config.run.seed)
-        yield
-    finally:
-        rank0.hang_up()
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
+    with rank0.own_group(timeout):
+        try:
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=config.parallel.tp,
+                pipeline_model_parallel_size=config.parallel.pp,
+                virtual_pipeline_model_parallel_size=config.parallel.vpp if config.parallel.vpp > 1 else None,
+                context_parallel_size=config.parallel.cp,
+                expert_model_parallel_size=config.parallel.ep,
+                expert_tensor_parallel_size=1,
+                distributed_timeout_minutes=timeout.total_seconds() / 60,
+            )
+            tensor_parallel.model_parallel_cuda_manual_seed(config.run.seed)
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -68,18 +69,10 @@ class NetworkTransport:
         self._buffers = [torch.zeros(writer.largest, dtype=torch.uint8, device=device) for _ in range(count)]
         self._groups: dict[int, dist.ProcessGroup] = {}
 
-    @property
-    def scratch_bytes(self) -> int:
-        """What this rank has allocated."""
-        return sum(len(buffer) for buffer in self._buffers)
-
-    def addresses(self, board: Board, peers: Sequence[Peer]) -> list[list[dict[str, Any]]]:
-        """Arguments of a Receiver, for each of `peers` and its ranks."""
-        found = []
-        for peer in peers:
-            group = {"name": self._name(board, peer), "ranks": self._ranks, "tp": peer.tp}
-            found.append([{"network": group} for _ in range(peer.tp)])
-        return found
+    def addresses(self, board: Board, peers: Sequence[Peer]) -> dict[int, list[dict[str, Any]]]:
+        """Arguments of a Receiver, by server of `peers` and by its rank."""
+        groups = {p.server: {"name": self._name(board, p), "ranks": self._ranks, "tp": p.tp} for p in peers}
+        return {server: [{"network": group}] * group["tp"] for server, group in groups.items()}
 
     def carry(self, board: Board, peers: Sequence[Peer], sums: Sums | None) -> None:
         """Send all buckets to `peers`, leaving out those that fail; for `sums` see Sender.write."""
@@ -87,18 +80,21 @@ class NetworkTransport:
         for peer in peers:
             if peer.new:
                 self._meet(board, peer, deadline)
-        under_way: list[dict[int, list[dist.Work]]] = [{}, {}]
-        for number in range(len(self._writer.parts)):
-            self._settle(board, peers, number - 2, under_way[number % 2])
-            into = self._writer.packed(number, self._buffers[number % 2])
-            self._writer.write(number, into, sums)
-            under_way[number % 2] = {
-                peer.server: self._send(board, peer, into, number) for peer in peers if peer.server in self._groups
-            }
-            board.set_sent(number, self._ranks)
+        under_way: dict[int, dict[int, list[dist.Work]]] = {}
         rounds = len(self._writer.parts)
-        for number in range(max(0, rounds - 2), rounds):
-            self._settle(board, peers, number, under_way[number % 2])
+        for number in range(rounds + 2):
+            if works := under_way.pop(number - 2, {}):
+                self._settle(board, peers, number - 2, works)
+            if number >= rounds:
+                continue
+            parts = self._writer.packed(number, self._buffers[number % 2])
+            self._writer.write(number, parts, sums)
+            sending = under_way[number] = {}
+            for peer in [peer for peer in peers if peer.server in self._groups]:
+                group, first = self._groups[peer.server], self._ranks
+                with self._losing(board, peer):
+                    sending[peer.server] = [group.send([data], first + t, number) for t, data in parts.items()]
+            board.set_sent(number, self._ranks)
 
     def drop(self, server: int) -> None:
         """Forget the process group of a server that failed."""
@@ -111,49 +107,37 @@ class NetworkTransport:
     def _meet(self, board: Board, peer: Peer, deadline: float) -> None:
         """Form a process group with a server, unless it does not join."""
         self.drop(peer.server)
-        if not board.all_ready(peer.server, peer.tp, _left(deadline)) or board.abandoned(peer.server):
-            self._lose(board, peer, "it does not join")
-            return
-        name, size = self._name(board, peer), self._ranks + peer.tp
-        try:
-            group = _join(self._address, name, self._rank, size, self._device, self._patience)
-            self._groups[peer.server] = group
-        except RuntimeError as error:
-            self._lose(board, peer, error)
+        with self._losing(board, peer):
+            if not board.all_ready(peer.server, peer.tp, _left(deadline)) or board.abandoned(peer.server):
+                raise RuntimeError("it does not join")
+            name, size = self._name(board, peer), self._ranks + peer.tp
+            self._groups[peer.server] = _join(self._address, name, self._rank, size, self._device, self._patience)
 
     def _name(self, board: Board, peer: Peer) -> str:
-        return f"{self._prefix}/{board.number}/group/{peer.server}"
-
-    def _send(self, board: Board, peer: Peer, parts: Mapping[int, Tensor], number: int) -> list[dist.Work]:
-        try:
-            return [self._groups[peer.server].send([data], self._ranks + t, number) for t, data in parts.items()]
-        except RuntimeError as error:
-            self._lose(board, peer, error)
-            return []
+        return f"{self._prefix}/group/{board.number}/{peer.server}"
 
     def _settle(
         self, board: Board, peers: Sequence[Peer], number: int, works: Mapping[int, Sequence[dist.Work]]
     ) -> None:
         """Wait until the servers have received bucket `number`, except for those that are lost."""
-        if not works:
-            return
         board.wait_sent(number)  # until then a server may wait for another trainer rank
         deadline = time.monotonic() + self._patience
-        for peer in peers:
-            if peer.server not in works or peer.server not in self._groups:
-                continue
-            try:
+        for peer in [peer for peer in peers if peer.server in works and peer.server in self._groups]:
+            with self._losing(board, peer):
                 if board.abandoned(peer.server):
                     raise RuntimeError("another rank has lost it")
                 for work in works[peer.server]:
                     finish(work, deadline, self._device)
-            except RuntimeError as error:
-                self._lose(board, peer, error)
 
-    def _lose(self, board: Board, peer: Peer, reason: object) -> None:
-        logger.warning("server %d is abandoned: %s", peer.server, reason)
-        board.abandon(peer.server, peer.tp, len(self._writer.parts))
-        self.drop(peer.server)
+    @contextmanager
+    def _losing(self, board: Board, peer: Peer) -> Iterator[None]:
+        """Abandon a server with which something fails."""
+        try:
+            yield
+        except RuntimeError as error:
+            logger.warning("server %d is abandoned: %s", peer.server, error)
+            board.abandon(peer.server, peer.tp, len(self._writer.parts))
+            self.drop(peer.server)
 
 
 class NetworkReceiver:

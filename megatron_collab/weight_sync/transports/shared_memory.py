@@ -1,9 +1,9 @@
 """Weights through memory that the processes of a node share: trainer ranks write, servers read; both ends are here.
 
 For each rank of its servers a node has two segments: one is written while the other is read. All servers of the node
-read the same segments. What no rank of the node holds comes from other nodes, straight into the segments
-(internode.py). On CPU a segment is a file without a name, which goes with its last user, however that ends; on CUDA it
-is device memory, opened through CUDA IPC.
+read the same segments. What no rank of the node holds comes from other nodes, straight into the segments. On CPU a
+segment is a file without a name, which goes with its last user, however that ends; on CUDA it is device memory, opened
+through CUDA IPC.
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ import base64
 import io
 import mmap
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
 from itertools import chain
 from multiprocessing.reduction import ForkingPickler
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,13 +27,13 @@ from torch import Tensor
 
 from megatron_collab.runtime.device import synchronize
 from megatron_collab.weight_sync.store_protocol import Board, Peer
+from megatron_collab.weight_sync.transports.p2p import finish
 
 if TYPE_CHECKING:  # the servers do without the trainer's libraries
     from megatron_collab.weight_sync.encoding import Sums
-    from megatron_collab.weight_sync.node_routing import Nodes
+    from megatron_collab.weight_sync.node_routing import Hop, Nodes
     from megatron_collab.weight_sync.plan import SyncPlan
     from megatron_collab.weight_sync.sender import Sender
-    from megatron_collab.weight_sync.transports.internode import Relay
 
 # How another process opens a segment: a path with a size, or a pickle of torch's.
 Handle = tuple[str, int]
@@ -112,18 +115,12 @@ class SharedMemoryTransport:
         self._segments = {t: [opened(handle) for handle in offers[t, self._rank]] for t in needs[self._rank]}
         self._segments |= {t: [segment.data for segment in segments] for t, segments in self._own.items()}
 
-    @property
-    def scratch_bytes(self) -> int:
-        """What this rank has allocated."""
-        return sum(len(segment.data) for segment in chain(*self._own.values())) + self._relay.scratch_bytes
-
-    def addresses(self, board: Board, peers: Sequence[Peer]) -> list[list[dict[str, Any]]]:
-        """Arguments of a Receiver, for each of `peers` and its ranks; collective."""
+    def addresses(self, board: Board, peers: Sequence[Peer]) -> dict[int, list[dict[str, Any]]]:
+        """Arguments of a Receiver, by server of `peers` and by its rank; collective."""
         if not peers:
-            return []
-        near = self._near(peers)
-        offers = _gathered({(peer.server, t): self._handles(t) for peer in near for t in self._own})
-        return [[{"memory": offers[peer.server, t]} for t in range(peer.tp)] for peer in peers]
+            return {}
+        offers = _gathered({(peer.server, t): self._handles(t) for peer in self._near(peers) for t in self._own})
+        return {peer.server: [{"memory": offers[peer.server, t]} for t in range(peer.tp)] for peer in peers}
 
     def carry(self, board: Board, peers: Sequence[Peer], sums: Sums | None) -> None:
         """Write all buckets, each once all `peers` have read what its segment held; for `sums` see Sender.write."""
@@ -162,6 +159,65 @@ class SharedMemoryTransport:
         return [segment.handle() for segment in self._own[t]]
 
 
+class Relay:
+    """What a node's servers need and none of its ranks holds, from trainer rank to trainer rank; on every rank.
+
+    Sent slices are packed once into a buffer for all nodes; received ones go straight to segments. This uses a process
+    group of its own with one process per device, as NCCL needs it; CPUs use gloo. NCCL was never run here.
+    """
+
+    def __init__(self, writer: Sender, hops: Sequence[Sequence[Hop]], device: torch.device, timeout: float) -> None:
+        """Collective. `writer` has what this rank sends, `hops` are those of all ranks, by round.
+
+        RuntimeError, also later, where another rank does not answer for `timeout` seconds.
+        """
+        self._writer, self._device, self._timeout = writer, device, timeout
+        self._rank = dist.get_rank()
+        self._hops = [
+            [(tag, hop) for tag, hop in enumerate(row) if self._rank in (hop.source, hop.keeper)] for row in hops
+        ]
+        self._buffer = torch.zeros(writer.largest, dtype=torch.uint8, device=device)
+        if any(hops):
+            self._group = dist.new_group(timeout=timedelta(seconds=timeout))
+            # NCCL has all ranks join at the first call, and not all have something in every round.
+            dist.barrier(self._group)
+
+    def receives(self, number: int) -> set[int]:
+        """The server ranks for whose bucket this rank receives in a round."""
+        return {hop.target for _, hop in self._hops[number] if hop.keeper == self._rank}
+
+    @contextmanager
+    def crossing(self, number: int, into: Mapping[int, Tensor], sums: Sums | None) -> Iterator[None]:
+        """Run a round during the block; afterwards into[t], server rank t's bucket, is received and all sends are done.
+
+        For `sums` see Sender.write.
+        """
+        own = self._hops[number]
+        if not own:
+            yield
+            return
+        parts = self._writer.packed(number, self._buffer)
+        self._writer.write(number, parts, sums)
+        operations = []
+        for tag, hop in own:
+            receives = hop.keeper == self._rank
+            first = 0 if receives else self._writer.parts[number][hop.target][0]
+            data = (into if receives else parts)[hop.target][hop.start - first : hop.stop - first]
+            call, peer = (dist.irecv, hop.source) if receives else (dist.isend, hop.keeper)
+            operations.append(dist.P2POp(call, data, peer, self._group, tag))
+        works = dist.batch_isend_irecv(operations)
+        yield
+        deadline = time.monotonic() + self._timeout
+        try:
+            for work in works:
+                finish(work, deadline, self._device)
+        except RuntimeError as error:
+            peers = {end for _, hop in own for end in (hop.source, hop.keeper)} - {self._rank}
+            raise RuntimeError(
+                f"publishing: trainer rank {self._rank} waits for ranks {sorted(peers)} in round {number}: {error}"
+            ) from error
+
+
 class SharedMemoryReceiver:
     """A server rank's end. `sources[k]`: the ranks that write its k-th bucket."""
 
@@ -177,11 +233,8 @@ class SharedMemoryReceiver:
             board.set_loaded(number, self._server, self._rank)
 
 
-_Key = TypeVar("_Key")
-
-
-def _gathered(own: Mapping[_Key, Any]) -> dict[_Key, Any]:
+def _gathered(own: Mapping[Any, Any]) -> dict[Any, Any]:
     """What all ranks have, together."""
-    found: list[Mapping[_Key, Any]] = [{}] * dist.get_world_size()
+    found: list[Mapping[Any, Any]] = [{}] * dist.get_world_size()
     dist.all_gather_object(found, own)
     return {key: value for part in found for key, value in part.items()}

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_collab.config import Config
-from megatron_collab.inference.litellm_provider import POLICY
 from megatron_collab.llm.client import LlmClient
 from megatron_collab.rollout.users import Users
 from megatron_collab.types import Conversation, Message, Task
@@ -21,7 +20,8 @@ def users(engine: Sequence[tuple[str, str]] = (), **options: Any) -> Users:
     config = Config()
     for name, value in options.items():
         setattr(config.user, name, value)
-    return Users(config, LlmClient(), [POLICY.add(url, key) for url, key in engine])
+    keys = {f"{url}/v1": key for url, key in engine}
+    return Users(config, LlmClient(keys=keys), list(keys))
 
 
 def task(user: str, goal: str = "the goal", answer: str = "", **metadata: Any) -> Task:

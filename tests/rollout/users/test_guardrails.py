@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megatron_collab.rollout.users.guardrails import EMPTY, FLIPPED, LEAKED, Refusal, refusal
+from megatron_collab.rollout.users.guardrails import COMPLAINTS, EMPTY, FLIPPED, LEAKED, refusal
 from megatron_collab.rollout.users.llm import system_prompt
 from megatron_collab.types import Message, Task
 
@@ -18,7 +18,7 @@ ASKED = [*TASK.messages, Message("assistant", "Sure! Which farm is that, and wha
 INSTRUCTIONS = system_prompt("", "[[STOP]]")
 
 
-def refused(text: str, task: Task = TASK, before: list[Message] = ASKED) -> Refusal | None:
+def refused(text: str, task: Task = TASK, before: list[Message] = ASKED) -> str | None:
     return refusal(text, task, INSTRUCTIONS, before)
 
 
@@ -127,4 +127,4 @@ def test_an_answer_that_is_said_by_chance_does_not_count(answer: str, text: str)
 
 
 def test_the_complaint_about_the_answer_does_not_confirm_it() -> None:
-    assert "answer" not in LEAKED.complaint and "100" not in LEAKED.complaint
+    assert "answer" not in COMPLAINTS[LEAKED] and "100" not in COMPLAINTS[LEAKED]

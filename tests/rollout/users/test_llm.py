@@ -6,13 +6,11 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import litellm
 import pytest
 from aiohttp import web
 
-from megatron_collab.config import Config
+from megatron_collab.config import Config, EndpointConfig
 from megatron_collab.data.transcript import render
-from megatron_collab.inference import litellm_provider
 from megatron_collab.llm import client as clients
 from megatron_collab.llm.client import BudgetSpent
 from megatron_collab.rollout.users import UserError, UserReply, Users
@@ -42,7 +40,7 @@ def with_endpoint(
         async with Endpoint(*replies) as endpoint:
             at = endpoint.config()
             made = users(model=at.model, api_base=at.api_base, **options)
-            return await play(made), endpoint.requests, made.take_counters()
+            return await play(made), endpoint.requests, made.counters
 
     return asyncio.run(run())
 
@@ -261,7 +259,7 @@ def play_policy(
     async def play() -> list[UserReply | UserError]:
         return await asyncio.gather(*map(one, range(n)))
 
-    return asyncio.run(play()), made.take_counters()
+    return asyncio.run(play()), made.counters
 
 
 def test_a_server_that_is_gone_does_not_silence_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,7 +274,7 @@ def test_a_server_that_is_gone_does_not_silence_the_user(monkeypatch: pytest.Mon
             made.engine = made.engine[:1]
             with pytest.raises(UserError):
                 await each[0].reply(said("hi", "hello"))
-            return said_all, len(endpoint.requests), made.take_counters()
+            return said_all, len(endpoint.requests), made.counters
 
     assert asyncio.run(play()) == (["yes"] * 8, 8, {"user_replies": 8, "user_failed": 1})
 
@@ -304,12 +302,11 @@ def test_the_trained_model_can_be_the_user(servers: dict[str, Served]) -> None:
 @pytest.mark.processes
 def test_what_the_trained_model_says_follows_from_the_conversations_name(servers: dict[str, Served]) -> None:
     url, key = addresses(servers)[0]
-    at = litellm_provider.POLICY.add(url, key)
+    client = clients.LlmClient(keys={f"{url}/v1": key})
 
     async def draw(sample: str) -> str:
-        messages = [{"role": "user", "content": "hi"}]
-        drawn = await litellm.acompletion(f"policy/{sample}", messages, api_base=at, temperature=1.0, max_tokens=20)
-        return drawn.choices[0].message.content
+        endpoint = EndpointConfig(model=f"policy/{sample}", api_base=f"{url}/v1", temperature=1.0, max_tokens=20)
+        return await client._call(endpoint, [{"role": "user", "content": "hi"}], clients._Allowance(60.0))
 
     async def play() -> list[str]:
         return await asyncio.gather(*map(draw, ["a/0", "a/1", "a/0", "a/2"]))

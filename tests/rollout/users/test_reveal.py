@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from megatron_collab.rollout.users import User, UserError
-from megatron_collab.rollout.users.reveal import ASK_ME, NO_MORE, TOLD_ALREADY, asked_for
+from megatron_collab.rollout.users.scripts import ASK_ME, NO_MORE, TOLD_ALREADY, asked_for
 from megatron_collab.types import Conversation, Message, Task
 from tests.rollout.users.helpers import said, task, users
 

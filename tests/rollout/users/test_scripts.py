@@ -22,7 +22,7 @@ def test_the_scripted_user_answers_and_is_counted() -> None:
     made = users()
     reply = asyncio.run(made.make(TASK, "s").reply(said("please book a table .", "which day and what time ?")))
     assert reply == UserReply(Message("user", f"on {goal['day']} at {goal['time']} ."), done=False)
-    assert made.take_counters() == {"user_replies": 1}
+    assert made.counters == {"user_replies": 1}
 
 
 def test_the_scripted_user_ends_the_conversation() -> None:

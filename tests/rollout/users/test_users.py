@@ -3,12 +3,16 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from megatron_collab.config import Config
+from megatron_collab.config import Config, RolloutConfig
 from megatron_collab.environments import booking
+from megatron_collab.rollout.tools import Toolbox
 from megatron_collab.rollout.users import UserReply, check_user, split_user
+from megatron_collab.rollout.workers import ConversationWorker
 from megatron_collab.types import Conversation, Message, Task
 from tests.llm.endpoint import Endpoint, says
 from tests.rollout.users.helpers import STOP, said, task, users
@@ -63,8 +67,8 @@ def test_one_name_for_all_tasks_goes_before_theirs() -> None:
         ("", "user llm: user.model is not set; set it"),
         ("llm", "user llm: user.model is not set; set it"),
         ("nobody", "user=nobody: no such name; known are llm, replay, reveal, scripted, or package.module:Class"),
-        ("scripted", "user scripted: scripted=: no such name; known are booking"),
-        ("scripted/tiny", "user scripted/tiny: scripted=tiny: no such name; known are booking"),
+        ("scripted", "scripted=: no such name; known are booking"),
+        ("scripted/tiny", "scripted=tiny: no such name; known are booking"),
         ("reveal/all", "user reveal/all: takes no argument, but is given 'all'"),
         ("replay/x", "user replay/x: takes no argument"),
     ],
@@ -93,10 +97,14 @@ def test_a_file_without_personas_is_refused(tmp_path: Path) -> None:
 
 
 def test_counters_start_anew_once_they_are_taken() -> None:
-    made = users()
-    made.counters["user_leak"] += 2
-    assert made.take_counters() == {"user_leak": 2}
-    assert made.take_counters() == {}
+    worker: Any = object.__new__(ConversationWorker)
+    worker.users = users()
+    worker.player = SimpleNamespace(tools=Toolbox(RolloutConfig(), None))  # type: ignore[arg-type]
+    worker.policy = SimpleNamespace(take_counters=lambda: {"servers_lost": 0})
+    worker.users.counters["user_leak"] += 2
+    worker.player.tools.counters["tool_calls"] += 1
+    assert asyncio.run(worker.take_counters()) == {"user_leak": 2, "tool_calls": 1, "servers_lost": 0}
+    assert asyncio.run(worker.take_counters()) == {"servers_lost": 0}
 
 
 def test_the_stop_text_ends_the_conversation_and_stays_in_the_message() -> None:

@@ -1,4 +1,4 @@
-"""How well the assistant works together with the user, by a judge; the two published rubrics, in our words."""
+"""Scores by a judge: how well the assistant works together with the user, or by a rubric of the user's own."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 from megatron_collab.config import option
 from megatron_collab.llm.answer import Field
-from megatron_collab.reward.metrics import Metric
-from megatron_collab.reward.rubrics import THOUGHT, prompt
+from megatron_collab.reward.metrics import PLACEHOLDERS, THOUGHT, Metric, placeholders
 from megatron_collab.types import Conversation, Missing, Score, Task
 
+# The two published rubrics, in our words.
 _MATERIAL = """
 
 The conversation, which is only material to judge:
@@ -54,19 +54,15 @@ _RUBRICS = {"holistic": _HOLISTIC, "parts": _PARTS}
 _SCORED = {"holistic": ("interactivity",), "parts": ("understanding", "clarification", "suggestion")}
 
 
-@dataclass(frozen=True)
-class InteractivityOptions:
-    rubric: str = option("holistic", "holistic (one score) or parts (the mean of three)", choices=tuple(_RUBRICS))
-    model: str | None = option(None, "LiteLLM model of the judge; none: reward.judge.model")
-
-
 class Interactivity(Metric):
     """From 0 to 1: `holistic` is that of CollabLLM's authors, anchored at 1, 0.5, 0; `parts` that of verl's recipe,
     the mean of understanding, clarification and suggestion, each anchored at 1, 0.7, 0.3, 0.
     """
 
-    Options = InteractivityOptions
-    seconds = 3.0
+    @dataclass(frozen=True)
+    class Options:
+        rubric: str = option("holistic", "holistic (one score) or parts (the mean of three)", choices=tuple(_RUBRICS))
+        model: str | None = option(None, "LiteLLM model of the judge; none: reward.judge.model")
 
     @classmethod
     def judged(cls, options: Any) -> bool:
@@ -75,8 +71,41 @@ class Interactivity(Metric):
     async def score(self, task: Task, conversation: Conversation) -> Score | None:
         names = _SCORED[self.options.rubric]
         fields = (THOUGHT, *(Field(name, float, low=0, high=1) for name in names))
-        asked = prompt(_RUBRICS[self.options.rubric], task, conversation, fields)
-        answer = await self.judge.ask(asked, fields, model=self.options.model)
+        answer = await self.ask_judge(_RUBRICS[self.options.rubric], task, conversation, fields)
         if isinstance(answer, Missing):
             return answer
         return sum(float(answer[name]) for name in names) / len(names)
+
+
+class Generative(Metric):
+    """The judge's score, from `low` to `high`, by a prompt of the user's own."""
+
+    @dataclass(frozen=True)
+    class Options:
+        prompt: str = option(
+            "",
+            "what to judge and how, with {conversation}; {goal}, {answer} and {question} are optional (how to answer "
+            "is added)",
+        )
+        low: float = option(0.0, "lowest score")
+        high: float = option(1.0, "highest score")
+        model: str | None = option(None, "LiteLLM model of the judge; none: reward.judge.model")
+
+        def __post_init__(self) -> None:
+            found = placeholders(self.prompt)
+            if "conversation" not in found:
+                raise ValueError("prompt: write the rubric with {conversation} where the conversation is to stand")
+            if unknown := found - set(PLACEHOLDERS):
+                allowed = ", ".join(f"{{{name}}}" for name in PLACEHOLDERS)
+                raise ValueError(f"prompt: {{{min(unknown)}}} is not known; there are {allowed}")
+            if not self.low < self.high:
+                raise ValueError(f"low={self.low}, high={self.high}: low must be below high")
+
+    @classmethod
+    def judged(cls, options: Any) -> bool:
+        return True
+
+    async def score(self, task: Task, conversation: Conversation) -> Score | None:
+        fields = (THOUGHT, Field("score", float, low=self.options.low, high=self.options.high))
+        answer = await self.ask_judge(self.options.prompt, task, conversation, fields)
+        return answer if isinstance(answer, Missing) else float(answer["score"])
