@@ -16,15 +16,12 @@ from megatron_collab import patches
 from megatron_collab.runtime.process import die_with_parent
 from tests.helpers import free_port
 
-GROUPS = 16  # process groups that ranks can make besides the first
 Ended = tuple[int | None, Any]  # exit code, -N: by signal N, None: it was stopped; what its function returned, if 0
 
 
 def fork(function: Callable[..., Any], ranks: int, *arguments: Any) -> list[Ended]:
     """How `function(*arguments)` ended on every rank. os.killpg(0, …) by one of them is for all."""
-    ports = [str(free_port()) for _ in range(1 + GROUPS)]
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": ports[0], "PORTS": " ".join(ports[1:])}
-    os.environ["WORLD_SIZE"] = str(ranks)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
     parent, group, ended = os.getpid(), 0, list[Ended]()
     with ExitStack() as stack:
         files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(ranks)]

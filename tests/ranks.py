@@ -8,8 +8,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from megatron_collab.config import Config
 from megatron_collab.models import hf_to_megatron
 from megatron_collab.types import Batch, Credit, Sample
 from tests.forked import Ended
-from tests.helpers import configured
+from tests.helpers import configured, free_port
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TIMEOUT = 400
@@ -45,22 +44,25 @@ HF = {
 def run_ranks(function: Callable[..., Any], ranks: int, *arguments: Any) -> list[Any]:
     """What `function(*arguments)` returns on each of so many ranks, which are processes; all of them must return."""
     ended = end_ranks(function, ranks, *arguments)
-    assert [code for code, _ in ended] == [0] * ranks
+    codes = [code for code, _ in ended]
+    assert codes == [0] * ranks, f"exit codes {codes}"
     return [found for _, found in ended]
 
 
 def run_side_by_side(function: Callable[..., Any], cases: Mapping[str, int], *arguments: Any) -> dict[str, list[Ended]]:
     """How `function(case, *arguments)` ends on each of so many ranks of every case; all cases run at the same time."""
-    ended = iter(end_ranks(_run_case, sum(cases.values()), function, cases, arguments))
+    places = []
+    for case, ranks in cases.items():
+        shared = {"WORLD_SIZE": str(ranks), "MASTER_PORT": str(free_port())}
+        places += [(case, shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(ranks)]
+    ended = iter(end_ranks(_run_case, len(places), function, places, arguments))
     return {case: list(islice(ended, ranks)) for case, ranks in cases.items()}
 
 
-def _run_case(function: Callable[..., Any], cases: Mapping[str, int], arguments: Sequence[Any]) -> Any:
+def _run_case(function: Callable[..., Any], places: Sequence[tuple[str, dict[str, str]]], arguments: Any) -> Any:
     """As one of the ranks of all cases: take its place in its own case."""
-    places = [(case, rank) for case, ranks in cases.items() for rank in range(ranks)]
-    case, rank = places[int(os.environ["RANK"])]
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(cases[case])}
-    os.environ["MASTER_PORT"] = os.environ["PORTS"].split()[list(cases).index(case)]
+    case, environment = places[int(os.environ["RANK"])]
+    os.environ |= environment
     return function(case, *arguments)
 
 
@@ -75,16 +77,6 @@ def end_ranks(function: Callable[..., Any], ranks: int, *arguments: Any) -> list
         command = [sys.executable, "-m", "tests.forked", call.name]
         subprocess.run(command, cwd=REPOSITORY, env=environment, check=True, timeout=TIMEOUT)  # ranks end with it
         return pickle.loads(Path(call.name).read_bytes())
-
-
-@contextmanager
-def process_group(config: Config) -> Iterator[None]:
-    """In a rank: the next process group, which all ranks enter together."""
-    from megatron_collab.trainer.megatron import parallel
-
-    os.environ["MASTER_PORT"], _, os.environ["PORTS"] = os.environ["PORTS"].partition(" ")
-    with parallel.init_parallel(config):
-        yield
 
 
 EXPERTS = {

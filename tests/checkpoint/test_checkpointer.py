@@ -23,9 +23,10 @@ from megatron_collab.runtime import heartbeat
 from megatron_collab.runtime.process import RunStopped
 from megatron_collab.trainer.critic import Critic
 from megatron_collab.trainer.megatron import model as policies
+from megatron_collab.trainer.megatron import parallel
 from megatron_collab.trainer.trainer import PolicyTrainer
 from megatron_collab.types import Batch
-from tests.ranks import learn, make_config, make_model, make_samples, process_group, run_ranks
+from tests.ranks import learn, make_config, make_model, make_samples, run_ranks
 
 pytestmark = pytest.mark.processes
 
@@ -60,13 +61,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def live_in_every_layout(folder: Path, life: str) -> None:
     """As one of two ranks: what it writes down is described in `live`, and for the second life in `fill_the_disk`."""
     for layout, settings in LAYOUTS.items():
-        with process_group(make_config(folder, settings)):
+        with parallel.init_parallel(make_config(folder, settings)):
             live(folder, layout, layout, settings, life)
     if life == "second":
         for name, (source, settings) in RESHARDED.items():
-            with process_group(make_config(folder, settings)):
+            with parallel.init_parallel(make_config(folder, settings)):
                 live(folder, source, name, settings, life)
-        with process_group(make_config(folder, LAYOUTS["tp2"])):
+        with parallel.init_parallel(make_config(folder, LAYOUTS["tp2"])):
             fill_the_disk(folder)
 
 

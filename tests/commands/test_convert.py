@@ -23,10 +23,11 @@ from megatron_collab.inference.client import SGLangClient
 from megatron_collab.inference.server import SGLangServer
 from megatron_collab.models import hf_to_megatron
 from megatron_collab.trainer.megatron import model as policies
+from megatron_collab.trainer.megatron import parallel
 from megatron_collab.trainer.trainer import PolicyTrainer
 from tests.conftest import serving_config
 from tests.helpers import make_model
-from tests.ranks import HF, make_config, process_group, run_ranks
+from tests.ranks import HF, make_config, run_ranks
 
 FAMILIES = ("qwen3", "qwen2", "llama", "mistral", "qwen3_moe")
 TIED = ("qwen2",)
@@ -57,7 +58,7 @@ def save_in_every_layout(folder: Path) -> list[object]:
     """As one of two ranks: what each model started from."""
     began = []
     for layout, settings in LAYOUTS.items():
-        with process_group(make_config(folder, settings)):
+        with parallel.init_parallel(make_config(folder, settings)):
             began += [start_and_save(folder / family, layout, settings) for family in FAMILIES]
     return began
 

@@ -18,8 +18,9 @@ from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.planning import memory
 from megatron_collab.trainer import logprobs
 from megatron_collab.trainer.losses import apply_head
+from megatron_collab.trainer.megatron import parallel
 from tests.planning.held import held
-from tests.ranks import make_config, process_group, run_ranks
+from tests.ranks import make_config, run_ranks
 
 MOE = {
     "model_type": "qwen3_moe",
@@ -125,7 +126,7 @@ def hold_every_layout() -> dict[str, dict[str, int]]:
     found = {}
     for name, (settings, hf) in LAYOUTS.items():
         config = layout(settings)
-        with process_group(config):
+        with parallel.init_parallel(config):
             found[name] = held(config, hf, MICRO_BATCHES)
     return found
 

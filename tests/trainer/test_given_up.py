@@ -20,7 +20,7 @@ from megatron_collab.trainer.megatron import model as policies
 from megatron_collab.trainer.megatron import parallel
 from megatron_collab.trainer.trainer import PolicyTrainer
 from megatron_collab.types import Batch
-from tests.ranks import learn, make_config, make_model, make_samples, process_group, run_ranks
+from tests.ranks import learn, make_config, make_model, make_samples, run_ranks
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -53,7 +53,7 @@ def give_up(folder: Path) -> dict[str, Any]:
     looks, rank0.raise_if_preempted = {}, (told := Told())
     for case, settings in CASES.items():
         config = make_config(folder, settings)
-        with process_group(config):
+        with parallel.init_parallel(config):
             looks[case] = given_up(config, told)
     return {"looks": looks, "put away first": put_away_first(folder)}
 

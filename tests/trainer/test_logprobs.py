@@ -17,7 +17,7 @@ from megatron_collab.trainer import logprobs
 from megatron_collab.trainer.logprobs import head_log_probs
 from megatron_collab.trainer.megatron import parallel
 from tests.helpers import free_port
-from tests.ranks import make_config, process_group, run_ranks
+from tests.ranks import make_config, run_ranks
 
 TOKENS, HIDDEN, VOCAB, PADDED = 7, 6, 13, 20  # the second of two ranks has 3 real entries and 7 of padding
 RESULTS = ("log_probs", "entropy", "hidden_grad", "head_grad")
@@ -113,7 +113,7 @@ def cut(given: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
 
 def compute_all(given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """As one of two ranks: at every temperature, and for no tokens."""
-    with process_group(make_config(Path("unused"), {"parallel.tp": 2})):
+    with parallel.init_parallel(make_config(Path("unused"), {"parallel.tp": 2})):
         found = {f"{name} {t}": value for t in TEMPERATURES for name, value in compute(given, t).items()}
         return found | {f"{name} empty": value for name, value in compute(given, 1.0, tokens=0).items()}
 

@@ -23,8 +23,9 @@ from megatron_collab import patches
 from megatron_collab.checkpoint import hf
 from megatron_collab.config import Config
 from megatron_collab.trainer.megatron import model as policies
+from megatron_collab.trainer.megatron import parallel
 from tests.helpers import make_model
-from tests.ranks import process_group, run_ranks
+from tests.ranks import run_ranks
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -137,7 +138,7 @@ def measure_every_layout(folder: Path) -> None:
     of its gradient.
     """
     for layout in LAYOUTS:
-        with process_group(configure(folder, layout)):
+        with parallel.init_parallel(configure(folder, layout)):
             for name in MODELS:
                 if layout in layouts_of(name):
                     measure(folder, name, layout)

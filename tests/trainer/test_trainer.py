@@ -15,9 +15,10 @@ from megatron_collab.checkpoint import hf
 from megatron_collab.config import Config
 from megatron_collab.trainer.critic import Critic
 from megatron_collab.trainer.megatron import model as policies
+from megatron_collab.trainer.megatron import parallel
 from megatron_collab.trainer.trainer import PolicyTrainer
 from megatron_collab.types import Batch, Sample, Scored
-from tests.ranks import hidden_states, learn, make_config, make_model, make_samples, process_group, run_ranks
+from tests.ranks import hidden_states, learn, make_config, make_model, make_samples, run_ranks
 
 SAMPLES = make_samples(11, seed=1)
 Maker = Callable[..., PolicyTrainer]
@@ -62,10 +63,10 @@ def train_in_every_layout(folder: Path) -> dict[str, dict]:
     """As one of two ranks."""
     found = {}
     for layout, settings in LAYOUTS.items():
-        with process_group(make_config(folder, settings)):
+        with parallel.init_parallel(make_config(folder, settings)):
             found |= {f"{layout} {stage}": train(folder, settings | STAGES[stage]) for stage in STAGES}
     for layout, settings in EXPERT_LAYOUTS.items():
-        with process_group(make_config(folder, settings)):
+        with parallel.init_parallel(make_config(folder, settings)):
             found[layout] = train(folder.with_name("experts"), settings)
     return found
 

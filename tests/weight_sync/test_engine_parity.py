@@ -2,29 +2,59 @@
 
 from __future__ import annotations
 
-import json
+import asyncio
 import os
-import subprocess
-import sys
+import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch.distributed as dist
 
+from megatron_collab.config import Config, RolloutConfig
+from megatron_collab.inference.client import SGLangClient
 from megatron_collab.inference.server import SGLangServer
+from megatron_collab.trainer.megatron import model as policies
+from megatron_collab.trainer.megatron import parallel
+from megatron_collab.trainer.trainer import PolicyTrainer
+from megatron_collab.types import Batch, Credit, Sample, Turn
+from megatron_collab.weight_sync.store_protocol import Board
+from megatron_collab.weight_sync.sync import PublishError, WeightSync
+from megatron_collab.weight_sync.transports.shared_memory import SharedMemoryTransport
 from tests.conftest import Served, serving_config
-from tests.helpers import free_port, make_model
-from tests.weight_sync.publish_worker import CASES, OTHERS, PROMPT, TURNS, TWO_NODES, UPDATES
+from tests.helpers import make_model
+from tests.ranks import learn, run_ranks
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 RANKS = 2
-TIMEOUT = 300
 TOLERANCE = 1e-4
 # On CPU SGLang pads experts to multiples of 32 x tp.
 EXPERTS: dict[str, Any] = {"family": "qwen3_moe", "moe_intermediate_size": 64}
+# name: (servers of this model, layout of the trainer, bytes of a bucket); data parallel is what remains of two ranks
+CASES: dict[str, tuple[str, dict[str, int], int]] = {
+    "tp2": ("untied", {"tp": 2}, 1 << 20),
+    "tp2-many-buckets": ("untied", {"tp": 2}, 1 << 15),
+    "pp2": ("untied", {"pp": 2}, 1 << 17),
+    "dp2": ("untied", {}, 1 << 20),
+    "tied-tp2": ("tied", {"tp": 2}, 1 << 20),
+    "tied-pp2": ("tied", {"pp": 2}, 1 << 20),
+    "ep2-to-tp2": ("experts", {"ep": 2}, 1 << 17),
+    "two-nodes-tp2": ("untied-twice", {"tp": 2}, 1 << 17),
+    "two-nodes-pp2": ("untied-twice", {"pp": 2}, 1 << 17),
+    "two-servers": ("untied-twice", {"tp": 2}, 1 << 17),
+}
+TWO_NODES = ("two-nodes-tp2", "two-nodes-pp2")  # of one rank and one server each; the others have one node
+# Over which ways else, and how a server is paused for it: retract where sampling runs ahead.
+OTHERS = {
+    "tp2": (("network", 0), ("disk", 0), ("memory", 1)),
+    "pp2": (("network", 1),),
+}
+UPDATES = 2
+TURNS, PROMPT, REPLY = 12, 20, 16
 
 
 @pytest.fixture(scope="module")
@@ -57,28 +87,7 @@ def found(running: dict[str, list[SGLangServer]], tmp_path_factory: pytest.TempP
         ]
         for kind, alike in running.items()
     }
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(REPOSITORY),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": str(RANKS),
-        "SERVERS": json.dumps(lines),
-    }
-    command = [sys.executable, str(Path(__file__).with_name("publish_worker.py")), str(folder)]
-    ranks = []
-    for rank in range(RANKS):
-        with (folder / f"rank{rank}.log").open("w") as log:
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            ranks.append(subprocess.Popen(command, env=environment | own, stdout=log, stderr=subprocess.STDOUT))
-    try:
-        codes = [process.wait(TIMEOUT) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    assert codes == [0] * RANKS, "\n".join((folder / f"rank{rank}.log").read_text()[-3000:] for rank in range(RANKS))
-    return json.loads((folder / "found.json").read_text())
+    return run_ranks(publish_in_every_case, RANKS, folder, lines)[0]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -143,3 +152,210 @@ def test_a_server_that_fails_is_left_out_and_the_other_has_the_version(
 def test_where_all_fail_it_is_an_error_on_every_rank(found: dict[str, Any]) -> None:
     messages = found["two-servers"]["failures"]["all"]
     assert len(messages) == RANKS and all("127.0.0.1:9/" in message for message in messages)
+
+
+def publish_in_every_case(folder: Path, servers: dict[str, Any]) -> dict[str, Any]:
+    """As one of two ranks: what the log-probs of the servers differ by from the trainer's, each time.
+
+    For every case a model is loaded that the servers have not seen, published, trained twice and published again; in
+    some of them then once more over every other transport. The last server of the last case is killed.
+    """
+    return {name: publish_in(folder, name, servers) for name in CASES}
+
+
+def publish_in(folder: Path, name: str, servers: dict[str, Any]) -> dict[str, Any]:
+    kind, layout, bucket_bytes = CASES[name]
+    config = configure(folder / kind.removesuffix("-twice"), layout, servers[kind][0]["tp"])
+    if name in TWO_NODES:
+        config.launch.nodes, config.launch.nproc_per_node = 2, 1
+    first = 10 * (1 + list(CASES).index(name))
+    with parallel.init_parallel(config):
+        case = Case(config, servers[kind], bucket_bytes)
+        rounds = [case.measure()]
+        stats: list[dict[str, float]] = []
+        publisher, fleet = case.publisher()
+        makers = note_makers()
+        with publisher:
+            publisher.publish(first)
+            rounds.append(case.measure())
+            for step in range(1, 1 + UPDATES):
+                stats.append(case.update())
+                rounds.append(case.measure())
+                publisher.publish(first + step)
+                rounds.append(case.measure())
+        assert fleet is None or not fleet.reasons
+        found: dict[str, Any] = {"first": first, "rounds": rounds, "stats": stats, "makers": makers}
+        later = first + UPDATES + 1
+        found["others"] = {
+            f"{way} {staleness}": [later + number, case.otherwise(way, staleness, later + number)]
+            for number, (way, staleness) in enumerate(OTHERS.get(name, ()))
+        }
+        if name == "two-servers":
+            found |= {"failures": case.failures(later), "later": later}
+    return found
+
+
+def configure(folder: Path, layout: dict[str, int], server_tp: int = 1) -> Config:
+    config = Config()
+    config.launch.device, config.launch.timeout, config.launch.nproc_per_node = "cpu", 60.0, 2
+    config.model.path, config.model.dtype = str(folder), "float32"
+    config.run.dir, config.publish.verify, config.rollout.server.replicas = f"{folder}-run", 2, 2
+    config.rollout.server.tp = server_tp
+    for option, size in layout.items():
+        setattr(config.parallel, option, size)
+    config.train.steps, config.optim.lr, config.algo.kl_coef = 100, 1e-2, 0.1
+    config.rollout.turn.temperature = 1.0 if layout else 0.7
+    return config
+
+
+def sample_turns(server: dict[str, Any], seed: int, config: RolloutConfig) -> tuple[list[Turn], int]:
+    """Turns of the server's own, from the same random prompts each time, and the tokens of them it had cached."""
+    prompts = np.random.default_rng(0).integers(3, 500, (TURNS, PROMPT)).tolist()
+
+    async def sample() -> tuple[list[Turn], int]:
+        client = SGLangClient(server["url"], server["api_key"], config)
+        try:
+            requests = [
+                client.generate(tuple(prompt), max_new_tokens=REPLY, sampling=config.turn, seed=seed * 1000 + i)
+                for i, prompt in enumerate(prompts)
+            ]
+            return await asyncio.gather(*requests), client.counters["cached_tokens"]
+        finally:
+            await client.close()
+
+    return asyncio.run(sample())
+
+
+def to_sample(turn: Turn, value: float) -> Sample:
+    length = len(turn.prompt_ids) + len(turn.token_ids)
+    log_probs, mask = np.zeros(length, np.float32), np.zeros(length, np.float32)
+    log_probs[len(turn.prompt_ids) :], mask[len(turn.prompt_ids) :] = turn.log_probs, 1.0
+    credit = Credit(((len(turn.prompt_ids), length),), value, peers="all", scale="all")
+    return Sample(np.array(turn.prompt_ids + turn.token_ids, np.int64), mask, log_probs, (credit,))
+
+
+class Fleet:
+    """Servers of which one that is lost does not come back."""
+
+    def __init__(self, servers: list[dict[str, Any]]) -> None:
+        self.servers = [
+            SimpleNamespace(**server, index=i, generation=0, resume=lambda tag: None)
+            for i, server in enumerate(servers)
+        ]
+        self.reasons: list[str] = []
+
+    def present(self) -> list[Any]:
+        return self.servers
+
+    def lost(self, server: Any, reason: str) -> None:
+        self.reasons.append(f"{server.index}: {reason}")
+
+
+class Case:
+    """One model in one layout, beside the servers that it is published to."""
+
+    def __init__(self, config: Config, servers: list[dict[str, Any]], bucket_bytes: int) -> None:
+        policy, self.shape = policies.load(config)
+        self.servers, self.policy, self.config, self.bucket_bytes = servers, policy, config, bucket_bytes
+        self.actor = PolicyTrainer(config, policy, policies.frozen_copy(policy))
+        self.samples: tuple[Sample, ...] = ()
+        self.seed = 0
+
+    def publisher(self, **changes: Any) -> tuple[WeightSync, Fleet | None]:
+        """A new one, with its fleet; `changes` are made to the last of the servers."""
+        servers = [*self.servers[:-1], self.servers[-1] | changes]
+        fleet = Fleet(servers) if dist.get_rank() == 0 else None
+        return WeightSync(self.config, self.policy, self.shape, fleet, self.bucket_bytes), fleet
+
+    def measure(self, servers: int | None = None) -> dict[str, Any]:
+        """Sample; the largest difference of log-probs between servers and trainer, versions, what was cached.
+
+        `alike`: whether the servers, or the first so many, gave the same turns, to the last bit.
+        """
+        self.seed += 1
+        shared: list[Any] = [None]
+        if dist.get_rank() == 0:
+            asked = self.servers[:servers]
+            shared = [[sample_turns(server, self.seed, self.config.rollout) for server in asked]]
+        dist.broadcast_object_list(shared)
+        (turns, cached), *others = shared[0]
+        values = np.random.default_rng(self.seed).normal(size=len(turns))
+        self.samples = tuple(to_sample(turn, value) for turn, value in zip(turns, values, strict=True))
+        found = self.actor.log_probs(self.samples)
+        pairs = zip(found, self.samples, strict=True)
+        difference = max(float(np.abs((ours - sample.log_probs) * sample.loss_mask).max()) for ours, sample in pairs)
+        return {
+            "difference": difference,
+            "versions": sorted({version for turn in turns for version in turn.versions}),
+            "cached": cached,
+            "alike": all(found == turns for found, _ in others),
+        }
+
+    def update(self) -> dict[str, float]:
+        return learn(self.actor, Batch(self.samples))
+
+    def otherwise(self, transport: str, staleness: int, version: int) -> dict[str, Any]:
+        """Train once more and publish by another way."""
+        self.config.publish.transport, self.config.rollout.max_staleness = transport, staleness
+        self.update()
+        with self.publisher()[0] as publisher:
+            publisher.publish(version)
+            return self.measure()
+
+    def failures(self, first: int) -> dict[str, Any]:
+        """What the fleet is told and what the first server has, where the last one fails; what is said where all do."""
+        found: dict[str, Any] = {}
+        faults = {"key": {"api_key": "wrong"}, "absent": {"url": "http://127.0.0.1:9"}, "killed": {}}
+        for number, (name, changes) in enumerate(faults.items()):
+            self.update()
+            publisher, fleet = self.publisher(**changes)
+            with publisher:
+                if name == "killed":
+                    publisher.publish(first + number)
+                    kill_at_bucket(2, self.servers[-1]["pid"])
+                publisher.publish(first + number)
+                assert publisher.version == first + number
+            found[name] = {"told": fleet.reasons if fleet else [], "measured": self.measure(servers=1)}
+        return found | {"all": self.nobody_left()}
+
+    def nobody_left(self) -> list[str]:
+        """The message on every rank where no server can be reached."""
+        self.servers = self.servers[-1:]
+        messages: list[Any] = [None] * dist.get_world_size()
+        with self.publisher(url="http://127.0.0.1:9")[0] as publisher:
+            try:
+                publisher.publish(999)
+            except PublishError as error:
+                dist.all_gather_object(messages, str(error))
+            assert publisher.version is None
+        return messages
+
+
+def note_makers() -> list[list[int]]:
+    """From now on: for every server that is told of segments, the ranks that made them."""
+    processes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(processes, os.getpid())
+    addresses, makers = SharedMemoryTransport.addresses, []
+
+    def note(memory: SharedMemoryTransport, board: Board, peers: Any) -> Any:
+        found = addresses(memory, board, peers)
+        for ranks in found.values():
+            paths = {path for address in ranks for path, _ in address["memory"]}
+            makers.append(sorted({processes.index(int(path.split("/")[2])) for path in paths}))
+        SharedMemoryTransport.addresses = addresses
+        return found
+
+    SharedMemoryTransport.addresses = note
+    return makers
+
+
+def kill_at_bucket(number: int, group: int) -> None:
+    """From now on: rank 0 ends all processes of a server when it has written that bucket."""
+    written = Board.set_written
+
+    def kill(board: Board, bucket: int, source: int) -> None:
+        written(board, bucket, source)
+        if bucket == number and source == 0:
+            os.killpg(group, signal.SIGKILL)
+
+    Board.set_written = kill  # type: ignore[method-assign]

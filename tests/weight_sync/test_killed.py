@@ -4,32 +4,40 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from urllib.request import Request, urlopen
 
 import pytest
+import torch
 
+from megatron_collab.trainer.megatron import model as policies
+from megatron_collab.trainer.megatron import parallel
+from megatron_collab.weight_sync.http_protocol import ServerCall
+from megatron_collab.weight_sync.store_protocol import Board
+from megatron_collab.weight_sync.sync import WeightSync
 from tests.conftest import Served
+from tests.forked import fork
 from tests.helpers import make_model
-from tests.weight_sync.kill_worker import MOMENTS
+from tests.ranks import run_ranks
+from tests.weight_sync.test_engine_parity import configure
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-TIMEOUT = 200
+BUCKETS = 5
+BUCKET_BYTES = 160_000
+MOMENTS = [*(f"bucket {number}" for number in range(BUCKETS)), "end", "go_on"]
+PROMPTS = [[7, 8, 9, 10], list(range(20, 60))]
 
 
 @pytest.fixture(scope="module")
 def found(servers: dict[str, Served], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = make_model(tmp_path_factory.mktemp("killed"), seed=2)
     server = servers["untied"].server
-    line = {"url": server.url, "api_key": server.api_key, "tp": 1}
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "SERVER": json.dumps(line)}
-    worker = Path(__file__).with_name("kill_worker.py")
-    subprocess.run([sys.executable, str(worker), str(folder)], env=environment, check=True, timeout=TIMEOUT)
-    return json.loads((folder / "found.json").read_text())
+    (found,) = run_ranks(kill_at_every_moment, 1, folder, {"url": server.url, "api_key": server.api_key, "tp": 1})
+    return found
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
@@ -42,3 +50,90 @@ def test_killed_at_any_moment_no_request_is_answered_until_a_version_is_whole(
     for recovered, reference in zip(result["recovered"], found["reference"], strict=True):
         assert recovered["version"] == str(2 + MOMENTS.index(moment))
         assert recovered["log_probs"] == reference["log_probs"]
+
+
+def kill_at_every_moment(folder: Path, server: dict[str, Any]) -> dict[str, Any]:
+    """Two ranks publish other weights and are killed; each time two new ones then publish the model of `folder`.
+
+    All are forks of this process, which imports once.
+    """
+
+    def save(version: int) -> list[dict[str, Any] | None]:
+        assert fork(publish, 2, folder, server, version, 1.0) == [(0, None)] * 2
+        return [sample(server, prompt, 60) for prompt in PROMPTS]
+
+    found: dict[str, Any] = {"reference": save(1)}
+    for number, moment in enumerate(MOMENTS):
+        found[moment] = {
+            "codes": [code for code, _ in fork(publish_and_die, 2, folder, server, moment)],
+            "answered": sample(server, PROMPTS[0], 0.5),
+            "recovered": save(2 + number),
+        }
+    return found
+
+
+def publish_and_die(folder: Path, server: dict[str, Any], moment: str) -> None:
+    kill_at(moment, int(os.environ["RANK"]))
+    publish(folder, server, 1000, 0.9)
+
+
+class Fleet:
+    def __init__(self, server: dict[str, Any]) -> None:
+        self.server = SimpleNamespace(**server, index=0, generation=0, resume=lambda tag: None)
+
+    def present(self) -> list[Any]:
+        return [self.server]
+
+    def lost(self, server: Any, reason: str) -> None:
+        raise AssertionError(reason)
+
+
+def publish(folder: Path, server: dict[str, Any], version: int, factor: float) -> None:
+    """As a rank: the model of `folder`, all weights times `factor`, as `version`."""
+    config = configure(folder, {"tp": 2})
+    with parallel.init_parallel(config):
+        policy, shape = policies.load(config)
+        with torch.no_grad():
+            for chunk in policy:
+                for parameter in chunk.parameters():
+                    parameter.mul_(factor)
+        fleet = Fleet(server) if os.environ["RANK"] == "0" else None
+        with WeightSync(config, policy, shape, fleet, BUCKET_BYTES) as publisher:
+            assert len(publisher._plan.rounds) == BUCKETS
+            publisher.publish(version)
+
+
+def kill_at(moment: str, rank: int) -> None:
+    """From now on: this rank ends its group when the server has read a bucket, or instead of a call to it."""
+
+    def die() -> None:
+        os.killpg(0, signal.SIGKILL)
+
+    what, _, number = moment.partition(" ")
+    if what == "bucket":
+        written = Board.set_written
+
+        def write_and_die(board: Board, bucket: int, source: int) -> None:
+            written(board, bucket, source)
+            if bucket == int(number) and source == rank == bucket % 2:
+                assert not board.late(bucket, [(0, 0)], 60)
+                die()
+
+        Board.set_written = write_and_die  # type: ignore[method-assign]
+    else:
+        setattr(ServerCall, what, lambda link: die())
+
+
+def sample(server: dict[str, Any], prompt: list[int], timeout: float) -> dict[str, Any] | None:
+    """Tokens, log-probs and version of a reply; None where there is none in time."""
+    body = {"input_ids": prompt, "return_logprob": True, "sampling_params": {"max_new_tokens": 8, "temperature": 0}}
+    headers = {"Authorization": f"Bearer {server['api_key']}", "Content-Type": "application/json"}
+    try:
+        with urlopen(
+            Request(f"{server['url']}/generate", json.dumps(body).encode(), headers), timeout=timeout
+        ) as reply:
+            answer = json.load(reply)
+    except TimeoutError:
+        return None
+    meta = answer["meta_info"]
+    return {"log_probs": meta["output_token_logprobs"], "version": meta["weight_version"]}
