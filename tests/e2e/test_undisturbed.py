@@ -140,7 +140,7 @@ def test_training_whose_parts_are_killed(root: Path, undisturbed: Path, start: C
     os.rmdir(temporary)  # nothing of the four that were killed is in it
 
 
-def test_a_machine_that_is_wanted_back(root: Path, undisturbed: Path, start: Callable[..., Program]) -> None:
+def test_a_preemption_notice(root: Path, undisturbed: Path, start: Callable[..., Program]) -> None:
     """SIGUSR1 once a step is learned and of the next some groups are finished: both are there when the run goes on.
 
     With the save of every step left out it is the signal that saves. tools/bench/preemption.py sends it at any time.

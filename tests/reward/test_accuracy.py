@@ -8,6 +8,7 @@ from tests.reward.fakes import FakeJudge, about, play, score
 HOPELESS = r"\boxed{9^{9^{9^{9}}}}"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("reply", "expected"),
     [

@@ -27,7 +27,7 @@ RELEASE = [
 
 
 class Recording(WeightSync):
-    """Gives versions to whoever is present, unless `failures` says which servers fail, try by try."""
+    """Gives versions to the servers that are present, unless `failures` says which servers fail, try by try."""
 
     def __init__(self, config: Config, pool: ServerPool, events: list[str]) -> None:
         config.publish.transport = "disk"  # which needs no weights before there is something to give

@@ -241,7 +241,7 @@ def test_a_run_that_stops_ends_with_its_code(submit: Callable[..., Job]) -> None
     check_nothing_left(job)
 
 
-def test_a_job_whose_nodes_are_wanted_back_is_requeued_and_goes_on(submit: Callable[..., Job]) -> None:
+def test_a_preemption_notice_requeues_a_job_which_goes_on(submit: Callable[..., Job]) -> None:
     supervised = submit("sft", *SFT, "train.steps=60")
     assert supervised.code() == 0, supervised.log()
     job = submit("preempted", *RL, "train.steps=3", f"model.path={supervised.run}/hf")
@@ -266,7 +266,7 @@ def test_a_job_that_does_not_save_in_time_is_requeued_all_the_same(submit: Calla
     check_nothing_left(job)
 
 
-def test_a_job_whose_nodes_are_wanted_back_before_there_are_ranks(submit: Callable[..., Job]) -> None:
+def test_a_preemption_notice_before_there_are_ranks(submit: Callable[..., Job]) -> None:
     job = submit("early", *SFT, "train.steps=2")
     job.when(lambda: (job.run / "logs/attempt-0/ray-0.log").exists())
     subprocess.run(["scancel", "--signal=USR1", "--batch", job.id], check=True)

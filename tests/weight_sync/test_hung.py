@@ -67,7 +67,7 @@ def test_a_failed_publish_is_left_when_the_slowest_rank_is_through(ended: dict[s
 
 
 def test_a_rank_that_dies_ends_the_publish_on_every_other(ended: dict[str, list[Ended]]) -> None:
-    """Killed when it has a bucket from the other node: whoever takes from it notices at once, and the rest by them."""
+    """Killed with a bucket from the other node: the ranks that take from it notice at once, and end the others."""
     assert ended[DEAD][-1] == (-signal.SIGKILL, None)
     said = [own["said"] for own in found_by(ended[DEAD][:-1])]
     assert all(own and "imed out" not in own for own in said)

@@ -105,7 +105,7 @@ async def serve(endpoint: Endpoint, port: int = 0) -> tuple[web.AppRunner, str]:
 
 
 async def away(count: int, absent: float) -> tuple[Scores, float]:
-    """`count` scores that are asked for while the endpoint is away for `absent` s; seconds from its return to all."""
+    """`count` scores asked for while the endpoint is unreachable for `absent` s; seconds from its return to the last"""
     runner, url = await serve(Endpoint(broken=False))
     await runner.cleanup()
     asked = Judge(LlmClient(), EndpointConfig("openai/judge", url))

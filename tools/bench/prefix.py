@@ -34,7 +34,7 @@ from megatron_collab.data.chat_template import ChatRenderer
 from megatron_collab.environments import tiny_model
 from megatron_collab.inference.router import Router
 from megatron_collab.inference.server import SGLangServer
-from megatron_collab.reward.dispatch import RewardClient
+from megatron_collab.reward.workers import RewardClient
 from megatron_collab.rollout.conversation import Player, RolloutPlace
 from megatron_collab.rollout.users import User, UserReply
 from megatron_collab.types import Conversation, Message, Task
