@@ -57,7 +57,7 @@ class User:
 
     @classmethod
     def unavailable(cls, argument: str, config: Config) -> str | None:
-        """Why this user cannot be used and what to change, or None, or a ConfigError; before a run starts."""
+        """Why this user cannot be used, with the way out; asked before a run starts. May raise ConfigError."""
         return f"takes no argument, but is given {argument!r}" if argument else None
 
     async def start(self, conversation: Conversation) -> None:
