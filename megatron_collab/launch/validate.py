@@ -82,7 +82,8 @@ def check_settings(config: Config) -> None:
     check_layout(config)
     if train.stage == "rl":
         _check_reward(config)
-        _check_rollouts_and_algo(config)
+        _check_rollouts(config)
+        _check_algo(config)
         check_servers(config)
         _check_budget(config)
 
@@ -117,7 +118,7 @@ def _check_budget(config: Config) -> None:
         require(model in (None, "policy") or priced(model), f"llm.budget_usd={config.llm.budget_usd:g}: {message}")
 
 
-def _check_rollouts_and_algo(config: Config) -> None:
+def _check_rollouts(config: Config) -> None:
     check = partial(require, config=config)
     rollout = config.rollout
     if rollout.train_turns == "all":
@@ -133,6 +134,10 @@ def _check_rollouts_and_algo(config: Config) -> None:
         require(sampling.top_k != 0, f"{setting}.top_k=0: samples from no token; set -1 for all, or 1 or more")
         message = f"<{setting}.max_new_tokens>: leaves no room for a prompt in <rollout.context_length>; lower it"
         check(sampling.max_new_tokens < rollout.context_length, message)
+
+
+def _check_algo(config: Config) -> None:
+    check = partial(require, config=config)
     algo, grouped = config.algo, config.algo.advantage in GROUPED
     whole = algo.loss == "gspo"
     if ":" in algo.loss:

@@ -74,7 +74,7 @@ class WeightSync:
         self._plan = plan_sync(self._shape, trainer_layout(config), self._server, dtype.itemsize, bucket_bytes)
         self._prefix = f"publish/{shared(lambda: secrets.token_hex(8))}"
         self._address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        # Two lines: one waits for buckets while rank 0's calls are under way on the other.
+        # Two connections: one waits for buckets while rank 0's calls are under way on the other.
         limit = hang_detector.collective_timeout(config.launch.timeout).total_seconds()
         self._store, self._calls_store = (connect(self._address, self._prefix, limit) for _ in range(2))
         self._before: Board | None = None  # of the last publish
