@@ -123,7 +123,7 @@ def test_experts_train_the_same_wherever_they_are(layouts: dict, folder: Path, o
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("budget", [1, 60])
+@pytest.mark.parametrize("budget", [pytest.param(1, marks=pytest.mark.slow), 60])
 def test_packing_does_not_matter(folder: Path, alone: dict, budget: int, stage: str) -> None:
     assert_same_training(train(folder, STAGES[stage] | {"train.tokens_per_micro_batch": budget}), alone[stage])
 
@@ -184,7 +184,7 @@ TERMS: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("term", TERMS)
 def test_every_term_of_the_objective_is_in_the_update(
     one_rank: Config, tmp_path_factory: pytest.TempPathFactory, term: str, tied: bool

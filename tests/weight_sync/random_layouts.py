@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+from typing import Any
+
+import pytest
 
 from megatron_collab.models.hf_config import Experts, ModelShape, Rope
 from megatron_collab.models.hf_to_sglang import ServerLayout
@@ -13,6 +16,11 @@ Case = tuple[ModelShape, TrainerLayout, ServerLayout]
 
 def divisors(size: int) -> list[int]:
     return [part for part in range(1, size + 1) if size % part == 0]
+
+
+def seeds(count: int) -> list[Any]:
+    """To draw by: the first 40 in make test, the others in make test-exhaustive."""
+    return [*range(40), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(40, count))]
 
 
 def draw(seed: int, equal_cuts: bool = False, fp8: bool = False) -> Case:

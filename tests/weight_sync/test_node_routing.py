@@ -16,7 +16,7 @@ from megatron_collab.models.parallel_layout import TrainerLayout
 from megatron_collab.weight_sync import plan
 from megatron_collab.weight_sync.node_routing import Nodes, hops, nodes, sent, written
 from megatron_collab.weight_sync.plan import Slice, SyncPlan
-from tests.weight_sync.random_layouts import draw
+from tests.weight_sync.random_layouts import draw, seeds
 from tests.weight_sync.test_plan import ITEM, Shards, run, trainer_shards
 
 Place = tuple[int, int, int]  # round, server rank, number of a slice in its bucket
@@ -67,7 +67,7 @@ def carried(found: SyncPlan, places: Nodes, node: int) -> tuple[SyncPlan, Counte
     return SyncPlan(rounds), times, crossed
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(60))
 def test_every_node_gets_every_element_once(seed: int) -> None:
     shape, trainer, server = draw(seed)
     rng = random.Random(seed)

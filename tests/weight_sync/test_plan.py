@@ -17,7 +17,7 @@ from megatron_collab.models.parallel_layout import TrainerLayout, stage_layers
 from megatron_collab.weight_sync import plan
 from megatron_collab.weight_sync.encoding import FP8_BLOCK, fp8_nbytes, fp8_scales, placed
 from megatron_collab.weight_sync.plan import Slice, SyncPlan
-from tests.weight_sync.random_layouts import draw
+from tests.weight_sync.random_layouts import draw, seeds
 
 ITEM = 4
 Shards = dict[str, np.ndarray]
@@ -117,7 +117,7 @@ def slices(found: SyncPlan) -> list[tuple[int, Slice]]:
     return [(rank, piece) for row in found.rounds for rank, bucket in enumerate(row) for piece in bucket.slices]
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", seeds(150))
 def test_every_element_is_written_once_from_where_it_is(seed: int) -> None:
     shape, trainer, server = draw(seed)
     shards = trainer_shards(shape, trainer)

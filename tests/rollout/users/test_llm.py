@@ -74,6 +74,7 @@ def test_the_user_sees_its_goal_and_the_conversation_and_never_the_answer() -> N
     assert request["response_format"]["json_schema"]["schema"]["required"] == [field.name for field in FIELDS]
 
 
+@pytest.mark.slow
 def test_200_conversations_at_once_keep_their_own_goals() -> None:
     async def repeat(request: web.Request) -> web.StreamResponse:
         """The user's model says the secret of the goal that it was shown, and how far the conversation is."""
