@@ -140,6 +140,7 @@ def test_training_whose_parts_are_killed(root: Path, undisturbed: Path, start: C
     os.rmdir(temporary)  # nothing of the four that were killed is in it
 
 
+@pytest.mark.slow
 def test_a_preemption_notice(root: Path, undisturbed: Path, start: Callable[..., Program]) -> None:
     """SIGUSR1 once a step is learned and of the next some groups are finished: both are there when the run goes on.
 

@@ -336,7 +336,9 @@ def test_a_server_that_dies_shows_its_last_words(tmp_path: Path) -> None:
 @pytest.mark.processes
 def test_what_sglang_leaves_in_the_temporary_folder_goes_with_the_server(tmp_path: Path) -> None:
     with SGLangServer(serving_config(tmp_path / "no-model"), tmp_path / "log") as server:
-        folder = Path(psutil.Process(server.process.pid).environ()["TMPDIR"])
+        process = psutil.Process(server.process.pid)
+        assert wait_until(process.environ, 30), "the kernel shows none until the program has been loaded"
+        folder = Path(process.environ()["TMPDIR"])
         (folder / "left").touch()
     assert not folder.exists()
 

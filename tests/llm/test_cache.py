@@ -1,24 +1,11 @@
 from __future__ import annotations
 
-import subprocess
-import sys
+import multiprocessing
 from pathlib import Path
 
 import pytest
 
 from megatron_collab.llm.client import Cache, key_of
-
-WRITER = """
-import sys
-from pathlib import Path
-from megatron_collab import patches
-patches.apply("litellm")
-from megatron_collab.llm.client import Cache
-cache, me = Cache(Path(sys.argv[1])), sys.argv[2]
-for i in range(200):
-    cache.put(f"{me}-{i}", {"from": me, "i": i})
-    cache.put("shared", {"from": me, "i": i})
-"""
 
 
 def test_what_was_put_is_there_after_a_restart(tmp_path: Path) -> None:
@@ -32,11 +19,17 @@ def test_what_was_put_is_there_after_a_restart(tmp_path: Path) -> None:
     assert again.get("b") is None
 
 
+def write(folder: Path, name: str) -> None:
+    cache = Cache(folder)
+    for i in range(200):
+        cache.put(f"{name}-{i}", {"from": name, "i": i})
+        cache.put("shared", {"from": name, "i": i})
+
+
 @pytest.mark.processes
 def test_processes_write_at_the_same_time(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", WRITER, str(tmp_path)]
-    writers = [subprocess.Popen([*command, name]) for name in "abcd"]
-    assert [writer.wait(timeout=120) for writer in writers] == [0] * 4
+    with multiprocessing.get_context("fork").Pool(4) as writers:
+        writers.starmap(write, [(tmp_path, name) for name in "abcd"], chunksize=1)
     cache = Cache(tmp_path)
     for name in "abcd":
         assert [cache.get(f"{name}-{i}") for i in range(200)] == [{"from": name, "i": i} for i in range(200)]

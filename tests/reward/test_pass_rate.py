@@ -346,6 +346,7 @@ def failing(replies: Sequence[str]) -> list[str]:
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_every_solution_of_human_eval_passes_whole() -> None:
     assert len(PROBLEMS) == 164
     assert failing([reply(problem["prompt"] + problem["canonical_solution"]) for problem in PROBLEMS]) == []
@@ -357,6 +358,7 @@ def test_every_solution_of_human_eval_passes_as_what_follows_its_prompt() -> Non
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_no_solution_of_human_eval_passes_that_returns_something_else() -> None:
     spoilt = [re.sub(r"\breturn\b(.*)", r"return 'wrong'", problem["canonical_solution"]) for problem in PROBLEMS]
     passing = len(PROBLEMS) - len(failing([reply(code) for code in spoilt]))

@@ -14,7 +14,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 BENCHES = sorted(file.stem for file in (ROOT / "tools" / "bench").glob("*.py"))
 # More than a quarter of a minute: they start servers, train, or import in many processes.
-SLOW = {"booking", "in_flight", "logprob", "preemption", "prefix", "publish", "train_turns"}
+SLOW = {"async_steps", "booking", "in_flight", "judge_outage", "layouts", "logprob", "preemption", "prefix", "publish"}
+SLOW |= {"step", "train_turns"}
 # No order beats the bounds that the benches divide by, and nothing may be lost, read wrongly or played again.
 HOLDS: dict[str, Callable[[dict[str, float]], bool]] = {
     "futures": lambda values: values["makespan_over_bound"] >= 1 and values["serial_over_ours"] >= 1,

@@ -292,6 +292,7 @@ def test_the_trained_model_is_held_to_the_schema_and_cut_by_its_tokens(servers: 
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_the_trained_model_can_be_the_user(servers: dict[str, Served]) -> None:
     """A random model closes a text when it happens to draw the quote: one in three manages three texts in time."""
     replies, counted = play_policy(addresses(servers), 16, max_tokens=1000, temperature=2.0, timeout=500, deadline=500)
