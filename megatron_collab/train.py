@@ -40,7 +40,7 @@ def train_rl(config: Config) -> None:
     with Session(config) as session:
         servers = session.enter(Servers(config))  # colocated ones have given the devices back by then
         session.enter(init_parallel(config))
-        trainer = PolicyTrainer.load(config)  # policy, reference, critic
+        trainer = PolicyTrainer(config)  # policy, reference, critic
         step = session.resume(trainer)
         weights = session.enter(WeightSync(config, trainer.chunks, trainer.shape, servers.pool))
         rollouts = session.enter(RolloutManager(config, servers, weights, session.run, session.state("collector")))
@@ -90,7 +90,7 @@ def train_sft(config: Config) -> None:
 
     with Session(config) as session:
         session.enter(init_parallel(config))
-        trainer, data = PolicyTrainer.load(config), SupervisedData(config)
+        trainer, data = PolicyTrainer(config), SupervisedData(config)
         step = session.resume(trainer)
         clock = Stopwatch()
 

@@ -37,7 +37,7 @@ def with_advantages(batch: Scored, algo: AlgoConfig) -> Scored:
         return replace(batch, advantages=_placed(samples, whitened(raw)))
     assert batch.values is not None
     expected = _trained(samples, batch.values)
-    rewards = [_rewards(sample) - cost for sample, cost in zip(samples, costs, strict=True)]
+    rewards = [_credited(sample, slice(-1, None)) - cost for sample, cost in zip(samples, costs, strict=True)]
     raw = [gae(r, v, algo.gamma, algo.gae_lambda) for r, v in zip(rewards, expected, strict=True)]
     returns = [a + v for a, v in zip(raw, expected, strict=True)]
     return replace(batch, advantages=_placed(samples, whitened(raw)), returns=_placed(samples, returns))
@@ -78,10 +78,7 @@ def returns_to_go(sample: Sample, costs: np.ndarray) -> np.ndarray:
     the token's credit: the paper has one reward a sequence; of several credits each is a return already, so they are
     not added up. The costs run on to the end of the sample.
     """
-    worth = np.zeros_like(costs)
-    for credit in sample.credits:
-        worth[_tokens(sample, credit)] = credit.value
-    return worth - costs[::-1].cumsum()[::-1]
+    return _credited(sample, slice(None)) - costs[::-1].cumsum()[::-1]
 
 
 def gae(rewards: np.ndarray, values: np.ndarray, gamma: float, gae_lambda: float) -> np.ndarray:
@@ -152,12 +149,12 @@ def _compared(samples: Sequence[Sample], costs: Sequence[np.ndarray], advantage:
     return rows
 
 
-def _rewards(sample: Sample) -> np.ndarray:
-    """For each trained token the value of the credit that ends there, else 0."""
-    rewards = np.zeros(np.count_nonzero(sample.loss_mask))
+def _credited(sample: Sample, part: slice) -> np.ndarray:
+    """The value of each credit at this part of its tokens, float64, 0 at other trained tokens."""
+    values = np.zeros(np.count_nonzero(sample.loss_mask))
     for credit in sample.credits:
-        rewards[_tokens(sample, credit)[-1:]] = credit.value
-    return rewards
+        values[_tokens(sample, credit)[part]] = credit.value
+    return values
 
 
 def _tokens(sample: Sample, credit: Credit) -> np.ndarray:

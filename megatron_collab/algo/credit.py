@@ -82,39 +82,31 @@ def sample(conversation: Conversation, credits: Sequence[Credit]) -> Sample:
 
 
 def _with_futures(rollouts: Sequence[Rollout], config: Config, name: str) -> list[Sample]:
-    """The trained turn of each rollout, then, with rollout.train_turns=all, the later turns of their futures."""
+    """The trained turn of each rollout, then, with rollout.train_turns=all, the later turns of their futures.
+
+    The later turns of a future have its reward and are compared with its siblings: futures of the same trained turn.
+    The scale is that of the whole group: few siblings give no good one, and small differences between them stay small.
+    Futures in which nothing is trained (those that end with the trained turn, and those that have no sibling to be
+    compared with) give the rollout's sample a credit without spans.
+    """
     first, later = [], []
     for number, rollout in enumerate(rollouts):
         assert not isinstance(rollout.reward.value, Missing)
-        credits = [Credit(_spans(rollout.start.turns), rollout.reward.value, name, name)]
+        turns = rollout.start.turns
+        credits = [Credit(_spans(turns), rollout.reward.value, name, name)]
         if config.rollout.train_turns == "all" and not rollout.start.ending:
-            untrained, samples = _later(rollout, config, f"{name}/later/{number}", f"{name}/later")
-            credits += untrained
-            later += samples
+            reward = reward_function(config.reward)
+            scored = [(future.conversation, reward([future]).value) for future in rollout.futures]
+            known = [(conversation, value) for conversation, value in scored if not isinstance(value, Missing)]
+            for conversation, value in known:
+                own = conversation.turns[len(turns) :] if len(known) >= _fewest(config) else ()
+                credit = Credit(_spans(own), value, f"{name}/later/{number}", f"{name}/later")
+                if own:
+                    later.append(sample(conversation, [credit]))
+                else:
+                    credits.append(credit)
         first.append(sample(rollout.start, credits))
     return first + later
-
-
-def _later(rollout: Rollout, config: Config, peers: str, scale: str) -> tuple[list[Credit], list[Sample]]:
-    """The later turns of each future, with its reward, compared with its siblings: futures of the same trained turn.
-
-    The scale is that of the whole group: few siblings give no good one, and small differences between them stay small.
-
-    Also returns the credits, without spans, of the futures in which nothing is trained: those that end with the
-    trained turn, and those that have no sibling to be compared with.
-    """
-    reward, first = reward_function(config.reward), len(rollout.start.turns)
-    scored = [(future.conversation, reward([future]).value) for future in rollout.futures]
-    known = [(conversation, value) for conversation, value in scored if not isinstance(value, Missing)]
-    untrained, samples = [], []
-    for conversation, value in known:
-        turns = conversation.turns[first:] if len(known) >= _fewest(config) else ()
-        credit = Credit(_spans(turns), value, peers, scale)
-        if turns:
-            samples.append(sample(conversation, [credit]))
-        else:
-            untrained.append(credit)
-    return untrained, samples
 
 
 def _fewest(config: Config) -> int:

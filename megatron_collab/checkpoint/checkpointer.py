@@ -14,8 +14,11 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,16 +41,7 @@ COMMON = "common.pt"
 _OWNED = re.compile(r"(?:__|random_)(\d+)(?:_\d+\.distcp|\.pkl)")  # files that carry the number of their rank
 
 
-class Trained(Protocol):
-    """What is checkpointed: the trained networks by name, the main one as "policy", and the number of updates."""
-
-    step: int
-
-    @property
-    def trainables(self) -> Mapping[str, Checkpointable]: ...
-
-
-class Checkpoints:
+class Checkpoints(AbstractContextManager["Checkpoints"]):
     """The checkpoints in `folder`; the newest `keep` stay on disk.
 
     Made, and called, by all ranks together. The writing threads talk to each other in a process group of their
@@ -61,19 +55,15 @@ class Checkpoints:
         self.folder, self._keep = folder, keep
         self._group = dist.new_group(backend="gloo", timeout=hang_detector.collective_timeout(timeout))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._writing: Future[None] | None = None
-        self._written: tuple[int, dict[str, Any]] = 0, {}
-        self.on_disk = self._written
-
-    def __enter__(self) -> Self:
-        return self
+        self._writing: Future[tuple[int, dict[str, Any]]] | None = None
+        self.on_disk: tuple[int, dict[str, Any]] = 0, {}
 
     def __exit__(self, *_: object) -> None:
         """Wait for a save in progress, also after an error."""
         self.finish()
         self._thread.shutdown()
 
-    def save(self, step: int, actor: Trained, state: dict[str, Any]) -> None:
+    def save(self, step: int, trainables: Mapping[str, Checkpointable], state: dict[str, Any]) -> None:
         """Start writing the checkpoint after `step` updates. `state` (JSON) is that of rank 0.
 
         Waits for the save before; RunStopped if that one failed. Until it is written, a rank keeps in CPU memory
@@ -82,10 +72,9 @@ class Checkpoints:
         """
         self.finish()
         heartbeat.at(f"saving step {step}")
-        items, common = snapshot(actor.trainables)
+        items, common = snapshot(trainables)
         generators = pickle.dumps({name: get() for name, (get, _) in _generators().items()})
         self._writing = self._thread.submit(self._write, step, items, common, generators, json.dumps(state))
-        self._written = step, state
 
     def finish(self) -> None:
         """Wait until the last save is on disk; RunStopped if it failed, with its files removed."""
@@ -94,8 +83,7 @@ class Checkpoints:
         heartbeat.at("waiting for the last checkpoint to be written")
         writing, self._writing = self._writing, None
         try:
-            writing.result()
-            self.on_disk = self._written
+            self.on_disk = writing.result()
         except CheckpointException as error:
             rank, (cause, _) = min(error.failures.items())
             if not isinstance(cause, OSError | RunStopped):
@@ -105,8 +93,8 @@ class Checkpoints:
                 "train.keep_checkpoints; the same command resumes from the previous checkpoint"
             ) from error
 
-    def load_latest(self, actor: Trained) -> tuple[int, dict[str, Any]] | None:
-        """Load the newest intact checkpoint into `actor`: its step and state on every rank; None if there is none.
+    def load_latest(self, trainables: Mapping[str, Checkpointable]) -> tuple[int, dict[str, Any]] | None:
+        """Load the newest intact checkpoint into `trainables`: its step and state on every rank; None if there is none.
 
         One with a missing, short or corrupt file is reported, and the previous one is used; RunStopped if none is
         intact. On another number of ranks the RNG states are not restored.
@@ -115,35 +103,26 @@ class Checkpoints:
         heartbeat.at(f"loading from {self.folder}")
         found = shared(lambda: storage.candidates(self.folder))
         for checkpoint in found:
-            saved, damage = self._inspect(checkpoint)
-            if saved is not None and not damage:
-                self.on_disk = _load(checkpoint, saved, actor)
+            saved = shared(partial(storage.read_state, checkpoint))
+            damage: list[list[str]] = [[]] * dist.get_world_size()
+            dist.all_gather_object(damage, storage.damage(checkpoint, saved, dist.get_rank(), len(damage)))
+            if not any(damage):
+                self.on_disk = _load(checkpoint, saved, trainables)
                 return self.on_disk
-            _say(f"{checkpoint}: is damaged ({'; '.join(damage)}); using the previous one")
+            _say(f"{checkpoint}: is damaged ({'; '.join(chain(*damage))}); using the previous one")
         if found:
             raise RunStopped(f"{self.folder}: contains no intact checkpoint; restore one, or remove the folder")
         return None
 
-    def _inspect(self, checkpoint: Path) -> tuple[dict[str, Any] | None, list[str]]:
-        """The content of state.json, and what is wrong with the files; each rank reads its part of them."""
-        saved = shared(lambda: storage.read_state(checkpoint))
-        if saved is None:
-            return None, [f"no valid {storage.STATE}"]
-        recorded = sorted(saved.get("files", {}).items())  # checkpoints of earlier versions recorded none
-        mine = dict(recorded[dist.get_rank() :: dist.get_world_size()])
-        damage: list[list[str]] = [[]] * dist.get_world_size()
-        dist.all_gather_object(damage, storage.damage(checkpoint, mine))
-        return saved, [one for some in damage for one in some]
-
     def _write(
-        self, step: int, items: Sequence[Written], common: Mapping[str, Any], generators: bytes, state: str
-    ) -> None:
+        self, step: int, items: Sequence[Written], common: Mapping[str, Any], generators: bytes, text: str
+    ) -> tuple[int, dict[str, Any]]:
         """In the thread: write this rank's files; rank 0 commits the checkpoint once every rank has.
 
-        An error of one rank is raised on all of them.
+        Returns what is on disk then. An error of one rank is raised on all of them.
         """
         ranks = _DistWrapper(self._group, use_dist=True, coordinator_rank=0)
-        temporary = self.folder / f"step_{step}.tmp"
+        temporary, state = self.folder / f"step_{step}.tmp", json.loads(text)
 
         def write_rest() -> storage.Files:
             """What is not a tensor; the checksums of all files of this rank."""
@@ -155,7 +134,7 @@ class Checkpoints:
             return storage.checksums(file for file in temporary.iterdir() if _owner(file.name) == rank)
 
         def commit(files: list[storage.Files]) -> None:
-            saved = {"step": step, "ranks": len(files), "state": json.loads(state)}
+            saved = {"step": step, "ranks": len(files), "state": state}
             storage.commit(temporary, saved, {name: sums for some in files for name, sums in some.items()})
             storage.discard(self.folder, step, self._keep)
 
@@ -168,6 +147,7 @@ class Checkpoints:
                 process_group=self._group,
             )
             ranks.all_reduce("commit", write_rest, commit)
+            return step, state
         except CheckpointException:
             if dist.get_rank() == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -179,15 +159,16 @@ def _owner(name: str) -> int:
     return int(match[1]) if match else 0
 
 
-def _load(checkpoint: Path, saved: Mapping[str, Any], actor: Trained) -> tuple[int, dict[str, Any]]:
+def _load(
+    checkpoint: Path, saved: Mapping[str, Any], trainables: Mapping[str, Checkpointable]
+) -> tuple[int, dict[str, Any]]:
     if saved.get("weights_only"):
         _say(f"{checkpoint}: contains weights only; training starts with a new optimizer, at step {saved['step']}")
-        policy = actor.trainables[MAIN]
+        policy = trainables[MAIN]
         load_weights(policy.chunks, checkpoint)
         policy.optimizer.reload_model_params()
     else:
-        restore(actor.trainables, checkpoint)
-    actor.step = saved["step"]
+        restore(trainables, checkpoint)
     if saved["ranks"] == dist.get_world_size():
         states = pickle.loads(_random_file(checkpoint).read_bytes())
         for name, (_, restore_state) in _generators().items():

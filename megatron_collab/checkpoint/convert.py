@@ -46,7 +46,11 @@ def to_hf(checkpoint: Path, folder: Path, source: Path, dtype: torch.dtype | Non
     """
     if folder.exists():
         raise ConfigError(f"{folder}: exists; give another folder, or remove it")
-    _check_whole(checkpoint)
+    damage = storage.damage(checkpoint, storage.read_state(checkpoint))
+    if not damage and not (checkpoint / METADATA).is_file():
+        damage = [f"{METADATA} is missing"]
+    if damage:
+        raise ConfigError(f"{checkpoint}: is damaged ({'; '.join(damage)}); give another checkpoint")
     shape, stored = hf.read_shape(source), Stored(checkpoint)
     _check_model(stored, shape, source)
     with _refusing(folder), hf.replacing(folder) as partial:
@@ -93,15 +97,6 @@ def _exported(shape: ModelShape) -> list[WeightEntry]:
     return [entry for entry in hf_to_megatron.table(shape) if entry.exported]
 
 
-def _check_whole(checkpoint: Path) -> None:
-    saved = storage.read_state(checkpoint)
-    damage = [f"no valid {storage.STATE}"] if saved is None else storage.damage(checkpoint, saved.get("files", {}))
-    if not damage and not (checkpoint / METADATA).is_file():
-        damage = [f"{METADATA} is missing"]
-    if damage:
-        raise ConfigError(f"{checkpoint}: is damaged ({'; '.join(damage)}); give another checkpoint")
-
-
 def _check_model(stored: Stored, shape: ModelShape, source: Path) -> None:
     way_out = "give the model that the run started from"
     for entry in _exported(shape):
@@ -135,7 +130,7 @@ class _Convert(SaveItems):
 
     def __init__(self, tensors: HFTensors, shape: ModelShape, dtype: torch.dtype | None) -> None:
         self._tensors, self._shape = tensors, shape
-        self._dtype = dtype or tensors.read(next(iter(hf_to_megatron.hf_shapes(shape)))).dtype
+        self._dtype = dtype or tensors.read(next(iter(hf_to_megatron.hf_shapes(shape))), (slice(1),)).dtype
         super().__init__(list(self._requests()))
 
     def plans(self, file_bytes: int) -> Iterator[SavePlan]:
@@ -144,16 +139,8 @@ class _Convert(SaveItems):
         return map(SavePlan, hf.grouped(zip(self._items, sizes, strict=True), file_bytes))
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-        entry = super().resolve_data(write_item)
-        parameter = torch.empty(write_item.tensor_data.chunk.sizes, dtype=self._dtype)
-        shard = parameter.view(hf_to_megatron.shard_shape(entry, tp=1))
-        pieces = hf_to_megatron.pieces(entry, self._shape, tp=1, tp_rank=0)
-        for name in entry.hf:
-            tensor = self._tensors.read(name)
-            for piece in pieces:
-                if piece.hf == name:
-                    shard[piece.shard_index] = tensor[piece.hf_index].to(self._dtype)
-        return parameter
+        parameter = self._tensors.shard(super().resolve_data(write_item), self._shape, 1, 0, self._dtype)
+        return parameter.view(write_item.tensor_data.chunk.sizes)
 
     def _requests(self) -> Iterator[tuple[WriteItem, WeightEntry]]:
         entries = _exported(self._shape)
@@ -223,8 +210,7 @@ class Stored:
         self._parts: dict[str, dict[tuple[int, ...], list[ChunkStorageMetadata]]] = {}
 
     def dtype(self, name: str) -> torch.dtype:
-        found: torch.dtype = self._tensors[self._locate(name)[0]].properties.dtype
-        return found
+        return self._tensors[self._locate(name)[0]].properties.dtype
 
     def shape(self, name: str) -> Shape | None:
         """Shape of a parameter as on one tensor-parallel rank, the vocabulary padded; None where there is none."""

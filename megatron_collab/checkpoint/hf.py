@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 
 from megatron_collab.config import ConfigError
 from megatron_collab.models import hf_config, hf_to_megatron
-from megatron_collab.models.hf_to_megatron import Index, ModelShape, Piece, hf_shapes
+from megatron_collab.models.hf_to_megatron import Index, ModelShape, Piece, WeightEntry, hf_shapes
 from megatron_collab.runtime import heartbeat
 
 FILE_BYTES = 4 << 30
@@ -86,11 +86,16 @@ class HFTensors:
             if found != wanted:
                 raise ConfigError(f"{folder}: {tensor} has shape {found}, config.json asks for {wanted}")
 
-    def read(self, tensor: str, index: Index | None = None) -> torch.Tensor:
-        """The tensor, or only the block of it at `index`."""
-        opened = self._file_of[tensor]
-        found: torch.Tensor = opened.get_tensor(tensor) if index is None else opened.get_slice(tensor)[index]
-        return found
+    def read(self, tensor: str, index: Index) -> torch.Tensor:
+        """The block of the tensor at `index`; no more of it is read."""
+        return self._file_of[tensor].get_slice(tensor)[index]
+
+    def shard(self, entry: WeightEntry, shape: ModelShape, tp: int, tp_rank: int, dtype: torch.dtype) -> torch.Tensor:
+        """A Megatron parameter of one tensor-parallel rank; the padding of the vocabulary is zero."""
+        shard = torch.zeros(hf_to_megatron.shard_shape(entry, tp), dtype=dtype)
+        for piece in hf_to_megatron.pieces(entry, shape, tp, tp_rank):
+            shard[piece.shard_index] = self.read(piece.hf, piece.hf_index)
+        return shard
 
 
 def grouped(sizes: Iterable[tuple[_Item, int]], most: int) -> Iterator[list[_Item]]:
@@ -185,18 +190,13 @@ def named_shards(chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[str, torch
         for name, parameter in policy.named_parameters():
             layer = hf_to_megatron.LAYER.fullmatch(name)
             if layer:
-                module = policy.decoder.layers[int(layer[1])]
-                name = f"decoder.layers.{module.layer_number - 1}.{_name_in_layer(module, layer[2])}"
+                module, local = policy.decoder.layers[int(layer[1])], layer[2]
+                if expert := _EXPERT.fullmatch(local):  # counted from the rank's first one
+                    number = module.mlp.local_expert_indices[int(expert["local"] or expert["grouped"])]
+                    local = f"mlp.experts.{number}.{expert['linear']}.weight"
+                local = hf_to_megatron.FUSED_NAMES.get(local, local)
+                name = f"decoder.layers.{module.layer_number - 1}.{local}"
             yield name, parameter
-
-
-def _name_in_layer(layer: torch.nn.Module, name: str) -> str:
-    """TransformerEngine has other names for some parameters; experts are counted from the rank's first one."""
-    expert = _EXPERT.fullmatch(name)
-    if not expert:
-        return hf_to_megatron.FUSED_NAMES.get(name, name)
-    number = layer.mlp.local_expert_indices[int(expert["local"] or expert["grouped"])]
-    return f"mlp.experts.{number}.{expert['linear']}.weight"
 
 
 def values(shard: torch.nn.Parameter) -> torch.Tensor:
@@ -204,13 +204,14 @@ def values(shard: torch.nn.Parameter) -> torch.Tensor:
     return dequantize_fp8_tensor(shard.detach()) if is_float8tensor(shard) else shard.detach()
 
 
-def load_hf(chunks: Iterable[torch.nn.Module], folder: Path, shape: ModelShape) -> None:
+def load_hf(chunks: Sequence[torch.nn.Module], folder: Path) -> None:
     """Fill this rank's parameters from `folder`; only the rank's own slices are read.
 
     ValueError if the folder lacks a tensor, has one too many or one of another shape. The padding of the
     vocabulary becomes zero.
     """
     tp, tp_rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
+    shape = unwrap(chunks[0]).shape
     tensors = HFTensors(folder, shape)
     entries = {entry.megatron: entry for entry in hf_to_megatron.table(shape)}
     with torch.no_grad():
@@ -220,13 +221,10 @@ def load_hf(chunks: Iterable[torch.nn.Module], folder: Path, shape: ModelShape) 
             if parameter.shape != (wanted := hf_to_megatron.shard_shape(entry, tp)):
                 raise ValueError(f"{name} has shape {tuple(parameter.shape)}, the table says {wanted}")
             # Made in full before it is copied: FP8 parameters are scaled as a whole.
-            shard = torch.zeros(parameter.shape, dtype=parameter.dtype)
-            for piece in hf_to_megatron.pieces(entry, shape, tp, tp_rank):
-                shard[piece.shard_index] = tensors.read(piece.hf, piece.hf_index)
-            parameter.copy_(shard)
+            parameter.copy_(tensors.shard(entry, shape, tp, tp_rank, parameter.dtype))
 
 
-def save_hf(chunks: Iterable[torch.nn.Module], folder: Path, source: Path, shape: ModelShape) -> None:
+def save_hf(chunks: Sequence[torch.nn.Module], folder: Path, source: Path) -> None:
     """Write the model as a Hugging Face folder; collective. `folder` is replaced only once all is written.
 
     Rank 0 receives the tensors one by one and holds one file of them at a time. config.json, tokenizer and
@@ -236,7 +234,8 @@ def save_hf(chunks: Iterable[torch.nn.Module], folder: Path, source: Path, shape
     tp, tp_rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
     replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     expert_replica = parallel_state.get_expert_data_parallel_rank()
-    table, shards = hf_to_megatron.table(shape), dict(named_shards(chunks))
+    shape, shards = unwrap(chunks[0]).shape, dict(named_shards(chunks))
+    table = hf_to_megatron.table(shape)
     example = next(iter(shards.values()))
     exported = (entry for entry in table if hf_to_megatron.exports(entry, tp_rank, replica, expert_replica))
     offers = {entry.megatron: tp_rank for entry in exported if entry.megatron in shards}

@@ -46,8 +46,8 @@ def begin(folder: Path, step: int) -> Path:
     return temporary
 
 
-def commit(temporary: Path, state: Mapping[str, Any], files: Files) -> Path:
-    """Make step_N.tmp, which contains all `files`, the newest checkpoint; return its final folder."""
+def commit(temporary: Path, state: Mapping[str, Any], files: Files) -> None:
+    """Make step_N.tmp, which contains all `files`, the newest checkpoint: step_N."""
     replace(temporary / STATE, json.dumps({**state, "files": files}))
     final, before = temporary.with_suffix(""), temporary.with_suffix(".old")
     if final.exists():  # a step that is saved again; removed only once the new one stands in its place
@@ -55,7 +55,6 @@ def commit(temporary: Path, state: Mapping[str, Any], files: Files) -> Path:
     temporary.rename(final)
     replace(final.parent / LATEST, final.name)
     shutil.rmtree(before, ignore_errors=True)
-    return final
 
 
 def discard(folder: Path, step: int, keep: int) -> None:
@@ -83,10 +82,15 @@ def read_state(checkpoint: Path) -> dict[str, Any] | None:
     return state if isinstance(state, dict) else None
 
 
-def damage(checkpoint: Path, files: Mapping[str, Iterable[int]]) -> list[str]:
-    """What is wrong with the recorded `files`, a few words each; empty if they are intact."""
+def damage(checkpoint: Path, saved: Mapping[str, Any] | None, rank: int = 0, ranks: int = 1) -> list[str]:
+    """What is wrong with the files that its state `saved` records, a few words each; empty if they are intact.
+
+    Each of several `ranks` reads its part of them. Checkpoints of earlier versions recorded none.
+    """
+    if saved is None:
+        return [f"no valid {STATE}"] if rank == 0 else []
     found = []
-    for name, (size, crc) in files.items():
+    for name, (size, crc) in sorted(saved.get("files", {}).items())[rank::ranks]:
         file = checkpoint / name
         if not file.is_file():
             found.append(f"{name} is missing")

@@ -43,9 +43,6 @@ def rectangles(start: int, end: int, shape: Shape) -> Iterator[tuple[tuple[int, 
     """
     if start == end:
         return
-    if len(shape) == 1:
-        yield (start,), (end - start,)
-        return
     row = prod(shape[1:])
     first, last = -(-start // row), end // row  # whole rows
     if first > last:

@@ -52,10 +52,9 @@ class Llama3:
 
 @dataclass(frozen=True)
 class Yarn:
-    """YaRN (arXiv 2309.00071); `attention_factor` multiplies the rotated queries and keys."""
+    """YaRN (arXiv 2309.00071): waves that turn often are kept, others divided by `factor`."""
 
     factor: float
-    attention_factor: float
     beta_fast: float
     beta_slow: float
     truncate: bool
@@ -64,10 +63,14 @@ class Yarn:
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary embedding: the base of its wavelengths, and how these are stretched for longer contexts."""
+    """Rotary embedding: the base of its wavelengths, and how these are stretched for longer contexts.
+
+    `attention_factor` multiplies the rotated queries and keys.
+    """
 
     theta: float
     scaling: Linear | Llama3 | Yarn | None = None
+    attention_factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -225,17 +228,14 @@ def _rope(hf: Mapping[str, Any]) -> Rope:
     usual = magnitude()
     if rope.get("mscale") and rope.get("mscale_all_dim"):
         usual = magnitude(number("mscale")) / magnitude(number("mscale_all_dim"))
-    return Rope(
-        theta,
-        Yarn(
-            factor=factor,
-            attention_factor=number("attention_factor", usual),
-            beta_fast=number("beta_fast", 32.0),
-            beta_slow=number("beta_slow", 1.0),
-            truncate=bool(rope.get("truncate", True)),
-            original_positions=positions,
-        ),
+    yarn = Yarn(
+        factor=factor,
+        beta_fast=number("beta_fast", 32.0),
+        beta_slow=number("beta_slow", 1.0),
+        truncate=bool(rope.get("truncate", True)),
+        original_positions=positions,
     )
+    return Rope(theta, yarn, number("attention_factor", usual))
 
 
 def _experts(hf: Mapping[str, Any]) -> Experts | None:

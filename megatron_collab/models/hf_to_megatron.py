@@ -138,7 +138,7 @@ def shard_shape(entry: WeightEntry, tp: int) -> Shape:
     """Shape of the Megatron parameter on one tensor-parallel rank, padding of the vocabulary included."""
     rows, *columns = (sum(_rows(entry, hf, tp) for hf in entry.shapes), *entry.shapes[0][1:])
     if entry.cut is TensorCut.COLUMNS:
-        columns = [_divide(columns[0], tp)]
+        columns = [divide(columns[0], tp)]
     return (rows, *columns)
 
 
@@ -146,12 +146,7 @@ def _rows(entry: WeightEntry, hf: Shape, tp: int) -> int:
     """Rows that one Hugging Face tensor has in the shard of a rank, padding included."""
     if entry.cut is TensorCut.VOCABULARY:
         return -(-hf[0] // tp)
-    return _divide(hf[0], tp) if entry.cut is TensorCut.ROWS else hf[0]
-
-
-def padded_vocab(shape: ModelShape, tp: int) -> int:
-    """Rows of the embedding over all tensor-parallel ranks: the vocabulary, rounded up to a multiple of tp."""
-    return -(-shape.vocab // tp) * tp
+    return divide(hf[0], tp) if entry.cut is TensorCut.ROWS else hf[0]
 
 
 def pieces(entry: WeightEntry, shape: ModelShape, tp: int, tp_rank: int) -> tuple[Piece, ...]:
@@ -160,16 +155,16 @@ def pieces(entry: WeightEntry, shape: ModelShape, tp: int, tp_rank: int) -> tupl
     Indices have a slice with explicit bounds for every dimension. ValueError if tp does not divide a size.
     """
     if entry.cut is TensorCut.COLUMNS:
-        down, width = slice(0, entry.shapes[0][0]), _divide(entry.shapes[0][1], tp)
+        down, width = slice(0, entry.shapes[0][0]), divide(entry.shapes[0][1], tp)
         across = slice(tp_rank * width, (tp_rank + 1) * width)
         return (Piece(entry.hf[0], (down, across), (down, slice(0, width))),)
     numbers = range(1) if entry.cut is TensorCut.WHOLE else range(tp_rank, tp_rank + 1)
     heights = [_rows(entry, hf, tp) for hf in entry.shapes]
     if entry.qkv:
-        groups = _divide(shape.kv_heads, tp)
+        groups = divide(shape.kv_heads, tp)
         numbers = range(tp_rank * groups, (tp_rank + 1) * groups)
         # rows that one query group has in q, k and v
-        heights = [_divide(shape.heads, shape.kv_heads) * shape.head_dim, shape.head_dim, shape.head_dim]
+        heights = [shape.heads // shape.kv_heads * shape.head_dim, shape.head_dim, shape.head_dim]
     tensors = list(zip(entry.hf, entry.shapes, heights, strict=True))
     rows = ((name, n * height, min((n + 1) * height, hf[0])) for n in numbers for name, hf, height in tensors)
     return stacked(rows, entry.shapes[0][1:])
@@ -185,7 +180,8 @@ def stacked(blocks: Iterable[tuple[str, int, int]], tail: Shape) -> tuple[Piece,
     return tuple(found)
 
 
-def _divide(size: int, parts: int) -> int:
+def divide(size: int, parts: int, what: str = "size", setting: str = "parallel.tp") -> int:
+    """size / parts; ValueError, which names the setting, where that is no whole number."""
     if size % parts:
-        raise ValueError(f"a size of {size} cannot be divided by {parts}; choose a parallel.tp that divides it")
+        raise ValueError(f"{setting}={parts}: does not divide the model's {what} ({size}); choose a divisor")
     return size // parts

@@ -11,11 +11,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_collab.models.hf_config import Experts, ModelShape
-from megatron_collab.models.hf_to_megatron import Piece, Shape, stacked
+from megatron_collab.models.hf_to_megatron import Piece, Shape, divide, stacked
 
 # Families whose SGLang models pass the quantization config to attention, which then has scales for an FP8 KV cache.
 # Our cache is never in FP8, but some of its attention backends apply these scales all the same: they must be 1.
 _KV_SCALE_FAMILIES = {"llama", "mistral", "qwen2"}
+_TP = "rollout.server.tp"
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def check_layers(shape: ModelShape) -> None:
 def _layer(shape: ModelShape, server: ServerLayout, rank: int, layer: int) -> Iterator[Parameter]:
     prefix, fp8 = f"model.layers.{layer}.", server.fp8
     attention = prefix + "self_attn."
-    width = _divide(shape.heads, server.tp, "attention heads") * shape.head_dim
+    width = divide(shape.heads, server.tp, "attention heads", _TP) * shape.head_dim
     yield _whole(prefix + "input_layernorm.weight", (shape.hidden,))
     yield _fused(attention + "qkv_proj.weight", _qkv(attention, "weight", shape, server, rank), (shape.hidden,), fp8)
     if shape.qkv_bias:
@@ -91,7 +92,7 @@ def _layer(shape: ModelShape, server: ServerLayout, rank: int, layer: int) -> It
     if shape.experts is not None:
         yield from _experts(shape.hidden, shape.experts, server, rank, mlp)
     else:
-        ffn = _divide(shape.ffn, server.tp, "feed-forward width")
+        ffn = divide(shape.ffn, server.tp, "feed-forward width", _TP)
         rows = [(f"{mlp}{x}_proj.weight", rank * ffn, (rank + 1) * ffn) for x in ("gate", "up")]
         yield _fused(mlp + "gate_up_proj.weight", rows, (shape.hidden,), fp8)
         yield _columns(mlp + "down_proj.weight", shape.hidden, ffn, rank, fp8)
@@ -105,7 +106,7 @@ def _qkv(attention: str, what: str, shape: ModelShape, server: ServerLayout, ran
             f"rollout.server.tp={tp}: neither divides the model's {kv_heads} key/value heads nor is a multiple"
         )
     replicas = max(1, tp // kv_heads)
-    queries, heads = _divide(shape.heads, tp, "attention heads"), max(1, kv_heads // tp)
+    queries, heads = divide(shape.heads, tp, "attention heads", _TP), max(1, kv_heads // tp)
     found = []
     for x, own, place in (("q", queries, rank), ("k", heads, rank // replicas), ("v", heads, rank // replicas)):
         rows = own * shape.head_dim
@@ -116,8 +117,8 @@ def _qkv(attention: str, what: str, shape: ModelShape, server: ServerLayout, ran
 def _experts(hidden: int, experts: Experts, server: ServerLayout, rank: int, mlp: str) -> Iterator[Parameter]:
     """Every tp / ep ranks that follow one another have the same experts and cut them."""
     cuts = server.tp // server.ep
-    count = _divide(experts.count, server.ep, "experts", "rollout.server.ep")
-    ffn = _divide(experts.ffn, cuts, "width of an expert", "rollout.server.tp / rollout.server.ep")
+    count = divide(experts.count, server.ep, "experts", "rollout.server.ep")
+    ffn = divide(experts.ffn, cuts, "width of an expert", "rollout.server.tp / rollout.server.ep")
     first, cut = rank // cuts * count, rank % cuts
     own, across = slice(cut * ffn, (cut + 1) * ffn), slice(0, hidden)
     yield _whole(mlp + "gate.weight", (experts.count, hidden))
@@ -153,9 +154,3 @@ def _columns(name: str, rows: int, width: int, rank: int, fp8: bool) -> Paramete
 def _fused(name: str, blocks: Sequence[_Rows], tail: Shape, fp8: bool = False) -> Parameter:
     """Blocks of rows of several tensors, one after another."""
     return Parameter(name, (sum(stop - start for _, start, stop in blocks), *tail), stacked(blocks, tail), fp8)
-
-
-def _divide(size: int, parts: int, what: str, setting: str = "rollout.server.tp") -> int:
-    if size % parts:
-        raise ValueError(f"{setting}={parts}: does not divide the model's {what} ({size}); choose a divisor")
-    return size // parts

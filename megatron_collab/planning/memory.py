@@ -37,12 +37,12 @@ from megatron_collab.config import CONF, Config, ConfigError, compose
 from megatron_collab.launch import validate
 from megatron_collab.models import hf_to_megatron, hf_to_sglang
 from megatron_collab.models.hf_config import ModelShape
-from megatron_collab.models.parallel_layout import ranks, servers_per_node, stage_layers
+from megatron_collab.models.parallel_layout import ranks, servers_per_node, stage_layers, stages
 from megatron_collab.runtime import device
 from megatron_collab.trainer import logprobs
 from megatron_collab.trainer.megatron.config import DTYPES
 from megatron_collab.weight_sync.encoding import fp8_nbytes
-from megatron_collab.weight_sync.plan import BUCKET_BYTES, server_layout
+from megatron_collab.weight_sync.plan import BUCKET_BYTES, server_layout, trainer_layout
 
 GIB = float(1 << 30)
 
@@ -88,7 +88,7 @@ def plan_memory(config: Config, shape: ModelShape) -> list[list[MemoryPart]]:
     # On a context parallel rank; a sequence above the budget is a micro-batch of its own.
     longest = -(-config.rollout.context_length // parallel.cp) if sampling else 0
     tokens = max(config.train.tokens_per_micro_batch, longest)
-    stages = []
+    found = []
     for rank in range(parallel.pp):
         parts = network_parts(config, shape, rank)
         if sampling and config.algo.kl_coef > 0:
@@ -109,8 +109,8 @@ def plan_memory(config: Config, shape: ModelShape) -> list[list[MemoryPart]]:
                 MemoryPart("server: KV cache", 0.0, kv_cache(config, shape)),
                 MemoryPart("weight sync buckets", buckets, buckets),
             ]
-        stages.append(parts)
-    return stages
+        found.append(parts)
+    return found
 
 
 def network_parts(config: Config, shape: ModelShape, rank: int, critic: bool = False) -> list[MemoryPart]:
@@ -142,15 +142,14 @@ def network_parts(config: Config, shape: ModelShape, rank: int, critic: bool = F
 def _counts(config: Config, shape: ModelShape, rank: int, critic: bool) -> tuple[float, float, float, float]:
     """Elements on a rank: trained dense ones, trained experts, those with FP8 data, frozen ones."""
     parallel, model = config.parallel, config.model
-    stages = parallel.pp * parallel.vpp
-    stage_of = [stage for stage, count in enumerate(stage_layers(shape.layers, stages)) for _ in range(count)]
+    stage_of = stages(shape, trainer_layout(config))
     found: Counter[str] = Counter()
     for entry in hf_to_megatron.table(shape):
         layer = hf_to_megatron.LAYER.fullmatch(entry.megatron)
         number = int(layer[1]) if layer else -1
-        stage = stage_of[number] if layer else 0 if entry.megatron.startswith("embedding") else stages - 1
-        copy = not entry.exported and stages == 1  # of a tied embedding, which the same rank has
-        if stage % parallel.pp != rank or copy:
+        stage = stage_of[number] if layer else 0 if entry.megatron.startswith("embedding") else parallel.pp - 1
+        copy = not entry.exported and parallel.pp == 1  # of a tied embedding, which the same rank has
+        if stage != rank or copy:
             continue
         size = prod(hf_to_megatron.shard_shape(entry, parallel.tp))
         output = entry.megatron.startswith("output_layer") and entry.exported

@@ -12,7 +12,7 @@ from megatron_collab.config import Config
 from megatron_collab.models import hf_to_megatron
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.parallel_layout import ranks, servers_per_node
-from megatron_collab.weight_sync.node_routing import Nodes, nodes
+from megatron_collab.weight_sync.node_routing import nodes
 from megatron_collab.weight_sync.plan import Slice, SyncPlan, uses_memory
 
 # A parameter of a server rank, or one of its stacked experts: (server rank, name, first index of an expert).
@@ -66,10 +66,12 @@ def sync_cost(config: Config, shape: ModelShape, plan: SyncPlan, bandwidths: Map
         for target, bucket in enumerate(row):
             cuts = [Sharding.SAME if _block(target, piece) in same else Sharding.OTHER for piece in bucket.slices]
             for server in servers:
-                device = _device(config, server, target)
+                device, node = _device(config, server, target), places.of_server(server)
+                first = node * places.servers
+                copied = _device(config, first, target) if uses_memory(config) and server != first else None
                 sizes: Counter[tuple[int, Sharding]] = Counter()
                 for piece, cut in zip(bucket.slices, cuts, strict=True):
-                    sizes[_source(config, places, server, target, piece), cut] += piece.size
+                    sizes[places.origin(node, target, piece) if copied is None else copied, cut] += piece.size
                 for (source, cut), size in sizes.items():
                     link = _link(config, source, device)
                     paths[cut, link] += size
@@ -83,14 +85,6 @@ def sync_cost(config: Config, shape: ModelShape, plan: SyncPlan, bandwidths: Map
         by_link[link] += size
     floor = max(size / (len(servers) * tp * bandwidths[link]) for link, size in by_link.items())
     return SyncCost(paths, sent, received, seconds, floor)
-
-
-def _source(config: Config, places: Nodes, server: int, target: int, piece: Slice) -> int:
-    """The device that a server's rank receives a slice from."""
-    node = places.of_server(server)
-    first = node * places.servers
-    copied = uses_memory(config) and server != first
-    return _device(config, first, target) if copied else places.origin(node, target, piece)
 
 
 def _device(config: Config, server: int, rank: int) -> int:

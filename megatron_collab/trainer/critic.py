@@ -15,7 +15,7 @@ from megatron_collab.checkpoint.hf import unwrap
 from megatron_collab.config import Config
 from megatron_collab.trainer import losses
 from megatron_collab.trainer.megatron import model
-from megatron_collab.trainer.microbatches import Columns, MicroBatch, Share, make_share
+from megatron_collab.trainer.microbatches import Columns, MicroBatch
 from megatron_collab.trainer.network import Trainable, infer
 
 
@@ -26,14 +26,13 @@ class Critic(Trainable):
     """
 
     def __init__(self, config: Config) -> None:
-        super().__init__(config, _with_value_head(model.load(config)[0]), config.algo.critic_lr)
+        super().__init__(config, _with_value_head(model.load(config)))
 
     def values(self, columns: Columns) -> list[np.ndarray]:
-        """The value of each token, float32 [S] for each sample on every rank; collective. Untrained ones are 0."""
-        share = make_share(self.config, columns, next(self.chunks[0].parameters()).device, ask="loss_mask")
-        return share.collect(infer(self.chunks, share, self._predict))
+        """The value of each trained token, 0 elsewhere, float32 [S] for each sample on every rank; collective."""
+        return infer(self.config, self.chunks, columns, self._predict)
 
-    def update(self, share: Share, lr: float) -> dict[str, float]:
+    def update(self, micro_batches: Sequence[MicroBatch], lr: float) -> dict[str, float]:
         """One optimizer step towards the column `returns`, held near the column `values`; collective."""
 
         def value_loss(micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -44,8 +43,8 @@ class Critic(Trainable):
             total = (loss * columns["weights"]).sum()
             return total, torch.stack([total.detach(), (clipped * columns["weights"]).sum()])
 
-        reports, norm = self.step(share, value_loss, lr)
-        sums = torch.zeros(2, device=share.micro_batches[0].token_ids.device)
+        reports, norm = self.step(micro_batches, value_loss, lr)
+        sums = torch.zeros(2, device=micro_batches[0].token_ids.device)
         if parallel_state.get_tensor_model_parallel_rank() == 0:  # its peers report the same tokens
             sums += sum(reports)
         dist.all_reduce(sums)

@@ -100,10 +100,8 @@ class _HeadLogProbs(torch.autograd.Function):
             slope = of_entropy / s
         alpha = 1 / ctx.temperature
 
-        hidden_grad = torch.zeros(hidden.shape, device=hidden.device) if ctx.needs_input_grad[0] else None
-        head_grad = ctx.main_grad if ctx.needs_input_grad[1] else None
-        if ctx.needs_input_grad[1] and ctx.main_grad is None:
-            head_grad = torch.zeros(head.shape, device=head.device)
+        hidden_grad = torch.zeros(hidden.shape, device=hidden.device)
+        head_grad = torch.zeros(head.shape, device=head.device) if ctx.main_grad is None else ctx.main_grad
 
         states = _operand(hidden)
         for rows, columns, logits, weight in _tiles(hidden, ctx.entries):
@@ -116,13 +114,10 @@ class _HeadLogProbs(torch.autograd.Function):
             index, inside = _in_tile(labels[rows], columns)
             weight.mul_(factor).scatter_add_(1, index[:, None], (-of_log_prob[rows] * inside)[:, None])
             minus_gradient = weight.to(states.dtype)  # of the tile's logits
-            if hidden_grad is not None:
-                _product(hidden_grad[rows], minus_gradient, head_rows, alpha=-alpha, beta=1.0)
-            if head_grad is not None:
-                _product(head_grad[columns], minus_gradient.t(), states[rows], alpha=-alpha, beta=1.0)
-        of_hidden = None if hidden_grad is None else hidden_grad.to(hidden.dtype)
-        of_head = None if head_grad is None or ctx.main_grad is not None else head_grad.to(head.dtype)
-        return of_hidden, of_head, None, None, None
+            _product(hidden_grad[rows], minus_gradient, head_rows, alpha=-alpha, beta=1.0)
+            _product(head_grad[columns], minus_gradient.t(), states[rows], alpha=-alpha, beta=1.0)
+        of_head = head_grad.to(head.dtype) if ctx.main_grad is None else None
+        return hidden_grad.to(hidden.dtype), of_head, None, None, None
 
 
 def _tiles(hidden: Tensor, entries: int) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:

@@ -85,7 +85,6 @@ def importance_weights(old_log_probs: Tensor, engine_log_probs: Tensor, algo: Al
 
     With w = exp(old - engine) and the bounds of algo.correction_low and _high:
 
-    none       1
     truncated  min(w, high): TIS (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
                Training", fengyao.notion.site/off-policy-rl)
     masked     w within [low, high], else 0: IcePop (Ring-1T, arXiv:2510.18855)
@@ -93,8 +92,6 @@ def importance_weights(old_log_probs: Tensor, engine_log_probs: Tensor, algo: Al
     A token's weight multiplies its own term of any policy loss, in gspo that with the ratio of its whole sequence,
     and not the KL to the reference. A masked token still counts in the mean's denominator.
     """
-    if algo.correction == "none":
-        return torch.ones_like(old_log_probs)
     weights = (old_log_probs - engine_log_probs).detach().exp()
     if algo.correction == "truncated":
         return weights.clamp(max=algo.correction_high)

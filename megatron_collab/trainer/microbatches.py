@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
@@ -195,31 +194,10 @@ class MicroBatch:
     samples: int
 
 
-@dataclass(frozen=True)
-class Share:
-    """This rank's micro-batches; `lengths` are those of all samples, the same on every rank."""
-
-    micro_batches: list[MicroBatch]
-    lengths: list[int]
-
-    def collect(self, found: Sequence[Tensor]) -> list[np.ndarray]:
-        """Results of all ranks for the requested positions, float32 [S] for each sample on every rank; collective.
-
-        `found[i]` is float [N] for micro-batch i; empty but on the last pipeline stage. Others are 0.
-        """
-        device = self.micro_batches[0].token_ids.device
-        flat = torch.zeros(sum(self.lengths), device=device)
-        if parallel_state.get_tensor_model_parallel_rank() == 0:  # its peers found the same
-            for micro_batch, values in zip(self.micro_batches, found, strict=True) if found else ():
-                flat[torch.from_numpy(micro_batch.where).to(device)] = values.float()
-        dist.all_reduce(flat)
-        return np.split(flat.cpu().numpy(), np.cumsum(self.lengths)[:-1])
-
-
-def make_share(config: Config, columns: Columns, device: torch.device, ask: str | None = None) -> Share:
+def make_micro_batches(config: Config, columns: Columns, device: torch.device) -> list[MicroBatch]:
     """Pack samples into this rank's micro-batches; no collective, since every rank makes the same plan.
 
-    Predictions are requested where the column `ask` is not 0; without one, everywhere.
+    Predictions are requested where the column `loss_mask` is not 0.
     """
     parallel = config.parallel
     lengths = [len(token_ids) for token_ids in columns["token_ids"]]
@@ -230,38 +208,30 @@ def make_share(config: Config, columns: Columns, device: torch.device, ask: str 
         align=alignment(config)[0],
         multiple_of=parallel.pp if parallel.vpp > 1 else 1,
     )
-    starts = np.cumsum([0, *lengths[:-1]])
-    mine = plan[parallel_state.get_data_parallel_rank()]
-    return Share([_micro_batch(config, columns, indices, starts, device, ask) for indices in mine], lengths)
-
-
-def _micro_batch(
-    config: Config, columns: Columns, indices: SampleIndices, starts: np.ndarray, device: torch.device, ask: str | None
-) -> MicroBatch:
-    """The samples `indices`; `starts`, where every sample begins in all samples' tokens laid end to end."""
-    packed = collate(columns, indices, *alignment(config))
-    cu_seqlens, sequence = packed["cu_seqlens"], packed["sequence"]
+    starts = np.cumsum([0, *lengths[:-1]])  # of all samples' tokens laid end to end
     cp, cp_rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
-    kept = context_slice(cu_seqlens, cp, cp_rank) if cp > 1 else np.arange(cu_seqlens[-1])
-    asked = sequence[kept] >= 0
-    if ask is not None:
-        asked &= packed[ask][kept] != 0
-    positions = np.flatnonzero(asked)
-    chosen = kept[positions]
 
     def tensor(array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
-    bounds, longest = tensor(cu_seqlens), int(packed["max_seqlen"])
-    return MicroBatch(
-        token_ids=tensor(packed["token_ids"][:, kept]),
-        position_ids=tensor(packed["position_ids"][:, kept]),
-        packed=PackedSeqParams("thd", bounds, bounds, max_seqlen_q=longest, max_seqlen_kv=longest),
-        positions=tensor(positions),
-        labels=tensor(packed["labels"][0, chosen]),
-        sequence=tensor(sequence[chosen]),
-        columns={name: tensor(packed[name][chosen]) for name in columns if name != "token_ids"},
-        # Position i of a sequence predicts its token i + 1.
-        where=starts[list(indices)][sequence[chosen]] + chosen - cu_seqlens[:-1][sequence[chosen]] + 1,
-        samples=len(indices),
-    )
+    def micro_batch(indices: SampleIndices) -> MicroBatch:
+        packed = collate(columns, indices, *alignment(config))
+        cu_seqlens, sequence = packed["cu_seqlens"], packed["sequence"]
+        kept = context_slice(cu_seqlens, cp, cp_rank) if cp > 1 else np.arange(cu_seqlens[-1])
+        positions = np.flatnonzero(packed["loss_mask"][kept])
+        chosen = kept[positions]
+        bounds, longest = tensor(cu_seqlens), int(packed["max_seqlen"])
+        return MicroBatch(
+            token_ids=tensor(packed["token_ids"][:, kept]),
+            position_ids=tensor(packed["position_ids"][:, kept]),
+            packed=PackedSeqParams("thd", bounds, bounds, max_seqlen_q=longest, max_seqlen_kv=longest),
+            positions=tensor(positions),
+            labels=tensor(packed["labels"][0, chosen]),
+            sequence=tensor(sequence[chosen]),
+            columns={name: tensor(packed[name][chosen]) for name in columns if name != "token_ids"},
+            # Position i of a sequence predicts its token i + 1.
+            where=starts[list(indices)][sequence[chosen]] + chosen - cu_seqlens[:-1][sequence[chosen]] + 1,
+            samples=len(indices),
+        )
+
+    return [micro_batch(indices) for indices in plan[parallel_state.get_data_parallel_rank()]]

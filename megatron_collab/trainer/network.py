@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -22,7 +24,7 @@ from megatron_collab.patches.megatron import count_padding
 from megatron_collab.runtime import heartbeat
 from megatron_collab.runtime.rank0 import check_preemption
 from megatron_collab.trainer.megatron.config import DTYPES
-from megatron_collab.trainer.microbatches import MicroBatch, Share
+from megatron_collab.trainer.microbatches import Columns, MicroBatch, make_micro_batches
 
 # From a micro-batch and the last stage's hidden states [1, T, h] to (loss, report).
 Loss = Callable[[MicroBatch, Tensor], tuple[Tensor, Any]]
@@ -31,20 +33,17 @@ Loss = Callable[[MicroBatch, Tensor], tuple[Tensor, Any]]
 class Trainable:
     """One network in training: `chunks` (several with virtual pipeline stages) and AdamW, sharded over the ranks."""
 
-    def __init__(self, config: Config, chunks: Sequence[torch.nn.Module], lr: float) -> None:
+    def __init__(self, config: Config, chunks: Sequence[torch.nn.Module]) -> None:
         self.config = config
-        megatron, optim = get_model_config(chunks[0]), config.optim
+        megatron = get_model_config(chunks[0])
         ddp = DistributedDataParallelConfig(
             use_distributed_optimizer=True, grad_reduce_in_fp32=True, fp8_param_gather=config.model.fp8_params
         )
         self.chunks = [DistributedDataParallel(megatron, ddp, chunk) for chunk in chunks]
         options = OptimizerConfig(
             optimizer="adam",
-            lr=lr,
-            adam_beta1=optim.beta1,
-            adam_beta2=optim.beta2,
-            weight_decay=optim.weight_decay,
-            clip_grad=optim.clip_grad,
+            lr=0.0,  # set by each step, as are betas and weight decay
+            clip_grad=config.optim.clip_grad,
             bf16=config.model.dtype == "bfloat16",
             params_dtype=DTYPES[config.model.dtype],
             use_distributed_optimizer=True,
@@ -58,7 +57,9 @@ class Trainable:
         megatron.finalize_model_grads_func = finalize_model_grads
         megatron.grad_scale_func = self.optimizer.scale_loss
 
-    def step(self, share: Share, loss: Loss, lr: float, *, first: bool = False) -> tuple[list[Any], float]:
+    def step(
+        self, micro_batches: Sequence[MicroBatch], loss: Loss, lr: float, *, first: bool = False
+    ) -> tuple[list[Any], float]:
         """One optimizer step: what `loss` reports of each micro-batch (on the last pipeline stage), the gradient norm.
 
         The gradient is that of the sum of `loss` over all micro-batches of all ranks. FloatingPointError where it
@@ -72,13 +73,13 @@ class Trainable:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         # The schedule divides by the micro-batches, and gradients are averaged over the data parallel ranks.
-        undone = len(share.micro_batches) * parallel_state.get_data_parallel_world_size()
+        undone = len(micro_batches) * parallel_state.get_data_parallel_world_size()
 
         def scaled(micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Any]:
             total, report = loss(micro_batch, hidden)
             return total * undone, report
 
-        reports = _schedule(self.chunks, share, scaled, interruptible=first, forward_only=False)
+        reports = _schedule(self.chunks, micro_batches, scaled, interruptible=first, forward_only=False)
         if first:
             check_preemption()
         _, norm, _ = self.optimizer.step()
@@ -142,21 +143,35 @@ def learning_rate(optim: OptimConfig, steps: int, step: int) -> float:
 
 @torch.no_grad()
 def infer(
-    chunks: Sequence[torch.nn.Module], share: Share, compute: Callable[[MicroBatch, Tensor], Tensor]
-) -> list[Tensor]:
-    """What `compute` makes of each micro-batch and its hidden states; empty but on the last pipeline stage.
+    config: Config, chunks: Sequence[torch.nn.Module], columns: Columns, compute: Callable[[MicroBatch, Tensor], Tensor]
+) -> list[np.ndarray]:
+    """What `compute` makes of the trained tokens, 0 elsewhere, float32 [S] for each sample on every rank; collective.
 
-    Preempted on every rank where rank 0 received a preemption notice.
+    It gives float [N] for a micro-batch and its hidden states, on the last pipeline stage. Preempted on every rank
+    where rank 0 received a preemption notice.
     """
+    device = next(chunks[0].parameters()).device
+    micro_batches = make_micro_batches(config, columns, device)
 
     def collect(micro_batch: MicroBatch, hidden: Tensor, non_loss_data: bool) -> Tensor:
         return compute(micro_batch, hidden)
 
-    return _schedule(chunks, share, collect, interruptible=True, forward_only=True, collect_non_loss_data=True)
+    found = _schedule(chunks, micro_batches, collect, interruptible=True, forward_only=True, collect_non_loss_data=True)
+    lengths = [len(token_ids) for token_ids in columns["token_ids"]]
+    flat = torch.zeros(sum(lengths), device=device)
+    if found and parallel_state.get_tensor_model_parallel_rank() == 0:  # its peers found the same
+        for micro_batch, values in zip(micro_batches, found, strict=True):
+            flat[torch.from_numpy(micro_batch.where).to(device)] = values.float()
+    dist.all_reduce(flat)
+    return np.split(flat.cpu().numpy(), np.cumsum(lengths)[:-1])
 
 
 def _schedule(
-    chunks: Sequence[torch.nn.Module], share: Share, loss: Callable[..., Any], interruptible: bool, **options: bool
+    chunks: Sequence[torch.nn.Module],
+    micro_batches: Sequence[MicroBatch],
+    loss: Callable[..., Any],
+    interruptible: bool,
+    **options: bool,
 ) -> list[Any]:
     """Megatron's schedule of this pipeline over the micro-batches; what `loss` reports of each.
 
@@ -176,14 +191,13 @@ def _schedule(
         output = chunk(micro_batch.token_ids, micro_batch.position_ids, None, packed_seq_params=micro_batch.packed)
         return output, partial(loss, micro_batch)
 
-    batches = [iter(share.micro_batches) for _ in chunks]
-    several = len(chunks) > 1
+    batches = [iter(micro_batches) for _ in chunks]
     return get_forward_backward_func()(
         forward_step_func=forward,
-        data_iterator=batches if several else batches[0],
-        model=list(chunks) if several else chunks[0],
-        num_microbatches=len(share.micro_batches),
-        seq_length=share.micro_batches[0].token_ids.shape[1],  # sent from stage to stage; sequences vary
+        data_iterator=batches,
+        model=list(chunks),
+        num_microbatches=len(micro_batches),
+        seq_length=micro_batches[0].token_ids.shape[1],  # sent from stage to stage; sequences vary
         micro_batch_size=1,
         **options,
     )

@@ -11,7 +11,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from functools import partial
 from itertools import pairwise
-from typing import Self
 
 import numpy as np
 import torch
@@ -26,45 +25,30 @@ from megatron_collab.runtime import heartbeat
 from megatron_collab.trainer.critic import Critic
 from megatron_collab.trainer.losses import Head, Report, apply_head, policy_objective, reported, supervised_objective
 from megatron_collab.trainer.megatron import model
-from megatron_collab.trainer.microbatches import Columns, make_share
+from megatron_collab.trainer.microbatches import Columns, make_micro_batches
 from megatron_collab.trainer.network import Trainable, infer, learning_rate
-from megatron_collab.types import Batch, Sample, Scored
+from megatron_collab.types import Batch, Scored
 
 
 class PolicyTrainer:
-    """Trains the policy, given as this rank's chunks; `step` counts the updates.
+    """Trains the policy of model.path, of which this rank has `chunks`; `step` counts the updates.
 
     `reference` is the frozen first policy, needed where algo.kl_coef > 0 in rl; `critic` where algo.advantage=gae.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        chunks: Sequence[torch.nn.Module],
-        reference: Sequence[torch.nn.Module] | None = None,
-        critic: Critic | None = None,
-    ) -> None:
+    def __init__(self, config: Config) -> None:
+        """Load the networks that config.train.stage and config.algo need; collective."""
         self.config = config
-        self.chunks = chunks
-        self.policy = Trainable(config, chunks, config.optim.lr)
-        self.reference = reference
-        self.critic = critic
         self.supervised = config.train.stage == "sft"
+        self.chunks = model.load(config)
+        self.reference = None if self.supervised or config.algo.kl_coef == 0 else model.frozen_copy(self.chunks)
+        self.critic = None if self.supervised or config.algo.advantage != "gae" else Critic(config)
+        self.policy = Trainable(config, self.chunks)
         self.temperature = 1.0 if self.supervised else config.rollout.turn.temperature
-        self.device = next(chunks[0].parameters()).device
+        self.device = next(self.chunks[0].parameters()).device
         self.step = 0
-        head = self._head(chunks)
+        head = self._head(self.chunks)
         self._loss = supervised_objective(head) if self.supervised else policy_objective(head, config.algo)
-
-    @classmethod
-    def load(cls, config: Config) -> Self:
-        """The networks that config.train.stage and config.algo need, each loaded from model.path; collective."""
-        chunks, _ = model.load(config)
-        if config.train.stage == "sft":
-            return cls(config, chunks)
-        reference = model.frozen_copy(chunks) if config.algo.kl_coef > 0 else None
-        critic = Critic(config) if config.algo.advantage == "gae" else None
-        return cls(config, chunks, reference, critic)
 
     @property
     def shape(self) -> ModelShape:
@@ -91,14 +75,13 @@ class PolicyTrainer:
         """
         heartbeat.at(f"the scoring of step {self.step}")
         algo = self.config.algo
-        columns = _columns(batch)
         old = reference = values = None
         if algo.mini_batches > 1 or (self.reference is not None and algo.kl_in == "reward"):
-            old = self._log_probs(self.policy.chunks, columns, "loss_mask")
+            old = self.log_probs(self.policy.chunks, batch)
         if self.reference is not None:
-            reference = self._log_probs(self.reference, columns, "loss_mask")
+            reference = self.log_probs(self.reference, batch)
         if self.critic:
-            values = self.critic.values(columns)
+            values = self.critic.values(_columns(batch))
         return Scored(batch.samples, batch.metrics, old, reference, values)
 
     def update(self, batch: Batch) -> dict[str, float]:
@@ -118,24 +101,19 @@ class PolicyTrainer:
         for rows in _split(len(batch.samples), self.config.algo.mini_batches):
             part = {name: values[rows.start : rows.stop] for name, values in columns.items()}
             weights = token_weights(part["loss_mask"], "token" if self.supervised else self.config.algo.average)
-            share = make_share(self.config, {**part, "weights": weights}, self.device, ask="loss_mask")
-            found, norm = self.policy.step(share, self._loss, lr, first=not metrics)
+            micro_batches = make_micro_batches(self.config, {**part, "weights": weights}, self.device)
+            found, norm = self.policy.step(micro_batches, self._loss, lr, first=not metrics)
             reports += found
-            metrics.append({"grad_norm": norm} | (self.critic.update(share, critic_lr) if self.critic else {}))
+            metrics.append({"grad_norm": norm} | (self.critic.update(micro_batches, critic_lr) if self.critic else {}))
         self.step += 1
         means = {name: float(np.mean([step[name] for step in metrics])) for name in metrics[0]}
         reduced = self._reduced(reports, batch.loss_tokens, len(metrics))
         return {**reduced, **means, "lr": lr, "tokens": batch.loss_tokens}
 
-    def log_probs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
-        """The policy's log-probs of every token, 0 for a sample's first, float32 [S] each on every rank; collective."""
-        return self._log_probs(self.policy.chunks, {"token_ids": [sample.token_ids for sample in samples]})
-
-    def _log_probs(
-        self, chunks: Sequence[torch.nn.Module], columns: Columns, ask: str | None = None
-    ) -> list[np.ndarray]:
-        share, head = make_share(self.config, columns, self.device, ask), self._head(chunks)
-        return share.collect(infer(chunks, share, lambda micro_batch, hidden: head(micro_batch, hidden)[0]))
+    def log_probs(self, chunks: Sequence[torch.nn.Module], batch: Batch) -> list[np.ndarray]:
+        """Log-probs of the trained tokens, 0 elsewhere, float32 [S] for each sample on every rank; collective."""
+        head = self._head(chunks)
+        return infer(self.config, chunks, _columns(batch), lambda micro_batch, hidden: head(micro_batch, hidden)[0])
 
     def _head(self, chunks: Sequence[torch.nn.Module]) -> Head:
         return partial(apply_head, chunks[-1], self.temperature, self.shape.vocab)

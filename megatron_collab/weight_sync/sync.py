@@ -150,7 +150,7 @@ class WeightSync:
 
     def _by_disk(self, version: int, links: ServerCalls) -> None:
         folder = Path(self._config.run.dir) / "publish"  # one that a killed run left behind is replaced
-        save_hf(self._chunks, folder, Path(self._config.model.path), self._shape)
+        save_hf(self._chunks, folder, Path(self._config.model.path))
 
         def bring(link: ServerCall) -> None:
             link.pause(self._mode)

@@ -21,8 +21,6 @@ from megatron_collab.checkpoint.convert import Stored
 from megatron_collab.config import Config
 from megatron_collab.runtime import heartbeat
 from megatron_collab.runtime.process import RunStopped
-from megatron_collab.trainer.critic import Critic
-from megatron_collab.trainer.megatron import model as policies
 from megatron_collab.trainer.megatron import parallel
 from megatron_collab.trainer.trainer import PolicyTrainer
 from megatron_collab.types import Batch
@@ -72,9 +70,7 @@ def live_in_every_layout(folder: Path, life: str) -> None:
 
 
 def build(folder: Path, settings: Mapping[str, object]) -> PolicyTrainer:
-    config = make_config(folder / "model", {**settings, "algo.kl_coef": 0.0})
-    critic = Critic(config) if config.algo.advantage == "gae" else None
-    return PolicyTrainer(config, policies.load(config)[0], critic=critic)
+    return PolicyTrainer(make_config(folder / "model", {**settings, "algo.kl_coef": 0.0}))
 
 
 def live(folder: Path, source: str, name: str, settings: Mapping[str, object], life: str) -> None:
@@ -86,13 +82,14 @@ def live(folder: Path, source: str, name: str, settings: Mapping[str, object], l
     actor = build(folder, settings)
     with Checkpoints(folder / source, keep=2, timeout=60.0) as checkpoints:
         if life == "first":
-            assert checkpoints.load_latest(actor) is None
+            assert checkpoints.load_latest(actor.trainables) is None
             seed_everything(dist.get_rank())
             for step in range(3):
                 learn(actor, Batch(make_samples(9, step)))
-                checkpoints.save(step + 1, actor, STATE if dist.get_rank() == 0 else {})
+                checkpoints.save(step + 1, actor.trainables, STATE if dist.get_rank() == 0 else {})
         else:
-            assert checkpoints.load_latest(actor) == (3, STATE)
+            actor.step, state = checkpoints.load_latest(actor.trainables)
+            assert (actor.step, state) == (3, STATE)
         metrics = [learn(actor, Batch(make_samples(9, step))) for step in range(3, 6)]
     (folder / f"{name}-{life}.json").write_text(json.dumps(metrics))
     np.savez(folder / f"{name}-{life}-rank{dist.get_rank()}.npz", **snapshot(actor))
@@ -103,11 +100,11 @@ def fill_the_disk(folder: Path) -> None:
     actor = build(folder, LAYOUTS["tp2"])
     learn(actor, Batch(make_samples(9, 0)))
     checkpoints = Checkpoints(folder / "full", keep=2, timeout=60.0)
-    checkpoints.save(1, actor, {})
+    checkpoints.save(1, actor.trainables, {})
     checkpoints.finish()
     if dist.get_rank() == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, resource.RLIM_INFINITY))
-    checkpoints.save(2, actor, {})
+    checkpoints.save(2, actor.trainables, {})
     try:
         checkpoints.finish()
     except RunStopped as error:
@@ -170,13 +167,11 @@ def test_all_ranks_learn_that_one_could_not_write(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def saved(folder: Path, one_rank: Config, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PolicyTrainer]:
     """Checkpoints of steps 1 and 2, and the actor that saved them."""
-    config = make_config(folder / "model", {"algo.kl_coef": 0.0})
-    policy, _ = policies.load(config)
-    actor = PolicyTrainer(config, policy)
+    actor = build(folder, {})
     with open_in(tmp_path_factory.mktemp("saved")) as checkpoints:
         for step in (1, 2):
             learn(actor, Batch(make_samples(4, step)))
-            checkpoints.save(step, actor, {"saved": step})
+            checkpoints.save(step, actor.trainables, {"saved": step})
     return checkpoints.folder, actor
 
 
@@ -204,11 +199,12 @@ def test_training_goes_on_while_what_was_is_written(copied: tuple, monkeypatch: 
 
     begin = storage.begin
     monkeypatch.setattr(storage, "begin", begin_late)
-    checkpoints.save(3, actor, {"saved": 3})
+    checkpoints.save(3, actor.trainables, {"saved": 3})
     assert not (checkpoints.folder / "step_3").exists()
     first = learn(actor, Batch(make_samples(4, 3)))
     trained.set()
-    assert checkpoints.load_latest(actor) == (3, {"saved": 3})
+    actor.step, state = checkpoints.load_latest(actor.trainables)
+    assert (actor.step, state) == (3, {"saved": 3})
     stored = Stored(checkpoints.folder / "step_3")
     np.testing.assert_equal({name: stored.read(name).numpy() for name in before}, before)
     np.testing.assert_equal(weights(actor), before)
@@ -221,16 +217,16 @@ def test_a_full_disk_ends_the_run_with_one_line(copied: tuple, room: int) -> Non
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
     try:
-        checkpoints.save(3, actor, {"saved": 3})
+        checkpoints.save(3, actor.trainables, {"saved": 3})
         with pytest.raises(
             RunStopped, match=r"rank 0 could not write the checkpoint: .*File too large; free disk space"
         ) as told:
-            checkpoints.save(4, actor, {"saved": 4})
+            checkpoints.save(4, actor.trainables, {"saved": 4})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "\n" not in str(told.value)
     assert {file.name for file in checkpoints.folder.iterdir()} == {"step_1", "step_2", "latest"}
-    assert checkpoints.load_latest(actor) == (2, {"saved": 2})
+    assert checkpoints.load_latest(actor.trainables) == (2, {"saved": 2})
 
 
 def flip(file: Path) -> None:
@@ -258,8 +254,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(
 ) -> None:
     checkpoints, actor = copied
     damage(checkpoints.folder / "step_2" / name)  # type: ignore[operator]
-    assert checkpoints.load_latest(actor) == (1, {"saved": 1})
-    assert actor.step == 1
+    assert checkpoints.load_latest(actor.trainables) == (1, {"saved": 1})
     told = capsys.readouterr().err
     assert f"step_2: is damaged ({said}" in told and told.count("\n") == 1
 
@@ -269,7 +264,7 @@ def test_where_none_is_whole_the_run_does_not_begin_anew(copied: tuple) -> None:
     for step in (1, 2):
         flip(checkpoints.folder / f"step_{step}" / "__0_0.distcp")
     with pytest.raises(RunStopped, match="contains no intact checkpoint"):
-        checkpoints.load_latest(actor)
+        checkpoints.load_latest(actor.trainables)
 
 
 def test_checkpoints_that_recorded_no_files_are_taken_as_they_are(copied: tuple) -> None:
@@ -278,31 +273,31 @@ def test_checkpoints_that_recorded_no_files_are_taken_as_they_are(copied: tuple)
     state = json.loads(file.read_text())
     del state["files"]
     file.write_text(json.dumps(state))
-    assert checkpoints.load_latest(actor) == (2, {"saved": 2})
+    assert checkpoints.load_latest(actor.trainables) == (2, {"saved": 2})
 
 
 def test_killed_between_the_two_renames(copied: tuple) -> None:
     checkpoints, actor = copied
     (checkpoints.folder / "latest").write_text("step_1")
-    assert checkpoints.load_latest(actor) == (1, {"saved": 1})
+    assert checkpoints.load_latest(actor.trainables) == (1, {"saved": 1})
     (checkpoints.folder / "latest").unlink()
-    assert checkpoints.load_latest(actor) == (2, {"saved": 2})
+    assert checkpoints.load_latest(actor.trainables) == (2, {"saved": 2})
 
 
 def test_a_half_written_folder_is_no_checkpoint(copied: tuple) -> None:
     checkpoints, actor = copied
     (checkpoints.folder / "step_2").rename(checkpoints.folder / "step_3.tmp")
-    assert checkpoints.load_latest(actor) == (1, {"saved": 1})
-    checkpoints.save(3, actor, {"saved": 3})
+    assert checkpoints.load_latest(actor.trainables) == (1, {"saved": 1})
+    checkpoints.save(3, actor.trainables, {"saved": 3})
     checkpoints.finish()
     assert {file.name for file in checkpoints.folder.iterdir()} == {"step_1", "step_3", "latest"}
-    assert checkpoints.load_latest(actor) == (3, {"saved": 3})
+    assert checkpoints.load_latest(actor.trainables) == (3, {"saved": 3})
 
 
 def test_a_step_is_saved_again_over_what_was_there(copied: tuple) -> None:
     checkpoints, actor = copied
-    checkpoints.save(2, actor, {"saved": "again"})
-    assert checkpoints.load_latest(actor) == (2, {"saved": "again"})
+    checkpoints.save(2, actor.trainables, {"saved": "again"})
+    assert checkpoints.load_latest(actor.trainables) == (2, {"saved": "again"})
 
 
 def test_ranks_move_while_they_save_and_load(copied: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,19 +306,19 @@ def test_ranks_move_while_they_save_and_load(copied: tuple, monkeypatch: pytest.
     monkeypatch.setattr(storage, "_READ_BYTES", 1 << 30)  # a check of sums is a move a file then
     tensors = len(weights(actor))
     before, synced = heartbeat.beats, []
-    checkpoints.load_latest(actor)
+    checkpoints.load_latest(actor.trainables)
     assert heartbeat.beats - before >= tensors
     monkeypatch.setattr(torch_dist, "PIECE_BYTES", 10_000)
     monkeypatch.setattr(torch_dist.os, "fsync", synced.append)
     before = heartbeat.beats
-    checkpoints.save(3, actor, {"saved": 3})
+    checkpoints.save(3, actor.trainables, {"saved": 3})
     checkpoints.finish()
     size = (checkpoints.folder / "step_3" / "__0_0.distcp").stat().st_size
     assert len(synced) >= size // 20_000 > 10
     assert heartbeat.beats - before >= tensors + size // 20_000
     monkeypatch.undo()
-    assert checkpoints.load_latest(actor) == (3, {"saved": 3})
+    assert checkpoints.load_latest(actor.trainables) == (3, {"saved": 3})
 
 
 def test_nothing_saved_is_nothing_loaded(copied: tuple, tmp_path: Path) -> None:
-    assert open_in(tmp_path / "empty").load_latest(copied[1]) is None
+    assert open_in(tmp_path / "empty").load_latest(copied[1].trainables) is None

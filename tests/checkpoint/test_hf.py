@@ -40,26 +40,26 @@ def shape_of(folder: Path) -> ModelShape:
 def test_several_files_and_one_hold_the_same_model(
     config: Config, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, shape = policies.load(config)
+    model = policies.load(config)
     monkeypatch.setattr(hf, "FILE_BYTES", 60_000)
-    hf.save_hf(model, tmp_path / "split", source, shape)
+    hf.save_hf(model, tmp_path / "split", source)
     files = sorted((tmp_path / "split").glob("*.safetensors"))
     assert len(files) > 2
     assert all(file.stat().st_size < 90_000 for file in files)
     index = json.loads((tmp_path / "split" / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"].values()) == {file.name for file in files}
-    again = policies.build(config, shape)
-    hf.load_hf(again, tmp_path / "split", shape)
+    again = policies.build(config, shape_of(source))
+    hf.load_hf(again, tmp_path / "split")
     for (name, found), (_, expected) in zip(hf.named_shards(again), hf.named_shards(model), strict=True):
         assert torch.equal(found, expected), name
 
 
 def test_a_folder_is_replaced_and_nothing_is_left_beside_it(config: Config, source: Path, tmp_path: Path) -> None:
-    model, shape = policies.load(config)
+    model = policies.load(config)
     target = tmp_path / "hf"
     target.mkdir()
     (target / "stale").write_text("from an earlier run")
-    hf.save_hf(model, target, source, shape)
+    hf.save_hf(model, target, source)
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
     assert not (target / "stale").exists()
     assert (target / "tokenizer.json").is_file()
@@ -68,10 +68,10 @@ def test_a_folder_is_replaced_and_nothing_is_left_beside_it(config: Config, sour
 def test_bfloat16_rounds_once_and_says_so(config: Config, source: Path, tmp_path: Path) -> None:
     config.model.dtype = "bfloat16"
     try:
-        model, shape = policies.load(config)
+        model = policies.load(config)
     finally:
         config.model.dtype = "float32"
-    hf.save_hf(model, tmp_path / "hf", source, shape)
+    hf.save_hf(model, tmp_path / "hf", source)
     expected, found = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "hf"))
     assert all(torch.equal(found[name], expected[name].bfloat16()) for name in expected)
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
@@ -97,19 +97,19 @@ def test_a_wrong_folder_is_refused(
     rewrite(damaged, change)
     model = policies.build(config, shape_of(damaged))
     with pytest.raises(ValueError, match=message):
-        hf.load_hf(model, damaged, shape_of(damaged))
+        hf.load_hf(model, damaged)
 
 
 def test_a_missing_file_is_named(config: Config, damaged: Path) -> None:
     (damaged / "model.safetensors").unlink()
     model = policies.build(config, shape_of(damaged))
     with pytest.raises(ValueError, match=r"model\.safetensors is missing"):
-        hf.load_hf(model, damaged, shape_of(damaged))
+        hf.load_hf(model, damaged)
 
 
 def test_computed_buffers_of_old_checkpoints_are_passed_over(config: Config, damaged: Path) -> None:
     rewrite(damaged, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)})
     model = policies.build(config, shape_of(damaged))
-    hf.load_hf(model, damaged, shape_of(damaged))
+    hf.load_hf(model, damaged)
     expected = load_file(damaged / "model.safetensors")["model.norm.weight"]
     assert torch.equal(dict(hf.named_shards(model))["decoder.final_layernorm.weight"], expected)

@@ -22,7 +22,6 @@ from megatron_collab.config import RolloutConfig, SamplingConfig
 from megatron_collab.inference.client import SGLangClient
 from megatron_collab.inference.server import SGLangServer
 from megatron_collab.models import hf_to_megatron
-from megatron_collab.trainer.megatron import model as policies
 from megatron_collab.trainer.megatron import parallel
 from megatron_collab.trainer.trainer import PolicyTrainer
 from tests.conftest import serving_config
@@ -68,14 +67,13 @@ def start_and_save(folder: Path, layout: str, settings: dict[str, object]) -> ob
     if "moe" in folder.name and "parallel.tp" in settings:
         settings = settings | {"parallel.sequence_parallel": True, "parallel.ep": 2}
     config = make_config(folder / "other", {**settings, "algo.kl_coef": 0.0, "optim.weight_decay": 0.0})
-    model, _ = policies.load(config)
-    actor = PolicyTrainer(config, model)
+    actor = PolicyTrainer(config)
     with Checkpoints(folder / "start", keep=1, timeout=60.0) as checkpoints:
-        began = checkpoints.load_latest(actor)
+        began = checkpoints.load_latest(actor.trainables)
     for optimizer in actor.policy.optimizer.chained_optimizers:  # a step with no gradient: state, and the same weights
         optimizer._init_optimizer_states_with_dummy_values()
     with Checkpoints(folder / layout, keep=1, timeout=60.0) as checkpoints:
-        checkpoints.save(1, actor, {})
+        checkpoints.save(1, actor.trainables, {})
     return began
 
 

@@ -40,30 +40,33 @@ def test_rope_of_old_and_new_configs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rope", "scaling"),
+    ("rope", "expected"),
     [
-        ({"rope_type": "linear", "factor": 2}, Linear(2.0)),
+        ({"rope_type": "linear", "factor": 2}, Rope(1e4, Linear(2.0))),
         (
             {"rope_type": "llama3", "factor": 4, "low_freq_factor": 2, "high_freq_factor": 3},
-            Llama3(4.0, 2.0, 3.0, 64),
+            Rope(1e4, Llama3(4.0, 2.0, 3.0, 64)),
         ),
         (
             {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
-            Yarn(4.0, 0.1 * math.log(4) + 1, 32.0, 1.0, True, 16),
+            Rope(1e4, Yarn(4.0, 32.0, 1.0, True, 16), 0.1 * math.log(4) + 1),
         ),
         (
             {"rope_type": "yarn", "factor": 1.0, "beta_fast": 16, "beta_slow": 2, "truncate": False},
-            Yarn(1.0, 1.0, 16.0, 2.0, False, 64),
+            Rope(1e4, Yarn(1.0, 16.0, 2.0, False, 64)),
         ),
-        ({"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.5}, Yarn(4.0, 1.5, 32.0, 1.0, True, 64)),
+        (
+            {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.5},
+            Rope(1e4, Yarn(4.0, 32.0, 1.0, True, 64), 1.5),
+        ),
         (
             {"rope_type": "yarn", "factor": math.e, "mscale": 2.0, "mscale_all_dim": 1.0},
-            Yarn(math.e, 1.2 / 1.1, 32.0, 1.0, True, 64),
+            Rope(1e4, Yarn(math.e, 32.0, 1.0, True, 64), 1.2 / 1.1),
         ),
     ],
 )
-def test_scalings_of_rope(rope: dict[str, object], scaling: object) -> None:
-    assert ModelShape.from_hf(LLAMA | {"rope_parameters": {"rope_theta": 1e4, **rope}}).rope == Rope(1e4, scaling)
+def test_scalings_of_rope(rope: dict[str, object], expected: Rope) -> None:
+    assert ModelShape.from_hf(LLAMA | {"rope_parameters": {"rope_theta": 1e4, **rope}}).rope == expected
 
 
 def test_experts_of_every_layer_and_of_some() -> None:

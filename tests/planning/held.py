@@ -19,7 +19,7 @@ from megatron_collab.models.hf_to_megatron import ModelShape
 from megatron_collab.trainer.critic import _with_value_head
 from megatron_collab.trainer.megatron import config as megatron_config
 from megatron_collab.trainer.megatron import model as policies
-from megatron_collab.trainer.microbatches import make_share
+from megatron_collab.trainer.microbatches import make_micro_batches
 from megatron_collab.trainer.network import Trainable
 
 
@@ -98,21 +98,24 @@ def held(config: Config, hf: dict[str, object], micro_batches: int, critic: bool
     for chunk in chunks:
         for parameter in chunk.parameters():
             torch.nn.init.normal_(parameter, std=0.05)
-    trainable = Trainable(config, chunks, lr=1e-3)
+    trainable = Trainable(config, chunks)
     tokens, parallel = config.train.tokens_per_micro_batch, config.parallel
     ranks = config.launch.nproc_per_node // (parallel.tp * parallel.pp)
     rng = np.random.default_rng(0)
     lengths = [tokens // 4 + 1, tokens - tokens // 4 + 1] * micro_batches * ranks  # a position less each
-    columns = {"token_ids": [rng.integers(0, shape.vocab, size=length) for length in lengths]}
-    share = make_share(config, columns, torch.device("cpu"))
-    assert [batch.token_ids.shape[1] for batch in share.micro_batches] == [tokens] * micro_batches
+    columns = {
+        "token_ids": [rng.integers(0, shape.vocab, size=length) for length in lengths],
+        "loss_mask": [(np.arange(length) > 0).astype(np.float32) for length in lengths],
+    }
+    batches = make_micro_batches(config, columns, torch.device("cpu"))
+    assert [batch.token_ids.shape[1] for batch in batches] == [tokens] * micro_batches
 
     parameters = [parameter for chunk in trainable.chunks for parameter in chunk.parameters()]
     holder = Holder(parameters)
     for chunk in trainable.chunks:
         unwrap(chunk).register_forward_hook(holder.between_stages)
     with holder.saving():
-        trainable.step(share, lambda _, hidden: (hidden.float().sum(), None), lr=1e-3)
+        trainable.step(batches, lambda _, hidden: (hidden.float().sum(), None), lr=1e-3)
 
     buffers = [b for chunk in trainable.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     inner = [part.optimizer for part in trainable.optimizer.chained_optimizers]

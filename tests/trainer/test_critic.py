@@ -41,7 +41,7 @@ def test_values_are_those_of_the_states_before_the_tokens(config: Config) -> Non
     weight = torch.linspace(-1.0, 1.0, network.config.hidden_size)
     with torch.no_grad():
         network.value_head.weight.copy_(weight[None])
-    policy = policies.load(config)[0][0]
+    policy = policies.load(config)[0]
     for values, sample in zip(critic.values(COLUMNS), SAMPLES, strict=True):
         expected = np.zeros(len(values), np.float32)
         expected[1:] = (hidden_states(policy, sample.token_ids[:-1]) @ weight).detach().numpy()
@@ -53,13 +53,12 @@ def test_it_learns_what_follows(config: Config) -> None:
     samples = tuple(
         replace(sample, credits=tuple(replace(credit, value=2.0) for credit in sample.credits)) for sample in SAMPLES
     )
-    critic = Critic(config)
     config.optim.lr = 1e-6  # the policy hardly moves
     config.algo.gae_lambda = 1.0
     config.algo.critic_clip = 10.0
-    actor = PolicyTrainer(config, policies.load(config)[0], critic=critic)
+    actor = PolicyTrainer(config)
     losses = [learn(actor, Batch(samples))["critic/loss"] for _ in range(30)]
     assert losses[0] == pytest.approx(2.0)  # (0 - 2)^2 / 2
     assert losses[-1] < 0.05
-    trained = np.concatenate([v[s.loss_mask > 0] for v, s in zip(critic.values(COLUMNS), SAMPLES, strict=True)])
+    trained = np.concatenate([v[s.loss_mask > 0] for v, s in zip(actor.critic.values(COLUMNS), SAMPLES, strict=True)])
     np.testing.assert_allclose(trained, 2.0, atol=0.6)

@@ -15,8 +15,6 @@ import torch
 from megatron_collab.config import Config
 from megatron_collab.runtime import rank0
 from megatron_collab.runtime.process import Preempted, RunStopped
-from megatron_collab.trainer.critic import Critic
-from megatron_collab.trainer.megatron import model as policies
 from megatron_collab.trainer.megatron import parallel
 from megatron_collab.trainer.trainer import PolicyTrainer
 from megatron_collab.types import Batch
@@ -72,9 +70,7 @@ class Told:
 
 
 def make(config: Config) -> PolicyTrainer:
-    policy, _ = policies.load(config)
-    critic = Critic(config) if config.algo.advantage == "gae" else None
-    return PolicyTrainer(config, policy, policies.frozen_copy(policy), critic)
+    return PolicyTrainer(config)
 
 
 def state(actor: PolicyTrainer) -> list[torch.Tensor]:

@@ -142,7 +142,7 @@ def test_importance_weights() -> None:
     ratios = np.exp(OLD - NEW)
     assert (ratios < 0.8).any() and (ratios > 1.3).any()
     masked = [ratio if 0.8 <= ratio <= 1.3 else 0.0 for ratio in ratios]
-    expected = {"none": np.ones(N), "truncated": np.minimum(ratios, 1.3), "masked": masked}
+    expected = {"truncated": np.minimum(ratios, 1.3), "masked": masked}
     for correction, wanted in expected.items():
         algo = AlgoConfig(correction=correction, correction_low=0.8, correction_high=1.3)
         weights = importance_weights(old, engine, algo)

@@ -222,8 +222,8 @@ def train(chunks: list[torch.nn.Module], run: Run) -> float:
 def measure(folder: Path, name: str, layout: str) -> None:
     config = configure(folder / name, layout)
     out = folder / "out" / layout
-    chunks, shape = policies.load(config)
-    hf.save_hf(chunks, out / name, folder / name, shape)
+    chunks = policies.load(config)
+    hf.save_hf(chunks, out / name, folder / name)
     run = Run(folder, config.parallel.tp)
     twin = policies.frozen_copy(chunks)
     norm = train(chunks, run)  # the twin must hold weights of its own
@@ -233,7 +233,7 @@ def measure(folder: Path, name: str, layout: str) -> None:
     if parallel_state.get_tensor_model_parallel_rank() == 0:
         for number, log_probs in zip(run.own, found, strict=False):
             np.save(out / f"{name}.{number}.npy", log_probs)
-    hf.save_hf(chunks, out / f"{name}.trained", folder / name, shape)
+    hf.save_hf(chunks, out / f"{name}.trained", folder / name)
     if torch.distributed.get_rank() == 0:
         (out / f"{name}.norm.json").write_text(json.dumps(norm))
 

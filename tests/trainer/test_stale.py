@@ -10,7 +10,6 @@ import pytest
 
 from megatron_collab.algo.advantages import with_advantages
 from megatron_collab.config import Config
-from megatron_collab.trainer.megatron import model as policies
 from megatron_collab.trainer.trainer import PolicyTrainer
 from megatron_collab.types import Batch, Sample, Scored
 from tests.ranks import learn, make_config, make_model, make_samples
@@ -40,14 +39,14 @@ def test_old_samples_are_corrected_for_who_sampled_them(folder: Path, one_rank: 
         "optim.warmup_steps": 0,
     }
     config = make_config(folder, settings)
-    actor = PolicyTrainer(config, policies.load(config)[0])
+    actor = PolicyTrainer(config)
     drawn = make_samples(9, seed=3)
-    engine = actor.log_probs(drawn)  # the weights that sample
+    engine = actor.log_probs(actor.chunks, Batch(drawn))  # the weights that sample
     samples = tuple(
         replace(sample, log_probs=row * sample.loss_mask) for sample, row in zip(drawn, engine, strict=True)
     )
     learn(actor, Batch(make_samples(9, seed=4)))
-    before = actor.log_probs(samples)  # those that are trained with them, a version later
+    before = actor.log_probs(actor.chunks, Batch(samples))  # those that are trained with them, a version later
     metrics = learn(actor, Batch(samples))
 
     log_weights = trained(before, samples) - trained(engine, samples)

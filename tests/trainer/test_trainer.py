@@ -13,8 +13,6 @@ import torch
 from megatron_collab.algo.advantages import with_advantages
 from megatron_collab.checkpoint import hf
 from megatron_collab.config import Config
-from megatron_collab.trainer.critic import Critic
-from megatron_collab.trainer.megatron import model as policies
 from megatron_collab.trainer.megatron import parallel
 from megatron_collab.trainer.trainer import PolicyTrainer
 from megatron_collab.types import Batch, Sample, Scored
@@ -74,12 +72,10 @@ def train_in_every_layout(folder: Path) -> dict[str, dict]:
 def train(folder: Path, settings: Mapping[str, object]) -> dict[str, object]:
     """Inside a process group: metrics of three updates on two batches, and the log-probs after them."""
     config = make_config(folder, settings)
-    policy, _ = policies.load(config)
-    critic = Critic(config) if config.algo.advantage == "gae" else None
-    actor = PolicyTrainer(config, policy, policies.frozen_copy(policy), critic)
+    actor = PolicyTrainer(config)
     batches = [Batch(make_samples(11, seed)) for seed in (1, 2, 1)]
     metrics = [learn(actor, batch) for batch in batches]
-    return {"metrics": metrics, "log_probs": [row.tolist() for row in actor.log_probs(batches[0].samples)]}
+    return {"metrics": metrics, "log_probs": [row.tolist() for row in actor.log_probs(actor.chunks, batches[0])]}
 
 
 @pytest.fixture(scope="module")
@@ -90,9 +86,7 @@ def alone(folder: Path, one_rank: Config) -> dict[str, dict]:
 @pytest.fixture
 def make_actor(folder: Path, one_rank: Config) -> Maker:
     def make(**settings: object) -> PolicyTrainer:
-        config = make_config(folder, {name.replace("__", "."): value for name, value in settings.items()})
-        policy, _ = policies.load(config)
-        return PolicyTrainer(config, policy, policies.frozen_copy(policy) if config.algo.kl_coef else None)
+        return PolicyTrainer(make_config(folder, {name.replace("__", "."): value for name, value in settings.items()}))
 
     return make
 
@@ -193,9 +187,8 @@ def test_every_term_of_the_objective_is_in_the_update(
     of_run = [make_model(tmp_path_factory.mktemp(term) / "model", seed=seed, tied=tied) for seed in (0, 1)]
     policy, reference = (make_config(path, TERMS[term]) for path in of_run)
     algo = policy.algo
-    frozen = policies.frozen_copy(policies.load(reference)[0])
-    actor = PolicyTrainer(policy, policies.load(policy)[0], frozen if algo.kl_coef else None)
-    other = PolicyTrainer(reference, policies.load(reference)[0])
+    actor, other = PolicyTrainer(policy), PolicyTrainer(reference)
+    actor.reference = other.reference
     terms = []
     log_ratios = []
     for sample in SAMPLES:
@@ -258,7 +251,9 @@ def test_supervised_update_is_that_of_the_token_mean(make_actor: Maker) -> None:
 
 def test_log_probs_of_every_token(make_actor: Maker) -> None:
     actor = make_actor()
-    for row, sample in zip(actor.log_probs(SAMPLES), SAMPLES, strict=True):
+    masks = [(np.arange(len(sample.token_ids)) > 0).astype(np.float32) for sample in SAMPLES]
+    samples = tuple(replace(sample, loss_mask=mask) for sample, mask in zip(SAMPLES, masks, strict=True))
+    for row, sample in zip(actor.log_probs(actor.chunks, Batch(samples)), samples, strict=True):
         expected = torch_log_probs(actor, sample, temperature=0.8).detach().numpy()
         assert row.shape == sample.token_ids.shape and row.dtype == np.float32
         assert row[0] == 0.0
@@ -268,8 +263,8 @@ def test_log_probs_of_every_token(make_actor: Maker) -> None:
 def as_sampled(actor: PolicyTrainer) -> list[Sample]:
     """The samples with the actor's own log-probs in the place of the engine's."""
     return [
-        replace(sample, log_probs=row * sample.loss_mask)
-        for sample, row in zip(SAMPLES, actor.log_probs(SAMPLES), strict=True)
+        replace(sample, log_probs=row)
+        for sample, row in zip(SAMPLES, actor.log_probs(actor.chunks, Batch(SAMPLES)), strict=True)
     ]
 
 

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from megatron_collab.config import Config, RolloutConfig
 from megatron_collab.inference.client import SGLangClient
 from megatron_collab.inference.server import SGLangServer
-from megatron_collab.trainer.megatron import model as policies
 from megatron_collab.trainer.megatron import parallel
 from megatron_collab.trainer.trainer import PolicyTrainer
 from megatron_collab.types import Batch, Credit, Sample, Turn
@@ -255,9 +254,8 @@ class Case:
     """One model in one layout, beside the servers that it is published to."""
 
     def __init__(self, config: Config, servers: list[dict[str, Any]], bucket_bytes: int) -> None:
-        policy, self.shape = policies.load(config)
-        self.servers, self.policy, self.config, self.bucket_bytes = servers, policy, config, bucket_bytes
-        self.actor = PolicyTrainer(config, policy, policies.frozen_copy(policy))
+        self.servers, self.config, self.bucket_bytes = servers, config, bucket_bytes
+        self.actor = PolicyTrainer(config)
         self.samples: tuple[Sample, ...] = ()
         self.seed = 0
 
@@ -265,7 +263,7 @@ class Case:
         """A new one, with its fleet; `changes` are made to the last of the servers."""
         servers = [*self.servers[:-1], self.servers[-1] | changes]
         fleet = Fleet(servers) if dist.get_rank() == 0 else None
-        return WeightSync(self.config, self.policy, self.shape, fleet, self.bucket_bytes), fleet
+        return WeightSync(self.config, self.actor.chunks, self.actor.shape, fleet, self.bucket_bytes), fleet
 
     def measure(self, servers: int | None = None) -> dict[str, Any]:
         """Sample; the largest difference of log-probs between servers and trainer, versions, what was cached.
@@ -281,7 +279,7 @@ class Case:
         (turns, cached), *others = shared[0]
         values = np.random.default_rng(self.seed).normal(size=len(turns))
         self.samples = tuple(to_sample(turn, value) for turn, value in zip(turns, values, strict=True))
-        found = self.actor.log_probs(self.samples)
+        found = self.actor.log_probs(self.actor.chunks, Batch(self.samples))
         pairs = zip(found, self.samples, strict=True)
         difference = max(float(np.abs((ours - sample.log_probs) * sample.loss_mask).max()) for ours, sample in pairs)
         return {

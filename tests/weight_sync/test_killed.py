@@ -13,6 +13,7 @@ from urllib.request import Request, urlopen
 import pytest
 import torch
 
+from megatron_collab.checkpoint.hf import unwrap
 from megatron_collab.trainer.megatron import model as policies
 from megatron_collab.trainer.megatron import parallel
 from megatron_collab.weight_sync.http_protocol import ServerCall
@@ -92,13 +93,13 @@ def publish(folder: Path, server: dict[str, Any], version: int, factor: float) -
     """As a rank: the model of `folder`, all weights times `factor`, as `version`."""
     config = configure(folder, {"tp": 2})
     with parallel.init_parallel(config):
-        policy, shape = policies.load(config)
+        policy = policies.load(config)
         with torch.no_grad():
             for chunk in policy:
                 for parameter in chunk.parameters():
                     parameter.mul_(factor)
         fleet = Fleet(server) if os.environ["RANK"] == "0" else None
-        with WeightSync(config, policy, shape, fleet, BUCKET_BYTES) as publisher:
+        with WeightSync(config, policy, unwrap(policy[0]).shape, fleet, BUCKET_BYTES) as publisher:
             assert len(publisher._plan.rounds) == BUCKETS
             publisher.publish(version)
 

@@ -35,6 +35,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2},
@@ -110,7 +111,8 @@ def rank_main(layout: str, out: Path) -> None:
             for chunk in chunks:
                 for parameter in chunk.parameters():
                     parameter.normal_(0, 0.02)
-        actor = PolicyTrainer(config, chunks)
+        with mock.patch.object(policies, "load", return_value=chunks):
+            actor = PolicyTrainer(config)
         with counted() as counts:
             actor.update(with_advantages(actor.score(Batch(samples)), config.algo))
         dp = parallel_state.get_data_parallel_world_size()

@@ -53,10 +53,9 @@ from megatron_collab.inference.server import SGLangServer  # noqa: E402
 from megatron_collab.models import hf_to_megatron  # noqa: E402
 from megatron_collab.models.hf_to_megatron import ModelShape, WeightEntry  # noqa: E402
 from megatron_collab.runtime.network import bindable  # noqa: E402
-from megatron_collab.trainer.megatron import model as policies  # noqa: E402
 from megatron_collab.trainer.megatron import parallel  # noqa: E402
 from megatron_collab.trainer.trainer import PolicyTrainer  # noqa: E402
-from megatron_collab.types import Sample, Turn  # noqa: E402
+from megatron_collab.types import Batch, Sample, Turn  # noqa: E402
 from megatron_collab.weight_sync.http_protocol import ServerCall  # noqa: E402
 from megatron_collab.weight_sync.node_routing import written  # noqa: E402
 from megatron_collab.weight_sync.sender import Sender  # noqa: E402
@@ -237,8 +236,8 @@ def run_rank(folder: Path, layout: str, out: Path, smoke: bool) -> None:
     server = served(line)
     fleet = SimpleNamespace(present=lambda: [server], lost=lambda server, reason: sys.exit(reason))
     with parallel.init_parallel(config):
-        policy, shape = policies.load(config)
-        actor = PolicyTrainer(config, policy)
+        actor = PolicyTrainer(config)
+        policy, shape = actor.chunks, actor.shape
         rank = dist.get_rank()
         profile = Profile()
         peer = Gathering(policy, shape, config, line)
@@ -295,7 +294,7 @@ def compare(actor: PolicyTrainer, config: Config, line: dict[str, Any]) -> float
         log_probs, mask = np.zeros(length, np.float32), np.zeros(length, np.float32)
         log_probs[len(turn.prompt_ids) :], mask[len(turn.prompt_ids) :] = turn.log_probs, 1.0
         samples.append(Sample(np.array(turn.prompt_ids + turn.token_ids, np.int64), mask, log_probs, ()))
-    found = actor.log_probs(tuple(samples))
+    found = actor.log_probs(actor.chunks, Batch(tuple(samples)))
     pairs = zip(found, samples, strict=True)
     return max(float(np.abs((ours - sample.log_probs) * sample.loss_mask).max()) for ours, sample in pairs)
 

@@ -36,7 +36,6 @@ from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 from megatron_collab.algo.advantages import with_advantages  # noqa: E402
 from megatron_collab.config import Config  # noqa: E402
 from megatron_collab.runtime.network import bindable  # noqa: E402
-from megatron_collab.trainer.megatron import model as policies  # noqa: E402
 from megatron_collab.trainer.megatron import parallel  # noqa: E402
 from megatron_collab.trainer.trainer import PolicyTrainer  # noqa: E402
 from megatron_collab.types import Batch, Credit, Sample, Scored  # noqa: E402
@@ -84,7 +83,7 @@ def ours(folder: Path, samples: list[Sample]) -> Callable[[], dict[str, float]]:
     config = Config()
     config.launch.device, config.model.dtype, config.model.path = "cpu", "float32", str(folder)
     config.optim.lr, config.optim.clip_grad, config.algo.kl_coef = LR, CLIP, 0.0
-    actor = PolicyTrainer(config, policies.load(config)[0])
+    actor = PolicyTrainer(config)
     batch = Batch(tuple(samples))
     return lambda: actor.update(with_advantages(actor.score(batch), config.algo))
 

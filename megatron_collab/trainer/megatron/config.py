@@ -13,7 +13,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_collab.config import Config, ModelConfig
+from megatron_collab.config import Config
 from megatron_collab.models.hf_config import Experts, ModelShape
 from megatron_collab.models.parallel_layout import stage_layers
 from megatron_collab.runtime import device
@@ -29,12 +29,12 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
 
 def transformer_config(config: Config, shape: ModelShape) -> TransformerConfig:
     """Megatron's configuration for a model of this shape in the configured layout and precision."""
-    dtype, parallel = DTYPES[config.model.dtype], config.parallel
+    model, parallel, dtype = config.model, config.parallel, DTYPES[config.model.dtype]
     stages, uneven = parallel.pp * parallel.vpp, None
     if shape.layers % stages:  # Megatron then needs the layers of each stage
         first, *others, last = (["decoder"] * own for own in stage_layers(shape.layers, stages))
         uneven = [["embedding", *first], *others, [*last, "loss"]]
-    factor = layers.attention_factor(shape.rope)
+    factor = shape.rope.attention_factor
     return TransformerConfig(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
@@ -73,24 +73,16 @@ def transformer_config(config: Config, shape: ModelShape) -> TransformerConfig:
         # With virtual stages anything else silently gives wrong gradients (gloo, Megatron-Core 0.16.1).
         overlap_p2p_comm=parallel.vpp > 1,
         batch_p2p_comm=parallel.vpp == 1,
+        fp8=model.fp8,
+        fp8_recipe=model.fp8_recipe,
+        fp8_param=model.fp8_params,
+        first_last_layers_bf16=model.fp8_skip_first + model.fp8_skip_last > 0,
+        num_layers_at_start_in_bf16=model.fp8_skip_first,
+        num_layers_at_end_in_bf16=model.fp8_skip_last,
         **_RECOMPUTE[parallel.recompute],
-        **_fp8(config.model),
         **_experts(shape.experts, shape.layers),
         **_fusions(shape.experts is not None),
     )
-
-
-def _fp8(model: ModelConfig) -> dict[str, Any]:
-    if model.fp8 is None:
-        return {}
-    return {
-        "fp8": model.fp8,
-        "fp8_recipe": model.fp8_recipe,
-        "fp8_param": model.fp8_params,
-        "first_last_layers_bf16": model.fp8_skip_first + model.fp8_skip_last > 0,
-        "num_layers_at_start_in_bf16": model.fp8_skip_first,
-        "num_layers_at_end_in_bf16": model.fp8_skip_last,
-    }
 
 
 def _experts(experts: Experts | None, count: int) -> dict[str, Any]:
@@ -116,9 +108,6 @@ def _fusions(experts: bool) -> dict[str, bool]:
         # Compiled on CUDA; on CPU the same formula uncompiled is slower than plain SwiGLU.
         "bias_activation_fusion": device.probe(device.GPU).found,
         "gradient_accumulation_fusion": engine or apex,
-        # For attention and norms that are used neither with TransformerEngine nor without.
-        "masked_softmax_fusion": False,
-        "persist_layer_norm": False,
         **({"moe_grouped_gemm": engine, "moe_permute_fusion": engine} if experts else {}),
     }
 

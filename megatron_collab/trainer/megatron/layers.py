@@ -123,11 +123,6 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
     return plain
 
 
-def attention_factor(rope: Rope) -> float:
-    """Factor of the rotated queries and keys."""
-    return rope.scaling.attention_factor if isinstance(rope.scaling, Yarn) else 1.0
-
-
 def _llama3(plain: Tensor, scaling: Llama3) -> Tensor:
     """Waves longer than original / low are divided, those shorter than original / high kept (Llama 3.1's release)."""
     turns = scaling.original_positions * plain / (2 * math.pi)  # of each pair over the original context

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_collab.checkpoint.hf import load_hf, unwrap
 from megatron_collab.config import Config
-from megatron_collab.models import hf_config, hf_to_megatron
+from megatron_collab.models import hf_config
 from megatron_collab.models.hf_to_megatron import ModelShape
 from megatron_collab.patches import megatron
 from megatron_collab.runtime import device, heartbeat
@@ -37,10 +37,11 @@ class PolicyModel(GPTModel):
     """
 
     def __init__(self, config: TransformerConfig, shape: ModelShape, vp_stage: int | None = None) -> None:
+        tp = config.tensor_model_parallel_size
         super().__init__(
             config,
             backend_spec(config, vp_stage),
-            vocab_size=hf_to_megatron.padded_vocab(shape, config.tensor_model_parallel_size),
+            vocab_size=-(-shape.vocab // tp) * tp,  # padded to a multiple
             max_sequence_length=shape.max_positions,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -98,14 +99,13 @@ def _build(config: TransformerConfig, shape: ModelShape, where: torch.device) ->
     return [_BFloat16(config, policy) if config.bf16 else policy for policy in policies]
 
 
-def load(config: Config) -> tuple[list[torch.nn.Module], ModelShape]:
-    """The model of model.path, loaded, and its shape."""
+def load(config: Config) -> list[torch.nn.Module]:
+    """The model of model.path, loaded."""
     folder = Path(config.model.path)
     heartbeat.at(f"loading {folder}")
-    shape = hf_config.read(folder / "config.json")
-    chunks = build(config, shape)
-    load_hf(chunks, folder, shape)
-    return chunks, shape
+    chunks = build(config, hf_config.read(folder / "config.json"))
+    load_hf(chunks, folder)
+    return chunks
 
 
 def frozen_copy(chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:

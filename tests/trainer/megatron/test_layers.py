@@ -72,7 +72,7 @@ def test_positions_count_as_they_are_given(attention: layers.CausalAttention) ->
 
 
 def test_the_factor_of_yarn_multiplies_queries_and_keys(one_rank: Config) -> None:
-    stretched = Rope(1e4, Yarn(1.0, 1.5, 32.0, 1.0, True, 64))
+    stretched = Rope(1e4, Yarn(1.0, 32.0, 1.0, True, 64), attention_factor=1.5)
     config = transformer_config(one_rank, ModelShape(**{**vars(SHAPE), "rope": stretched}))
     attention = layers.CausalAttention(config, softmax_scale=config.softmax_scale)
     found = attention(*inputs(), packed_seq_params=packing())
@@ -119,10 +119,9 @@ def test_scalings_equal_transformers(scaling: dict[str, object], theta: float, h
     expected, factor = ROPE_INIT_FUNCTIONS[str(scaling["rope_type"])](config, torch.device("cpu"))
     ours = ModelShape.from_hf(config.to_dict()).rope
     assert torch.allclose(layers.inverse_frequencies(ours, head_dim), expected, rtol=1e-6, atol=0)
-    assert layers.attention_factor(ours) == pytest.approx(factor, rel=1e-12)
+    assert ours.attention_factor == pytest.approx(factor, rel=1e-12)
 
 
 def test_without_scaling_the_wavelengths_are_a_geometric_series() -> None:
     found = layers.inverse_frequencies(Rope(1e4), 8)
     assert torch.allclose(found, torch.tensor([1.0, 0.1, 0.01, 0.001]))
-    assert layers.attention_factor(Rope(1e4)) == 1.0
