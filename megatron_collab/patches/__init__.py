@@ -8,17 +8,17 @@ neither `sets` nor `apply`. `tools/doctor.py` lists what is in force on a machin
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pkgutil import resolve_name
 from typing import Any
 
 # What `apply` takes: the module that an entry point imports next, and where its entries are.
 _ENTRIES = {
-    "megatron": ("megatron:PATCHES",),
-    "sglang": ("sglang:PATCHES",),
-    "torchvision": ("sglang:TORCHVISION",),
-    "litellm": ("litellm:PATCHES",),
+    "megatron": f"{__name__}.megatron:PATCHES",
+    "sglang": f"{__name__}.sglang:PATCHES",
+    "torchvision": f"{__name__}.sglang:TORCHVISION",
+    "litellm": f"{__name__}.litellm:PATCHES",
 }
 VERSIONS = {  # of the distributions, in the lock files
     "torch": ("2.13.0", "2.14.1"),
@@ -35,9 +35,9 @@ class Patch:
     """One change to the distribution `library`, or one private interface of it that is used.
 
     `upstream`: an issue, or the source line that the entry is about. `until`: when it can be removed. `test`: the
-    test that fails without it. `sets`: what is replaced, by its dotted name, and with what; `apply`: what else is
-    done. `uses`: dotted names of what `apply` or code elsewhere replaces or calls. `when`: whether this machine
-    needs it.
+    test that fails without it. `sets`: what is replaced, by its dotted name, and with what; `wraps`: with what is
+    made of it; `apply`: what else is done. `uses`: dotted names of what code elsewhere replaces or calls. `when`:
+    whether this machine needs it.
     """
 
     library: str
@@ -46,13 +46,15 @@ class Patch:
     upstream: str
     until: str
     test: str
-    sets: Mapping[str, Any] = field(default_factory=dict)
+    sets: dict[str, Any] = field(default_factory=dict)
+    wraps: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
     uses: tuple[str, ...] = ()
     apply: Callable[[], None] | None = None
     when: Callable[[], bool] = lambda: True
 
     def put_in_force(self) -> None:
-        for attribute, value in self.sets.items():
+        wrapped = {attribute: wrap(resolve_name(attribute)) for attribute, wrap in self.wraps.items()}
+        for attribute, value in (self.sets | wrapped).items():
             owner, _, name = attribute.rpartition(".")
             setattr(resolve_name(owner), name, value)
         if self.apply:
@@ -69,7 +71,7 @@ def apply(*libraries: str) -> None:
             continue
         if library in sys.modules:
             raise RuntimeError(f"patches.apply({library!r}) must be called before the first import of {library}")
-        for patch in _entries(_ENTRIES[library]):
+        for patch in resolve_name(_ENTRIES[library]):
             if patch.when():
                 patch.put_in_force()
         _applied.add(library)
@@ -77,7 +79,7 @@ def apply(*libraries: str) -> None:
 
 def register() -> list[Patch]:
     """Every entry, whether this machine needs it or not."""
-    return [*_entries([place for places in _ENTRIES.values() for place in places]), *_PRIVATE]
+    return [*(patch for place in _ENTRIES.values() for patch in resolve_name(place)), *_PRIVATE]
 
 
 def in_force() -> list[Patch]:
@@ -90,10 +92,6 @@ def table() -> str:
     rows = [(f"{patch.library} {'/'.join(VERSIONS[patch.library])}", patch.name, patch.until) for patch in in_force()]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     return "\n".join(f"{library:{widths[0]}}  {name:{widths[1]}}  until {until}" for library, name, until in rows)
-
-
-def _entries(places: Sequence[str]) -> list[Patch]:
-    return [patch for place in places for patch in resolve_name(f"{__name__}.{place}")]
 
 
 _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"

@@ -115,32 +115,24 @@ def without_fused_adam() -> bool:
     return without_cuda() or not any(_importable(module, "FusedAdam") for module in optimizers)
 
 
-def _keep_step() -> None:
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    set_states = DistributedOptimizer._set_main_param_and_optimizer_states
-
+def _keep_step(set_states: Callable[..., None]) -> Callable[..., None]:
     def set_states_with_step(self: Any, model_param: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
         group, order = self.model_param_group_index_map[model_param]
         state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
         step = {"step": state["step"]} if "step" in state else {}
         set_states(self, model_param, {**step, **tensors})
 
-    DistributedOptimizer._set_main_param_and_optimizer_states = set_states_with_step
+    return set_states_with_step
 
 
-def _unshare_step() -> None:
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    load_state_dict = DistributedOptimizer.load_state_dict
-
+def _unshare_step(load_state_dict: Callable[..., None]) -> Callable[..., None]:
     def load_and_unshare(self: Any, state_dict: Mapping[str, Any]) -> None:
         load_state_dict(self, state_dict)
         for state in self.optimizer.state.values():
             if torch.is_tensor(state.get("step")):
                 state["step"] = state["step"].clone()
 
-    DistributedOptimizer.load_state_dict = load_and_unshare
+    return load_and_unshare
 
 
 def reduce_experts(policy: torch.nn.Module) -> None:
@@ -282,8 +274,7 @@ PATCHES = (
         upstream=f"{_OPTIMIZER}:911",
         until="_set_main_param_and_optimizer_states skips what is not given",
         test="tests/patches/test_megatron.py::test_an_optimizer_state_without_step_can_be_set",
-        uses=(f"{_DISTRIBUTED}._set_main_param_and_optimizer_states",),
-        apply=_keep_step,
+        wraps={f"{_DISTRIBUTED}._set_main_param_and_optimizer_states": _keep_step},
         when=without_fused_adam,
     ),
     _megatron(
@@ -293,8 +284,7 @@ PATCHES = (
         upstream=f"{_OPTIMIZER}:690",
         until="load_state_dict copies the step",
         test="tests/patches/test_megatron.py::test_a_loaded_optimizer_counts_steps_for_each_parameter",
-        uses=(f"{_DISTRIBUTED}.load_state_dict",),
-        apply=_unshare_step,
+        wraps={f"{_DISTRIBUTED}.load_state_dict": _unshare_step},
         when=without_fused_adam,
     ),
     _megatron(
