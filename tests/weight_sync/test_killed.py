@@ -6,7 +6,6 @@ import json
 import os
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from urllib.request import Request, urlopen
 
@@ -22,7 +21,7 @@ from tests.conftest import Served
 from tests.forked import fork
 from tests.helpers import make_model
 from tests.ranks import run_ranks
-from tests.weight_sync.test_engine_parity import configure
+from tests.weight_sync.test_engine_parity import Line, configure
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -79,7 +78,7 @@ def publish_and_die(folder: Path, server: dict[str, Any], moment: str) -> None:
 
 class Fleet:
     def __init__(self, server: dict[str, Any]) -> None:
-        self.server = SimpleNamespace(**server, index=0, generation=0, resume=lambda tag: None)
+        self.server = Line(**server, index=0)
 
     def present(self) -> list[Any]:
         return [self.server]

@@ -13,7 +13,7 @@ import io
 import mmap
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import chain
@@ -221,7 +221,7 @@ class Relay:
 class SharedMemoryReceiver:
     """A server rank's end. `sources[k]`: the ranks that write its k-th bucket."""
 
-    def __init__(self, handles: Sequence[Handle], sources: Sequence[Sequence[int]], server: int, rank: int) -> None:
+    def __init__(self, handles: Sequence[Handle], sources: Sequence[Iterable[int]], server: int, rank: int) -> None:
         self._segments = [opened(handle) for handle in handles]
         self._sources, self._server, self._rank = sources, server, rank
 
