@@ -116,17 +116,15 @@ class ServerPool:
         self._release()
 
     def rested(self, seconds: float) -> bool:
-        """After `rest`: whether no colocated server is still starting, to take the trainer's memory once it is ready;
-        looks for about `seconds`.
-        """
+        """After `rest`, in about `seconds`: whether no colocated server is starting, to take memory once ready."""
 
-        def rest() -> bool:
-            if self.options.colocated and self._deadlines:
+        def none_starts() -> bool:
+            if self._deadlines:
                 self.present()
                 self._release()
-            return not (self.options.colocated and self._deadlines)
+            return not self._deadlines
 
-        return wait_for(rest, seconds)
+        return not self.options.colocated or wait_for(none_starts, seconds)
 
     def give_up(self) -> None:
         """The run ends: colocated servers give their memory back, so that the trainer can save; else they are ended."""

@@ -16,9 +16,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from megatron_collab.config import Config
 from megatron_collab.inference.server import ServerError, ServerProcess
 from megatron_collab.runtime import network
-from megatron_collab.runtime.process import wait_for
+from megatron_collab.runtime.process import POLL_SECONDS, wait_for
 
-POLL_SECONDS = 0.1
 ASK_SECONDS = 60  # timeout for a Ray node to start a process and return its address
 STOP_SECONDS = 10  # timeout for an actor to end its server, which also ends with the actor
 

@@ -44,7 +44,7 @@ IDLE_SECONDS = 60  # timeout for aborted requests to end
 
 
 class ServerError(RunStopped):
-    """The server could not be started, or has ended; the message says which and shows the end of its log."""
+    """A server could not be started, has ended, or has not done what it was asked; the message says which, and why."""
 
 
 class ServerProcess:
@@ -216,10 +216,7 @@ class SGLangServer:
         return "\n  ".join([f"the end of {self.log}:", *lines])
 
     def ask(self, path: str, body: Mapping[str, Any] | None = None, timeout: float | None = None) -> None:
-        """POST `body`, or GET without one; ServerError for a status but 200, and for a silence of `timeout` seconds.
-
-        By default that is a quarter of launch.timeout.
-        """
+        """POST `body`, or GET without one; ServerError unless it is done in `timeout` seconds (launch.timeout / 4)."""
         beat()  # no risk of hiding a hang: every caller has a deadline
         method, data = ("GET", None) if body is None else ("POST", json.dumps(body).encode())
         headers = {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"}

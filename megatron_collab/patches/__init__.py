@@ -82,14 +82,10 @@ def register() -> list[Patch]:
     return [*(patch for place in _ENTRIES.values() for patch in resolve_name(place)), *_PRIVATE]
 
 
-def in_force() -> list[Patch]:
-    """The entries that this machine needs, in the order in which they are applied."""
-    return [patch for patch in register() if patch.when()]
-
-
 def table() -> str:
-    """What is in force as lines of text: library and version, name, and when it can be removed."""
-    rows = [(f"{patch.library} {'/'.join(VERSIONS[patch.library])}", patch.name, patch.until) for patch in in_force()]
+    """What is in force on this machine as lines of text: library and version, name, and when it can be removed."""
+    needed = [patch for patch in register() if patch.when()]
+    rows = [(f"{patch.library} {'/'.join(VERSIONS[patch.library])}", patch.name, patch.until) for patch in needed]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     return "\n".join(f"{library:{widths[0]}}  {name:{widths[1]}}  until {until}" for library, name, until in rows)
 

@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -62,16 +63,11 @@ class _CudaMeansCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+@dataclass(frozen=True)  # all are equal
 class _Stream:
     """The one stream of a CPU, and its own event: there is never anything to wait for."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Stream)
-
-    def __hash__(self) -> int:
-        return 0
 
     def wait(self, other: _Stream | None = None) -> None: ...
 

@@ -60,11 +60,6 @@ def first_on_node() -> bool:
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
-def parent() -> int | None:
-    """Process id of the torchrun that `megatron_collab.train` became; None where torchrun was started by hand."""
-    return int(os.environ[LAUNCHER]) if LAUNCHER in os.environ else None
-
-
 def imports_begin() -> None:
     """Before slow imports: block the preemption notice, which would end the process, and collect no garbage.
 
@@ -148,11 +143,11 @@ def age(pid: int) -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
-def die_with_parent(parent: int | None = None) -> None:
+def die_with_parent(parent: int = 0) -> None:
     """End this process with SIGKILL when its parent ends, however it ends (Linux).
 
     The children of a parent that is killed would else run on and write into a run that has been started again.
-    `parent` is its process id where the child knows it: then one that has ended before this call is noticed too.
+    `parent` is its process id where the child knows it, else 0: one that has ended before this call is noticed then.
     """
     parent = parent or os.getppid()
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:

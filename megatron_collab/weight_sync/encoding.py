@@ -84,10 +84,7 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def write_fp8(data: Tensor, weight: Tensor) -> None:
-    """Quantise `weight` [n, k] into the uint8 `data` of `fp8_nbytes` bytes: the float8 elements, then the scales.
-
-    `data` must lie at a multiple of 4 bytes.
-    """
+    """Quantise `weight` [n, k] into `data`, uint8 [fp8_nbytes] at a multiple of 4 bytes: elements, then scales."""
     n, k = weight.shape
     quantised, scale_inv = read_fp8(data, weight.shape)
     step = max(1, _QUANTISED_AT_ONCE // (FP8_BLOCK * k)) * FP8_BLOCK

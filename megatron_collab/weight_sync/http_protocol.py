@@ -7,6 +7,7 @@ import pickle
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from megatron_collab.runtime.process import beat
 
 
 class ServerCall:
-    """One weight sync of one server: `pause` and `begin`, the transfer, `end` and `go_on`.
+    """One weight sync of one server: `pause` and `begin`, the transfer, `end` and `go_on`; or `read_folder`.
 
     The transfer has to end `timeout` seconds after `pause` was called; the short calls have a quarter of that, so that
     a server which hangs is detected before those that wait for it time out. ServerError where a call fails; the
@@ -54,9 +55,11 @@ class ServerCall:
         self._deadline = time.monotonic() + self._short
         self._post("/end_weight_update")
 
-    def read_folder(self, folder: str, version: int) -> None:
-        """Make the server load a Hugging Face folder; needs no `begin` and no `end`."""
-        self._update("/update_weights_from_disk", version, model_path=folder)
+    def read_folder(self, folder: Path, version: int, mode: str) -> None:
+        """Make the server load a Hugging Face folder."""
+        self.pause(mode)
+        self._update("/update_weights_from_disk", version, model_path=str(folder.resolve()))
+        self.go_on()
 
     def go_on(self) -> None:
         """Continue sampling; waiting requests need memory for the KV cache at once."""

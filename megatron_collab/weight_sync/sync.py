@@ -158,13 +158,7 @@ class WeightSync:
     def _by_disk(self, version: int, links: ServerCalls) -> None:
         folder = Path(self._config.run.dir) / "publish"  # one that a killed run left behind is replaced
         save_hf(self._chunks, folder, Path(self._config.model.path), self._shape)
-
-        def bring(link: ServerCall) -> None:
-            link.pause(self._mode)
-            link.read_folder(str(folder.resolve()), version)
-            link.go_on()
-
-        links.each(bring)
+        links.each(lambda link: link.read_folder(folder, version, self._mode))
         if dist.get_rank() == 0:
             shutil.rmtree(folder)
 
@@ -188,15 +182,13 @@ class WeightSync:
                 link.pause(self._mode)
                 link.begin()
                 link.receive([json.dumps(order) for order in orders], version)
-                answers = [
-                    calls.answered(index, rank) or {"error": "gave no answer; see its log"} for rank in range(tp)
-                ]
+                answers = [calls.answered(index, rank) for rank in range(tp)]
                 errors = [f"rank {rank}: {answer['error']}" for rank, answer in enumerate(answers) if "error" in answer]
                 if errors:
                     raise ServerError(f"{link.server.url}: {'; '.join(errors)}")
                 found[link] = [answer["checksum"] for answer in answers]
             except ServerError:
-                calls.abandon(index, tp, len(self._plan.rounds))
+                calls.abandon(index, tp, len(self._plan))
                 raise
 
         def commit(link: ServerCall) -> None:
@@ -244,7 +236,7 @@ class WeightSync:
             "dtype": dtype,
             "parameters": parameters,
             "constants": constants,
-            "rounds": [[row(piece) for piece in buckets[rank].slices] for buckets in self._plan.rounds],
+            "rounds": [[row(piece) for piece in buckets[rank].slices] for buckets in self._plan],
         }
 
     def _compare(self, links: ServerCalls, found: dict[ServerCall, list[int]], sums: Sums) -> None:

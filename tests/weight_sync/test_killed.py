@@ -98,7 +98,7 @@ def publish(folder: Path, server: dict[str, Any], version: int, factor: float) -
                     parameter.mul_(factor)
         fleet = Fleet(server) if os.environ["RANK"] == "0" else None
         with WeightSync(config, policy, shape, fleet, BUCKET_BYTES) as publisher:
-            assert len(publisher._plan.rounds) == BUCKETS
+            assert len(publisher._plan) == BUCKETS
             publisher.publish(version)
 
 

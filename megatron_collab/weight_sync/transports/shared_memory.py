@@ -102,9 +102,9 @@ class SharedMemoryTransport:
         self._nodes, self._writer, self._relay, self._patience = nodes, writer, relay, patience
         self._rank = dist.get_rank()
         self._node = nodes.of_rank(self._rank)
-        count = min(2, len(plan.rounds))
+        count = min(2, len(plan))
         self._own = {
-            t: [Segment(max(buckets[t].size for buckets in plan.rounds), device) for _ in range(count)]
+            t: [Segment(max(buckets[t].size for buckets in plan), device) for _ in range(count)]
             for t, device in enumerate(devices)
             if nodes.keeper(self._node, t) == self._rank
         }
