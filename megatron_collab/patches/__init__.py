@@ -34,10 +34,9 @@ _applied: set[str] = set()
 class Patch:
     """One change to the distribution `library`, or one private interface of it that is used.
 
-    `upstream`: an issue, or the source line that the entry is about. `until`: when it can be removed. `test`: the
-    test that fails without it. `sets`: what is replaced, by its dotted name, and with what; `wraps`: with what is
-    made of it; `apply`: what else is done. `uses`: dotted names of what code elsewhere replaces or calls. `when`:
-    whether this machine needs it.
+    `upstream`: an issue, or the source line that it is about. `until`: when it can be removed. `test`: the one that
+    fails without it. `sets`: what is replaced, by its dotted name, and with what; `wraps`: with what is made of it;
+    `apply`: what else is done. `uses`: what code elsewhere replaces or calls. `when`: whether this machine needs it.
     """
 
     library: str
@@ -90,7 +89,7 @@ def table() -> str:
     return "\n".join(f"{library:{widths[0]}}  {name:{widths[1]}}  until {until}" for library, name, until in rows)
 
 
-_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
+DISTRIBUTED_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
 
 # Private interfaces of libraries that the package calls or overrides: what uses it and why, until when, the test.
 _INTERFACES = {
@@ -99,12 +98,12 @@ _INTERFACES = {
         "GPTModel can return hidden states",
         "tests/trainer/megatron/test_model.py::test_hidden_states_stay_in_the_models_precision",
     ),
-    f"{_OPTIMIZER}._get_main_param_and_optimizer_states": (
+    f"{DISTRIBUTED_OPTIMIZER}._get_main_param_and_optimizer_states": (
         "checkpoint/sharded_state.py has each rank write its own part; Megatron gathers it on one rank first",
         "Megatron-Core saves fully reshardable checkpoints in parallel",
         "tests/checkpoint/test_checkpointer.py::test_resumed_is_undisturbed_bit_for_bit",
     ),
-    f"{_OPTIMIZER}._init_optimizer_states_with_dummy_values": (
+    f"{DISTRIBUTED_OPTIMIZER}._init_optimizer_states_with_dummy_values": (
         "checkpoint/sharded_state.py reads into them",
         "Megatron-Core saves fully reshardable checkpoints in parallel",
         "tests/checkpoint/test_checkpointer.py::test_resumed_is_undisturbed_bit_for_bit",

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from megatron_collab.patches import Patch
+from megatron_collab.patches import DISTRIBUTED_OPTIMIZER, Patch
 
 CPU = torch.device("cpu")
 # Without a driver the import of some raises OSError, and Megatron is prepared for ImportError only.
@@ -160,8 +160,7 @@ def load_planner(planner: type) -> Iterator[None]:
 
 _megatron = partial(Patch, "megatron-core")
 _on_cpu = partial(Patch, until="Megatron-Core runs on CPU", when=without_cuda)
-_OPTIMIZER = "megatron/core/optimizer/distrib_optimizer.py"
-_DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
+_OPTIMIZER_PY = "megatron/core/optimizer/distrib_optimizer.py"
 
 PATCHES = (
     _megatron(
@@ -267,20 +266,20 @@ PATCHES = (
         "AdamW's step in a resharded checkpoint",
         why="torch's AdamW has a `step` in the state of each parameter (the fused optimizers: in the group). Loading a "
         "fully reshardable checkpoint leaves it out of the sources but not out of the targets: KeyError.",
-        upstream=f"{_OPTIMIZER}:911",
+        upstream=f"{_OPTIMIZER_PY}:911",
         until="_set_main_param_and_optimizer_states skips what is not given",
         test="tests/patches/test_megatron.py::test_an_optimizer_state_without_step_can_be_set",
-        wraps={f"{_DISTRIBUTED}._set_main_param_and_optimizer_states": _keep_step},
+        wraps={f"{DISTRIBUTED_OPTIMIZER}._set_main_param_and_optimizer_states": _keep_step},
         when=without_fused_adam,
     ),
     _megatron(
         "AdamW's step shared by all parameters",
         why="A loaded state gives every parameter the same `step` tensor, which AdamW then increments once for each of "
         "them: a silently wrong bias correction after a resume.",
-        upstream=f"{_OPTIMIZER}:690",
+        upstream=f"{_OPTIMIZER_PY}:690",
         until="load_state_dict copies the step",
         test="tests/patches/test_megatron.py::test_a_loaded_optimizer_counts_steps_for_each_parameter",
-        wraps={f"{_DISTRIBUTED}.load_state_dict": _unshare_step},
+        wraps={f"{DISTRIBUTED_OPTIMIZER}.load_state_dict": _unshare_step},
         when=without_fused_adam,
     ),
     _megatron(
@@ -295,7 +294,7 @@ PATCHES = (
         "padding between gradient buckets",
         why="The buffer that a checkpoint is loaded into leaves this padding out, but is cut by positions that count "
         "it: the last parameters lie beyond its end. Tied embeddings on the last pipeline stage make two buckets.",
-        upstream=f"{_OPTIMIZER}:1027",
+        upstream=f"{_OPTIMIZER_PY}:1027",
         until="numel_unpadded counts the padding between buckets",
         test="tests/checkpoint/test_checkpointer.py::test_another_layout_goes_on_from_it",
     ),

@@ -116,7 +116,8 @@ def beat(entered: str = "") -> None:
     """
     global beats, stage
     beats += 1  # not atomic: a beat that is lost to another thread's does not matter
-    stage = entered or stage
+    if entered:  # other threads, which name none, must not put an older one back
+        stage = entered
 
 
 def wait_for(holds: Callable[[], bool], seconds: float) -> bool:
@@ -147,7 +148,7 @@ def die_with_parent(parent: int = 0) -> None:
     """End this process with SIGKILL when its parent ends, however it ends (Linux).
 
     The children of a parent that is killed would else run on and write into a run that has been started again.
-    `parent` is its process id where the child knows it, else 0: one that has ended before this call is noticed then.
+    `parent` is its process id where the child knows it, else 0; with it, one that has ended already is noticed too.
     """
     parent = parent or os.getppid()
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:

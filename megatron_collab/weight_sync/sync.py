@@ -134,8 +134,7 @@ class WeightSync:
         self._number += 1
         present = self._pool.present() if self._pool else []
         links = ServerCalls([ServerCall(server, self._timeout) for server in present], self._callers)
-        known = self._known
-        peers = shared(lambda: [Peer(s.index, s.tp, known.get(s.index) != s.generation) for s in present])
+        peers = shared(lambda: [Peer(s.index, s.tp, self._known.get(s.index) != s.generation) for s in present])
         if not peers:
             raise PublishError("no server is there to be given weights")
         if self._carrier is None:
@@ -147,9 +146,9 @@ class WeightSync:
             for index in failures:
                 self._carrier.drop(index)
         for server in present:
-            known[server.index] = server.generation
+            self._known[server.index] = server.generation
             if server.index in failures:
-                del known[server.index]
+                del self._known[server.index]
                 self._of_rank_0.lost(server, failures[server.index])
         if len(failures) == len(peers):
             raise PublishError("; ".join(failures.values()))
