@@ -175,8 +175,8 @@ class SGLangServer:
     def wait_healthy(self, timeout: float) -> None:
         """Return once requests are served; ServerError if it ends first or needs longer than `timeout` seconds."""
         in_time = wait_for(lambda: self.healthy() or not self.alive(), timeout)
-        late = f"it was not healthy after rollout.server.start_timeout={timeout:g} s"
-        if why := self.process.ended() or (None if in_time else late):
+        late = "" if in_time else f"it was not healthy after rollout.server.start_timeout={timeout:g} s"
+        if why := self.process.ended() or late:
             raise ServerError(f"SGLang server {self.index}: {why}; {self.log_end()}")
 
     def release(self) -> None:

@@ -96,6 +96,12 @@ class _TritonStand(MetaPathFinder, Loader):
             vars(module).update(constexpr=constexpr, core=self.stubs._MockModule("triton.language.core"))
 
 
+def _stand_in_for_sgl_kernel() -> None:
+    from megatron_collab.patches import sgl_kernel
+
+    sys.modules["sgl_kernel"] = sgl_kernel
+
+
 def keep_loads_in_temporary_folder() -> None:
     """Called by the server once its modules are imported."""
     from sglang.srt.managers import load_snapshot
@@ -141,7 +147,7 @@ PATCHES = (
         upstream="sglang/srt/layers/sampler.py, sglang/srt/mem_cache",
         until="SGLang's CPU engine can be installed without kernels built from source",
         test="tests/patches/test_sglang.py::test_requests_get_their_cache_slots",
-        apply=lambda: sys.modules.update(sgl_kernel=importlib.import_module(f"{__package__}.sgl_kernel")),
+        apply=_stand_in_for_sgl_kernel,
         when=without_sgl_kernel,
     ),
     _sglang(

@@ -138,10 +138,7 @@ class NetworkTransport:
 
 
 class NetworkReceiver:
-    """A server rank's end: parts[k][r] is the [start, stop) of its k-th bucket that trainer rank r sends.
-
-    The next bucket is received while one is used.
-    """
+    """A server rank's end: rank r sends parts[k][r] = [start, stop) of its k-th bucket; the next comes as one is used."""
 
     def __init__(
         self,
