@@ -138,7 +138,7 @@ class NetworkTransport:
 
 
 class NetworkReceiver:
-    """A server rank's end: rank r sends parts[k][r] = [start, stop) of its k-th bucket; the next comes as one is used."""
+    """A server rank's end: rank r sends parts[k][r] = [start, stop) of bucket k; the next comes as one is used."""
 
     def __init__(
         self,
