@@ -128,7 +128,7 @@ def main(arguments: list[str]) -> int:
     if not process.under_torchrun():
         prepare.replace_by_torchrun(config, arguments)
     os.environ |= network.variables(config)
-    process.die_with_parent(process.parent())
+    process.die_with_parent(int(os.environ.get(process.LAUNCHER, "0")))  # 0: torchrun was started by hand
     process.take_signals(process.global_rank())
     try:
         (train_sft if config.train.stage == "sft" else train_rl)(config)

@@ -33,8 +33,8 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from megatron_collab.checkpoint import storage
 from megatron_collab.checkpoint.sharded_state import MAIN, Checkpointable, load_weights, restore, snapshot
 from megatron_collab.checkpoint.torch_dist import PacedWriter, SaveItems, Written
-from megatron_collab.runtime import hang_detector, heartbeat
-from megatron_collab.runtime.process import RunStopped
+from megatron_collab.runtime import hang_detector
+from megatron_collab.runtime.process import RunStopped, beat
 from megatron_collab.runtime.rank0 import shared
 
 COMMON = "common.pt"
@@ -71,7 +71,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         optimizer's state (12 bytes for every parameter of the shard, over the data parallel ranks).
         """
         self.finish()
-        heartbeat.at(f"saving step {step}")
+        beat(f"saving step {step}")
         items, common = snapshot(trainables)
         generators = pickle.dumps({name: get() for name, (get, _) in _generators().items()})
         self._writing = self._thread.submit(self._write, step, items, common, generators, json.dumps(state))
@@ -80,7 +80,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         """Wait until the last save is on disk; RunStopped if it failed, with its files removed."""
         if self._writing is None:
             return
-        heartbeat.at("waiting for the last checkpoint to be written")
+        beat("waiting for the last checkpoint to be written")
         writing, self._writing = self._writing, None
         try:
             self.on_disk = writing.result()
@@ -100,7 +100,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         intact. On another number of ranks the RNG states are not restored.
         """
         self.finish()
-        heartbeat.at(f"loading from {self.folder}")
+        beat(f"loading from {self.folder}")
         found = shared(lambda: storage.candidates(self.folder))
         for checkpoint in found:
             saved = shared(partial(storage.read_state, checkpoint))

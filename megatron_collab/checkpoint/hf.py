@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from megatron_collab.config import ConfigError
 from megatron_collab.models import hf_config, hf_to_megatron
 from megatron_collab.models.hf_to_megatron import Index, ModelShape, Piece, WeightEntry, hf_shapes
-from megatron_collab.runtime import heartbeat
+from megatron_collab.runtime.process import beat
 
 FILE_BYTES = 4 << 30
 INDEX = "model.safetensors.index.json"
@@ -216,7 +216,7 @@ def load_hf(chunks: Sequence[torch.nn.Module], folder: Path) -> None:
     entries = {entry.megatron: entry for entry in hf_to_megatron.table(shape)}
     with torch.no_grad():
         for name, parameter in named_shards(chunks):
-            heartbeat.beat()
+            beat()
             entry = entries[name]
             if parameter.shape != (wanted := hf_to_megatron.shard_shape(entry, tp)):
                 raise ValueError(f"{name} has shape {tuple(parameter.shape)}, the table says {wanted}")
@@ -230,7 +230,7 @@ def save_hf(chunks: Sequence[torch.nn.Module], folder: Path, source: Path) -> No
     Rank 0 receives the tensors one by one and holds one file of them at a time. config.json, tokenizer and
     other small files come from `source`.
     """
-    heartbeat.at(f"exporting to {folder}")
+    beat(f"exporting to {folder}")
     tp, tp_rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
     replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     expert_replica = parallel_state.get_expert_data_parallel_rank()
@@ -250,7 +250,7 @@ def save_hf(chunks: Sequence[torch.nn.Module], folder: Path, source: Path) -> No
             for entry, rank in product(table, range(len(offered))):
                 if entry.megatron not in offered[rank]:
                     continue
-                heartbeat.beat()
+                beat()
                 if rank == 0:
                     shard = values(shards[entry.megatron])
                 else:

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner import ReadItem, WriteItem, WriteItemT
 from megatron_collab.checkpoint.hf import unwrap
 from megatron_collab.checkpoint.torch_dist import Written, rectangles, write_item
 from megatron_collab.patches.megatron import load_planner
-from megatron_collab.runtime import heartbeat
+from megatron_collab.runtime.process import beat
 
 MAIN = "policy"  # its keys in a checkpoint have no prefix
 _SHARDING = "fully_reshardable"
@@ -149,7 +149,7 @@ class _MovingPlanner(MCoreLoadPlanner):
     """Gives a heartbeat for every part of a tensor that is read."""
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        heartbeat.beat()
+        beat()
         return super().resolve_tensor(read_item)
 
 

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_collab.runtime import heartbeat
 from megatron_collab.runtime.files import replace
+from megatron_collab.runtime.process import beat
 
 LATEST = "latest"
 STATE = "state.json"
@@ -32,7 +32,7 @@ def checksums(files: Iterable[Path]) -> Files:
         size = crc = 0
         with file.open("rb") as content:
             while block := content.read(_READ_BYTES):
-                heartbeat.beat()
+                beat()
                 size, crc = size + len(block), zlib.crc32(block, crc)
         found[file.name] = size, crc
     return found

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from megatron_collab.runtime import heartbeat
+from megatron_collab.runtime.process import beat
 
 Shape = Sequence[int]
 PIECE_BYTES = 1 << 26
@@ -72,7 +72,7 @@ class SaveItems(DefaultSavePlanner):
         return SavePlan(self._items)
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        heartbeat.beat()
+        beat()
         return self._data[write_item.index]
 
 
@@ -114,5 +114,5 @@ class _Pieces(io.FileIO):
         if self.unflushed >= PIECE_BYTES:
             os.fsync(self.fileno())
             self.unflushed = 0
-            heartbeat.beat()
+            beat()
         return written

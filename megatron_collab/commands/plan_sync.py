@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
     speeds = {link: GB * speed for link, speed in zip(Bandwidth, given.bandwidth, strict=True)}
     cost = sync_cost(config, shape, plan, speeds)
 
-    buckets = [bucket for row in plan.rounds for bucket in row]
+    buckets = [bucket for row in plan for bucket in row]
     largest = max(bucket.size for bucket in buckets) / MIB
     where = "on the trainer's devices" if server.colocated else "on further devices"
     print(
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
         f"vpp={parallel.vpp} cp={parallel.cp} ep={parallel.ep}\n"
         f"-> {server.replicas} servers of tp={server.tp} ep={server.ep} {'FP8' if server.fp8 else config.model.dtype} "
         f"{where}\n\n"
-        f"{len(plan.rounds)} rounds, a bucket of at most {largest:.1f} MiB for each "
+        f"{len(plan)} rounds, a bucket of at most {largest:.1f} MiB for each "
         f"rank of a server, {sum(len(bucket.slices) for bucket in buckets):,} slices\n\n"
         f"{'GB to all servers':24}{Sharding.SAME.value:>12}{Sharding.OTHER.value:>12}"
     )

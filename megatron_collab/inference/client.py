@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cached_property
@@ -12,7 +13,6 @@ from typing import Any, TypeVar
 import aiohttp
 
 from megatron_collab.config import RolloutConfig, SamplingConfig
-from megatron_collab.runtime.network import retried
 from megatron_collab.types import Finish, ToolCall, Turn
 
 ATTEMPTS = 5
@@ -124,7 +124,8 @@ async def post(
 ) -> _Answer:
     """What `read` makes of the answer; asked for again, up to ATTEMPTS times, where that may help.
 
-    Raises `silence` after the session's timeout, ServerGone without a connection, EngineError for other answers.
+    The pauses double from BACKOFF_SECONDS on, each times a random factor from 0.5 to 1.5. Raises `silence` after the
+    session's timeout, ServerGone without a connection, EngineError for other answers.
     """
 
     async def once() -> _Answer:
@@ -138,7 +139,12 @@ async def post(
         except aiohttp.ClientError as error:
             raise ServerGone(f"{url}: {type(error).__name__}: {error}") from error
 
-    return await retried(once, TransientError, ATTEMPTS, BACKOFF_SECONDS)
+    for attempt in range(1, ATTEMPTS):
+        try:
+            return await once()
+        except TransientError:
+            await asyncio.sleep(BACKOFF_SECONDS * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
+    return await once()
 
 
 def _refusal(response: aiohttp.ClientResponse, status: int, text: str) -> EngineError:

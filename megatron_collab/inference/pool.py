@@ -14,10 +14,9 @@ from operator import attrgetter, methodcaller
 
 from megatron_collab.config import ServerConfig
 from megatron_collab.inference.server import MEMORY, ServerError, SGLangServer
-from megatron_collab.runtime.process import raise_if_preempted
+from megatron_collab.runtime.process import wait_for
 
 STARTS = 3  # in a row that may fail before the run ends
-POLL_SECONDS = 0.1
 
 
 class ServerPool:
@@ -96,16 +95,15 @@ class ServerPool:
 
         ServerError where one failed after STARTS new starts in a row too.
         """
-        deadline = time.monotonic() + seconds
-        while True:
+
+        def up() -> bool:
             self.present()
             self._each(methodcaller("resume", "weights"), self.lost)
             if self._hopeless:
                 raise ServerError(self._hopeless)
-            if self._present or time.monotonic() > deadline:
-                return bool(self._present)
-            raise_if_preempted()
-            time.sleep(POLL_SECONDS)
+            return bool(self._present)
+
+        return wait_for(up, seconds)
 
     def serve(self) -> None:
         """After a weight sync: have the workers use the servers, those that a worker found unreachable among them."""
@@ -118,18 +116,15 @@ class ServerPool:
         self._release()
 
     def rested(self, seconds: float) -> bool:
-        """After `rest`: whether no colocated server is still starting, to take the trainer's memory once it is ready;
-        looks for about `seconds`.
-        """
-        deadline = time.monotonic() + seconds
-        while self.options.colocated and self._deadlines:
-            if time.monotonic() > deadline:
-                return False
-            raise_if_preempted()
-            time.sleep(POLL_SECONDS)
-            self.present()
-            self._release()
-        return True
+        """After `rest`, in about `seconds`: whether no colocated server is starting, to take memory once ready."""
+
+        def none_starts() -> bool:
+            if self._deadlines:
+                self.present()
+                self._release()
+            return not self._deadlines
+
+        return not self.options.colocated or wait_for(none_starts, seconds)
 
     def give_up(self) -> None:
         """The run ends: colocated servers give their memory back, so that the trainer can save; else they are ended."""

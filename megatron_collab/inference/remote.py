@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -16,10 +15,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megatron_collab.config import Config
 from megatron_collab.inference.server import ServerError, ServerProcess
-from megatron_collab.runtime import heartbeat, network
-from megatron_collab.runtime.process import raise_if_preempted
+from megatron_collab.runtime import network
+from megatron_collab.runtime.process import POLL_SECONDS, wait_for
 
-POLL_SECONDS = 0.1
 ASK_SECONDS = 60  # timeout for a Ray node to start a process and return its address
 STOP_SECONDS = 10  # timeout for an actor to end its server, which also ends with the actor
 
@@ -43,10 +41,8 @@ class Machines:
         asked = {
             node: find.options(num_cpus=0, max_retries=0, **on).remote(self._config) for node, on in unknown.items()
         }
-        waiting, deadline = list(asked.values()), time.monotonic() + ASK_SECONDS
-        while waiting and time.monotonic() < deadline:
-            _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=POLL_SECONDS)
-            heartbeat.beat()
+        answers = list(asked.values())
+        wait_for(lambda: not answers or not ray.wait(answers, num_returns=len(answers), timeout=0)[1], ASK_SECONDS)
         for node, answer in asked.items():
             with suppress(RayError):  # it has just ended
                 self._addresses[node] = ray.get(answer, timeout=0)
@@ -75,13 +71,10 @@ class RemoteProcess:
         if not self._url:
             if self._actor is None:
                 raise ServerError(self._nowhere)
-            where, deadline = f"the SGLang server on {self._address}", time.monotonic() + self._timeout
-            while not ray.wait([self._started], timeout=POLL_SECONDS)[0]:
-                if time.monotonic() > deadline:
-                    setting = f"rollout.server.start_timeout={self._timeout:g} s"
-                    raise ServerError(f"{where}: Ray did not start it within {setting}")
-                heartbeat.beat()
-                raise_if_preempted()
+            where = f"the SGLang server on {self._address}"
+            if not wait_for(lambda: bool(ray.wait([self._started], timeout=0)[0]), self._timeout):
+                setting = f"rollout.server.start_timeout={self._timeout:g} s"
+                raise ServerError(f"{where}: Ray did not start it within {setting}")
             try:
                 self._url = ray.get(self._started)
             except RayError as error:

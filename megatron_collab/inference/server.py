@@ -9,29 +9,27 @@ import secrets
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from http.client import HTTPException
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any, Protocol
-from urllib.error import HTTPError
 from urllib.parse import urlsplit
-from urllib.request import Request, urlopen
 
 from megatron_collab.config import Config
 from megatron_collab.inference import KEY_VARIABLE, PARENT_VARIABLE, STACKS_VARIABLE
 from megatron_collab.models.parallel_layout import servers_per_node
-from megatron_collab.runtime import device, heartbeat, network, stacks
+from megatron_collab.runtime import device, network, stacks
 from megatron_collab.runtime.files import COMPILE_CACHE, ScratchFolder
 from megatron_collab.runtime.network import bindable
-from megatron_collab.runtime.process import RunStopped, raise_if_preempted
+from megatron_collab.runtime.process import RunStopped, beat, wait_for
 from megatron_collab.runtime.redact import redact
 
 # By default SGLang allocates nearly all memory of the machine for its cache, and touches every page of it.
 CPU_CACHE_TOKENS = 2**18
 
 UNPUBLISHED = -1  # weight version of a server that has received no weights of the run
+WEIGHT_LOADER = "megatron_collab.weight_sync.receiver.receive"  # takes those that the trainer sends
 
 # Linear layers in FP8, as SGLang's Fp8Config reads them from the quantization_config of config.json.
 FP8_BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -46,7 +44,7 @@ IDLE_SECONDS = 60  # timeout for aborted requests to end
 
 
 class ServerError(RunStopped):
-    """The server could not be started, or has ended; the message says which and shows the end of its log."""
+    """A server could not be started, has ended, or has not done what it was asked; the message says which, and why."""
 
 
 class ServerProcess:
@@ -164,29 +162,22 @@ class SGLangServer:
 
     def healthy(self) -> bool:
         """Whether requests are served."""
-        heartbeat.beat()  # no risk of hiding a hang: every caller has a deadline
         try:
-            with urlopen(f"{self.url}/health", timeout=HEALTH_SECONDS):
-                pass
+            self.ask("/health", timeout=HEALTH_SECONDS)
             if not self._ready:
                 # Objects of the start-up live forever; collecting garbage among them would stall requests.
-                self._call("/freeze_gc")
+                self.ask("/freeze_gc", {})
                 self._ready = True
-        except (OSError, HTTPException, ServerError):
+        except ServerError:
             return False
         return True
 
     def wait_healthy(self, timeout: float) -> None:
         """Return once requests are served; ServerError if it ends first or needs longer than `timeout` seconds."""
-        deadline = time.monotonic() + timeout
-        while not self.healthy():
-            why = self.process.ended()
-            if not why and time.monotonic() > deadline:
-                why = f"it was not healthy after rollout.server.start_timeout={timeout:g} s"
-            if why:
-                raise ServerError(f"SGLang server {self.index}: {why}; {self.log_end()}")
-            raise_if_preempted()
-            time.sleep(0.1)
+        in_time = wait_for(lambda: self.healthy() or not self.alive(), timeout)
+        late = "" if in_time else f"it was not healthy after rollout.server.start_timeout={timeout:g} s"
+        if why := self.process.ended() or late:
+            raise ServerError(f"SGLang server {self.index}: {why}; {self.log_end()}")
 
     def release(self) -> None:
         """Release the memory of KV cache and weights, whose contents are lost; ServerError where that fails.
@@ -196,16 +187,16 @@ class SGLangServer:
         kept = [tag for tag in MEMORY if tag not in self.released]
         if not kept:
             return
-        self._call("/pause_generation", mode="abort")
-        self._call(f"/flush_cache?timeout={IDLE_SECONDS}")  # waits until it is idle: a release crashes a busy server
+        self.ask("/pause_generation", {"mode": "abort"})
+        self.ask(f"/flush_cache?timeout={IDLE_SECONDS}", {})  # waits until it is idle: a release crashes a busy server
         for tag in kept:
-            self._call("/release_memory_occupation", tags=[tag])
+            self.ask("/release_memory_occupation", {"tags": [tag]})
             self.released.add(tag)
 
     def resume(self, tag: str) -> None:
         """Allocate the memory of `tag` again if it was released; its contents are lost. ServerError on failure."""
         if tag in self.released:
-            self._call("/resume_memory_occupation", tags=[tag])
+            self.ask("/resume_memory_occupation", {"tags": [tag]})
             self.released.remove(tag)
 
     def restart(self) -> None:
@@ -224,18 +215,22 @@ class SGLangServer:
         lines = redact(self.log.read_text(errors="replace")).splitlines()[-15:]
         return "\n  ".join([f"the end of {self.log}:", *lines])
 
-    def _call(self, path: str, **body: Any) -> None:
-        heartbeat.beat()
+    def ask(self, path: str, body: Mapping[str, Any] | None = None, timeout: float | None = None) -> None:
+        """POST `body`, or GET without one; ServerError unless it is done in `timeout` seconds (launch.timeout / 4)."""
+        beat()  # no risk of hiding a hang: every caller has a deadline
+        method, data = ("GET", None) if body is None else ("POST", json.dumps(body).encode())
         headers = {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"}
+        connection = HTTPConnection(urlsplit(self.url).netloc, timeout=timeout or self.config.launch.timeout / 4)
         try:
-            request = Request(self.url + path, json.dumps(body).encode(), headers)
-            with urlopen(request, timeout=self.config.launch.timeout / 4) as answer:
-                answer.read()
-        except HTTPError as error:
-            reason = " ".join(error.read().decode(errors="replace").split())
-            raise ServerError(f"{self.url}{path}: status {error.code}: {reason[:300]}") from error
+            connection.request(method, path, data, headers)
+            answer = connection.getresponse()
+            status, text = answer.status, answer.read().decode(errors="replace")
         except (OSError, HTTPException) as error:
-            raise ServerError(f"{self.url}{path}: {error}") from error
+            raise ServerError(f"{self.url}{path}: {type(error).__name__}: {error}") from error
+        finally:
+            connection.close()
+        if status != 200:
+            raise ServerError(f"{self.url}{path}: status {status}: {' '.join(text.split())[:300]}")
 
 
 def arguments(config: Config, url: str, index: int) -> list[str]:
@@ -253,7 +248,7 @@ def arguments(config: Config, url: str, index: int) -> list[str]:
         "random-seed": config.run.seed,
         "weight-version": UNPUBLISHED,
         "log-level": "warning",
-        "custom-weight-loader": "megatron_collab.weight_sync.receiver.receive",
+        "custom-weight-loader": WEIGHT_LOADER,
     }
     on_cpu = device.select(config.launch.device).type == "cpu"
     cache_tokens = server.max_total_tokens or (CPU_CACHE_TOKENS if on_cpu else None)

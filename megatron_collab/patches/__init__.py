@@ -8,17 +8,17 @@ neither `sets` nor `apply`. `tools/doctor.py` lists what is in force on a machin
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pkgutil import resolve_name
 from typing import Any
 
 # What `apply` takes: the module that an entry point imports next, and where its entries are.
 _ENTRIES = {
-    "megatron": ("megatron:PATCHES",),
-    "sglang": ("sglang:PATCHES",),
-    "torchvision": ("sglang:TORCHVISION",),
-    "litellm": ("litellm:PATCHES",),
+    "megatron": f"{__name__}.megatron:PATCHES",
+    "sglang": f"{__name__}.sglang:PATCHES",
+    "torchvision": f"{__name__}.sglang:TORCHVISION",
+    "litellm": f"{__name__}.litellm:PATCHES",
 }
 VERSIONS = {  # of the distributions, in the lock files
     "torch": ("2.13.0", "2.14.1"),
@@ -34,10 +34,9 @@ _applied: set[str] = set()
 class Patch:
     """One change to the distribution `library`, or one private interface of it that is used.
 
-    `upstream`: an issue, or the source line that the entry is about. `until`: when it can be removed. `test`: the
-    test that fails without it. `sets`: what is replaced, by its dotted name, and with what; `apply`: what else is
-    done. `uses`: dotted names of what `apply` or code elsewhere replaces or calls. `when`: whether this machine
-    needs it.
+    `upstream`: an issue, or the source line that it is about. `until`: when it can be removed. `test`: the one that
+    fails without it. `sets`: what is replaced, by its dotted name, and with what; `wraps`: with what is made of it;
+    `apply`: what else is done. `uses`: what code elsewhere replaces or calls. `when`: whether this machine needs it.
     """
 
     library: str
@@ -46,13 +45,15 @@ class Patch:
     upstream: str
     until: str
     test: str
-    sets: Mapping[str, Any] = field(default_factory=dict)
+    sets: dict[str, Any] = field(default_factory=dict)
+    wraps: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
     uses: tuple[str, ...] = ()
     apply: Callable[[], None] | None = None
     when: Callable[[], bool] = lambda: True
 
     def put_in_force(self) -> None:
-        for attribute, value in self.sets.items():
+        wrapped = {attribute: wrap(resolve_name(attribute)) for attribute, wrap in self.wraps.items()}
+        for attribute, value in (self.sets | wrapped).items():
             owner, _, name = attribute.rpartition(".")
             setattr(resolve_name(owner), name, value)
         if self.apply:
@@ -69,7 +70,7 @@ def apply(*libraries: str) -> None:
             continue
         if library in sys.modules:
             raise RuntimeError(f"patches.apply({library!r}) must be called before the first import of {library}")
-        for patch in _entries(_ENTRIES[library]):
+        for patch in resolve_name(_ENTRIES[library]):
             if patch.when():
                 patch.put_in_force()
         _applied.add(library)
@@ -77,26 +78,18 @@ def apply(*libraries: str) -> None:
 
 def register() -> list[Patch]:
     """Every entry, whether this machine needs it or not."""
-    return [*_entries([place for places in _ENTRIES.values() for place in places]), *_PRIVATE]
-
-
-def in_force() -> list[Patch]:
-    """The entries that this machine needs, in the order in which they are applied."""
-    return [patch for patch in register() if patch.when()]
+    return [*(patch for place in _ENTRIES.values() for patch in resolve_name(place)), *_PRIVATE]
 
 
 def table() -> str:
-    """What is in force as lines of text: library and version, name, and when it can be removed."""
-    rows = [(f"{patch.library} {'/'.join(VERSIONS[patch.library])}", patch.name, patch.until) for patch in in_force()]
+    """What is in force on this machine as lines of text: library and version, name, and when it can be removed."""
+    needed = [patch for patch in register() if patch.when()]
+    rows = [(f"{patch.library} {'/'.join(VERSIONS[patch.library])}", patch.name, patch.until) for patch in needed]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     return "\n".join(f"{library:{widths[0]}}  {name:{widths[1]}}  until {until}" for library, name, until in rows)
 
 
-def _entries(places: Sequence[str]) -> list[Patch]:
-    return [patch for place in places for patch in resolve_name(f"{__name__}.{place}")]
-
-
-_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
+DISTRIBUTED_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
 
 # Private interfaces of libraries that the package calls or overrides: what uses it and why, until when, the test.
 _INTERFACES = {
@@ -105,12 +98,12 @@ _INTERFACES = {
         "GPTModel can return hidden states",
         "tests/trainer/megatron/test_model.py::test_hidden_states_stay_in_the_models_precision",
     ),
-    f"{_OPTIMIZER}._get_main_param_and_optimizer_states": (
+    f"{DISTRIBUTED_OPTIMIZER}._get_main_param_and_optimizer_states": (
         "checkpoint/sharded_state.py has each rank write its own part; Megatron gathers it on one rank first",
         "Megatron-Core saves fully reshardable checkpoints in parallel",
         "tests/checkpoint/test_checkpointer.py::test_resumed_is_undisturbed_bit_for_bit",
     ),
-    f"{_OPTIMIZER}._init_optimizer_states_with_dummy_values": (
+    f"{DISTRIBUTED_OPTIMIZER}._init_optimizer_states_with_dummy_values": (
         "checkpoint/sharded_state.py reads into them",
         "Megatron-Core saves fully reshardable checkpoints in parallel",
         "tests/checkpoint/test_checkpointer.py::test_resumed_is_undisturbed_bit_for_bit",

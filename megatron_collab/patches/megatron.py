@@ -11,13 +11,14 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from megatron_collab.patches import Patch
+from megatron_collab.patches import DISTRIBUTED_OPTIMIZER, Patch
 
 CPU = torch.device("cpu")
 # Without a driver the import of some raises OSError, and Megatron is prepared for ImportError only.
@@ -62,16 +63,11 @@ class _CudaMeansCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+@dataclass(frozen=True)  # all are equal
 class _Stream:
     """The one stream of a CPU, and its own event: there is never anything to wait for."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Stream)
-
-    def __hash__(self) -> int:
-        return 0
 
     def wait(self, other: _Stream | None = None) -> None: ...
 
@@ -115,32 +111,24 @@ def without_fused_adam() -> bool:
     return without_cuda() or not any(_importable(module, "FusedAdam") for module in optimizers)
 
 
-def _keep_step() -> None:
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    set_states = DistributedOptimizer._set_main_param_and_optimizer_states
-
+def _keep_step(set_states: Callable[..., None]) -> Callable[..., None]:
     def set_states_with_step(self: Any, model_param: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
         group, order = self.model_param_group_index_map[model_param]
         state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
         step = {"step": state["step"]} if "step" in state else {}
         set_states(self, model_param, {**step, **tensors})
 
-    DistributedOptimizer._set_main_param_and_optimizer_states = set_states_with_step
+    return set_states_with_step
 
 
-def _unshare_step() -> None:
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    load_state_dict = DistributedOptimizer.load_state_dict
-
+def _unshare_step(load_state_dict: Callable[..., None]) -> Callable[..., None]:
     def load_and_unshare(self: Any, state_dict: Mapping[str, Any]) -> None:
         load_state_dict(self, state_dict)
         for state in self.optimizer.state.values():
             if torch.is_tensor(state.get("step")):
                 state["step"] = state["step"].clone()
 
-    DistributedOptimizer.load_state_dict = load_and_unshare
+    return load_and_unshare
 
 
 def reduce_experts(policy: torch.nn.Module) -> None:
@@ -172,8 +160,7 @@ def load_planner(planner: type) -> Iterator[None]:
 
 _megatron = partial(Patch, "megatron-core")
 _on_cpu = partial(Patch, until="Megatron-Core runs on CPU", when=without_cuda)
-_OPTIMIZER = "megatron/core/optimizer/distrib_optimizer.py"
-_DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
+_OPTIMIZER_PY = "megatron/core/optimizer/distrib_optimizer.py"
 
 PATCHES = (
     _megatron(
@@ -279,22 +266,20 @@ PATCHES = (
         "AdamW's step in a resharded checkpoint",
         why="torch's AdamW has a `step` in the state of each parameter (the fused optimizers: in the group). Loading a "
         "fully reshardable checkpoint leaves it out of the sources but not out of the targets: KeyError.",
-        upstream=f"{_OPTIMIZER}:911",
+        upstream=f"{_OPTIMIZER_PY}:911",
         until="_set_main_param_and_optimizer_states skips what is not given",
         test="tests/patches/test_megatron.py::test_an_optimizer_state_without_step_can_be_set",
-        uses=(f"{_DISTRIBUTED}._set_main_param_and_optimizer_states",),
-        apply=_keep_step,
+        wraps={f"{DISTRIBUTED_OPTIMIZER}._set_main_param_and_optimizer_states": _keep_step},
         when=without_fused_adam,
     ),
     _megatron(
         "AdamW's step shared by all parameters",
         why="A loaded state gives every parameter the same `step` tensor, which AdamW then increments once for each of "
         "them: a silently wrong bias correction after a resume.",
-        upstream=f"{_OPTIMIZER}:690",
+        upstream=f"{_OPTIMIZER_PY}:690",
         until="load_state_dict copies the step",
         test="tests/patches/test_megatron.py::test_a_loaded_optimizer_counts_steps_for_each_parameter",
-        uses=(f"{_DISTRIBUTED}.load_state_dict",),
-        apply=_unshare_step,
+        wraps={f"{DISTRIBUTED_OPTIMIZER}.load_state_dict": _unshare_step},
         when=without_fused_adam,
     ),
     _megatron(
@@ -309,7 +294,7 @@ PATCHES = (
         "padding between gradient buckets",
         why="The buffer that a checkpoint is loaded into leaves this padding out, but is cut by positions that count "
         "it: the last parameters lie beyond its end. Tied embeddings on the last pipeline stage make two buckets.",
-        upstream=f"{_OPTIMIZER}:1027",
+        upstream=f"{_OPTIMIZER_PY}:1027",
         until="numel_unpadded counts the padding between buckets",
         test="tests/checkpoint/test_checkpointer.py::test_another_layout_goes_on_from_it",
     ),

@@ -8,7 +8,6 @@ another path than one of many, which padding the rows here closes; and attention
 from __future__ import annotations
 
 import importlib.util
-import multiprocessing
 import os
 import sys
 import tempfile
@@ -103,11 +102,6 @@ def _stand_in_for_sgl_kernel() -> None:
     sys.modules["sgl_kernel"] = sgl_kernel
 
 
-def _fork() -> None:
-    original = multiprocessing.set_start_method
-    multiprocessing.set_start_method = lambda method, force=False: original("fork", force)
-
-
 def keep_loads_in_temporary_folder() -> None:
     """Called by the server once its modules are imported."""
     from sglang.srt.managers import load_snapshot
@@ -162,8 +156,9 @@ PATCHES = (
         upstream="sglang/srt/entrypoints/engine.py:1995",
         until="SGLang takes the start method from a setting",
         test="tests/patches/test_sglang.py::test_a_server_on_cpu_forks_and_computes_row_by_row",
-        uses=("multiprocessing.set_start_method",),
-        apply=_fork,
+        wraps={
+            "multiprocessing.set_start_method": lambda original: lambda _, force=False: original("fork", force),
+        },
         when=on_cpu,
     ),
     _sglang(

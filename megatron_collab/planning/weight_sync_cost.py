@@ -61,7 +61,7 @@ def sync_cost(config: Config, shape: ModelShape, plan: SyncPlan, bandwidths: Map
     sent: Counter[int] = Counter()
     received: Counter[tuple[int, int]] = Counter()
     seconds = 0.0
-    for row in plan.rounds:
+    for row in plan:
         busy: Counter[tuple[int, str, Bandwidth]] = Counter()
         for target, bucket in enumerate(row):
             cuts = [Sharding.SAME if _block(target, piece) in same else Sharding.OTHER for piece in bucket.slices]
@@ -113,7 +113,7 @@ def _same_shards(plan: SyncPlan, shape: ModelShape, tp: int) -> set[_Block]:
     """Blocks that equal one shard: what they take from the shards of that name has the size of one."""
     shards = {entry.megatron: prod(hf_to_megatron.shard_shape(entry, tp)) for entry in hf_to_megatron.table(shape)}
     missing: dict[_Block, int] = {}
-    for row in plan.rounds:
+    for row in plan:
         for target, bucket in enumerate(row):
             for piece in bucket.slices:
                 block, elements = _block(target, piece), prod(cut.stop - cut.start for cut in piece.shard_index)

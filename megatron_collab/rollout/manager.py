@@ -24,8 +24,7 @@ from megatron_collab.observability.run import Run
 from megatron_collab.rollout.journal import Journal, WeightDigests
 from megatron_collab.rollout.scheduler import Asked, Flight, Slot, answers, window
 from megatron_collab.rollout.servers import Servers
-from megatron_collab.runtime import heartbeat
-from megatron_collab.runtime.process import RunStopped
+from megatron_collab.runtime.process import RunStopped, beat
 from megatron_collab.runtime.rank0 import from_leader
 from megatron_collab.types import Batch, Group, Missing, Rollout, Sample
 from megatron_collab.weight_sync.sync import WeightSync
@@ -81,7 +80,7 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
 
         RunStopped where too many scores are missing, or nothing can be learned.
         """
-        heartbeat.at(f"the rollouts of step {step}")
+        beat(f"the rollouts of step {step}")
         self._digests.begin(step)
         from_leader(lambda: self._begin_step(step))
         while True:
@@ -92,7 +91,7 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
 
     def evaluate(self, name: str, step: int) -> None:
         """Play `train.eval_tasks` tasks of data.eval to their end, once each, and record the scores; collective."""
-        heartbeat.at(f"evaluation {name}")
+        beat(f"evaluation {name}")
         self._digests.begin(step)
         from_leader(lambda: self._begin_evaluation(name, step))
         self._wait()

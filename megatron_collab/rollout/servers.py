@@ -15,8 +15,8 @@ from megatron_collab.inference.server import SGLangServer
 from megatron_collab.models.parallel_layout import servers_per_node
 from megatron_collab.rollout.scheduler import answers
 from megatron_collab.rollout.workers import Workers, start_workers
-from megatron_collab.runtime import heartbeat, network
-from megatron_collab.runtime.process import global_rank
+from megatron_collab.runtime import network
+from megatron_collab.runtime.process import beat, global_rank
 from megatron_collab.runtime.rank0 import from_leader, wait_until
 from megatron_collab.runtime.ray_cluster import ray_session
 from megatron_collab.trainer.megatron.parallel import run_store
@@ -39,7 +39,7 @@ class Servers(ExitStack):
     def __enter__(self) -> Servers:
         """RunStopped where servers, Ray nodes or the ranks of other nodes do not start in time."""
         if global_rank() == 0:
-            heartbeat.at("the start of SGLang and Ray")
+            beat("the start of SGLang and Ray")
             with ExitStack() as stack:
                 self._start(stack)
                 self.callback(stack.pop_all().close)
@@ -80,7 +80,7 @@ class Servers(ExitStack):
         """
         try:
             yield
-            heartbeat.at("the end of sampling")
+            beat("the end of sampling")
             from_leader(lambda: self._of_rank_0.rest())
             # The other ranks wait in a collective meanwhile.
             wait_until(lambda: self._of_rank_0.rested(self.config.launch.timeout / 4))

@@ -1,6 +1,6 @@
 """Ends a run that hangs: a thread on every rank watches whether any rank makes progress.
 
-The ranks count their heartbeats (heartbeat.py) together in the run's store: a rank that waits for a slow one does not
+The ranks count their heartbeats (process.beat) together in the run's store: a rank that waits for a slow one does not
 count as hung. After launch.timeout seconds without progress of any rank all of them write their stacks, one reports
 which ranks wait for which, and every process ends with EXIT_HUNG. faulthandler ends a process in which no Python
 thread can run because one never releases the interpreter.
@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from megatron_collab.config import Config
-from megatron_collab.runtime import heartbeat, stacks
+from megatron_collab.runtime import process, stacks
 from megatron_collab.runtime.process import EXIT_HUNG, first_on_node, global_rank
 
 POLL_SECONDS = 1.0
@@ -84,37 +84,34 @@ class _Detector(threading.Thread):
         self._last_beat = time.monotonic()
 
     def run(self) -> None:
-        beats = total = -1
-        progress = time.monotonic()  # of any rank
+        beats, total, progress = -1, -1, time.monotonic()  # of this rank, and of any
         while not self.over.wait(POLL_SECONDS):
             faulthandler.dump_traceback_later(self.timeout + GRACE_SECONDS, file=self.file, exit=True)
-            now, before = time.monotonic(), (beats, total)
-            beats = heartbeat.beats
-            if beats != before[0]:
+            now, before, beats = time.monotonic(), beats, process.beats
+            if beats != before:
                 self._last_beat = now
             try:
-                total = self._store.add("beats", int(beats != before[0]))
-                if total != before[1]:
+                all_before, total = total, self._store.add("beats", int(beats != before))
+                if total != all_before:
                     progress = now
                 if now - progress > self.timeout or self._store.check(["hung"]):
-                    self._end(self._report)
+                    self._end()
             except dist.DistError as error:  # the process that served the store has ended, and reports its own reason
                 if not self.over.is_set():
-                    lost = f"rank {self.rank} lost the connection to the run's store: {error}"
-                    self._end(lambda account: _print(lost), code=1)  # noqa: B023 (it does not return)
+                    self._end(f"rank {self.rank} lost the connection to the run's store: {error}")
 
-    def _end(self, report: Callable[[Account], None], code: int = EXIT_HUNG) -> None:
-        """Write the stacks, report, and end the process even if either hangs."""
+    def _end(self, lost: str = "") -> None:
+        """Write the stacks, report a hang or the `lost` store, and end the process even if either hangs."""
         faulthandler.dump_traceback_later(GRACE_SECONDS, file=self.file, exit=True)
-        account = Account(heartbeat.stage, *stacks.innermost(), time.monotonic() - self._last_beat)
+        account = Account(process.stage, *stacks.innermost(), time.monotonic() - self._last_beat)
 
         def write() -> None:
             print(f"{account.stage}, no progress for {account.seconds:.0f} s", file=self.file, flush=True)
             faulthandler.dump_traceback(self.file)
 
         _within(2.0, write)  # the file system may be what hangs
-        _within(2 * ANSWER_SECONDS, lambda: report(account))
-        os._exit(code)
+        _within(2 * ANSWER_SECONDS, lambda: _print(lost) if lost else self._report(account))
+        os._exit(1 if lost else EXIT_HUNG)
 
     def _report(self, account: Account) -> None:
         """Store this rank's account; the first rank to detect the hang prints those of all, others wait for it."""
@@ -129,8 +126,8 @@ class _Detector(threading.Thread):
         keys = {rank: f"account/{rank}" for rank in range(self.ranks)}
         with suppress(dist.DistStoreError):
             self._store.wait(list(keys.values()), timedelta(seconds=ANSWER_SECONDS))
-        answers = {rank: self._store.get(key) for rank, key in keys.items() if self._store.check([key])}
-        accounts = {rank: Account(*json.loads(answer)) for rank, answer in answers.items()}
+        given = {rank: self._store.get(key) for rank, key in keys.items() if self._store.check([key])}
+        accounts = {rank: Account(*json.loads(account)) for rank, account in given.items()}
         _print(describe(accounts, self.ranks, self.timeout, self.folder))
         self._store.set("reported", "")
 

@@ -1,21 +1,17 @@
-"""Addresses and ports of a run, by launch.interface, and the retries of its HTTP clients."""
+"""Addresses and ports of a run, by launch.interface."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
 import socket
-import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import psutil
 
 from megatron_collab.config import Config
-from megatron_collab.runtime import heartbeat
-from megatron_collab.runtime.process import RunStopped, raise_if_preempted
+from megatron_collab.runtime.process import RunStopped, wait_for
 
 if TYPE_CHECKING:  # the launcher, which checks the interface, does without
     import torch.distributed as dist
@@ -25,8 +21,6 @@ HOST = "127.0.0.1"
 _FIRST_PORT = 20_000
 _TRIES = 100
 _KERNEL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_POLL = 0.1  # seconds
-_Result = TypeVar("_Result")
 
 
 def address(config: Config) -> str:
@@ -56,17 +50,12 @@ def meet(config: Config, store: dist.Store) -> list[str]:
     if os.environ["RANK"] != "0":
         return []
     timeout = config.rollout.server.start_timeout
-    deadline = time.monotonic() + timeout
-    while not store.check(nodes):
-        if time.monotonic() > deadline:
-            silent = ", ".join(str(number) for number, node in enumerate(nodes) if not store.check([node]))
-            raise RunStopped(
-                f"launch.nodes={config.launch.nodes}: the ranks of node {silent} have not started after "
-                f"rollout.server.start_timeout={timeout:g} s"
-            )
-        heartbeat.beat()
-        raise_if_preempted()
-        time.sleep(_POLL)
+    if not wait_for(lambda: store.check(nodes), timeout):
+        silent = ", ".join(str(number) for number, node in enumerate(nodes) if not store.check([node]))
+        raise RunStopped(
+            f"launch.nodes={config.launch.nodes}: the ranks of node {silent} have not started after "
+            f"rollout.server.start_timeout={timeout:g} s"
+        )
     return [store.get(node).decode() for node in nodes]
 
 
@@ -102,18 +91,3 @@ def variables(config: Config) -> dict[str, str]:
     """Environment variables that bind gloo and NCCL to launch.interface; read with a process's first group."""
     name = config.launch.interface or LOOPBACK
     return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}  # NCCL takes a prefix without =
-
-
-async def retried(
-    call: Callable[[], Awaitable[_Result]], transient: type[Exception], attempts: int, backoff: float
-) -> _Result:
-    """The result of `call`, made up to `attempts` times while it raises `transient`; other errors are raised at once.
-
-    The pauses double from `backoff` seconds on, each times a random factor from 0.5 to 1.5.
-    """
-    for attempt in range(1, attempts):
-        try:
-            return await call()
-        except transient:
-            await asyncio.sleep(backoff * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
-    return await call()

@@ -1,4 +1,4 @@
-"""This process in its run: rank, parent, imports, the preemption notice, exit codes and the errors that end a run.
+"""This process in its run: rank, parent, imports, heartbeat, preemption notice, exit codes and errors that end a run.
 
 Preemption: the scheduler sends SIGUSR1 some time before it ends everything. Every process of a run blocks the signal
 from its first line on, and its children inherit that, so it ends none of them; it stays pending until a thread waits
@@ -14,11 +14,15 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 PREEMPTION_SIGNAL = signal.SIGUSR1
 _PR_SET_PDEATHSIG = 1
 _noticed: float | None = None  # time.monotonic() at which the preemption notice was received
+stage = "the start"  # with the number of heartbeats, read by hang_detector.py
+beats = 0
+POLL_SECONDS = 0.1
 LAUNCHER = "MEGATRON_COLLAB_TORCHRUN"  # holds the process id of the torchrun that `megatron_collab.train` became
 FINISHED = "result.json"  # written last: a run folder that has it holds a finished run
 
@@ -54,11 +58,6 @@ def global_rank() -> int:
 def first_on_node() -> bool:
     """Whether this is the first rank of its node; True outside torchrun."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
-
-
-def parent() -> int | None:
-    """Process id of the torchrun that `megatron_collab.train` became; None where torchrun was started by hand."""
-    return int(os.environ[LAUNCHER]) if LAUNCHER in os.environ else None
 
 
 def imports_begin() -> None:
@@ -110,6 +109,29 @@ def raise_if_preempted() -> None:
         raise Preempted(f"received a preemption notice ({PREEMPTION_SIGNAL.name})")
 
 
+def beat(entered: str = "") -> None:
+    """This process makes progress, and enters another stage where that is named; a call costs next to nothing.
+
+    Anything that may take long on a trainer's rank calls it: waits with a deadline at every poll, work after each part.
+    """
+    global beats, stage
+    beats += 1  # not atomic: a beat that is lost to another thread's does not matter
+    if entered:  # other threads, which name none, must not put an older one back
+        stage = entered
+
+
+def wait_for(holds: Callable[[], bool], seconds: float) -> bool:
+    """Whether it holds within `seconds`; asks at once and then every POLL_SECONDS, with a heartbeat. Preempted."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        if time.monotonic() > deadline:
+            return False
+        beat()
+        raise_if_preempted()
+        time.sleep(POLL_SECONDS)
+    return True
+
+
 def seconds_since_notice() -> float:
     """How long ago the notice was received."""
     assert _noticed is not None
@@ -122,11 +144,11 @@ def age(pid: int) -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
-def die_with_parent(parent: int | None = None) -> None:
+def die_with_parent(parent: int = 0) -> None:
     """End this process with SIGKILL when its parent ends, however it ends (Linux).
 
     The children of a parent that is killed would else run on and write into a run that has been started again.
-    `parent` is its process id where the child knows it: then one that has ended before this call is noticed too.
+    `parent` is its process id where the child knows it, else 0; with it, one that has ended already is noticed too.
     """
     parent = parent or os.getppid()
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_collab.runtime import heartbeat
-from megatron_collab.runtime.process import Hung, Preempted, RunStopped, raise_if_preempted
+from megatron_collab.runtime.process import Hung, Preempted, RunStopped, beat, raise_if_preempted
 
 # What a failure of rank 0 becomes on the other ranks: the first that it is an instance of, else RuntimeError.
 _KINDS = (Preempted, Hung, RunStopped)
@@ -49,7 +48,7 @@ def shared(make: Callable[[], Any], preemptible: bool = False) -> Any:
     Where rank 0 raises RunStopped, every rank does; RuntimeError for other errors. Where it is `preemptible`, Preempted
     once rank 0 has received a preemption notice.
     """
-    heartbeat.beat()
+    beat()
     box: list[Any] = [None, None]  # the result, or what the other ranks raise
     failure: Exception | None = None
     if dist.get_rank() == 0:
@@ -62,7 +61,7 @@ def shared(make: Callable[[], Any], preemptible: bool = False) -> Any:
             kind = next((kind for kind in _KINDS if isinstance(error, kind)), RuntimeError)
             box[1] = kind(f"rank 0 failed: {type(error).__name__}: {error}")
     dist.broadcast_object_list(box, src=0, group=_group)
-    heartbeat.beat()
+    beat()
     if failure or box[1]:
         raise failure or box[1]
     return box[0]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -14,12 +13,10 @@ import psutil
 import ray
 
 from megatron_collab.config import Config
-from megatron_collab.runtime import heartbeat
 from megatron_collab.runtime.files import ScratchFolder
-from megatron_collab.runtime.process import RunStopped, raise_if_preempted
+from megatron_collab.runtime.process import RunStopped, beat, raise_if_preempted, wait_for
 
 STARTS = 3  # failures of Ray's start in a row that end the run
-_POLL = 0.2  # seconds
 _REQUESTS = 100_000  # that an actor may have at once; the rest would wait in a hidden queue
 
 
@@ -52,7 +49,7 @@ def _start_ray(**options: Any) -> None:
     """Start Ray on this machine; RunStopped after STARTS failures: its own limit of 30 s is short on a busy machine."""
     others = set(psutil.Process().children())
     for left in reversed(range(STARTS)):
-        heartbeat.beat()
+        beat()
         raise_if_preempted()
         try:
             ray.init("local", include_dashboard=False, **options)
@@ -68,16 +65,15 @@ def _start_ray(**options: Any) -> None:
 def _await_nodes(config: Config) -> None:
     """Return once the cluster has as many nodes as the run; RunStopped after the timeout."""
     wanted, timeout = config.launch.nodes, config.rollout.server.start_timeout
-    deadline = time.monotonic() + timeout
-    while (found := sum(node["Alive"] for node in ray.nodes())) < wanted:
-        if time.monotonic() > deadline:
-            raise RunStopped(
-                f"RAY_ADDRESS={os.environ['RAY_ADDRESS']}: {found} Ray nodes after "
-                f"rollout.server.start_timeout={timeout:g} s, and launch.nodes={wanted}; start Ray on all of them"
-            )
-        heartbeat.beat()
-        raise_if_preempted()
-        time.sleep(_POLL)
+
+    def found() -> int:
+        return sum(node["Alive"] for node in ray.nodes())
+
+    if not wait_for(lambda: found() >= wanted, timeout):
+        raise RunStopped(
+            f"RAY_ADDRESS={os.environ['RAY_ADDRESS']}: {found()} Ray nodes after "
+            f"rollout.server.start_timeout={timeout:g} s, and launch.nodes={wanted}; start Ray on all of them"
+        )
 
 
 def _reaper() -> subprocess.Popen[str]:

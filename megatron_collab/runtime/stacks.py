@@ -33,17 +33,15 @@ def register(folder: Path, name: str) -> None:
     faulthandler.register(SIGNAL, file.open("a"), chain=False)  # which keeps the file open
 
 
-def ask(folder: Path, seconds: float = 2.0) -> list[Path]:
-    """Make every registered process of this machine write; the files of those that did not within `seconds`."""
+def ask(folder: Path, seconds: float = 2.0) -> None:
+    """Make every registered process of this machine write, and wait at most `seconds` until they have begun."""
     living = [(pid, file, file.stat().st_size) for pid, file in _registered(folder) if pid is not None]
     for pid, _, _ in living:
         with suppress(ProcessLookupError):
             os.kill(pid, SIGNAL)
-    deadline, waiting = time.monotonic() + seconds, [file for _, file, _ in living]
-    while waiting and time.monotonic() < deadline:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and any(file.stat().st_size == size for _, file, size in living):
         time.sleep(0.05)
-        waiting = [file for _, file, size in living if file.stat().st_size == size]
-    return waiting
 
 
 def clear(folder: Path) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_collab.config import Config, OptimConfig
 from megatron_collab.patches.megatron import count_padding
-from megatron_collab.runtime import heartbeat
+from megatron_collab.runtime.process import beat
 from megatron_collab.runtime.rank0 import check_preemption
 from megatron_collab.trainer.megatron.config import DTYPES
 from megatron_collab.trainer.microbatches import Columns, MicroBatch, make_micro_batches
@@ -184,7 +184,7 @@ def _schedule(
         check_preemption()
 
     def forward(batches: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
-        heartbeat.beat()
+        beat()
         if interruptible and not staged:
             check_preemption()
         micro_batch = next(batches)

@@ -21,7 +21,7 @@ from megatron_collab.algo.advantages import token_weights
 from megatron_collab.checkpoint.hf import unwrap
 from megatron_collab.config import Config
 from megatron_collab.models.hf_to_megatron import ModelShape
-from megatron_collab.runtime import heartbeat
+from megatron_collab.runtime.process import beat
 from megatron_collab.trainer.critic import Critic
 from megatron_collab.trainer.losses import Head, Report, apply_head, policy_objective, reported, supervised_objective
 from megatron_collab.trainer.megatron import model
@@ -73,7 +73,7 @@ class PolicyTrainer:
         Old log-probs are the policy's own; they are computed apart only where the update's first forward pass does not
         give them in time. Preempted on every rank once rank 0 has received a preemption notice.
         """
-        heartbeat.at(f"the scoring of step {self.step}")
+        beat(f"the scoring of step {self.step}")
         algo = self.config.algo
         old = reference = values = None
         if algo.mini_batches > 1 or (self.reference is not None and algo.kl_in == "reward"):
@@ -92,7 +92,7 @@ class PolicyTrainer:
         FloatingPointError where the gradient is not finite. Preempted on every rank if rank 0 received a preemption
         notice before the first optimizer step; nothing has changed then.
         """
-        heartbeat.at(f"the update of step {self.step}")
+        beat(f"the update of step {self.step}")
         lr = learning_rate(self.config.optim, self.config.train.steps, self.step)
         critic_lr = self.config.algo.critic_lr * lr / self.config.optim.lr
         columns = _columns(batch)

@@ -12,8 +12,8 @@ bit changes the sum by 2^b times an odd number, which is never 0.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
-from functools import reduce
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from math import prod
 
 import torch
@@ -25,12 +25,21 @@ FP8_BLOCK = 128
 FP8_LARGEST = 448.0
 _QUANTISED_AT_ONCE = 1 << 24  # elements, so that their float32 copies stay small
 
-# By node and server rank: the combined checksum of all that was written for that rank of the node's servers.
-Sums = dict[tuple[int, int], int]
+# By node and server rank: the sum of the checksums of all that was written for that rank of the node's servers.
+Sums = Counter[tuple[int, int]]
 
 MODULUS = 1 << 64
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SUMMED_AT_ONCE = 1 << 21  # elements, so that their int64 copies stay small
+
+
+def spans(slices: Iterable[tuple[int, int, int]]) -> dict[int, tuple[int, int]]:
+    """Of slices of a bucket, given as (key, offset, size): by key, from their first byte to their last."""
+    found: dict[int, tuple[int, int]] = {}
+    for key, offset, size in slices:
+        start, stop = found.get(key, (offset, 0))
+        found[key] = min(start, offset), max(stop, offset + size)
+    return found
 
 
 def fp8_scales(shape: Sequence[int]) -> tuple[int, ...]:
@@ -75,10 +84,7 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def write_fp8(data: Tensor, weight: Tensor) -> None:
-    """Quantise `weight` [n, k] into the uint8 `data` of `fp8_nbytes` bytes: the float8 elements, then the scales.
-
-    `data` must lie at a multiple of 4 bytes.
-    """
+    """Quantise `weight` [n, k] into `data`, uint8 [fp8_nbytes] at a multiple of 4 bytes: elements, then scales."""
     n, k = weight.shape
     quantised, scale_inv = read_fp8(data, weight.shape)
     step = max(1, _QUANTISED_AT_ONCE // (FP8_BLOCK * k)) * FP8_BLOCK
@@ -111,11 +117,6 @@ def checksum(block: Tensor, name: str, index: Index) -> int:
             found = (found * _weights(dimension, first, part.shape[dimension], block.device)).sum(-1)
         total += int(found)
     return total * (2 * zlib.crc32(name.encode()) + 1) % MODULUS
-
-
-def combined(sums: Sequence[int]) -> int:
-    """The sum of several blocks'."""
-    return reduce(lambda a, b: (a + b) % MODULUS, sums, 0)
 
 
 def _weights(dimension: int, start: int, count: int, device: torch.device) -> Tensor:

@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import base64
-import http.client
-import json
 import pickle
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
+from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 
-from megatron_collab.inference.server import ServerError, SGLangServer
-from megatron_collab.runtime import heartbeat
-from megatron_collab.runtime.process import RunStopped
-
-LOADER = "megatron_collab.weight_sync.receiver.receive"
-
-
-class PublishError(RunStopped):
-    """The weight sync failed at every server, or at this one; the message says where."""
+from megatron_collab.inference.server import WEIGHT_LOADER, ServerError, SGLangServer
+from megatron_collab.runtime.process import beat
 
 
 class ServerCall:
-    """One weight sync of one server: `pause` and `begin`, the transfer, `end` and `go_on`.
+    """One weight sync of one server: `pause` and `begin`, the transfer, `end` and `go_on`; or `read_folder`.
 
     The transfer has to end `timeout` seconds after `pause` was called; the short calls have a quarter of that, so that
-    a server which hangs is detected before those that wait for it time out. PublishError where a call fails; the
+    a server which hangs is detected before those that wait for it time out. ServerError where a call fails; the
     server then stays paused and samples no more.
     """
 
@@ -37,65 +28,51 @@ class ServerCall:
         self.server = server
         self._timeout, self._short = timeout, timeout / 4
         self._began = self._deadline = 0.0
-        self._headers = {"Authorization": f"Bearer {server.api_key}", "Content-Type": "application/json"}
 
     def pause(self, mode: str) -> None:
         """Stop sampling; running requests are aborted or retracted as `mode` says, later ones wait."""
         self._began = time.monotonic()
         self._deadline = self._began + self._short
-        self._post("/pause_generation", {"mode": mode})
+        self._post("/pause_generation", mode=mode)
 
     def begin(self) -> None:
         """Open an update; an earlier one whose sender died is closed first."""
-        status, _ = self._ask("/begin_weight_update", {})
-        if status != 200:
-            self._post("/end_weight_update", {})
-            self._post("/begin_weight_update", {})
+        try:
+            self._post("/begin_weight_update")
+        except ServerError:
+            self._post("/end_weight_update")
+            self._post("/begin_weight_update")
 
     def receive(self, orders: Sequence[str], version: int) -> None:
         """Send the server's ranks their orders (see receiver.py); the server flushes its KV cache of older weights."""
         # SGLang's ranks unpickle named tensors; only the name carries anything.
         payloads = [base64.b64encode(pickle.dumps([(order, torch.empty(0))])).decode() for order in orders]
-        self._update("/update_weights_from_tensor", version, serialized_named_tensors=payloads, load_format=LOADER)
+        tensors = {"serialized_named_tensors": payloads, "load_format": WEIGHT_LOADER}
+        self._update("/update_weights_from_tensor", version, **tensors)
 
     def end(self) -> None:
         """Close the update."""
         self._deadline = time.monotonic() + self._short
-        self._post("/end_weight_update", {})
+        self._post("/end_weight_update")
 
-    def read_folder(self, folder: str, version: int) -> None:
-        """Make the server load a Hugging Face folder; needs no `begin` and no `end`."""
-        self._update("/update_weights_from_disk", version, model_path=folder)
+    def read_folder(self, folder: Path, version: int, mode: str) -> None:
+        """Make the server load a Hugging Face folder."""
+        self.pause(mode)
+        self._update("/update_weights_from_disk", version, model_path=str(folder.resolve()))
+        self.go_on()
 
     def go_on(self) -> None:
         """Continue sampling; waiting requests need memory for the KV cache at once."""
-        try:
-            self.server.resume("kv_cache")
-        except ServerError as error:
-            raise PublishError(str(error)) from error
+        self.server.resume("kv_cache")
         self._deadline = time.monotonic() + self._short
-        self._post("/continue_generation", {})
+        self._post("/continue_generation")
 
     def _update(self, path: str, version: int, **body: Any) -> None:
         self._deadline = self._began + self._timeout
-        self._post(path, body | {"flush_cache": True, "weight_version": str(version)})
+        self._post(path, flush_cache=True, weight_version=str(version), **body)
 
-    def _post(self, path: str, body: dict[str, Any]) -> None:
-        status, text = self._ask(path, body)
-        if status != 200:
-            raise PublishError(f"{self.server.url}{path}: status {status}: {' '.join(text.split())[:300]}")
-
-    def _ask(self, path: str, body: dict[str, Any]) -> tuple[int, str]:
-        left = max(0.1, self._deadline - time.monotonic())
-        connection = http.client.HTTPConnection(urlsplit(self.server.url).netloc, timeout=left)
-        try:
-            connection.request("POST", path, json.dumps(body).encode(), self._headers)
-            answer = connection.getresponse()
-            return answer.status, answer.read().decode(errors="replace")
-        except (OSError, http.client.HTTPException) as error:
-            raise PublishError(f"{self.server.url}{path}: {type(error).__name__}: {error}") from error
-        finally:
-            connection.close()
+    def _post(self, path: str, **body: Any) -> None:
+        self.server.ask(path, body, max(0.1, self._deadline - time.monotonic()))
 
 
 class ServerCalls:
@@ -117,10 +94,10 @@ class ServerCalls:
     def settle(self) -> None:
         """Wait for the started calls."""
         for link, call in self._calls.items():
-            heartbeat.beat()
+            beat()
             try:
                 call.result()
-            except PublishError as error:
+            except ServerError as error:
                 self.failures[link] = str(error)
 
     def each(self, call: Callable[[ServerCall], None]) -> None:

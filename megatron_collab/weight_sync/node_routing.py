@@ -96,15 +96,14 @@ def sent(plan: SyncPlan, nodes: Nodes, rank: int) -> list[list[Item]]:
 def _items(plan: SyncPlan, chosen: Callable[[int, Slice], bool]) -> list[list[Item]]:
     return [
         [(target, piece) for target, bucket in enumerate(row) for piece in bucket.slices if chosen(target, piece)]
-        for row in plan.rounds
+        for row in plan
     ]
 
 
 def hops(plan: SyncPlan, nodes: Nodes) -> list[list[Hop]]:
     """By round, all transfers between nodes, in the same order on both ends."""
     return [
-        [hop for target, bucket in enumerate(buckets) for hop in _crossing(target, bucket, nodes)]
-        for buckets in plan.rounds
+        [hop for target, bucket in enumerate(buckets) for hop in _crossing(target, bucket, nodes)] for buckets in plan
     ]
 
 

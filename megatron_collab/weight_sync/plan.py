@@ -65,11 +65,7 @@ class Bucket:
     size: int
 
 
-@dataclass(frozen=True)
-class SyncPlan:
-    """`rounds[k][t]`: the k-th bucket of rank t of every server; empty once it has everything."""
-
-    rounds: tuple[tuple[Bucket, ...], ...]
+SyncPlan = Sequence[Sequence[Bucket]]  # [k][t]: the k-th bucket of rank t of every server; empty once it has everything
 
 
 def trainer_layout(config: Config) -> TrainerLayout:
@@ -116,7 +112,7 @@ def plan_sync(
                 turns[queue.writers] += 1
                 received[queue.target].append((source, share))
         found.append(tuple(map(_bucket, received)))
-    return SyncPlan(tuple(found))
+    return found
 
 
 def layout_fault(shape: ModelShape, trainer: TrainerLayout, server: ServerLayout) -> str | None:
@@ -181,23 +177,17 @@ def _queues(shape: ModelShape, trainer: TrainerLayout, server: ServerLayout, ite
             fp8_nbytes((count, *columns)) if block.quantised else count * prod(columns) * item_bytes
             for count in (rows, min(rows, FP8_BLOCK) if block.quantised else 1)
         )
-        load = _Load(block, layer, block.holders.ranks(trainer, stage), rows, size, unit)
-        found[block.rank, _writers(block, stage, trainer, server)].append(load)
+        holders = block.holders.ranks(trainer, stage)
+        # All that hold a block take turns with it; what every tensor parallel rank holds comes from the part that the
+        # target needs anyway.
+        part = Holders(block.rank * trainer.tp // server.tp, trainer.tp)
+        writers = part.ranks(trainer, stage) if block.holders.step == 1 else holders
+        found[block.rank, writers].append(_Load(block, layer, holders, rows, size, unit))
     # What more ranks hold goes last: where a node has just that, the rest still arrives in one piece.
     return [
         _Queue(target, writers, sorted(loads, key=lambda load: len(load.holders)))
         for (target, writers), loads in found.items()
     ]
-
-
-def _writers(block: WeightBlock, stage: int, trainer: TrainerLayout, server: ServerLayout) -> range:
-    """The ranks that take turns with a block: all that hold it.
-
-    What every tensor parallel rank holds comes from the part that the target needs anyway.
-    """
-    if block.holders.step == 1:
-        return Holders(block.rank * trainer.tp // server.tp, trainer.tp).ranks(trainer, stage)
-    return block.holders.ranks(trainer, stage)
 
 
 def _aligned(size: int) -> int:

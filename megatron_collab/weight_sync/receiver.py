@@ -1,6 +1,6 @@
 """Runs in every process of SGLang that holds weights: receives new ones into the model's parameters.
 
-SGLang calls `receive` (http_protocol.LOADER) with an order that the trainer sent over HTTP. The bytes arrive through
+SGLang calls `receive` (server.WEIGHT_LOADER) with an order that the trainer sent over HTTP. The bytes arrive through
 shared memory or the network, bucket after bucket; each slice is copied to its place once. Connections are kept.
 """
 
@@ -10,14 +10,13 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_collab.runtime.device import synchronize
-from megatron_collab.weight_sync.encoding import Index, checksum, combined, placed, views
+from megatron_collab.weight_sync.encoding import MODULUS, Index, checksum, placed, spans, views
 from megatron_collab.weight_sync.store_protocol import Address, Board, connect
 from megatron_collab.weight_sync.transports.p2p import NetworkReceiver
 from megatron_collab.weight_sync.transports.shared_memory import Handle, SharedMemoryReceiver
@@ -122,7 +121,7 @@ class Receiver:
                     torch._foreach_copy_(places, slices)
                 synchronize(bucket)  # the bucket may be written again as soon as the next one is asked for
             blocks = (block for rows in self._rounds for row in rows for block in row.placed(parameters))
-            found = combined([checksum(*block) for block in blocks]) if verify else 0
+            found = sum(checksum(*block) for block in blocks) % MODULUS if verify else 0
         except Exception as error:
             self._buckets, self._pointers = None, []  # the senders notice
             with suppress(RuntimeError):  # the trainer may have ended
@@ -140,10 +139,9 @@ class Receiver:
                 raise ValueError(f"the server's parameter {name} is {here}; the trainer's plan has {planned}")
 
     def _open(self, board: Board, device: torch.device) -> SharedMemoryReceiver | NetworkReceiver:
-        parts = [_parts(rows) for rows in self._rounds]
+        parts = [spans((row.source, row.offset, row.size) for row in rows) for rows in self._rounds]
         if self._memory is not None:
-            sources = [[source for source, _, _ in own] for own in parts]
-            return SharedMemoryReceiver(self._memory, sources, self._server, self._rank)
+            return SharedMemoryReceiver(self._memory, parts, self._server, self._rank)
         assert self._network is not None
         board.set_ready(self._server, self._rank, True)
         if not board.all_ready(self._server, self._network["tp"], self._timeout):
@@ -161,12 +159,3 @@ class Receiver:
             places += own
             slices += views(bucket[row.offset : row.offset + row.size], own[0].shape, self._dtype, row.quantised)
         return places, slices
-
-
-def _parts(rows: Sequence[Row]) -> list[tuple[int, int, int]]:
-    """(source, start, stop): what each source writes of a bucket."""
-    parts = []
-    for source, group in groupby(rows, key=lambda row: row.source):
-        own = list(group)
-        parts.append((source, own[0].offset, own[-1].offset + own[-1].size))
-    return parts

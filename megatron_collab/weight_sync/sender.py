@@ -10,12 +10,10 @@ from megatron.core.fp8_utils import is_float8tensor
 from torch import Tensor
 
 from megatron_collab.checkpoint.hf import values
-from megatron_collab.runtime import heartbeat
-from megatron_collab.weight_sync.encoding import Sums, checksum, combined, placed, views, write_fp8
+from megatron_collab.runtime.process import beat
+from megatron_collab.weight_sync.encoding import Sums, checksum, placed, spans, views, write_fp8
 from megatron_collab.weight_sync.node_routing import Item
 from megatron_collab.weight_sync.plan import Slice
-
-Part = tuple[int, int]
 
 
 class Sender:
@@ -31,7 +29,7 @@ class Sender:
         """`takers`: the nodes whose servers get a slice from this rank."""
         self._takers, self._shards, self._dtype = takers, shards, dtype
         # parts[k][t]: [start, stop) of the k-th bucket of server rank t that they lie in
-        self.parts: list[dict[int, Part]] = [_parts(items) for items in rounds]
+        self.parts = [spans((t, piece.offset, piece.size) for t, piece in items) for items in rounds]
         self._copied = [[item for item in items if not self._converts(item)] for items in rounds]
         # sorted, so that each shard is taken out of FP8 once
         self._converted = [sorted(filter(self._converts, items), key=_shard) for items in rounds]
@@ -52,7 +50,7 @@ class Sender:
 
         `sums`, if given, gets the checksum of each slice added for the nodes that receive it.
         """
-        heartbeat.beat()
+        beat()
         places, blocks = self._planned(number, parts)
         if places:
             torch._foreach_copy_(places, blocks)
@@ -69,9 +67,9 @@ class Sender:
                 shape = [cut.stop - cut.start for cut in piece.target_index]
                 held = views(self._data(number, (target, piece), parts), shape, self._dtype, piece.quantised)
                 belongs = placed(piece.target, piece.target_index, piece.quantised)
-                found = [checksum(block, *place) for block, place in zip(held, belongs, strict=True)]
+                found = sum(checksum(block, *place) for block, place in zip(held, belongs, strict=True))
                 for node in self._takers(piece):
-                    sums[node, target] = combined([sums.get((node, target), 0), *found])
+                    sums[node, target] += found
 
     def _converts(self, item: Item) -> bool:
         """Whether it is in FP8 at one end, which a plain copy cannot convert."""
@@ -96,15 +94,6 @@ class Sender:
         t, piece = item
         start = piece.offset - self.parts[number][t][0]
         return parts[t][start : start + piece.size]
-
-
-def _parts(items: Sequence[Item]) -> dict[int, Part]:
-    """By server rank, from the first byte of its slices to the last."""
-    found: dict[int, Part] = {}
-    for target, piece in items:
-        start, stop = found.get(target, (piece.offset, 0))
-        found[target] = min(start, piece.offset), max(stop, piece.offset + piece.size)
-    return found
 
 
 def _shard(item: Item) -> str:

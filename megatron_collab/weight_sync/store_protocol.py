@@ -79,10 +79,12 @@ class Board:
         """The result at a server's rank; SGLang's HTTP answer cannot carry it."""
         self._store.set(f"answer/{server}/{rank}", json.dumps(found))
 
-    def answered(self, server: int, rank: int) -> dict[str, Any] | None:
-        """None if there is no answer yet."""
+    def answered(self, server: int, rank: int) -> dict[str, Any]:
+        """That result, which is an `error` where there is none yet."""
         key = f"answer/{server}/{rank}"
-        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+        return (
+            json.loads(self._store.get(key)) if self._store.check([key]) else {"error": "gave no answer; see its log"}
+        )
 
     def give_up(self, server: int, rank: int, buckets: int) -> None:
         """Release all waits for that server's rank."""

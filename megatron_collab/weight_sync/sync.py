@@ -13,6 +13,7 @@ import json
 import os
 import secrets
 import shutil
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,21 +25,28 @@ import torch.distributed as dist
 from megatron_collab.checkpoint.hf import named_shards, save_hf
 from megatron_collab.config import Config
 from megatron_collab.inference.pool import ServerPool
+from megatron_collab.inference.server import ServerError
 from megatron_collab.models import hf_to_sglang
 from megatron_collab.models.hf_to_megatron import ModelShape
-from megatron_collab.runtime import device, hang_detector, heartbeat
+from megatron_collab.runtime import device, hang_detector
+from megatron_collab.runtime.process import RunStopped, beat
 from megatron_collab.runtime.rank0 import from_leader, shared, wait_until
 from megatron_collab.trainer.megatron.config import DTYPES
-from megatron_collab.weight_sync.encoding import Sums, combined, fp8_scales
-from megatron_collab.weight_sync.http_protocol import PublishError, ServerCall, ServerCalls
+from megatron_collab.weight_sync.encoding import MODULUS, Sums, fp8_scales
+from megatron_collab.weight_sync.http_protocol import ServerCall, ServerCalls
 from megatron_collab.weight_sync.node_routing import hops, lacking, nodes, sent, written
 from megatron_collab.weight_sync.plan import BUCKET_BYTES, Slice, plan_sync, server_layout, trainer_layout, uses_memory
+from megatron_collab.weight_sync.receiver import Row
 from megatron_collab.weight_sync.sender import Sender
 from megatron_collab.weight_sync.store_protocol import Board, Peer, connect
 from megatron_collab.weight_sync.transports.p2p import NetworkTransport
 from megatron_collab.weight_sync.transports.shared_memory import Relay, SharedMemoryTransport
 
 TRIES = 3  # to give the servers a version before the run ends: all of them may fail at once
+
+
+class PublishError(RunStopped):
+    """No server has the version; the message says why."""
 
 
 class WeightSync:
@@ -57,9 +65,8 @@ class WeightSync:
         self._config, self._chunks, self._shape, self._pool = config, chunks, shape, pool
         self._mode = "retract" if config.rollout.max_staleness else "abort"
         # A server that has not got all by then has failed, before the collectives of the ranks give up; half of it may
-        # be silence.
-        self._timeout = config.launch.timeout / 2
-        self._look = config.launch.timeout / 4  # seconds: the other ranks wait in a collective meanwhile
+        # be silence, or a look for servers, while the other ranks wait in a collective.
+        self._timeout, self._patience = config.launch.timeout / 2, config.launch.timeout / 4
         self._callers = ThreadPoolExecutor(config.rollout.server.replicas)
         self._number = 0
         self._known: dict[int, int] = {}  # by index, the generation of a server that has been given weights
@@ -78,14 +85,14 @@ class WeightSync:
         limit = hang_detector.collective_timeout(config.launch.timeout).total_seconds()
         self._store, self._calls_store = (connect(self._address, self._prefix, limit) for _ in range(2))
         self._before: Board | None = None  # of the last publish
-        shards, places, patience = dict(named_shards(self._chunks)), self._nodes, self._timeout / 2
+        shards, places = dict(named_shards(self._chunks)), self._nodes
         node, home = places.of_rank(rank), next(iter(shards.values())).device
         writer = Sender(written(self._plan, places, rank), lambda piece: [node], shards, dtype)
         if not uses_memory(config):
-            return NetworkTransport(writer, self._address, self._prefix, home, patience)
+            return NetworkTransport(writer, self._address, self._prefix, home, self._patience)
         away = Sender(sent(self._plan, places, rank), lambda piece: lacking(places, piece.holders), shards, dtype)
         relay = Relay(away, hops(self._plan, places), home, config.launch.timeout)
-        return SharedMemoryTransport(self._plan, places, writer, relay, _devices(config), patience)
+        return SharedMemoryTransport(self._plan, places, writer, relay, _devices(config), self._patience)
 
     def __enter__(self) -> WeightSync:
         return self
@@ -101,9 +108,9 @@ class WeightSync:
         Waits until a server is there, and tries again where all of them fail on the way. PublishError on every rank
         where no server has the version after that, ServerError where one cannot be kept alive.
         """
-        heartbeat.at(f"the weight sync of version {version}")
+        beat(f"the weight sync of version {version}")
         for tried in range(1, TRIES + 1):
-            wait_until(lambda: self._of_rank_0.ready(self._look))
+            wait_until(lambda: self._of_rank_0.ready(self._patience))
             try:
                 self.publish(version)
                 break
@@ -127,8 +134,7 @@ class WeightSync:
         self._number += 1
         present = self._pool.present() if self._pool else []
         links = ServerCalls([ServerCall(server, self._timeout) for server in present], self._callers)
-        known = self._known
-        peers = shared(lambda: [Peer(s.index, s.tp, known.get(s.index) != s.generation) for s in present])
+        peers = shared(lambda: [Peer(s.index, s.tp, self._known.get(s.index) != s.generation) for s in present])
         if not peers:
             raise PublishError("no server is there to be given weights")
         if self._carrier is None:
@@ -140,9 +146,9 @@ class WeightSync:
             for index in failures:
                 self._carrier.drop(index)
         for server in present:
-            known[server.index] = server.generation
+            self._known[server.index] = server.generation
             if server.index in failures:
-                del known[server.index]
+                del self._known[server.index]
                 self._of_rank_0.lost(server, failures[server.index])
         if len(failures) == len(peers):
             raise PublishError("; ".join(failures.values()))
@@ -151,13 +157,7 @@ class WeightSync:
     def _by_disk(self, version: int, links: ServerCalls) -> None:
         folder = Path(self._config.run.dir) / "publish"  # one that a killed run left behind is replaced
         save_hf(self._chunks, folder, Path(self._config.model.path))
-
-        def bring(link: ServerCall) -> None:
-            link.pause(self._mode)
-            link.read_folder(str(folder.resolve()), version)
-            link.go_on()
-
-        links.each(bring)
+        links.each(lambda link: link.read_folder(folder, version, self._mode))
         if dist.get_rank() == 0:
             shutil.rmtree(folder)
 
@@ -169,7 +169,7 @@ class WeightSync:
         every = self._config.publish.verify
         verify = every > 0 and self._number % every == 0
         addresses = carrier.addresses(board, [peer for peer in peers if peer.new])
-        sums: Sums | None = {} if verify else None
+        sums: Sums | None = Counter() if verify else None
         found: dict[ServerCall, list[int]] = {}  # by server, the checksums of what its ranks hold
 
         def bring(link: ServerCall) -> None:
@@ -181,15 +181,13 @@ class WeightSync:
                 link.pause(self._mode)
                 link.begin()
                 link.receive([json.dumps(order) for order in orders], version)
-                answers = [
-                    calls.answered(index, rank) or {"error": "gave no answer; see its log"} for rank in range(tp)
-                ]
+                answers = [calls.answered(index, rank) for rank in range(tp)]
                 errors = [f"rank {rank}: {answer['error']}" for rank, answer in enumerate(answers) if "error" in answer]
                 if errors:
-                    raise PublishError(f"{link.server.url}: {'; '.join(errors)}")
+                    raise ServerError(f"{link.server.url}: {'; '.join(errors)}")
                 found[link] = [answer["checksum"] for answer in answers]
-            except PublishError:
-                calls.abandon(index, tp, len(self._plan.rounds))
+            except ServerError:
+                calls.abandon(index, tp, len(self._plan))
                 raise
 
         def commit(link: ServerCall) -> None:
@@ -205,7 +203,7 @@ class WeightSync:
         dist.barrier()  # every rank has said whom it has abandoned, and waits for nothing on the board
         for link in links.left():
             if calls.abandoned(link.server.index):
-                links.failures[link] = f"{link.server.url}: did not take the weights for {self._timeout / 2:g} s"
+                links.failures[link] = f"{link.server.url}: did not take the weights for {self._patience:g} s"
         if sums is not None:
             self._compare(links, found, sums)
         links.each(commit)
@@ -215,27 +213,19 @@ class WeightSync:
         node = self._nodes.of_server(server)
         dtype = self._config.model.dtype
 
-        def row(piece: Slice) -> tuple[Any, ...]:
+        def row(piece: Slice) -> Row:
             bounds = [(cut.start, cut.stop) for cut in piece.target_index]
-            return (
-                self._nodes.writer(node, rank, piece),
-                piece.target,
-                bounds,
-                piece.offset,
-                piece.size,
-                piece.quantised,
-            )
+            source = self._nodes.writer(node, rank, piece)
+            return Row(source, piece.target, bounds, piece.offset, piece.size, piece.quantised)
 
+        table = hf_to_sglang.table(self._shape, self._server, rank)
+        constants = {entry.name: entry.constant for entry in table if entry.constant is not None}
         parameters: dict[str, str] = {}
-        constants: dict[str, float] = {}
-        for parameter in hf_to_sglang.table(self._shape, self._server, rank):
-            parameters[parameter.name] = f"{dtype} {parameter.shape}"
-            if parameter.constant is not None:
-                constants[parameter.name] = parameter.constant
-                parameters[parameter.name] = f"float32 {parameter.shape}"
-            if parameter.quantised:
-                parameters[parameter.name] = f"float8_e4m3fn {parameter.shape}"
-                parameters[f"{parameter.name}_scale_inv"] = f"float32 {fp8_scales(parameter.shape)}"
+        for entry in table:
+            kind = "float8_e4m3fn" if entry.quantised else "float32" if entry.name in constants else dtype
+            parameters[entry.name] = f"{kind} {entry.shape}"
+            if entry.quantised:
+                parameters[f"{entry.name}_scale_inv"] = f"float32 {fp8_scales(entry.shape)}"
         return {
             "store": self._address,
             "prefix": self._prefix,
@@ -245,17 +235,17 @@ class WeightSync:
             "dtype": dtype,
             "parameters": parameters,
             "constants": constants,
-            "rounds": [[row(piece) for piece in buckets[rank].slices] for buckets in self._plan.rounds],
+            "rounds": [[row(piece) for piece in buckets[rank].slices] for buckets in self._plan],
         }
 
     def _compare(self, links: ServerCalls, found: dict[ServerCall, list[int]], sums: Sums) -> None:
         """What every server holds against what was sent to its node; collective."""
-        every: list[Sums] = [{}] * dist.get_world_size()
+        every: list[Sums] = [Counter()] * dist.get_world_size()
         dist.all_gather_object(every, sums)
         for link in links.left():
             node = self._nodes.of_server(link.server.index)
             for rank, held in enumerate(found[link]):
-                expected = combined([own.get((node, rank), 0) for own in every])
+                expected = sum(own[node, rank] for own in every) % MODULUS
                 if held != expected:
                     links.failures[link] = (
                         f"{link.server.url}: rank {rank}: holds other weights than were sent: "

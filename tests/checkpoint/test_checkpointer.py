@@ -19,7 +19,7 @@ from megatron_collab.checkpoint import hf, storage, torch_dist
 from megatron_collab.checkpoint.checkpointer import Checkpoints
 from megatron_collab.checkpoint.convert import Stored
 from megatron_collab.config import Config
-from megatron_collab.runtime import heartbeat
+from megatron_collab.runtime import process
 from megatron_collab.runtime.process import RunStopped
 from megatron_collab.trainer.megatron import parallel
 from megatron_collab.trainer.trainer import PolicyTrainer
@@ -305,17 +305,17 @@ def test_ranks_move_while_they_save_and_load(copied: tuple, monkeypatch: pytest.
     checkpoints, actor = copied
     monkeypatch.setattr(storage, "_READ_BYTES", 1 << 30)  # a check of sums is a move a file then
     tensors = len(weights(actor))
-    before, synced = heartbeat.beats, []
+    before, synced = process.beats, []
     checkpoints.load_latest(actor.trainables)
-    assert heartbeat.beats - before >= tensors
+    assert process.beats - before >= tensors
     monkeypatch.setattr(torch_dist, "PIECE_BYTES", 10_000)
     monkeypatch.setattr(torch_dist.os, "fsync", synced.append)
-    before = heartbeat.beats
+    before = process.beats
     checkpoints.save(3, actor.trainables, {"saved": 3})
     checkpoints.finish()
     size = (checkpoints.folder / "step_3" / "__0_0.distcp").stat().st_size
     assert len(synced) >= size // 20_000 > 10
-    assert heartbeat.beats - before >= tensors + size // 20_000
+    assert process.beats - before >= tensors + size // 20_000
     monkeypatch.undo()
     assert checkpoints.load_latest(actor.trainables) == (3, {"saved": 3})
 

@@ -50,7 +50,7 @@ def test_a_released_server_samples_what_it_sampled_before(servers: dict[str, Ser
 def publish(server: SGLangServer) -> None:
     """What a publish does at its end."""
     server.resume("kv_cache")
-    server._call("/continue_generation")
+    server.ask("/continue_generation", {})
 
 
 async def impatient(client: SGLangClient) -> None:

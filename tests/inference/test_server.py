@@ -397,5 +397,7 @@ def test_a_killed_trainer_takes_its_server_along(tmp_path: Path) -> None:
 @pytest.mark.processes
 def test_every_process_of_a_server_says_where_it_stands(servers: dict[str, Served]) -> None:
     written = servers["untied"].folder.parent / "stacks"
-    assert stacks.ask(written, 30.0) == []
+    began = time.monotonic()
+    stacks.ask(written, 30.0)
+    assert time.monotonic() - began < 30.0, "not every process has written"
     assert any("in event_loop" in file.read_text() for file in written.glob("untied-*.txt"))

@@ -53,7 +53,7 @@ def test_versions_are_those_of_the_lock_files(entry: Patch) -> None:
 
 @pytest.mark.parametrize("entry", named([e for e in REGISTER if e.when() and e.library != "sglang"]))
 def test_what_is_replaced_is_ours(entry: Patch) -> None:
-    for attribute in (*entry.sets, *(entry.uses if entry.apply else ())):
+    for attribute in (*entry.sets, *entry.wraps):
         found = resolve_name(attribute)
         ours = found in (None, True) or found.__module__.startswith(patches.__name__)
         assert ours and entry.sets.get(attribute, found) is found, attribute
@@ -165,7 +165,9 @@ def test_private_names_of_libraries_are_in_the_register() -> None:
             elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in LIBRARIES:
                 private = [alias.name for alias in node.names if alias.name.startswith("_")]
                 read |= {name: f"{file}:{node.lineno}" for name in private}
-    known = {attribute.rsplit(".", 1)[1] for entry in REGISTER for attribute in (*entry.sets, *entry.uses)}
+    known = {
+        attribute.rsplit(".", 1)[1] for entry in REGISTER for attribute in (*entry.sets, *entry.wraps, *entry.uses)
+    }
     assert {name: place for name, place in read.items() if name not in own | known} == {}
 
 

@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from megatron_collab.checkpoint.checkpointer import Checkpoints
 from megatron_collab.config import Config
-from megatron_collab.runtime import hang_detector, heartbeat
+from megatron_collab.runtime import hang_detector
 from megatron_collab.runtime.hang_detector import Account, describe
-from megatron_collab.runtime.process import EXIT_HUNG
+from megatron_collab.runtime.process import EXIT_HUNG, beat
 from megatron_collab.runtime.rank0 import from_leader
 from tests.ranks import run_side_by_side
 
@@ -51,7 +51,7 @@ def run(case: str, root: Path) -> None:
 
 def skip(rank: int, folder: Path) -> None:
     """Rank 1 goes on to something else where rank 0 waits for it."""
-    heartbeat.at("rollouts" if rank else "update")
+    beat("rollouts" if rank else "update")
     if rank:
         from_leader(lambda: None)
     else:
@@ -72,7 +72,7 @@ def slow(rank: int, folder: Path) -> None:
     """Rank 1 takes longer than launch.timeout, and moves; rank 0 waits for it."""
     for _ in range(int(2 * TIMEOUT / BEAT) if rank else 0):
         time.sleep(BEAT)
-        heartbeat.beat()
+        beat()
     dist.barrier()
 
 

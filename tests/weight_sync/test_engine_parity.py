@@ -233,14 +233,21 @@ def to_sample(turn: Turn, value: float) -> Sample:
     return Sample(np.array(turn.prompt_ids + turn.token_ids, np.int64), mask, log_probs, (credit,))
 
 
+class Line(SimpleNamespace):
+    """What a publisher knows of a server of another process; it has not given memory back."""
+
+    generation = 0
+    ask = SGLangServer.ask
+
+    def resume(self, tag: str) -> None:
+        """There is nothing to take again."""
+
+
 class Fleet:
     """Servers of which one that is lost does not come back."""
 
     def __init__(self, servers: list[dict[str, Any]]) -> None:
-        self.servers = [
-            SimpleNamespace(**server, index=i, generation=0, resume=lambda tag: None)
-            for i, server in enumerate(servers)
-        ]
+        self.servers = [Line(**server, index=i) for i, server in enumerate(servers)]
         self.reasons: list[str] = []
 
     def present(self) -> list[Any]:

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from megatron_collab.inference.server import ServerError
 from megatron_collab.models import hf_to_megatron
 from megatron_collab.weight_sync import sync
-from megatron_collab.weight_sync.http_protocol import PublishError, ServerCall
+from megatron_collab.weight_sync.http_protocol import ServerCall
 from megatron_collab.weight_sync.receiver import Receiver
 from megatron_collab.weight_sync.store_protocol import Board
-from megatron_collab.weight_sync.sync import WeightSync
+from megatron_collab.weight_sync.sync import PublishError, WeightSync
 from megatron_collab.weight_sync.transports import shared_memory
 from megatron_collab.weight_sync.transports.p2p import NetworkTransport
 from tests.forked import Ended
@@ -92,9 +93,11 @@ class HangingCall(fakes.ThreadCall):
     def _hangs(self, *moments: str) -> bool:
         return self.server.index == 1 and self.moment in moments
 
-    def _ask(self, path: str, body: dict[str, Any]) -> tuple[int, str]:
-        hangs = self._hangs("pause") or (self._hangs("receive") and path == "/update_weights_from_tensor")
-        return ServerCall._ask(self, path, body) if hangs else super()._ask(path, body)
+    def _post(self, path: str, **body: Any) -> None:
+        if self._hangs("pause") or (self._hangs("receive") and path == "/update_weights_from_tensor"):
+            ServerCall._post(self, path, **body)
+        else:
+            super()._post(path, **body)
 
     def receive(self, orders: Any, version: int) -> None:
         if self._hangs("receive"):
@@ -105,7 +108,7 @@ class HangingCall(fakes.ThreadCall):
 
 class RefusingCall(fakes.ThreadCall):
     def receive(self, orders: Any, version: int) -> None:
-        raise PublishError("it takes nothing")
+        raise ServerError("it takes nothing")
 
 
 def stall(receiver: Receiver) -> None:
@@ -148,7 +151,7 @@ def hang(ranks: int, nodes: int, transport: str, moment: str, quantised: bool) -
         fleet.servers[1].url = f"http://127.0.0.1:{silent.getsockname()[1]}"
     makers = note_makers()
     with WeightSync(config, [], fakes.SHAPE, fleet, fakes.BUCKET // (1 + quantised)) as sender:
-        assert len(sender._plan.rounds) > 4
+        assert len(sender._plan) > 4
         places, parts = sync.nodes(config), sender._carrier._writer.parts
         into = set() if transport == "network" else {places.keeper(node, t) for own in parts for t in own}
         assert makers() == into - {dist.get_rank()}  # it opens what it writes to, which is on its node

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from urllib.request import Request, urlopen
 
@@ -23,7 +22,7 @@ from tests.conftest import Served
 from tests.forked import fork
 from tests.helpers import make_model
 from tests.ranks import run_ranks
-from tests.weight_sync.test_engine_parity import configure
+from tests.weight_sync.test_engine_parity import Line, configure
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -80,7 +79,7 @@ def publish_and_die(folder: Path, server: dict[str, Any], moment: str) -> None:
 
 class Fleet:
     def __init__(self, server: dict[str, Any]) -> None:
-        self.server = SimpleNamespace(**server, index=0, generation=0, resume=lambda tag: None)
+        self.server = Line(**server, index=0)
 
     def present(self) -> list[Any]:
         return [self.server]
@@ -100,7 +99,7 @@ def publish(folder: Path, server: dict[str, Any], version: int, factor: float) -
                     parameter.mul_(factor)
         fleet = Fleet(server) if os.environ["RANK"] == "0" else None
         with WeightSync(config, policy, unwrap(policy[0]).shape, fleet, BUCKET_BYTES) as publisher:
-            assert len(publisher._plan.rounds) == BUCKETS
+            assert len(publisher._plan) == BUCKETS
             publisher.publish(version)
 
 

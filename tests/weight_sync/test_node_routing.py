@@ -31,7 +31,7 @@ def carried(found: SyncPlan, places: Nodes, node: int) -> tuple[SyncPlan, Counte
     """What a node's segments get: the plan with the ranks that it came from, how often, and what of it crossed."""
     number = {
         (k, t, piece.offset): n
-        for k, row in enumerate(found.rounds)
+        for k, row in enumerate(found)
         for t, bucket in enumerate(row)
         for n, piece in enumerate(bucket.slices)
     }
@@ -48,7 +48,7 @@ def carried(found: SyncPlan, places: Nodes, node: int) -> tuple[SyncPlan, Counte
             if places.of_rank(hop.keeper) != node:
                 continue
             assert places.of_rank(hop.source) != node and hop.keeper == places.keeper(node, hop.target)
-            covered = [piece for piece in found.rounds[k][hop.target].slices if hop.start <= piece.offset < hop.stop]
+            covered = [piece for piece in found[k][hop.target].slices if hop.start <= piece.offset < hop.stop]
             assert covered[0].offset == hop.start and covered[-1].offset + covered[-1].size == hop.stop
             packed = sent(found, places, hop.source)[k]
             for piece in covered:
@@ -62,9 +62,9 @@ def carried(found: SyncPlan, places: Nodes, node: int) -> tuple[SyncPlan, Counte
             replace(bucket, slices=tuple(replace(piece, source=came[k, t, n]) for n, piece in enumerate(bucket.slices)))
             for t, bucket in enumerate(row)
         )
-        for k, row in enumerate(found.rounds)
+        for k, row in enumerate(found)
     )
-    return SyncPlan(rounds), times, crossed
+    return rounds, times, crossed
 
 
 @pytest.mark.parametrize("seed", seeds(60))
@@ -79,7 +79,7 @@ def test_every_node_gets_every_element_once(seed: int) -> None:
     found = plan.plan_sync(shape, trainer, server, ITEM, 8192)
     every = {
         (k, t, n): piece
-        for k, row in enumerate(found.rounds)
+        for k, row in enumerate(found)
         for t, bucket in enumerate(row)
         for n, piece in enumerate(bucket.slices)
     }
@@ -96,7 +96,7 @@ def test_every_node_gets_every_element_once(seed: int) -> None:
             near = any(holds(shards[rank], piece, blocks[place]) for rank in members)
             assert (place in crossed) == (not near)
             k, t, n = place
-            source = there.rounds[k][t].slices[n].source
+            source = there[k][t].slices[n].source
             assert places.writer(node, t, piece) == (source if near else places.keeper(node, t))
             if places.colocated and holds(shards[places.keeper(node, t)], piece, blocks[place]):
                 assert source == places.keeper(node, t)
@@ -126,7 +126,7 @@ def test_of_a_70b_model_every_link_carries_the_same() -> None:
     found = plan.plan_sync(shape, plan.trainer_layout(config), plan.server_layout(config), 2)
     places = nodes(config)
     assert places == Nodes(16, 8, 1, colocated=True)
-    for buckets, row in zip(found.rounds, hops(found, places), strict=True):
+    for buckets, row in zip(found, hops(found, places), strict=True):
         out, into = Counter[int](), Counter[int]()
         for hop in row:
             assert hop.source % 8 == hop.keeper % 8 == hop.target

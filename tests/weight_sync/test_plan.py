@@ -71,7 +71,7 @@ def run(found: SyncPlan, shards: list[Shards], shape: ModelShape, server: Server
         parameters = {parameter.name: parameter for parameter in hf_to_sglang.table(shape, server, rank)}
         held = {name: np.zeros(parameter.shape, int) for name, parameter in parameters.items()}
         written = {name: np.zeros(parameter.shape, int) for name, parameter in parameters.items()}
-        for buckets in found.rounds:
+        for buckets in found:
             for piece in buckets[rank].slices:
                 block = shards[piece.source][piece.shard][piece.shard_index]
                 target = held[piece.target][piece.target_index]
@@ -86,7 +86,7 @@ def run(found: SyncPlan, shards: list[Shards], shape: ModelShape, server: Server
 
 
 def check_buckets(found: SyncPlan, bucket_bytes: int) -> None:
-    for buckets in found.rounds:
+    for buckets in found:
         sent: Counter[int] = Counter()
         for bucket in buckets:
             assert bucket.size <= bucket_bytes
@@ -114,7 +114,7 @@ def elements(piece: Slice) -> int:
 
 def slices(found: SyncPlan) -> list[tuple[int, Slice]]:
     """(server rank, slice) of all buckets."""
-    return [(rank, piece) for row in found.rounds for rank, bucket in enumerate(row) for piece in bucket.slices]
+    return [(rank, piece) for row in found for rank, bucket in enumerate(row) for piece in bucket.slices]
 
 
 @pytest.mark.parametrize("seed", seeds(150))
@@ -177,17 +177,17 @@ def test_stages_and_ranks_share_the_work(trainer: TrainerLayout, server: ServerL
     """Of a 70B model: buckets are full, every stage writes in every round, no rank more than others of its stage."""
     shape = hf_config.read(CONF / "shapes" / "Llama-3.3-70B-Instruct.json")
     found = plan.plan_sync(shape, trainer, server, 2)
-    received = Counter({rank: sum(row[rank].size for row in found.rounds) for rank in range(server.tp)})
+    received = Counter({rank: sum(row[rank].size for row in found) for rank in range(server.tp)})
     sent: Counter[int] = Counter()
     for _, piece in slices(found):
         sent[piece.source] += piece.size
     assert sum(received.values()) <= 1.001 * sum(sent.values())
-    assert len(found.rounds) <= 1.1 * max([*received.values(), *sent.values()]) / plan.BUCKET_BYTES + 1
+    assert len(found) <= 1.1 * max([*received.values(), *sent.values()]) / plan.BUCKET_BYTES + 1
     size = trainer.ranks // trainer.pp
     for stage in range(trainer.pp):
         ranks = range(stage * size, (stage + 1) * size)
         assert max(sent[rank] for rank in ranks) <= 1.1 * sum(sent[rank] for rank in ranks) / size
-    for row in found.rounds[:-1]:
+    for row in found[:-1]:
         assert {piece.source // size for bucket in row for piece in bucket.slices} == set(range(trainer.pp))
 
 

@@ -16,17 +16,17 @@ import torch
 import torch.distributed as dist
 
 from megatron_collab.config import Config
-from megatron_collab.inference.server import ServerError
+from megatron_collab.inference.server import ServerError, SGLangServer
 from megatron_collab.models import hf_to_megatron, hf_to_sglang
 from megatron_collab.models.hf_config import Experts, ModelShape, Rope
 from megatron_collab.models.hf_to_sglang import ServerLayout
 from megatron_collab.weight_sync import sync
 from megatron_collab.weight_sync.encoding import fp8_scales
-from megatron_collab.weight_sync.http_protocol import PublishError, ServerCall
+from megatron_collab.weight_sync.http_protocol import ServerCall
 from megatron_collab.weight_sync.receiver import Receiver
 from megatron_collab.weight_sync.sender import Sender
 from megatron_collab.weight_sync.store_protocol import Board, connect
-from megatron_collab.weight_sync.sync import WeightSync
+from megatron_collab.weight_sync.sync import PublishError, WeightSync
 from tests.helpers import free_port
 
 NORM = "model.norm.weight"
@@ -54,6 +54,8 @@ ON = ["resume kv_cache", "/continue_generation"]  # requests that have waited ne
 
 class Served:
     """A server of two ranks: what they hold, and the receivers that SGLang would keep."""
+
+    ask = SGLangServer.ask  # at `url`, of a call that is no ThreadCall
 
     def __init__(self, index: int, layout: ServerLayout, shape: ModelShape) -> None:
         self.url, self.api_key, self.tp, self.index, self.generation = f"http://server{index}", "key", 2, index, 0
@@ -101,9 +103,8 @@ class ThreadCall(ServerCall):
 
     server: Served  # type: ignore[assignment]
 
-    def _ask(self, path: str, body: dict[str, Any]) -> tuple[int, str]:
+    def _post(self, path: str, **body: Any) -> None:
         self.server.calls.append(path)
-        return 200, ""
 
     def receive(self, orders: Sequence[str], version: int) -> None:
         self.server.calls.append(f"receive {version}")
@@ -353,4 +354,4 @@ def test_a_publisher_that_goes_silent_is_given_up(shards: dict[str, torch.nn.Par
         receiver._store = store
         with pytest.raises(RuntimeError):
             receiver.take(fleet.servers[0].models[0], publish=7, verify=False)
-        assert "error" in Board(store, 7).answered(0, 0)
+        assert "no answer" not in Board(store, 7).answered(0, 0)["error"]

@@ -67,9 +67,12 @@ LAYERS, WARM, TIMED, CHANGED = 7, 2, 9, 20
 PROMPTS, PROMPT, REPLY = 8, 24, 16
 
 
-def served(line: dict[str, Any]) -> SimpleNamespace:
+class Served(SimpleNamespace):
     """What a publisher knows of the server; it has not given memory back, so there is none to take again."""
-    return SimpleNamespace(**line, resume=lambda tag: None)
+
+    ask = SGLangServer.ask
+
+    def resume(self, tag: str) -> None: ...
 
 
 def make_model(folder: Path, layers: int) -> None:
@@ -115,7 +118,7 @@ class Gathering:
     def __init__(self, chunks: list[torch.nn.Module], shape: ModelShape, config: Config, line: dict[str, Any]) -> None:
         self.shape, self.tp, self.pp = shape, config.parallel.tp, config.parallel.pp
         self.shards = {name: shard.detach() for name, shard in named_shards(chunks)}
-        self.link = ServerCall(served(line), config.launch.timeout)
+        self.link = ServerCall(Served(**line), config.launch.timeout)
         self.buckets: list[list[WeightEntry]] = [[]]
         size = 0
         for entry in hf_to_megatron.table(shape):
@@ -187,7 +190,7 @@ class Gathering:
             "flush_cache": True,
             "weight_version": str(version),
         }
-        self.link._post("/update_weights_from_tensor", body)
+        self.link._post("/update_weights_from_tensor", **body)
 
 
 @contextmanager
@@ -233,7 +236,7 @@ def run_rank(folder: Path, layout: str, out: Path, smoke: bool) -> None:
     warm, timed, changed = (0, 1, 1) if smoke else (WARM, TIMED, CHANGED)
     line = json.loads(os.environ["SERVER"])
     config = configure(folder, *LAYOUTS[layout])
-    server = served(line)
+    server = Served(**line)
     fleet = SimpleNamespace(present=lambda: [server], lost=lambda server, reason: sys.exit(reason))
     with parallel.init_parallel(config):
         actor = PolicyTrainer(config)

@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_collab.inference import KEY_VARIABLE, PARENT_VARIABLE, STACKS_VARIABLE
 from megatron_collab.runtime import stacks
-from megatron_collab.runtime.process import die_with_parent
+from megatron_collab.runtime.process import die_with_parent, imports_done
 
 
 def _register_stacks() -> None:
@@ -69,8 +69,7 @@ from sglang.srt.entrypoints import engine as engine  # brings what the spawned p
 from sglang.srt.server_args import prepare_server_args
 
 keep_loads_in_temporary_folder()
-gc.freeze()
-gc.enable()
+imports_done()
 
 
 if __name__ == "__main__":

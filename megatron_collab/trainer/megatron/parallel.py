@@ -16,8 +16,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from megatron_collab.config import Config
 from megatron_collab.patches.megatron import refuse_visible_cuda
-from megatron_collab.runtime import device, hang_detector, heartbeat, rank0
-from megatron_collab.runtime.process import RunStopped
+from megatron_collab.runtime import device, hang_detector, rank0
+from megatron_collab.runtime.process import RunStopped, beat
 
 _GROUPS = count()
 _LEADER_ENDED = "leader_ended"  # a key of the store
@@ -55,7 +55,7 @@ def init_parallel(config: Config) -> Iterator[None]:
     refuse_visible_cuda(chosen.type)
     if chosen.type != "cpu":
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
-    heartbeat.at("rendezvous of the ranks")
+    beat("rendezvous of the ranks")
     timeout = hang_detector.collective_timeout(config.launch.timeout)
     store, rank, world_size = run_store()
     # A prefix of its own: what an earlier group of this process left in the store must not be read again.

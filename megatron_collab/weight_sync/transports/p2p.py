@@ -25,9 +25,6 @@ if TYPE_CHECKING:  # the servers do without the trainer's libraries
 
 logger = logging.getLogger(__name__)
 
-# Trainer rank, and [start, stop) of its bytes in a bucket.
-SourcePart = tuple[int, int, int]
-
 
 def _join(address: Address, name: str, rank: int, size: int, device: torch.device, timeout: float) -> dist.ProcessGroup:
     """Join the process group `name`; RuntimeError where not all ranks join within `timeout` seconds."""
@@ -141,7 +138,7 @@ class NetworkTransport:
 
 
 class NetworkReceiver:
-    """A server rank's end: `parts[k]` make up its k-th bucket; the next one is received while one is used."""
+    """A server rank's end: rank r sends parts[k][r] = [start, stop) of bucket k; the next comes as one is used."""
 
     def __init__(
         self,
@@ -150,7 +147,7 @@ class NetworkReceiver:
         ranks: int,
         tp: int,
         rank: int,
-        parts: Sequence[Sequence[SourcePart]],
+        parts: Sequence[Mapping[int, tuple[int, int]]],
         device: torch.device,
         timeout: float,
     ) -> None:
@@ -158,7 +155,7 @@ class NetworkReceiver:
         self._device, self._timeout = device, timeout
         self._group = _join(address, name, ranks + rank, ranks + tp, device, timeout)
         self._parts = parts
-        largest = max((stop for own in parts for _, _, stop in own), default=0)
+        largest = max((stop for own in parts for _, stop in own.values()), default=0)
         self._buckets = [torch.zeros(largest, dtype=torch.uint8, device=device) for _ in range(min(2, len(parts)))]
 
     def each(self, board: Board) -> Iterator[Tensor]:
@@ -174,5 +171,5 @@ class NetworkReceiver:
     def _receive(self, number: int) -> list[dist.Work]:
         if number == len(self._parts):
             return []
-        bucket = self._buckets[number % 2]
-        return [self._group.recv([bucket[start:stop]], source, number) for source, start, stop in self._parts[number]]
+        bucket, parts = self._buckets[number % 2], self._parts[number]
+        return [self._group.recv([bucket[slice(*part)]], source, number) for source, part in parts.items()]

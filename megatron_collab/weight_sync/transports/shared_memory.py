@@ -13,7 +13,7 @@ import io
 import mmap
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import chain
@@ -102,9 +102,9 @@ class SharedMemoryTransport:
         self._nodes, self._writer, self._relay, self._patience = nodes, writer, relay, patience
         self._rank = dist.get_rank()
         self._node = nodes.of_rank(self._rank)
-        count = min(2, len(plan.rounds))
+        count = min(2, len(plan))
         self._own = {
-            t: [Segment(max(buckets[t].size for buckets in plan.rounds), device) for _ in range(count)]
+            t: [Segment(max(buckets[t].size for buckets in plan), device) for _ in range(count)]
             for t, device in enumerate(devices)
             if nodes.keeper(self._node, t) == self._rank
         }
@@ -221,7 +221,7 @@ class Relay:
 class SharedMemoryReceiver:
     """A server rank's end. `sources[k]`: the ranks that write its k-th bucket."""
 
-    def __init__(self, handles: Sequence[Handle], sources: Sequence[Sequence[int]], server: int, rank: int) -> None:
+    def __init__(self, handles: Sequence[Handle], sources: Sequence[Iterable[int]], server: int, rank: int) -> None:
         self._segments = [opened(handle) for handle in handles]
         self._sources, self._server, self._rank = sources, server, rank
 
