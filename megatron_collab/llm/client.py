@@ -26,9 +26,7 @@ from litellm._internal_context import is_internal_call
 from openai import OpenAIError
 
 from megatron_collab.config import EndpointConfig
-from megatron_collab.llm.answer import Field, MalformedAnswer, json_schema, parse
-from megatron_collab.llm.answer import LlmError as LlmError
-from megatron_collab.llm.limiter import BudgetSpent as BudgetSpent
+from megatron_collab.llm.answer import Field, LlmError, MalformedAnswer, json_schema, parse
 from megatron_collab.llm.limiter import Ended, Line, Wish
 from megatron_collab.patches.litellm import be_quiet
 from megatron_collab.runtime.redact import redact
@@ -43,11 +41,6 @@ _LONGEST_REASON = 400  # characters
 _POLICY = "policy/"  # the trained model, on the run's SGLang servers: no rate limit and no price
 _REFUSED = (400, 422)  # status of a server that does not support a response_format
 _supports_schema = cache(litellm.supports_response_schema)
-
-
-def priced(model: str) -> bool:
-    """Whether LiteLLM has pricing for `model`."""
-    return model in litellm.model_cost or model.partition("/")[2] in litellm.model_cost
 
 
 class Cache:
