@@ -8,10 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
-from megatron_collab.config import EndpointConfig, build, lookup
-from megatron_collab.config.extension import NoOptions
+from megatron_collab.config import EndpointConfig, Extension, build, lookup
 from megatron_collab.data.transcript import render
 from megatron_collab.llm.answer import Field, LlmError
 from megatron_collab.types import Conversation, Missing, Score, Task
@@ -35,16 +34,15 @@ THOUGHT = Field("thought", str, help="why, in a few sentences")
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
 
 
-class Metric:
+class Metric(Extension):
     """Base of the metrics: scores conversations that have ended.
 
     `Options` is a frozen dataclass of the metric's own settings, set as reward.metrics.NAME.SETTING.
     """
 
-    Options: ClassVar[type] = NoOptions
-
     def __init__(self, options: Any, judge: Judge) -> None:
-        self.options, self.judge = options, judge
+        super().__init__(options)
+        self.judge = judge
 
     @classmethod
     def unavailable(cls, options: Any) -> str | None:

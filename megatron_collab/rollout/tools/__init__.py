@@ -85,8 +85,6 @@ class Toolbox:
 
     async def answer(self, text: str, task: Task) -> tuple[list[Message], float]:
         """The tools' messages for the calls in `text`, if any, and the reward of these calls."""
-        if not self._tools:
-            return [], 0.0
         results = [await self._call(call, task) for call in await self.parser.tool_calls(text, self.schemas)]
         return [Message("tool", result.content) for result in results], sum(result.reward for result in results)
 
