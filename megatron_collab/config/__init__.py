@@ -19,7 +19,6 @@ from megatron_collab.config.schema import (
     SamplingConfig,
     ServerConfig,
     UserConfig,
-    uses_wandb,
 )
 
 # The interface for extensions; the other names are for the package itself.

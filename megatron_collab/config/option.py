@@ -23,14 +23,13 @@ class ConfigError(ValueError):
 
 def require(holds: bool, message: str, config: Any = None) -> None:
     """Raises ConfigError(message) unless the condition holds; <run.dir> in it becomes run.dir=VALUE of `config`."""
+
+    def given(found: re.Match[str]) -> str:
+        value = operator.attrgetter(found[1])(config)
+        return f"{found[1]}={str(value).lower() if isinstance(value, bool) else value}"
+
     if not holds:
-        pattern = r"<(\w+\.[\w.]+)>"
-        raise ConfigError(re.sub(pattern, lambda found: _given(found[1], config), message) if config else message)
-
-
-def _given(name: str, config: Any) -> str:
-    value = operator.attrgetter(name)(config)
-    return f"{name}={str(value).lower() if isinstance(value, bool) else value}"
+        raise ConfigError(re.sub(r"<(\w+\.[\w.]+)>", given, message) if config else message)
 
 
 # attribute of Declared: in words, and the comparison of a value with it

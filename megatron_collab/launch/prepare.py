@@ -43,7 +43,7 @@ def prepare(config: Config) -> None:
         environments.prepare(config)
         check_model(config)
         if config.train.stage == "sft":
-            datasets.load_conversations(Path(config.data.train), "data.train")
+            datasets.load_conversations(Path(config.data.train))
         else:
             examples: dict[str, str] = {}
             for setting, file in (("data.train", config.data.train), ("data.eval", config.data.eval)):
