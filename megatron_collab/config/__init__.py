@@ -12,13 +12,10 @@ from megatron_collab.config.schema import (
     LlmConfig,
     ModelConfig,
     OptimConfig,
-    ParallelConfig,
     RewardConfig,
     RolloutConfig,
-    RunConfig,
     SamplingConfig,
     ServerConfig,
-    UserConfig,
 )
 
 # The interface for extensions; the other names are for the package itself.

@@ -90,10 +90,7 @@ mutable = partial(option, may_change=True)  # a run may go on with another value
 
 
 def declared(options: Any, prefix: str = "") -> Iterator[tuple[str, Any, Declared]]:
-    """Dotted name, value and declaration of every option in a dataclass: the defaults of a class, an instance's values.
-
-    Fields that are not made by `option` have an empty declaration.
-    """
+    """Dotted name, value (of a class the default) and declaration, else an empty one, of all options of a dataclass."""
     for spec in fields(options):
         if isinstance(options, type):
             value = spec.default_factory() if callable(spec.default_factory) else spec.default

@@ -56,10 +56,7 @@ def load_conversations(path: Path) -> list[tuple[Message, ...]]:
 
 
 def rows_of_step(n: int, seed: int, step: int, size: int) -> list[int]:
-    """Which of `n` rows a step takes, when every step takes `size`: every epoch in an order drawn from the seed.
-
-    A pure function, so a run that starts again needs no saved position.
-    """
+    """Rows of `n` for a step of `size`, without a saved position: every epoch has an order drawn from the seed."""
     return [int(_order(n, seed, at // n)[at % n]) for at in range(step * size, (step + 1) * size)]
 
 

@@ -19,10 +19,7 @@ from megatron_collab.runtime.process import FINISHED, LAUNCHER, under_torchrun
 
 
 def prepare(config: Config) -> None:
-    """Make the shipped world where one is asked for, then check everything that needs files.
-
-    Raises ConfigError; nothing has been started by then.
-    """
+    """Make the world that is asked for, then check all that needs files; ConfigError before anything is started."""
     # Hugging Face's libraries take seconds to import, which refused settings need not wait for.
     from megatron_collab.data import datasets
     from megatron_collab.data.chat_template import ChatRenderer

@@ -41,10 +41,17 @@ def wait(address: str, seconds: float, names: Sequence[str]) -> None:
     import ray
 
     deadline = time.monotonic() + seconds
-    while not _joined(address):
-        if time.monotonic() > deadline:
-            raise RunStopped(f"Ray's head does not answer at {address} after {seconds:g} s; see its log")
-        time.sleep(_LOOK)
+    host, _, port = address.rpartition(":")
+    while not ray.is_initialized():
+        try:
+            # ray.init would end the process after two minutes without an answer.
+            socket.create_connection((host, int(port)), timeout=_LOOK).close()
+            ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
+        except OSError as error:  # nothing answers, or its control store does not know its own node yet
+            if time.monotonic() > deadline:
+                why = f"Ray's head does not answer at {address} after {seconds:g} s; see its log"
+                raise RunStopped(why) from error
+            time.sleep(_LOOK)
     try:
         while True:
             alive = [node["NodeName"] for node in ray.nodes() if node["Alive"]]
@@ -59,20 +66,6 @@ def wait(address: str, seconds: float, names: Sequence[str]) -> None:
             time.sleep(_LOOK)
     finally:
         ray.shutdown()
-
-
-def _joined(address: str) -> bool:
-    """Connect to Ray as a driver; False while nothing answers, or its control store does not know its own node yet."""
-    import ray
-
-    host, _, port = address.rpartition(":")
-    try:
-        # ray.init would end the process after two minutes without an answer.
-        socket.create_connection((host, int(port)), timeout=_LOOK).close()
-        ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
-    except OSError:
-        return False
-    return True
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -70,11 +70,7 @@ def key_of(question: dict[str, Any]) -> str:
 
 
 class LlmClient:
-    """Asks language models; one per process.
-
-    Calls are retried as their EndpointConfig allows and wait for the rate `limiter`; answers to questions with a
-    `sample` are kept in `cache`.
-    """
+    """Asks language models, as the `limiter` admits; answers to questions with a `sample` are kept in `cache`."""
 
     def __init__(self, limiter: Any = None, cache: Cache | None = None, keys: Mapping[str, str] = {}) -> None:
         """`limiter`: the handle of a Limiter; none: no limits. `keys`: by api_base, of the servers of policy/SAMPLE."""

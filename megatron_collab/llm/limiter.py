@@ -141,10 +141,7 @@ class Limiter:
 
 
 def start_limiter(config: LlmConfig, ledger: Path) -> Any:
-    """The handle of the run's limiter, a new Ray actor on this node, which ends with it.
-
-    When its process dies Ray restarts it from `ledger` and retries its calls.
-    """
+    """The handle of the run's limiter, a new actor on this node; if it dies Ray restarts it and retries its calls."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "scheduling_strategy": here}
     return ray.remote(**options)(Limiter).options(name=NAME).remote(config, ledger.absolute())

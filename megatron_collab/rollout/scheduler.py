@@ -150,10 +150,7 @@ class Flight:
         return dict(sorted(self._taken.items()))
 
     def collect(self, seconds: float) -> None:
-        """Write finished groups to the journal; waits up to `seconds` for the first.
-
-        An error of a worker is raised here, once the other groups are written.
-        """
+        """Write finished groups to the journal, the first within `seconds`; then raises a worker's error, if any."""
         playing = self._playing()
         if not playing:
             return

@@ -31,14 +31,11 @@ METRICS = {
 }
 PLACEHOLDERS = ("conversation", "goal", "answer", "question")
 THOUGHT = Field("thought", str, help="why, in a few sentences")
-_PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
+PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")  # the braces of a JSON object are none
 
 
 class Metric(Extension):
-    """Base of the metrics: scores conversations that have ended.
-
-    `Options` is a frozen dataclass of the metric's own settings, set as reward.metrics.NAME.SETTING.
-    """
+    """Base of the metrics of ended conversations. `Options`: a frozen dataclass, set as reward.metrics.NAME.SETTING."""
 
     def __init__(self, options: Any, judge: Judge) -> None:
         super().__init__(options)
@@ -104,11 +101,6 @@ class Judge:
             return Missing(str(error))
 
 
-def placeholders(rubric: str) -> set[str]:
-    """The names that stand in `{…}`; the braces of a JSON object are none."""
-    return set(_PLACEHOLDER.findall(rubric))
-
-
 def prompt(rubric: str, task: Task, conversation: Conversation, fields: Sequence[Field]) -> str:
     """`rubric` with its PLACEHOLDERS filled, followed by how to answer with `fields`.
 
@@ -121,7 +113,7 @@ def prompt(rubric: str, task: Task, conversation: Conversation, fields: Sequence
         "answer": task.answer,
         "question": task.messages[-1].content,
     }
-    filled = _PLACEHOLDER.sub(lambda found: values[found[1]], rubric)
+    filled = PLACEHOLDER.sub(lambda found: values[found[1]], rubric)
     lines = ",\n".join(f'  "{field.name}": {_described(field)}' for field in fields)
     return f"{filled}\n\nAnswer with one JSON object and nothing else:\n{{\n{lines}\n}}"
 
