@@ -22,13 +22,11 @@ _LOOK = 0.5  # seconds
 
 
 def settings(config: Config) -> list[str]:
-    """run.dir, launch.nodes, launch.nproc_per_node, and the number of CPUs to declare to Ray on a node.
-
-    Ray starts one process per CPU in advance, so there are as many CPUs as workers of a node.
-    """
+    """run.dir, launch.nodes, launch.nproc_per_node, and the number of CPUs to declare to Ray on a node."""
     from megatron_collab.launch.validate import check_settings  # imports torch, which `address` and `wait` do not need
 
     check_settings(config)
+    # One for each worker of a node: Ray starts one process per CPU in advance.
     cpus = -(-(config.rollout.workers + config.reward.workers) // config.launch.nodes)
     return [config.run.dir, str(config.launch.nodes), str(config.launch.nproc_per_node), str(cpus)]
 

@@ -123,8 +123,9 @@ class LlmClient:
             except MalformedAnswer as error:
                 failure, again = error, _correction(text, error)
             except (OpenAIError, TimeoutError) as error:
-                failure = error
-                if not _may_pass(error):
+                failure, status = error, getattr(error, "status_code", None)
+                # Timeouts, lost connections, rate limits and faults of the server may pass.
+                if status is not None and status < 500 and status not in (408, 409, 429):
                     break
                 tries -= _away(error) and not others
                 pause = retry_after(error) + random.uniform(0, longest)
@@ -213,12 +214,6 @@ def _correction(text: str, error: MalformedAnswer) -> Messages:
     said = [{"role": "assistant", "content": shown}] if shown.strip() else []
     wrong = f"This answer cannot be used: {error}. Answer again, with one JSON object as described and nothing else."
     return [*said, {"role": "user", "content": wrong}]
-
-
-def _may_pass(error: Exception) -> bool:
-    """Whether the same request may succeed later: timeouts, lost connections, rate limits, faults of the server."""
-    status = getattr(error, "status_code", None)
-    return status is None or status in (408, 409, 429) or status >= 500
 
 
 def _away(error: BaseException | None) -> bool:

@@ -95,10 +95,7 @@ class Journal:
             return None
 
     def write(self, step: int, groups: Mapping[str, Group]) -> None:
-        """Append those of `groups`, by stream, that lack nothing; they are on disk when it returns.
-
-        RunStopped where they cannot be written. Groups of weights that are too old to be trained are left out.
-        """
+        """Append to disk those of `groups`, by stream, that lack nothing and can be trained; RunStopped if it fails."""
         frames = []
         for stream, group in groups.items():
             turns = (turn for conversation in conversations(group) for turn in conversation.turns)
