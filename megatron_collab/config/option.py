@@ -90,7 +90,7 @@ mutable = partial(option, may_change=True)  # a run may go on with another value
 
 
 def declared(options: Any, prefix: str = "") -> Iterator[tuple[str, Any, Declared]]:
-    """Dotted name, value (of a class the default) and declaration, else an empty one, of all options of a dataclass."""
+    """Dotted name, value (a class's default) and declaration (empty if not by `option`) of a dataclass's options."""
     for spec in fields(options):
         if isinstance(options, type):
             value = spec.default_factory() if callable(spec.default_factory) else spec.default
