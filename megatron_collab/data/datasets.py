@@ -153,9 +153,7 @@ def _conversation(row: Row, number: int) -> tuple[Message, ...]:
     messages = _messages(row, "messages")
     turns = [message.role for message in messages if message.role != "system"]
     if turns != ["user", "assistant"] * (len(turns) // 2) or not turns or "system" in [m.role for m in messages[1:]]:
-        raise ValueError(
-            "messages must be user and assistant in turn, ending with the assistant (a system message first)"
-        )
+        raise ValueError("messages must be user and assistant in turn, the assistant last (a system message first)")
     return messages
 
 
@@ -166,11 +164,10 @@ def _messages(row: Row, column: str) -> tuple[Message, ...]:
     if not isinstance(found, list) or not all(isinstance(message, dict) for message in found):
         raise ValueError(f"{column} is not a list of messages {{role, content}}")
     for message in found:
-        if message.get("role") not in ROLES:
-            raise ValueError(
-                f"{column} has a message of role {message.get('role')!r}; choose one of {', '.join(ROLES)}"
-            )
-        if not isinstance(message.get("content"), str) or not message["content"].strip():
+        role, content = message.get("role"), message.get("content")
+        if role not in ROLES:
+            raise ValueError(f"{column} has a message of role {role!r}; choose one of {', '.join(ROLES)}")
+        if not isinstance(content, str) or not content.strip():
             raise ValueError(f"{column} has a message without content")
     return tuple(Message(message["role"], message["content"]) for message in found)
 

@@ -40,11 +40,12 @@ def wait(address: str, seconds: float, names: Sequence[str]) -> None:
 
     deadline = time.monotonic() + seconds
     host, _, port = address.rpartition(":")
-    while not ray.is_initialized():
+    while True:
         try:
             # ray.init would end the process after two minutes without an answer.
             socket.create_connection((host, int(port)), timeout=_LOOK).close()
             ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
+            break
         except OSError as error:  # nothing answers, or its control store does not know its own node yet
             if time.monotonic() > deadline:
                 why = f"Ray's head does not answer at {address} after {seconds:g} s; see its log"

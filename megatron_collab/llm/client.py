@@ -70,7 +70,7 @@ def key_of(question: dict[str, Any]) -> str:
 
 
 class LlmClient:
-    """Asks language models, as the `limiter` admits; answers to questions with a `sample` are kept in `cache`."""
+    """Asks language models as `limiter` admits, one a process; answers to questions with a `sample` are in `cache`."""
 
     def __init__(self, limiter: Any = None, cache: Cache | None = None, keys: Mapping[str, str] = {}) -> None:
         """`limiter`: the handle of a Limiter; none: no limits. `keys`: by api_base, of the servers of policy/SAMPLE."""

@@ -150,7 +150,7 @@ class Flight:
         return dict(sorted(self._taken.items()))
 
     def collect(self, seconds: float) -> None:
-        """Write finished groups to the journal, the first within `seconds`; then raises a worker's error, if any."""
+        """Write finished groups to the journal, after up to `seconds` for one; then raises a worker's error, if any."""
         playing = self._playing()
         if not playing:
             return
