@@ -196,11 +196,7 @@ class Reward:
 
 @dataclass(frozen=True)
 class Rollout:
-    """A trained turn and what it was worth.
-
-    `start.turns` are trained. `futures` go on from `start`; where whole conversations are trained, the one future is
-    `start` itself.
-    """
+    """The trained turns of `start` and their reward. For a whole conversation the one future is `start` itself."""
 
     start: Conversation
     futures: tuple[Future, ...]

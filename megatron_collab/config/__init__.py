@@ -12,14 +12,10 @@ from megatron_collab.config.schema import (
     LlmConfig,
     ModelConfig,
     OptimConfig,
-    ParallelConfig,
     RewardConfig,
     RolloutConfig,
-    RunConfig,
     SamplingConfig,
     ServerConfig,
-    UserConfig,
-    uses_wandb,
 )
 
 # The interface for extensions; the other names are for the package itself.

@@ -30,10 +30,7 @@ class Change(NamedTuple):
 
 
 def changes(config: Config) -> list[Change]:
-    """What differs from the settings of the run in run.dir; nothing where there is no run.
-
-    Raises ConfigError where its config.json cannot be read.
-    """
+    """What differs from the settings of the run in run.dir, if there is one; ConfigError where they cannot be read."""
     file = Path(config.run.dir) / SETTINGS
     if not file.is_file():
         return []

@@ -23,14 +23,13 @@ class ConfigError(ValueError):
 
 def require(holds: bool, message: str, config: Any = None) -> None:
     """Raises ConfigError(message) unless the condition holds; <run.dir> in it becomes run.dir=VALUE of `config`."""
+
+    def given(found: re.Match[str]) -> str:
+        value = operator.attrgetter(found[1])(config)
+        return f"{found[1]}={str(value).lower() if isinstance(value, bool) else value}"
+
     if not holds:
-        pattern = r"<(\w+\.[\w.]+)>"
-        raise ConfigError(re.sub(pattern, lambda found: _given(found[1], config), message) if config else message)
-
-
-def _given(name: str, config: Any) -> str:
-    value = operator.attrgetter(name)(config)
-    return f"{name}={str(value).lower() if isinstance(value, bool) else value}"
+        raise ConfigError(re.sub(r"<(\w+\.[\w.]+)>", given, message) if config else message)
 
 
 # attribute of Declared: in words, and the comparison of a value with it
@@ -91,10 +90,7 @@ mutable = partial(option, may_change=True)  # a run may go on with another value
 
 
 def declared(options: Any, prefix: str = "") -> Iterator[tuple[str, Any, Declared]]:
-    """Dotted name, value and declaration of every option in a dataclass: the defaults of a class, an instance's values.
-
-    Fields that are not made by `option` have an empty declaration.
-    """
+    """Dotted name, value (a class's default) and declaration (empty if not by `option`) of a dataclass's options."""
     for spec in fields(options):
         if isinstance(options, type):
             value = spec.default_factory() if callable(spec.default_factory) else spec.default

@@ -46,20 +46,17 @@ def load_tasks(path: Path, setting: str = "data.train", config: DataConfig | Non
     return tasks
 
 
-def load_conversations(path: Path, setting: str = "data.train") -> list[tuple[Message, ...]]:
-    """The conversations in a file, in its order.
+def load_conversations(path: Path) -> list[tuple[Message, ...]]:
+    """The conversations in data.train, in its order.
 
     Column: `messages` {role, content}: a system message if any, then user and assistant in turn, the last of the
-    assistant. Raises ValueError naming `setting`, file and row.
+    assistant. Raises ValueError naming the setting, file and row.
     """
-    return _each(_conversation, _rows(path, f"{setting}={path}"), f"{setting}={path}")
+    return _each(_conversation, _rows(path, f"data.train={path}"), f"data.train={path}")
 
 
 def rows_of_step(n: int, seed: int, step: int, size: int) -> list[int]:
-    """Which of `n` rows a step takes, when every step takes `size`: every epoch in an order drawn from the seed.
-
-    A pure function, so a run that starts again needs no saved position.
-    """
+    """Rows of `n` for a step of `size`, without a saved position: every epoch has an order drawn from the seed."""
     return [int(_order(n, seed, at // n)[at % n]) for at in range(step * size, (step + 1) * size)]
 
 
@@ -110,10 +107,6 @@ def write_jsonl(path: Path, rows: Iterable[Row]) -> None:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
-class _BadRow(ValueError):
-    """What is wrong with one row."""
-
-
 def _rows(path: Path, where: str) -> list[dict[str, Any]]:
     datasets.disable_progress_bars()
     parquet = path.suffix == ".parquet"
@@ -136,17 +129,17 @@ def _each(read: Callable[[Any, int], _Read], rows: Iterable[Any], where: str) ->
     for number, row in enumerate(rows):
         try:
             found.append(read(row, number))
-        except _BadRow as error:
+        except ValueError as error:
             raise ValueError(f"{where} row {number}: {error}") from error
     return found
 
 
 def _read_task(task: Any, number: int) -> Task:
     if not isinstance(task, Task):
-        raise _BadRow(f"data.format gives a {type(task).__name__}; it must be a megatron_collab.types.Task")
+        raise ValueError(f"data.format gives a {type(task).__name__}; it must be a megatron_collab.types.Task")
     last = task.messages[-1].role if task.messages else "none"
     if last != "user":
-        raise _BadRow(f"the prompt ends with a message of the {last}; its last message must be the user's")
+        raise ValueError(f"the prompt ends with a message of the {last}; its last message must be the user's")
     return task
 
 
@@ -160,21 +153,22 @@ def _conversation(row: Row, number: int) -> tuple[Message, ...]:
     messages = _messages(row, "messages")
     turns = [message.role for message in messages if message.role != "system"]
     if turns != ["user", "assistant"] * (len(turns) // 2) or not turns or "system" in [m.role for m in messages[1:]]:
-        raise _BadRow("messages must be user and assistant in turn, ending with the assistant (a system message first)")
+        raise ValueError("messages must be user and assistant in turn, the assistant last (a system message first)")
     return messages
 
 
 def _messages(row: Row, column: str) -> tuple[Message, ...]:
     found = row.get(column)
     if not found:
-        raise _BadRow(f"no {column}; give a list of messages {{role, content}}")
+        raise ValueError(f"no {column}; give a list of messages {{role, content}}")
     if not isinstance(found, list) or not all(isinstance(message, dict) for message in found):
-        raise _BadRow(f"{column} is not a list of messages {{role, content}}")
+        raise ValueError(f"{column} is not a list of messages {{role, content}}")
     for message in found:
-        if message.get("role") not in ROLES:
-            raise _BadRow(f"{column} has a message of role {message.get('role')!r}; choose one of {', '.join(ROLES)}")
-        if not isinstance(message.get("content"), str) or not message["content"].strip():
-            raise _BadRow(f"{column} has a message without content")
+        role, content = message.get("role"), message.get("content")
+        if role not in ROLES:
+            raise ValueError(f"{column} has a message of role {role!r}; choose one of {', '.join(ROLES)}")
+        if not isinstance(content, str) or not content.strip():
+            raise ValueError(f"{column} has a message without content")
     return tuple(Message(message["role"], message["content"]) for message in found)
 
 
@@ -183,5 +177,5 @@ def _text(row: Row, column: str, default: str | None = None) -> str:
     if value is None and default is not None:
         return default
     if not isinstance(value, str) or (default is None and not value.strip()):
-        raise _BadRow(f"no {column}; give a string" if value is None else f"{column} is not a string with content")
+        raise ValueError(f"no {column}; give a string" if value is None else f"{column} is not a string with content")
     return value

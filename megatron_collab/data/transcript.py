@@ -24,10 +24,7 @@ def render(messages: Sequence[Message], *, tools: bool = False) -> str:
 
 
 def shown(messages: Sequence[Message], *, tools: bool = False) -> list[Message]:
-    """The messages without system messages and the assistant's thoughts.
-
-    Tool messages, and the assistant's messages that one follows (calls, no replies), are shown with `tools` only.
-    """
+    """The messages without system ones and thoughts; tools' messages and the calls before them only with `tools`."""
     found = []
     for message, after in zip(messages, [*messages[1:], None], strict=True):
         about_tools = message.role == "tool" or (message.role == "assistant" and after and after.role == "tool")

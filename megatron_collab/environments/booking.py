@@ -70,10 +70,7 @@ def missing(task: Task) -> frozenset[str]:
 
 
 def reply(goal: str, messages: Sequence[Message]) -> str:
-    """The user's next message: the values that were asked for, the request again, or the end after a booking.
-
-    `goal` is the task's goal, a JSON object of the slots.
-    """
+    """The user's next message, by a goal in JSON: what was asked for, the request again, or the end after a booking."""
     text = messages[-1].content
     if is_final(text):
         return f"thanks . {STOP}"

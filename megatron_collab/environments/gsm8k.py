@@ -36,10 +36,7 @@ def sentences(text: str) -> list[str]:
 
 
 def cut(problem: str) -> tuple[str, list[str]]:
-    """The question, which is the last sentence that asks (else the last), and the facts, which are all others.
-
-    A problem of one sentence is all question.
-    """
+    """The question, which is the last sentence that asks (else the last), and the facts: all others, if any."""
     parts = sentences(problem)
     at = max((i for i, sentence in enumerate(parts) if "?" in sentence), default=len(parts) - 1)
     return parts[at], parts[:at] + parts[at + 1 :]

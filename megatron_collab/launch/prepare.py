@@ -19,10 +19,7 @@ from megatron_collab.runtime.process import FINISHED, LAUNCHER, under_torchrun
 
 
 def prepare(config: Config) -> None:
-    """Make the shipped world where one is asked for, then check everything that needs files.
-
-    Raises ConfigError; nothing has been started by then.
-    """
+    """Make the world that is asked for, then check all that needs files; ConfigError before anything is started."""
     # Hugging Face's libraries take seconds to import, which refused settings need not wait for.
     from megatron_collab.data import datasets
     from megatron_collab.data.chat_template import ChatRenderer
@@ -43,7 +40,7 @@ def prepare(config: Config) -> None:
         environments.prepare(config)
         check_model(config)
         if config.train.stage == "sft":
-            datasets.load_conversations(Path(config.data.train), "data.train")
+            datasets.load_conversations(Path(config.data.train))
         else:
             examples: dict[str, str] = {}
             for setting, file in (("data.train", config.data.train), ("data.eval", config.data.eval)):

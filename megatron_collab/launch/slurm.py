@@ -22,13 +22,11 @@ _LOOK = 0.5  # seconds
 
 
 def settings(config: Config) -> list[str]:
-    """run.dir, launch.nodes, launch.nproc_per_node, and the number of CPUs to declare to Ray on a node.
-
-    Ray starts one process per CPU in advance, so there are as many CPUs as workers of a node.
-    """
+    """run.dir, launch.nodes, launch.nproc_per_node, and the number of CPUs to declare to Ray on a node."""
     from megatron_collab.launch.validate import check_settings  # imports torch, which `address` and `wait` do not need
 
     check_settings(config)
+    # One for each worker of a node: Ray starts one process per CPU in advance.
     cpus = -(-(config.rollout.workers + config.reward.workers) // config.launch.nodes)
     return [config.run.dir, str(config.launch.nodes), str(config.launch.nproc_per_node), str(cpus)]
 
@@ -41,10 +39,18 @@ def wait(address: str, seconds: float, names: Sequence[str]) -> None:
     import ray
 
     deadline = time.monotonic() + seconds
-    while not _joined(address):
-        if time.monotonic() > deadline:
-            raise RunStopped(f"Ray's head does not answer at {address} after {seconds:g} s; see its log")
-        time.sleep(_LOOK)
+    host, _, port = address.rpartition(":")
+    while True:
+        try:
+            # ray.init would end the process after two minutes without an answer.
+            socket.create_connection((host, int(port)), timeout=_LOOK).close()
+            ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
+            break
+        except OSError as error:  # nothing answers, or its control store does not know its own node yet
+            if time.monotonic() > deadline:
+                why = f"Ray's head does not answer at {address} after {seconds:g} s; see its log"
+                raise RunStopped(why) from error
+            time.sleep(_LOOK)
     try:
         while True:
             alive = [node["NodeName"] for node in ray.nodes() if node["Alive"]]
@@ -59,20 +65,6 @@ def wait(address: str, seconds: float, names: Sequence[str]) -> None:
             time.sleep(_LOOK)
     finally:
         ray.shutdown()
-
-
-def _joined(address: str) -> bool:
-    """Connect to Ray as a driver; False while nothing answers, or its control store does not know its own node yet."""
-    import ray
-
-    host, _, port = address.rpartition(":")
-    try:
-        # ray.init would end the process after two minutes without an answer.
-        socket.create_connection((host, int(port)), timeout=_LOOK).close()
-        ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
-    except OSError:
-        return False
-    return True
 
 
 def main(arguments: Sequence[str]) -> int:

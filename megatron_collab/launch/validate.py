@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
@@ -12,7 +13,7 @@ from pathlib import Path
 from megatron_collab import patches
 from megatron_collab.algo.advantages import GROUPED
 from megatron_collab.algo.policy_loss import PolicyLoss
-from megatron_collab.config import Config, ConfigError, ModelConfig, check_declared, compose, require, uses_wandb
+from megatron_collab.config import Config, ConfigError, ModelConfig, check_declared, compose, require
 from megatron_collab.config.extension import make, make_absolute
 from megatron_collab.models import hf_config, parallel_layout
 from megatron_collab.models.hf_config import ModelShape
@@ -56,8 +57,9 @@ def validate(config: Config) -> None:
         files["user.personas"] = config.user.personas
     for setting, file in files.items():
         require(file is None or Path(file).is_file(), f"{setting}={file}: no such file")
-    message = "<run.wandb_project>: WANDB_API_KEY is set; install wandb, or set run.wandb_project=null"
-    require(not uses_wandb(config.run) or find_spec("wandb") is not None, message, config)
+    if config.run.wandb_project is not None and os.environ.get("WANDB_API_KEY"):
+        message = "<run.wandb_project>: WANDB_API_KEY is set; install wandb, or set run.wandb_project=null"
+        require(find_spec("wandb") is not None, message, config)
 
 
 def check_settings(config: Config) -> None:
@@ -111,11 +113,12 @@ def _check_budget(config: Config) -> None:
     if config.llm.budget_usd is None:
         return
     patches.apply("litellm")
-    from megatron_collab.llm.client import priced  # LiteLLM takes seconds to import
+    from litellm import model_cost  # which takes seconds
 
     for setting, model in (("user.model", config.user.model), ("reward.judge.model", config.reward.judge.model)):
         message = f"LiteLLM has no pricing for {setting}={model}; choose another model, or set llm.budget_usd=null"
-        require(model in (None, "policy") or priced(model), f"llm.budget_usd={config.llm.budget_usd:g}: {message}")
+        priced = model in (None, "policy") or model in model_cost or model.partition("/")[2] in model_cost
+        require(priced, f"llm.budget_usd={config.llm.budget_usd:g}: {message}")
 
 
 def _check_rollouts(config: Config) -> None:
@@ -334,9 +337,8 @@ def check_servers_on_machine(config: Config) -> None:
 def check_servers_of_model(config: Config, shape: ModelShape) -> None:
     """The sizes of the model against the layout of a server."""
     check = partial(require, config=config)
-    positions = shape.max_positions
-    message = f"<rollout.context_length>: the model has {positions} positions; choose at most as many"
-    check(config.rollout.context_length <= positions, message)
+    message = f"<rollout.context_length>: the model has {shape.max_positions} positions; choose at most as many"
+    check(config.rollout.context_length <= shape.max_positions, message)
     layout = plan.server_layout(config)
     check(layout.ep == 1 or shape.experts is not None, "<rollout.server.ep>: the model has no experts; set 1")
     fault = plan.layout_fault(shape, plan.trainer_layout(config), layout)

@@ -96,10 +96,7 @@ def _find(text: str, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _objects(text: str) -> Iterator[dict[str, Any]]:
-    """The objects in `text` from left to right, without those inside others.
-
-    Raises MalformedAnswer at the first that cannot be read: what follows may be a part of it.
-    """
+    """The outermost objects in `text`; MalformedAnswer at one that cannot be read, of which the rest may be a part."""
     try:
         whole = _DECODER.decode(text.strip())
     except (json.JSONDecodeError, RecursionError):

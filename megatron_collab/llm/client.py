@@ -26,9 +26,7 @@ from litellm._internal_context import is_internal_call
 from openai import OpenAIError
 
 from megatron_collab.config import EndpointConfig
-from megatron_collab.llm.answer import Field, MalformedAnswer, json_schema, parse
-from megatron_collab.llm.answer import LlmError as LlmError
-from megatron_collab.llm.limiter import BudgetSpent as BudgetSpent
+from megatron_collab.llm.answer import Field, LlmError, MalformedAnswer, json_schema, parse
 from megatron_collab.llm.limiter import Ended, Line, Wish
 from megatron_collab.patches.litellm import be_quiet
 from megatron_collab.runtime.redact import redact
@@ -43,11 +41,6 @@ _LONGEST_REASON = 400  # characters
 _POLICY = "policy/"  # the trained model, on the run's SGLang servers: no rate limit and no price
 _REFUSED = (400, 422)  # status of a server that does not support a response_format
 _supports_schema = cache(litellm.supports_response_schema)
-
-
-def priced(model: str) -> bool:
-    """Whether LiteLLM has pricing for `model`."""
-    return model in litellm.model_cost or model.partition("/")[2] in litellm.model_cost
 
 
 class Cache:
@@ -77,11 +70,7 @@ def key_of(question: dict[str, Any]) -> str:
 
 
 class LlmClient:
-    """Asks language models; one per process.
-
-    Calls are retried as their EndpointConfig allows and wait for the rate `limiter`; answers to questions with a
-    `sample` are kept in `cache`.
-    """
+    """Asks language models as `limiter` admits, one a process; answers to questions with a `sample` are in `cache`."""
 
     def __init__(self, limiter: Any = None, cache: Cache | None = None, keys: Mapping[str, str] = {}) -> None:
         """`limiter`: the handle of a Limiter; none: no limits. `keys`: by api_base, of the servers of policy/SAMPLE."""
@@ -134,8 +123,9 @@ class LlmClient:
             except MalformedAnswer as error:
                 failure, again = error, _correction(text, error)
             except (OpenAIError, TimeoutError) as error:
-                failure = error
-                if not _may_pass(error):
+                failure, status = error, getattr(error, "status_code", None)
+                # Timeouts, lost connections, rate limits and faults of the server may pass.
+                if status is not None and status < 500 and status not in (408, 409, 429):
                     break
                 tries -= _away(error) and not others
                 pause = retry_after(error) + random.uniform(0, longest)
@@ -224,12 +214,6 @@ def _correction(text: str, error: MalformedAnswer) -> Messages:
     said = [{"role": "assistant", "content": shown}] if shown.strip() else []
     wrong = f"This answer cannot be used: {error}. Answer again, with one JSON object as described and nothing else."
     return [*said, {"role": "user", "content": wrong}]
-
-
-def _may_pass(error: Exception) -> bool:
-    """Whether the same request may succeed later: timeouts, lost connections, rate limits, faults of the server."""
-    status = getattr(error, "status_code", None)
-    return status is None or status in (408, 409, 429) or status >= 500
 
 
 def _away(error: BaseException | None) -> bool:

@@ -1,7 +1,7 @@
 """Rate limits and budget of all calls to language models: requests and tokens per minute, concurrency, US dollars.
 
-`Limiter` keeps the accounts, `LimiterActor` is its Ray actor, one per run; the calls of one process wait in a `Line`,
-which has one message to the limiter in flight and batches what gathers meanwhile into the next.
+`Limiter` keeps the accounts, as one Ray actor per run; the calls of one process wait in a `Line`, which has one message
+to the limiter in flight and batches what gathers meanwhile into the next.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class Limiter:
     budget may be exceeded by what they cost. A call whose process died ends with its time.
 
     Spending continues from the file `ledger`: earlier starts of the run count, repeated steps too. After a crash what
-    was spent since the last `write` is lost, the minute begins anew, and a message without an answer counts twice.
+    was spent since the last `write`, a second at most, is lost, the minute begins anew, and a message without an answer
+    counts twice.
     """
 
     def __init__(self, config: LlmConfig, ledger: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -76,11 +77,14 @@ class Limiter:
         self._minute: dict[int, tuple[float, int]] = {}  # call: when it began, its tokens; in order
         self._tokens = 0  # of the calls in _minute
 
-    def talk(self, ended: Sequence[Ended], wishes: Sequence[Wish]) -> list[int]:
+    async def talk(self, ended: Sequence[Ended], wishes: Sequence[Wish]) -> list[int]:
         """Record the calls that ended and admit the first of `wishes` that the limits allow: their numbers.
 
-        Raises BudgetSpent, after recording.
+        Raises BudgetSpent, after recording. Asynchronous, so that Ray runs the actor on an event loop, which also
+        writes the ledger where no further message comes.
         """
+        if ended and not self._changed:
+            asyncio.get_running_loop().call_later(_WRITE_AFTER, self.write)
         for call in ended:
             self._running.pop(call.call, None)
             self._changed = True
@@ -136,29 +140,11 @@ class Limiter:
         return call
 
 
-class LimiterActor(Limiter):
-    """Ray actor of a Limiter; writes its ledger within a second of a change, even with no active clients."""
-
-    async def talk(self, ended: Sequence[Ended], wishes: Sequence[Wish]) -> list[int]:  # type: ignore[override]
-        """As Limiter.talk; asynchronous, so that Ray runs the actor on an event loop."""
-        if ended and not self._changed:
-            asyncio.get_running_loop().call_later(_WRITE_AFTER, self.write)
-        return super().talk(ended, wishes)
-
-
 def start_limiter(config: LlmConfig, ledger: Path) -> Any:
-    """The handle of the run's limiter, a new Ray actor on this node, which ends with it.
-
-    When its process dies Ray restarts it from `ledger` and retries its calls.
-    """
+    """The handle of the run's limiter, a new actor on this node; if it dies Ray restarts it and retries its calls."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "scheduling_strategy": here}
-    return ray.remote(**options)(LimiterActor).options(name=NAME).remote(config, ledger.absolute())
-
-
-def find_limiter() -> Any:
-    """The handle of the run's limiter; ValueError where there is none."""
-    return ray.get_actor(NAME)
+    return ray.remote(**options)(Limiter).options(name=NAME).remote(config, ledger.absolute())
 
 
 class LimiterDied(RuntimeError):

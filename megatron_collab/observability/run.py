@@ -21,7 +21,7 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from megatron_collab import __version__
-from megatron_collab.config import SETTINGS, Config, changes, uses_wandb
+from megatron_collab.config import SETTINGS, Config, changes
 from megatron_collab.runtime import files, process
 from megatron_collab.runtime.process import FINISHED, global_rank
 from megatron_collab.runtime.redact import redacted
@@ -85,7 +85,9 @@ class Run(AbstractContextManager["Run"]):
         last = step + 1 == self.config.train.steps
         if last or time.monotonic() - self._last_line >= 1:  # faster steps would hide the bar
             self._last_line = time.monotonic()
-            tqdm.write(f"{line(step, self.config.train.steps, metrics)} | {self._left(step + 1)} left")
+            rate = (time.monotonic() - self._began) / (step + 1 - self._start)  # of this start
+            left = timedelta(seconds=round(rate * (self.config.train.steps - step - 1)))
+            tqdm.write(f"{line(step, self.config.train.steps, metrics)} | {left} left")
 
     def transcripts(self, step: int, groups: Sequence[Group]) -> None:
         """Every future of a step with its scores."""
@@ -120,11 +122,6 @@ class Run(AbstractContextManager["Run"]):
         file = self.folder / "evaluations.json"
         return json.loads(file.read_text()) if file.exists() else {}
 
-    def _left(self, done: int) -> str:
-        """Time until the last step, at the mean rate since this start."""
-        rate = (time.monotonic() - self._began) / (done - self._start)
-        return str(timedelta(seconds=round(rate * (self.config.train.steps - done))))
-
     def _seconds(self) -> float:
         """Seconds this run has taken over all its starts, from the start of torchrun on."""
         return self._seconds_before + process.age(os.getppid())
@@ -141,7 +138,7 @@ class Run(AbstractContextManager["Run"]):
             writer.flush()
 
         yield write
-        if uses_wandb(self.config.run):
+        if self.config.run.wandb_project is not None and os.environ.get("WANDB_API_KEY"):
             import wandb
 
             file = self.folder / "wandb_id"  # the same over all starts of the run

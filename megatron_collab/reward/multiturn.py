@@ -83,8 +83,10 @@ def turn_reward(
     parts: dict[str, float] = {}
     for name in weighted:
         values = [parts[name] for parts in (whole_F if formula.whole else parts_F) if name in parts]
-        if not values:
-            return Reward(_why(scores_F, weighted, name), missing=missing)
+        if not values:  # the reason is that of the first missing score, of this metric before others
+            found = ((other, scores[other]) for other in (name, *weighted) for scores in scores_F)
+            why = next(Missing(f"{other}: {score.why}") for other, score in found if isinstance(score, Missing))
+            return Reward(why, missing=missing)
         limit = limits.get(name, math.inf)
         parts[name] = min(max(sum(values) / len(values), -limit), limit)
     return Reward(sum(parts.values()), _standard_error([sum(parts.values()) for parts in whole_F]), parts, missing)
@@ -96,12 +98,6 @@ def _parts(scores: Mapping[str, Score], weights: Mapping[str, float], token_cost
     if TOKENS in parts:
         parts[TOKENS] = max(parts[TOKENS], -token_cost)
     return parts
-
-
-def _why(scores_F: Sequence[Mapping[str, Score]], weights: Mapping[str, float], first: str) -> Missing:
-    """The first score that is missing, one of the metric `first` before others."""
-    found = ((name, scores[name]) for name in (first, *weights) for scores in scores_F)
-    return next(Missing(f"{name}: {score.why}") for name, score in found if isinstance(score, Missing))
 
 
 def _standard_error(sums: Sequence[float]) -> float:

@@ -52,29 +52,15 @@ AUDIT_ARCH_X86_64 = 0xC000003E
 BPF_LOAD, BPF_RETURN, BPF_EQUAL, BPF_GREATER_EQUAL, BPF_ANY_BIT = 0x20, 0x06, 0x15, 0x35, 0x45
 EPERM, ENOSYS = 1, 38
 
-# Numbers of x86_64. What reaches out of the namespaces or takes memory that no limit below counts; `clone3` hides
-# its flags from a filter, and the C library falls back to `clone`.
+# Numbers of x86_64. `clone3` hides its flags from a filter, and the C library falls back to `clone`.
 CLONE, CLONE3 = 56, 435
-DENIED = {
-    "socket": 41,
-    "unshare": 272,
-    "setns": 308,
-    "memfd_create": 319,
-    "memfd_secret": 447,
-    "shmget": 29,
-    "semget": 64,
-    "msgget": 68,
-    "ptrace": 101,
-    "process_vm_readv": 310,
-    "process_vm_writev": 311,
-    "add_key": 248,
-    "request_key": 249,
-    "keyctl": 250,
-    "bpf": 321,
-    "perf_event_open": 298,
-    "userfaultfd": 323,
-    "io_uring_setup": 425,
-}
+# What reaches out of the namespaces, and what takes memory that no limit below counts.
+NAMESPACE_CALLS = {"unshare": 272, "setns": 308}
+PROCESS_CALLS = {"ptrace": 101, "process_vm_readv": 310, "process_vm_writev": 311}
+KEY_CALLS = {"add_key": 248, "request_key": 249, "keyctl": 250}
+KERNEL_CALLS = {"socket": 41, "bpf": 321, "perf_event_open": 298, "userfaultfd": 323, "io_uring_setup": 425}
+MEMORY_CALLS = {"memfd_create": 319, "memfd_secret": 447, "shmget": 29, "semget": 64, "msgget": 68}
+DENIED = NAMESPACE_CALLS | PROCESS_CALLS | KEY_CALLS | KERNEL_CALLS | MEMORY_CALLS
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -90,7 +76,9 @@ def main() -> None:
     output, verdict, nonce = os.pipe(), os.pipe(), os.pipe()
     try:
         enter_namespaces()
-        end_with_parent(job["parent"])
+        call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != job["parent"]:  # it has ended already
+            os.kill(os.getpid(), signal.SIGKILL)
         program = os.fork()
     except OSError as error:
         answer = {"error": error.strerror}
@@ -157,13 +145,6 @@ def write(file: str, text: str) -> None:
             opened.write(text.encode())
     except OSError as error:
         raise OSError(error.errno, error.strerror, file) from error
-
-
-def end_with_parent(parent: int) -> None:
-    """Be killed when `parent` ends, also where it has ended already."""
-    call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def watch(program: int, output: int, limits: Mapping[str, Any]) -> tuple[str, bytes]:

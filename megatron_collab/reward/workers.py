@@ -58,7 +58,7 @@ class RewardWorker:
             from megatron_collab.llm.client import Cache, LlmClient
 
             folder = Path(config.llm.cache) if config.llm.cache else Path(config.run.dir) / "llm_cache"
-            judge = metrics.Judge(LlmClient(limiter.find_limiter(), Cache(folder)), reward.judge)
+            judge = metrics.Judge(LlmClient(ray.get_actor(limiter.NAME), Cache(folder)), reward.judge)
         self.timeout = reward.timeout
         self.metrics = {name: kind(options, judge) for name, (kind, options) in kinds.items()}
         # Per metric: a slow one delays no other.

@@ -53,10 +53,7 @@ class Player:
         self.strict = config.reward.malformed is not None
 
     async def play(self, task: Task, stream: str) -> Group:
-        """train.rollouts_per_prompt rollouts of `task`, all at once, as reward.mode and rollout.futures say.
-
-        `stream` names the place in the run (step and task) that the sampling seeds follow from.
-        """
+        """train.rollouts_per_prompt rollouts of `task`, all at once, as reward.mode and rollout.futures say."""
         places = [RolloutPlace(stream, i) for i in range(self.config.train.rollouts_per_prompt)]
         return Group(task, tuple(await asyncio.gather(*(self._play(task, place) for place in places))))
 
@@ -114,10 +111,7 @@ class Player:
         sampling: SamplingConfig,
         strict: bool = False,
     ) -> Conversation:
-        """Go on from the policy's last reply to an ending, within max_user_turns and max_assistant_turns.
-
-        With `strict` a malformed turn of the policy ends the conversation.
-        """
+        """Go on from the policy's last reply to an ending, which is a malformed turn too where it is `strict`."""
         user = self.users.make(task, place.name)
         try:
             async with asyncio.timeout(self.rollout.deadline):

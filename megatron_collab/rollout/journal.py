@@ -81,10 +81,7 @@ class Journal:
             os.truncate(file, end)  # what follows was being written when the process was killed
 
     def find(self, stream: str, task: Task) -> Group | None:
-        """The group that an earlier start had played on `stream`, if it is of this task and of known weights.
-
-        Weights that are yet to be trained again may come out differently.
-        """
+        """The group of `task` that an earlier start played on `stream`, unless its weights may be others by now."""
         entry = self._found.get(stream)
         if entry is None or self._digests.get(entry.version) != entry.digest:
             return None
@@ -98,15 +95,14 @@ class Journal:
             return None
 
     def write(self, step: int, groups: Mapping[str, Group]) -> None:
-        """Append those of `groups`, by stream, that lack nothing; they are on disk when it returns.
-
-        RunStopped where they cannot be written. Groups of weights that are too old to be trained are left out.
-        """
+        """Append to disk those of `groups`, by stream, that lack nothing and can be trained; RunStopped if it fails."""
         frames = []
         for stream, group in groups.items():
             turns = (turn for conversation in conversations(group) for turn in conversation.turns)
             newest = max((version for turn in turns for version in turn.versions), default=0)
-            if _whole(group) and newest in self._digests:
+            failed = any(conversation.ending is Ending.ERROR for conversation in conversations(group))
+            rewarded = not any(isinstance(rollout.reward.value, Missing) for rollout in group.rollouts)
+            if rewarded and not failed and newest in self._digests:
                 name, content = stream.encode(), pickle.dumps(group)
                 body = _WEIGHTS.pack(newest, self._digests[newest].encode()) + name + content
                 frames += [_HEAD.pack(len(name), len(content), zlib.crc32(body)), body]
@@ -143,12 +139,6 @@ def entries(file: Path) -> Iterator[JournalEntry]:
         version, digest = _WEIGHTS.unpack_from(content, at)
         yield JournalEntry(content[start - named : start].decode(), version, digest.decode(), file, start, stop)
         at = stop
-
-
-def _whole(group: Group) -> bool:
-    """Whether every rollout has a reward and no conversation ended with an error."""
-    rewarded = not any(isinstance(rollout.reward.value, Missing) for rollout in group.rollouts)
-    return rewarded and not any(conversation.ending is Ending.ERROR for conversation in conversations(group))
 
 
 def conversations(group: Group) -> Iterator[Conversation]:

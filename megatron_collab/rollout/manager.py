@@ -119,10 +119,7 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
             self._journal.forget(min(step, collector["next"][0], *(slot[0] for slot in collector["in_flight"])))
 
     def _wait(self) -> None:
-        """Until the groups that are waited for are finished; collective, a poll at a time since it may take long.
-
-        Where no server is left, all ranks sync the weights to those that are started again.
-        """
+        """Until the groups that are waited for are finished; collective, a poll at a time since it may take long."""
         while (look := from_leader(lambda: self._flight.look())) != "finished":
             if look == "servers lost":
                 assert self.weights.version is not None

@@ -76,9 +76,6 @@ def answers(asked: Mapping[str, Any], seconds: float) -> list[Any]:
     return ray.get(list(asked.values()))
 
 
-Look = Literal["playing", "finished", "servers lost"]
-
-
 class Flight:
     """Groups that are begun and not yet taken: played by the workers, or found in the journal."""
 
@@ -120,7 +117,7 @@ class Flight:
         self._progress = time.monotonic()
         self._bar = progress(title, count)
 
-    def look(self) -> Look:
+    def look(self) -> Literal["playing", "finished", "servers lost"]:
         """Poll for up to POLL_SECONDS for groups that are finished: those that were begun first are taken.
 
         "finished" once there are as many as are waited for. "servers lost": to be called again once servers are back;
@@ -153,10 +150,7 @@ class Flight:
         return dict(sorted(self._taken.items()))
 
     def collect(self, seconds: float) -> None:
-        """Write finished groups to the journal; waits up to `seconds` for the first.
-
-        An error of a worker is raised here, once the other groups are written.
-        """
+        """Write finished groups to the journal, after up to `seconds` for one; then raises a worker's error, if any."""
         playing = self._playing()
         if not playing:
             return

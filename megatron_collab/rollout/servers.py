@@ -81,9 +81,9 @@ class Servers(ExitStack):
         try:
             yield
             beat("the end of sampling")
-            from_leader(lambda: self._of_rank_0.rest())
+            from_leader(lambda: self.pool.rest() if self.pool else None)
             # The other ranks wait in a collective meanwhile.
-            wait_until(lambda: self._of_rank_0.rested(self.config.launch.timeout / 4))
+            wait_until(lambda: self.pool is None or self.pool.rested(self.config.launch.timeout / 4))
         except Exception:
             if self.pool:
                 self.pool.give_up()
@@ -92,8 +92,3 @@ class Servers(ExitStack):
     def take_counters(self) -> dict[str, float]:
         """Counts of lost and restarted servers since the last call, as metrics of a step; on rank 0."""
         return self.pool.take_counters() if self.pool else {}
-
-    @property
-    def _of_rank_0(self) -> ServerPool:
-        assert self.pool is not None
-        return self.pool

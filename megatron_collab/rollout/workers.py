@@ -40,7 +40,7 @@ class ConversationWorker:
         self.endpoints = list(keys)
         self.policy = Router(servers, config.rollout)
         renderer = ChatRenderer(config.model.path, schemas(config.rollout.tools))
-        self.users = Users(config, LlmClient(limiter.find_limiter(), keys=keys), self.endpoints)
+        self.users = Users(config, LlmClient(ray.get_actor(limiter.NAME), keys=keys), self.endpoints)
         rewards = RewardClient([ray.get_actor(name) for name in reward_workers], config.reward)
         self.player = Player(self.policy, renderer, self.users, rewards, config)
         # Neither what the imports made nor conversations are garbage: traversing them often costs a third of the time.

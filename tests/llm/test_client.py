@@ -13,9 +13,9 @@ import pytest
 from megatron_collab.config import LlmConfig
 from megatron_collab.llm import client as clients
 from megatron_collab.llm import limiter as limiters
-from megatron_collab.llm.answer import Field, json_schema
-from megatron_collab.llm.client import BudgetSpent, Cache, LlmClient, LlmError, Messages, retry_after
-from megatron_collab.llm.limiter import Ended, Limiter, Wish
+from megatron_collab.llm.answer import Field, LlmError, json_schema
+from megatron_collab.llm.client import Cache, LlmClient, Messages, retry_after
+from megatron_collab.llm.limiter import BudgetSpent, Ended, Limiter, Wish
 from tests.llm.endpoint import Endpoint, Reply, fails, hangs, resets, says, writes
 
 SCORE = [Field("score", float, 0.0, 1.0)]
@@ -34,7 +34,7 @@ class LocalLimiter(Limiter):
 
     async def _remote(self, ended: list[Ended], wishes: list[Wish]) -> list[int]:
         self.talks.append((len(ended), len(wishes)))
-        return self.local_talk(ended, wishes)
+        return await self.local_talk(ended, wishes)
 
 
 @pytest.fixture(autouse=True)

@@ -36,9 +36,13 @@ class Clock:
         return self.now
 
 
+def talk(limiter: Limiter, ended: list[Ended], wishes: list[Wish]) -> list[int]:
+    return asyncio.run(limiter.talk(ended, wishes))
+
+
 def begun(limiter: Limiter, *tokens: int, seconds: float = 10.0) -> int:
     """How many calls of these tokens the limiter lets begin."""
-    return len(limiter.talk([], [Wish(count, seconds) for count in tokens]))
+    return len(talk(limiter, [], [Wish(count, seconds) for count in tokens]))
 
 
 def test_without_limits_every_call_begins() -> None:
@@ -60,16 +64,16 @@ def test_requests_a_minute() -> None:
 def test_tokens_a_minute_are_reserved_and_then_what_was_used() -> None:
     clock = Clock()
     limiter = Limiter(LlmConfig(tokens_per_minute=1000), LEDGER, clock)
-    (first,) = limiter.talk([], [Wish(800, 10), Wish(300, 10)])
-    assert len(limiter.talk([Ended(first, tokens=100)], [Wish(500, 10), Wish(400, 10), Wish(1, 10)])) == 2
+    (first,) = talk(limiter, [], [Wish(800, 10), Wish(300, 10)])
+    assert len(talk(limiter, [Ended(first, tokens=100)], [Wish(500, 10), Wish(400, 10), Wish(1, 10)])) == 2
     clock.now += MINUTE
     assert begun(limiter, 1000) == 1
 
 
 def test_a_call_without_a_known_use_keeps_its_reservation() -> None:
     limiter = Limiter(LlmConfig(tokens_per_minute=1000), LEDGER, Clock())
-    (first,) = limiter.talk([], [Wish(800, 10)])
-    assert limiter.talk([Ended(first)], [Wish(300, 10)]) == []
+    (first,) = talk(limiter, [], [Wish(800, 10)])
+    assert talk(limiter, [Ended(first)], [Wish(300, 10)]) == []
 
 
 def test_a_call_larger_than_the_limit_goes_alone() -> None:
@@ -83,19 +87,19 @@ def test_a_call_larger_than_the_limit_goes_alone() -> None:
 def test_calls_at_once_and_those_of_the_dead() -> None:
     clock = Clock()
     limiter = Limiter(LlmConfig(max_concurrent=2), LEDGER, clock)
-    first, _ = limiter.talk([], [Wish(1, 10), Wish(1, 20), Wish(1, 10)])
+    first, _ = talk(limiter, [], [Wish(1, 10), Wish(1, 20), Wish(1, 10)])
     assert begun(limiter, 1) == 0
-    assert len(limiter.talk([Ended(first)], [Wish(1, 30), Wish(1, 30)])) == 1
+    assert len(talk(limiter, [Ended(first)], [Wish(1, 30), Wish(1, 30)])) == 1
     clock.now += 20  # nobody said that the second ended
     assert begun(limiter, 1, 1) == 1
 
 
 def test_the_budget_stops_every_further_call_and_says_what_to_do() -> None:
     limiter = Limiter(LlmConfig(budget_usd=1.0), LEDGER)
-    a, b = limiter.talk([], [Wish(1, 10), Wish(1, 10)])
-    assert limiter.talk([Ended(a, 10, 0.99)], []) == []
+    a, b = talk(limiter, [], [Wish(1, 10), Wish(1, 10)])
+    assert talk(limiter, [Ended(a, 10, 0.99)], []) == []
     with pytest.raises(BudgetSpent) as stopped:
-        limiter.talk([Ended(b, 10, 0.01)], [Wish(1, 10)])
+        talk(limiter, [Ended(b, 10, 0.01)], [Wish(1, 10)])
     assert str(stopped.value) == (
         "llm.budget_usd=1 is used up: 2 calls cost 1 USD; raise it to go on from the last checkpoint"
     )
@@ -103,34 +107,34 @@ def test_the_budget_stops_every_further_call_and_says_what_to_do() -> None:
 
 def test_what_was_spent_is_in_the_ledger_from_which_the_next_limiter_goes_on() -> None:
     before = Limiter(LlmConfig(), LEDGER)
-    calls = before.talk([], [Wish(1, 10)] * 3)
-    before.talk([Ended(calls[0], 10, 0.5), Ended(calls[1], 20, None)], [])
+    calls = talk(before, [], [Wish(1, 10)] * 3)
+    talk(before, [Ended(calls[0], 10, 0.5), Ended(calls[1], 20, None)], [])
     before.write()
     assert json.loads(LEDGER.read_text()) == {"calls": 2, "tokens": 30, "usd": 0.5, "unpriced": 1}
-    before.talk([Ended(calls[2])], [])
+    talk(before, [Ended(calls[2])], [])
     assert before.spend() == json.loads(LEDGER.read_text()) == {"calls": 3, "tokens": 30, "usd": 0.5, "unpriced": 1}
     after = Limiter(LlmConfig(budget_usd=0.4), LEDGER)
     assert after.spend() == before.spend()
     with pytest.raises(BudgetSpent):
-        after.talk([], [Wish(1, 10)])
+        talk(after, [], [Wish(1, 10)])
 
 
 def test_a_budget_that_is_used_up_is_written_at_once() -> None:
     clock = Clock()
     limiter = Limiter(LlmConfig(budget_usd=1.0), LEDGER, clock)
-    (call,) = limiter.talk([], [Wish(1, 10)])
+    (call,) = talk(limiter, [], [Wish(1, 10)])
     with pytest.raises(BudgetSpent):
-        limiter.talk([Ended(call, 10, 1.5)], [])
+        talk(limiter, [Ended(call, 10, 1.5)], [])
     assert json.loads(LEDGER.read_text())["usd"] == 1.5
 
 
 def test_a_call_of_the_limiter_before_ends_quietly() -> None:
     before, after = (Limiter(LlmConfig(max_concurrent=1, tokens_per_minute=10), LEDGER) for _ in range(2))
-    (old,) = before.talk([], [Wish(5, 10)])
-    (new,) = after.talk([], [Wish(5, 10)])
-    assert after.talk([Ended(old, 7, 0.5)], [Wish(1, 10)]) == []  # the place is that of the new one
+    (old,) = talk(before, [], [Wish(5, 10)])
+    (new,) = talk(after, [], [Wish(5, 10)])
+    assert talk(after, [Ended(old, 7, 0.5)], [Wish(1, 10)]) == []  # the place is that of the new one
     assert after.spend()["usd"] == 0.5
-    assert len(after.talk([Ended(new, 5, 0.5)], [Wish(1, 10)])) == 1
+    assert len(talk(after, [Ended(new, 5, 0.5)], [Wish(1, 10)])) == 1
 
 
 @given(
@@ -160,7 +164,7 @@ class Slow:
         self.answer = asyncio.Event()
 
     async def remote(self, ended: list[Ended], wishes: list[Wish]) -> list[int]:
-        admission = self.limiter.talk(ended, wishes)
+        admission = await self.limiter.talk(ended, wishes)
         await self.answer.wait()
         return admission
 
@@ -247,7 +251,7 @@ class Caller:
     """A process that makes calls, each of which takes 20 ms and 0.01 USD."""
 
     async def calls(self, count: int) -> int:
-        line = Line(limiters.find_limiter())
+        line = Line(ray.get_actor(limiters.NAME))
 
         async def one() -> None:
             call = await line.begin(Wish(10, 60.0))

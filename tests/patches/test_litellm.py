@@ -11,8 +11,8 @@ import pytest
 from litellm._internal_context import is_internal_call
 
 from megatron_collab.config import EndpointConfig
-from megatron_collab.llm.answer import Field
-from megatron_collab.llm.client import LlmClient, LlmError
+from megatron_collab.llm.answer import Field, LlmError
+from megatron_collab.llm.client import LlmClient
 
 
 @pytest.mark.processes

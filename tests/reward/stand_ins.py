@@ -9,9 +9,10 @@ from typing import Any
 import ray
 
 from megatron_collab.config import Config, RewardConfig
+from megatron_collab.config.extension import NoOptions
 from megatron_collab.llm.limiter import BudgetSpent
 from megatron_collab.reward import metrics
-from megatron_collab.reward.metrics import Metric, NoOptions
+from megatron_collab.reward.metrics import Metric
 from megatron_collab.reward.workers import RewardClient, RewardWorker, Scores
 from megatron_collab.types import Conversation, Ending, Finish, Message, Score, Task, Turn
 

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
 from megatron_collab.llm.answer import Field
-from megatron_collab.reward.metrics import THOUGHT, placeholders, prompt
+from megatron_collab.reward.metrics import PLACEHOLDER, THOUGHT, prompt
 from megatron_collab.types import Message
 from tests.reward.fakes import about, play
 
 
 def test_placeholders_are_names_in_braces_and_no_json() -> None:
-    assert placeholders('{conversation} {"score": 1} { goal } {} {answr}') == {"conversation", "answr"}
+    assert PLACEHOLDER.findall('{conversation} {"score": 1} { goal } {} {answr}') == ["conversation", "answr"]
 
 
 def test_a_prompt_ends_with_how_to_answer() -> None:

@@ -248,7 +248,7 @@ def changed_child(folder: Path, old: str, new: str) -> tuple[str, ...]:
 def test_without_its_filter_the_network_is_empty_all_the_same(tmp_path: Path) -> None:
     """Two walls: with `socket` allowed, nothing is reached from the network namespace."""
     with socket.create_server(("127.0.0.1", 0)) as server, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sandbox, "_COMMAND", changed_child(tmp_path, '    "socket": 41,\n', ""))
+        patch.setattr(sandbox, "_COMMAND", changed_child(tmp_path, '"socket": 41, ', ""))
         result = run(f"import socket\nsocket.create_connection(('127.0.0.1', {server.getsockname()[1]}))")
     assert "Network is unreachable" in result.output
 

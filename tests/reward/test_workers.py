@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from megatron_collab.config import Config, LlmConfig, RewardConfig, RunConfig
+from megatron_collab.config import Config, LlmConfig, RewardConfig
+from megatron_collab.config.schema import RunConfig
 from megatron_collab.llm import limiter
 from megatron_collab.reward.metrics import Metric
 from megatron_collab.reward.workers import Job, RewardWorker, Scores

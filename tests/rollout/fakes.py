@@ -8,7 +8,8 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megatron_collab.config import Config, SamplingConfig, UserConfig
+from megatron_collab.config import Config, SamplingConfig
+from megatron_collab.config.schema import UserConfig
 from megatron_collab.rollout.users import UserReply
 from megatron_collab.types import Conversation, Finish, Message, Task, ToolCall, Turn
 

@@ -20,7 +20,8 @@ import psutil
 import pytest
 import ray
 
-from megatron_collab.config import Config, RunConfig
+from megatron_collab.config import Config
+from megatron_collab.config.schema import RunConfig
 from megatron_collab.data.chat_template import ChatRenderer
 from megatron_collab.environments import booking, tiny_model
 from megatron_collab.inference.client import EngineError

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_collab.config import Config, ConfigError
-from megatron_collab.llm.answer import Field
-from megatron_collab.llm.client import LlmClient, LlmError
+from megatron_collab.llm.answer import Field, LlmError
+from megatron_collab.llm.client import LlmClient
 from megatron_collab.observability.run import Run
 from megatron_collab.runtime.redact import redact, refuse_keys
 from megatron_collab.types import Conversation, Ending, Future, Group, Message, Missing, Reward, Rollout, Task

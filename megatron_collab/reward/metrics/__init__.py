@@ -8,10 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
-from megatron_collab.config import EndpointConfig, build, lookup
-from megatron_collab.config.extension import NoOptions
+from megatron_collab.config import EndpointConfig, Extension, build, lookup
 from megatron_collab.data.transcript import render
 from megatron_collab.llm.answer import Field, LlmError
 from megatron_collab.types import Conversation, Missing, Score, Task
@@ -32,19 +31,15 @@ METRICS = {
 }
 PLACEHOLDERS = ("conversation", "goal", "answer", "question")
 THOUGHT = Field("thought", str, help="why, in a few sentences")
-_PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
+PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")  # the braces of a JSON object are none
 
 
-class Metric:
-    """Base of the metrics: scores conversations that have ended.
-
-    `Options` is a frozen dataclass of the metric's own settings, set as reward.metrics.NAME.SETTING.
-    """
-
-    Options: ClassVar[type] = NoOptions
+class Metric(Extension):
+    """Base of the metrics of ended conversations. `Options`: a frozen dataclass, set as reward.metrics.NAME.SETTING."""
 
     def __init__(self, options: Any, judge: Judge) -> None:
-        self.options, self.judge = options, judge
+        super().__init__(options)
+        self.judge = judge
 
     @classmethod
     def unavailable(cls, options: Any) -> str | None:
@@ -106,11 +101,6 @@ class Judge:
             return Missing(str(error))
 
 
-def placeholders(rubric: str) -> set[str]:
-    """The names that stand in `{…}`; the braces of a JSON object are none."""
-    return set(_PLACEHOLDER.findall(rubric))
-
-
 def prompt(rubric: str, task: Task, conversation: Conversation, fields: Sequence[Field]) -> str:
     """`rubric` with its PLACEHOLDERS filled, followed by how to answer with `fields`.
 
@@ -123,7 +113,7 @@ def prompt(rubric: str, task: Task, conversation: Conversation, fields: Sequence
         "answer": task.answer,
         "question": task.messages[-1].content,
     }
-    filled = _PLACEHOLDER.sub(lambda found: values[found[1]], rubric)
+    filled = PLACEHOLDER.sub(lambda found: values[found[1]], rubric)
     lines = ",\n".join(f'  "{field.name}": {_described(field)}' for field in fields)
     return f"{filled}\n\nAnswer with one JSON object and nothing else:\n{{\n{lines}\n}}"
 

@@ -53,10 +53,7 @@ class TokenAmount(Metric):
 
 @cache
 def _cl100k() -> tiktoken.Encoding:
-    """The encoding from the table that LiteLLM ships: tiktoken would download it.
-
-    LiteLLM itself is only located; its import takes seconds.
-    """
+    """From the table that LiteLLM ships (tiktoken would download it); only located, since its import takes seconds."""
     spec = find_spec("litellm")
     assert spec is not None and spec.origin is not None
     os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(Path(spec.origin).parent / "litellm_core_utils" / "tokenizers"))

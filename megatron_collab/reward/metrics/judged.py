@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_collab.config import option
 from megatron_collab.llm.answer import Field
-from megatron_collab.reward.metrics import PLACEHOLDERS, THOUGHT, Metric, placeholders
+from megatron_collab.reward.metrics import PLACEHOLDER, PLACEHOLDERS, THOUGHT, Metric
 from megatron_collab.types import Conversation, Missing, Score, Task
 
 # The two published rubrics, in our words.
@@ -92,7 +92,7 @@ class Generative(Metric):
         model: str | None = option(None, "LiteLLM model of the judge; none: reward.judge.model")
 
         def __post_init__(self) -> None:
-            found = placeholders(self.prompt)
+            found = set(PLACEHOLDER.findall(self.prompt))
             if "conversation" not in found:
                 raise ValueError("prompt: write the rubric with {conversation} where the conversation is to stand")
             if unknown := found - set(PLACEHOLDERS):

@@ -72,10 +72,7 @@ class PassRate(Metric):
 
 
 def program(code: str, metadata: Mapping[str, Any]) -> dict[str, str]:
-    """The sources that pass exactly if `code` passes the tests in a task's metadata.
-
-    `code` may be whole, or go on where `prompt` ends.
-    """
+    """Sources that pass exactly if `code`, whole or what follows `prompt`, passes the tests in a task's metadata."""
     prompt = metadata.get("prompt", "")
     if not _parses(code):
         sources = {"solution": prompt + code}

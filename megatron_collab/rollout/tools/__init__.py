@@ -60,10 +60,7 @@ def schemas(names: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def make_tools(config: RolloutConfig) -> dict[str, Tool]:
-    """The tools of rollout.tools with their options, by the names that the policy calls them by.
-
-    Raises ConfigError for an unknown tool, two of one name, and options that are refused.
-    """
+    """The tools of rollout.tools by the names that the policy calls them by. Raises ConfigError for what is refused."""
     kinds = {find_tool(name).SCHEMA["name"]: find_tool(name) for name in config.tools}
     require(len(kinds) == len(config.tools), f"rollout.tools={config.tools}: two tools have the same name")
     for name in config.tool_options:
@@ -85,8 +82,6 @@ class Toolbox:
 
     async def answer(self, text: str, task: Task) -> tuple[list[Message], float]:
         """The tools' messages for the calls in `text`, if any, and the reward of these calls."""
-        if not self._tools:
-            return [], 0.0
         results = [await self._call(call, task) for call in await self.parser.tool_calls(text, self.schemas)]
         return [Message("tool", result.content) for result in results], sum(result.reward for result in results)
 

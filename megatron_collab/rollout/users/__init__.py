@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
-from megatron_collab.config import Config, ConfigError, build, lookup
+from megatron_collab.config import Config, ConfigError, Extension, build, lookup
 from megatron_collab.config.extension import NoOptions
 from megatron_collab.types import Conversation, Message, Task
 
@@ -39,21 +39,16 @@ class UserReply:
     reward: float = 0.0
 
 
-class User:
+class User(Extension):
     """Base of the users: the user of one conversation about `task`.
 
     `argument` is the part of the name after KIND/. Random draws follow from `sample`, the conversation's name, or from
     the task. `users` is shared in the process. `Options`: a frozen dataclass of settings, user.options.SETTING.
     """
 
-    Options: ClassVar[type] = NoOptions
-
     def __init__(self, task: Task, argument: str, sample: str, users: Users) -> None:
-        self.task = task
-        self.argument = argument
-        self.sample = sample
-        self.users = users
-        self.options: Any = options_of(type(self), users.config)
+        super().__init__(options_of(type(self), users.config))
+        self.task, self.argument, self.sample, self.users = task, argument, sample, users
 
     @classmethod
     def unavailable(cls, argument: str, config: Config) -> str | None:

@@ -51,7 +51,8 @@ class LlmUser(User):
         super().__init__(task, argument, sample, users)
         config = users.config
         self.model = argument or config.user.model
-        persona = draw_persona(config.user.personas, f"{config.run.seed}/{task.id}")
+        pool, draw = config.user.personas, random.Random(f"{config.run.seed}/{task.id}")  # the same in every process
+        persona = draw.choice(read_personas(pool)) if pool else None
         self.system = system_prompt(task.goal, config.user.stop, persona)
 
     @classmethod
@@ -122,8 +123,3 @@ def system_prompt(goal: str, stop: str, persona: str | None = None) -> str:
 def read_personas(path: str) -> tuple[str, ...]:
     """The lines of a file of personas, without blank ones."""
     return tuple(line.strip() for line in Path(path).read_text().splitlines() if line.strip())
-
-
-def draw_persona(path: str | None, seed: str) -> str | None:
-    """The persona for `seed`, the same in every process."""
-    return random.Random(seed).choice(read_personas(path)) if path else None

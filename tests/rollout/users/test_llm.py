@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,9 @@ from aiohttp import web
 from megatron_collab.config import Config, EndpointConfig
 from megatron_collab.data.transcript import render
 from megatron_collab.llm import client as clients
-from megatron_collab.llm.client import BudgetSpent
+from megatron_collab.llm.limiter import BudgetSpent
 from megatron_collab.rollout.users import UserError, UserReply, Users
-from megatron_collab.rollout.users.llm import FIELDS, draw_persona, system_prompt
+from megatron_collab.rollout.users.llm import FIELDS, system_prompt
 from megatron_collab.types import Conversation, Message, Task
 from tests.conftest import Served
 from tests.llm.endpoint import Endpoint, Reply, fails, hangs, says
@@ -212,7 +213,7 @@ def test_a_task_draws_its_persona_once_for_all_its_conversations(tmp_path: Path)
     drawn = [next(persona for persona in pool if f"Who you are: {persona}\n" in system) for system in systems]
     assert drawn[::2] == drawn[1::2]
     assert len(set(drawn)) > 10
-    assert drawn[0] == draw_persona(str(file), "0/t0") and draw_persona(None, "0/t0") is None
+    assert drawn[0] == random.Random("0/t0").choice(pool)
 
 
 def test_a_user_without_personas_has_no_line_for_one() -> None:
