@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 
 from megatron_collab.checkpoint import storage
 from megatron_collab.checkpoint.sharded_state import MAIN, Checkpointable, load_weights, restore, snapshot
-from megatron_collab.checkpoint.torch_dist import PacedWriter, SaveItems, Written
+from megatron_collab.checkpoint.torch_dist import CheckpointWriter, SaveItems, Written
 from megatron_collab.runtime import hang_detector
 from megatron_collab.runtime.process import RunStopped, beat
 from megatron_collab.runtime.rank0 import shared
@@ -142,7 +142,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             ranks.broadcast("prepare", lambda: storage.begin(self.folder, step))
             torch_checkpoint.save(
                 {},  # the planner has it all
-                storage_writer=PacedWriter(temporary, per_thread_copy_ahead=0),
+                storage_writer=CheckpointWriter(temporary, per_thread_copy_ahead=0),
                 planner=SaveItems(items),
                 process_group=self._group,
             )

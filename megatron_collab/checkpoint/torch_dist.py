@@ -76,12 +76,12 @@ class SaveItems(DefaultSavePlanner):
         return self._data[write_item.index]
 
 
-class PacedWriter(FileSystemWriter):
+class CheckpointWriter(FileSystemWriter):
     """Writes a rank's file; raises the error of the operating system where it cannot."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.fs = _PacedFiles()
+        self.fs = _FlushedFiles()
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         try:
@@ -93,7 +93,7 @@ class PacedWriter(FileSystemWriter):
             raise
 
 
-class _PacedFiles(FileSystem):
+class _FlushedFiles(FileSystem):
     """Files to write; a FileSystemWriter reads none."""
 
     @contextmanager

@@ -47,7 +47,7 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
         self.evaluates = config.data.eval is not None and config.train.eval_tasks > 0
         self.leader = dist.get_rank() == 0
         self._state = dict(state)
-        self._patience = config.launch.timeout / 2  # seconds, in which the other ranks wait
+        self._timeout = config.launch.timeout / 2  # seconds, in which the other ranks wait
         self._digests = WeightDigests(config.rollout.max_staleness + 1, state.get("weights", ()))
         if self.leader:
             assert servers.workers and servers.pool
@@ -182,7 +182,7 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
         counts: Counter[str] = Counter()
         players = enumerate(self._workers.conversations)
         asked = {f"the counters of conversation-{n}": player.take_counters.remote() for n, player in players}
-        for taken in answers(asked, self._patience):
+        for taken in answers(asked, self._timeout):
             counts.update(taken)
         if self._flight.from_journal:
             counts["from_journal"], self._flight.from_journal = self._flight.from_journal, 0
@@ -192,7 +192,7 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
         return {**{f"count/{name}": float(count) for name, count in sorted(counts.items())}, **step}
 
     def _spend(self) -> dict[str, float]:
-        (spent,) = answers({"what was spent, of the limiter": self._workers.limiter.spend.remote()}, self._patience)
+        (spent,) = answers({"what was spent, of the limiter": self._workers.limiter.spend.remote()}, self._timeout)
         return spent
 
 

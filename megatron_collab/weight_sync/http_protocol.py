@@ -78,28 +78,28 @@ class ServerCall:
 class ServerCalls:
     """The calls to all servers of one weight sync, made in parallel; a server where one fails is left out."""
 
-    def __init__(self, links: Sequence[ServerCall], callers: Executor) -> None:
+    def __init__(self, calls: Sequence[ServerCall], callers: Executor) -> None:
         self.failures: dict[ServerCall, str] = {}
-        self._links, self._callers = links, callers
-        self._calls: dict[ServerCall, Future[None]] = {}
+        self._calls, self._callers = calls, callers
+        self._started: dict[ServerCall, Future[None]] = {}
 
     def left(self) -> list[ServerCall]:
         """The servers at which no call failed."""
-        return [link for link in self._links if link not in self.failures]
+        return [call for call in self._calls if call not in self.failures]
 
-    def start(self, call: Callable[[ServerCall], None]) -> None:
+    def start(self, action: Callable[[ServerCall], None]) -> None:
         """Start a call to every server in the background."""
-        self._calls = {link: self._callers.submit(call, link) for link in self.left()}
+        self._started = {call: self._callers.submit(action, call) for call in self.left()}
 
     def settle(self) -> None:
         """Wait for the started calls."""
-        for link, call in self._calls.items():
+        for call, started in self._started.items():
             beat()
             try:
-                call.result()
+                started.result()
             except ServerError as error:
-                self.failures[link] = str(error)
+                self.failures[call] = str(error)
 
-    def each(self, call: Callable[[ServerCall], None]) -> None:
-        self.start(call)
+    def each(self, action: Callable[[ServerCall], None]) -> None:
+        self.start(action)
         self.settle()

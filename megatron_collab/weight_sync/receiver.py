@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_collab.runtime.device import synchronize
 from megatron_collab.weight_sync.encoding import MODULUS, Index, checksum, placed, spans, views
-from megatron_collab.weight_sync.store_protocol import Address, Board, connect
+from megatron_collab.weight_sync.store_protocol import Address, SyncStore, connect
 from megatron_collab.weight_sync.transports.p2p import NetworkReceiver
 from megatron_collab.weight_sync.transports.shared_memory import Handle, SharedMemoryReceiver
 
@@ -80,7 +80,7 @@ class Receiver:
         memory: Sequence[Handle] | None = None,
         network: Mapping[str, Any] | None = None,
     ) -> None:
-        """`store`, `prefix`: of the board (store_protocol.connect); `server`, `rank`: its own; `dtype`: of slices.
+        """`store`, `prefix`: see store_protocol.connect; `server`, `rank`: its own; `dtype`: of slices.
 
         `parameters`: dtype and shape of all that the server must have, and no other; `constants`: those of them that
         are filled with a number instead of being sent; `rounds`: the rows of each bucket. These come through the
@@ -102,18 +102,18 @@ class Receiver:
 
         ValueError where the parameters are not those of the plan; RuntimeError where the trainer stops sending.
         """
-        board = Board(self._store, publish)
+        store = SyncStore(self._store, publish)
         try:
             parameters = dict(model.named_parameters())
             if self._buckets is None:
                 self._check(parameters)
-                self._buckets = self._open(board, next(iter(parameters.values())).device)
+                self._buckets = self._open(store, next(iter(parameters.values())).device)
             pointers = [parameter.data_ptr() for parameter in parameters.values()]
             if pointers != self._pointers:  # SGLang may make others after it has taken weights
                 self._copies, self._pointers = {}, pointers
             for name, value in self._constants.items():  # at every publish: releasing memory loses them
                 parameters[name].fill_(value)
-            for number, bucket in enumerate(self._buckets.each(board)):
+            for number, bucket in enumerate(self._buckets.each(store)):
                 if number not in self._copies:
                     self._copies[number] = self._plan(parameters, self._rounds[number], bucket)
                 places, slices = self._copies[number]
@@ -125,10 +125,10 @@ class Receiver:
         except Exception as error:
             self._buckets, self._pointers = None, []  # the senders notice
             with suppress(RuntimeError):  # the trainer may have ended
-                board.give_up(self._server, self._rank, len(self._rounds))
-                board.answer(self._server, self._rank, {"error": f"{type(error).__name__}: {error}"})
+                store.give_up(self._server, self._rank, len(self._rounds))
+                store.answer(self._server, self._rank, {"error": f"{type(error).__name__}: {error}"})
             raise
-        board.answer(self._server, self._rank, {"checksum": found})
+        store.answer(self._server, self._rank, {"checksum": found})
 
     def _check(self, parameters: Mapping[str, Tensor]) -> None:
         """ValueError for a parameter that is not in the plan or differs from it: it would keep old weights."""
@@ -138,13 +138,13 @@ class Receiver:
             if here != planned:
                 raise ValueError(f"the server's parameter {name} is {here}; the trainer's plan has {planned}")
 
-    def _open(self, board: Board, device: torch.device) -> SharedMemoryReceiver | NetworkReceiver:
+    def _open(self, store: SyncStore, device: torch.device) -> SharedMemoryReceiver | NetworkReceiver:
         parts = [spans((row.source, row.offset, row.size) for row in rows) for rows in self._rounds]
         if self._memory is not None:
             return SharedMemoryReceiver(self._memory, parts, self._server, self._rank)
         assert self._network is not None
-        board.set_ready(self._server, self._rank, True)
-        if not board.all_ready(self._server, self._network["tp"], self._timeout):
+        store.set_ready(self._server, self._rank, True)
+        if not store.all_ready(self._server, self._network["tp"], self._timeout):
             raise RuntimeError("another rank of the server does not join")
         return NetworkReceiver(
             self._address, rank=self._rank, parts=parts, device=device, timeout=self._timeout, **self._network

@@ -32,7 +32,7 @@ def connect(address: Address, prefix: str, timeout: float) -> dist.Store:
     return dist.PrefixStore(prefix, store)
 
 
-class Board:
+class SyncStore:
     """The keys of one weight sync; `number` is unique under the store's prefix."""
 
     def __init__(self, store: dist.Store, number: int) -> None:
@@ -50,10 +50,10 @@ class Board:
         """A server's rank has read its bucket, whose memory may be written again."""
         self._store.set(f"loaded/{bucket}/{server}/{rank}", "")
 
-    def late(self, bucket: int, readers: Iterable[tuple[int, int]], patience: float) -> set[int]:
-        """Wait for `readers`, (server, rank); the servers of those that have not read within `patience` seconds."""
+    def late(self, bucket: int, readers: Iterable[tuple[int, int]], timeout: float) -> set[int]:
+        """Wait for `readers`, (server, rank); the servers of those that have not read within `timeout` seconds."""
         keys = {f"loaded/{bucket}/{server}/{rank}": server for server, rank in readers}
-        if self._all_set(list(keys), patience):
+        if self._all_set(list(keys), timeout):
             return set()
         return {server for key, server in keys.items() if not self._store.check([key])}
 
@@ -70,10 +70,10 @@ class Board:
         """A server's rank will join the process group with the trainer's ranks, or it will not."""
         self._store.set(f"ready/{server}/{rank}", str(int(ready)))
 
-    def all_ready(self, server: int, tp: int, patience: float) -> bool:
-        """Whether all ranks of a server announce within `patience` seconds that they will join."""
+    def all_ready(self, server: int, tp: int, timeout: float) -> bool:
+        """Whether all ranks of a server announce within `timeout` seconds that they will join."""
         keys = [f"ready/{server}/{rank}" for rank in range(tp)]
-        return self._all_set(keys, patience) and all(self._store.get(key) == b"1" for key in keys)
+        return self._all_set(keys, timeout) and all(self._store.get(key) == b"1" for key in keys)
 
     def answer(self, server: int, rank: int, found: dict[str, Any]) -> None:
         """The result at a server's rank; SGLang's HTTP answer cannot carry it."""
@@ -106,9 +106,9 @@ class Board:
         for key in self._store.list_keys():
             self._store.delete_key(key)
 
-    def _all_set(self, keys: list[str], patience: float) -> bool:
+    def _all_set(self, keys: list[str], timeout: float) -> bool:
         try:
-            self._store.wait(keys, timedelta(seconds=patience))
+            self._store.wait(keys, timedelta(seconds=timeout))
         except dist.DistStoreError:
             return False
         return True

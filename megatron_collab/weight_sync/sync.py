@@ -38,7 +38,7 @@ from megatron_collab.weight_sync.node_routing import hops, lacking, nodes, sent,
 from megatron_collab.weight_sync.plan import BUCKET_BYTES, Slice, plan_sync, server_layout, trainer_layout, uses_memory
 from megatron_collab.weight_sync.receiver import Row
 from megatron_collab.weight_sync.sender import Sender
-from megatron_collab.weight_sync.store_protocol import Board, Peer, connect
+from megatron_collab.weight_sync.store_protocol import Peer, SyncStore, connect
 from megatron_collab.weight_sync.transports.p2p import NetworkTransport
 from megatron_collab.weight_sync.transports.shared_memory import Relay, SharedMemoryTransport
 
@@ -66,7 +66,7 @@ class WeightSync:
         self._mode = "retract" if config.rollout.max_staleness else "abort"
         # A server that has not got all by then has failed, before the collectives of the ranks give up; half of it may
         # be silence, or a look for servers, while the other ranks wait in a collective.
-        self._timeout, self._patience = config.launch.timeout / 2, config.launch.timeout / 4
+        self._timeout, self._idle_timeout = config.launch.timeout / 2, config.launch.timeout / 4
         self._callers = ThreadPoolExecutor(config.rollout.server.replicas)
         self._number = 0
         self._known: dict[int, int] = {}  # by index, the generation of a server that has been given weights
@@ -84,15 +84,15 @@ class WeightSync:
         # Two connections: one waits for buckets while rank 0's calls are under way on the other.
         limit = hang_detector.collective_timeout(config.launch.timeout).total_seconds()
         self._store, self._calls_store = (connect(self._address, self._prefix, limit) for _ in range(2))
-        self._before: Board | None = None  # of the last publish
+        self._before: SyncStore | None = None  # of the last publish
         shards, places = dict(named_shards(self._chunks)), self._nodes
         node, home = places.of_rank(rank), next(iter(shards.values())).device
         writer = Sender(written(self._plan, places, rank), lambda piece: [node], shards, dtype)
         if not uses_memory(config):
-            return NetworkTransport(writer, self._address, self._prefix, home, self._patience)
+            return NetworkTransport(writer, self._address, self._prefix, home, self._idle_timeout)
         away = Sender(sent(self._plan, places, rank), lambda piece: lacking(places, piece.holders), shards, dtype)
         relay = Relay(away, hops(self._plan, places), home, config.launch.timeout)
-        return SharedMemoryTransport(self._plan, places, writer, relay, _devices(config), self._patience)
+        return SharedMemoryTransport(self._plan, places, writer, relay, _devices(config), self._idle_timeout)
 
     def __enter__(self) -> WeightSync:
         return self
@@ -110,7 +110,7 @@ class WeightSync:
         """
         beat(f"the weight sync of version {version}")
         for tried in range(1, TRIES + 1):
-            wait_until(lambda: self._of_rank_0.ready(self._patience))
+            wait_until(lambda: self._of_rank_0.ready(self._idle_timeout))
             try:
                 self.publish(version)
                 break
@@ -133,15 +133,15 @@ class WeightSync:
         """
         self._number += 1
         present = self._pool.present() if self._pool else []
-        links = ServerCalls([ServerCall(server, self._timeout) for server in present], self._callers)
+        calls = ServerCalls([ServerCall(server, self._timeout) for server in present], self._callers)
         peers = shared(lambda: [Peer(s.index, s.tp, self._known.get(s.index) != s.generation) for s in present])
         if not peers:
             raise PublishError("no server is there to be given weights")
         if self._carrier is None:
-            self._by_disk(version, links)
+            self._by_disk(version, calls)
         else:
-            self._in_place(version, links, peers, self._carrier)
-        failures = shared(lambda: {link.server.index: reason for link, reason in links.failures.items()})
+            self._in_place(version, calls, peers, self._carrier)
+        failures = shared(lambda: {call.server.index: reason for call, reason in calls.failures.items()})
         if self._carrier is not None:
             for index in failures:
                 self._carrier.drop(index)
@@ -154,59 +154,59 @@ class WeightSync:
             raise PublishError("; ".join(failures.values()))
         self.version = version
 
-    def _by_disk(self, version: int, links: ServerCalls) -> None:
+    def _by_disk(self, version: int, calls: ServerCalls) -> None:
         folder = Path(self._config.run.dir) / "publish"  # one that a killed run left behind is replaced
         save_hf(self._chunks, folder, Path(self._config.model.path))
-        links.each(lambda link: link.read_folder(folder, version, self._mode))
+        calls.each(lambda call: call.read_folder(folder, version, self._mode))
         if dist.get_rank() == 0:
             shutil.rmtree(folder)
 
     def _in_place(
-        self, version: int, links: ServerCalls, peers: Sequence[Peer], carrier: SharedMemoryTransport | NetworkTransport
+        self, version: int, calls: ServerCalls, peers: Sequence[Peer], carrier: SharedMemoryTransport | NetworkTransport
     ) -> None:
-        """`links` are rank 0's, and know who failed."""
-        board, calls = Board(self._store, self._number), Board(self._calls_store, self._number)
+        """`calls` are rank 0's, and know who failed."""
+        store, of_calls = (SyncStore(each, self._number) for each in (self._store, self._calls_store))
         every = self._config.publish.verify
         verify = every > 0 and self._number % every == 0
-        addresses = carrier.addresses(board, [peer for peer in peers if peer.new])
+        addresses = carrier.addresses(store, [peer for peer in peers if peer.new])
         sums: Sums | None = Counter() if verify else None
         found: dict[ServerCall, list[int]] = {}  # by server, the checksums of what its ranks hold
 
-        def bring(link: ServerCall) -> None:
-            index, tp = link.server.index, link.server.tp
+        def bring(call: ServerCall) -> None:
+            index, tp = call.server.index, call.server.tp
             orders: list[dict[str, Any]] = [{"take": {"publish": self._number, "verify": verify}} for _ in range(tp)]
             for rank, address in enumerate(addresses.get(index, ())):
                 orders[rank]["attach"] = self._attach(index, rank) | address
             try:
-                link.pause(self._mode)
-                link.begin()
-                link.receive([json.dumps(order) for order in orders], version)
-                answers = [calls.answered(index, rank) for rank in range(tp)]
+                call.pause(self._mode)
+                call.begin()
+                call.receive([json.dumps(order) for order in orders], version)
+                answers = [of_calls.answered(index, rank) for rank in range(tp)]
                 errors = [f"rank {rank}: {answer['error']}" for rank, answer in enumerate(answers) if "error" in answer]
                 if errors:
-                    raise ServerError(f"{link.server.url}: {'; '.join(errors)}")
-                found[link] = [answer["checksum"] for answer in answers]
+                    raise ServerError(f"{call.server.url}: {'; '.join(errors)}")
+                found[call] = [answer["checksum"] for answer in answers]
             except ServerError:
-                calls.abandon(index, tp, len(self._plan))
+                of_calls.abandon(index, tp, len(self._plan))
                 raise
 
-        def commit(link: ServerCall) -> None:
-            link.end()
-            link.go_on()
+        def commit(call: ServerCall) -> None:
+            call.end()
+            call.go_on()
 
-        links.start(bring)
-        carrier.carry(board, peers, sums)
+        calls.start(bring)
+        carrier.carry(store, peers, sums)
         if dist.get_rank() == 0 and self._before is not None:  # while the last buckets are read
             self._before.clear()  # every rank was through with it when that publish ended
-        self._before = board
-        links.settle()
-        dist.barrier()  # every rank has said whom it has abandoned, and waits for nothing on the board
-        for link in links.left():
-            if calls.abandoned(link.server.index):
-                links.failures[link] = f"{link.server.url}: did not take the weights for {self._patience:g} s"
+        self._before = store
+        calls.settle()
+        dist.barrier()  # every rank has said whom it has abandoned, and waits for nothing on the store
+        for call in calls.left():
+            if of_calls.abandoned(call.server.index):
+                calls.failures[call] = f"{call.server.url}: did not take the weights for {self._idle_timeout:g} s"
         if sums is not None:
-            self._compare(links, found, sums)
-        links.each(commit)
+            self._compare(calls, found, sums)
+        calls.each(commit)
 
     def _attach(self, server: int, rank: int) -> dict[str, Any]:
         """Arguments of a server rank's Receiver."""
@@ -238,17 +238,17 @@ class WeightSync:
             "rounds": [[row(piece) for piece in buckets[rank].slices] for buckets in self._plan],
         }
 
-    def _compare(self, links: ServerCalls, found: dict[ServerCall, list[int]], sums: Sums) -> None:
+    def _compare(self, calls: ServerCalls, found: dict[ServerCall, list[int]], sums: Sums) -> None:
         """What every server holds against what was sent to its node; collective."""
         every: list[Sums] = [Counter()] * dist.get_world_size()
         dist.all_gather_object(every, sums)
-        for link in links.left():
-            node = self._nodes.of_server(link.server.index)
-            for rank, held in enumerate(found[link]):
+        for call in calls.left():
+            node = self._nodes.of_server(call.server.index)
+            for rank, held in enumerate(found[call]):
                 expected = sum(own[node, rank] for own in every) % MODULUS
                 if held != expected:
-                    links.failures[link] = (
-                        f"{link.server.url}: rank {rank}: holds other weights than were sent: "
+                    calls.failures[call] = (
+                        f"{call.server.url}: rank {rank}: holds other weights than were sent: "
                         f"checksum {held:x}, not {expected:x}"
                     )
 

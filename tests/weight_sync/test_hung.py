@@ -17,7 +17,7 @@ from megatron_collab.models import hf_to_megatron
 from megatron_collab.weight_sync import sync
 from megatron_collab.weight_sync.http_protocol import ServerCall
 from megatron_collab.weight_sync.receiver import Receiver
-from megatron_collab.weight_sync.store_protocol import Board
+from megatron_collab.weight_sync.store_protocol import SyncStore
 from megatron_collab.weight_sync.sync import PublishError, WeightSync
 from megatron_collab.weight_sync.transports import shared_memory
 from megatron_collab.weight_sync.transports.p2p import NetworkTransport
@@ -113,7 +113,7 @@ class RefusingCall(fakes.ThreadCall):
 
 def stall(receiver: Receiver) -> None:
     """Read the first bucket only when everybody has given this server up."""
-    while receiver._server == 1 and not Board(receiver._store, 1).abandoned(1):
+    while receiver._server == 1 and not SyncStore(receiver._store, 1).abandoned(1):
         time.sleep(0.05)
 
 
@@ -167,7 +167,7 @@ def hang(ranks: int, nodes: int, transport: str, moment: str, quantised: bool) -
 def be_slow() -> dict[str, Any]:
     """As a rank: publish twice to a server that takes nothing, then to one that takes all; the last rank is slow.
 
-    `through`: whether all ranks had done with the board when this one left each publish.
+    `through`: whether all ranks had done with the store when this one left each publish.
     """
     config = fakes.configure("network", servers=1)
     config.launch.timeout, config.launch.nproc_per_node, config.publish.verify = 60.0, SLOW_RANKS, 0
@@ -208,14 +208,14 @@ def be_slow() -> dict[str, Any]:
 
 def lose_a_rank() -> dict[str, Any]:
     """As a rank of four on two nodes: publish while the last one is killed. `said`: the error of the others."""
-    written = Board.set_written
+    written = SyncStore.set_written
 
-    def die(board: Board, bucket: int, source: int) -> None:
+    def die(store: SyncStore, bucket: int, source: int) -> None:
         if bucket == 2 and source == DEAD_RANKS - 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        written(board, bucket, source)
+        written(store, bucket, source)
 
-    Board.set_written = die
+    SyncStore.set_written = die
     try:
         hang(DEAD_RANKS, 2, "memory", "", False)
         return {"said": ""}

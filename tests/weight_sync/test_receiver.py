@@ -25,7 +25,7 @@ from megatron_collab.weight_sync.encoding import fp8_scales
 from megatron_collab.weight_sync.http_protocol import ServerCall
 from megatron_collab.weight_sync.receiver import Receiver
 from megatron_collab.weight_sync.sender import Sender
-from megatron_collab.weight_sync.store_protocol import Board, connect
+from megatron_collab.weight_sync.store_protocol import SyncStore, connect
 from megatron_collab.weight_sync.sync import PublishError, WeightSync
 from tests.helpers import free_port
 
@@ -94,7 +94,7 @@ class Served:
         parsed = json.loads(order)
         if "attach" in parsed:
             self.receivers[rank] = Receiver(**parsed["attach"])
-        with suppress(ValueError, RuntimeError):  # the board knows
+        with suppress(ValueError, RuntimeError):  # the store knows
             self.receivers[rank].take(self.models[rank], **parsed["take"])
 
 
@@ -225,7 +225,7 @@ def test_all_of_it_arrives_every_time(
             if version == 2:  # a new process, which knows nothing
                 fleet.servers[0] = Served(0, layout, shape)
                 fleet.servers[0].generation = 1
-        assert keys[2] == keys[1]  # the board is wiped
+        assert keys[2] == keys[1]  # the store is wiped
     calls = ["/pause_generation", "/begin_weight_update", "receive 3", "/end_weight_update", *ON]
     assert [server.calls[-6:] for server in fleet.servers] == [calls, calls]
 
@@ -354,4 +354,4 @@ def test_a_publisher_that_goes_silent_is_given_up(shards: dict[str, torch.nn.Par
         receiver._store = store
         with pytest.raises(RuntimeError):
             receiver.take(fleet.servers[0].models[0], publish=7, verify=False)
-        assert "no answer" not in Board(store, 7).answered(0, 0)["error"]
+        assert "no answer" not in SyncStore(store, 7).answered(0, 0)["error"]

@@ -118,7 +118,7 @@ class Gathering:
     def __init__(self, chunks: list[torch.nn.Module], shape: ModelShape, config: Config, line: dict[str, Any]) -> None:
         self.shape, self.tp, self.pp = shape, config.parallel.tp, config.parallel.pp
         self.shards = {name: shard.detach() for name, shard in named_shards(chunks)}
-        self.link = ServerCall(Served(**line), config.launch.timeout)
+        self.call = ServerCall(Served(**line), config.launch.timeout)
         self.buckets: list[list[WeightEntry]] = [[]]
         size = 0
         for entry in hf_to_megatron.table(shape):
@@ -140,8 +140,8 @@ class Gathering:
     def publish(self, version: int) -> None:
         rank = dist.get_rank()
         if rank == 0:
-            self.link.pause("abort")
-            self.link.begin()
+            self.call.pause("abort")
+            self.call.begin()
         for bucket in self.buckets:
             tensors, start = {}, 0
             for name, hf in ((name, hf) for entry in bucket for name, hf in zip(entry.hf, entry.shapes, strict=True)):
@@ -157,8 +157,8 @@ class Gathering:
                 self.send(tensors, version)
             dist.barrier()
         if rank == 0:
-            self.link.end()
-            self.link.go_on()
+            self.call.end()
+            self.call.go_on()
         dist.barrier()
 
     def gather(self, entry: WeightEntry) -> list[torch.Tensor]:
@@ -190,7 +190,7 @@ class Gathering:
             "flush_cache": True,
             "weight_version": str(version),
         }
-        self.link._post("/update_weights_from_tensor", **body)
+        self.call._post("/update_weights_from_tensor", **body)
 
 
 @contextmanager

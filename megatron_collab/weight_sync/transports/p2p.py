@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_collab.weight_sync.store_protocol import Address, Board, Peer, connect
+from megatron_collab.weight_sync.store_protocol import Address, Peer, SyncStore, connect
 
 if TYPE_CHECKING:  # the servers do without the trainer's libraries
     from megatron_collab.weight_sync.encoding import Sums
@@ -54,34 +54,34 @@ def _left(deadline: float) -> float:
 class NetworkTransport:
     """The trainer's end, on every rank."""
 
-    def __init__(self, writer: Sender, address: Address, prefix: str, device: torch.device, patience: float) -> None:
-        """A server that does not join or take a bucket for `patience` seconds is abandoned.
+    def __init__(self, writer: Sender, address: Address, prefix: str, device: torch.device, timeout: float) -> None:
+        """A server that does not join or take a bucket for `timeout` seconds is abandoned.
 
         That is less than servers wait for the trainer: one that hangs must not fail the others.
         """
         self._writer, self._address, self._prefix = writer, address, prefix
-        self._device, self._patience = device, patience
+        self._device, self._timeout = device, timeout
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         count = min(2, len(writer.parts))
         self._buffers = [torch.zeros(writer.largest, dtype=torch.uint8, device=device) for _ in range(count)]
         self._groups: dict[int, dist.ProcessGroup] = {}
 
-    def addresses(self, board: Board, peers: Sequence[Peer]) -> dict[int, list[dict[str, Any]]]:
+    def addresses(self, store: SyncStore, peers: Sequence[Peer]) -> dict[int, list[dict[str, Any]]]:
         """Arguments of a Receiver, by server of `peers` and by its rank."""
-        groups = {p.server: {"name": self._name(board, p), "ranks": self._ranks, "tp": p.tp} for p in peers}
+        groups = {p.server: {"name": self._name(store, p), "ranks": self._ranks, "tp": p.tp} for p in peers}
         return {server: [{"network": group}] * group["tp"] for server, group in groups.items()}
 
-    def carry(self, board: Board, peers: Sequence[Peer], sums: Sums | None) -> None:
+    def carry(self, store: SyncStore, peers: Sequence[Peer], sums: Sums | None) -> None:
         """Send all buckets to `peers`, leaving out those that fail; for `sums` see Sender.write."""
-        deadline = time.monotonic() + self._patience
+        deadline = time.monotonic() + self._timeout
         for peer in peers:
             if peer.new:
-                self._meet(board, peer, deadline)
+                self._meet(store, peer, deadline)
         under_way: dict[int, dict[int, list[dist.Work]]] = {}
         rounds = len(self._writer.parts)
         for number in range(rounds + 2):
             if works := under_way.pop(number - 2, {}):
-                self._settle(board, peers, number - 2, works)
+                self._settle(store, peers, number - 2, works)
             if number >= rounds:
                 continue
             parts = self._writer.packed(number, self._buffers[number % 2])
@@ -89,9 +89,9 @@ class NetworkTransport:
             sending = under_way[number] = {}
             for peer in [peer for peer in peers if peer.server in self._groups]:
                 group, first = self._groups[peer.server], self._ranks
-                with self._losing(board, peer):
+                with self._losing(store, peer):
                     sending[peer.server] = [group.send([data], first + t, number) for t, data in parts.items()]
-            board.set_sent(number, self._ranks)
+            store.set_sent(number, self._ranks)
 
     def drop(self, server: int) -> None:
         """Forget the process group of a server that failed."""
@@ -101,39 +101,39 @@ class NetworkTransport:
         self._groups.clear()
         self._buffers.clear()
 
-    def _meet(self, board: Board, peer: Peer, deadline: float) -> None:
+    def _meet(self, store: SyncStore, peer: Peer, deadline: float) -> None:
         """Form a process group with a server, unless it does not join."""
         self.drop(peer.server)
-        with self._losing(board, peer):
-            if not board.all_ready(peer.server, peer.tp, _left(deadline)) or board.abandoned(peer.server):
+        with self._losing(store, peer):
+            if not store.all_ready(peer.server, peer.tp, _left(deadline)) or store.abandoned(peer.server):
                 raise RuntimeError("it does not join")
-            name, size = self._name(board, peer), self._ranks + peer.tp
-            self._groups[peer.server] = _join(self._address, name, self._rank, size, self._device, self._patience)
+            name, size = self._name(store, peer), self._ranks + peer.tp
+            self._groups[peer.server] = _join(self._address, name, self._rank, size, self._device, self._timeout)
 
-    def _name(self, board: Board, peer: Peer) -> str:
-        return f"{self._prefix}/group/{board.number}/{peer.server}"
+    def _name(self, store: SyncStore, peer: Peer) -> str:
+        return f"{self._prefix}/group/{store.number}/{peer.server}"
 
     def _settle(
-        self, board: Board, peers: Sequence[Peer], number: int, works: Mapping[int, Sequence[dist.Work]]
+        self, store: SyncStore, peers: Sequence[Peer], number: int, works: Mapping[int, Sequence[dist.Work]]
     ) -> None:
         """Wait until the servers have received bucket `number`, except for those that are lost."""
-        board.wait_sent(number)  # until then a server may wait for another trainer rank
-        deadline = time.monotonic() + self._patience
+        store.wait_sent(number)  # until then a server may wait for another trainer rank
+        deadline = time.monotonic() + self._timeout
         for peer in [peer for peer in peers if peer.server in works and peer.server in self._groups]:
-            with self._losing(board, peer):
-                if board.abandoned(peer.server):
+            with self._losing(store, peer):
+                if store.abandoned(peer.server):
                     raise RuntimeError("another rank has lost it")
                 for work in works[peer.server]:
                     finish(work, deadline, self._device)
 
     @contextmanager
-    def _losing(self, board: Board, peer: Peer) -> Iterator[None]:
+    def _losing(self, store: SyncStore, peer: Peer) -> Iterator[None]:
         """Abandon a server with which something fails."""
         try:
             yield
         except RuntimeError as error:
             logger.warning("server %d is abandoned: %s", peer.server, error)
-            board.abandon(peer.server, peer.tp, len(self._writer.parts))
+            store.abandon(peer.server, peer.tp, len(self._writer.parts))
             self.drop(peer.server)
 
 
@@ -158,7 +158,7 @@ class NetworkReceiver:
         largest = max((stop for own in parts for _, stop in own.values()), default=0)
         self._buckets = [torch.zeros(largest, dtype=torch.uint8, device=device) for _ in range(min(2, len(parts)))]
 
-    def each(self, board: Board) -> Iterator[Tensor]:
+    def each(self, store: SyncStore) -> Iterator[Tensor]:
         """The buckets of a publish, uint8, as they become complete; each may change when the next one is asked for."""
         coming = self._receive(0)
         for number in range(len(self._parts)):

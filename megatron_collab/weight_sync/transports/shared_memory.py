@@ -26,7 +26,7 @@ import torch.multiprocessing  # registers CUDA tensors with ForkingPickler
 from torch import Tensor
 
 from megatron_collab.runtime.device import synchronize
-from megatron_collab.weight_sync.store_protocol import Board, Peer
+from megatron_collab.weight_sync.store_protocol import Peer, SyncStore
 from megatron_collab.weight_sync.transports.p2p import finish
 
 if TYPE_CHECKING:  # the servers do without the trainer's libraries
@@ -93,13 +93,13 @@ class SharedMemoryTransport:
         writer: Sender,
         relay: Relay,
         devices: Sequence[torch.device],
-        patience: float,
+        timeout: float,
     ) -> None:
         """Collective. `devices[t]`: of rank t of a node's first server.
 
-        A server that has not read a bucket `patience` seconds after it was written is abandoned.
+        A server that has not read a bucket `timeout` seconds after it was written is abandoned.
         """
-        self._nodes, self._writer, self._relay, self._patience = nodes, writer, relay, patience
+        self._nodes, self._writer, self._relay, self._timeout = nodes, writer, relay, timeout
         self._rank = dist.get_rank()
         self._node = nodes.of_rank(self._rank)
         count = min(2, len(plan))
@@ -115,25 +115,25 @@ class SharedMemoryTransport:
         self._segments = {t: [opened(handle) for handle in offers[t, self._rank]] for t in needs[self._rank]}
         self._segments |= {t: [segment.data for segment in segments] for t, segments in self._own.items()}
 
-    def addresses(self, board: Board, peers: Sequence[Peer]) -> dict[int, list[dict[str, Any]]]:
+    def addresses(self, store: SyncStore, peers: Sequence[Peer]) -> dict[int, list[dict[str, Any]]]:
         """Arguments of a Receiver, by server of `peers` and by its rank; collective."""
         if not peers:
             return {}
         offers = _gathered({(peer.server, t): self._handles(t) for peer in self._near(peers) for t in self._own})
         return {peer.server: [{"memory": offers[peer.server, t]} for t in range(peer.tp)] for peer in peers}
 
-    def carry(self, board: Board, peers: Sequence[Peer], sums: Sums | None) -> None:
+    def carry(self, store: SyncStore, peers: Sequence[Peer], sums: Sums | None) -> None:
         """Write all buckets, each once all `peers` have read what its segment held; for `sums` see Sender.write."""
         near = self._near(peers)
         for number, parts in enumerate(self._writer.parts):
             targets = sorted(parts.keys() | self._relay.receives(number))
             if number >= 2:
-                self._wait_read(board, number - 2, near, targets)
+                self._wait_read(store, number - 2, near, targets)
             segments = {t: self._segments[t][number % 2] for t in targets}
             with self._relay.crossing(number, segments, sums):
                 self._writer.write(number, {t: segments[t][slice(*part)] for t, part in parts.items()}, sums)
             synchronize(*segments.values())  # what is copied to another device is ordered by this one's stream
-            board.set_written(number, self._rank)
+            store.set_written(number, self._rank)
 
     def drop(self, server: int) -> None:
         """Nothing to forget of a server that failed."""
@@ -147,13 +147,13 @@ class SharedMemoryTransport:
         """The servers of this node."""
         return [peer for peer in peers if self._nodes.of_server(peer.server) == self._node]
 
-    def _wait_read(self, board: Board, number: int, peers: Sequence[Peer], targets: Sequence[int]) -> None:
+    def _wait_read(self, store: SyncStore, number: int, peers: Sequence[Peer], targets: Sequence[int]) -> None:
         """Wait until all servers of this node have read a bucket; those that do not are abandoned."""
-        board.wait_written(number, self._nodes.members(self._node))  # else a trainer rank may hold servers up
-        late = board.late(number, [(peer.server, t) for peer in peers for t in targets], self._patience)
+        store.wait_written(number, self._nodes.members(self._node))  # else a trainer rank may hold servers up
+        late = store.late(number, [(peer.server, t) for peer in peers for t in targets], self._timeout)
         for peer in peers:
             if peer.server in late:
-                board.abandon(peer.server, peer.tp, len(self._writer.parts))
+                store.abandon(peer.server, peer.tp, len(self._writer.parts))
 
     def _handles(self, t: int) -> list[Handle]:
         return [segment.handle() for segment in self._own[t]]
@@ -225,12 +225,12 @@ class SharedMemoryReceiver:
         self._segments = [opened(handle) for handle in handles]
         self._sources, self._server, self._rank = sources, server, rank
 
-    def each(self, board: Board) -> Iterator[Tensor]:
+    def each(self, store: SyncStore) -> Iterator[Tensor]:
         """The buckets of a publish, uint8, as they become complete; each may change when the next one is asked for."""
         for number, sources in enumerate(self._sources):
-            board.wait_written(number, sources)
+            store.wait_written(number, sources)
             yield self._segments[number % 2]
-            board.set_loaded(number, self._server, self._rank)
+            store.set_loaded(number, self._server, self._rank)
 
 
 def _gathered(own: Mapping[Any, Any]) -> dict[Any, Any]:
