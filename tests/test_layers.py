@@ -25,7 +25,6 @@ LAZY = {
     "launch.slurm": "its commands address and wait, which every node runs, need no torch",
     "train": "refuses bad input and becomes torchrun before torch, Megatron and Ray are imported",
     "launch.prepare": "datasets and transformers take seconds, and bad settings are refused without them",
-    "launch.validate": "LiteLLM takes seconds to import; only a budget asks for its prices",
     "environments.booking": "the script and the metrics of the world need neither torch nor a tokenizer",
     "inference.cpu.serve": "the attention of CPU servers is imported in the process that computes",
     "observability.run": "what draws the report takes a second to import, and the run is over by then",
