@@ -29,8 +29,8 @@ def pytest_sessionfinish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whole programs first: no worker is left with the longest file at the end."""
-    items.sort(key=lambda item: "e2e" not in item.path.parts)
+    """Whole programs and benches first: no worker is left with the longest file at the end."""
+    items.sort(key=lambda item: {"e2e", "tools"}.isdisjoint(item.path.parts))
 
 
 @dataclass(frozen=True)

@@ -34,9 +34,10 @@ from megatron_collab.data.chat_template import ChatRenderer
 from megatron_collab.environments import tiny_model
 from megatron_collab.inference.router import Router
 from megatron_collab.inference.server import SGLangServer
+from megatron_collab.llm.client import LlmClient
 from megatron_collab.reward.workers import RewardClient
 from megatron_collab.rollout.conversation import Player, RolloutPlace
-from megatron_collab.rollout.users import User, UserReply
+from megatron_collab.rollout.users import User, UserReply, Users
 from megatron_collab.types import Conversation, Message, Task
 
 SERVERS, FUTURES, USER_TURNS = 2, 3, 2
@@ -52,10 +53,11 @@ class RandomUser(User):
         return UserReply(Message("user", words(drawn, drawn.randint(16, 48))), done=False)
 
 
-class RandomUsers:
+class RandomUsers(Users):
     """Users by the name of their conversation, or where they are `alike` by that of its trained turn."""
 
-    def __init__(self, alike: bool) -> None:
+    def __init__(self, config: Config, alike: bool) -> None:
+        super().__init__(config, LlmClient())  # which is never asked
         self.alike = alike
 
     def make(self, task: Task, sample: str) -> User:
@@ -100,7 +102,7 @@ async def measure(
     """Play `counts` of prompts and turns at once; `name` sets their texts apart from those the servers have seen."""
     router = Router(endpoints, config.rollout, unpublished=True)
     rewards = RewardClient([], config.reward)  # nothing is scored
-    player = Player(router, ChatRenderer(config.model.path), RandomUsers(alike), rewards, config)
+    player = Player(router, ChatRenderer(config.model.path), RandomUsers(config, alike), rewards, config)
     prompts, turns = map(range, counts)
     places = [RolloutPlace(f"{name}-{prompt}", turn) for prompt in prompts for turn in turns]
     try:
