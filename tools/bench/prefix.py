@@ -34,10 +34,9 @@ from megatron_collab.data.chat_template import ChatRenderer
 from megatron_collab.environments import tiny_model
 from megatron_collab.inference.router import Router
 from megatron_collab.inference.server import SGLangServer
-from megatron_collab.llm.client import LlmClient
 from megatron_collab.reward.workers import RewardClient
 from megatron_collab.rollout.conversation import Player, RolloutPlace
-from megatron_collab.rollout.users import User, UserReply, Users
+from megatron_collab.rollout.users import User, UserReply
 from megatron_collab.types import Conversation, Message, Task
 
 SERVERS, FUTURES, USER_TURNS = 2, 3, 2
@@ -53,12 +52,11 @@ class RandomUser(User):
         return UserReply(Message("user", words(drawn, drawn.randint(16, 48))), done=False)
 
 
-class RandomUsers(Users):
+class RandomUsers:
     """Users by the name of their conversation, or where they are `alike` by that of its trained turn."""
 
     def __init__(self, config: Config, alike: bool) -> None:
-        super().__init__(config, LlmClient())  # which is never asked
-        self.alike = alike
+        self.config, self.alike = config, alike
 
     def make(self, task: Task, sample: str) -> User:
         return RandomUser(task, "", sample.rpartition("/")[0] if self.alike else sample, self)
