@@ -13,7 +13,6 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 
 _COMMAND = (sys.executable, "-I", "-B", "-u", str(Path(__file__).with_name("sandbox_child.py")))
@@ -21,6 +20,7 @@ _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"} | di
     ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"
 )  # a thread per core would exceed the limit on processes
 _SLACK = 30.0  # seconds beyond Limits.wall in which the launcher must have answered
+_isolates = False  # whether the trial has passed in this process
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ async def run(sources: Mapping[str, str], limits: Limits) -> Result:
 
     Their folder is an empty temporary one. SandboxError where they could not be run, or a trial failed to isolate.
     """
-    await asyncio.to_thread(_try_it)
+    await _try_it()
     return await _launch(sources, limits)
 
 
@@ -92,7 +92,7 @@ async def _launch(sources: Mapping[str, str], limits: Limits) -> Result:
 def unavailable() -> str | None:
     """Why this machine cannot isolate code, in one line with the way out; None where a trial run shows it can."""
     try:
-        _try_it()
+        asyncio.run(_try_it())
     except SandboxError as error:
         return (
             f"this machine cannot isolate untrusted code ({error}); allow user namespaces "
@@ -101,13 +101,15 @@ def unavailable() -> str | None:
     return None
 
 
-@cache  # of its success alone: what it raises is not kept
-def _try_it() -> None:
-    """SandboxError where this machine does not isolate the trial."""
+async def _try_it() -> None:
+    """SandboxError where this machine does not isolate the trial, which is run until it has passed once."""
+    global _isolates
     limits = Limits()
-    result = asyncio.run(_launch({"trial": _TRIAL.format(processes=limits.processes)}, limits))
-    if not result.passed:
-        raise SandboxError(f"the trial ended with {result.why}: {_last_line(result.output)}")
+    if not _isolates:
+        result = await _launch({"trial": _TRIAL.format(processes=limits.processes)}, limits)
+        if not result.passed:
+            raise SandboxError(f"the trial ended with {result.why}: {_last_line(result.output)}")
+        _isolates = True
 
 
 # What must not be possible, tried. Kernels before 5.14 count the processes of a user over all of the machine.

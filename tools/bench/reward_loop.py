@@ -18,8 +18,9 @@ from typing import Any
 import ray
 
 from megatron_collab.config import Config, RewardConfig
+from megatron_collab.config.extension import NoOptions
 from megatron_collab.reward import metrics
-from megatron_collab.reward.metrics import Metric, NoOptions
+from megatron_collab.reward.metrics import Metric
 from megatron_collab.reward.workers import RewardClient, RewardWorker
 from megatron_collab.runtime.ray_cluster import ray_session, start_actor
 from megatron_collab.types import Conversation, Ending, Finish, Message, Score, Task, Turn
