@@ -56,9 +56,8 @@ def options_page() -> str:
         page += "".join(_row(f"`{group}={name}`", _comment(group, name)) for name in names)
     page += _METRICS
     for name in sorted(metrics.METRICS):
-        options = list(declared(metrics.find_metric(name).Options))
-        if options:
-            page += f"\n### `{name}`\n\n" + _table(options)
+        if settings := list(declared(metrics.find_metric(name).Options)):
+            page += f"\n### `{name}`\n\n" + _table(settings)
     return page
 
 

@@ -21,7 +21,12 @@ import matplotlib.pyplot as plt
 
 PICTURE = Path(__file__).resolve().parents[2] / "docs" / "figures" / "booking.svg"
 # A model that has hardly learned never ends its turns, which scores nothing.
-SMOKE = ("train.steps=2", "train.prompts_per_step=2", "train.rollouts_per_prompt=2", "train.eval_tasks=4")
+SMOKE: tuple[str, ...] = (
+    "train.steps=2",
+    "train.prompts_per_step=2",
+    "train.rollouts_per_prompt=2",
+    "train.eval_tasks=4",
+)
 SMOKE += ("rollout.futures=2", "optim.warmup_steps=1", "reward.malformed=null")
 # key of result.json: (the bound, whether larger is better, what it is)
 BOUNDS = {

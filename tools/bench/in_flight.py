@@ -180,7 +180,7 @@ def play(worker: Any, engine: tuple[Engine, psutil.Process], conversations: int,
     simulated, engine_process = engine
     process = psutil.Process(ray.get(worker.__ray_call__.remote(lambda _: os.getpid())))
     tasks = booking.tasks(1, 4096)
-    load, pending = Load(), []
+    load, pending = Load(), list[Any]()
     pace = TURNS * simulated.turn_seconds / conversations / 1.2  # seconds from one group to the next
     due, end = time.monotonic(), math.inf
     latest = due + START_SECONDS
@@ -201,8 +201,8 @@ def play(worker: Any, engine: tuple[Engine, psutil.Process], conversations: int,
             load.begun += ROLLOUTS * FUTURES
         if now < end < math.inf:
             used, engine_used, memory = process.cpu_times(), engine_process.cpu_times(), process.memory_info()
-            cpus = [times.user + times.system for times in (used, engine_used)]
-            load.looks.append(Look(now, in_flight, simulated.turns.value, *cpus, memory.rss - memory.shared))
+            cpu, engine_cpu = (times.user + times.system for times in (used, engine_used))
+            load.looks.append(Look(now, in_flight, simulated.turns.value, cpu, engine_cpu, memory.rss - memory.shared))
         done, pending = ray.wait(pending, num_returns=len(pending), timeout=LOOK, fetch_local=False)
         for group in ray.get(done):
             load.played += sum(played(group))

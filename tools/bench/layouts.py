@@ -157,7 +157,7 @@ def counted() -> Any:
             super().__init__()
             self.bytes: Counter[str] = Counter()
 
-        def __enter__(self) -> Counter[str]:  # type: ignore[override]
+        def __enter__(self) -> Counter[str]:
             super().__enter__()
             return self.bytes
 

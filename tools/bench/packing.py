@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="one seed of few samples: shows that it runs, no figures")
     arguments = parser.parse_args()
     seeds, samples = (arguments.seeds[:1], SMOKE_SAMPLES) if arguments.smoke else (arguments.seeds, SAMPLES)
-    values = {}
+    values: dict[str, float] = {}
     for name, (mean, sigma) in DISTRIBUTIONS.items():
         found = [measure(lengths_of(seed, mean, sigma, samples)) for seed in seeds]
         fills, times, balances = zip(*found, strict=True)

@@ -36,7 +36,7 @@ from megatron_collab.inference.router import Router
 from megatron_collab.inference.server import SGLangServer
 from megatron_collab.reward.workers import RewardClient
 from megatron_collab.rollout.conversation import Player, RolloutPlace
-from megatron_collab.rollout.users import User, UserReply
+from megatron_collab.rollout.users import User, UserReply, Users
 from megatron_collab.types import Conversation, Message, Task
 
 SERVERS, FUTURES, USER_TURNS = 2, 3, 2
@@ -52,11 +52,12 @@ class RandomUser(User):
         return UserReply(Message("user", words(drawn, drawn.randint(16, 48))), done=False)
 
 
-class RandomUsers:
+class RandomUsers(Users):
     """Users by the name of their conversation, or where they are `alike` by that of its trained turn."""
 
     def __init__(self, config: Config, alike: bool) -> None:
-        self.config, self.alike = config, alike
+        super().__init__(config, client=None)  # type: ignore[arg-type]  # these users ask nobody
+        self.alike = alike
 
     def make(self, task: Task, sample: str) -> User:
         return RandomUser(task, "", sample.rpartition("/")[0] if self.alike else sample, self)

@@ -118,7 +118,7 @@ class Gathering:
     def __init__(self, chunks: list[torch.nn.Module], shape: ModelShape, config: Config, line: dict[str, Any]) -> None:
         self.shape, self.tp, self.pp = shape, config.parallel.tp, config.parallel.pp
         self.shards = {name: shard.detach() for name, shard in named_shards(chunks)}
-        self.call = ServerCall(Served(**line), config.launch.timeout)
+        self.call = ServerCall(Served(**line), config.launch.timeout)  # type: ignore[arg-type]
         self.buckets: list[list[WeightEntry]] = [[]]
         size = 0
         for entry in hf_to_megatron.table(shape):
@@ -237,7 +237,7 @@ def run_rank(folder: Path, layout: str, out: Path, smoke: bool) -> None:
     line = json.loads(os.environ["SERVER"])
     config = configure(folder, *LAYOUTS[layout])
     server = Served(**line)
-    fleet = SimpleNamespace(present=lambda: [server], lost=lambda server, reason: sys.exit(reason))
+    fleet: Any = SimpleNamespace(present=lambda: [server], lost=lambda server, reason: sys.exit(reason))
     with parallel.init_parallel(config):
         actor = PolicyTrainer(config)
         policy, shape = actor.chunks, actor.shape
@@ -259,14 +259,15 @@ def run_rank(folder: Path, layout: str, out: Path, smoke: bool) -> None:
                         times[name].append(time.perf_counter() - began)
                         if name == "ours":
                             profile.lap()
-            found = {name: 1e3 * statistics.median(own) for name, own in times.items()}
+            found: dict[str, Any] = {name: 1e3 * statistics.median(own) for name, own in times.items()}
             for number in range(changed):
                 change(policy, number)
                 publisher.publish(100 + number)
             difference = compare(actor, config, line)
             slices = (piece for items in written(publisher._plan, publisher._nodes, rank) for _, piece in items)
             sent = sum(piece.size for piece in slices)
-            scratch = sum(len(segment.data) for segments in publisher._carrier._own.values() for segment in segments)
+            own: Any = publisher._carrier  # of shared memory
+            scratch = sum(len(segment.data) for segments in own._own.values() for segment in segments)
             totals = torch.tensor([sent, scratch], dtype=torch.float64)
             dist.all_reduce(totals)
             found |= {
@@ -294,7 +295,7 @@ def compare(actor: PolicyTrainer, config: Config, line: dict[str, Any]) -> float
     samples = []
     for turn in turns[0]:
         length = len(turn.prompt_ids) + len(turn.token_ids)
-        log_probs, mask = np.zeros(length, np.float32), np.zeros(length, np.float32)
+        log_probs, mask = np.zeros((2, length), np.float32)
         log_probs[len(turn.prompt_ids) :], mask[len(turn.prompt_ids) :] = turn.log_probs, 1.0
         samples.append(Sample(np.array(turn.prompt_ids + turn.token_ids, np.int64), mask, log_probs, ()))
     found = actor.log_probs(actor.chunks, Batch(tuple(samples)))

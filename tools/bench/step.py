@@ -144,7 +144,7 @@ def trl(folder: Path, samples: list[Sample], micro_batch: int) -> Callable[[], d
 
 def padded(samples: list[Sample]) -> dict[str, torch.Tensor]:
     """What GRPOTrainer's loss takes."""
-    assigned = with_advantages(Scored(tuple(samples)), Config().algo).advantages
+    assigned = with_advantages(Scored(tuple(samples)), Config().algo).advantages or ()
     prompts = [int(np.flatnonzero(sample.loss_mask)[0]) for sample in samples]
     replies = [len(sample.token_ids) - prompt for sample, prompt in zip(samples, prompts, strict=True)]
     found = {name: torch.zeros(SEQUENCES, max(prompts), dtype=torch.long) for name in ("prompt_ids", "prompt_mask")}

@@ -19,7 +19,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 # A model that has hardly learned never ends its turns, which scores nothing.
-SMOKE = ("train.steps=2", "train.prompts_per_step=2", "train.rollouts_per_prompt=2", "rollout.futures=2")
+SMOKE: tuple[str, ...] = (
+    "train.steps=2",
+    "train.prompts_per_step=2",
+    "train.rollouts_per_prompt=2",
+    "rollout.futures=2",
+)
 SMOKE += ("optim.warmup_steps=1", "train.eval_tasks=4", "reward.malformed=null")
 METRICS = ("ask_when_missing", "right_once_told", "booking_right")
 
