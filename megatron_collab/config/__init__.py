@@ -16,6 +16,7 @@ from megatron_collab.config.schema import (
     RolloutConfig,
     SamplingConfig,
     ServerConfig,
+    uses_wandb,
 )
 
 # The interface for extensions; the other names are for the package itself.

@@ -6,6 +6,7 @@ leave its results as they are: a run may go on with other values of them (config
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -247,3 +248,8 @@ class Config:
     llm: LlmConfig = field(default_factory=LlmConfig)
     publish: PublishConfig = field(default_factory=PublishConfig)
     data: DataConfig = field(default_factory=DataConfig)
+
+
+def uses_wandb(run: RunConfig) -> bool:
+    """Whether the run reports to Weights & Biases."""
+    return run.wandb_project is not None and bool(os.environ.get("WANDB_API_KEY"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
@@ -13,7 +12,7 @@ from pathlib import Path
 from megatron_collab import patches
 from megatron_collab.algo.advantages import GROUPED
 from megatron_collab.algo.policy_loss import PolicyLoss
-from megatron_collab.config import Config, ConfigError, ModelConfig, check_declared, compose, require
+from megatron_collab.config import Config, ConfigError, ModelConfig, check_declared, compose, require, uses_wandb
 from megatron_collab.config.extension import make, make_absolute
 from megatron_collab.models import hf_config, parallel_layout
 from megatron_collab.models.hf_config import ModelShape
@@ -57,9 +56,8 @@ def validate(config: Config) -> None:
         files["user.personas"] = config.user.personas
     for setting, file in files.items():
         require(file is None or Path(file).is_file(), f"{setting}={file}: no such file")
-    if config.run.wandb_project is not None and os.environ.get("WANDB_API_KEY"):
-        message = "<run.wandb_project>: WANDB_API_KEY is set; install wandb, or set run.wandb_project=null"
-        require(find_spec("wandb") is not None, message, config)
+    message = "<run.wandb_project>: WANDB_API_KEY is set; install wandb, or set run.wandb_project=null"
+    require(not uses_wandb(config.run) or find_spec("wandb") is not None, message, config)
 
 
 def check_settings(config: Config) -> None:

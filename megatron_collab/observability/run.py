@@ -21,7 +21,7 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from megatron_collab import __version__
-from megatron_collab.config import SETTINGS, Config, changes
+from megatron_collab.config import SETTINGS, Config, changes, uses_wandb
 from megatron_collab.runtime import files, process
 from megatron_collab.runtime.process import FINISHED, global_rank
 from megatron_collab.runtime.redact import redacted
@@ -138,7 +138,7 @@ class Run(AbstractContextManager["Run"]):
             writer.flush()
 
         yield write
-        if self.config.run.wandb_project is not None and os.environ.get("WANDB_API_KEY"):
+        if uses_wandb(self.config.run):
             import wandb
 
             file = self.folder / "wandb_id"  # the same over all starts of the run
