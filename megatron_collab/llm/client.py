@@ -22,6 +22,7 @@ from weakref import WeakValueDictionary
 
 import httpx
 import litellm
+from filelock import FileLock
 from litellm._internal_context import is_internal_call
 from openai import OpenAIError
 
@@ -51,10 +52,12 @@ class Cache:
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = sqlite3.connect(folder / f"{socket.gethostname()}.sqlite", timeout=_BUSY, isolation_level=None)
-        self._file.execute("PRAGMA journal_mode=WAL")
-        self._file.execute("PRAGMA synchronous=NORMAL")  # a crash of the machine may lose the last answers
-        self._file.execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, answer TEXT) WITHOUT ROWID")
+        node = socket.gethostname()
+        with FileLock(folder / f"{node}.lock"):  # SQLite does not wait where two set the journal's mode at once
+            self._file = sqlite3.connect(folder / f"{node}.sqlite", timeout=_BUSY, isolation_level=None)
+            self._file.execute("PRAGMA journal_mode=WAL")
+            self._file.execute("PRAGMA synchronous=NORMAL")  # a crash of the machine may lose the last answers
+            self._file.execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, answer TEXT) WITHOUT ROWID")
 
     def get(self, key: str) -> dict[str, Any] | None:
         row = self._file.execute("SELECT answer FROM answers WHERE key = ?", (key,)).fetchone()

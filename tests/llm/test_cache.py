@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import multiprocessing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,6 +25,24 @@ def write(folder: Path, name: str) -> None:
     for i in range(200):
         cache.put(f"{name}-{i}", {"from": name, "i": i})
         cache.put("shared", {"from": name, "i": i})
+
+
+def open_together(folder: Path, start: Any) -> None:
+    start.wait()
+    Cache(folder).put("a", {"i": 1})
+
+
+@pytest.mark.processes
+def test_processes_open_it_at_the_same_time(tmp_path: Path) -> None:
+    fork = multiprocessing.get_context("fork")
+    start = fork.Barrier(8)
+    for i in range(10):  # without a lock one round in three ends in "database is locked"
+        writers = [fork.Process(target=open_together, args=(tmp_path / str(i), start)) for _ in range(8)]
+        for writer in writers:
+            writer.start()
+        for writer in writers:
+            writer.join()
+        assert [writer.exitcode for writer in writers] == [0] * 8
 
 
 @pytest.mark.processes
