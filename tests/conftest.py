@@ -20,6 +20,7 @@ from tests.helpers import free_port, make_model
 # Ray reads the token once in a process, and tests that set the environment take away what they find new in it.
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 os.environ.setdefault(*files.COMPILE_CACHE)
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 patches.apply("megatron", "litellm")
 
 

@@ -43,7 +43,7 @@ class LaunchConfig:
 
 @dataclass
 class ModelConfig:
-    path: str = option(MISSING, "Hugging Face folder of the policy: config, tokenizer, safetensors")
+    path: str = option(MISSING, "policy: Hugging Face folder, or OWNER/NAME[@REVISION] of the Hub")
     dtype: str = option("bfloat16", "dtype of the parameters of trainer and server", choices=("bfloat16", "float32"))
     fp8: str | None = option(None, "TransformerEngine FP8 format", choices=("hybrid", "e4m3"))
     fp8_recipe: str = option("delayed", "how FP8 is scaled", choices=("delayed", "tensorwise", "blockwise", "mxfp8"))

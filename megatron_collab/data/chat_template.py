@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 # AutoTokenizer would import the models too, for several seconds in every process.
 from transformers import PreTrainedTokenizerFast
 
+from megatron_collab.runtime import hub
 from megatron_collab.types import Message
 
 # Stands in for a sampled reply when the template is asked what follows it.
@@ -16,7 +16,7 @@ _MARKER = "SAMPLED7REPLY"
 
 
 class ChatRenderer:
-    """Prompts, and what joins the turns of a conversation, from the chat template in `model_path`.
+    """Prompts, and what joins the turns of a conversation, from the chat template of `model_path`.
 
     `end_id` is the template's end-of-turn token, the one that follows the assistant's content. `opens_thought`:
     the template opens the policy's turn with `<think>`. `tools` are schemas that the prompt tells the policy of.
@@ -28,10 +28,11 @@ class ChatRenderer:
     def __init__(self, model_path: str, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         self.model_path = model_path
         self.tools = list(tools)
-        if not (Path(model_path) / "tokenizer.json").is_file():
+        folder = hub.folder(model_path)
+        if not (folder / "tokenizer.json").is_file():
             way_out = "save the tokenizer again with transformers, AutoTokenizer.from_pretrained(…).save_pretrained(…)"
             raise ValueError(f"model.path={model_path}: no tokenizer.json there; {way_out}")
-        self.tokenizer = PreTrainedTokenizerFast.from_pretrained(model_path, local_files_only=True)
+        self.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
         if not self.tokenizer.chat_template:
             raise ValueError(f"model.path={model_path}: its tokenizer has no chat template; give a chat model")
         end = self._tail([Message("user", "x")])[:1]

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from megatron_collab.config import Config
 from megatron_collab.inference import KEY_VARIABLE, PARENT_VARIABLE, STACKS_VARIABLE
 from megatron_collab.models.parallel_layout import servers_per_node
-from megatron_collab.runtime import device, network, stacks
+from megatron_collab.runtime import device, hub, network, stacks
 from megatron_collab.runtime.files import COMPILE_CACHE, ScratchFolder
 from megatron_collab.runtime.network import bindable
 from megatron_collab.runtime.process import RunStopped, beat, wait_for
@@ -238,7 +238,7 @@ def arguments(config: Config, url: str, index: int) -> list[str]:
     server, address = config.rollout.server, urlsplit(url)
     place = index % servers_per_node(config)  # its number on its node
     options: dict[str, Any] = {
-        "model-path": config.model.path,
+        "model-path": hub.folder(config.model.path),
         "host": address.hostname,
         "port": address.port,
         "tp-size": server.tp,

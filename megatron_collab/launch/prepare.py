@@ -14,7 +14,7 @@ from megatron_collab.config import SETTINGS, Config, ConfigError, changes, requi
 from megatron_collab.config.extension import NoOptions
 from megatron_collab.launch.validate import check_model
 from megatron_collab.rollout import tools, users
-from megatron_collab.runtime import network
+from megatron_collab.runtime import hub, network
 from megatron_collab.runtime.process import FINISHED, LAUNCHER, under_torchrun
 
 
@@ -38,6 +38,7 @@ def prepare(config: Config) -> None:
     )
     try:
         environments.prepare(config)
+        _pin_model(config)
         check_model(config)
         if config.train.stage == "sft":
             datasets.load_conversations(Path(config.data.train))
@@ -70,6 +71,13 @@ def replace_by_torchrun(config: Config, arguments: list[str]) -> NoReturn:
     command = [sys.executable, "-m", "megatron_collab.launch.torchrun", "--max-restarts=0"]
     command += [f"--nproc-per-node={config.launch.nproc_per_node}", "-m", "megatron_collab.train", *arguments]
     os.execve(sys.executable, command, environment)
+
+
+def _pin_model(config: Config) -> None:
+    """Where model.path is a name of the Hub, have the model on this node, at the commit that the run goes by."""
+    config.model.path = hub.pin(config.model.path, "model.path", Path(config.run.dir))
+    if hub.named(config.model.path):
+        hub.download(config.model.path, "model.path")
 
 
 def _check_users(config: Config, examples: Mapping[str, str]) -> None:

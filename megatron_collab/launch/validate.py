@@ -19,7 +19,7 @@ from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.reward import metrics
 from megatron_collab.reward.multiturn import reward_function
 from megatron_collab.rollout import tools
-from megatron_collab.runtime import device, network, redact
+from megatron_collab.runtime import device, hub, network, redact
 from megatron_collab.weight_sync import plan
 
 # recipe: first compute capability that TransformerEngine 2.20 runs it on, the first that it does not, and why
@@ -49,7 +49,7 @@ def validate(config: Config) -> None:
     check_layout_on_machine(config)
     check_servers_on_machine(config)
     made = config.data.world is not None
-    if not made or Path(config.model.path).exists():
+    if not (made or hub.named(config.model.path)) or Path(config.model.path).exists():
         check_model(config)
     files = {} if made else {"data.train": config.data.train, "data.eval": config.data.eval}
     if config.train.stage == "rl":
@@ -159,14 +159,14 @@ def _check_algo(config: Config) -> None:
 
 def check_model(config: Config, described: Path | None = None) -> ModelShape:
     """The model against the layout, from config.json in its folder or from the file `described`; its shape."""
-    folder = Path(config.model.path)
-    file = described or folder / "config.json"
+    path = config.model.path
+    file = described or hub.folder(path) / "config.json"
     hint = "; experiment=booking_sft makes the one that booking starts from" if config.data.world == "booking" else ""
-    require(file.is_file(), f"model.path={folder}: no config.json there; give the folder of a Hugging Face model{hint}")
+    require(file.is_file(), f"model.path={path}: no config.json there; give the folder of a Hugging Face model{hint}")
     try:
         shape = hf_config.read(file)
     except ValueError as error:
-        raise ConfigError(f"model.path={folder}: {error}; give another model") from error
+        raise ConfigError(f"model.path={path}: {error}; give another model") from error
     check_layout_of_model(config, shape)
     if config.train.stage == "rl":
         check_servers_of_model(config, shape)

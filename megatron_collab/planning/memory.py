@@ -38,7 +38,7 @@ from megatron_collab.launch import validate
 from megatron_collab.models import hf_to_megatron, hf_to_sglang
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.parallel_layout import ranks, servers_per_node, stage_layers, stages
-from megatron_collab.runtime import device
+from megatron_collab.runtime import device, hub
 from megatron_collab.trainer import logprobs
 from megatron_collab.trainer.megatron.config import DTYPES
 from megatron_collab.weight_sync.encoding import fp8_nbytes
@@ -68,13 +68,14 @@ def read_run(overrides: Sequence[str]) -> tuple[Config, ModelShape]:
     """
     config = compose(overrides)
     validate.check_settings(config)
-    folder = Path(config.model.path)
-    for file in (folder / "config.json", CONF / "shapes" / f"{folder.name}.json"):
+    path = config.model.path
+    name = Path(path).name.partition("@")[0]
+    for file in (hub.folder(path) / "config.json", CONF / "shapes" / f"{name}.json"):
         if file.is_file():
             return config, validate.check_model(config, file)
     raise ConfigError(
-        f"model.path={folder}: neither {folder}/config.json nor conf/shapes/{folder.name}.json exists; give the folder "
-        "of a Hugging Face model, or save its config.json in conf/shapes"
+        f"model.path={path}: neither {path}/config.json nor conf/shapes/{name}.json exists, nor is a model of that "
+        "name in the Hub's cache; give the folder of a Hugging Face model, or save its config.json in conf/shapes"
     )
 
 

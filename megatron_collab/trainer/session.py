@@ -14,7 +14,7 @@ from megatron_collab.checkpoint.hf import save_hf
 from megatron_collab.checkpoint.storage import LATEST
 from megatron_collab.config import Config
 from megatron_collab.observability.run import Run
-from megatron_collab.runtime import hang_detector, rank0
+from megatron_collab.runtime import hang_detector, hub, rank0
 from megatron_collab.runtime.process import Preempted, RunStopped, imports_done, seconds_since_notice
 from megatron_collab.runtime.redact import redact
 from megatron_collab.trainer.megatron import parallel
@@ -82,7 +82,7 @@ class Session(ExitStack):
 
     def finish(self, trainer: PolicyTrainer) -> None:
         """Write the trained model as a Hugging Face folder, the result and the report; collective."""
-        save_hf(trainer.chunks, Path(self.config.run.dir) / "hf", Path(self.config.model.path))
+        save_hf(trainer.chunks, Path(self.config.run.dir) / "hf", hub.folder(self.config.model.path))
         self.run.finish()
 
     def explain(self, error: RunStopped) -> None:

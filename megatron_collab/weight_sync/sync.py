@@ -28,7 +28,7 @@ from megatron_collab.inference.pool import ServerPool
 from megatron_collab.inference.server import ServerError
 from megatron_collab.models import hf_to_sglang
 from megatron_collab.models.hf_to_megatron import ModelShape
-from megatron_collab.runtime import device, hang_detector
+from megatron_collab.runtime import device, hang_detector, hub
 from megatron_collab.runtime.process import RunStopped, beat
 from megatron_collab.runtime.rank0 import from_leader, shared, wait_until
 from megatron_collab.trainer.megatron.config import DTYPES
@@ -156,7 +156,7 @@ class WeightSync:
 
     def _by_disk(self, version: int, calls: ServerCalls) -> None:
         folder = Path(self._config.run.dir) / "publish"  # one that a killed run left behind is replaced
-        save_hf(self._chunks, folder, Path(self._config.model.path))
+        save_hf(self._chunks, folder, hub.folder(self._config.model.path))
         calls.each(lambda call: call.read_folder(folder, version, self._mode))
         if dist.get_rank() == 0:
             shutil.rmtree(folder)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from megatron_collab.config import Config
 from megatron_collab.models import hf_config
 from megatron_collab.models.hf_to_megatron import ModelShape
 from megatron_collab.patches import megatron
-from megatron_collab.runtime import device
+from megatron_collab.runtime import device, hub
 from megatron_collab.runtime.process import beat
 from megatron_collab.trainer.megatron.config import backend_spec, transformer_config
 from megatron_collab.trainer.megatron.layers import inverse_frequencies, rotated
@@ -102,7 +101,7 @@ def _build(config: TransformerConfig, shape: ModelShape, where: torch.device) ->
 
 def load(config: Config) -> list[torch.nn.Module]:
     """The model of model.path, loaded."""
-    folder = Path(config.model.path)
+    folder = hub.folder(config.model.path)
     beat(f"loading {folder}")
     chunks = build(config, hf_config.read(folder / "config.json"))
     load_hf(chunks, folder)

@@ -1,0 +1,176 @@
+"""A stand-in of the Hugging Face Hub's HTTP interface on loopback: what huggingface_hub and datasets ask for.
+
+`with serving() as hub: hub.add("model", "owner/name", folder)`; processes that are to use it get
+`hub.environment(home)`, since both libraries read HF_ENDPOINT when they are imported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+_API = re.compile(
+    r"/api/(?P<kind>model|dataset)s/(?P<repo>[^/]+/[^/]+)(?:/(?P<call>revision|tree|paths-info)/(?P<revision>[^/]+)(?:/(?P<path>.+))?)?"
+)
+_RESOLVE = re.compile(r"(?P<kind>/datasets)?/(?P<repo>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<path>.+)")
+
+
+@dataclass
+class Repo:
+    """Commits in their order, each {path: content}; `gated`: only with the token."""
+
+    commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    gated: bool = False
+
+    def find(self, revision: str) -> str | None:
+        last = next(reversed(self.commits))
+        return last if revision == "main" else revision if revision in self.commits else None
+
+
+@dataclass
+class StandInHub:
+    """`requests` are method and path of all that was asked, in order."""
+
+    url: str = ""
+    token: str = "hf_StandInToken123"
+    repos: dict[tuple[str, str], Repo] = field(default_factory=dict)
+    requests: list[str] = field(default_factory=list)
+
+    def add(self, kind: str, repo: str, folder: Path, *, gated: bool = False) -> str:
+        """A commit on the main branch with the files of `folder`; its id."""
+        found = self.repos.setdefault((kind, repo), Repo(gated=gated))
+        files = {
+            str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()
+        }
+        commit = hashlib.sha1(f"{repo} {len(found.commits)}".encode()).hexdigest()
+        found.commits[commit] = files
+        return commit
+
+    def environment(self, home: Path, **other: str) -> dict[str, str]:
+        """The environment of a process that takes this for the Hub, with its caches in `home`."""
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+        return {**inherited, "HF_ENDPOINT": self.url, "HF_HOME": str(home), **other}
+
+
+@contextmanager
+def serving() -> Iterator[StandInHub]:
+    """A hub that answers until the block ends."""
+    hub = StandInHub()
+
+    class Handler(_Handler):
+        served = hub
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    hub.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    served: StandInHub
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, format: str, *args: Any) -> None:
+        self.served.requests.append(f"{self.command} {self.path}")
+
+    def do_GET(self) -> None:
+        path = unquote(urlsplit(self.path).path)
+        if found := _API.fullmatch(path):
+            self._api(**found.groupdict())
+        elif found := _RESOLVE.fullmatch(path):
+            self._file("dataset" if found["kind"] else "model", found["repo"], found["revision"], found["path"])
+        else:
+            self._refuse(404, "EntryNotFound")
+
+    do_HEAD = do_POST = do_GET
+
+    def _api(self, kind: str, repo: str, call: str | None, revision: str | None, path: str | None) -> None:
+        found = self._open(kind, repo, revision or "main")
+        if found is None:
+            return
+        commit, files = found
+        asked = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
+        if call in ("tree", "paths-info"):
+            names = [name for name in files if not path or name.startswith(f"{path}/")]
+            if call == "paths-info":
+                wanted = json.loads(asked)["paths"]
+                names = [name for name in files if name in wanted]
+            folders = {str(parent) for name in names for parent in list(Path(name).parents)[:-1]}
+            listed = [{"type": "directory", "path": name, "oid": _oid(name.encode())} for name in sorted(folders)]
+            if call == "paths-info":
+                listed = [entry for entry in listed if entry["path"] in wanted]
+            listed += [
+                {"type": "file", "path": name, "size": len(files[name]), "oid": _oid(files[name])} for name in names
+            ]
+            self._answer(listed)
+        else:
+            siblings = [{"rfilename": name} for name in files]
+            self._answer(
+                {"id": repo, "sha": commit, "siblings": siblings, "private": False, "gated": False, "tags": []}
+            )
+
+    def _file(self, kind: str, repo: str, revision: str, path: str) -> None:
+        found = self._open(kind, repo, revision)
+        if found is None:
+            return
+        commit, files = found
+        if path not in files:
+            return self._refuse(404, "EntryNotFound")
+        content = files[path]
+        begin, status = 0, 200
+        if asked := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
+            begin, status = int(asked[1]), 206
+            content = content[begin : int(asked[2]) + 1 if asked[2] else None]
+        headers = {"ETag": f'"{_oid(files[path])}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
+        if status == 206:
+            headers["Content-Range"] = f"bytes {begin}-{begin + len(content) - 1}/{len(files[path])}"
+        self._send(status, content, headers)
+
+    def _open(self, kind: str, repo: str, revision: str) -> tuple[str, dict[str, bytes]] | None:
+        """The commit and its files; an error is sent where there is none, or the token may not read it."""
+        found = self.served.repos.get((kind, repo))
+        if found is None:
+            self._refuse(401, "RepoNotFound")  # as the Hub says to those without a token
+            return None
+        if found.gated and self.headers.get("Authorization") != f"Bearer {self.served.token}":
+            self._refuse(403, "GatedRepo")
+            return None
+        commit = found.find(revision)
+        if commit is None:
+            self._refuse(404, "RevisionNotFound")
+            return None
+        return commit, found.commits[commit]
+
+    def _refuse(self, status: int, code: str) -> None:
+        self._send(status, b"{}", {"X-Error-Code": code, "X-Error-Message": code})
+
+    def _answer(self, content: Any) -> None:
+        self._send(200, json.dumps(content).encode(), {"Content-Type": "application/json"})
+
+    def _send(self, status: int, content: bytes, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(content))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+
+def _oid(content: bytes) -> str:
+    return hashlib.sha1(content).hexdigest()

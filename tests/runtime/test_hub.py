@@ -1,0 +1,107 @@
+"""Names of the Hub, asked of a stand-in of its interface: pinned once, downloaded once, refused in one line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.hub import StandInHub, serving
+
+pytestmark = pytest.mark.processes
+
+# What a start of a run does with model.path; prints the pinned name and its files, or what is refused.
+START = """
+import sys
+from pathlib import Path
+from megatron_collab.config import ConfigError
+from megatron_collab.runtime import hub
+for path in sys.argv[2:]:
+    try:
+        pinned = hub.pin(path, "model.path", Path(sys.argv[1]))
+        hub.download(pinned, "model.path")
+        print(pinned, *sorted(file.name for file in hub.folder(pinned).iterdir()))
+    except ConfigError as error:
+        print(error)
+"""
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[StandInHub]:
+    folder = tmp_path / "repo"
+    for name in ("config.json", "tokenizer.json", "model.safetensors", "pytorch_model.bin", "original/params.json"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    with serving() as hub:
+        hub.add("model", "some/model", folder)
+        hub.add("model", "some/gated", folder, gated=True)
+        yield hub
+
+
+def start(hub: StandInHub, folder: Path, *paths: str, run: str = "run", **other: str) -> list[str]:
+    hub.requests.clear()
+    environment = hub.environment(folder / "home", **other)
+    command = [sys.executable, "-c", START, str(folder / run), *paths]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.splitlines()
+
+
+def test_a_run_keeps_the_commit_that_it_began_with(hub: StandInHub, tmp_path: Path) -> None:
+    (first,) = start(hub, tmp_path, "some/model")
+    pinned, *files = first.split()
+    assert files == ["config.json", "model.safetensors", "tokenizer.json"]  # what is needed, and no more
+    assert json.loads((tmp_path / "run/hub.json").read_text()) == {"model some/model@main": pinned.partition("@")[2]}
+    (tmp_path / "next").mkdir()
+    (tmp_path / "next" / "config.json").write_text('{"layers": 2}')
+    moved = hub.add("model", "some/model", tmp_path / "next")  # on the same branch
+    assert start(hub, tmp_path, "some/model") == [first]
+    assert hub.requests == []
+    (other,) = start(hub, tmp_path, "some/model", run="other")
+    assert other == f"some/model@{moved} config.json"
+    for number, away in enumerate(({"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"})):
+        assert start(hub, tmp_path, "some/model", pinned, run=f"run{number}", **away) == [other, first]
+
+
+def test_processes_of_a_node_download_once(hub: StandInHub, tmp_path: Path) -> None:
+    environment = hub.environment(tmp_path / "home")
+    hub.requests.clear()
+    command = [sys.executable, "-c", START, str(tmp_path / "run"), "some/model"]
+    ranks = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    printed = {rank.communicate(timeout=100)[0] for rank in ranks}
+    assert len(printed) == 1 and "model.safetensors" in printed.pop()
+    weights = [request for request in hub.requests if request.startswith("GET") and "safetensors" in request]
+    assert len(weights) == 1
+
+
+def test_what_cannot_be_had_is_said_in_one_line(hub: StandInHub, tmp_path: Path) -> None:
+    asked = ("some/none", "some/gated", "some/model@v9")
+    none, gated, revision = start(hub, tmp_path, *asked)
+    assert none.startswith("model.path=some/none: no such file or folder, and the Hub has no model of that name")
+    assert "HF_TOKEN is not set" in none
+    assert gated.startswith("model.path=some/gated: this model is gated; accept its terms")
+    assert revision.startswith("model.path=some/model@v9: has no revision v9")
+    (opened, unknown) = start(hub, tmp_path, "some/gated", "some/none", HF_TOKEN=hub.token)
+    assert opened.startswith("some/gated@") and "HF_TOKEN may read" in unknown
+    (offline,) = start(hub, tmp_path, "some/none", HF_HUB_OFFLINE="1")
+    assert "HF_HUB_OFFLINE is set" in offline
+    (away,) = start(hub, tmp_path, "some/none", HF_ENDPOINT="http://127.0.0.1:9")
+    assert "http://127.0.0.1:9 did not deliver it (ConnectError" in away and "HF_ENDPOINT" in away
+
+
+def test_what_is_here_wins_and_a_path_is_no_name(
+    hub: StandInHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_collab.runtime import hub as names
+
+    monkeypatch.chdir(tmp_path)
+    Path("some/model").mkdir(parents=True)
+    assert names.named("some/model") is None and names.folder("some/model") == Path("some/model")
+    assert names.named("other/model@v1") == ("other/model", "v1")
+    for path in ("model", "/some/model", "runs/a/hf", "./some/none", "data/*.jsonl", "some/"):
+        assert names.named(path) is None, path
+    assert names.pin("some/model", "model.path", tmp_path / "run") == "some/model" and not Path("run").exists()
