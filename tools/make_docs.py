@@ -13,6 +13,7 @@ from omegaconf import MISSING
 
 from megatron_collab.config import CONF, Config, groups
 from megatron_collab.config.option import Declared, declared
+from megatron_collab.data.sources import TrainingSource
 from megatron_collab.reward import metrics
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,6 +38,14 @@ _GROUPS = """
 |---|---|
 """
 
+_SOURCES = """
+## Settings of a source
+
+`data.train` and `data.eval` are one source, or a list: `data.train='[{source: PATH, weight: 2}, PATH]'`. Those of
+`data.eval` have the first four settings.
+
+"""
+
 _METRICS = """
 ## Settings of metrics
 
@@ -54,6 +63,7 @@ def options_page() -> str:
     page += _GROUPS
     for group, names in groups().items():
         page += "".join(_row(f"`{group}={name}`", _comment(group, name)) for name in names)
+    page += _SOURCES + _table(declared(TrainingSource))
     page += _METRICS
     for name in sorted(metrics.METRICS):
         if settings := list(declared(metrics.find_metric(name).Options)):

@@ -22,6 +22,10 @@ TOOL_PARSERS = (  # as SGLang calls them
     "minimax-m2", "minimax-m3", "mistral", "muse", "nanbeige", "poolside_v1", "pythonic", "qwen", "qwen25",
     "qwen3_coder", "response_template", "spark25", "step3", "step3p5", "trinity",
 )
+FORMATS = (  # of rows, as data/formats.py reads them
+    "auto", "task", "messages", "collabllm", "recipe", "humaneval", "bigcodebench", "preference", "sharegpt",
+    "question_answer", "problem_solution", "recipe_sft", "text",
+)
 # fmt: on
 
 
@@ -227,9 +231,9 @@ class DataConfig:
     world_options: dict[str, Any] = option({}, "settings of a world given as package.module:Class")
     dir: str | None = option(None, "folder where the world is made")
     path: str | None = option(None, "source data of the world, where it has one (gsm8k: folder with train.jsonl)")
-    train: str = option(MISSING, "training tasks or conversations: JSONL or Parquet")
-    eval: str | None = mutable(None, "tasks for evaluation: JSONL or Parquet")
-    format: str = option("auto", "JSONL or Parquet, or tasks by a reader", choices=("auto",), extensible=True)
+    train: Any = option(MISSING, "tasks or conversations: file, folder, glob, name of the Hub, or a list of sources")
+    eval: Any = mutable(None, "tasks for evaluation: a source, or a list of them")
+    format: str = option("auto", "how rows are read; auto: by their columns", choices=FORMATS, extensible=True)
     format_options: dict[str, Any] = option({}, "settings of a reader given as package.module:Class")
 
 

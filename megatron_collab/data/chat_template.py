@@ -28,6 +28,7 @@ class ChatRenderer:
     def __init__(self, model_path: str, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         self.model_path = model_path
         self.tools = list(tools)
+        self._frames: dict[tuple[str, ...], int] = {}  # bytes of the template around messages of these roles
         folder = hub.folder(model_path)
         if not (folder / "tokenizer.json").is_file():
             way_out = "save the tokenizer again with transformers, AutoTokenizer.from_pretrained(…).save_pretrained(…)"
@@ -46,6 +47,13 @@ class ChatRenderer:
     def first(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """The prompt: all messages, and what opens the assistant's turn."""
         return self._tokenize(self._render(messages))
+
+    def at_most(self, messages: Sequence[Message]) -> int:
+        """A bound on the tokens of `messages`, without making them: bytes, the template's included."""
+        roles = tuple(message.role for message in messages)
+        if roles not in self._frames:
+            self._frames[roles] = len(self._render([Message(role, "x") for role in roles]).encode())
+        return self._frames[roles] + sum(len(message.content.encode()) for message in messages)
 
     def reply(self, text: str) -> tuple[int, ...]:
         """A written assistant message with its end-of-turn token, for supervised training."""

@@ -1,68 +1,116 @@
-"""Tasks and conversations from JSONL or Parquet, checked row by row, the order they are taken in, and SFT's batches."""
+"""The data of a run: the sources of data.train and data.eval, surveyed; their order; the batches of SFT.
+
+A survey is kept in run.dir/data, beside the rows as Arrow: what one process has read once, the others find there.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
-import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
-import datasets
 import numpy as np
-from datasets.exceptions import DatasetGenerationError
 
-from megatron_collab.config import Config, DataConfig, Extension, make
+from megatron_collab import __version__
+from megatron_collab.config import Config, require
 from megatron_collab.data.chat_template import ChatRenderer
+from megatron_collab.data.examples import Examples, TaskReader, load_conversations, load_tasks
+from megatron_collab.data.mixture import Mixture
+from megatron_collab.data.readers import Row
+from megatron_collab.data.sources import Source, TrainingSource, sources
+from megatron_collab.data.survey import Survey, survey
+from megatron_collab.runtime import files, hub
 from megatron_collab.types import Batch, Message, Sample, Task
 
-ROLES = ("system", "user", "assistant")
-Row = Mapping[str, Any]
+__all__ = ["TaskReader"]  # the interface for extensions
+FOLDER = "data"  # in run.dir
 _Read = TypeVar("_Read")
 
 
-class TaskReader(Extension):
-    """Base of the readers that data.format may name as package.module:Class; a function will do as well."""
+class SurveyedSources(Generic[_Read]):
+    """The sources of data.train or data.eval (`setting`), and of each the examples that the run takes: `sets`.
 
-    def __call__(self, path: Path) -> Iterable[Task]:
-        """The tasks in data.train or data.eval. Raises ValueError."""
-        raise NotImplementedError
-
-
-def load_tasks(path: Path, setting: str = "data.train", config: DataConfig | None = None) -> list[Task]:
-    """The tasks in a file, in its order, from JSONL or Parquet, or by the reader that data.format names.
-
-    Columns: `prompt` (messages {role, content}, the last of the user) and `goal`; optional `answer`, `user` (name of
-    the scripted user), `id` (else the row's number) and `metadata`. Raises ConfigError for a reader that cannot be
-    made, ValueError naming `setting`, file and row.
+    Tasks for rl; for sft conversations. Those that do not fit into rollout.context_length are left out.
     """
-    where = f"{setting}={path}"
-    if config is None or config.format == "auto":
-        return _each(_task, _rows(path, where), where)
-    read = make(config.format, "data.format", TaskReader, config.format_options, "data.format_options.")
-    if not (tasks := _each(_read_task, read(path), where)):
-        raise ValueError(f"{where}: data.format reads no tasks from it")
-    return tasks
+
+    def __init__(
+        self, config: Config, setting: str, kind: type[Source], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
+        """`tools`: schemas that the prompt tells the policy of.
+
+        Raises ConfigError, and ValueError naming setting, file and row for what cannot be read.
+        """
+        rl = config.train.stage == "rl"
+        self._config, self._tools, self.setting = config, tools, setting
+        self._renderer: ChatRenderer | None = None
+        self._folder = Path(config.run.dir) / FOLDER
+        self.sources: list[Any] = sources(
+            config.data.train if setting == "data.train" else config.data.eval, setting, kind
+        )
+        self.sets: list[Examples[_Read]] = []
+        self.surveys: list[Survey] = []
+        for source in self.sources:
+            load: Any = load_tasks if rl else load_conversations
+            examples: Examples[_Read] = load(source, setting, config.data, self._folder)
+            # A prompt needs room for a token of the reply.
+            found = self._survey(examples, config.rollout.context_length - int(rl))
+            examples.leave_out(found.left_out)
+            require(
+                len(examples) > 0, f"{setting}={source.source}: all rows are left out: {_counts(found)}; give others"
+            )
+            self.sets.append(examples)
+            self.surveys.append(found)
+
+    def lines(self) -> list[str]:
+        """For each source how many rows are taken, how they are read and why, and what is left out."""
+        found = []
+        for examples, one in zip(self.sets, self.surveys, strict=True):
+            read = f"{len(examples)} rows, read as {examples.format} ({examples.why})"
+            left_out = f"; left out: {_counts(one)}" if one.left_out else ""
+            found.append(f"{self.setting}={examples.source.source}: {read}{left_out}")
+        return found
+
+    def _survey(self, examples: Examples[_Read], longest: int) -> Survey:
+        fingerprint = getattr(examples.rows, "_fingerprint", None)  # none for tasks of a reader, which are in memory
+        tokenizer = hub.folder(self._config.model.path) / "tokenizer.json"
+        changed = tokenizer.stat().st_mtime_ns if tokenizer.is_file() else 0
+        of = [fingerprint, examples.use, examples.format, longest, str(tokenizer), changed, self._tools, __version__]
+        key = hashlib.blake2b(json.dumps(of, sort_keys=True).encode(), digest_size=8).hexdigest()
+        file = self._folder / f"survey-{key}.json"
+        if fingerprint is not None and file.is_file():
+            return Survey(**json.loads(file.read_text()))
+        renderer = self._renderer = self._renderer or ChatRenderer(self._config.model.path, self._tools)
+
+        def tokens(example: Any) -> int:
+            task = isinstance(example, Task)
+            return len(renderer.first(example.messages) if task else rendered(renderer, example).token_ids)
+
+        found = survey(examples, longest, renderer.at_most, tokens)
+        if fingerprint is not None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            files.replace(file, json.dumps(asdict(found)))
+        return found
 
 
-def load_conversations(path: Path) -> list[tuple[Message, ...]]:
-    """The conversations in data.train, in its order.
+class TrainingData(SurveyedSources[_Read]):
+    """data.train by position in the run, mixed as its sources say; a function of (run.seed, position) alone."""
 
-    Column: `messages` {role, content}: a system message if any, then user and assistant in turn, the last of the
-    assistant. Raises ValueError naming the setting, file and row.
-    """
-    return _each(_conversation, _rows(path, f"data.train={path}"), f"data.train={path}")
+    def __init__(self, config: Config, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        super().__init__(config, "data.train", TrainingSource, tools)
+        pairs = list(zip(self.sources, self.sets, strict=True))
+        keys = [examples.sort_keys(source.sort_by) if source.sort_by else None for source, examples in pairs]
+        per_step = config.train.prompts_per_step
+        self._mixture = Mixture(self.sources, [len(examples) for examples in self.sets], per_step, keys)
+        empty = self._mixture.empty_step(config.train.steps, per_step)
+        require(empty is None, f"data.train: no source has rows for step {empty}; change from_step or until_step")
 
-
-def rows_of_step(n: int, seed: int, step: int, size: int) -> list[int]:
-    """Rows of `n` for a step of `size`, without a saved position: every epoch has an order drawn from the seed."""
-    return [int(_order(n, seed, at // n)[at % n]) for at in range(step * size, (step + 1) * size)]
-
-
-@lru_cache(maxsize=2)
-def _order(n: int, seed: int, epoch: int) -> np.ndarray:
-    return np.random.default_rng((seed, epoch)).permutation(n)
+    def at(self, position: int, seed: int) -> _Read:
+        """The example at a position: step * train.prompts_per_step + its number in the step."""
+        source, row = self._mixture.place(position, seed)
+        return self.sets[source][row]
 
 
 class SupervisedData:
@@ -70,12 +118,12 @@ class SupervisedData:
 
     def __init__(self, config: Config) -> None:
         self.renderer = ChatRenderer(config.model.path)
-        self.conversations = load_conversations(Path(config.data.train))
+        self.conversations = TrainingData[tuple[Message, ...]](config)
         self.seed, self.size = config.run.seed, config.train.prompts_per_step
 
     def batch(self, step: int) -> Batch:
-        rows = rows_of_step(len(self.conversations), self.seed, step, self.size)
-        return Batch(tuple(rendered(self.renderer, self.conversations[row]) for row in rows))
+        positions = range(step * self.size, (step + 1) * self.size)
+        return Batch(tuple(rendered(self.renderer, self.conversations.at(at, self.seed)) for at in positions))
 
 
 def rendered(renderer: ChatRenderer, messages: Sequence[Message]) -> Sample:
@@ -107,75 +155,5 @@ def write_jsonl(path: Path, rows: Iterable[Row]) -> None:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
-def _rows(path: Path, where: str) -> list[dict[str, Any]]:
-    datasets.disable_progress_bars()
-    parquet = path.suffix == ".parquet"
-    read = datasets.Dataset.from_parquet if parquet else datasets.Dataset.from_json
-    # The library's cache would go by the file's name and be left in the home folder.
-    with tempfile.TemporaryDirectory() as cache, path.open() as lines:
-        try:
-            blank = not parquet and not any(map(str.strip, lines))  # which the library's reader does not survive
-            rows = [] if blank else read(str(path), cache_dir=cache, keep_in_memory=True).to_list()
-        except DatasetGenerationError as error:
-            reason = error.__cause__ or error
-            raise ValueError(f"{where}: cannot be read ({reason}); give JSONL or Parquet") from error
-    if not rows:
-        raise ValueError(f"{where}: has no rows")
-    return rows
-
-
-def _each(read: Callable[[Any, int], _Read], rows: Iterable[Any], where: str) -> list[_Read]:
-    found = []
-    for number, row in enumerate(rows):
-        try:
-            found.append(read(row, number))
-        except ValueError as error:
-            raise ValueError(f"{where} row {number}: {error}") from error
-    return found
-
-
-def _read_task(task: Any, number: int) -> Task:
-    if not isinstance(task, Task):
-        raise ValueError(f"data.format gives a {type(task).__name__}; it must be a megatron_collab.types.Task")
-    last = task.messages[-1].role if task.messages else "none"
-    if last != "user":
-        raise ValueError(f"the prompt ends with a message of the {last}; its last message must be the user's")
-    return task
-
-
-def _task(row: Row, number: int) -> Task:
-    texts = {"id": str(number), "goal": None, "answer": "", "user": ""}
-    found = {column: _text(row, column, default) for column, default in texts.items()}
-    return _read_task(Task(messages=_messages(row, "prompt"), metadata=row.get("metadata") or {}, **found), number)
-
-
-def _conversation(row: Row, number: int) -> tuple[Message, ...]:
-    messages = _messages(row, "messages")
-    turns = [message.role for message in messages if message.role != "system"]
-    if turns != ["user", "assistant"] * (len(turns) // 2) or not turns or "system" in [m.role for m in messages[1:]]:
-        raise ValueError("messages must be user and assistant in turn, the assistant last (a system message first)")
-    return messages
-
-
-def _messages(row: Row, column: str) -> tuple[Message, ...]:
-    found = row.get(column)
-    if not found:
-        raise ValueError(f"no {column}; give a list of messages {{role, content}}")
-    if not isinstance(found, list) or not all(isinstance(message, dict) for message in found):
-        raise ValueError(f"{column} is not a list of messages {{role, content}}")
-    for message in found:
-        role, content = message.get("role"), message.get("content")
-        if role not in ROLES:
-            raise ValueError(f"{column} has a message of role {role!r}; choose one of {', '.join(ROLES)}")
-        if not isinstance(content, str) or not content.strip():
-            raise ValueError(f"{column} has a message without content")
-    return tuple(Message(message["role"], message["content"]) for message in found)
-
-
-def _text(row: Row, column: str, default: str | None = None) -> str:
-    value = row.get(column)
-    if value is None and default is not None:
-        return default
-    if not isinstance(value, str) or (default is None and not value.strip()):
-        raise ValueError(f"no {column}; give a string" if value is None else f"{column} is not a string with content")
-    return value
+def _counts(found: Survey) -> str:
+    return ", ".join(f"{count} {reason}" for reason, count in found.dropped.items())

@@ -7,11 +7,13 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megatron_collab import environments
 from megatron_collab.config import SETTINGS, Config, ConfigError, changes, require
 from megatron_collab.config.extension import NoOptions
+from megatron_collab.data import sources
+from megatron_collab.data.sources import Source
 from megatron_collab.launch.validate import check_model
 from megatron_collab.rollout import tools, users
 from megatron_collab.runtime import hub, network
@@ -38,15 +40,16 @@ def prepare(config: Config) -> None:
     )
     try:
         environments.prepare(config)
-        _pin_model(config)
+        _pin(config)
         check_model(config)
-        if config.train.stage == "sft":
-            datasets.load_conversations(Path(config.data.train))
-        else:
+        schemas = tools.schemas(config.rollout.tools) if config.train.stage == "rl" else []
+        data: list[datasets.SurveyedSources[Any]] = [datasets.TrainingData(config, schemas)]
+        if config.train.stage == "rl":
+            data += [datasets.SurveyedSources(config, "data.eval", Source, schemas)] if config.data.eval else []
             examples: dict[str, str] = {}
-            for setting, file in (("data.train", config.data.train), ("data.eval", config.data.eval)):
-                for task in datasets.load_tasks(Path(file), setting, config.data) if file else ():
-                    examples.setdefault(config.user.name or task.user, f"{setting}, task {task.id}")
+            for given in data:
+                for user, task in (named for survey in given.surveys for named in survey.users.items()):
+                    examples.setdefault(config.user.name or user, f"{given.setting}, task {task}")
             _check_users(config, examples)
         if not under_torchrun():
             ChatRenderer(config.model.path, tools.schemas(config.rollout.tools))
@@ -54,6 +57,8 @@ def prepare(config: Config) -> None:
     except (ValueError, FileNotFoundError) as error:
         raise ConfigError(" ".join(str(error).split())) from error
     _check_same_run(config)
+    if not under_torchrun():
+        print("\n".join(line for given in data for line in given.lines()))
 
 
 def finished(config: Config) -> int:
@@ -73,11 +78,14 @@ def replace_by_torchrun(config: Config, arguments: list[str]) -> NoReturn:
     os.execve(sys.executable, command, environment)
 
 
-def _pin_model(config: Config) -> None:
-    """Where model.path is a name of the Hub, have the model on this node, at the commit that the run goes by."""
-    config.model.path = hub.pin(config.model.path, "model.path", Path(config.run.dir))
+def _pin(config: Config) -> None:
+    """Names of the Hub become those of the commits that the run goes by, and the model comes to this node."""
+    run_dir, data = Path(config.run.dir), config.data
+    config.model.path = hub.pin(config.model.path, "model.path", run_dir)
     if hub.named(config.model.path):
         hub.download(config.model.path, "model.path")
+    data.train = sources.pinned(data.train, "data.train", run_dir)
+    data.eval = sources.pinned(data.eval, "data.eval", run_dir) if data.eval else data.eval
 
 
 def _check_users(config: Config, examples: Mapping[str, str]) -> None:

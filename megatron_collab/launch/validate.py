@@ -14,6 +14,7 @@ from megatron_collab.algo.advantages import GROUPED
 from megatron_collab.algo.policy_loss import PolicyLoss
 from megatron_collab.config import Config, ConfigError, ModelConfig, check_declared, compose, require, uses_wandb
 from megatron_collab.config.extension import make, make_absolute
+from megatron_collab.data import sources
 from megatron_collab.models import hf_config, parallel_layout
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.reward import metrics
@@ -51,11 +52,13 @@ def validate(config: Config) -> None:
     made = config.data.world is not None
     if not (made or hub.named(config.model.path)) or Path(config.model.path).exists():
         check_model(config)
-    files = {} if made else {"data.train": config.data.train, "data.eval": config.data.eval}
+    if not made:
+        sources.check_exists(config.data.train, "data.train", sources.TrainingSource)
+        if config.data.eval:
+            sources.check_exists(config.data.eval, "data.eval", sources.Source)
     if config.train.stage == "rl":
-        files["user.personas"] = config.user.personas
-    for setting, file in files.items():
-        require(file is None or Path(file).is_file(), f"{setting}={file}: no such file")
+        personas = config.user.personas
+        require(personas is None or Path(personas).is_file(), f"user.personas={personas}: no such file")
     message = "<run.wandb_project>: WANDB_API_KEY is set; install wandb, or set run.wandb_project=null"
     require(not uses_wandb(config.run) or find_spec("wandb") is not None, message, config)
 
@@ -72,7 +75,7 @@ def check_settings(config: Config) -> None:
         message = f"{setting}_options: <{setting}> has no options; remove them"
         check(not options or ":" in str(attrgetter(setting)(config)), message)
     message = "<data.format>: readers give tasks, and <train.stage> reads conversations; set it to auto"
-    check(config.data.format == "auto" or config.train.stage == "rl", message)
+    check(":" not in config.data.format or config.train.stage == "rl", message)
     train, rollout = config.train, config.rollout
     samples = train.prompts_per_step  # of which every optimizer step needs one
     if train.stage == "rl":

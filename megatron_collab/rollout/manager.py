@@ -19,14 +19,16 @@ import torch.distributed as dist
 
 from megatron_collab.algo.credit import fresh, samples_of, teaches
 from megatron_collab.config import Config
-from megatron_collab.data.datasets import load_tasks, rows_of_step
+from megatron_collab.data.datasets import SurveyedSources, TrainingData
+from megatron_collab.data.sources import Source
 from megatron_collab.observability.run import Run
 from megatron_collab.rollout.journal import Journal, WeightDigests
 from megatron_collab.rollout.scheduler import Asked, Flight, Slot, answers, window
 from megatron_collab.rollout.servers import Servers
+from megatron_collab.rollout.tools import schemas
 from megatron_collab.runtime.process import RunStopped, beat
 from megatron_collab.runtime.rank0 import from_leader
-from megatron_collab.types import Batch, Group, Missing, Rollout, Sample
+from megatron_collab.types import Batch, Group, Missing, Rollout, Sample, Task
 from megatron_collab.weight_sync.sync import WeightSync
 
 
@@ -52,7 +54,7 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
         if self.leader:
             assert servers.workers and servers.pool
             self._workers, self._pool = servers.workers, servers.pool
-            self.tasks = load_tasks(Path(config.data.train), "data.train", config.data)
+            self.tasks = TrainingData[Task](config, schemas(config.rollout.tools))
             self._journal = Journal(Path(config.run.dir) / "journal", self._digests)
             self._flight = Flight(config, self._workers.conversations, self._journal, self._pool.lost_all)
             self._left = [Slot(*slot) for slot in state.get("in_flight", ())]
@@ -165,14 +167,13 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
         if slot.refill:
             seed = int(np.random.SeedSequence((seed, slot.refill)).generate_state(1)[0])
         at = slot.step * self.config.train.prompts_per_step + slot.number
-        (row,) = rows_of_step(len(self.tasks), seed, at, 1)
-        self._flight.begin(Asked(slot, slot.stream, "play", self.tasks[row]))
+        self._flight.begin(Asked(slot, slot.stream, "play", self.tasks.at(at, seed)))
 
     def _begin_evaluation(self, name: str, step: int) -> None:
         assert self.config.data.eval is not None and not self._flight  # before the first step, or after the last
         self._pool.recover()
-        tasks = load_tasks(Path(self.config.data.eval), "data.eval", self.config.data)
-        tasks = tasks[: self.config.train.eval_tasks]
+        given = SurveyedSources[Task](self.config, "data.eval", Source, schemas(self.config.rollout.tools))
+        tasks = [task for tasks in given.sets for task in tasks[: self.config.train.eval_tasks]]
         for index, task in enumerate(tasks):
             self._flight.begin(Asked(Slot(step, 0, index), f"eval-{name}-{index}", "evaluate", task))
         self._flight.wait_for(len(tasks), f"evaluation {name}")

@@ -20,8 +20,10 @@ from megatron_collab.runtime import files
 Kind = Literal["model", "dataset"]
 PINS = "hub.json"
 # What a model is loaded and served from; not the same weights again in other formats.
-MODEL_FILES = ("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json")
-MODEL_FILES += ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "chat_template*")
+MODEL_FILES = (
+    *("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json"),
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "chat_template*"),
+)
 _FIRST = ("README.md", "config.json")  # small files that a commit is found with
 
 _NAME = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(?:@(?P<revision>[\w./-]+))?")

@@ -21,7 +21,7 @@ from megatron_collab.config import (
     make_absolute,
     resolve,
 )
-from megatron_collab.data.datasets import load_tasks
+from megatron_collab.data.examples import load_tasks
 from megatron_collab.launch.validate import check_settings
 from megatron_collab.reward import metrics
 from megatron_collab.reward.metrics import Metric
@@ -154,7 +154,7 @@ def test_a_reader_of_tasks(tmp_path: Path) -> None:
     found = load_tasks(file, "data.eval", reader)
     assert [(each.messages[0].content, each.user) for each in found] == [("hello", "replay"), ("hi", "replay")]
     with pytest.raises(ValueError, match=r"data.eval=.* row 0: the prompt ends with a message of the assistant"):
-        load_tasks(file, "data.eval", DataConfig(format="collab_extras:replies_only"))
+        list(load_tasks(file, "data.eval", DataConfig(format="collab_extras:replies_only")))
     with pytest.raises(ConfigError, match=r"data.format_options: .* is a function, which takes no options"):
         load_tasks(file, "data.eval", DataConfig(format="collab_extras:replies_only", format_options={"x": 1}))
 
@@ -208,7 +208,7 @@ def test_settings_from_outside_are_checked_before_a_run() -> None:
         (configured(reward__mode_options={"x": 1}), "reward.mode_options: reward.mode=mr has no options; remove them"),
         (configured(algo__loss="ppo2"), "algo.loss=ppo2: choose one of ppo, gspo, cispo, package.module:Class"),
         (configured(rollout__tools=["dise"]), "rollout.tools=dise: no such name; known are calculator, or package"),
-        (configured(data__format="csv"), "data.format=csv: choose one of auto, package.module:Class"),
+        (configured(data__format="csv"), "data.format=csv: choose one of auto, task, messages"),
         (
             configured(data__format="collab_extras:Lines", train__stage="sft"),
             "data.format=collab_extras:Lines: readers give tasks, and train.stage=sft reads conversations",

@@ -6,7 +6,8 @@ from pathlib import Path
 import datasets
 import pytest
 
-from megatron_collab.data.datasets import load_conversations, load_tasks, rows_of_step, task_row, write_jsonl
+from megatron_collab.data.datasets import task_row, write_jsonl
+from megatron_collab.data.examples import load_conversations, load_tasks
 from megatron_collab.types import Message, Task
 
 HI, HELLO = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
@@ -25,13 +26,13 @@ def test_a_task_is_read_as_it_was_written(tmp_path: Path) -> None:
         Task("a", messages, '{"people": "5"}', "5", "booking", {"level": 3}),
         Task("b", messages[:1], "g", "", "gsm8k"),
     ]
-    assert load_tasks(file(tmp_path, [task_row(task) for task in written])) == written
+    assert list(load_tasks(file(tmp_path, [task_row(task) for task in written]))) == written
 
 
 def test_jsonl_and_parquet_hold_the_same_tasks(tmp_path: Path) -> None:
     rows = [ROW | {"id": str(i)} for i in range(5)]
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
-    assert load_tasks(tmp_path / "rows.parquet") == load_tasks(file(tmp_path, rows))
+    assert list(load_tasks(tmp_path / "rows.parquet")) == list(load_tasks(file(tmp_path, rows)))
 
 
 def test_a_changed_file_of_the_same_name_is_read_again(tmp_path: Path) -> None:
@@ -68,21 +69,21 @@ def test_conversations(tmp_path: Path) -> None:
 def test_a_bad_task_is_refused_by_file_and_row(tmp_path: Path, change: dict, fault: str) -> None:
     path = file(tmp_path, [ROW | change])
     with pytest.raises(ValueError) as refusal:
-        load_tasks(path, "data.eval")
+        list(load_tasks(path, "data.eval"))
     assert str(refusal.value).startswith(f"data.eval={path} row 0: ") and fault in str(refusal.value)
 
 
 def test_the_number_of_the_bad_row_is_given(tmp_path: Path) -> None:
     rows = [ROW] * 17 + [{key: value for key, value in ROW.items() if key != "prompt"}]
     with pytest.raises(ValueError, match="row 17: no prompt"):
-        load_tasks(file(tmp_path, rows))
+        list(load_tasks(file(tmp_path, rows)))
 
 
 @pytest.mark.parametrize("messages", [[HI], [HELLO], [HI, HI, HELLO], [HI, HELLO, HI], []])
 def test_a_conversation_out_of_turn_is_refused(tmp_path: Path, messages: list[dict]) -> None:
     rows = [{"messages": [HI, HELLO]}, {"messages": messages}]
     with pytest.raises(ValueError, match=r"row 1: .*messages"):
-        load_conversations(file(tmp_path, rows))
+        list(load_conversations(file(tmp_path, rows)))
 
 
 @pytest.mark.parametrize("text", ["", "\n", "{broken\n", json.dumps(ROW)[:-4]])
@@ -91,16 +92,3 @@ def test_a_file_that_is_no_data_is_refused(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(ValueError, match=f"data.train={path}: "):
         load_tasks(path)
-
-
-def test_every_epoch_takes_every_row_once_in_another_order() -> None:
-    taken = [i for step in range(8) for i in rows_of_step(10, 3, step, 5)]
-    epochs = [taken[at : at + 10] for at in range(0, 40, 10)]
-    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) == 4
-    assert rows_of_step(10, 4, 0, 10) != epochs[0]
-
-
-def test_a_batch_depends_on_its_step_alone() -> None:
-    in_order = [rows_of_step(10, 3, step, 4) for step in range(6)]
-    assert [rows_of_step(10, 3, step, 4) for step in (5, 0, 3)] == [in_order[5], in_order[0], in_order[3]]

@@ -14,6 +14,7 @@ from megatron_collab.launch import prepare, validate
 from megatron_collab.runtime import device
 from megatron_collab.runtime.process import EXIT_BAD_INPUT
 from megatron_collab.train import main
+from tests.helpers import byte_level_tokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +42,7 @@ def booking(tmp_path: Path) -> list[str]:
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     folder = tmp_path / "model"
-    folder.mkdir()
+    byte_level_tokenizer(300).save_pretrained(folder)
     (folder / "config.json").write_text(
         json.dumps(
             {

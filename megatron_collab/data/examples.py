@@ -1,0 +1,142 @@
+"""The rows of one source as tasks or conversations, each read when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from megatron_collab.config import ConfigError, DataConfig, Extension, make, nearest, require
+from megatron_collab.data.formats import FORMATS, Use, recognise
+from megatron_collab.data.readers import Unfit, checked_task
+from megatron_collab.data.sources import Source, open_rows
+from megatron_collab.runtime import hub
+from megatron_collab.types import Message, Task
+
+_BATCH = 1000  # rows that are taken from Arrow at once
+_Read = TypeVar("_Read")
+
+
+class TaskReader(Extension):
+    """Base of the readers that data.format may name as package.module:Class; a function will do as well."""
+
+    def __call__(self, path: Path) -> Iterable[Task]:
+        """The tasks in data.train or data.eval. Raises ValueError."""
+        raise NotImplementedError
+
+
+class Examples(Sequence[_Read]):
+    """The rows of a source, without those that are left out, read as `use`; `format` and `why` say how.
+
+    Raises ValueError for a bad row, naming setting, file and row, where it is asked for.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        rows: Any,
+        read: Callable[[Any, int], _Read],
+        at: Callable[[int], str],
+        use: Use,
+        format: str,
+        why: str,
+    ) -> None:
+        """`rows`: a sequence or a Dataset. `read` takes a row and its number; `at` says where that row is."""
+        self.source, self.rows, self.at = source, rows, at
+        self.use, self.format, self.why = use, format, why
+        self._read = read
+        self._kept: np.ndarray | None = None
+
+    def leave_out(self, numbers: Sequence[int]) -> None:
+        """From now on without the rows of these numbers."""
+        self._kept = np.delete(np.arange(len(self.rows)), numbers) if numbers else None
+
+    def __len__(self) -> int:
+        return len(self.rows if self._kept is None else self._kept)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[at] for at in range(*index.indices(len(self)))]
+        number = range(len(self))[index] if self._kept is None else int(self._kept[index])
+        return self.read(self.rows[number], number)
+
+    def __iter__(self) -> Iterator[_Read]:
+        kept = None if self._kept is None else set(self._kept.tolist())
+        return (self.read(row, number) for number, row in self.numbered() if kept is None or number in kept)
+
+    def numbered(self) -> Iterator[tuple[int, Any]]:
+        """All rows and their numbers, those that are left out too."""
+        for begin in range(0, len(self.rows), _BATCH):
+            batch: Any = self.rows[begin : begin + _BATCH]
+            if isinstance(batch, dict):  # columns, as `datasets` gives a slice: faster than rows one by one
+                columns = tuple(batch)
+                batch = [dict(zip(columns, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+            yield from enumerate(batch, begin)
+
+    def read(self, row: Any, number: int) -> _Read:
+        """The row of a number, read. Raises Unfit too."""
+        try:
+            return self._read(row, number)
+        except Unfit:
+            raise
+        except ValueError as error:
+            raise ValueError(f"{self.at(number)}: {error}") from error
+
+    def sort_keys(self, by: str) -> np.ndarray:
+        """Whole numbers that sort the rows by a column, descending for `-column`. Raises ConfigError."""
+        column, sign = by.removeprefix("-"), -1 if by[:1] == "-" else 1
+        there, said = getattr(self.rows, "column_names", []), f"data.train={self.source.source}: sort_by={by}"
+        fault = f"no such column{nearest(column, there)}; there are {', '.join(there) or 'none'}"
+        require(column in there, f"{said}: {fault}")
+        values = np.array(self.rows[column][:], dtype=object)
+        values = values if self._kept is None else values[self._kept]
+        kinds = {"text" if isinstance(value, str) else "number" for value in values}
+        sortable = len(kinds) == 1 and all(isinstance(value, str | int | float) for value in values)
+        require(sortable, f"{said}: its values must be all numbers or all texts; choose another column")
+        return sign * np.unique(values, return_inverse=True)[1]
+
+
+def load_tasks(
+    source: Source | Path | str, setting: str = "data.train", data: DataConfig | None = None, cache: Path | None = None
+) -> Examples[Task]:
+    """The tasks of a source, in its order, in any format that is read as tasks, or by the reader of data.format.
+
+    Arrow is written to `cache`, or for this process alone. Raises ConfigError for a source or reader that cannot be,
+    ValueError for what cannot be read.
+    """
+    source = source if isinstance(source, Source) else Source(source=str(source))
+    if data is None or ":" not in data.format:
+        return _examples(source, setting, data, cache, "task")
+    where = f"{setting}={source.source}"
+    read = make(data.format, "data.format", TaskReader, data.format_options, "data.format_options.")
+    named = hub.named(source.source) is not None
+    path = hub.download(source.source, setting, "dataset", ["*"]) if named else Path(source.source)
+    try:
+        tasks = list(read(path))
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    if not tasks:
+        raise ValueError(f"{where}: data.format reads no tasks from it")
+    at = f"{where} row {{}}".format
+    return Examples(source, tasks, lambda task, number: checked_task(task), at, "task", data.format, "data.format")
+
+
+def load_conversations(
+    source: Source | Path | str, setting: str = "data.train", data: DataConfig | None = None, cache: Path | None = None
+) -> Examples[tuple[Message, ...]]:
+    """The conversations of a source, in its order, in any format that is read as conversations; as `load_tasks`."""
+    source = source if isinstance(source, Source) else Source(source=str(source))
+    return _examples(source, setting, data, cache, "conversation")
+
+
+def _examples(source: Source, setting: str, data: DataConfig | None, cache: Path | None, use: Use) -> Examples[Any]:
+    opened = open_rows(source, setting, cache)
+    asked = data.format if data else "auto"
+    format, why = recognise(asked, opened.table.column_names, opened.table[0], use, f"{setting}={source.source}")
+    reader: Any = getattr(FORMATS[format], use)
+    read = reader if use == "task" else lambda row, number: reader(row)
+    return Examples(source, opened.table, read, opened.at, use, format, why)

@@ -1,0 +1,84 @@
+"""The formats of rows as they are published: a table, in which a data set is recognised by its columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_collab.config import nearest, require
+from megatron_collab.data import readers
+from megatron_collab.data.readers import Candidate, Messages, Pair, Row
+from megatron_collab.types import Task
+
+Use = Literal["task", "conversation", "pair"]  # what rows are read as: for rl, sft, dpo
+
+
+@dataclass(frozen=True)
+class Format:
+    """How rows with these columns are read; None where they are not read as that. `fits`: whether a row looks like it.
+
+    `candidate`: rows are scored candidates for a turn, several of one prompt. For rl one row is taken per prompt, for
+    sft the best of the last turn of each conversation, for dpo the best and the worst of a prompt.
+    """
+
+    columns: tuple[str, ...]
+    task: Callable[[Row, int], Task] | None = None
+    conversation: Callable[[Row], Messages] | None = None
+    pair: Callable[[Row], Pair] | None = None
+    candidate: Callable[[Row], Candidate] | None = None
+    fits: Callable[[Row], bool] = lambda row: True
+
+    def reads(self, use: Use) -> bool:
+        return getattr(self, use) is not None or (use == "pair" and self.candidate is not None)
+
+
+# Of those that are read as what is asked for, the first whose columns are there and that the first row fits is taken.
+FORMATS: dict[str, Format] = {
+    "task": Format(("prompt", "goal"), readers.task),
+    "messages": Format(("messages",), readers.messages_task, readers.messages_conversation),
+    "collabllm": Format(
+        ("prompt", "completion", "conv_id", "turn_id", "score", "single_turn_prompt"),
+        readers.collabllm_task,
+        readers.collabllm_conversation,
+        candidate=readers.candidate,
+    ),
+    "recipe": Format(("prompt", "extra_info"), readers.recipe_task),
+    "humaneval": Format(("prompt", "test", "entry_point"), readers.human_eval_task, readers.human_eval_conversation),
+    "bigcodebench": Format(
+        ("instruct_prompt", "code_prompt", "test", "entry_point"),
+        readers.big_code_bench_task,
+        readers.big_code_bench_conversation,
+    ),
+    "preference": Format(
+        ("chosen", "rejected"), readers.preference_task, readers.preference_conversation, readers.pair
+    ),
+    "sharegpt": Format(("conversations",), readers.sharegpt_task, readers.sharegpt_conversation),
+    "question_answer": Format(("question", "answer"), readers.question_task, readers.question_conversation),
+    "problem_solution": Format(("problem", "solution"), readers.problem_task, readers.problem_conversation),
+    "recipe_sft": Format(
+        ("prompt",), conversation=readers.prompt_conversation, fits=readers.prompt_ends_with_assistant
+    ),
+    "text": Format(("text",), readers.text_task),
+}
+
+
+def recognise(name: str, columns: Collection[str], first: Row, use: Use, where: str) -> tuple[str, str]:
+    """The format that `name`, data.format, asks for, and why it is that one. Raises ValueError, ConfigError."""
+    known = [each for each, format in FORMATS.items() if format.reads(use)]
+    if name != "auto":
+        require(
+            name in known, f"data.format={name}: reads no {use}s{nearest(name, known)}; there are {', '.join(known)}"
+        )
+        return name, f"data.format={name}"
+    for each in known:
+        format = FORMATS[each]
+        if set(format.columns) <= set(columns) and format.fits(first):
+            return each, f"it has {', '.join(format.columns)}"
+    usual = "task" if use == "task" else "messages"
+    if FORMATS[usual].columns[0] in columns or "goal" in columns:  # its rows are told what they lack
+        return usual, f"it has {FORMATS[usual].columns[0]}"
+    raise ValueError(
+        f"{where}: the columns {', '.join(columns)} are those of no known format of {use}s ({', '.join(known)}); set "
+        "data.format to one of them or to a reader package.module:Class, or give other rows"
+    )

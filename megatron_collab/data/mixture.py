@@ -1,0 +1,124 @@
+"""The order in which a run takes rows from its sources: a function of (run.seed, position) alone, so no cursor is kept.
+
+Position p is the p-th row of the run: step * train.prompts_per_step + its number in the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_collab.config import require
+from megatron_collab.data.sources import TrainingSource
+
+
+class Pick(NamedTuple):
+    """A row: `row` of the source number `source`."""
+
+    source: int
+    row: int
+
+
+class _Phase(NamedTuple):
+    """Positions from `begin` to before `end`, which take rows from the sources `active`; `taken` by each before."""
+
+    begin: int
+    end: int | None
+    active: tuple[int, ...]
+    taken: tuple[int, ...]
+
+
+class Mixture:
+    """Positions of the run to rows of its sources.
+
+    At every position as many rows are taken from each active source as its share says, to within one row. From each
+    source an epoch takes every row once: in an order drawn from the seed, or sorted where there are sort keys, with
+    ties in that order.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[TrainingSource],
+        counts: Sequence[int],
+        per_step: int,
+        keys: Sequence[np.ndarray | None] = (),
+    ) -> None:
+        """`counts`: rows of each source; `per_step`: rows of a step; `keys`: what each is sorted by, or None.
+
+        Raises ConfigError where only some sources have `epochs`.
+        """
+        self._counts, self._keys = tuple(counts), tuple(keys) or (None,) * len(counts)
+        epochs = [source.epochs for source in sources]
+        some = "of several sources all have epochs or none has; set it for every source, or use weight alone"
+        require(None not in epochs or not any(epochs), f"data.train: {some}")
+        self._shares = [
+            source.weight if source.epochs is None else source.epochs * count
+            for source, count in zip(sources, counts, strict=True)
+        ]
+        self._phases = self._phases_of(sources, per_step)
+        self._order = lru_cache(maxsize=16)(self._ordered)
+
+    def place(self, position: int, seed: int) -> Pick:
+        """The row at `position`, which a step that is not empty has."""
+        phase = next(phase for phase in self._phases if phase.end is None or position < phase.end)
+        source, draw = self._drawn(phase, position - phase.begin)
+        epoch, at = divmod(draw + phase.taken[source], self._counts[source])
+        return Pick(source, int(self._order(source, seed, epoch)[at]))
+
+    def empty_step(self, steps: int, per_step: int) -> int | None:
+        """The first of `steps` steps in which no source is active; None where there is none."""
+        gaps = [phase.begin for phase in self._phases if not phase.active]
+        return next((begin // per_step for begin in gaps if begin < steps * per_step), None)
+
+    def _drawn(self, phase: _Phase, at: int) -> tuple[int, int]:
+        """The source of the row `at` of a phase, and how many it has taken from that source before."""
+        if len(phase.active) == 1:
+            return phase.active[0], at
+        length = (phase.end - phase.begin) if phase.end is not None else 1 << max(10, (at + 1).bit_length())
+        shares = tuple(self._shares[source] for source in phase.active)
+        source, draw = interleaved(shares, length)
+        return phase.active[source[at]], int(draw[at])
+
+    def _ordered(self, source: int, seed: int, epoch: int) -> np.ndarray:
+        order = np.random.default_rng((seed, epoch, source) if source else (seed, epoch)).permutation(
+            self._counts[source]
+        )
+        keys = self._keys[source]
+        return order if keys is None else order[np.argsort(keys[order], kind="stable")]
+
+    def _phases_of(self, sources: Sequence[TrainingSource], per_step: int) -> list[_Phase]:
+        edges = {0, *(source.from_step for source in sources)}
+        begins = sorted(edges | {source.until_step for source in sources if source.until_step is not None})
+        found, taken = list[_Phase](), (0,) * len(sources)
+        for number, step in enumerate(begins):
+            active = tuple(
+                at
+                for at, source in enumerate(sources)
+                if source.from_step <= step and (source.until_step is None or step < source.until_step)
+            )
+            last = number + 1 == len(begins)
+            end = None if last else begins[number + 1] * per_step
+            found.append(_Phase(step * per_step, end, active, taken))
+            if end is not None and active:
+                source, _ = interleaved(tuple(self._shares[at] for at in active), end - step * per_step)
+                more = dict(zip(active, np.bincount(source, minlength=len(active)).tolist(), strict=True))
+                taken = tuple(before + more.get(at, 0) for at, before in enumerate(taken))
+        return found
+
+
+@lru_cache(maxsize=8)
+def interleaved(shares: tuple[float, ...], length: int) -> tuple[np.ndarray, np.ndarray]:
+    """For each of `length` positions the number of a source, and how many positions before it has.
+
+    Source i with the share s_i of their sum stands where (k + 1/2) / s_i are in order, k = 0, 1, …; a longer result
+    begins with a shorter one.
+    """
+    fractions = np.array(shares) / sum(shares)
+    draws = [np.arange(int((length + len(shares)) * fraction) + 2) for fraction in fractions]
+    times = np.concatenate([(each + 0.5) / fraction for each, fraction in zip(draws, fractions, strict=True)])
+    source: np.ndarray = np.repeat(np.arange(len(shares)), [len(each) for each in draws])
+    order = np.lexsort((source, times))[:length]
+    return source[order], np.concatenate(draws)[order]

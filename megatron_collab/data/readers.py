@@ -1,0 +1,287 @@
+"""Readers of single rows: small pure functions from a row to a task, a conversation, a pair. They raise ValueError."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+from megatron_collab.types import Message, Task
+
+Row = Mapping[str, Any]
+Messages = tuple[Message, ...]
+ROLES = ("system", "user", "assistant")
+_SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+_ASK_FOR_CODE = "Complete this Python function. Give the whole function in one fenced block.\n\n"
+# Of a row of the recipe, what neither metrics nor users need.
+_BULKY = ("prompt", "completion", "sessions", "rewards", "single_turn_metadata", "single_turn_completion")
+
+
+class Unfit(ValueError):
+    """A row that is well-formed, but nothing can be learned from: it is dropped and counted by this reason."""
+
+
+class Pair(NamedTuple):
+    """Two replies to a prompt, of which the first is the better one, and their scores where there are any."""
+
+    prompt: Messages
+    chosen: Messages
+    rejected: Messages
+    scores: tuple[float, float] | None = None
+
+
+class Candidate(NamedTuple):
+    """Of a scored turn: its conversation, its place in it, and the score."""
+
+    conversation: str
+    turn: int
+    score: float
+
+
+def messages_of(value: Any, column: str, roles: Collection[str] = ROLES) -> Messages:
+    """Messages {role, content} of a row."""
+    if not value:
+        raise ValueError(f"no {column}; give a list of messages {{role, content}}")
+    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
+        raise ValueError(f"{column} is not a list of messages {{role, content}}")
+    for message in value:
+        role, content = message.get("role"), message.get("content")
+        if role not in roles:
+            raise ValueError(f"{column} has a message of role {role!r}; choose one of {', '.join(roles)}")
+        if not isinstance(content, str) or not content.strip():
+            raise ValueError(f"{column} has a message without content")
+    return tuple(Message(message["role"], message["content"]) for message in value)
+
+
+def checked_task(task: Any) -> Task:
+    """`task`, whose messages must end with the user's."""
+    if not isinstance(task, Task):
+        raise ValueError(f"data.format gives a {type(task).__name__}; it must be a megatron_collab.types.Task")
+    last = task.messages[-1].role if task.messages else "none"
+    if last != "user":
+        raise ValueError(f"the prompt ends with a message of the {last}; its last message must be the user's")
+    return task
+
+
+def in_turn(messages: Messages, column: str = "messages") -> Messages:
+    """`messages`, which must be a conversation that can be learned from."""
+    turns = [message.role for message in messages if message.role != "system"]
+    if turns != ["user", "assistant"] * (len(turns) // 2) or not turns or "system" in [m.role for m in messages[1:]]:
+        raise ValueError(f"{column} must be user and assistant in turn, the assistant last (a system message first)")
+    return messages
+
+
+def final_answer(text: str) -> str:
+    """The answer of a worked solution: what is behind #### (GSM8K), else in the last \\boxed{…} (MATH), else all."""
+    if "####" in text:
+        return text.rpartition("####")[2].strip().replace(",", "")
+    begin = text.rfind("\\boxed{")
+    if begin < 0:
+        return text.strip()
+    depth = 0
+    for at in range(begin, len(text)):
+        depth += (text[at] == "{") - (text[at] == "}")
+        if text[at] == "}" and depth == 0:
+            return text[begin + len("\\boxed{") : at].strip()
+    return text[begin + len("\\boxed{") :].strip()
+
+
+def text_of(row: Row, column: str, default: str | None = None) -> str:
+    """A string of a row."""
+    value = row.get(column)
+    if value is None and default is not None:
+        return default
+    if not isinstance(value, str) or (default is None and not value.strip()):
+        raise ValueError(f"no {column}; give a string" if value is None else f"{column} is not a string with content")
+    return value
+
+
+def task(row: Row, number: int) -> Task:
+    texts = {"id": str(number), "goal": None, "answer": "", "user": ""}
+    found = {column: text_of(row, column, default) for column, default in texts.items()}
+    messages = messages_of(row.get("prompt"), "prompt")
+    return checked_task(Task(messages=messages, metadata=row.get("metadata") or {}, **found))
+
+
+def collabllm_task(row: Row, number: int) -> Task:
+    """What the policy is asked for is single_turn_prompt, which the user alone knows."""
+    goal, answer = text_of(row, "single_turn_prompt"), text_of(row, "single_turn_completion", "")
+    metadata = _object(row, "single_turn_metadata")
+    messages = messages_of(row.get("prompt"), "prompt")
+    return checked_task(Task(f"{row['conv_id']}-{len(messages)}-{number}", messages, goal, answer, "", metadata))
+
+
+def collabllm_conversation(row: Row) -> Messages:
+    return in_turn((*messages_of(row.get("prompt"), "prompt"), Message("assistant", text_of(row, "completion"))))
+
+
+def candidate(row: Row) -> Candidate:
+    if not isinstance(score := row.get("score"), int | float):
+        raise ValueError("no score; give a number")
+    return Candidate(str(row["conv_id"]), int(row["turn_id"]), float(score))
+
+
+def recipe_task(row: Row, number: int) -> Task:
+    """The user's goal is in extra_info.interaction_kwargs, the answer in reward_model."""
+    extra = _object(row, "extra_info")
+    interaction = _object(extra, "interaction_kwargs")
+    messages = messages_of(row.get("prompt"), "prompt")
+    goals = (interaction.get("single_turn_prompt"), interaction.get("query"), extra.get("question"))
+    goal = next((text for text in goals if text), messages[-1].content)
+    truths = (_object(row, "reward_model").get("ground_truth"), row.get("ground_truth"))
+    answer = next((str(text) for text in truths if text is not None), "")
+    metadata = {**_object(extra, "single_turn_metadata"), **{k: v for k, v in extra.items() if k not in _BULKY}}
+    if row.get("data_source"):
+        metadata["data_source"] = row["data_source"]
+    return checked_task(Task(str(row.get("index") or number), messages, str(goal), answer, "", metadata))
+
+
+def _last_request(messages: Messages, number: int) -> Task:
+    """The conversation up to the user's last message; what the assistant then said is the answer."""
+    last = max((at for at, message in enumerate(messages) if message.role == "user"), default=-1)
+    if last < 0:
+        raise ValueError("has no message of the user")
+    goal = next(message.content for message in messages if message.role == "user")
+    answer = "".join(message.content for message in messages[last + 1 : last + 2])
+    return Task(str(number), messages[: last + 1], goal, answer, "")
+
+
+def messages_conversation(row: Row) -> Messages:
+    return in_turn(messages_of(row.get("messages"), "messages"))
+
+
+def messages_task(row: Row, number: int) -> Task:
+    return _last_request(messages_of(row.get("messages"), "messages"), number)
+
+
+def prompt_conversation(row: Row) -> Messages:
+    return in_turn(messages_of(row.get("prompt"), "prompt"), "prompt")
+
+
+def sharegpt_task(row: Row, number: int) -> Task:
+    return _last_request(sharegpt_conversation(row), number)
+
+
+def sharegpt_conversation(row: Row) -> Messages:
+    turns = row.get("conversations")
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        raise ValueError("conversations is not a list of messages {from, value}")
+    for turn in turns:
+        if turn.get("from") not in _SHAREGPT_ROLES:
+            roles = ", ".join(_SHAREGPT_ROLES)
+            raise ValueError(f"conversations has a message from {turn.get('from')!r}; choose one of {roles}")
+    if not all(isinstance(turn.get("value"), str) and turn["value"].strip() for turn in turns):
+        raise Unfit("that have an empty message")
+    messages = tuple(Message(_SHAREGPT_ROLES[turn["from"]], turn["value"]) for turn in turns)
+    try:
+        return in_turn(messages)
+    except ValueError as error:
+        raise Unfit("that are not user and assistant in turn") from error
+
+
+def human_eval_task(row: Row, number: int) -> Task:
+    prompt, request = text_of(row, "prompt"), _ASK_FOR_CODE + f"```python\n{text_of(row, 'prompt').strip()}\n```"
+    metadata = {"prompt": prompt, "test": text_of(row, "test"), "entry_point": text_of(row, "entry_point")}
+    answer = prompt + text_of(row, "canonical_solution", "")
+    return Task(text_of(row, "task_id", str(number)), (Message("user", request),), request, answer, "", metadata)
+
+
+def human_eval_conversation(row: Row) -> Messages:
+    return _coded(human_eval_task(row, 0))
+
+
+def big_code_bench_task(row: Row, number: int) -> Task:
+    """`code_prompt` are imports, constants and the function's header; with a body they are code by themselves."""
+    request, opening = text_of(row, "instruct_prompt"), text_of(row, "code_prompt")
+    prompt = f"{opening.rstrip()}\n    pass\n"
+    metadata = {"prompt": prompt, "test": text_of(row, "test"), "entry_point": text_of(row, "entry_point")}
+    answer = opening + text_of(row, "canonical_solution", "")
+    return Task(text_of(row, "task_id", str(number)), (Message("user", request),), request, answer, "", metadata)
+
+
+def big_code_bench_conversation(row: Row) -> Messages:
+    return _coded(big_code_bench_task(row, 0))
+
+
+def pair(row: Row) -> Pair:
+    """Each side is a reply or the whole conversation; the prompt stands alone or is what both begin with."""
+    sides = []
+    for column in ("chosen", "rejected"):
+        value = row.get(column)
+        sides.append((Message("assistant", value),) if isinstance(value, str) else messages_of(value, column))
+    given, shared = row.get("prompt"), 0
+    while shared < min(map(len, sides)) - 1 and sides[0][shared] == sides[1][shared]:
+        shared += 1
+    prompt = sides[0][:shared]
+    if not prompt:
+        prompt = (Message("user", given),) if isinstance(given, str) else messages_of(given, "prompt")
+    chosen, rejected = (side[shared:] for side in sides)
+    if prompt[-1].role != "user" or [chosen[0].role, rejected[0].role] != ["assistant", "assistant"]:
+        raise ValueError("chosen and rejected must be replies of the assistant to the same message of the user")
+    named = ("score_chosen", "chosen_score"), ("score_rejected", "rejected_score")
+    scores = [next((row[name] for name in names if isinstance(row.get(name), int | float)), None) for names in named]
+    both = (float(scores[0]), float(scores[1])) if None not in scores else None  # type: ignore[arg-type]
+    return Pair(prompt, chosen, rejected, both)
+
+
+def preference_task(row: Row, number: int) -> Task:
+    return _last_request(pair(row).prompt, number)
+
+
+def preference_conversation(row: Row) -> Messages:
+    read = pair(row)
+    return in_turn(read.prompt + read.chosen, "chosen")
+
+
+def question_task(row: Row, number: int) -> Task:
+    return _asking(number, text_of(row, "question"), final_answer(text_of(row, "answer")))
+
+
+def question_conversation(row: Row) -> Messages:
+    return (Message("user", text_of(row, "question")), Message("assistant", text_of(row, "answer")))
+
+
+def problem_task(row: Row, number: int) -> Task:
+    return _asking(number, text_of(row, "problem"), final_answer(text_of(row, "solution")))
+
+
+def problem_conversation(row: Row) -> Messages:
+    return (Message("user", text_of(row, "problem")), Message("assistant", text_of(row, "solution")))
+
+
+def text_task(row: Row, number: int) -> Task:
+    if not (row["text"] or "").strip():
+        raise Unfit("that are blank")
+    return _asking(number, text_of(row, "text"), "")
+
+
+def _asking(number: int, request: str, answer: str) -> Task:
+    """A task that begins with all that the user wants."""
+    return Task(str(number), (Message("user", request),), request, answer, "")
+
+
+def _coded(task: Task) -> Messages:
+    return (*task.messages, Message("assistant", f"```python\n{task.answer.strip()}\n```"))
+
+
+def _object(row: Row, column: str) -> dict[str, Any]:
+    """An object of a row, or the JSON text of one; {} where there is none. Without what the row does not have."""
+    value = row.get(column)
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            value = {column: value}
+    if not isinstance(value, Mapping):
+        return {} if value is None else {column: value}
+    return {name: entry for name, entry in value.items() if entry is not None}
+
+
+def prompt_ends_with_assistant(row: Row) -> bool:
+    prompt = row.get("prompt")
+    return (
+        isinstance(prompt, list)
+        and bool(prompt)
+        and isinstance(prompt[-1], dict)
+        and prompt[-1].get("role") == "assistant"
+    )

@@ -1,0 +1,215 @@
+"""Rows as they are published: recognised by their columns, and read as tasks, conversations and pairs."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from megatron_collab.config import ConfigError, DataConfig
+from megatron_collab.config.schema import FORMATS as NAMES
+from megatron_collab.data.datasets import write_jsonl
+from megatron_collab.data.examples import load_conversations, load_tasks
+from megatron_collab.data.formats import FORMATS, recognise
+from megatron_collab.data.readers import Unfit, final_answer
+from megatron_collab.environments import gsm8k
+from megatron_collab.reward.metrics.pass_rate import PassRate
+from megatron_collab.types import Conversation, Finish, Message, Task, Turn
+
+SHARED = Path(__file__).resolve().parents[2].parent / "shared" / "data"
+GSM8K, HUMAN_EVAL = SHARED / "gsm8k", SHARED / "humaneval" / "HumanEval.jsonl.gz"
+USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
+SYSTEM = {"role": "system", "content": "Be kind."}
+COLLABLLM = {
+    "prompt": [USER, ASSISTANT, {"role": "user", "content": "more"}],
+    "completion": "Sure.",
+    "conv_id": 7,
+    "score": 0.5,
+    "single_turn_prompt": "What is 2 + 2?",
+    "single_turn_completion": "4",
+    "single_turn_metadata": {"level": "1"},
+    "turn_id": 3,
+    "sessions": [[USER]],
+    "rewards": {"accuracy": [1.0]},
+}
+RECIPE = {
+    "prompt": [SYSTEM, USER],
+    "ground_truth": "4",
+    "raw_prompt": [SYSTEM, USER],
+    "extra_info": {
+        "interaction_kwargs": {"name": "collabllm", "single_turn_prompt": "What is 2 + 2?", "task_desc": "math"},
+        "single_turn_metadata": {"test": "assert f() == 4"},
+        "sessions": [[USER]],
+        "prompt": [SYSTEM, USER],
+    },
+    "reward_model": {"style": "rule", "ground_truth": "4"},
+    "data_source": "collabllm",
+    "agent_name": "collabllm_agent",
+    "index": "abc",
+}
+BIG_CODE_BENCH = {
+    "task_id": "BigCodeBench/0",
+    "complete_prompt": "import math\n\ndef task_func(x):\n    '''Root.'''\n",
+    "instruct_prompt": "Write task_func(x), the square root of x.",
+    "canonical_solution": "    return math.sqrt(x)\n",
+    "code_prompt": "import math\n\ndef task_func(x):\n",
+    "test": "import unittest\nclass TestCases(unittest.TestCase):\n"
+    "    def test_root(self):\n        self.assertEqual(task_func(9), 3)\n",
+    "entry_point": "task_func",
+}
+
+
+def loaded(folder: Path, load, *rows: dict, data: DataConfig | None = None):
+    write_jsonl(folder / "rows.jsonl", rows)
+    return load(folder / "rows.jsonl", data=data)
+
+
+def texts(messages: tuple[Message, ...]) -> list[tuple[str, str]]:
+    return [(message.role, message.content) for message in messages]
+
+
+def test_the_formats_are_those_of_the_setting() -> None:
+    assert ("auto", *FORMATS) == NAMES
+
+
+@pytest.mark.parametrize(
+    ("format", "row", "goal", "answer"),
+    [
+        ("collabllm", COLLABLLM, "What is 2 + 2?", "4"),
+        ("recipe", RECIPE, "What is 2 + 2?", "4"),
+        ("question_answer", {"question": "2 + 2?", "answer": "2 + 2 = <<2+2=4>>4\n#### 1,004"}, "2 + 2?", "1004"),
+        ("problem_solution", {"problem": "P", "solution": r"So $\boxed{\frac{1}{2}}$."}, "P", r"\frac{1}{2}"),
+        ("messages", {"messages": [SYSTEM, USER, ASSISTANT]}, "hi", "hello"),
+        ("sharegpt", {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]}, "hi", ""),
+        ("preference", {"prompt": "hi", "chosen": "hello", "rejected": "no"}, "hi", ""),
+        ("bigcodebench", BIG_CODE_BENCH, BIG_CODE_BENCH["instruct_prompt"], None),
+    ],
+)
+def test_a_published_row_is_a_task(tmp_path: Path, format: str, row: dict, goal: str, answer: str | None) -> None:
+    tasks = loaded(tmp_path, load_tasks, row)
+    assert tasks.format == format and all(column in tasks.why for column in FORMATS[format].columns)
+    (task,) = tasks
+    assert task.goal == goal and task.messages[-1].role == "user" and task.user == ""
+    if format != "sharegpt" and answer is not None:
+        assert task.answer == answer
+    forced = loaded(tmp_path, load_tasks, row, data=DataConfig(format=format))
+    assert list(forced) == [task] and forced.why == f"data.format={format}"
+
+
+def test_what_metrics_and_users_need_is_in_the_metadata(tmp_path: Path) -> None:
+    (task,) = loaded(tmp_path, load_tasks, COLLABLLM)
+    assert texts(task.messages)[-1] == ("user", "more") and task.metadata == {"level": "1"}
+    (task,) = loaded(tmp_path, load_tasks, RECIPE)
+    assert (task.id, task.messages[0].role) == ("abc", "system")
+    assert task.metadata == {
+        "test": "assert f() == 4",
+        "interaction_kwargs": RECIPE["extra_info"]["interaction_kwargs"],
+        "data_source": "collabllm",
+    }
+
+
+@pytest.mark.parametrize(
+    ("format", "row", "last"),
+    [
+        ("collabllm", COLLABLLM, "Sure."),
+        ("recipe_sft", {"prompt": [SYSTEM, USER, ASSISTANT]}, "hello"),
+        ("messages", {"messages": [USER, ASSISTANT]}, "hello"),
+        ("sharegpt", {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]}, "yo"),
+        ("question_answer", {"question": "2 + 2?", "answer": "4"}, "4"),
+        ("problem_solution", {"problem": "P", "solution": "S"}, "S"),
+        ("preference", {"prompt": "hi", "chosen": "hello", "rejected": "no"}, "hello"),
+        ("preference", {"chosen": [USER, ASSISTANT], "rejected": [USER, {**ASSISTANT, "content": "no"}]}, "hello"),
+    ],
+)
+def test_a_published_row_is_a_conversation(tmp_path: Path, format: str, row: dict, last: str) -> None:
+    conversations = loaded(tmp_path, load_conversations, row)
+    (messages,) = conversations
+    assert conversations.format == format
+    assert [message.role for message in messages][-2:] == ["user", "assistant"] and messages[-1].content == last
+
+
+def test_a_pair_has_the_better_reply_first() -> None:
+    pair = FORMATS["preference"].pair
+    assert pair is not None
+    whole = {"chosen": [USER, ASSISTANT], "rejected": [USER, {**ASSISTANT, "content": "no"}], "prompt": "hi"}
+    apart = {"prompt": [USER], "chosen": [ASSISTANT], "rejected": "no", "score_chosen": 9, "score_rejected": 2.5}
+    for row, scores in ((whole, None), (apart, (9.0, 2.5))):
+        read = pair(row)
+        assert texts(read.prompt) == [("user", "hi")] and read.scores == scores
+        assert (read.chosen[0].content, read.rejected[0].content) == ("hello", "no")
+    with pytest.raises(ValueError, match="replies of the assistant to the same message"):
+        pair({"prompt": [USER, ASSISTANT], "chosen": "a", "rejected": "b"})
+
+
+@pytest.mark.parametrize(
+    ("turns", "reason"),
+    [
+        ([("gpt", "yo"), ("human", "hi")], "that are not user and assistant in turn"),
+        ([("human", "hi"), ("gpt", "")], "that have an empty message"),
+    ],
+)
+def test_a_shared_conversation_that_teaches_nothing_is_dropped(turns: list[tuple[str, str]], reason: str) -> None:
+    row = {"conversations": [{"from": side, "value": text} for side, text in turns]}
+    with pytest.raises(Unfit, match=reason):
+        FORMATS["sharegpt"].conversation(row)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("1 + 1\n#### 1,234", "1234"),
+        (r"\boxed{1} and \boxed{\text{a}{b}}", r"\text{a}{b}"),
+        (r"\boxed{open", "open"),
+        (" 42 ", "42"),
+    ],
+)
+def test_the_final_answer(text: str, answer: str) -> None:
+    assert final_answer(text) == answer
+
+
+def test_columns_of_no_format_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError) as refusal:
+        loaded(tmp_path, load_tasks, {"a": 1, "b": 2})
+    said = str(refusal.value)
+    assert said.startswith(f"data.train={tmp_path}/rows.jsonl: the columns a, b are those of no known format of tasks")
+    with pytest.raises(ConfigError, match=r"data\.format=text: reads no conversations; there are messages"):
+        recognise("text", ["text"], {"text": "a"}, "conversation", "data.train=x")
+
+
+@pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K is not on this machine")
+def test_all_of_gsm8k(tmp_path: Path) -> None:
+    tasks = load_tasks(GSM8K / "test.jsonl")
+    assert tasks.format == "question_answer" and len(tasks) == 1319
+    assert [task.answer for task in tasks] == [task.answer for task in gsm8k.tasks(GSM8K / "test.jsonl")]
+
+
+@pytest.mark.skipif(not HUMAN_EVAL.is_file(), reason="HumanEval is not on this machine")
+@pytest.mark.processes
+def test_reference_solutions_of_human_eval_pass(tmp_path: Path) -> None:
+    """Compressed as it is published; of all 164, the first few in the sandbox."""
+    tasks, conversations = load_tasks(HUMAN_EVAL), load_conversations(HUMAN_EVAL)
+    assert tasks.format == conversations.format == "humaneval" and len(list(tasks)) == 164
+    assert {passed(task, conversation) for task, conversation in zip(tasks[:6], conversations[:6], strict=True)} == {
+        1.0
+    }
+    assert passed(tasks[0], conversations[1]) == 0.0
+
+
+@pytest.mark.processes
+def test_reference_solutions_of_big_code_bench_pass(tmp_path: Path) -> None:
+    """The whole function, and the function without the imports that the task has."""
+    (task,) = loaded(tmp_path, load_tasks, BIG_CODE_BENCH)
+    (conversation,) = loaded(tmp_path, load_conversations, BIG_CODE_BENCH)
+    assert passed(task, conversation) == 1.0
+    for code, score in (("def task_func(x):\n    return math.sqrt(x)", 1.0), ("def task_func(x):\n    return x", 0.0)):
+        assert passed(task, (Message("assistant", f"```python\n{code}\n```"),)) == score
+
+
+def passed(task: Task, replied: tuple[Message, ...]) -> float:
+    """The score of the last of `replied` by the metric pass_rate."""
+    turn = Turn((1,), (2,), (-1.0,), (0,), Finish.STOP, replied[-1].content)
+    conversation = Conversation(task.messages, (1,)).add_turn(turn)
+    score = asyncio.run(PassRate(PassRate.Options(), judge=None).score(task, conversation))  # type: ignore[arg-type]
+    assert isinstance(score, float), score
+    return score

@@ -1,0 +1,164 @@
+"""Every kind of source and format gives the same rows; what cannot be opened is refused in one line."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import pytest
+
+from megatron_collab.config import ConfigError
+from megatron_collab.data.examples import load_tasks
+from megatron_collab.data.sources import Source, TrainingSource, check_exists, open_rows, pinned, sources
+from tests.hub import serving
+
+ROWS = [{"question": f"{i} + {i}?", "answer": f"It is\n#### {2 * i}", "level": i % 3} for i in range(12)]
+
+
+@pytest.fixture
+def table() -> datasets.Dataset:
+    datasets.disable_progress_bars()
+    return datasets.Dataset.from_list(ROWS)
+
+
+def opened(source: str, **settings: str | None) -> list[dict]:
+    return open_rows(TrainingSource(source=source, **settings), "data.train").table.to_list()
+
+
+def jsonl(rows: list[dict]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def test_every_format_of_a_file_gives_the_same_rows(tmp_path: Path, table: datasets.Dataset) -> None:
+    text = jsonl(ROWS)
+    for name in ("rows.jsonl", "rows.json", "rows", "rows.txt"):
+        (tmp_path / name).write_text(text)
+    for suffix, pack in ((".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress)):
+        (tmp_path / f"rows.jsonl{suffix}").write_bytes(pack(text.encode()))
+    (tmp_path / "array.json").write_text(json.dumps(ROWS))
+    table.to_csv(tmp_path / "rows.csv")
+    table.to_csv(tmp_path / "rows.tsv", sep="\t")
+    table.to_parquet(tmp_path / "rows.parquet")
+    table.save_to_disk(tmp_path / "saved")
+    files = sorted(tmp_path.iterdir())
+    assert len(files) == 12
+    for file in files:
+        assert opened(str(file)) == ROWS, file.name
+    assert opened(str(next((tmp_path / "saved").glob("*.arrow")))) == ROWS
+    (tmp_path / "lines.txt").write_text("Plan a trip.\nWrite a toast.\n")
+    tasks = load_tasks(tmp_path / "lines.txt")
+    assert [task.goal for task in tasks] == ["Plan a trip.", "Write a toast."]
+
+
+def test_folders_and_globs(tmp_path: Path, table: datasets.Dataset) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    for part in range(3):
+        (data / f"train-0000{part}-of-00003.jsonl").write_text(jsonl(ROWS[part * 4 : part * 4 + 4]))
+    (data / "test-00000-of-00001.jsonl").write_text(jsonl(ROWS[:2]))
+    assert opened(str(tmp_path)) == ROWS
+    assert open_rows(Source(source=str(tmp_path)), "data.eval").table.to_list() == ROWS[:2]
+    assert opened(str(tmp_path / "data" / "train-*.jsonl")) == ROWS
+    assert opened(str(tmp_path), split="train[:25%]") == ROWS[:3] and opened(str(tmp_path), split="test") == ROWS[:2]
+    card = {"config_name": "easy", "data_files": [{"split": "train", "path": "data/test*"}]}, {"config_name": "all"}
+    (tmp_path / "README.md").write_text(
+        f"---\nconfigs: {json.dumps([card[0], {**card[1], 'data_files': 'data/train*'}])}\n---\n"
+    )
+    assert opened(str(tmp_path), subset="easy") == ROWS[:2] and opened(str(tmp_path), subset="all") == ROWS
+    datasets.DatasetDict({"train": table, "test": table.select([1])}).save_to_disk(tmp_path / "saved")
+    assert opened(str(tmp_path / "saved")) == ROWS
+    assert opened(str(tmp_path / "saved"), split="train[-25%:]") == ROWS[-3:]
+    for settings, said in (
+        ({}, "has the subsets easy, all; choose one with subset=NAME"),
+        ({"subset": "esay"}, "no subset esay; the nearest is easy; there are easy, all"),
+        ({"subset": "all", "split": "tset"}, "no split tset; there are train"),
+    ):
+        with pytest.raises(ConfigError) as refusal:
+            opened(str(tmp_path), **settings)
+        assert said in str(refusal.value)
+
+
+def test_large_rows_stay_on_disk(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(jsonl(ROWS))
+    cache = tmp_path / "cache"
+    first = open_rows(Source(source=str(tmp_path / "rows.jsonl")), "data.train", cache).table
+    written = {file: file.stat().st_mtime_ns for file in cache.rglob("*.arrow")}
+    assert written and {Path(file["filename"]) for file in first.cache_files} == set(written)
+    again = open_rows(Source(source=str(tmp_path / "rows.jsonl")), "data.train", cache).table
+    assert again.to_list() == ROWS and {file: file.stat().st_mtime_ns for file in cache.rglob("*.arrow")} == written
+    (tmp_path / "rows.jsonl").write_text(jsonl(ROWS[:5]))
+    assert len(open_rows(Source(source=str(tmp_path / "rows.jsonl")), "data.train", cache).table) == 5
+
+
+def test_a_bad_row_of_several_files_is_named(tmp_path: Path) -> None:
+    for name, rows in (("a", ROWS), ("b", [*ROWS[:3], {**ROWS[3], "question": " "}])):
+        (tmp_path / f"{name}.jsonl").write_text(jsonl(rows))
+    with pytest.raises(ValueError, match=f"^data.train={tmp_path}/b.jsonl row 3: question is not a string"):
+        list(load_tasks(str(tmp_path / "*.jsonl")))
+
+
+def test_a_list_of_sources(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(jsonl(ROWS))
+    file = str(tmp_path / "rows.jsonl")
+    first, second = sources([file, {"source": file, "weight": 2, "name": "math"}], "data.train", TrainingSource)
+    assert (first.weight, first.title, second.weight, second.title) == (1, "rows", 2, "math")
+    for value, said in (
+        ([{"source": file, "wieght": 2}], r"data.train\[0\].wieght: no such setting; the nearest is weight"),
+        ([{"source": file, "weight": 0}], r"data.train\[0\].weight=0.0: must be above 0"),
+        ([{"weight": 1}], r"data.train\[0\].source: not set"),
+        ([], r"data.train=\[\]: names no source"),
+        ([file, "none.jsonl"], "data.train=none.jsonl: no such file"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            check_exists(value, "data.train", TrainingSource)
+    check_exists([file, "owner/name@v1", str(tmp_path / "*.jsonl"), str(tmp_path)], "data.train", TrainingSource)
+    with pytest.raises(ConfigError, match=r"data.eval\[0\].weight: no such setting"):
+        sources([{"source": file, "weight": 2}], "data.eval", Source)
+    assert pinned([file, {"source": file}], "data.train", tmp_path) == [file, {"source": file}]
+
+
+@pytest.mark.processes
+def test_a_data_set_of_the_hub(tmp_path: Path) -> None:
+    """Pinned, then read without the network; `datasets` itself reads the same from the stand-in."""
+    repo = tmp_path / "repo"
+    (repo / "data").mkdir(parents=True)
+    (repo / "data" / "train-00000-of-00001.jsonl").write_text(jsonl(ROWS))
+    (repo / "data" / "test-00000-of-00001.jsonl").write_text(jsonl(ROWS[:2]))
+    (repo / "big.jsonl").write_text(jsonl(ROWS * 10))
+    files = [{"split": split, "path": f"data/{split}-*"} for split in ("train", "test")]
+    (repo / "README.md").write_text(
+        f"---\nconfigs: {json.dumps([{'config_name': 'default', 'data_files': files}])}\n---\n"
+    )
+    code = """
+import sys
+from pathlib import Path
+from megatron_collab.data.sources import Source, TrainingSource, open_rows, pinned
+for given in sys.argv[2:]:
+    path = pinned(given, "data.train", Path(sys.argv[1]))
+    print(path, len(open_rows(TrainingSource(source=path), "data.train").table))
+    print(open_rows(Source(source=path, split="test[:1]"), "data.eval").table.to_list())
+    if given == path: continue
+    import datasets
+    print(len(datasets.load_dataset(given)["train"]))
+"""
+    with serving() as hub:
+        commit = hub.add("dataset", "some/data", repo)
+
+        def run(*names: str, **other: str) -> list[str]:
+            command = [sys.executable, "-c", code, str(tmp_path / "run"), *names]
+            environment = hub.environment(tmp_path / "home", **other)
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+            assert done.returncode == 0, done.stderr[-3000:]
+            return done.stdout.splitlines()
+
+        first = run("some/data")
+        assert first == [f"some/data@{commit} 12", str(ROWS[:1]), "12"]
+        assert not [request for request in hub.requests if "big.jsonl" in request]
+        hub.requests.clear()
+        assert run(f"some/data@{commit}") == first[:2] and hub.requests == []

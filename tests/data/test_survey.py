@@ -1,0 +1,144 @@
+"""What a run takes of its data: rows that are too long or that another one stands for are left out, and counted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_collab.config import Config, ConfigError
+from megatron_collab.data import datasets
+from megatron_collab.data.datasets import SupervisedData, SurveyedSources, TrainingData, rendered, write_jsonl
+from megatron_collab.data.sources import Source
+from tests.helpers import byte_level_tokenizer
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def task(text: str, **more: Any) -> dict[str, Any]:
+    return {"prompt": [user(text)], "goal": "g", "user": "replay", **more}
+
+
+def configured(folder: Path, rows: list[dict], stage: str = "rl", context: int = 64) -> Config:
+    if not (folder / "model").exists():
+        byte_level_tokenizer(300).save_pretrained(folder / "model")
+    write_jsonl(folder / "rows.jsonl", rows)
+    config = Config()
+    config.run.dir, config.model.path = str(folder / "run"), str(folder / "model")
+    config.data.train, config.train.stage, config.rollout.context_length = str(folder / "rows.jsonl"), stage, context
+    config.train.prompts_per_step = 2
+    return config
+
+
+def test_overlong_prompts_are_left_out_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [task("hi"), task("x" * 400), task("hello", user="llm"), task("y" * 400), task("yes")]
+    config = configured(tmp_path, rows)
+    config.train.steps = 10
+    data = TrainingData[Any](config)
+    (read,) = data.sets
+    assert [each.id for each in read] == ["0", "2", "4"] and read[-1].messages[0].content == "yes"
+    (line,) = data.lines()
+    assert line.startswith(f"data.train={tmp_path}/rows.jsonl: 3 rows, read as task (it has prompt, goal)")
+    assert line.endswith("; left out: 2 of more than 63 tokens")
+    assert data.surveys[0].users == {"replay": "0", "llm": "2"}
+    taken = [data.at(position, 0).id for position in range(6)]
+    assert sorted(taken) == sorted(2 * ["0", "2", "4"])
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("the rows were surveyed a second time")
+
+    monkeypatch.setattr(datasets, "survey", refuse)  # other processes of the run find what the first has found
+    again = TrainingData[Any](config)
+    assert [again.at(position, 0).id for position in range(6)] == taken and again.lines() == [line]
+    config.rollout.context_length = 1024
+    with pytest.raises(AssertionError, match="a second time"):
+        TrainingData[Any](config)
+
+
+def test_a_prompt_that_just_leaves_room_for_a_token_is_taken(tmp_path: Path) -> None:
+    config = configured(tmp_path, [task("hi there")])
+    (read,) = TrainingData[Any](config).sets
+    tokens = len(datasets.ChatRenderer(config.model.path).first(read[0].messages))
+    config.rollout.context_length = tokens + 1
+    assert len(TrainingData[Any](config).sets[0]) == 1
+    config.rollout.context_length = tokens
+    with pytest.raises(ConfigError, match=f"all rows are left out: 1 of more than {tokens - 1} tokens"):
+        TrainingData[Any](config)
+
+
+def test_overlong_conversations_are_left_out(tmp_path: Path) -> None:
+    rows = [{"messages": [user("hi"), assistant(text)]} for text in ("yes", "z" * 400, "no")]
+    config = configured(tmp_path, rows, "sft")
+    data = SupervisedData(config)
+    batches = [data.batch(step) for step in range(3)]
+    assert all(len(sample.token_ids) <= 64 for batch in batches for sample in batch.samples)
+    expected = [rendered(data.renderer, messages).token_ids.tolist() for messages in data.conversations.sets[0]]
+    assert len(expected) == 2
+    for batch in batches:
+        assert sorted(sample.token_ids.tolist() for sample in batch.samples) == sorted(expected)
+
+
+def scored(conversation: int, turn: int, prompt: str, score: float) -> dict[str, Any]:
+    row = {"prompt": [user(prompt)], "completion": f"{prompt} {score}", "conv_id": conversation, "turn_id": turn}
+    return {
+        **row,
+        "score": score,
+        "single_turn_prompt": "p",
+        "single_turn_completion": "a",
+        "single_turn_metadata": {"l": "1"},
+    }
+
+
+CANDIDATES = [
+    *(scored(1, 1, "a", 0.9), scored(1, 1, "a", 0.1), scored(1, 3, "b", 0.2), scored(1, 3, "b", 0.7)),
+    *(scored(2, 1, "c", 0.3), scored(2, 1, "c", 0.3)),
+]
+
+
+def test_of_candidates_a_run_takes_one_of_a_prompt(tmp_path: Path) -> None:
+    data = TrainingData[Any](configured(tmp_path, CANDIDATES))
+    assert [each.messages[0].content for each in data.sets[0]] == ["a", "b", "c"]
+    assert "left out: 3 in place of which another candidate is taken" in data.lines()[0]
+
+
+def test_of_candidates_supervised_training_takes_the_best_last_turn(tmp_path: Path) -> None:
+    data = TrainingData[Any](configured(tmp_path, CANDIDATES, "sft"))
+    assert [messages[-1].content for messages in data.sets[0]] == ["b 0.7", "c 0.3"]
+
+
+def test_several_sources_are_mixed_and_sets_for_evaluation_are_apart(tmp_path: Path) -> None:
+    config = configured(tmp_path, [task(f"a {i}", level=i) for i in range(3)])
+    write_jsonl(tmp_path / "more.jsonl", [task(f"b {i}") for i in range(4)])
+    config.data.train = [
+        {"source": f"{tmp_path}/rows.jsonl", "weight": 3, "sort_by": "-level"},
+        {"source": f"{tmp_path}/more.jsonl", "from_step": 1},
+    ]
+    config.train.steps = 5
+    data = TrainingData[Any](config)
+    first, *later = [data.at(at, 0).messages[0].content for at in range(10)]
+    assert first == "a 2" and later[:2] == ["a 1", "a 0"]
+    assert [text[0] for text in later].count("b") == 2
+    config.data.train[0]["until_step"] = 1
+    config.data.train[1]["from_step"] = 2
+    with pytest.raises(
+        ConfigError, match=r"data\.train: no source has rows for step 1; change from_step or until_step"
+    ):
+        TrainingData[Any](config)
+    config.data.train = [{"source": f"{tmp_path}/rows.jsonl", "sort_by": "levle"}]
+    with pytest.raises(ConfigError, match="sort_by=levle: no such column; the nearest is level; there are prompt"):
+        TrainingData[Any](config)
+    config.data.eval = [f"{tmp_path}/rows.jsonl", f"{tmp_path}/more.jsonl"]
+    assert [len(each) for each in SurveyedSources[Any](config, "data.eval", Source).sets] == [3, 4]
+
+
+def test_a_bad_row_is_refused_whichever_it_is(tmp_path: Path) -> None:
+    rows = [task("hi")] * 1500 + [task(" ")]
+    with pytest.raises(ValueError, match=r"^data\.train=.*rows\.jsonl row 1500: prompt has a message without content"):
+        TrainingData[Any](configured(tmp_path, rows))
