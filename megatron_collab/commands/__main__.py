@@ -14,7 +14,8 @@ from megatron_collab.commands import EXIT_BAD_INPUT
 COMMANDS = {
     "train": "train a policy: experiment=NAME [option=value …]",
     "quickstart": "the booking world, supervised and then with GRPO, on two CPU cores",
-    "doctor": "what this machine provides; --plan: the GPU memory that a run needs",
+    "doctor": "what this machine provides; --plan: the GPU memory that a run needs; --data: how rows are read",
+    "prepare-data": "rows to train on from published data, split by conversation",
     "plan-sync": "how a run would sync its weights: bytes by path, rounds, seconds",
     "convert": "convert a checkpoint to a Hugging Face folder, or the other way round",
     "report": "rewrite report.html of a run",
@@ -24,7 +25,7 @@ COMMANDS = {
 def main() -> int:
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
-        commands = "\n".join(f"  {command:12}{text}" for command, text in COMMANDS.items())
+        commands = "\n".join(f"  {command:14}{text}" for command, text in COMMANDS.items())
         print(f"usage: megatron-collab [--version] COMMAND …\n{commands}\nmegatron-collab COMMAND --help: its options")
         return 0
     if name == "--version":

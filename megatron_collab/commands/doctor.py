@@ -1,4 +1,4 @@
-"""What this machine provides, or how much GPU memory a run needs.
+"""What this machine provides, how much GPU memory a run needs, or how data is read.
 
 `megatron-collab doctor` prints one row for each library and device: whether it was found, what it enables and what is
 used without it; a run uses the same probes. Exit code 1 if something required is missing.
@@ -6,24 +6,37 @@ used without it; a run uses the same probes. Exit code 1 if something required i
 `megatron-collab doctor --plan experiment=NAME [option=value …]` takes the options of train and prints the memory of the
 fullest GPU by part. It needs neither GPU nor data nor weights: the model's shape is read from model.path, else from
 conf/shapes. Exit code 1 if the run does not fit, 2 for settings that cannot work.
+
+`megatron-collab doctor --data SOURCE` reads every row of a file, a folder, a glob or a name of the Hub, or of settings
+as '{source: NAME, subset: NAME, split: NAME}', and prints which format it is in and why, how many rows are taken and
+left out, and five of them as tasks, or as conversations where they are no tasks.
 """
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from megatron_collab import patches
 from megatron_collab.commands import ArgumentParser, positive
 from megatron_collab.config import ConfigError
 from megatron_collab.runtime import device
 
+_SHOWN, _WIDTH = 5, 200  # rows, and characters of each of their texts
+
 
 def main(arguments: Sequence[str]) -> int:
     parser = ArgumentParser("doctor", __doc__)
     parser.add_argument("--plan", nargs="+", metavar="OPTION=VALUE", help="print the GPU memory that this run needs")
     parser.add_argument("--gpu-gib", type=positive, default=80.0, help="memory of a GPU in GiB [80]")
+    parser.add_argument("--data", metavar="SOURCE", help="print how these rows are read")
     given = parser.parse_args(arguments)
+    if given.data is not None:
+        return print_data(given.data)
     return print_probes() if given.plan is None else print_plan(given.plan, given.gpu_gib)
 
 
@@ -85,4 +98,40 @@ def print_plan(overrides: Sequence[str], gpu_gib: float) -> int:
         f"Fits a GPU of {gpu_gib:g} GiB: {left:.1f} GiB remain for what is not counted "
         "(CUDA contexts, NCCL, SGLang's graphs and workspace, temporaries)."
     )
+    return 0
+
+
+def print_data(text: str) -> int:
+    """Format, counts and the first rows of a source."""
+    # Hugging Face's library takes seconds to import.
+    from megatron_collab.data.examples import load_conversations, load_tasks
+    from megatron_collab.data.formats import natural_use
+    from megatron_collab.data.sources import Source, open_rows, sources
+    from megatron_collab.data.survey import survey
+    from megatron_collab.types import Task
+
+    value = yaml.safe_load(text) if text.startswith("{") else text
+    (source,) = sources(value, "--data", Source)
+    try:
+        table = open_rows(source, "--data").table
+        use = natural_use(table.column_names, table[0])
+        examples: Any = (load_tasks if use == "task" else load_conversations)(source, "--data")
+        found = survey(examples, 0, lambda messages: 0, lambda example: 0)
+    except (ValueError, FileNotFoundError) as error:
+        raise ConfigError(" ".join(str(error).split())) from error
+    examples.leave_out(found.left_out)
+    print(f"{source.source}: read as {examples.format}, since {examples.why}; columns {', '.join(table.column_names)}")
+    left_out = "".join(f"; left out: {count} {reason}" for reason, count in found.dropped.items())
+    print(f"{len(table)} rows, {len(examples)} {use}s{left_out}")
+    for example in examples[:_SHOWN]:
+        if isinstance(example, Task):
+            metadata = f", metadata {', '.join(example.metadata)}" if example.metadata else ""
+            print(f"\ntask {example.id}: user {example.user or 'llm'}{metadata}")
+            lines = [("goal", example.goal), ("answer", example.answer)]
+        else:
+            print("\nconversation:")
+            lines = []
+        messages = example.messages if isinstance(example, Task) else example
+        for name, content in [*((message.role, message.content) for message in messages), *lines]:
+            print(f"  {name + ':':10} {textwrap.shorten(content, _WIDTH, placeholder=' …')}")
     return 0

@@ -133,10 +133,15 @@ def load_conversations(
     return _examples(source, setting, data, cache, "conversation")
 
 
+def load_pairs(source: Source, setting: str, data: DataConfig) -> Examples[Any]:
+    """Pairs; conversations where the source has scored candidates, of which pairs are made yet. As `load_tasks`."""
+    return _examples(source, setting, data, None, "pair")
+
+
 def _examples(source: Source, setting: str, data: DataConfig | None, cache: Path | None, use: Use) -> Examples[Any]:
     opened = open_rows(source, setting, cache)
     asked = data.format if data else "auto"
     format, why = recognise(asked, opened.table.column_names, opened.table[0], use, f"{setting}={source.source}")
-    reader: Any = getattr(FORMATS[format], use)
+    reader: Any = getattr(FORMATS[format], use) or FORMATS[format].conversation
     read = reader if use == "task" else lambda row, number: reader(row)
     return Examples(source, opened.table, read, opened.at, use, format, why)

@@ -82,3 +82,11 @@ def recognise(name: str, columns: Collection[str], first: Row, use: Use, where: 
         f"{where}: the columns {', '.join(columns)} are those of no known format of {use}s ({', '.join(known)}); set "
         "data.format to one of them or to a reader package.module:Class, or give other rows"
     )
+
+
+def natural_use(columns: Collection[str], first: Row) -> Use:
+    """What rows of these columns are: tasks where they can be read as tasks, else conversations."""
+    known = [format for format in FORMATS.values() if set(format.columns) <= set(columns) and format.fits(first)]
+    if not any(format.reads("task") for format in known) and any(format.reads("conversation") for format in known):
+        return "conversation"
+    return "task"

@@ -36,7 +36,7 @@ _DESCRIBING = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "
 class Source:
     """Rows of one place. `preferred`: the splits that are taken where none is chosen, the first that there is."""
 
-    preferred: ClassVar[tuple[str, ...]] = ("validation", "test", "train")
+    preferred: ClassVar[tuple[str, ...]] = ("train",)
 
     source: str = option("", "file, folder, glob, or OWNER/NAME[@REVISION] of the Hub")
     name: str | None = option(None, "what it is called; none: the last part of source")
@@ -52,13 +52,18 @@ class Source:
 class TrainingSource(Source):
     """One of the sources of data.train, mixed with the others (data/mixture.py)."""
 
-    preferred: ClassVar[tuple[str, ...]] = ("train",)
-
     weight: float = option(1.0, "its share of the rows that are taken, in relation to the others'", gt=0)
     epochs: float | None = option(None, "in place of weight: how often its rows are taken while the others' are", gt=0)
     from_step: int = option(0, "first step that takes rows from it", ge=0)
     until_step: int | None = option(None, "first step that takes none any more; none: to the end", ge=1)
     sort_by: str | None = option(None, "column by which an epoch is sorted, as -level; none: shuffled")
+
+
+@dataclass
+class EvaluationSource(Source):
+    """One of the sets of data.eval."""
+
+    preferred: ClassVar[tuple[str, ...]] = ("validation", "test", "train")
 
 
 _Kind = TypeVar("_Kind", bound=Source)

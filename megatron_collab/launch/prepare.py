@@ -13,7 +13,7 @@ from megatron_collab import environments
 from megatron_collab.config import SETTINGS, Config, ConfigError, changes, require
 from megatron_collab.config.extension import NoOptions
 from megatron_collab.data import sources
-from megatron_collab.data.sources import Source
+from megatron_collab.data.sources import EvaluationSource
 from megatron_collab.launch.validate import check_model
 from megatron_collab.rollout import tools, users
 from megatron_collab.runtime import hub, network
@@ -45,7 +45,9 @@ def prepare(config: Config) -> None:
         schemas = tools.schemas(config.rollout.tools) if config.train.stage == "rl" else []
         data: list[datasets.SurveyedSources[Any]] = [datasets.TrainingData(config, schemas)]
         if config.train.stage == "rl":
-            data += [datasets.SurveyedSources(config, "data.eval", Source, schemas)] if config.data.eval else []
+            data += (
+                [datasets.SurveyedSources(config, "data.eval", EvaluationSource, schemas)] if config.data.eval else []
+            )
             examples: dict[str, str] = {}
             for given in data:
                 for user, task in (named for survey in given.surveys for named in survey.users.items()):

@@ -55,7 +55,7 @@ def validate(config: Config) -> None:
     if not made:
         sources.check_exists(config.data.train, "data.train", sources.TrainingSource)
         if config.data.eval:
-            sources.check_exists(config.data.eval, "data.eval", sources.Source)
+            sources.check_exists(config.data.eval, "data.eval", sources.EvaluationSource)
     if config.train.stage == "rl":
         personas = config.user.personas
         require(personas is None or Path(personas).is_file(), f"user.personas={personas}: no such file")

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megatron_collab.algo.credit import fresh, samples_of, teaches
 from megatron_collab.config import Config
 from megatron_collab.data.datasets import SurveyedSources, TrainingData
-from megatron_collab.data.sources import Source
+from megatron_collab.data.sources import EvaluationSource
 from megatron_collab.observability.run import Run
 from megatron_collab.rollout.journal import Journal, WeightDigests
 from megatron_collab.rollout.scheduler import Asked, Flight, Slot, answers, window
@@ -172,7 +172,7 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
     def _begin_evaluation(self, name: str, step: int) -> None:
         assert self.config.data.eval is not None and not self._flight  # before the first step, or after the last
         self._pool.recover()
-        given = SurveyedSources[Task](self.config, "data.eval", Source, schemas(self.config.rollout.tools))
+        given = SurveyedSources[Task](self.config, "data.eval", EvaluationSource, schemas(self.config.rollout.tools))
         tasks = [task for tasks in given.sets for task in tasks[: self.config.train.eval_tasks]]
         for index, task in enumerate(tasks):
             self._flight.begin(Asked(Slot(step, 0, index), f"eval-{name}-{index}", "evaluate", task))

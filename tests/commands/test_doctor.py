@@ -13,6 +13,7 @@ from megatron_collab import patches
 from megatron_collab.commands import doctor
 from megatron_collab.commands.__main__ import run
 from megatron_collab.config import CONF
+from megatron_collab.data.datasets import write_jsonl
 from megatron_collab.runtime.device import Probe, probes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -138,3 +139,30 @@ def test_the_folder_of_the_model_comes_before_the_known_shapes(
     (folder / "config.json").write_text(smaller)
     assert run("doctor", ["--plan", "experiment=train_70b", f"model.path={folder}", "--gpu-gib", "30"]) == 0
     assert "Fits a GPU of 30 GiB" in capsys.readouterr().out
+
+
+def test_data_is_shown_as_it_would_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    turns = [{"from": "human", "value": "A table, please."}, {"from": "gpt", "value": "For how many?"}]
+    rows = {
+        "tasks": [{"question": f"{i} + {i}?", "answer": f"#### {2 * i}"} for i in range(7)],
+        "chats": [{"conversations": turns}, {"conversations": turns[1:]}],
+        "sft": [{"prompt": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}],
+        "other": [{"a": 1}],
+    }
+    for name, each in rows.items():
+        write_jsonl(tmp_path / f"{name}.jsonl", each)
+    assert run("doctor", ["--data", str(tmp_path / "tasks.jsonl")]) == 0
+    printed = capsys.readouterr().out
+    assert "read as question_answer, since it has question, answer" in printed and "7 rows, 7 tasks" in printed
+    assert printed.count("\ntask ") == 5 and "answer:    8" in printed and "answer:    10" not in printed
+    assert run("doctor", ["--data", f"{{source: {tmp_path}/chats.jsonl}}"]) == 0
+    printed = capsys.readouterr().out
+    assert "2 rows, 1 tasks; left out: 1 that are not user and assistant in turn" in printed
+    assert run("doctor", ["--data", str(tmp_path / "sft.jsonl")]) == 0
+    assert "1 rows, 1 conversations" in capsys.readouterr().out
+    for given, said in (
+        (tmp_path / "other.jsonl", "the columns a are those of no known format"),
+        ("none", "no such file"),
+    ):
+        assert run("doctor", ["--data", str(given)]) == 2
+        assert said in (error := capsys.readouterr().err) and error.count("\n") == 1

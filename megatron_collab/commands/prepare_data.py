@@ -1,0 +1,103 @@
+"""Write rows to train on from data as it is published: train and eval, and a summary of what was kept and dropped.
+
+    megatron-collab prepare-data collabllm/collabllm-multiturn-math-hard --to rl --out data/math --system-prompt FILE
+
+--to rl: a task for every prefix of every conversation that ends with the user, each prompt once. --to sft: a row for
+each conversation; of scored candidates the best of its last turn. --to dpo: of each turn the best candidate against the
+worst. SOURCE is a file, a folder, a glob or a name of the Hub, or settings as '{source: NAME, subset: NAME}'. The split
+is by conversation: no first message of a user, and so no prompt, is on both sides.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import yaml
+
+from megatron_collab.commands import ArgumentParser, positive
+from megatron_collab.config import ConfigError, require
+
+SUMMARY = "summary.json"
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = ArgumentParser("prepare-data", __doc__)
+    parser.add_argument("source", help="file, folder, glob, name of the Hub, or settings in braces")
+    parser.add_argument("--to", required=True, choices=("rl", "sft", "dpo"), help="what the rows are for")
+    parser.add_argument("--out", required=True, type=Path, help="folder to write")
+    parser.add_argument("--eval-share", type=float, default=0.1, help="share of the conversations for evaluation [0.1]")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the split [0]")
+    parser.add_argument("--system-prompt", type=Path, help="file with a system message that every row gets")
+    parser.add_argument("--max-tokens", type=int, help="drop longer prompts (rl) and conversations; needs --model")
+    parser.add_argument("--model", help="folder or name of the model whose tokens are counted")
+    parser.add_argument("--gap", type=positive, default=0.02, help="dpo: least difference of two scores [0.02]")
+    parser.add_argument("--parquet", action="store_true", help="write Parquet in place of JSONL")
+    given = parser.parse_args(arguments)
+    require(0 <= given.eval_share < 1, f"--eval-share={given.eval_share:g}: must be at least 0 and below 1")
+    require((given.max_tokens is None) == (given.model is None), "--max-tokens and --model: give both or neither")
+    require(given.max_tokens is None or given.max_tokens > 0, f"--max-tokens={given.max_tokens}: must be above 0")
+    require(not (given.out / SUMMARY).exists(), f"--out={given.out}: holds prepared data; remove it, or give another")
+    system = given.system_prompt
+    require(system is None or system.is_file(), f"--system-prompt={system}: no such file")
+
+    # Hugging Face's libraries take seconds to import, which wrong arguments need not wait for.
+    from megatron_collab.data.chat_template import ChatRenderer
+    from megatron_collab.data.preparation import Preparation, groups_of_eval
+    from megatron_collab.data.sources import Source, sources
+    from megatron_collab.runtime import hub
+
+    (source,) = sources(yaml.safe_load(given.source) if given.source[:1] == "{" else given.source, "SOURCE", Source)
+    try:
+        if given.model and hub.named(given.model):
+            hub.download(given.model, "--model")
+        renderer = ChatRenderer(given.model) if given.model else None
+        text = system.read_text().strip() if system else ""
+        prepared = Preparation(source, given.to, text, given.gap, renderer, given.max_tokens or 0)
+        groups = Counter(each.group for each in prepared)
+        require(bool(groups), f"SOURCE={source.source}: nothing is left: {_said(prepared.dropped)}")
+        dropped = dict(prepared.dropped)
+        held_out = groups_of_eval(groups, given.eval_share, given.seed)
+        given.out.mkdir(parents=True, exist_ok=True)
+        counts = {"train": 0} | ({"eval": 0} if held_out else {})
+        with ExitStack() as stack:
+            files = {side: stack.enter_context((given.out / f"{side}.jsonl").open("w")) for side in counts}
+            for each in prepared:
+                side = "eval" if each.group in held_out else "train"
+                files[side].write(json.dumps(each.row, ensure_ascii=False) + "\n")
+                counts[side] += 1
+        if given.parquet:
+            for side in counts:
+                _to_parquet(given.out / f"{side}.jsonl")
+    except (ValueError, FileNotFoundError) as error:
+        raise ConfigError(" ".join(str(error).split())) from error
+    examples = prepared.examples
+    summary = {
+        "source": source.source,
+        "format": examples.format,
+        "why": examples.why,
+        "to": given.to,
+        "rows": len(examples.rows),
+        "conversations": len(groups),
+        "kept": counts,
+        "dropped": {reason: count for reason, count in dropped.items() if count},
+    }
+    (given.out / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n")
+    print(f"{source.source}: {len(examples.rows)} rows, read as {examples.format} ({examples.why})")
+    kept = ", ".join(f"{count} for {side}" for side, count in counts.items())
+    print(f"{given.out}: {kept}, of {len(groups)} conversations; dropped: {_said(dropped) or 'none'}")
+    return 0
+
+
+def _said(dropped: dict[str, int] | Counter[str]) -> str:
+    return ", ".join(f"{count} {reason}" for reason, count in dropped.items() if count)
+
+
+def _to_parquet(file: Path) -> None:
+    from megatron_collab.data.sources import Source, open_rows
+
+    open_rows(Source(source=str(file)), "--out").table.to_parquet(file.with_suffix(".parquet"))
+    file.unlink()

@@ -1,0 +1,166 @@
+"""From data as it is published to rows that are trained on: tasks, conversations, pairs, and their split."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_collab.config import DataConfig
+from megatron_collab.data.chat_template import ChatRenderer
+from megatron_collab.data.datasets import rendered, task_row
+from megatron_collab.data.examples import Examples, load_conversations, load_pairs, load_tasks
+from megatron_collab.data.formats import FORMATS, Use
+from megatron_collab.data.readers import Candidate, Messages, Pair, Unfit
+from megatron_collab.data.sources import Source
+from megatron_collab.data.survey import best_of_conversations, candidates_of
+from megatron_collab.types import Message, Task
+
+USES: dict[str, Use] = {"rl": "task", "sft": "conversation", "dpo": "pair"}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A row that is written. Rows of equal `group`, the user's first message, are of one conversation: they stay on one
+    side of a split."""
+
+    group: str
+    row: dict[str, Any]
+
+
+class Preparation:
+    """Rows for rl (every prefix of a conversation that ends with the user, each prompt once), sft (of scored candidates
+    the best of the last turn of a conversation) or dpo (the best against the worst candidate of a turn).
+
+    `dropped` counts, after an iteration, what is left out and why. Iterations give the same rows.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        to: str,
+        system: str = "",
+        gap: float = 0.0,
+        renderer: ChatRenderer | None = None,
+        longest: int = 0,
+    ) -> None:
+        """`system`: a system message for the front. dpo: scores differ by `gap` or more. With a `renderer` nothing is
+        longer than `longest` tokens: prompts for rl, conversations for sft and dpo.
+
+        Raises ConfigError, and ValueError for what cannot be read.
+        """
+        load: Any = {"rl": load_tasks, "sft": load_conversations, "dpo": load_pairs}[to]
+        self.examples: Examples[Any] = load(source, "SOURCE", DataConfig())
+        self.dropped: Counter[str] = Counter()
+        self._to, self._system, self._gap = to, system, gap
+        self._renderer, self._longest = renderer, longest
+        self._format = FORMATS[self.examples.format]
+
+    def __iter__(self) -> Iterator[Prepared]:
+        self.dropped = Counter()
+        return {"rl": self._tasks, "sft": self._conversations, "dpo": self._pairs}[self._to]()
+
+    def _tasks(self) -> Iterator[Prepared]:
+        seen = set[bytes]()
+        for number, row in self.examples.numbered():
+            task: Task | None = self._read(row, number)
+            for given in _prefixes(task) if task else ():
+                prompt = self._opened(given.messages)
+                digest = hashlib.blake2b(repr(prompt).encode(), digest_size=16).digest()
+                if digest in seen:
+                    self.dropped["prompts that another row has"] += 1
+                elif self._fits(prompt):
+                    seen.add(digest)
+                    yield Prepared(_group(prompt), task_row(replace(given, messages=prompt)))
+
+    def _conversations(self) -> Iterator[Prepared]:
+        chosen = best_of_conversations(candidates_of(self.examples, self._format)) if self._format.candidate else None
+        for number, row in self.examples.numbered():
+            messages: Messages | None = self._read(row, number)
+            if messages and chosen is not None and number not in chosen:
+                self.dropped["candidates that are not the best of the last turn"] += 1
+            elif messages:
+                opened = self._opened(messages)
+                if self._fits(opened):
+                    yield Prepared(_group(opened), {"messages": [message.as_dict() for message in opened]})
+
+    def _pairs(self) -> Iterator[Prepared]:
+        for pair in self._of_candidates() if self._format.pair is None else self._as_published():
+            if pair.scores and pair.scores[0] - pair.scores[1] < self._gap:
+                self.dropped[f"pairs whose scores differ by less than {self._gap:g}"] += 1
+                continue
+            prompt = self._opened(pair.prompt)
+            sides = [(*prompt, *side) for side in (pair.chosen, pair.rejected)]
+            if self._fits(*sides):
+                parts = {"prompt": prompt, "chosen": pair.chosen, "rejected": pair.rejected}
+                made: dict[str, Any] = {name: [each.as_dict() for each in part] for name, part in parts.items()}
+                if pair.scores:
+                    made |= {"score_chosen": pair.scores[0], "score_rejected": pair.scores[1]}
+                yield Prepared(_group(prompt), made)
+
+    def _as_published(self) -> Iterator[Pair]:
+        for number, row in self.examples.numbered():
+            if pair := self._read(row, number):
+                yield pair
+
+    def _of_candidates(self) -> Iterator[Pair]:
+        """The first of the best and the first of the worst candidates of each turn of a conversation."""
+        turns: dict[tuple[str, int], list[tuple[int, Candidate, str]]] = {}
+        for one in candidates_of(self.examples, self._format):
+            turns.setdefault((one[1].conversation, one[1].turn), []).append(one)
+        for candidates in turns.values():
+            if len(candidates) == 1:
+                self.dropped["turns with one candidate"] += 1
+                continue
+            best = max(candidates, key=lambda one: one[1].score)
+            worst = min(candidates, key=lambda one: one[1].score)
+            sides = [self._read(self.examples.rows[one[0]], one[0]) for one in (best, worst)]
+            if sides[0] and sides[1]:
+                chosen, rejected = (side[-1:] for side in sides)
+                yield Pair(sides[0][:-1], chosen, rejected, (best[1].score, worst[1].score))
+
+    def _read(self, row: Any, number: int) -> Any:
+        try:
+            return self.examples.read(row, number)
+        except Unfit as reason:
+            self.dropped[f"rows {reason}"] += 1
+            return None
+
+    def _opened(self, messages: Messages) -> Messages:
+        """With the system message in front, in place of another one."""
+        own = messages[1:] if messages[0].role == "system" else messages
+        return (Message("system", self._system), *own) if self._system else messages
+
+    def _fits(self, *conversations: Messages) -> bool:
+        """Whether none has too many tokens; one that ends with the user is a prompt."""
+        renderer, fits = self._renderer, True
+        for messages in conversations if renderer else ():
+            assert renderer
+            prompt = messages[-1].role == "user"
+            tokens = renderer.first(messages) if prompt else rendered(renderer, messages).token_ids
+            fits = fits and len(tokens) <= self._longest
+        self.dropped[f"rows of more than {self._longest} tokens"] += not fits
+        return fits
+
+
+def groups_of_eval(groups: Iterable[str], share: float, seed: int) -> set[str]:
+    """A share of the groups, drawn from the seed: none for 0, at least one and never all where there are two."""
+    order = sorted(set(groups), key=lambda group: hashlib.blake2b(f"{seed}/{group}".encode()).digest())
+    count = min(max(round(share * len(order)), 1), len(order) - 1) if share else 0
+    return set(order[:count])
+
+
+def _prefixes(task: Task) -> Iterator[Task]:
+    """The task at every depth: its messages up to each of the user's."""
+    for at, message in enumerate(task.messages):
+        if at + 1 == len(task.messages):
+            yield task
+        elif message.role == "user":
+            yield replace(task, id=f"{task.id}-{at + 1}", messages=task.messages[: at + 1])
+
+
+def _group(messages: Messages) -> str:
+    first = next(message.content for message in messages if message.role == "user")
+    return hashlib.blake2b(first.encode(), digest_size=16).hexdigest()

@@ -1,0 +1,132 @@
+"""From a set of scored candidates, and from conversations, to rows that the trainer reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_collab.commands.__main__ import run
+from megatron_collab.config import DataConfig
+from megatron_collab.data.datasets import write_jsonl
+from megatron_collab.data.examples import load_conversations, load_pairs, load_tasks
+from megatron_collab.data.sources import Source
+from tests.helpers import byte_level_tokenizer
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def candidates(conversation: int, turns: int, scores: tuple[float, ...]) -> list[dict[str, Any]]:
+    """A conversation of several turns with candidates for each, of which the first is the one it went on with."""
+    rows, prompt = list[dict[str, Any]](), [user(f"first message of {conversation}")]
+    for _ in range(turns):
+        for number, score in enumerate(scores):
+            reply = f"reply {number} to {len(prompt)}"
+            row = {"prompt": list(prompt), "completion": reply, "conv_id": conversation, "score": score}
+            row |= {"turn_id": len(prompt), "single_turn_prompt": f"problem {conversation}"}
+            rows.append(row | {"single_turn_completion": "42", "single_turn_metadata": {"level": "1"}})
+        prompt += [assistant(f"reply 0 to {len(prompt)}"), user(f"message {len(prompt) + 1} of {conversation}")]
+    return rows
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> Path:
+    """20 conversations of 3 turns with 3 candidates each; the first messages of the last two are the same."""
+    rows = [row for conversation in range(19) for row in candidates(conversation, 3, (0.5, 0.9, 0.1))]
+    rows += [row | {"conv_id": 19} for row in rows[-9:]]
+    write_jsonl(tmp_path / "published.jsonl", rows)
+    return tmp_path / "published.jsonl"
+
+
+def prepared(source: object, to: str, out: Path, *more: str) -> dict[str, Any]:
+    assert run("prepare-data", [str(source), "--to", to, "--out", str(out), *more]) == 0
+    return json.loads((out / "summary.json").read_text())
+
+
+def rows_of(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_tasks_are_every_prompt_once_and_split_by_conversation(published: Path, tmp_path: Path) -> None:
+    (tmp_path / "system.txt").write_text("Ask before you answer.\n")
+    out = tmp_path / "rl"
+    summary = prepared(published, "rl", out, "--system-prompt", str(tmp_path / "system.txt"), "--eval-share", "0.25")
+    assert summary["kept"] == {"train": 42, "eval": 15} and summary["conversations"] == 19
+    assert summary["rows"] == 180 and summary["format"] == "collabllm"
+    sides = [list(load_tasks(out / f"{side}.jsonl")) for side in ("train", "eval")]
+    every = [task for side in sides for task in side]
+    assert len({task.messages for task in every}) == len({task.id for task in every}) == len(every) == 57
+    assert {len(task.messages) for task in every} == {2, 4, 6}  # every depth
+    assert {task.messages[0].content for task in every} == {"Ask before you answer."}
+    first = [{task.messages[1].content for task in side} for side in sides]
+    assert not first[0] & first[1]
+    assert (every[0].goal[:8], every[0].answer, every[0].metadata) == ("problem ", "42", {"level": "1"})
+    same = prepared(published, "rl", tmp_path / "again", "--eval-share", "0.25", "--seed", "1")
+    assert same["kept"] == summary["kept"]
+    assert rows_of(tmp_path / "again" / "eval.jsonl")[0]["goal"] != rows_of(out / "eval.jsonl")[0]["goal"]
+
+
+def test_supervised_rows_are_the_best_last_turns(published: Path, tmp_path: Path) -> None:
+    summary = prepared(published, "sft", tmp_path / "sft", "--eval-share", "0", "--parquet")
+    assert summary["kept"] == {"train": 20}
+    assert summary["dropped"] == {"candidates that are not the best of the last turn": 160}
+    conversations = list(load_conversations(tmp_path / "sft" / "train.parquet"))
+    assert {messages[-1].content for messages in conversations} == {"reply 1 to 5"}
+    assert sorted(path.name for path in (tmp_path / "sft").iterdir()) == ["summary.json", "train.parquet"]
+
+
+def test_pairs_are_the_best_against_the_worst_with_a_gap(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = candidates(0, 2, (0.5, 0.9, 0.1)) + candidates(1, 1, (0.5, 0.51)) + candidates(2, 1, (0.5,))
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    summary = prepared(tmp_path / "rows.jsonl", "dpo", tmp_path / "dpo", "--eval-share", "0")
+    assert summary["dropped"] == {"pairs whose scores differ by less than 0.02": 1, "turns with one candidate": 1}
+    pairs = list(load_pairs(Source(source=str(tmp_path / "dpo" / "train.jsonl")), "x", DataConfig()))
+    assert [(pair.chosen[0].content, pair.rejected[0].content, pair.scores) for pair in pairs] == [
+        ("reply 1 to 1", "reply 2 to 1", (0.9, 0.1)),
+        ("reply 1 to 3", "reply 2 to 3", (0.9, 0.1)),
+    ]
+    chosen = list(load_conversations(tmp_path / "dpo" / "train.jsonl"))
+    assert [messages[-1].content for messages in chosen] == ["reply 1 to 1", "reply 1 to 3"]
+    assert len(load_tasks(tmp_path / "dpo" / "train.jsonl")) == 2
+    wider = ["--to", "dpo", "--out", str(tmp_path / "wide"), "--gap", "0.9"]
+    assert run("prepare-data", [str(tmp_path / "dpo" / "train.jsonl"), *wider]) == 2
+    assert "nothing is left: 2 pairs whose scores differ by less than 0.9" in capsys.readouterr().err
+
+
+def test_whole_conversations_become_prefixes_and_long_ones_are_dropped(tmp_path: Path) -> None:
+    byte_level_tokenizer(300).save_pretrained(tmp_path / "model")
+    long = [user("hello"), assistant("yes"), user("z" * 300), assistant("no")]
+    write_jsonl(tmp_path / "chats.jsonl", [{"messages": long}, {"messages": [user("hi"), assistant("yes")]}])
+    limit = ["--max-tokens", "64", "--model", str(tmp_path / "model"), "--eval-share", "0"]
+    summary = prepared(tmp_path / "chats.jsonl", "rl", tmp_path / "rl", *limit)
+    assert summary["dropped"] == {"rows of more than 64 tokens": 1}
+    assert [task.messages[-1].content for task in load_tasks(tmp_path / "rl" / "train.jsonl")] == ["hello", "hi"]
+    summary = prepared(tmp_path / "chats.jsonl", "sft", tmp_path / "sft", *limit)
+    assert summary["kept"] == {"train": 1} and summary["dropped"] == {"rows of more than 64 tokens": 1}
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--eval-share", "1"], "--eval-share=1: must be at least 0 and below 1"),
+        (["--max-tokens", "5"], "--max-tokens and --model: give both or neither"),
+        (["--system-prompt", "none.txt"], "--system-prompt=none.txt: no such file"),
+        (["--to", "dpo"], "are those of no known format of pairs"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], said: str
+) -> None:
+    write_jsonl(tmp_path / "rows.jsonl", [{"question": "2 + 2?", "answer": "4"}])
+    arguments = [str(tmp_path / "rows.jsonl"), "--to", "rl", "--out", str(tmp_path / "out"), *more]
+    assert run("prepare-data", arguments) == 2
+    assert (error := capsys.readouterr().err).count("\n") == 1 and said in error
+    assert not (tmp_path / "out").exists()

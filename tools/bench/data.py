@@ -1,0 +1,128 @@
+"""What reading rows as tasks costs, beside the bare iteration of the same rows by `datasets`.
+
+`python tools/bench/data.py [--rounds 3]`: a million made rows with the columns of our own format (one message or three,
+a goal, an answer) as JSONL. It is opened once, so that its rows lie as Arrow on disk; then two ways take turns, each in
+a fresh process, of one thread:
+
+- plain: `for row in table` of the Dataset, then 20,000 rows `table[i]` in an order drawn from a seed;
+- ours: `for task in load_tasks(file)`, then 20,000 tasks in the order of a run (`Mixture`), which is drawn from a seed.
+
+    rows_per_second_over_datasets = rows a second, ours / plain, of the whole pass (bound: at least 0.5);
+    random_over_datasets = the same of the rows in another order than the file's;
+    memory_mb_per_million_rows = growth of the anonymous memory of our process from before the file is opened to the
+        end, in MB for a million rows. Pages of the mapped file are not in it: the kernel takes them back when it likes.
+
+Medians over the rounds. --smoke: one round of 20,000 rows. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROWS, SMOKE_ROWS, RANDOM_ROWS = 1_000_000, 20_000, 20_000
+WORDS = ("a", "table", "for", "two", "people", "on", "friday", "evening", "near", "the", "window", "please")
+
+
+def made_row(number: int) -> dict[str, Any]:
+    draw = random.Random(number)
+
+    def text(words: int) -> str:
+        return " ".join(draw.choices(WORDS, k=words))
+
+    prompt = [{"role": "user", "content": text(30)}]
+    for _ in range(draw.randrange(2)):
+        prompt += [{"role": "assistant", "content": text(20)}, {"role": "user", "content": text(10)}]
+    return {"id": str(number), "prompt": prompt, "goal": text(40), "answer": text(2), "user": "llm"}
+
+
+def anonymous_memory() -> int:
+    """Bytes of memory of this process that no file stands behind."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("RssAnon")).split()[1]) * 1024
+
+
+def one_pass(way: str, file: Path) -> dict[str, float]:
+    import datasets.packaged_modules.json.json  # noqa: F401  # the library's own memory does not count
+
+    from megatron_collab.data.examples import load_tasks
+    from megatron_collab.data.mixture import Mixture
+    from megatron_collab.data.sources import TrainingSource, open_rows
+
+    cache, before = file.parent / "cache", anonymous_memory()
+    if way == "plain":
+        rows: Any = open_rows(TrainingSource(source=str(file)), "bench", cache).table
+        order = random.Random(0).sample(range(len(rows)), min(RANDOM_ROWS, len(rows)))
+    else:
+        rows = load_tasks(file, "bench", None, cache)
+        mixture = Mixture([TrainingSource(source=str(file))], [len(rows)], per_step=16)
+        order = [mixture.place(position, seed=0).row for position in range(min(RANDOM_ROWS, len(rows)))]
+    began = time.perf_counter()
+    count = sum(1 for _ in rows)
+    streamed = time.perf_counter()
+    for row in order:
+        rows[row]
+    ended = time.perf_counter()
+    memory = anonymous_memory() - before
+    found = {"rows": count, "streamed": count / (streamed - began), "random": len(order) / (ended - streamed)}
+    return found | {"mb": memory / 1e6 / count * 1e6}
+
+
+def measure(way: str, file: Path) -> dict[str, float]:
+    command = [sys.executable, __file__, "--way", way, "--file", str(file)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "ARROW_NUM_THREADS": "1"}
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    print(
+        f"{way}: {found['streamed']:,.0f} rows/s, in random order {found['random']:,.0f} rows/s, "
+        f"{found['mb']:.0f} MB for a million rows",
+        flush=True,
+    )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--way", choices=("plain", "ours"), help="measure one way once, in this process")
+    parser.add_argument("--file", type=Path, help="the rows, with --way")
+    parser.add_argument("--smoke", action="store_true", help="one small round: shows that it runs, no figures")
+    arguments = parser.parse_args()
+    if arguments.way:
+        print(json.dumps(one_pass(arguments.way, arguments.file)))
+        return
+    found: dict[str, list[dict[str, float]]] = {"plain": [], "ours": []}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "rows.jsonl"
+        with file.open("w") as out:
+            for number in range(SMOKE_ROWS if arguments.smoke else ROWS):
+                out.write(json.dumps(made_row(number)) + "\n")
+        from megatron_collab.data.examples import load_tasks
+
+        load_tasks(file, "bench", None, Path(folder) / "cache")
+        for _ in range(1 if arguments.smoke else arguments.rounds):
+            for way, passes in found.items():
+                passes.append(measure(way, file))
+    plain, ours = ({name: median(each[name] for each in found[way]) for name in found[way][0]} for way in found)
+    assert plain["rows"] == ours["rows"]
+    values = {
+        "rows_per_second_over_datasets": ours["streamed"] / plain["streamed"],
+        "memory_mb_per_million_rows": ours["mb"],
+        "random_over_datasets": ours["random"] / plain["random"],
+        "rows_per_second": ours["streamed"],
+        "datasets_rows_per_second": plain["streamed"],
+    }
+    print(json.dumps({"name": "data", "values": {name: round(value, 4) for name, value in values.items()}}))
+
+
+if __name__ == "__main__":
+    main()
