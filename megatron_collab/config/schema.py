@@ -163,8 +163,14 @@ class EndpointConfig:
 
     model: str | None = option(None, "LiteLLM model")
     api_base: str | None = mutable(None, "endpoint of the model; its key comes from the environment")
-    temperature: float = option(0.0, "sampling temperature", ge=0)
+    temperature: float | None = option(
+        0.0, "sampling temperature; null: not sent, for models with one of their own", ge=0
+    )
+    top_p: float | None = option(None, "probability mass that is sampled from; null: not sent", gt=0, le=1)
+    reasoning_effort: str | None = option(None, "how much the model thinks, as low or high; null: not sent")
     max_tokens: int = option(2048, "token budget of an answer", ge=1)
+    headers: dict[str, str] = option({}, "HTTP headers; os.environ/NAME is the environment's value, for keys")
+    extra: dict[str, Any] = option({}, "other arguments of LiteLLM's completion, as {seed: 1}")
     attempts: int = mutable(6, "tries until an answer is recorded as missing", ge=1)
     timeout: float = mutable(60.0, "seconds one try may take", gt=0)
     deadline: float = mutable(300.0, "seconds all tries together may take", gt=0)
@@ -174,7 +180,7 @@ class EndpointConfig:
 class UserConfig(EndpointConfig):
     name: str | None = option(None, "user of every task, in place of the tasks' own: KIND or package.module:Class")
     model: str | None = option(None, "LiteLLM model of the users named llm; policy: the model that is trained")
-    temperature: float = option(1.0, "sampling temperature of the user", ge=0)
+    temperature: float | None = option(1.0, "sampling temperature of the user; null: not sent", ge=0)
     max_tokens: int = option(512, "token budget of a user message", ge=1)
     attempts: int = mutable(3, "tries before the future ends with an error", ge=1)
     stop: str = option("[[TERMINATE CHAT]]", "text in the user's message that ends the conversation")

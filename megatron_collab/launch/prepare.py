@@ -12,10 +12,11 @@ from typing import NoReturn
 from megatron_collab import environments
 from megatron_collab.config import SETTINGS, Config, ConfigError, changes, require
 from megatron_collab.config.extension import NoOptions
+from megatron_collab.launch import endpoints
 from megatron_collab.launch.validate import check_model
 from megatron_collab.rollout import tools, users
 from megatron_collab.runtime import network
-from megatron_collab.runtime.process import FINISHED, LAUNCHER, under_torchrun
+from megatron_collab.runtime.process import FINISHED, LAUNCHER, first_on_node, under_torchrun
 
 
 def prepare(config: Config) -> None:
@@ -42,17 +43,29 @@ def prepare(config: Config) -> None:
         if config.train.stage == "sft":
             datasets.load_conversations(Path(config.data.train))
         else:
-            examples: dict[str, str] = {}
-            for setting, file in (("data.train", config.data.train), ("data.eval", config.data.eval)):
-                for task in datasets.load_tasks(Path(file), setting, config.data) if file else ():
-                    examples.setdefault(config.user.name or task.user, f"{setting}, task {task.id}")
-            _check_users(config, examples)
+            examples = users_of_tasks(config)
+            check_users(config, examples)
+            if first_on_node():  # LiteLLM is slow to import
+                asked = [*endpoints.of_users(config, examples), *endpoints.of_judges(config)]
+                endpoints.check_prices(config, asked)
+                endpoints.check_support(asked)
         if not under_torchrun():
             ChatRenderer(config.model.path, tools.schemas(config.rollout.tools))
             network.bindable("rollout.server.port", config.rollout.server.port, network.address(config))
     except (ValueError, FileNotFoundError) as error:
         raise ConfigError(" ".join(str(error).split())) from error
     _check_same_run(config)
+
+
+def users_of_tasks(config: Config) -> dict[str, str]:
+    """The names of the users in data.train and data.eval, each with a task as an example. Raises ValueError."""
+    from megatron_collab.data import datasets
+
+    examples: dict[str, str] = {}
+    for setting, file in (("data.train", config.data.train), ("data.eval", config.data.eval)):
+        for task in datasets.load_tasks(Path(file), setting, config.data) if file else ():
+            examples.setdefault(config.user.name or task.user, f"{setting}, task {task.id}")
+    return examples
 
 
 def finished(config: Config) -> int:
@@ -72,7 +85,7 @@ def replace_by_torchrun(config: Config, arguments: list[str]) -> NoReturn:
     os.execve(sys.executable, command, environment)
 
 
-def _check_users(config: Config, examples: Mapping[str, str]) -> None:
+def check_users(config: Config, examples: Mapping[str, str]) -> None:
     """Every task needs a user: the one that it names, or that user.name names for all. `examples`: tasks by user."""
     for name, example in examples.items():
         reason = users.check_user(name, config)

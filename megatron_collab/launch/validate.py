@@ -9,11 +9,11 @@ from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 
-from megatron_collab import patches
 from megatron_collab.algo.advantages import GROUPED
 from megatron_collab.algo.policy_loss import PolicyLoss
 from megatron_collab.config import Config, ConfigError, ModelConfig, check_declared, compose, require, uses_wandb
 from megatron_collab.config.extension import make, make_absolute
+from megatron_collab.launch import endpoints
 from megatron_collab.models import hf_config, parallel_layout
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.reward import metrics
@@ -85,6 +85,7 @@ def check_settings(config: Config) -> None:
         _check_rollouts(config)
         _check_algo(config)
         check_servers(config)
+        endpoints.check_settings(config)
         _check_budget(config)
 
 
@@ -108,15 +109,8 @@ def _check_reward(config: Config) -> None:
 
 def _check_budget(config: Config) -> None:
     """A budget holds only where the prices are known; the run's own model and scripted users cost nothing."""
-    if config.llm.budget_usd is None:
-        return
-    patches.apply("litellm")
-    from litellm import model_cost  # which takes seconds
-
-    for setting, model in (("user.model", config.user.model), ("reward.judge.model", config.reward.judge.model)):
-        message = f"LiteLLM has no pricing for {setting}={model}; choose another model, or set llm.budget_usd=null"
-        priced = model in (None, "policy") or model in model_cost or model.partition("/")[2] in model_cost
-        require(priced, f"llm.budget_usd={config.llm.budget_usd:g}: {message}")
+    users = ["llm"] if config.user.model else []
+    endpoints.check_prices(config, [*endpoints.of_users(config, users), *endpoints.of_judges(config)])
 
 
 def _check_rollouts(config: Config) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron_collab.config import Config, ConfigError, Extension, build, lookup
+from megatron_collab.config import Config, ConfigError, EndpointConfig, Extension, build, lookup
 from megatron_collab.config.extension import NoOptions
 from megatron_collab.types import Conversation, Message, Task
 
@@ -54,6 +54,11 @@ class User(Extension):
     def unavailable(cls, argument: str, config: Config) -> str | None:
         """Why this user cannot be used, with the way out; asked before a run starts. May raise ConfigError."""
         return f"takes no argument, but is given {argument!r}" if argument else None
+
+    @classmethod
+    def asks(cls, argument: str, config: Config) -> EndpointConfig | None:
+        """The language model that these users ask, which is checked before a run starts; None where they ask none."""
+        return None
 
     async def start(self, conversation: Conversation) -> None:
         """Called once, before the first reply, with the conversation so far. Raises UserError."""

@@ -17,11 +17,11 @@ from typing import Any
 from megatron_collab.config import Config, EndpointConfig
 from megatron_collab.data.transcript import render
 from megatron_collab.llm.answer import Field, LlmError, MalformedAnswer
+from megatron_collab.llm.endpoint import POLICY
 from megatron_collab.rollout.users import User, UserError, UserReply, Users
 from megatron_collab.rollout.users.guardrails import COMPLAINTS, refusal
 from megatron_collab.types import Conversation, Task
 
-POLICY = "policy"  # the name of the trained model among LiteLLM's
 FIELDS = (
     Field("current_answer", str, help="the assistant's answer to your goal so far; empty if there is none"),
     Field("thought", str, help="what is still lacking, and what you say next"),
@@ -62,6 +62,10 @@ class LlmUser(User):
         if config.user.personas and not read_personas(config.user.personas):
             return f"user.personas={config.user.personas}: has no lines; write a persona a line, or remove it"
         return None
+
+    @classmethod
+    def asks(cls, argument: str, config: Config) -> EndpointConfig | None:
+        return replace(config.user, model=argument or config.user.model)
 
     async def reply(self, conversation: Conversation) -> UserReply:
         """For each attempt the endpoint has its own retries and deadline for an answer in the right format."""
