@@ -44,6 +44,7 @@ class LaunchConfig:
 @dataclass
 class ModelConfig:
     path: str = option(MISSING, "Hugging Face folder of the policy: config, tokenizer, safetensors")
+    chat_template_args: dict[str, Any] = option({}, "arguments of the chat template, as {enable_thinking: false}")
     dtype: str = option("bfloat16", "dtype of the parameters of trainer and server", choices=("bfloat16", "float32"))
     fp8: str | None = option(None, "TransformerEngine FP8 format", choices=("hybrid", "e4m3"))
     fp8_recipe: str = option("delayed", "how FP8 is scaled", choices=("delayed", "tensorwise", "blockwise", "mxfp8"))
@@ -146,6 +147,7 @@ class RolloutConfig:
     future: SamplingConfig = field(default_factory=SamplingConfig)
     context_length: int = option(8192, "longest token stream of a conversation, reply included", ge=2)
     deadline: float = mutable(900.0, "seconds one future may take; then it ends without a score", gt=0)
+    system_prompt: str | None = option(None, "FILE.j2: put in front of tasks and SFT conversations that have none")
     tools: list[str] = option([], "tools of the policy: calculator, or package.module:Class")
     tool_options: dict[str, dict[str, Any]] = option({}, "settings of a tool by the name that the policy calls it by")
     tool_parser: str = option("qwen25", "SGLang's parser of the policy's tool calls", choices=TOOL_PARSERS)
@@ -184,6 +186,7 @@ class UserConfig(EndpointConfig):
     max_tokens: int = option(512, "token budget of a user message", ge=1)
     attempts: int = mutable(3, "tries before the future ends with an error", ge=1)
     stop: str = option("[[TERMINATE CHAT]]", "text in the user's message that ends the conversation")
+    prompt: str | None = option(None, "FILE.j2: instructions of the llm users; none: ours")
     personas: str | None = option(None, "text file, a persona a line; each llm user gets one drawn by the task")
     options: dict[str, Any] = option({}, "settings of the users given as package.module:Class")
 

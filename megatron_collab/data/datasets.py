@@ -14,7 +14,7 @@ import numpy as np
 from datasets.exceptions import DatasetGenerationError
 
 from megatron_collab.config import Config, DataConfig, Extension, make
-from megatron_collab.data.chat_template import ChatRenderer
+from megatron_collab.data.chat_template import ChatRenderer, policys
 from megatron_collab.types import Batch, Message, Sample, Task
 
 ROLES = ("system", "user", "assistant")
@@ -69,7 +69,7 @@ class SupervisedData:
     """Batches of data.train by step; the same on every rank, from (run.seed, step) alone."""
 
     def __init__(self, config: Config) -> None:
-        self.renderer = ChatRenderer(config.model.path)
+        self.renderer = policys(config)
         self.conversations = load_conversations(Path(config.data.train))
         self.seed, self.size = config.run.seed, config.train.prompts_per_step
 

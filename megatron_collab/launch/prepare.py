@@ -22,8 +22,7 @@ from megatron_collab.runtime.process import FINISHED, LAUNCHER, first_on_node, u
 def prepare(config: Config) -> None:
     """Make the world that is asked for, then check all that needs files; ConfigError before anything is started."""
     # Hugging Face's libraries take seconds to import, which refused settings need not wait for.
-    from megatron_collab.data import datasets
-    from megatron_collab.data.chat_template import ChatRenderer
+    from megatron_collab.data import chat_template, datasets
 
     nodes = config.launch.nodes
     command = f"python -m megatron_collab.launch.torchrun --nnodes {nodes} --nproc-per-node"
@@ -50,7 +49,7 @@ def prepare(config: Config) -> None:
                 endpoints.check_prices(config, asked)
                 endpoints.check_support(asked)
         if not under_torchrun():
-            ChatRenderer(config.model.path, tools.schemas(config.rollout.tools))
+            chat_template.policys(config, tools.schemas(config.rollout.tools))
             network.bindable("rollout.server.port", config.rollout.server.port, network.address(config))
     except (ValueError, FileNotFoundError) as error:
         raise ConfigError(" ".join(str(error).split())) from error

@@ -11,7 +11,16 @@ from pathlib import Path
 
 from megatron_collab.algo.advantages import GROUPED
 from megatron_collab.algo.policy_loss import PolicyLoss
-from megatron_collab.config import Config, ConfigError, ModelConfig, check_declared, compose, require, uses_wandb
+from megatron_collab.config import (
+    Config,
+    ConfigError,
+    ModelConfig,
+    check_declared,
+    compose,
+    read_prompt,
+    require,
+    uses_wandb,
+)
 from megatron_collab.config.extension import make, make_absolute
 from megatron_collab.launch import endpoints
 from megatron_collab.models import hf_config, parallel_layout
@@ -56,6 +65,8 @@ def validate(config: Config) -> None:
         files["user.personas"] = config.user.personas
     for setting, file in files.items():
         require(file is None or Path(file).is_file(), f"{setting}={file}: no such file")
+    if config.rollout.system_prompt:
+        read_prompt("rollout.system_prompt", config.rollout.system_prompt, "", ())
     message = "<run.wandb_project>: WANDB_API_KEY is set; install wandb, or set run.wandb_project=null"
     require(not uses_wandb(config.run) or find_spec("wandb") is not None, message, config)
 
