@@ -13,7 +13,7 @@ from megatron_collab.rollout import users
 
 
 @dataclass(frozen=True)
-class Asked:
+class AskedModel:
     """A language model: `setting` names it, and its other settings are those of `group`."""
 
     setting: str
@@ -21,36 +21,36 @@ class Asked:
     endpoint: EndpointConfig
 
 
-def of_judges(config: Config) -> list[Asked]:
+def of_judges(config: Config) -> list[AskedModel]:
     """The judge and the metrics' own models, as far as the metrics of reward.weights ask them."""
-    reward, found = config.reward, dict[str, Asked]()
+    reward, found = config.reward, dict[str, AskedModel]()
     for name in reward.weights:
         kind, options = metrics.split(name, reward.metrics.get(name, {}))
         own = getattr(options, "model", None)
         if kind.judged(options) and (own or reward.judge.model):
             setting = f"reward.metrics.{name}.model" if own else "reward.judge.model"
-            found[setting] = Asked(setting, "reward.judge", replace(reward.judge, model=own or reward.judge.model))
+            found[setting] = AskedModel(setting, "reward.judge", replace(reward.judge, model=own or reward.judge.model))
     return list(found.values())
 
 
-def of_users(config: Config, names: Iterable[str]) -> list[Asked]:
+def of_users(config: Config, names: Iterable[str]) -> list[AskedModel]:
     """What the users of these names ask, as tasks give them; there must be such users."""
-    found = dict[str, Asked]()
+    found = dict[str, AskedModel]()
     for name in names:
         kind, argument = users.split_user(name)
         if endpoint := users.find_user(kind).asks(argument, config):
             setting = f"user={name}: the model" if argument else "user.model"
-            found[setting] = Asked(setting, "user", endpoint)
+            found[setting] = AskedModel(setting, "user", endpoint)
     return list(found.values())
 
 
 def check_settings(config: Config) -> None:
     """ConfigError for headers and extra arguments that cannot be."""
     for group, endpoint in (("user", config.user), ("reward.judge", config.reward.judge)):
-        endpoints.check(endpoint, group)
+        endpoints.check_settings(endpoint, group)
 
 
-def check_prices(config: Config, asked: Sequence[Asked]) -> None:
+def check_prices(config: Config, asked: Sequence[AskedModel]) -> None:
     """ConfigError where a budget would not hold, since a price is not known; the run's own model costs nothing."""
     if config.llm.budget_usd is None:
         return
@@ -64,7 +64,7 @@ def check_prices(config: Config, asked: Sequence[Asked]) -> None:
         require(priced, f"llm.budget_usd={config.llm.budget_usd:g}: {message}")
 
 
-def check_support(asked: Sequence[Asked]) -> None:
+def check_support(asked: Sequence[AskedModel]) -> None:
     """ConfigError where LiteLLM would refuse a setting of a model in every call."""
     if asked:
         patches.apply("litellm")

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 from megatron_collab.config import ConfigError, EndpointConfig, nearest, require
+from megatron_collab.patches.litellm import be_quiet
 
 ENVIRONMENT = "os.environ/"  # before the name of a variable, as in LiteLLM's own settings
 POLICY = "policy"  # the trained model, on the run's SGLang servers
@@ -41,7 +42,7 @@ def identity(endpoint: EndpointConfig) -> dict[str, Any]:
     return {name: value for name in (*first, *later) if (value := getattr(endpoint, name)) or name in first}
 
 
-def check(endpoint: EndpointConfig, group: str) -> None:
+def check_settings(endpoint: EndpointConfig, group: str) -> None:
     """ConfigError for headers and extra arguments that cannot be, as settings of `group`."""
     out = f"set {group}.headers.NAME={ENVIRONMENT}VARIABLE, which is read when a request is sent"
     for name, value in endpoint.extra.items():
@@ -64,8 +65,6 @@ def check_support(endpoint: EndpointConfig, setting: str, group: str) -> None:
     from litellm import get_llm_provider  # which takes seconds
     from litellm.utils import get_optional_params
     from openai import OpenAIError
-
-    from megatron_collab.patches.litellm import be_quiet
 
     be_quiet()
     try:

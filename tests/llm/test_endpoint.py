@@ -10,7 +10,7 @@ from megatron_collab import patches
 from megatron_collab.config import ConfigError, EndpointConfig
 from megatron_collab.llm.answer import Field, json_schema
 from megatron_collab.llm.client import LlmClient, key_of
-from megatron_collab.llm.endpoint import check, check_support, identity
+from megatron_collab.llm.endpoint import check_settings, check_support, identity
 from tests.llm.endpoint import Endpoint, says
 
 SCORE = [Field("score", float, 0.0, 1.0)]
@@ -95,7 +95,7 @@ def test_the_key_of_an_answer_has_every_setting_that_changes_it_and_earlier_keys
 )
 def test_what_is_no_matter_of_extra_and_keys_are_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        check(EndpointConfig(**settings), "reward.judge")
+        check_settings(EndpointConfig(**settings), "reward.judge")
     assert str(refused.value).startswith(said)
 
 
