@@ -253,6 +253,9 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     user: UserConfig = field(default_factory=UserConfig)
+    users: dict[str, dict[str, Any]] = option(
+        {}, "users by names of yours: class, weight and settings of user; a task names one, or draws one by weight"
+    )
     reward: RewardConfig = field(default_factory=RewardConfig)
     llm: LlmConfig = field(default_factory=LlmConfig)
     publish: PublishConfig = field(default_factory=PublishConfig)

@@ -10,6 +10,7 @@ from megatron_collab.config import Config, EndpointConfig, require
 from megatron_collab.llm import endpoint as endpoints
 from megatron_collab.reward import metrics
 from megatron_collab.rollout import users
+from megatron_collab.rollout.users.named import user_settings
 
 
 @dataclass(frozen=True)
@@ -37,16 +38,16 @@ def of_users(config: Config, names: Iterable[str]) -> list[AskedModel]:
     """What the users of these names ask, as tasks give them; there must be such users."""
     found = dict[str, AskedModel]()
     for name in names:
-        kind, argument = users.split_user(name)
-        if endpoint := users.find_user(kind).asks(argument, config):
-            setting = f"user={name}: the model" if argument else "user.model"
-            found[setting] = AskedModel(setting, "user", endpoint)
+        kind, argument, own, group = users.resolve_user(name, config)
+        if endpoint := kind.asks(argument, own):
+            setting = f"user={name}: the model" if argument and name not in config.users else f"{group}.model"
+            found[setting] = AskedModel(setting, group, endpoint)
     return list(found.values())
 
 
 def check_settings(config: Config) -> None:
     """ConfigError for headers and extra arguments that cannot be."""
-    for group, endpoint in (("user", config.user), ("reward.judge", config.reward.judge)):
+    for group, endpoint in {**user_settings(config), "reward.judge": config.reward.judge}.items():
         endpoints.check_settings(endpoint, group)
 
 

@@ -15,6 +15,7 @@ from megatron_collab.config.extension import NoOptions
 from megatron_collab.launch import endpoints
 from megatron_collab.launch.validate import check_model
 from megatron_collab.rollout import tools, users
+from megatron_collab.rollout.users.named import user_of
 from megatron_collab.runtime import network
 from megatron_collab.runtime.process import FINISHED, LAUNCHER, first_on_node, under_torchrun
 
@@ -57,14 +58,14 @@ def prepare(config: Config) -> None:
 
 
 def users_of_tasks(config: Config) -> dict[str, str]:
-    """The names of the users in data.train and data.eval, each with a task as an example. Raises ValueError."""
+    """The names of the users of settings, data.train and data.eval, each with an example. Raises ValueError."""
     from megatron_collab.data import datasets
 
     examples: dict[str, str] = {}
     for setting, file in (("data.train", config.data.train), ("data.eval", config.data.eval)):
         for task in datasets.load_tasks(Path(file), setting, config.data) if file else ():
-            examples.setdefault(config.user.name or task.user, f"{setting}, task {task.id}")
-    return examples
+            examples.setdefault(user_of(task, config), f"{setting}, task {task.id}")
+    return {**{name: f"users.{name}" for name in config.users}, **examples}
 
 
 def finished(config: Config) -> int:
@@ -89,7 +90,7 @@ def check_users(config: Config, examples: Mapping[str, str]) -> None:
     for name, example in examples.items():
         reason = users.check_user(name, config)
         require(reason is None, f"{example}: {reason}")
-    takes = any(users.find_user(users.split_user(name)[0]).Options is not NoOptions for name in examples)
+    takes = any(users.resolve_user(name, config)[0].Options is not NoOptions for name in examples)
     require(takes or not config.user.options, "user.options: no user of the tasks has options; remove them")
 
 

@@ -28,6 +28,7 @@ from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.reward import metrics
 from megatron_collab.reward.multiturn import reward_function
 from megatron_collab.rollout import tools
+from megatron_collab.rollout.users.named import user_settings
 from megatron_collab.runtime import device, network, redact
 from megatron_collab.weight_sync import plan
 
@@ -62,7 +63,7 @@ def validate(config: Config) -> None:
         check_model(config)
     files = {} if made else {"data.train": config.data.train, "data.eval": config.data.eval}
     if config.train.stage == "rl":
-        files["user.personas"] = config.user.personas
+        files |= {f"{group}.personas": user.personas for group, user in user_settings(config).items()}
     for setting, file in files.items():
         require(file is None or Path(file).is_file(), f"{setting}={file}: no such file")
     if config.rollout.system_prompt:
@@ -120,7 +121,7 @@ def _check_reward(config: Config) -> None:
 
 def _check_budget(config: Config) -> None:
     """A budget holds only where the prices are known; the run's own model and scripted users cost nothing."""
-    users = ["llm"] if config.user.model else []
+    users = [*config.users, *(["llm"] if config.user.model else [])]
     endpoints.check_prices(config, [*endpoints.of_users(config, users), *endpoints.of_judges(config)])
 
 

@@ -191,7 +191,7 @@ def test_a_dataset_row_without_a_prompt(capsys: pytest.CaptureFixture[str], tmp_
 def test_a_task_that_nobody_plays(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path) -> None:
     rows = [{"prompt": [{"role": "user", "content": "hi"}], "goal": "g", "user": "nobody"}]
     line = refused(capsys, *given(tmp_path, model, rows, "train.stage=rl", "reward.weights={token_amount: -1}"))
-    assert "data.train, task 0: user=nobody: no such name; known are llm, replay" in line
+    assert "data.train, task 0: user=nobody: no such name; known are feedback, llm, replay" in line
 
 
 def test_a_user_without_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path) -> None:

@@ -93,4 +93,4 @@ def test_a_rubric_without_the_conversation_is_refused(tmp_path: Path, name: str)
 
 def test_every_prompt_is_tested() -> None:
     there = {file.stem for file in PROMPTS.iterdir()}
-    assert there == {"accuracy", "bleu", "interactivity_holistic", "interactivity_parts", "user"}
+    assert there == {"accuracy", "bleu", "feedback", "interactivity_holistic", "interactivity_parts", "user"}

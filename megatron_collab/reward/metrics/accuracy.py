@@ -67,6 +67,11 @@ class Checker:
 _CHECKER = Checker()
 
 
+async def compare(answer: str, text: str) -> Verdict | Missing:
+    """`Checker.compare` by this process's child, which is busy with one answer at a time."""
+    return await asyncio.to_thread(_CHECKER.compare, answer, text)
+
+
 class Accuracy(Metric):
     """1 or 0. math-verify is undecided where the answer of the task or that of the reply cannot be read, or it failed.
 
@@ -90,7 +95,7 @@ class Accuracy(Metric):
         if not task.answer:
             return None
         reply = conversation.replies[-1] if conversation.replies else ""
-        verdict = await asyncio.to_thread(_CHECKER.compare, task.answer, reply)
+        verdict = await compare(task.answer, reply)
         if verdict in (Verdict.EQUAL, Verdict.DIFFERENT):
             return float(verdict is Verdict.EQUAL)
         if self.options.judge:

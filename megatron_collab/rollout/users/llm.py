@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron_collab.config import Config, EndpointConfig, Prompt, PromptError, UserConfig, read_prompt
+from megatron_collab.config import Config, ConfigError, EndpointConfig, Prompt, PromptError, UserConfig, read_prompt
 from megatron_collab.data.transcript import render
 from megatron_collab.llm.answer import Field, LlmError, MalformedAnswer
 from megatron_collab.llm.endpoint import POLICY
@@ -45,7 +45,10 @@ class LlmUser(User):
             return "user.model is not set; set it to a model of LiteLLM's or to policy, or choose a user in user.name"
         if config.user.personas and not read_personas(config.user.personas):
             return f"user.personas={config.user.personas}: has no lines; write a persona a line, or remove it"
-        users_prompt(config.user)
+        try:
+            users_prompt(config.user)
+        except ConfigError as error:
+            return str(error)
         return None
 
     @classmethod
@@ -104,8 +107,8 @@ class LlmUser(User):
 
 
 def users_prompt(config: UserConfig) -> Prompt:
-    """The template user.prompt, or ours. Raises ConfigError."""
-    return read_prompt("user.prompt", config.prompt, "user", VARIABLES)
+    """The template of the setting `prompt`, or ours. Raises ConfigError."""
+    return read_prompt("prompt", config.prompt, "user", VARIABLES)
 
 
 def system_prompt(config: UserConfig, task: Task, persona: str = "") -> str:
