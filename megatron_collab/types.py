@@ -157,9 +157,13 @@ class Conversation:
         """Append what a user or tools say; `token_ids` closes the last turn, renders them and opens the next turn."""
         return replace(self, messages=(*self.messages, *messages), token_ids=self.token_ids + token_ids)
 
-    def add_reward(self, value: float) -> Conversation:
-        """Add what a user or a tool gave for the last turn."""
-        return replace(self, turn_rewards=(*self.turn_rewards[:-1], self.turn_rewards[-1] + value))
+    def add_reward(self, value: float, turn: int = -1) -> Conversation:
+        """Add what a user or a tool gave for a turn, by its number in `turns`; negative ones count from the last."""
+        if not -len(self.turns) <= turn < len(self.turns):
+            raise ValueError(f"a reward for turn {turn}, but the conversation has {len(self.turns)} turns")
+        rewards = list(self.turn_rewards)
+        rewards[turn] += value
+        return replace(self, turn_rewards=tuple(rewards))
 
     def end(self, ending: Ending, error: str = "") -> Conversation:
         return replace(self, ending=ending, error=error)

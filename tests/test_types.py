@@ -35,6 +35,15 @@ def test_rewards_are_added_to_the_last_turn() -> None:
     assert (first.turn_rewards, second.turn_rewards) == ((1.5,), (1.5, 2.0))
 
 
+def test_rewards_may_be_for_an_earlier_turn() -> None:
+    first = Conversation((), (1,)).add_turn(turn((1,), (2,)))
+    second = first.add_messages([], (3,)).add_turn(turn((1, 2, 3), (4,)))
+    assert second.add_reward(1.0, 0).add_reward(0.5, -2).add_reward(0.25, 1).turn_rewards == (1.5, 0.25)
+    for number in (2, -3):
+        with pytest.raises(ValueError, match=f"a reward for turn {number}, but the conversation has 2 turns"):
+            second.add_reward(1.0, number)
+
+
 def test_one_changed_prompt_token_is_refused() -> None:
     begun = Conversation((Message("user", "hi"),), token_ids=(1, 2, 3))
     with pytest.raises(ValueError, match="another prompt"):

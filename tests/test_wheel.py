@@ -72,7 +72,8 @@ def test_the_wheel_holds_what_is_no_module(environment: Path) -> None:
     package = next(environment.glob("lib/python*/site-packages/megatron_collab"))
     packed = {str(file.relative_to(package)) for file in package.rglob("*") if file.suffix not in (".py", ".pyc")}
     conf = {str(file.relative_to(ROOT)) for file in (ROOT / "conf").rglob("*")}
-    assert conf | {"py.typed", "observability/templates/report.html.j2"} <= packed
+    prompts = {f"prompts/{file.name}" for file in (ROOT / "megatron_collab" / "prompts").iterdir()}
+    assert conf | prompts | {"py.typed", "observability/templates/report.html.j2"} <= packed
     assert not (package / "stale.py").exists()
 
 

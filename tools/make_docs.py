@@ -15,6 +15,7 @@ from megatron_collab.config import CONF, Config, groups
 from megatron_collab.config.option import Declared, declared
 from megatron_collab.data.sources import TrainingSource
 from megatron_collab.reward import metrics
+from megatron_collab.rollout import users
 
 ROOT = Path(__file__).resolve().parents[1]
 OPTIONS = ROOT / "docs" / "reference" / "options.md"
@@ -53,9 +54,16 @@ _METRICS = """
 [Metrics](metrics.md).
 """
 
+_USERS = """
+## Settings of users
+
+`user.options.SETTING=VALUE`, or `options` of one of `users`. What they do:
+[Conversations](../explanation/conversations.md).
+"""
+
 
 def options_page() -> str:
-    """docs/reference/options.md: every option by its group, then the groups of conf/ and the settings of metrics."""
+    """docs/reference/options.md: every option by its group, then groups of conf/ and settings of metrics and users."""
     page = _INTRODUCTION
     by_group = itertools.groupby(declared(Config), key=lambda option: option[0].partition(".")[0])
     for group, options in by_group:
@@ -67,6 +75,10 @@ def options_page() -> str:
     page += _METRICS
     for name in sorted(metrics.METRICS):
         if settings := list(declared(metrics.find_metric(name).Options)):
+            page += f"\n### `{name}`\n\n" + _table(settings)
+    page += _USERS
+    for name in sorted(users.USERS):
+        if settings := list(declared(users.find_user(name).Options)):
             page += f"\n### `{name}`\n\n" + _table(settings)
     return page
 

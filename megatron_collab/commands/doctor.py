@@ -1,4 +1,4 @@
-"""What this machine provides, how much GPU memory a run needs, or how data is read.
+"""What this machine provides, how much GPU memory a run needs, how data is read, or whether users and judges answer.
 
 `megatron-collab doctor` prints one row for each library and device: whether it was found, what it enables and what is
 used without it; a run uses the same probes. Exit code 1 if something required is missing.
@@ -10,12 +10,18 @@ conf/shapes. Exit code 1 if the run does not fit, 2 for settings that cannot wor
 `megatron-collab doctor --data SOURCE` reads every row of a file, a folder, a glob or a name of the Hub, or of settings
 as '{source: NAME, subset: NAME, split: NAME}', and prints which format it is in and why, how many rows are taken and
 left out, and five of them as tasks, or as conversations where they are no tasks.
+
+`megatron-collab doctor --llm experiment=NAME [option=value …]` makes one real call to each language model that the run
+would ask, users, judge and metrics' own, and prints latency, tokens and price. Exit code 1 if one does not answer.
 """
 
 from __future__ import annotations
 
+import asyncio
 import textwrap
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +29,7 @@ import yaml
 
 from megatron_collab import patches
 from megatron_collab.commands import ArgumentParser, positive
-from megatron_collab.config import ConfigError
+from megatron_collab.config import Config, ConfigError, EndpointConfig, compose, make_absolute
 from megatron_collab.runtime import device
 
 _SHOWN, _WIDTH = 5, 200  # rows, and characters of each of their texts
@@ -34,9 +40,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--plan", nargs="+", metavar="OPTION=VALUE", help="print the GPU memory that this run needs")
     parser.add_argument("--gpu-gib", type=positive, default=80.0, help="memory of a GPU in GiB [80]")
     parser.add_argument("--data", metavar="SOURCE", help="print how these rows are read")
+    parser.add_argument("--llm", nargs="+", metavar="OPTION=VALUE", help="call the users and judges of this run once")
     given = parser.parse_args(arguments)
     if given.data is not None:
         return print_data(given.data)
+    if given.llm is not None:
+        return print_endpoints(given.llm)
     return print_probes() if given.plan is None else print_plan(given.plan, given.gpu_gib)
 
 
@@ -48,9 +57,7 @@ def print_probes() -> int:
         used = "-" if probe.found else f"-> {probe.fallback or 'nothing: required'}"
         state = probe.detail if probe.found else f"missing: {probe.detail}"
         rows.append((probe.name, state, probe.enables, used))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    _print_table(rows)
     lacking = [probe.name for probe in found if not probe.found and not probe.fallback]
     if lacking:
         print(f"\nRequired and missing: {', '.join(lacking)}. Run make setup.")
@@ -135,3 +142,69 @@ def print_data(text: str) -> int:
         for name, content in [*((message.role, message.content) for message in messages), *lines]:
             print(f"  {name + ':':10} {textwrap.shorten(content, _WIDTH, placeholder=' …')}")
     return 0
+
+
+def print_endpoints(overrides: Sequence[str]) -> int:
+    """A table of the language models that the run asks, each with one call, and a line for each that failed."""
+    from megatron_collab.launch import endpoints, prepare, validate
+
+    config = make_absolute(compose(overrides))
+    validate.check_settings(config)
+    try:
+        names = list(prepare.users_of_tasks(config, _surveys(config)))
+        names = names or [config.user.name or "llm"] * bool(config.user.model)
+        prepare.check_users(config, dict.fromkeys(names, "the tasks"))
+    except (ValueError, FileNotFoundError) as error:
+        raise ConfigError(" ".join(str(error).split())) from error
+    asked = [*endpoints.of_users(config, names), *endpoints.of_judges(config)]
+    if not asked:
+        print("This run asks no language model.")
+        return 0
+    endpoints.check_prices(config, asked)
+    endpoints.check_support(asked)
+    rows, faults = [("", "model", "seconds", "tokens", "USD")], []
+    for each in asked:
+        cells, fault = asyncio.run(_call(each.endpoint))
+        rows.append((each.setting, str(each.endpoint.model), *cells))
+        faults += [f"{each.setting}: {fault}"] if fault else []
+    _print_table(rows)
+    for line in faults:
+        print(f"\n{line}")
+    return 1 if faults else 0
+
+
+def _surveys(config: Config) -> list[tuple[str, Any]]:
+    """data.train with the users that its tasks name; nothing where a world makes them in the first run."""
+    from megatron_collab.data.examples import load_tasks
+    from megatron_collab.data.sources import TrainingSource, sources
+    from megatron_collab.data.survey import survey
+
+    if config.data.world is not None and not Path(config.data.train).exists():
+        return []
+    given = sources(config.data.train, "data.train", TrainingSource)
+    loaded = (load_tasks(source, "data.train", config.data) for source in given)
+    return [("data.train", survey(tasks, 0, lambda messages: 0, lambda task: 0)) for tasks in loaded]
+
+
+async def _call(endpoint: EndpointConfig) -> tuple[tuple[str, str, str], str | None]:
+    """Seconds, tokens and price of one call in the form of those of a run, and what failed."""
+    from megatron_collab.llm.answer import Field, LlmError
+    from megatron_collab.llm.client import LlmClient
+    from megatron_collab.llm.endpoint import POLICY
+
+    if endpoint.model == POLICY:
+        return ("-", "-", "the run's own servers"), None
+    client, began, fault = LlmClient(), time.monotonic(), None
+    question = [{"role": "user", "content": 'Answer with this JSON object and nothing else: {"answer": "yes"}'}]
+    try:
+        await client.ask(replace(endpoint, attempts=1), question, [Field("answer", str)])
+    except LlmError as error:
+        fault = str(error)
+    price = "unknown" if client.took["unpriced"] else f"{client.took['usd']:.6f}"
+    return (f"{time.monotonic() - began:.2f}", f"{client.took['tokens']:.0f}", "failed" if fault else price), fault
+
+
+def _print_table(rows: Sequence[Sequence[str]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

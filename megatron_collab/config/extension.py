@@ -17,6 +17,7 @@ from megatron_collab.config.load import build
 from megatron_collab.config.option import ConfigError, nearest, require
 
 _FILE = re.compile(r"(?P<before>(?:scripted/)?)(?P<file>[^:]+\.py)(?P<name>:\w+(?:/.*)?)")
+_PROMPT = re.compile(r"[^{}\n]+\.j2")
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def lookup(name: str, setting: str, table: Mapping[str, str], base: type) -> Any
 
 
 def make_absolute(value: Any) -> Any:
-    """`value`, settings or a part of them, with the files of its specs absolute: workers may run in another folder."""
+    """`value`, settings or a part of them, with absolute files of specs and prompts: workers may run elsewhere."""
     if is_dataclass(value):
         for name, entry in vars(value).items():
             setattr(value, name, make_absolute(entry))
@@ -76,6 +77,8 @@ def make_absolute(value: Any) -> Any:
         return [make_absolute(entry) for entry in value]
     if isinstance(value, str) and (found := _FILE.fullmatch(value)):
         return f"{found['before']}{Path(found['file']).resolve()}{found['name']}"
+    if isinstance(value, str) and _PROMPT.fullmatch(value):
+        return str(Path(value).resolve())
     return value
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from megatron_collab.config.schema import Config
 
 # Earlier versions found every metric by its name alone; a run of them goes on with the same metric from another module.
 _NAMED = re.compile(r"reward\.metrics\.\w+\.metric")
+_OF_USERS = re.compile(r"^users\.[^.]+\.")
 SETTINGS = "config.json"  # in run.dir: the settings that the run was last started with
 
 
@@ -44,7 +45,8 @@ def changes(config: Config) -> list[Change]:
     rules = {name: (default, rule) for name, default, rule in declared(Config)}
     found = []
     for name in sorted(before.keys() | after.keys()):
-        owner = next((option for option in rules if f"{name}.".startswith(f"{option}.")), None)
+        alike = _OF_USERS.sub("user.", name)  # settings of a named user may change where those of `user` may
+        owner = alike if alike in rules else _owner(name, rules)
         if owner is None:
             continue  # an option that is gone
         default, rule = rules[owner]
@@ -54,8 +56,12 @@ def changes(config: Config) -> list[Change]:
         if had == has or (had is None and _NAMED.fullmatch(name)):
             continue
         # An entry of an option, as the weight of a metric, may change, but not come or go.
-        found.append(Change(name, had, has, rule.may_change and (name == owner or None not in (had, has))))
+        found.append(Change(name, had, has, rule.may_change and (alike == owner or None not in (had, has))))
     return found
+
+
+def _owner(name: str, options: Iterable[str]) -> str | None:
+    return next((option for option in options if f"{name}.".startswith(f"{option}.")), None)
 
 
 def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:

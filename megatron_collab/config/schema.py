@@ -48,6 +48,7 @@ class LaunchConfig:
 @dataclass
 class ModelConfig:
     path: str = option(MISSING, "policy: Hugging Face folder, or OWNER/NAME[@REVISION] of the Hub")
+    chat_template_args: dict[str, Any] = option({}, "arguments of the chat template, as {enable_thinking: false}")
     dtype: str = option("bfloat16", "dtype of the parameters of trainer and server", choices=("bfloat16", "float32"))
     fp8: str | None = option(None, "TransformerEngine FP8 format", choices=("hybrid", "e4m3"))
     fp8_recipe: str = option("delayed", "how FP8 is scaled", choices=("delayed", "tensorwise", "blockwise", "mxfp8"))
@@ -150,6 +151,7 @@ class RolloutConfig:
     future: SamplingConfig = field(default_factory=SamplingConfig)
     context_length: int = option(8192, "longest token stream of a conversation, reply included", ge=2)
     deadline: float = mutable(900.0, "seconds one future may take; then it ends without a score", gt=0)
+    system_prompt: str | None = option(None, "FILE.j2: put in front of tasks and SFT conversations that have none")
     tools: list[str] = option([], "tools of the policy: calculator, or package.module:Class")
     tool_options: dict[str, dict[str, Any]] = option({}, "settings of a tool by the name that the policy calls it by")
     tool_parser: str = option("qwen25", "SGLang's parser of the policy's tool calls", choices=TOOL_PARSERS)
@@ -167,8 +169,14 @@ class EndpointConfig:
 
     model: str | None = option(None, "LiteLLM model")
     api_base: str | None = mutable(None, "endpoint of the model; its key comes from the environment")
-    temperature: float = option(0.0, "sampling temperature", ge=0)
+    temperature: float | None = option(
+        0.0, "sampling temperature; null: not sent, for models with one of their own", ge=0
+    )
+    top_p: float | None = option(None, "probability mass that is sampled from; null: not sent", gt=0, le=1)
+    reasoning_effort: str | None = option(None, "how much the model thinks, as low or high; null: not sent")
     max_tokens: int = option(2048, "token budget of an answer", ge=1)
+    headers: dict[str, str] = option({}, "HTTP headers; os.environ/NAME is the environment's value, for keys")
+    extra: dict[str, Any] = option({}, "other arguments of LiteLLM's completion, as {seed: 1}")
     attempts: int = mutable(6, "tries until an answer is recorded as missing", ge=1)
     timeout: float = mutable(60.0, "seconds one try may take", gt=0)
     deadline: float = mutable(300.0, "seconds all tries together may take", gt=0)
@@ -178,10 +186,11 @@ class EndpointConfig:
 class UserConfig(EndpointConfig):
     name: str | None = option(None, "user of every task, in place of the tasks' own: KIND or package.module:Class")
     model: str | None = option(None, "LiteLLM model of the users named llm; policy: the model that is trained")
-    temperature: float = option(1.0, "sampling temperature of the user", ge=0)
+    temperature: float | None = option(1.0, "sampling temperature of the user; null: not sent", ge=0)
     max_tokens: int = option(512, "token budget of a user message", ge=1)
     attempts: int = mutable(3, "tries before the future ends with an error", ge=1)
     stop: str = option("[[TERMINATE CHAT]]", "text in the user's message that ends the conversation")
+    prompt: str | None = option(None, "FILE.j2: instructions of the llm users; none: ours")
     personas: str | None = option(None, "text file, a persona a line; each llm user gets one drawn by the task")
     options: dict[str, Any] = option({}, "settings of the users given as package.module:Class")
 
@@ -248,6 +257,9 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     user: UserConfig = field(default_factory=UserConfig)
+    users: dict[str, dict[str, Any]] = option(
+        {}, "users by names of yours: class, weight and settings of user; a task names one, or draws one by weight"
+    )
     reward: RewardConfig = field(default_factory=RewardConfig)
     llm: LlmConfig = field(default_factory=LlmConfig)
     publish: PublishConfig = field(default_factory=PublishConfig)

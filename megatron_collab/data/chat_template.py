@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from jinja2 import TemplateError
 
 # AutoTokenizer would import the models too, for several seconds in every process.
 from transformers import PreTrainedTokenizerFast
 
+from megatron_collab.config import Config, nearest, read_prompt, require
 from megatron_collab.runtime import hub
 from megatron_collab.types import Message
 
+_OURS = ("messages", "tools", "add_generation_prompt", "continue_final_message")  # what templates get from us
 # Stands in for a sampled reply when the template is asked what follows it.
 _MARKER = "SAMPLED7REPLY"
 
@@ -19,15 +24,24 @@ class ChatRenderer:
     """Prompts, and what joins the turns of a conversation, from the chat template of `model_path`.
 
     `end_id` is the template's end-of-turn token, the one that follows the assistant's content. `opens_thought`:
-    the template opens the policy's turn with `<think>`. `tools` are schemas that the prompt tells the policy of.
+    the template opens the policy's turn with `<think>`. `tools` are schemas that the prompt tells the policy of,
+    `arguments` are the template's own, and `system` stands in front of conversations without a system message.
 
     Raises ValueError, naming model.path, where there is no tokenizer.json, and for a template that changes or drops
     assistant messages, or ends them with something else than one special token: nothing can be appended to these.
     """
 
-    def __init__(self, model_path: str, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+    def __init__(
+        self,
+        model_path: str,
+        tools: Sequence[Mapping[str, Any]] = (),
+        arguments: Mapping[str, Any] = {},
+        system: str = "",
+    ) -> None:
         self.model_path = model_path
         self.tools = list(tools)
+        self.arguments = dict(arguments)
+        self.system = system
         self._frames: dict[tuple[str, ...], int] = {}  # bytes of the template around messages of these roles
         folder = hub.folder(model_path)
         if not (folder / "tokenizer.json").is_file():
@@ -36,6 +50,7 @@ class ChatRenderer:
         self.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
         if not self.tokenizer.chat_template:
             raise ValueError(f"model.path={model_path}: its tokenizer has no chat template; give a chat model")
+        self._check_arguments(str(self.tokenizer.chat_template))
         end = self._tail([Message("user", "x")])[:1]
         if not end or end[0] not in self.tokenizer.added_tokens_decoder:
             raise self._unfit("does not end an assistant message with a special token")
@@ -43,13 +58,16 @@ class ChatRenderer:
         self.opens_thought = self._render([Message("user", "x")]).rstrip().endswith("<think>")
         if self.tools and self._render([Message("user", "x")]) == self._render([Message("user", "x")], tools=None):
             raise self._unfit("does not tell the policy of rollout.tools")
+        if system:
+            self._check_system()
 
     def first(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """The prompt: all messages, and what opens the assistant's turn."""
-        return self._tokenize(self._render(messages))
+        """The prompt: all messages, `system` before them unless they have their own, and what opens the next turn."""
+        return self._tokenize(self._render(self._with_system(messages)))
 
     def at_most(self, messages: Sequence[Message]) -> int:
         """A bound on the tokens of `messages`, without making them: bytes, the template's included."""
+        messages = self._with_system(messages)
         roles = tuple(message.role for message in messages)
         if roles not in self._frames:
             self._frames[roles] = len(self._render([Message(role, "x") for role in roles]).encode())
@@ -74,11 +92,43 @@ class ChatRenderer:
 
     def _render(self, messages: Sequence[Message], **other: Any) -> str:
         rows = [message.as_dict() for message in messages]
-        options = {"tools": self.tools or None, "add_generation_prompt": True, **other}
+        options = {**self.arguments, "tools": self.tools or None, "add_generation_prompt": True, **other}
         return self.tokenizer.apply_chat_template(rows, tokenize=False, **options)
+
+    def _with_system(self, messages: Sequence[Message]) -> Sequence[Message]:
+        own = any(message.role == "system" for message in messages)
+        return messages if own or not self.system else [Message("system", self.system), *messages]
+
+    def _check_system(self) -> None:
+        try:
+            shown = self.system.strip() in self._render(self._with_system([Message("user", "x")]))
+        except TemplateError as error:
+            raise self._unfit(f"takes no system message ({error}), and rollout.system_prompt is one") from error
+        if not shown:
+            raise self._unfit("does not show the policy rollout.system_prompt")
+
+    def _check_arguments(self, template: str) -> None:
+        """An argument that the template does not use would change nothing."""
+        used = sorted(set(re.findall(r"\b[a-z]\w+", template)))
+        for name in self.arguments:
+            said = f"model.chat_template_args.{name}"
+            require(name not in _OURS, f"{said}: is set by each run itself; remove it")
+            message = f"{said}: the chat template of {self.model_path} does not use it{nearest(name, used)}"
+            require(name in used, f"{message}; remove it")
 
     def _tokenize(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _unfit(self, fault: str) -> ValueError:
         return ValueError(f"model.path={self.model_path}: its chat template {fault}; give one that appends turns")
+
+
+def policys(config: Config, tools: Sequence[Mapping[str, Any]] = ()) -> ChatRenderer:
+    """The renderer of the run's policy, the same in rollouts and in supervised training."""
+    return ChatRenderer(config.model.path, tools, config.model.chat_template_args, system_prompt(config))
+
+
+def system_prompt(config: Config) -> str:
+    """The text of rollout.system_prompt, empty where there is none. Raises ConfigError or PromptError."""
+    file = config.rollout.system_prompt
+    return read_prompt("rollout.system_prompt", file, "", ()).render().strip() if file else ""

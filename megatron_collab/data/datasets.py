@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron_collab import __version__
 from megatron_collab.config import Config, require
-from megatron_collab.data.chat_template import ChatRenderer
+from megatron_collab.data.chat_template import ChatRenderer, policys, system_prompt
 from megatron_collab.data.examples import Examples, TaskReader, load_conversations, load_tasks
 from megatron_collab.data.mixture import Mixture
 from megatron_collab.data.readers import Row
@@ -77,12 +77,13 @@ class SurveyedSources(Generic[_Read]):
         fingerprint = getattr(examples.rows, "_fingerprint", None)  # none for tasks of a reader, which are in memory
         tokenizer = hub.folder(self._config.model.path) / "tokenizer.json"
         changed = tokenizer.stat().st_mtime_ns if tokenizer.is_file() else 0
-        of = [fingerprint, examples.use, examples.format, longest, str(tokenizer), changed, self._tools, __version__]
+        prompt = [self._tools, self._config.model.chat_template_args, system_prompt(self._config)]
+        of = [fingerprint, examples.use, examples.format, longest, str(tokenizer), changed, prompt, __version__]
         key = hashlib.blake2b(json.dumps(of, sort_keys=True).encode(), digest_size=8).hexdigest()
         file = self._folder / f"survey-{key}.json"
         if fingerprint is not None and file.is_file():
             return Survey(**json.loads(file.read_text()))
-        renderer = self._renderer = self._renderer or ChatRenderer(self._config.model.path, self._tools)
+        renderer = self._renderer = self._renderer or policys(self._config, self._tools)
 
         def tokens(example: Any) -> int:
             task = isinstance(example, Task)
@@ -117,7 +118,7 @@ class SupervisedData:
     """Batches of data.train by step; the same on every rank, from (run.seed, step) alone."""
 
     def __init__(self, config: Config) -> None:
-        self.renderer = ChatRenderer(config.model.path)
+        self.renderer = policys(config)
         self.conversations = TrainingData[tuple[Message, ...]](config)
         self.seed, self.size = config.run.seed, config.train.prompts_per_step
 

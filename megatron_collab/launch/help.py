@@ -30,8 +30,13 @@ def help_text(program: str | None) -> str:
     for name in sorted(metrics.METRICS):
         metric = metrics.find_metric(name)
         lines += [_line(name, _summary(metric)), *_options(metric.Options, "  .")]
-    lines += ["", "Users of the tasks, by the column user of a task or by user.name:"]
-    lines += [_line(name, _summary(users.find_user(name))) for name in sorted(users.USERS)]
+    lines += [
+        "",
+        "Users of the tasks, by the column user of a task or by user.name; their settings are user.options.SETTING:",
+    ]
+    for name in sorted(users.USERS):
+        user = users.find_user(name)
+        lines += [_line(name, _summary(user)), *_options(user.Options, "  .")]
     lines += ["", "Tools, as rollout.tools=[NAME]:"]
     lines += [_line(name, tools.find_tool(name).SCHEMA["description"]) for name in sorted(tools.TOOLS)]
     return "\n".join(lines)

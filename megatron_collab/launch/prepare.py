@@ -5,26 +5,31 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_collab import environments
 from megatron_collab.config import SETTINGS, Config, ConfigError, changes, require
 from megatron_collab.config.extension import NoOptions
 from megatron_collab.data import sources
 from megatron_collab.data.sources import EvaluationSource
+from megatron_collab.launch import endpoints
 from megatron_collab.launch.validate import check_model
 from megatron_collab.rollout import tools, users
+from megatron_collab.rollout.users.named import user_of
 from megatron_collab.runtime import hub, network
-from megatron_collab.runtime.process import FINISHED, LAUNCHER, under_torchrun
+from megatron_collab.runtime.process import FINISHED, LAUNCHER, first_on_node, under_torchrun
+from megatron_collab.types import Task
+
+if TYPE_CHECKING:
+    from megatron_collab.data.survey import Survey
 
 
 def prepare(config: Config) -> None:
     """Make the world that is asked for, then check all that needs files; ConfigError before anything is started."""
     # Hugging Face's libraries take seconds to import, which refused settings need not wait for.
-    from megatron_collab.data import datasets
-    from megatron_collab.data.chat_template import ChatRenderer
+    from megatron_collab.data import chat_template, datasets
 
     nodes = config.launch.nodes
     command = f"python -m megatron_collab.launch.torchrun --nnodes {nodes} --nproc-per-node"
@@ -45,22 +50,32 @@ def prepare(config: Config) -> None:
         schemas = tools.schemas(config.rollout.tools) if config.train.stage == "rl" else []
         data: list[datasets.SurveyedSources[Any]] = [datasets.TrainingData(config, schemas)]
         if config.train.stage == "rl":
-            data += (
-                [datasets.SurveyedSources(config, "data.eval", EvaluationSource, schemas)] if config.data.eval else []
-            )
-            examples: dict[str, str] = {}
-            for given in data:
-                for user, task in (named for survey in given.surveys for named in survey.users.items()):
-                    examples.setdefault(config.user.name or user, f"{given.setting}, task {task}")
-            _check_users(config, examples)
+            if config.data.eval:
+                data.append(datasets.SurveyedSources(config, "data.eval", EvaluationSource, schemas))
+            examples = users_of_tasks(config, [(given.setting, one) for given in data for one in given.surveys])
+            check_users(config, examples)
+            if first_on_node():  # LiteLLM is slow to import
+                asked = [*endpoints.of_users(config, examples), *endpoints.of_judges(config)]
+                endpoints.check_prices(config, asked)
+                endpoints.check_support(asked)
         if not under_torchrun():
-            ChatRenderer(config.model.path, tools.schemas(config.rollout.tools))
+            chat_template.policys(config, tools.schemas(config.rollout.tools))
             network.bindable("rollout.server.port", config.rollout.server.port, network.address(config))
     except (ValueError, FileNotFoundError) as error:
         raise ConfigError(" ".join(str(error).split())) from error
     _check_same_run(config)
     if not under_torchrun():
         print("\n".join(line for given in data for line in given.lines()))
+
+
+def users_of_tasks(config: Config, surveys: Iterable[tuple[str, Survey]]) -> dict[str, str]:
+    """The names of the users of the settings and of the tasks, each with an example; `surveys` by their settings."""
+    examples: dict[str, str] = {name: f"users.{name}" for name in config.users}
+    for setting, found in surveys:
+        for user, task in found.users.items():
+            name = user_of(Task(task, (), "", "", user), config)
+            examples[name] = f"{setting}, task {task}"
+    return examples
 
 
 def finished(config: Config) -> int:
@@ -90,12 +105,12 @@ def _pin(config: Config) -> None:
     data.eval = sources.pinned(data.eval, "data.eval", run_dir) if data.eval else data.eval
 
 
-def _check_users(config: Config, examples: Mapping[str, str]) -> None:
+def check_users(config: Config, examples: Mapping[str, str]) -> None:
     """Every task needs a user: the one that it names, or that user.name names for all. `examples`: tasks by user."""
     for name, example in examples.items():
         reason = users.check_user(name, config)
         require(reason is None, f"{example}: {reason}")
-    takes = any(users.find_user(users.split_user(name)[0]).Options is not NoOptions for name in examples)
+    takes = any(users.resolve_user(name, config)[0].Options is not NoOptions for name in examples)
     require(takes or not config.user.options, "user.options: no user of the tasks has options; remove them")
 
 

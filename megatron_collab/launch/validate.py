@@ -9,17 +9,27 @@ from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 
-from megatron_collab import patches
 from megatron_collab.algo.advantages import GROUPED
 from megatron_collab.algo.policy_loss import PolicyLoss
-from megatron_collab.config import Config, ConfigError, ModelConfig, check_declared, compose, require, uses_wandb
+from megatron_collab.config import (
+    Config,
+    ConfigError,
+    ModelConfig,
+    check_declared,
+    compose,
+    read_prompt,
+    require,
+    uses_wandb,
+)
 from megatron_collab.config.extension import make, make_absolute
 from megatron_collab.data import sources
+from megatron_collab.launch import endpoints
 from megatron_collab.models import hf_config, parallel_layout
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.reward import metrics
 from megatron_collab.reward.multiturn import reward_function
 from megatron_collab.rollout import tools
+from megatron_collab.rollout.users.named import user_settings
 from megatron_collab.runtime import device, hub, network, redact
 from megatron_collab.weight_sync import plan
 
@@ -57,8 +67,11 @@ def validate(config: Config) -> None:
         if config.data.eval:
             sources.check_exists(config.data.eval, "data.eval", sources.EvaluationSource)
     if config.train.stage == "rl":
-        personas = config.user.personas
-        require(personas is None or Path(personas).is_file(), f"user.personas={personas}: no such file")
+        for group, user in user_settings(config).items():
+            file = user.personas
+            require(file is None or Path(file).is_file(), f"{group}.personas={file}: no such file")
+    if config.rollout.system_prompt:
+        read_prompt("rollout.system_prompt", config.rollout.system_prompt, "", ())
     message = "<run.wandb_project>: WANDB_API_KEY is set; install wandb, or set run.wandb_project=null"
     require(not uses_wandb(config.run) or find_spec("wandb") is not None, message, config)
 
@@ -88,6 +101,7 @@ def check_settings(config: Config) -> None:
         _check_rollouts(config)
         _check_algo(config)
         check_servers(config)
+        endpoints.check_settings(config)
         _check_budget(config)
 
 
@@ -111,15 +125,8 @@ def _check_reward(config: Config) -> None:
 
 def _check_budget(config: Config) -> None:
     """A budget holds only where the prices are known; the run's own model and scripted users cost nothing."""
-    if config.llm.budget_usd is None:
-        return
-    patches.apply("litellm")
-    from litellm import model_cost  # which takes seconds
-
-    for setting, model in (("user.model", config.user.model), ("reward.judge.model", config.reward.judge.model)):
-        message = f"LiteLLM has no pricing for {setting}={model}; choose another model, or set llm.budget_usd=null"
-        priced = model in (None, "policy") or model in model_cost or model.partition("/")[2] in model_cost
-        require(priced, f"llm.budget_usd={config.llm.budget_usd:g}: {message}")
+    users = [*config.users, *(["llm"] if config.user.model else [])]
+    endpoints.check_prices(config, [*endpoints.of_users(config, users), *endpoints.of_judges(config)])
 
 
 def _check_rollouts(config: Config) -> None:

@@ -28,6 +28,7 @@ from openai import OpenAIError
 
 from megatron_collab.config import EndpointConfig
 from megatron_collab.llm.answer import Field, LlmError, MalformedAnswer, json_schema, parse
+from megatron_collab.llm.endpoint import POLICY, arguments, identity
 from megatron_collab.llm.limiter import Ended, Line, Wish
 from megatron_collab.patches.litellm import be_quiet
 from megatron_collab.runtime.redact import redact
@@ -39,7 +40,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds
 _CHARACTERS_PER_TOKEN = 4
 _GRACE = 10.0  # seconds after its timeout when a call has ended for certain
 _LONGEST_REASON = 400  # characters
-_POLICY = "policy/"  # the trained model, on the run's SGLang servers: no rate limit and no price
+_POLICY = f"{POLICY}/"  # the trained model, on the run's SGLang servers: no rate limit and no price
 _REFUSED = (400, 422)  # status of a server that does not support a response_format
 _supports_schema = cache(litellm.supports_response_schema)
 
@@ -78,6 +79,7 @@ class LlmClient:
     def __init__(self, limiter: Any = None, cache: Cache | None = None, keys: Mapping[str, str] = {}) -> None:
         """`limiter`: the handle of a Limiter; none: no limits. `keys`: by api_base, of the servers of policy/SAMPLE."""
         be_quiet()
+        self.took: dict[str, float] = {"tokens": 0, "usd": 0.0, "unpriced": 0}  # all calls so far
         self._keys = keys
         self._line = None if limiter is None else Line(limiter)
         self._cache = cache
@@ -101,8 +103,7 @@ class LlmClient:
         """
         if sample is None or self._cache is None:
             return await self._ask(endpoint, messages, fields, others)
-        settings = {name: getattr(endpoint, name) for name in ("model", "api_base", "temperature", "max_tokens")}
-        key = key_of({**settings, "messages": messages, "schema": json_schema(fields), "sample": sample})
+        key = key_of({**identity(endpoint), "messages": messages, "schema": json_schema(fields), "sample": sample})
         lock = self._asking.setdefault(key, asyncio.Lock())
         async with lock:  # concurrent callers with the same question find the answer in the cache
             answer = self._cache.get(key)
@@ -160,7 +161,7 @@ class LlmClient:
 
     async def _call(self, endpoint: EndpointConfig, messages: Messages, allowance: _Allowance, **options: Any) -> str:
         """One request: the text of the answer, once the limiter admits it."""
-        line, options = self._line, {"model": endpoint.model, **options}
+        line, options = self._line, {**arguments(endpoint), "model": endpoint.model, **options}
         if str(endpoint.model).startswith(_POLICY):
             # SAMPLE and the messages determine the seed, and with a deterministic server the answer.
             drawn = json.dumps([str(endpoint.model)[len(_POLICY) :], messages]).encode()
@@ -179,8 +180,6 @@ class LlmClient:
                     answer = await litellm.acompletion(
                         messages=messages,
                         api_base=endpoint.api_base,
-                        temperature=endpoint.temperature,
-                        max_tokens=endpoint.max_tokens,
                         max_retries=0,
                         **options,
                     )
@@ -191,6 +190,9 @@ class LlmClient:
         except TimeoutError as error:
             raise TimeoutError(f"no answer within {seconds:g} s") from error
         finally:
+            self.took["tokens"] += ended.tokens or 0
+            self.took["usd"] += ended.usd or 0.0
+            self.took["unpriced"] += ended.usd is None
             if line:
                 line.end(ended)
         return (answer.choices[0].message.content if answer.choices else None) or ""

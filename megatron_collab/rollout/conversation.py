@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_collab.config import Config, SamplingConfig
@@ -119,7 +119,7 @@ class Player:
                 for _ in range(min(self.rollout.max_user_turns, self.rollout.max_assistant_turns - 1)):
                     if not conversation.ending:
                         reply = await user.reply(conversation)
-                        conversation = conversation.add_reward(reply.reward)
+                        conversation = credited(conversation.add_reward(reply.reward), reply.credits)
                         if reply.done:  # the policy's last turn is the end of the token stream
                             conversation = conversation.add_messages([reply.message], ()).end(Ending.USER_DONE)
                         else:
@@ -134,8 +134,10 @@ class Player:
             conversation = self._late(conversation)
         finally:
             reward = await user.finish(conversation)
-        conversation = conversation.add_reward(reward)
-        return conversation if conversation.ending else conversation.end(Ending.TURN_LIMIT)
+        conversation = credited(conversation, reward if isinstance(reward, Mapping) else {-1: reward})
+        conversation = conversation if conversation.ending else conversation.end(Ending.TURN_LIMIT)
+        self.users.ended(task, conversation)
+        return conversation
 
     def refuse_malformed(self, conversation: Conversation) -> Conversation:
         """The conversation, ended where the policy's last turn is one that no user should see."""
@@ -199,6 +201,13 @@ class Player:
 
     def _late(self, conversation: Conversation) -> Conversation:
         return conversation.end(Ending.DEADLINE, f"not ended after rollout.deadline={self.rollout.deadline:g} s")
+
+
+def credited(conversation: Conversation, rewards: Mapping[int, float]) -> Conversation:
+    """The conversation with further rewards of its turns, by their numbers."""
+    for turn, value in rewards.items():
+        conversation = conversation.add_reward(value, turn)
+    return conversation
 
 
 def seed_of(run_seed: int, place: RolloutPlace, turn: int) -> int:

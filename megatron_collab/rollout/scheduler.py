@@ -19,6 +19,7 @@ from megatron_collab.config import Config
 from megatron_collab.observability.run import progress
 from megatron_collab.reward import metrics
 from megatron_collab.rollout.journal import Journal, conversations
+from megatron_collab.rollout.users.named import user_settings
 from megatron_collab.runtime import stacks
 from megatron_collab.runtime.process import Hung
 from megatron_collab.types import Ending, Group, Task
@@ -200,7 +201,7 @@ def group_seconds(config: Config, groups: int) -> float:
     one worker having to be found stuck; judgements, and the user's messages before them, wait for the limits of llm.
     Never less than it can take: all conversations end at once, every call is needed as often as it may be tried.
     """
-    rollout, reward, judge, user, llm = config.rollout, config.reward, config.reward.judge, config.user, config.llm
+    rollout, reward, judge, llm = config.rollout, config.reward, config.reward.judge, config.llm
     conversations = groups * config.train.rollouts_per_prompt * max(1, rollout.futures)
     kinds = [metrics.split(name, reward.metrics.get(name, {})) for name in reward.weights]
     judged = conversations * sum(kind.judged(options) for kind, options in kinds)
@@ -208,9 +209,10 @@ def group_seconds(config: Config, groups: int) -> float:
     scoring = ceil(conversations / places) * reward.timeout
     if judged:
         scoring = max(scoring, ceil(judged / min(places, llm.max_concurrent)) * judge.deadline)
-    said = conversations * rollout.max_user_turns * user.attempts
+    users = user_settings(config).values()
+    said = conversations * rollout.max_user_turns * max(user.attempts for user in users)
     calls = judged * judge.attempts + said
-    tokens = judged * judge.attempts * judge.max_tokens + said * user.max_tokens
+    tokens = judged * judge.attempts * judge.max_tokens + said * max(user.max_tokens for user in users)
     tokens += calls * rollout.context_length  # prompts
     limited = 60 * (calls / (llm.requests_per_minute or inf) + tokens / (llm.tokens_per_minute or inf))
     return STARTS * (2 * rollout.deadline + scoring + 2 * reward.timeout + limited)

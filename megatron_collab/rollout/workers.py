@@ -29,7 +29,7 @@ class ConversationWorker:
         stacks.register(Path(config.run.dir) / stacks.FOLDER, name)
         patches.apply("litellm")
         # Imported here: the process that starts the workers needs neither LiteLLM nor the tokenizer.
-        from megatron_collab.data.chat_template import ChatRenderer
+        from megatron_collab.data import chat_template
         from megatron_collab.inference.router import Router
         from megatron_collab.llm import limiter
         from megatron_collab.llm.client import LlmClient
@@ -39,7 +39,7 @@ class ConversationWorker:
         keys = {f"{url}/v1": key for url, key in servers}
         self.endpoints = list(keys)
         self.policy = Router(servers, config.rollout)
-        renderer = ChatRenderer(config.model.path, schemas(config.rollout.tools))
+        renderer = chat_template.policys(config, schemas(config.rollout.tools))
         self.users = Users(config, LlmClient(ray.get_actor(limiter.NAME), keys=keys), self.endpoints)
         rewards = RewardClient([ray.get_actor(name) for name in reward_workers], config.reward)
         self.player = Player(self.policy, renderer, self.users, rewards, config)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -15,6 +18,7 @@ from megatron_collab.commands.__main__ import run
 from megatron_collab.config import CONF
 from megatron_collab.data.datasets import write_jsonl
 from megatron_collab.runtime.device import Probe, probes
+from tests.llm.endpoint import Endpoint, fails, says
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -166,3 +170,49 @@ def test_data_is_shown_as_it_would_be_read(tmp_path: Path, capsys: pytest.Captur
     ):
         assert run("doctor", ["--data", str(given)]) == 2
         assert said in (error := capsys.readouterr().err) and error.count("\n") == 1
+
+
+@pytest.fixture
+def judge(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
+    """An endpoint on a thread of its own, which answers once and then refuses."""
+    monkeypatch.setenv("OPENAI_API_KEY", "dummy")
+    loop, endpoint = asyncio.new_event_loop(), Endpoint(says({"answer": "yes"}), fails(401, "wrong key"))
+    thread = Thread(target=loop.run_forever)
+    thread.start()
+    asyncio.run_coroutine_threadsafe(endpoint.__aenter__(), loop).result()
+    yield endpoint
+    asyncio.run_coroutine_threadsafe(endpoint.__aexit__(None, None, None), loop).result()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+def test_each_model_that_a_run_asks_is_called_once(
+    judge: Endpoint, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    base = f"http://127.0.0.1:{judge.port}/v1"
+    run_of = ["experiment=gsm8k", f"data.train={tmp_path}/none.jsonl", "user.name=llm", "user.model=openai/gpt-4o-mini"]
+    settings = [*run_of, f"user.api_base={base}", "reward=verl", f"reward.judge.api_base={base}"]
+    settings += ["reward.judge.model=openai/judge", "reward.metrics.accuracy.model=policy"]
+    assert run("doctor", ["--llm", *settings]) == 1
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[1][:2] == ["user.model", "openai/gpt-4o-mini"] and float(lines[1][2]) > 0
+    assert lines[1][3] == "120" and float(lines[1][4]) > 0, "its tokens and their price"
+    assert lines[2][:2] == ["reward.metrics.accuracy.model", "policy"] and lines[2][2:4] == ["-", "-"]
+    assert lines[3][:2] == ["reward.judge.model", "openai/judge"] and lines[3][4] == "failed"
+    assert lines[5][:3] == ["reward.judge.model:", "openai/judge:", "AuthenticationError:"] and "wrong key" in " ".join(
+        lines[5]
+    )
+    assert len(judge.requests) == 2
+
+
+def test_a_model_that_does_not_take_a_setting_is_not_called(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["experiment=gsm8k", "reward=verl", "reward.judge.model=openai/gpt-5", "data.train=none.jsonl"]
+    assert run("doctor", ["--llm", *settings]) == 2
+    printed, line = capsys.readouterr()
+    assert printed == "" and line.count("\n") == 1 and "reward.judge.temperature=0.0: openai/gpt-5" in line
+
+
+def test_a_run_that_asks_no_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("doctor", ["--llm", "experiment=gsm8k", "data.train=none.jsonl"]) == 0
+    assert capsys.readouterr().out == "This run asks no language model.\n"

@@ -64,6 +64,9 @@ def test_a_published_reward_is_one_word(mode: str, tokens: float, count: str, ru
         ),
         (["reward.mode=verl", "reward.clamp.accuracy=1"], "reward.clamp: reward.mode=verl does not clamp"),
         (["reward.clamp.bleu=1"], "reward.clamp.bleu: not in reward.weights"),
+        (["rollout.system_prompt=none.j2"], "/none.j2: no such file"),
+        (["reward.weights.bleu=1", "reward.metrics.bleu.prompt=none.j2"], "reward.metrics.bleu: prompt=/"),
+        (["reward.judge.extra.n=2"], "reward.judge.extra.n: is not passed on; each call sets it itself"),
         (["user.personas=none.txt"], "user.personas=none.txt: no such file"),
         (
             ["llm.budget_usd=5", "user.model=openai/nobody-knows", "user.api_base=http://127.0.0.1:1/v1"],

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,13 +34,13 @@ SAID = [
 ]
 
 
-def renderer(folder: Path, template: str) -> ChatRenderer:
+def renderer(folder: Path, template: str, *more: Any) -> ChatRenderer:
     tokenizer = tiny_model.byte_tokenizer(["which day and what time"], 300)
     marks = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
     tokenizer.add_special_tokens({"additional_special_tokens": marks, "bos_token": "<|begin|>"})
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
-    return ChatRenderer(str(folder))
+    return ChatRenderer(str(folder), *more)
 
 
 @pytest.fixture(params=list(TEMPLATES))
@@ -153,3 +155,74 @@ def test_a_template_that_knows_no_tools_is_refused(tmp_path: Path) -> None:
 def test_a_template_may_open_the_thought(tmp_path: Path) -> None:
     assert renderer(tmp_path / "a", TOOLS).opens_thought
     assert not renderer(tmp_path / "b", QWEN).opens_thought
+
+
+# The form of Qwen3's: earlier turns lose their thoughts, and an empty one may open the next.
+THINKING = (
+    "{%- for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{{ message.content.split('</think>')[-1].lstrip('\n') }}<|im_end|>\n{% endfor -%}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+    "{%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% endif -%}"
+    "{% endif %}"
+)
+VENDORS = sorted(Path(os.environ["CHAT_TEMPLATES"]).glob("qwen3.jinja")) if "CHAT_TEMPLATES" in os.environ else []
+
+
+@pytest.mark.parametrize("template", [THINKING, *(file.read_text() for file in VENDORS)], ids=len)
+def test_arguments_of_the_template_change_the_prompt_and_turns_are_still_appended(
+    tmp_path: Path, template: str
+) -> None:
+    """CHAT_TEMPLATES: a folder with the vendors' own, which are tested too."""
+    plain, silent = renderer(tmp_path, template), renderer(tmp_path, template, (), {"enable_thinking": False})
+    opened, prompt = plain.first(SAID[:1]), silent.first(SAID[:1])
+    empty = plain.tokenizer("<think>\n\n</think>\n\n", add_special_tokens=False)["input_ids"]
+    assert prompt == (*opened, *empty) and not silent.opens_thought
+    whole = stream(silent, SAID)
+    assert whole[: len(prompt)] == prompt and whole[-len(empty) :] == tuple(empty)
+    # What was sampled is never rendered again: the empty thoughts of earlier turns stay, which the template would drop.
+    shown = silent.tokenizer.decode(whole)
+    assert shown.count("<think>\n\n</think>\n\n") == 3
+    assert shown.replace("<think>\n\n</think>\n\n", "") == plain.tokenizer.decode(plain.first(SAID))
+    turn = sampled(silent, prompt, "which day and what time ?")
+    assert (*prompt, *turn.token_ids, *silent.next(SAID[2:3], turn.token_ids)) == stream(silent, SAID[:3])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            {"enable_thinkin": False},
+            "model.chat_template_args.enable_thinkin: the chat template of .* does not use it; the nearest is "
+            "enable_thinking; remove it",
+        ),
+        ({"messages": []}, "model.chat_template_args.messages: is set by each run itself; remove it"),
+    ],
+)
+def test_arguments_that_change_nothing_are_refused(tmp_path: Path, arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        renderer(tmp_path, THINKING, (), arguments)
+
+
+def test_a_system_prompt_stands_in_front_once_and_never_twice(tmp_path: Path) -> None:
+    plain, told = renderer(tmp_path, QWEN), renderer(tmp_path, QWEN, (), {}, "Be brief.")
+    system = Message("system", "Be brief.")
+    assert told.first(SAID[:1]) == plain.first([system, *SAID[:1]]) != plain.first(SAID[:1])
+    own = [Message("system", "Be long."), *SAID[:1]]
+    assert told.first(own) == plain.first(own)
+    assert told.first([system, *SAID[:1]]) == told.first(SAID[:1])
+    assert stream(told, SAID) == plain.first([system, *SAID]), "later turns have none"
+
+
+@pytest.mark.parametrize(
+    ("template", "fault"),
+    [
+        (QWEN.replace("message in messages", "message in messages if message.role != 'system'"), "does not show the"),
+        (
+            "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + LLAMA,
+            r"takes no system message \(no system role\)",
+        ),
+    ],
+)
+def test_a_template_that_shows_no_system_prompt_is_refused(tmp_path: Path, template: str, fault: str) -> None:
+    with pytest.raises(ValueError, match=rf"its chat template {fault}.*rollout\.system_prompt"):
+        renderer(tmp_path, template, (), {}, "Be brief.")

@@ -192,13 +192,26 @@ def test_a_dataset_row_without_a_prompt(capsys: pytest.CaptureFixture[str], tmp_
 def test_a_task_that_nobody_plays(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path) -> None:
     rows = [{"prompt": [{"role": "user", "content": "hi"}], "goal": "g", "user": "nobody"}]
     line = refused(capsys, *given(tmp_path, model, rows, "train.stage=rl", "reward.weights={token_amount: -1}"))
-    assert "data.train, task 0: user=nobody: no such name; known are llm, replay" in line
+    assert "data.train, task 0: user=nobody: no such name; known are feedback, llm, replay" in line
 
 
 def test_a_user_without_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path) -> None:
     rows = [{"prompt": [{"role": "user", "content": "hi"}], "goal": "g"}]
     line = refused(capsys, *given(tmp_path, model, rows, "train.stage=rl", "reward.weights={token_amount: -1}"))
     assert "data.train, task 0: user llm" in line and "user.model" in line
+
+
+def test_a_user_whose_model_takes_no_such_setting(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path
+) -> None:
+    rows = [
+        {"prompt": [{"role": "user", "content": "hi"}], "goal": "g", "user": user} for user in ("", "llm/openai/o3")
+    ]
+    settings = ["train.stage=rl", "reward.weights={token_amount: -1}", "user.model=openai/gpt-5"]
+    line = refused(capsys, *given(tmp_path, model, rows, *settings, "user.top_p=0.5", "user.temperature=null"))
+    assert "user.top_p=0.5: openai/gpt-5 does not take it" in line and "set user.top_p=null" in line
+    line = refused(capsys, *given(tmp_path, model, rows[1:], *settings, "user.temperature=0.5"))
+    assert "user.temperature=0.5: openai/o3 does not take it" in line
 
 
 def test_a_metric_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:

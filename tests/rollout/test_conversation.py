@@ -1,16 +1,19 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from megatron_collab.algo.credit import whole
+from megatron_collab.config import RewardConfig
 from megatron_collab.inference.client import EngineError
 from megatron_collab.rollout.conversation import Player, RolloutPlace, seed_of
 from megatron_collab.rollout.users import UserError, UserReply
-from megatron_collab.types import Conversation, Ending, Finish, Message, Task, Turn
-from tests.rollout.fakes import STOP, CharacterRenderer, FakePolicy, FakeUsers, config, decode, encode
+from megatron_collab.types import Conversation, Ending, Finish, Message, Reward, Rollout, Task, Turn
+from tests.rollout.fakes import STOP, CharacterRenderer, FakePolicy, FakeUser, FakeUsers, config, decode, encode
 
 TASK = Task("t", (Message("user", "hi"),), "goal", "answer", "testing")
 NO_REWARDS: Any = None  # nothing is scored here
@@ -193,6 +196,30 @@ def test_rewards_of_users_go_to_the_turn_they_answer() -> None:
 
     (conversation,) = play(says("ok"), users=FakeUsers(paying), max_user_turns=2)
     assert conversation.turn_rewards == (2.0, 4.0, 0.0)
+
+
+def test_users_may_credit_earlier_turns() -> None:
+    """In a reply and at the end, and the journal and the credits of turns have what they gave."""
+
+    def hindsight(goal: str, messages: Sequence[Message]) -> UserReply:
+        late = len(messages) > 2
+        return UserReply(Message("user", "go on"), False, 0.5, {0: 2.0} if late else {})
+
+    class Generous(FakeUsers):
+        def make(self, task: Task, sample: str) -> FakeUser:
+            made = super().make(task, sample)
+            made.finish = lambda conversation: given({1: 8.0, -1: 16.0})  # type: ignore[method-assign]
+            return made
+
+    async def given(rewards: dict[int, float]) -> Any:
+        return rewards
+
+    (conversation,) = play(says("ok"), users=Generous(hindsight), max_user_turns=2)
+    assert conversation.turn_rewards == (0.5 + 2.0, 0.5 + 8.0, 16.0)
+    assert pickle.loads(pickle.dumps(conversation)) == conversation
+    reward = RewardConfig(turn_credit="reward_to_go")
+    credits = whole(Rollout(conversation, (), Reward(32.0)), reward, "g")
+    assert [credit.value for credit in credits] == [59.0, 56.5, 48.0]
 
 
 def test_tools_answer_within_a_turn_and_the_user_after_it() -> None:

@@ -125,6 +125,9 @@ class Users:
     def make(self, task: Task, sample: str) -> User:
         return User(self.simulation, task, sample)
 
+    def ended(self, task: Task, conversation: Conversation) -> None:
+        """Nobody counts."""
+
 
 class Judge:
     """Scores that take time."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megatron_collab.config import EndpointConfig, Extension, build, lookup
+from megatron_collab.config import EndpointConfig, Extension, Prompt, PromptError, build, lookup, read_prompt, require
 from megatron_collab.data.transcript import render
 from megatron_collab.llm.answer import Field, LlmError
 from megatron_collab.types import Conversation, Missing, Score, Task
@@ -30,6 +30,7 @@ METRICS = {
     "turn_rewards": f"{__name__}.counting:TurnRewards",
 }
 PLACEHOLDERS = ("conversation", "goal", "answer", "question")
+VARIABLES = (*PLACEHOLDERS, "task_desc", "metadata")  # of the judges' prompts
 THOUGHT = Field("thought", str, help="why, in a few sentences")
 PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")  # the braces of a JSON object are none
 
@@ -59,10 +60,13 @@ class Metric(Extension):
         raise NotImplementedError
 
     async def ask_judge(
-        self, rubric: str, task: Task, conversation: Conversation, fields: Sequence[Field]
+        self, rubric: Prompt | str, task: Task, conversation: Conversation, fields: Sequence[Field]
     ) -> dict[str, Any] | Missing:
-        """The judge's values of `fields`; see `prompt` for the placeholders of `rubric`."""
-        asked = prompt(rubric, task, conversation, fields)
+        """The judge's values of `fields`; see `prompt` for what `rubric` gets."""
+        try:
+            asked = prompt(rubric, task, conversation, fields)
+        except PromptError as error:
+            return Missing(str(error))
         return await self.judge.ask(asked, fields, model=getattr(self.options, "model", None))
 
 
@@ -101,11 +105,19 @@ class Judge:
             return Missing(str(error))
 
 
-def prompt(rubric: str, task: Task, conversation: Conversation, fields: Sequence[Field]) -> str:
-    """`rubric` with its PLACEHOLDERS filled, followed by how to answer with `fields`.
+def judges_prompt(file: str | None, default: str = "") -> Prompt:
+    """The template of a metric's setting `prompt`, or ours of the name `default`. Raises ConfigError."""
+    found = read_prompt("prompt", file, default, VARIABLES)
+    require("conversation" in found.used, f"{found.said}: shows no {{{{ conversation }}}} to the judge; put it in")
+    return found
 
-    {conversation} is the whole conversation with tools, {goal} what the user wants, {answer} the task's answer,
-    {question} the message that the task ends with. Placeholders within the values are not filled.
+
+def prompt(rubric: Prompt | str, task: Task, conversation: Conversation, fields: Sequence[Field]) -> str:
+    """`rubric` with its VARIABLES, or as text its {PLACEHOLDERS}, filled, followed by how to answer with `fields`.
+
+    `conversation` is the whole conversation with tools, `goal` what the user wants, `answer` the task's answer,
+    `question` the message that the task ends with, `task_desc` its description (from the metadata, else empty). Nothing
+    within the values is filled. Raises PromptError.
     """
     values = {
         "conversation": render(conversation.messages, tools=True),
@@ -113,7 +125,11 @@ def prompt(rubric: str, task: Task, conversation: Conversation, fields: Sequence
         "answer": task.answer,
         "question": task.messages[-1].content,
     }
-    filled = PLACEHOLDER.sub(lambda found: values[found[1]], rubric)
+    if isinstance(rubric, Prompt):
+        described = str(task.metadata.get("task_desc") or "")
+        filled = rubric.render(**values, task_desc=described, metadata=task.metadata)
+    else:
+        filled = PLACEHOLDER.sub(lambda found: values[found[1]], rubric)
     lines = ",\n".join(f'  "{field.name}": {_described(field)}' for field in fields)
     return f"{filled}\n\nAnswer with one JSON object and nothing else:\n{{\n{lines}\n}}"
 

@@ -21,29 +21,12 @@ from typing import Any
 
 from megatron_collab.config import option
 from megatron_collab.llm.answer import Field
-from megatron_collab.reward.metrics import THOUGHT, Metric
+from megatron_collab.reward.metrics import THOUGHT, Metric, judges_prompt
 from megatron_collab.types import Conversation, Missing, Score, Task
 
 SOFT_LIMIT = 2  # seconds of one step of math-verify; then the answer counts as not equal
 HARD_LIMIT = 20.0  # seconds of one answer; then the child ends itself
 MEMORY_LIMIT = 4 << 30  # bytes
-
-_RUBRIC = """Decide whether an assistant solved a user's problem.
-
-The problem:
-{goal}
-
-The correct answer:
-{answer}
-
-The conversation, which is only material to judge:
-<conversation>
-{conversation}
-</conversation>
-
-Find the answer that the assistant commits itself to last, and compare it with the correct one. Another notation, unit
-or wording of the same answer is right. An answer that is incomplete, hedged between several, withdrawn or absent is
-wrong, however good the explanation; the user's own messages do not count as the assistant's."""
 
 _FIELDS = (THOUGHT, Field("accuracy", int, choices=(0, 1), help="1 if it is right, else 0"))
 
@@ -84,6 +67,11 @@ class Checker:
 _CHECKER = Checker()
 
 
+async def compare(answer: str, text: str) -> Verdict | Missing:
+    """`Checker.compare` by this process's child, which is busy with one answer at a time."""
+    return await asyncio.to_thread(_CHECKER.compare, answer, text)
+
+
 class Accuracy(Metric):
     """1 or 0. math-verify is undecided where the answer of the task or that of the reply cannot be read, or it failed.
 
@@ -94,6 +82,10 @@ class Accuracy(Metric):
     class Options:
         judge: bool = option(False, "ask a judge where math-verify is undecided")
         model: str | None = option(None, "LiteLLM model of the judge; none: reward.judge.model")
+        prompt: str | None = option(None, "FILE.j2: the judge's rubric; none: ours")
+
+        def __post_init__(self) -> None:
+            judges_prompt(self.prompt, "accuracy")
 
     @classmethod
     def judged(cls, options: Any) -> bool:
@@ -103,11 +95,11 @@ class Accuracy(Metric):
         if not task.answer:
             return None
         reply = conversation.replies[-1] if conversation.replies else ""
-        verdict = await asyncio.to_thread(_CHECKER.compare, task.answer, reply)
+        verdict = await compare(task.answer, reply)
         if verdict in (Verdict.EQUAL, Verdict.DIFFERENT):
             return float(verdict is Verdict.EQUAL)
         if self.options.judge:
-            answer = await self.ask_judge(_RUBRIC, task, conversation, _FIELDS)
+            answer = await self.ask_judge(judges_prompt(self.options.prompt, "accuracy"), task, conversation, _FIELDS)
             return answer if isinstance(answer, Missing) else float(answer["accuracy"])
         if verdict is Verdict.NO_TRUTH:
             return Missing(f"math-verify cannot read the answer {task.answer[:80]!r}; set the metric's judge=true")

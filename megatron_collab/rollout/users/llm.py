@@ -14,36 +14,21 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron_collab.config import Config, EndpointConfig
+from megatron_collab.config import Config, ConfigError, EndpointConfig, Prompt, PromptError, UserConfig, read_prompt
 from megatron_collab.data.transcript import render
 from megatron_collab.llm.answer import Field, LlmError, MalformedAnswer
+from megatron_collab.llm.endpoint import POLICY
 from megatron_collab.rollout.users import User, UserError, UserReply, Users
 from megatron_collab.rollout.users.guardrails import COMPLAINTS, refusal
 from megatron_collab.types import Conversation, Task
 
-POLICY = "policy"  # the name of the trained model among LiteLLM's
 FIELDS = (
     Field("current_answer", str, help="the assistant's answer to your goal so far; empty if there is none"),
     Field("thought", str, help="what is still lacking, and what you say next"),
     Field("response", str, help="your next message"),
 )
 
-_SYSTEM = """You play the user in a conversation with an AI assistant. Stay in that role: never act as the assistant.
-
-What you want, and all that you know:
-```json
-{goal}
-```
-{persona}
-How to behave:
-- Write the user's next message, short and natural, as a person would type it.
-- Reveal what you know only as far as the conversation calls for it, in your own words; answer what the assistant asks.
-- Do not invent facts that are not given above, and leave the solution to the assistant.
-- When your goal is reached, or the assistant cannot help any further, put {stop} into your message: it ends the chat.
-
-Answer with one JSON object and nothing else:
-{answer}
-All three values are strings."""
+VARIABLES = ("goal", "task_desc", "persona", "stop", "metadata")  # of user.prompt
 
 
 class LlmUser(User):
@@ -52,8 +37,7 @@ class LlmUser(User):
         config = users.config
         self.model = argument or config.user.model
         pool, draw = config.user.personas, random.Random(f"{config.run.seed}/{task.id}")  # the same in every process
-        persona = draw.choice(read_personas(pool)) if pool else None
-        self.system = system_prompt(task.goal, config.user.stop, persona)
+        self.persona = draw.choice(read_personas(pool)) if pool else ""
 
     @classmethod
     def unavailable(cls, argument: str, config: Config) -> str | None:
@@ -61,19 +45,30 @@ class LlmUser(User):
             return "user.model is not set; set it to a model of LiteLLM's or to policy, or choose a user in user.name"
         if config.user.personas and not read_personas(config.user.personas):
             return f"user.personas={config.user.personas}: has no lines; write a persona a line, or remove it"
+        try:
+            users_prompt(config.user)
+        except ConfigError as error:
+            return str(error)
         return None
+
+    @classmethod
+    def asks(cls, argument: str, config: Config) -> EndpointConfig | None:
+        return replace(config.user, model=argument or config.user.model)
 
     async def reply(self, conversation: Conversation) -> UserReply:
         """For each attempt the endpoint has its own retries and deadline for an answer in the right format."""
-        request = [
-            {"role": "system", "content": self.system},
-            {"role": "user", "content": render(conversation.messages)},
-        ]
         config, again, why = self.users.config.user, list[dict[str, str]](), ""
+        try:
+            system = system_prompt(config, self.task, self.persona)
+            nothing = replace(self.task, goal="", metadata={**self.task.metadata, "task_desc": ""})
+            instructions = system_prompt(config, nothing)
+        except PromptError as error:
+            raise UserError(f"user {self.model}: {error}") from error
+        request = [{"role": "system", "content": system}, {"role": "user", "content": render(conversation.messages)}]
         for _ in range(config.attempts):
             answer = await self._ask([*request, *again])
             self.users.counters["user_replies"] += 1
-            refused = refusal(answer["response"], self.task, system_prompt("", config.stop), conversation.messages)
+            refused = refusal(answer["response"], self.task, instructions, conversation.messages)
             if refused is None:
                 return self.says(answer["response"])
             self.users.counters[refused] += 1
@@ -106,17 +101,23 @@ class LlmUser(User):
             return random.Random(f"{api_base.removesuffix('/v1')} {self.task.id}").random()
 
         engine = sorted(self.users.engine, key=rank)
+        if arguments := self.users.config.model.chat_template_args:
+            config = replace(config, extra={"chat_template_kwargs": arguments, **config.extra})
         return [replace(config, model=f"policy/{self.sample}", api_base=api_base) for api_base in engine]
 
 
-def system_prompt(goal: str, stop: str, persona: str | None = None) -> str:
-    """The user's instructions; the goal stands in them as JSON on one line."""
-    return _SYSTEM.format(
-        goal=json.dumps({"goal": goal}, ensure_ascii=False),
-        persona=f"\nWho you are: {persona}\n" if persona else "",
-        stop=stop,
-        answer="{" + ", ".join(f'"{field.name}": {field.help}' for field in FIELDS) + "}",
-    )
+def users_prompt(config: UserConfig) -> Prompt:
+    """The template of the setting `prompt`, or ours. Raises ConfigError."""
+    return read_prompt("prompt", config.prompt, "user", VARIABLES)
+
+
+def system_prompt(config: UserConfig, task: Task, persona: str = "") -> str:
+    """The user's instructions: the rendered prompt, and how to answer. Raises PromptError."""
+    described = str(task.metadata.get("task_desc") or "")
+    values = {"goal": task.goal, "task_desc": described, "persona": persona, "stop": config.stop}
+    said = users_prompt(config).render(**values, metadata=task.metadata)
+    answer = "{" + ", ".join(f'"{field.name}": {field.help}' for field in FIELDS) + "}"
+    return f"{said}\n\nAnswer with one JSON object and nothing else:\n{answer}\nAll three values are strings."
 
 
 @cache

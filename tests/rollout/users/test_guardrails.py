@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from megatron_collab.config import UserConfig
 from megatron_collab.rollout.users.guardrails import COMPLAINTS, EMPTY, FLIPPED, LEAKED, refusal
 from megatron_collab.rollout.users.llm import system_prompt
 from megatron_collab.types import Message, Task
@@ -15,7 +16,7 @@ FACTS = (
 GOAL = f"Find out how many dollars a week it brings: {FACTS}."
 TASK = Task("t", (Message("user", "how many dollars a week?"),), GOAL, "100", "llm")
 ASKED = [*TASK.messages, Message("assistant", "Sure! Which farm is that, and what does it sell?")]
-INSTRUCTIONS = system_prompt("", "[[STOP]]")
+INSTRUCTIONS = system_prompt(UserConfig(stop="[[STOP]]"), Task("t", (), "", "", "llm"))
 
 
 def refused(text: str, task: Task = TASK, before: list[Message] = ASKED) -> str | None:

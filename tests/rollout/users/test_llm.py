@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from megatron_collab.config import Config, EndpointConfig
+from megatron_collab.config import Config, EndpointConfig, UserConfig
 from megatron_collab.data.transcript import render
 from megatron_collab.llm import client as clients
 from megatron_collab.llm.limiter import BudgetSpent
 from megatron_collab.rollout.users import UserError, UserReply, Users
-from megatron_collab.rollout.users.llm import FIELDS, system_prompt
+from megatron_collab.rollout.users.llm import FIELDS, LlmUser, system_prompt
 from megatron_collab.types import Conversation, Message, Task
 from tests.conftest import Served
 from tests.llm.endpoint import Endpoint, Reply, fails, hangs, says
@@ -209,15 +209,14 @@ def test_a_task_draws_its_persona_once_for_all_its_conversations(tmp_path: Path)
     file.write_text("\n\n".join(pool) + "\n")
 
     made = users(model="openai/m", personas=str(file))
-    systems = [made.make(Task(f"t{i // 2}", (), "g", "", "llm"), f"s/{i}").system for i in range(60)]
-    drawn = [next(persona for persona in pool if f"Who you are: {persona}\n" in system) for system in systems]
+    drawn: list[str] = []
+    for i in range(60):
+        user = made.make(Task(f"t{i // 2}", (), "g", "", "llm"), f"s/{i}")
+        assert isinstance(user, LlmUser) and user.persona in pool
+        drawn.append(user.persona)
     assert drawn[::2] == drawn[1::2]
     assert len(set(drawn)) > 10
     assert drawn[0] == random.Random("0/t0").choice(pool)
-
-
-def test_a_user_without_personas_has_no_line_for_one() -> None:
-    assert "Who you are" not in system_prompt("g", STOP)
 
 
 @pytest.mark.parametrize("goal", ["a plain goal", 'quotes " and \\ and\nlines', "```json\n{}\n```", "{braces} {0}"])
@@ -229,7 +228,7 @@ def test_a_request_gives_back_its_goal_and_conversation(goal: str) -> None:
         Message("user", ""),
     ]
     request = [
-        {"role": "system", "content": system_prompt(goal, STOP, "You are new here.")},
+        {"role": "system", "content": system_prompt(UserConfig(), task("llm", goal), "You are new here.")},
         {"role": "user", "content": render(messages)},
     ]
     assert read_request(request) == (goal, messages[1:])
@@ -279,6 +278,19 @@ def test_a_server_that_is_gone_does_not_silence_the_user(monkeypatch: pytest.Mon
             return said_all, len(endpoint.requests), made.counters
 
     assert asyncio.run(play()) == (["yes"] * 8, 8, {"user_replies": 8, "user_failed": 1})
+
+
+def test_the_template_of_the_trained_model_gets_its_arguments_from_the_user_too() -> None:
+    async def play() -> list[Any]:
+        async with Endpoint(answer("yes")) as endpoint:
+            made = users([(endpoint.config().api_base.removesuffix("/v1"), "secret")], model="policy", attempts=1)
+            made.config.model.chat_template_args = {"enable_thinking": False}
+            await made.make(task("llm"), "s").reply(said("hi", "hello"))
+            made.config.user.extra = {"chat_template_kwargs": {"enable_thinking": True}}
+            await made.make(task("llm"), "s").reply(said("hi", "hello"))
+            return [request["chat_template_kwargs"] for request in endpoint.requests]
+
+    assert asyncio.run(play()) == [{"enable_thinking": False}, {"enable_thinking": True}]
 
 
 def addresses(servers: dict[str, Served]) -> list[tuple[str, str]]:

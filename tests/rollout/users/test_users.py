@@ -66,7 +66,10 @@ def test_one_name_for_all_tasks_goes_before_theirs() -> None:
     [
         ("", "user llm: user.model is not set; set it"),
         ("llm", "user llm: user.model is not set; set it"),
-        ("nobody", "user=nobody: no such name; known are llm, replay, reveal, scripted, or package.module:Class"),
+        (
+            "nobody",
+            "user=nobody: no such name; known are feedback, llm, replay, reveal, scripted, or package.module:Class",
+        ),
         ("scripted", "scripted=: no such name; known are booking"),
         ("scripted/tiny", "scripted=tiny: no such name; known are booking"),
         ("reveal/all", "user reveal/all: takes no argument, but is given 'all'"),

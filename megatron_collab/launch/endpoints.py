@@ -1,0 +1,73 @@
+"""The language models that a run asks, by the settings that name them, and what is refused of them before it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_collab import patches
+from megatron_collab.config import Config, EndpointConfig, require
+from megatron_collab.llm import endpoint as endpoints
+from megatron_collab.reward import metrics
+from megatron_collab.rollout import users
+from megatron_collab.rollout.users.named import user_settings
+
+
+@dataclass(frozen=True)
+class AskedModel:
+    """A language model: `setting` names it, and its other settings are those of `group`."""
+
+    setting: str
+    group: str
+    endpoint: EndpointConfig
+
+
+def of_judges(config: Config) -> list[AskedModel]:
+    """The judge and the metrics' own models, as far as the metrics of reward.weights ask them."""
+    reward, found = config.reward, dict[str, AskedModel]()
+    for name in reward.weights:
+        kind, options = metrics.split(name, reward.metrics.get(name, {}))
+        own = getattr(options, "model", None)
+        if kind.judged(options) and (own or reward.judge.model):
+            setting = f"reward.metrics.{name}.model" if own else "reward.judge.model"
+            found[setting] = AskedModel(setting, "reward.judge", replace(reward.judge, model=own or reward.judge.model))
+    return list(found.values())
+
+
+def of_users(config: Config, names: Iterable[str]) -> list[AskedModel]:
+    """What the users of these names ask, as tasks give them; there must be such users."""
+    found = dict[str, AskedModel]()
+    for name in names:
+        kind, argument, own, group = users.resolve_user(name, config)
+        if endpoint := kind.asks(argument, own):
+            setting = f"user={name}: the model" if argument and name not in config.users else f"{group}.model"
+            found[setting] = AskedModel(setting, group, endpoint)
+    return list(found.values())
+
+
+def check_settings(config: Config) -> None:
+    """ConfigError for headers and extra arguments that cannot be."""
+    for group, endpoint in {**user_settings(config), "reward.judge": config.reward.judge}.items():
+        endpoints.check_settings(endpoint, group)
+
+
+def check_prices(config: Config, asked: Sequence[AskedModel]) -> None:
+    """ConfigError where a budget would not hold, since a price is not known; the run's own model costs nothing."""
+    if config.llm.budget_usd is None:
+        return
+    patches.apply("litellm")
+    from litellm import model_cost  # which takes seconds
+
+    for each in asked:
+        model = str(each.endpoint.model)
+        message = f"LiteLLM has no pricing for {each.setting}={model}; choose another model, or set llm.budget_usd=null"
+        priced = model == endpoints.POLICY or model in model_cost or model.partition("/")[2] in model_cost
+        require(priced, f"llm.budget_usd={config.llm.budget_usd:g}: {message}")
+
+
+def check_support(asked: Sequence[AskedModel]) -> None:
+    """ConfigError where LiteLLM would refuse a setting of a model in every call."""
+    if asked:
+        patches.apply("litellm")
+    for each in asked:
+        endpoints.check_support(each.endpoint, each.setting, each.group)

@@ -1,0 +1,94 @@
+"""What the settings of an endpoint are to LiteLLM: the arguments of a call, and whether its model takes them."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+from megatron_collab.config import ConfigError, EndpointConfig, nearest, require
+from megatron_collab.patches.litellm import be_quiet
+
+ENVIRONMENT = "os.environ/"  # before the name of a variable, as in LiteLLM's own settings
+POLICY = "policy"  # the trained model, on the run's SGLang servers
+
+_SAMPLING = ("temperature", "top_p", "reasoning_effort")  # not sent where they are null
+_TAKEN = {  # of LiteLLM's arguments, those that are no matter of `extra`, and what is
+    **{name: f"set {name} itself" for name in ("model", "api_base", "max_tokens", "timeout", *_SAMPLING)},
+    **dict.fromkeys(("base_url", "custom_llm_provider"), "set model and api_base"),
+    **dict.fromkeys(("max_completion_tokens", "max_output_tokens"), "set max_tokens"),
+    **dict.fromkeys(("max_retries", "num_retries"), "set attempts"),
+    **dict.fromkeys(("headers", "extra_headers"), "set headers"),
+    **dict.fromkeys(("messages", "response_format", "stream", "n", "tools", "tool_choice"), "each call sets it itself"),
+}
+_SECRET = re.compile(r"(key|token|secret|password|authorization|cookie)$", re.IGNORECASE)
+
+
+def arguments(endpoint: EndpointConfig) -> dict[str, Any]:
+    """LiteLLM's arguments beside model, messages and api_base; KeyError where a header's variable is not set."""
+    sampling = {name: value for name in _SAMPLING if (value := getattr(endpoint, name)) is not None}
+    headers = {name: _read(value) for name, value in endpoint.headers.items()}
+    given = {**endpoint.extra, **sampling, "max_tokens": endpoint.max_tokens}
+    return {**given, "extra_headers": headers} if headers else given
+
+
+def identity(endpoint: EndpointConfig) -> dict[str, Any]:
+    """The settings that an answer depends on, JSON: a part of the key of a cached answer.
+
+    Settings that earlier versions did not have are left out where they have no value, which keeps earlier keys.
+    """
+    first = ("model", "api_base", "temperature", "max_tokens")
+    later = ("top_p", "reasoning_effort", "headers", "extra")
+    return {name: value for name in (*first, *later) if (value := getattr(endpoint, name)) or name in first}
+
+
+def check_settings(endpoint: EndpointConfig, group: str) -> None:
+    """ConfigError for headers and extra arguments that cannot be, as settings of `group`."""
+    out = f"set {group}.headers.NAME={ENVIRONMENT}VARIABLE, which is read when a request is sent"
+    for name, value in endpoint.extra.items():
+        require(name not in _TAKEN, f"{group}.extra.{name}: is not passed on; {_TAKEN.get(name)}")
+        require(not (_SECRET.search(name) and isinstance(value, str)), f"{group}.extra.{name}: holds a key; {out}")
+    for name, value in endpoint.headers.items():
+        variable = value.removeprefix(ENVIRONMENT) if value.startswith(ENVIRONMENT) else None
+        require(variable is not None or not _SECRET.search(name), f"{group}.headers.{name}: holds a key; {out}")
+        message = f"{group}.headers.{name}={value}: no such variable in the environment"
+        require(variable is None or variable in os.environ, message + nearest(variable or "", os.environ))
+
+
+def check_support(endpoint: EndpointConfig, setting: str, group: str) -> None:
+    """ConfigError where LiteLLM says that the model called `setting` does not take a setting of `group`.
+
+    It needs no network: LiteLLM translates the arguments as it will for each call, with its own table of models.
+    """
+    if endpoint.model == POLICY:
+        return
+    from litellm import get_llm_provider  # which takes seconds
+    from litellm.utils import get_optional_params
+    from openai import OpenAIError
+
+    be_quiet()
+    try:
+        model, provider, _, _ = get_llm_provider(str(endpoint.model), api_base=endpoint.api_base)
+    except OpenAIError as error:
+        out = f"give PROVIDER/MODEL, as openai/gpt-4o, or hosted_vllm/NAME for a server of your own at {group}.api_base"
+        raise ConfigError(f"{setting}={endpoint.model}: LiteLLM knows no such provider; {out}") from error
+    given: dict[str, Any] = {}
+    # One after the other, so that it shows which is refused; the temperature may depend on the effort.
+    wanted = {"reasoning_effort": None, **arguments(endpoint)}
+    for name, value in wanted.items():
+        if value is None or name == "extra_headers":
+            continue
+        given[name] = value
+        try:
+            get_optional_params(model=model, custom_llm_provider=provider, **given)
+        except OpenAIError as error:
+            reason = " ".join(str(error).partition("To drop")[0].split())
+            reason = reason.removeprefix("litellm.UnsupportedParamsError: ").rstrip(". ,")
+            known = name in _SAMPLING
+            shown = f"{group}.{name}" if known else f"{group}.extra.{name}"
+            out = f"set {shown}=null, and it is not sent" if known else "remove it"
+            raise ConfigError(f"{shown}={value}: {endpoint.model} does not take it ({reason}); {out}") from error
+
+
+def _read(value: str) -> str:
+    return os.environ[value.removeprefix(ENVIRONMENT)] if value.startswith(ENVIRONMENT) else value

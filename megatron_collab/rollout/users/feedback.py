@@ -1,0 +1,82 @@
+"""A user who checks the policy's answer against the task's, as the metric accuracy does, and says when it is wrong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_collab.config import SUFFIX, Config, ConfigError, PromptError, option, read_prompt
+from megatron_collab.reward.metrics.accuracy import Verdict, compare
+from megatron_collab.rollout.users import User, UserError, UserReply, Users
+from megatron_collab.types import Conversation, Missing, Task
+
+RIGHT = "That is right."
+VARIABLES = ("attempt", "question", "reply")  # of what is said; attempt counts the wrong answers, from 1
+
+
+class FeedbackUser(User):
+    """Says that an answer is not right until it is, and then ends the conversation; a reply without one is wrong.
+
+    math-verify compares the last answer in the reply with the task's. Each turn gets the reward `right` or `wrong`.
+    """
+
+    @dataclass(frozen=True)
+    class Options:
+        text: str | None = option(None, "what a wrong answer is told: a text, or FILE.j2; none: ours")
+        right: float = option(0.0, "reward of a turn with the right answer")
+        wrong: float = option(0.0, "reward of a turn without it")
+
+    def __init__(self, task: Task, argument: str, sample: str, users: Users) -> None:
+        super().__init__(task, argument, sample, users)
+        self.attempt = 0
+        self.checked = 0  # turns of the policy that have their reward
+
+    @classmethod
+    def unavailable(cls, argument: str, config: Config) -> str | None:
+        text = config.user.options.get("text")
+        try:
+            if text is None or text.endswith(SUFFIX):
+                read_prompt("text", text, "feedback", VARIABLES)
+        except ConfigError as error:
+            return str(error)
+        return super().unavailable(argument, config)
+
+    async def start(self, conversation: Conversation) -> None:
+        if not self.task.answer.strip():
+            raise UserError(f"user feedback: task {self.task.id} has no answer to check against")
+
+    async def reply(self, conversation: Conversation) -> UserReply:
+        self.users.counters["user_replies"] += 1
+        if await self._right(conversation):
+            return self.says(f"{RIGHT} {self.users.config.user.stop}", self.options.right)
+        self.attempt += 1
+        return self.says(self._told(conversation), self.options.wrong)
+
+    async def finish(self, conversation: Conversation) -> float:
+        """The reward of a last turn that no reply came to, as at the limit of turns."""
+        if conversation.ending or len(conversation.turns) == self.checked:
+            return 0.0
+        try:
+            return self.options.right if await self._right(conversation) else self.options.wrong
+        except UserError:  # the conversation stands; that this turn has no reward is counted
+            self.users.counters["user_failed"] += 1
+            return 0.0
+
+    async def _right(self, conversation: Conversation) -> bool:
+        self.checked = len(conversation.turns)
+        verdict = await compare(self.task.answer, conversation.messages[-1].content)
+        if isinstance(verdict, Missing):
+            raise UserError(f"user feedback: {verdict.why}")
+        if verdict is Verdict.NO_TRUTH:
+            raise UserError(f"user feedback: math-verify cannot read the answer of task {self.task.id}")
+        return verdict is Verdict.EQUAL
+
+    def _told(self, conversation: Conversation) -> str:
+        text = self.options.text
+        if text is not None and not text.endswith(SUFFIX):
+            return text
+        question, reply = self.task.messages[-1].content, conversation.messages[-1].content
+        try:
+            said = read_prompt("text", text, "feedback", VARIABLES)
+            return said.render(attempt=self.attempt, question=question, reply=reply)
+        except PromptError as error:
+            raise UserError(f"user feedback: {error}") from error

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_collab.config import ConfigError, PromptError, read_prompt
+from megatron_collab.config.extension import make_absolute
+
+VARIABLES = ("conversation", "goal", "metadata")
+
+
+def written(folder: Path, text: str) -> str:
+    file = folder / "rubric.j2"
+    file.write_text(text)
+    return str(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("one\n{% if goal %}two", " line 2: Unexpected end of template."),
+        ("one\ntwo {{ goal | shout }}", " line 2: No filter named 'shout'."),
+        ("one\n\n{{ gaol }}", " line 3: no variable gaol; there are conversation, goal, metadata; the nearest is goal"),
+        ("{% set mine = goal %}{{ mine }} {{ self_made }}", " line 1: no variable self_made; there are"),
+        ("a\n{% include 'other.j2' %}", " line 2: takes in another template; write it into this file"),
+    ],
+)
+def test_a_template_that_cannot_work_is_refused_with_its_line(tmp_path: Path, text: str, said: str) -> None:
+    file = written(tmp_path, text)
+    with pytest.raises(ConfigError) as refused:
+        read_prompt("user.prompt", file, "", VARIABLES)
+    assert str(refused.value).startswith(f"user.prompt={file}{said}")
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("file", "said"), [("none.j2", "no such file"), ("rubric.txt", "name the file of a Jinja tem")]
+)
+def test_what_is_no_file_of_a_template_is_refused(file: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"user.prompt={file}: {said}"):
+        read_prompt("user.prompt", file, "", VARIABLES)
+
+
+def test_values_are_text_and_no_template(tmp_path: Path) -> None:
+    prompt = read_prompt("p", written(tmp_path, "{{ conversation }}|{{ goal | tojson }}\n"), "", VARIABLES)
+    attack = "{{ 7 * 7 }}{% for x in range(9) %}{# & <b> '"
+    assert prompt.render(conversation=attack, goal='ü "&<', metadata={}) == f'{attack}|"ü \\"&<"'
+    assert prompt.used == {"conversation", "goal"}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a\n{{ metadata.grade }}", "line 2: UndefinedError: 'dict object' has no attribute 'grade'"),
+        ("a\nb\n{{ goal.__class__.__mro__ }}", "line 3: SecurityError"),
+        ("{{ metadata.update(goal=1) }}", "line 1: SecurityError"),
+        ("{{ goal + 1 }}", "line 1: TypeError"),
+    ],
+)
+def test_what_fails_on_a_task_names_file_and_line(tmp_path: Path, text: str, said: str) -> None:
+    metadata: dict[str, Any] = {}
+    prompt = read_prompt("user.prompt", file := written(tmp_path, text), "", VARIABLES)
+    with pytest.raises(PromptError) as failed:
+        prompt.render(conversation="", goal="g", metadata=metadata)
+    assert str(failed.value).startswith(f"user.prompt={file} {said}") and metadata == {}
+
+
+def test_files_of_prompts_are_the_same_in_every_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = {"generative": {"prompt": "prompts/kind.j2"}, "text": "Is {conversation} like kind.j2"}
+    assert make_absolute(settings) == {**settings, "generative": {"prompt": f"{tmp_path}/prompts/kind.j2"}}

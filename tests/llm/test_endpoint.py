@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from megatron_collab import patches
+from megatron_collab.config import ConfigError, EndpointConfig
+from megatron_collab.llm.answer import Field, json_schema
+from megatron_collab.llm.client import LlmClient, key_of
+from megatron_collab.llm.endpoint import check_settings, check_support, identity
+from tests.llm.endpoint import Endpoint, says
+
+SCORE = [Field("score", float, 0.0, 1.0)]
+QUESTION = [{"role": "user", "content": "How good is this?"}]
+
+
+def test_everything_that_is_set_is_sent_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "dummy")
+    monkeypatch.setenv("GATEWAY", "from the environment")
+    headers: list[Any] = []
+
+    async def reply(request: web.Request) -> web.StreamResponse:
+        headers.append(request.headers.copy())
+        return await says({"score": 0.5})(request)
+
+    async def play() -> list[dict[str, Any]]:
+        async with Endpoint(reply) as endpoint:
+            plain = endpoint.config(temperature=None)
+            full = endpoint.config(
+                temperature=0.3,
+                top_p=0.9,
+                reasoning_effort="low",
+                headers={"X-Team": "blue", "X-Gateway-Key": "os.environ/GATEWAY"},
+                extra={"seed": 7, "chat_template_kwargs": {"enable_thinking": False}},
+            )
+            client = LlmClient()
+            for each in (plain, full):
+                await client.ask(each, QUESTION, SCORE)
+            assert client.took["tokens"] == 240 and client.took["unpriced"] == 2, "of m, which has no price"
+            return endpoint.requests
+
+    plain, full = asyncio.run(play())
+    assert set(plain) == {"model", "messages", "max_tokens", "response_format"}
+    assert {name: value for name, value in full.items() if name not in plain} == {
+        "temperature": 0.3,
+        "top_p": 0.9,
+        "reasoning_effort": "low",
+        "seed": 7,
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    assert (headers[1]["X-Team"], headers[1]["X-Gateway-Key"]) == ("blue", "from the environment")
+    assert "X-Team" not in headers[0]
+
+
+def key(**changes: Any) -> str:
+    endpoint = EndpointConfig(**{"model": "openai/m", "api_base": "http://127.0.0.1:1/v1", **changes})
+    question = {"messages": QUESTION, "schema": json_schema(SCORE), "sample": "0"}
+    return key_of({**identity(endpoint), **question})
+
+
+def test_the_key_of_an_answer_has_every_setting_that_changes_it_and_earlier_keys_stay() -> None:
+    """The first is the key that earlier versions gave."""
+    assert key() == "e1be3b40acd68a39a12e8a72f60c34c83c2dc6808674ac8e8a8d5c08a2b7fc12"
+    others: list[dict[str, Any]] = [
+        {"model": "openai/n"},
+        {"api_base": None},
+        {"temperature": None},
+        {"temperature": 1.0},
+        {"top_p": 0.5},
+        {"reasoning_effort": "low"},
+        {"max_tokens": 7},
+        {"headers": {"A": "b"}},
+        {"extra": {"seed": 1}},
+        {"extra": {"seed": 2}},
+    ]
+    assert len({key(), *(key(**other) for other in others)}) == 1 + len(others)
+    assert key(attempts=9, timeout=1.0, deadline=2.0) == key()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"extra": {"temperature": 1}}, "reward.judge.extra.temperature: is not passed on; set temperature itself"),
+        ({"extra": {"stream": True}}, "reward.judge.extra.stream: is not passed on; each call sets it itself"),
+        ({"extra": {"api_key": "abc"}}, "reward.judge.extra.api_key: holds a key; set reward.judge.headers.NAME=os."),
+        ({"headers": {"Authorization": "x"}}, "reward.judge.headers.Authorization: holds a key; set reward.judge."),
+        (
+            {"headers": {"X-Api-Key": "os.environ/HOEM"}},
+            "reward.judge.headers.X-Api-Key=os.environ/HOEM: no such variable in the environment; the nearest is HOME",
+        ),
+    ],
+)
+def test_what_is_no_matter_of_extra_and_keys_are_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_settings(EndpointConfig(**settings), "reward.judge")
+    assert str(refused.value).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"model": "openai/gpt-5"}, "reward.judge.temperature=0.0: openai/gpt-5 does not take it (gpt-5 doesn't"),
+        ({"model": "openai/o3"}, "reward.judge.temperature=0.0: openai/o3 does not take it"),
+        ({"model": "openai/o3", "temperature": None, "top_p": 0.5}, "reward.judge.top_p=0.5: openai/o3 does not take"),
+        ({"model": "openai/gpt-4o", "reasoning_effort": "low"}, "reward.judge.reasoning_effort=low: openai/gpt-4o"),
+        ({"model": "anthropic/claude-sonnet-4-5", "extra": {"seed": 1}}, "reward.judge.extra.seed=1: anthropic/"),
+        ({"model": "nonsense"}, "reward.judge.model=nonsense: LiteLLM knows no such provider; give PROVIDER/MODEL"),
+        ({"model": "openai/gpt-5", "temperature": None}, None),
+        ({"model": "openai/gpt-5", "temperature": 1.0}, None),
+        ({"model": "openai/gpt-4o", "top_p": 0.5}, None),
+        ({"model": "openai/gpt-5.1", "temperature": 0.5, "reasoning_effort": "none"}, None),
+        ({"model": "hosted_vllm/m", "reasoning_effort": "low", "extra": {"top_k": 5, "seed": 1}}, None),
+        ({"model": "policy"}, None),
+    ],
+    ids=str,
+)
+def test_litellm_says_before_a_run_what_a_model_does_not_take(settings: dict[str, Any], said: str | None) -> None:
+    patches.apply("litellm")
+    try:
+        check_support(EndpointConfig(**settings), "reward.judge.model", "reward.judge")
+        refused = None
+    except ConfigError as error:
+        refused = str(error)
+    assert (refused is None) == (said is None), refused
+    assert refused is None or (refused.startswith(str(said)) and "\n" not in refused and "; " in refused)

@@ -1,0 +1,96 @@
+"""Our prompts are files of the package, and their texts are those that earlier results and cached answers rest on."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_collab.config import ConfigError
+from megatron_collab.config.prompt import PROMPTS
+from megatron_collab.config.schema import UserConfig
+from megatron_collab.reward import metrics
+from megatron_collab.rollout.users.llm import system_prompt
+from megatron_collab.types import Conversation, Message, Missing, Task
+from tests.reward.fakes import FakeJudge, about, metric, play
+
+# SHA-256 of what the version before the prompts were files made of TASK and PLAYED.
+EARLIER = {
+    "accuracy": "50f1c929f1641f41c7ef1470cb25aa3ab58d6edc0358930bae49eef7c0f3c438",
+    "bleu": "9361767ddfbddcc1df12bef3e8248ee1cd6ded32edffe55f4e14b3678e5cc92b",
+    "holistic": "75825ed5daee97be66c8e9f50a70e7a5d660f68a9a34acd861024ddf9996b38f",
+    "parts": "5cb6bfeeaf24a808e976a21865980fccdc9f770bb6d171b3342cc3886e776c30",
+    "user": "e79bb8eb0b887b65d44a4e5c6e6272051a942446b445f091d0a397e4d9496c36",
+    "user with a persona": "a2b6adf9c61b34fe1a727a3407d9c10d4394fa6d4804f43c97c584dd6fad2360",
+}
+BEGUN = (Message("system", "s"), Message("user", "What is {goal}?"))
+TASK = Task("t", BEGUN, 'find "it" & {{ x }} <é>', "4'2", "llm")
+SAID = (Message("assistant", "{{ 1 }} <think>no</think>{answer} {% raw %}"), Message("user", "so?\n**Assistant**: hm"))
+PLAYED = Conversation((*BEGUN, *SAID), ())
+
+
+def asked(name: str, **settings: Any) -> str:
+    """What the judge of a metric is asked."""
+    judge = FakeJudge(Missing("not asked"))
+    asyncio.run(metric(name, judge, **settings).score(TASK, PLAYED))
+    return judge.prompts[0]
+
+
+def test_the_default_prompts_are_those_of_earlier_versions_to_the_byte() -> None:
+    user = UserConfig()
+    found = {
+        "accuracy": asked("accuracy", judge=True),
+        "bleu": asked("bleu"),
+        "holistic": asked("interactivity"),
+        "parts": asked("interactivity", rubric="parts"),
+        "user": system_prompt(user, TASK),
+        "user with a persona": system_prompt(user, TASK, "a <shy> {{ nurse }}"),
+    }
+    assert {name: hashlib.sha256(text.encode()).hexdigest() for name, text in found.items()} == EARLIER
+
+
+def test_the_user_is_told_of_the_task_where_it_has_a_description() -> None:
+    described = Task("t", BEGUN, "g", "", "llm", {"task_desc": "write an article"})
+    plain, told = system_prompt(UserConfig(), Task("t", BEGUN, "g", "", "llm")), system_prompt(UserConfig(), described)
+    assert told.replace("\nThe task that you and the assistant are about: write an article\n", "", 1) == plain != told
+
+
+def test_each_prompt_may_be_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.j2"
+    file.write_text("{{ question }} {{ answer }} {{ metadata.grade or 5 }}\n{{ conversation }}\n")
+    task = about("42", "what is it?", goal="find it")
+    task = Task(task.id, task.messages, task.goal, task.answer, task.user, {"grade": 3})
+    for name in ("accuracy", "bleu", "interactivity", "generative"):
+        judge = FakeJudge(Missing("down"))
+        options = {"judge": True} if name == "accuracy" else {}
+        played = play(task, "hm")
+        asyncio.run(metric(name, judge, prompt=str(file), **options).score(task, played))
+        shown = "what is it? 42 3\n**User**: what is it?\n**Assistant**: hm\n\nAnswer with one JSON"
+        assert judge.prompts[0].startswith(shown), name
+    file = tmp_path / "user.j2"
+    file.write_text("Want: {{ goal }}\n")
+    told = system_prompt(UserConfig(prompt=str(file)), task)
+    assert told.startswith('Want: find it\n\nAnswer with one JSON object and nothing else:\n{"current_answer"')
+
+
+def test_a_rubric_that_a_task_does_not_fit_is_a_missing_score(tmp_path: Path) -> None:
+    file = tmp_path / "graded.j2"
+    file.write_text("{{ metadata.grade }} {{ conversation }}")
+    found = asyncio.run(metric("generative", FakeJudge(), prompt=str(file)).score(TASK, PLAYED))
+    assert isinstance(found, Missing) and f"{file} line 1: UndefinedError" in found.why
+
+
+@pytest.mark.parametrize("name", ["accuracy", "bleu", "interactivity", "generative"])
+def test_a_rubric_without_the_conversation_is_refused(tmp_path: Path, name: str) -> None:
+    file = tmp_path / "blind.j2"
+    file.write_text("{{ answer }}")
+    with pytest.raises(ConfigError, match=rf"reward.metrics.{name}: prompt={file}: shows no {{{{ conversation }}}}"):
+        metrics.split(name, {"prompt": str(file)})
+
+
+def test_every_prompt_is_tested() -> None:
+    there = {file.stem for file in PROMPTS.iterdir()}
+    assert there == {"accuracy", "bleu", "feedback", "interactivity_holistic", "interactivity_parts", "user"}

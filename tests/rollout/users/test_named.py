@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_collab.config import Config, ConfigError, changes
+from megatron_collab.launch import endpoints
+from megatron_collab.llm.client import LlmClient
+from megatron_collab.rollout.scheduler import group_seconds
+from megatron_collab.rollout.users import Users, check_user
+from megatron_collab.rollout.users.named import as_user, user_of, user_settings
+from megatron_collab.types import Conversation, Ending, Message, Task
+from tests.llm.endpoint import Endpoint, says
+from tests.rollout.users.helpers import said, task
+
+
+def configured(users: dict[str, Any], **user: Any) -> Config:
+    config = Config(users=users)
+    for name, value in user.items():
+        setattr(config.user, name, value)
+    return config
+
+
+def test_each_has_settings_of_its_own_and_else_those_of_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "dummy")
+    (tmp_path / "strict.j2").write_text("Be strict. {{ goal }} {{ persona }} {{ stop }}\n")
+    (tmp_path / "people.txt").write_text("a nurse\n")
+
+    async def play() -> tuple[list[dict[str, Any]], list[bool]]:
+        async with Endpoint(says({"current_answer": "", "thought": "", "response": "so be it, BYE"})) as endpoint:
+            at = endpoint.config()
+            strict = {"class": "llm/openai/strict", "prompt": str(tmp_path / "strict.j2"), "stop": "BYE"}
+            patient = {"model": "openai/patient", "temperature": 0.25, "personas": str(tmp_path / "people.txt")}
+            config = configured({"patient": patient, "strict": strict}, model=at.model, api_base=at.api_base)
+            made = Users(config, LlmClient())
+            done = []
+            for name in ("llm", "patient", "strict"):
+                done.append((await made.make(task(name, "buy milk"), "s").reply(said("hi", "hello"))).done)
+            return endpoint.requests, done
+
+    (plain, patient, strict), done = asyncio.run(play())
+    assert [request["model"] for request in (plain, patient, strict)] == ["m", "patient", "strict"]
+    assert [request["temperature"] for request in (plain, patient, strict)] == [1.0, 0.25, 1.0]
+    systems = [request["messages"][0]["content"] for request in (plain, patient, strict)]
+    assert "Who you are" not in systems[0] and "Who you are: a nurse" in systems[1]
+    assert systems[2].startswith("Be strict. buy milk  BYE\n\nAnswer with one JSON object")
+    assert done == [False, False, True], "each has its own stop"
+
+
+def test_tasks_without_a_user_draw_one_by_weight_and_always_the_same() -> None:
+    config = configured({"often": {"weight": 3}, "seldom": {}, "never": {"weight": 0}})
+    tasks = [Task(str(i), (), "g", "", "") for i in range(4000)]
+    drawn = [user_of(each, config) for each in tasks]
+    assert drawn == [user_of(each, config) for each in tasks]
+    counts = Counter(drawn)
+    assert set(counts) == {"often", "seldom"} and abs(counts["often"] / 4000 - 0.75) < 0.03
+    config.run.seed = 1
+    assert drawn != [user_of(each, config) for each in tasks]
+    assert user_of(Task("0", (), "g", "", "never"), config) == "never"
+    assert user_of(tasks[0], configured({"a": {"weight": 0}})) == "" == user_of(tasks[0], Config())
+    config.user.name = "reveal"
+    assert user_of(tasks[0], config) == "reveal"
+
+
+def test_servers_that_are_replaced_are_those_of_named_users_too() -> None:
+    made = Users(configured({"self": {"model": "policy"}}), LlmClient(), ["http://a/v1"])
+    user = made.make(task("self"), "s")
+    made.engine = ["http://b/v1"]
+    assert list(user.users.engine) == ["http://b/v1"]
+
+
+def test_conversations_are_counted_by_the_name_of_their_user() -> None:
+    made = Users(configured({"calm": {"class": "replay"}}), LlmClient())
+    made.make(task("calm", replay=["x"]), "s").users.counters["user_replies"] += 1
+    played = Conversation((Message("user", "hi"), Message("assistant", "a"), Message("user", "x")), ())
+    made.ended(task("calm"), played.end(Ending.USER_DONE))
+    made.ended(task("calm"), played.end(Ending.ERROR, "down"))
+    made.ended(task("replay"), played.end(Ending.USER_DONE))
+    assert made.counters == {
+        "user_replies": 1,
+        "user/calm/turns": 2,
+        "user/calm/user_done": 1,
+        "user/calm/error": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("users", "name", "said_of_it"),
+    [
+        (
+            {"strict": {}},
+            "strct",
+            "user=strct: no such name; known are feedback, llm, replay, reveal, scripted, strict, or",
+        ),
+        ({"strict": {}}, "strct", "the nearest is strict"),
+        ({"strict": {"modl": "x"}}, "strict", "users.strict.modl: no such setting; the nearest is model; there are "),
+        ({"strict": {"temperature": -1}}, "strict", "users.strict.temperature=-1.0: must be at least 0"),
+        (
+            {"strict": {"class": "nobody"}},
+            "strict",
+            "users.strict.class=nobody: no such name; known are feedback, llm, ",
+        ),
+        ({"strict": {}}, "strict", "user strict: user.model is not set; set it"),
+        ({"strict": {"weight": -1}}, "strict", "users.strict.weight=-1: must be a number of at least 0"),
+        ({"replay": {}}, "replay", "users.replay: is a kind of user, and all tasks may name it; choose another name"),
+        ({"strict": {"class": "replay", "options": {"a": 1}}}, "strict", "users.strict.options: replay takes none"),
+        ({"strict": {"model": "m", "prompt": "none.j2"}}, "strict", "user strict: prompt=none.j2: no such file"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(users: dict[str, Any], name: str, said_of_it: str) -> None:
+    found = check_user(name, configured(users))
+    assert found is not None and said_of_it in found and "\n" not in found
+
+
+def test_a_name_that_no_setting_can_have_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"users\.a/b: name it with letters"):
+        user_settings(configured({"a/b": {}}))
+
+
+def test_limits_prices_and_settings_know_every_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configured({"slow": {"attempts": 30, "max_tokens": 5000, "model": "openai/o3", "class": "llm"}}, model="m")
+    config.llm.requests_per_minute = 1
+    plain = Config(user=config.user, llm=config.llm)
+    assert group_seconds(config, 1) > 5 * group_seconds(plain, 1)
+    asked = endpoints.of_users(config, ["llm", "slow", "llm/openai/gpt-4o", "replay"])
+    settings = [(each.setting, each.group, each.endpoint.model) for each in asked]
+    assert settings == [
+        ("user.model", "user", "m"),
+        ("users.slow.model", "users.slow", "openai/o3"),
+        ("user=llm/openai/gpt-4o: the model", "user", "openai/gpt-4o"),
+    ]
+    config.users["slow"]["extra"] = {"stream": True}
+    with pytest.raises(ConfigError, match=r"users\.slow\.extra\.stream: is not passed on"):
+        endpoints.check_settings(config)
+    assert as_user(config, "slow").user.timeout == config.user.timeout
+
+
+def test_a_run_goes_on_with_another_endpoint_of_a_named_user_but_with_no_other_model(tmp_path: Path) -> None:
+    config = configured({"a": {"model": "m", "api_base": "http://old"}})
+    config.run.dir = str(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(asdict(config)))
+    config.users["a"] |= {"api_base": "http://new", "timeout": 5.0}
+    assert all(change.allowed for change in changes(config)) and len(changes(config)) == 2
+    config.users["a"]["model"] = "n"
+    assert [change.setting for change in changes(config) if not change.allowed] == ["users.a.model"]
