@@ -98,7 +98,8 @@ def check_exists(value: Any, setting: str, kind: type[Source]) -> None:
     """Raises ConfigError for settings of sources that cannot be, and for files that are not there."""
     for source in sources(value, setting, kind):
         path = source.source
-        there = Path(path).exists() or bool(glob.glob(path, recursive=True)) or hub.named(path) is not None
+        name = hub.named(path) is not None and _suffix(path) not in _READERS
+        there = name or Path(path).exists() or bool(glob.glob(path, recursive=True))
         require(there, f"{setting}={path}: no such file")
 
 
