@@ -22,6 +22,7 @@ LAZY = {
     "commands.convert": "answers --help and wrong arguments before torch is imported",
     "commands.doctor": "lists what is missing on a machine without torch",
     "commands.plan_sync": "answers --help and wrong arguments before torch is imported",
+    "commands.prepare_data": "answers --help and wrong arguments before transformers is imported",
     "launch.slurm": "its commands address and wait, which every node runs, need no torch",
     "train": "refuses bad input and becomes torchrun before torch, Megatron and Ray are imported",
     "launch.prepare": "datasets and transformers take seconds, and bad settings are refused without them",

@@ -25,8 +25,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megatron_collab import patches
 from megatron_collab.commands import ArgumentParser, positive
 from megatron_collab.config import Config, ConfigError, EndpointConfig, compose, make_absolute
@@ -113,12 +111,12 @@ def print_data(text: str) -> int:
     # Hugging Face's library takes seconds to import.
     from megatron_collab.data.examples import load_conversations, load_tasks
     from megatron_collab.data.formats import natural_use
-    from megatron_collab.data.sources import Source, open_rows, sources
+    from megatron_collab.data.rows import open_rows
+    from megatron_collab.data.sources import given_source
     from megatron_collab.data.survey import survey
     from megatron_collab.types import Task
 
-    value = yaml.safe_load(text) if text.startswith("{") else text
-    (source,) = sources(value, "--data", Source)
+    source = given_source(text, "--data")
     try:
         table = open_rows(source, "--data").table
         use = natural_use(table.column_names, table[0])

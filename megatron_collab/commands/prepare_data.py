@@ -16,8 +16,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-import yaml
-
 from megatron_collab.commands import ArgumentParser, positive
 from megatron_collab.config import ConfigError, require
 
@@ -47,10 +45,10 @@ def main(arguments: Sequence[str]) -> int:
     # Hugging Face's libraries take seconds to import, which wrong arguments need not wait for.
     from megatron_collab.data.chat_template import ChatRenderer
     from megatron_collab.data.preparation import Preparation, groups_of_eval
-    from megatron_collab.data.sources import Source, sources
+    from megatron_collab.data.sources import given_source
     from megatron_collab.runtime import hub
 
-    (source,) = sources(yaml.safe_load(given.source) if given.source[:1] == "{" else given.source, "SOURCE", Source)
+    source = given_source(given.source, "SOURCE")
     try:
         if given.model and hub.named(given.model):
             hub.download(given.model, "--model")
@@ -97,7 +95,8 @@ def _said(dropped: dict[str, int] | Counter[str]) -> str:
 
 
 def _to_parquet(file: Path) -> None:
-    from megatron_collab.data.sources import Source, open_rows
+    from megatron_collab.data.rows import open_rows
+    from megatron_collab.data.sources import Source
 
     open_rows(Source(source=str(file)), "--out").table.to_parquet(file.with_suffix(".parquet"))
     file.unlink()

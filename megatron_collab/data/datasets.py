@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import numpy as np
+from filelock import FileLock
 
 from megatron_collab import __version__
 from megatron_collab.config import Config, require
@@ -47,6 +48,7 @@ class SurveyedSources(Generic[_Read]):
         self._config, self._tools, self.setting = config, tools, setting
         self._renderer: ChatRenderer | None = None
         self._folder = Path(config.run.dir) / FOLDER
+        self._folder.mkdir(parents=True, exist_ok=True)
         self.sources: list[Any] = sources(
             config.data.train if setting == "data.train" else config.data.eval, setting, kind
         )
@@ -74,26 +76,30 @@ class SurveyedSources(Generic[_Read]):
         return found
 
     def _survey(self, examples: Examples[_Read], longest: int) -> Survey:
-        fingerprint = getattr(examples.rows, "_fingerprint", None)  # none for tasks of a reader, which are in memory
-        tokenizer = hub.folder(self._config.model.path) / "tokenizer.json"
-        changed = tokenizer.stat().st_mtime_ns if tokenizer.is_file() else 0
+        """That of an earlier process of the run, unless rows, reader or tokenizer have changed since."""
+        fingerprint = getattr(examples.rows, "_fingerprint", None)
+        if fingerprint is None:  # tasks of a reader of the user's own, which are in memory
+            return self._new_survey(examples, longest)
+        tokenizer = hub.folder(self._config.model.path)
+        parts = sorted({*tokenizer.glob("*token*"), *tokenizer.glob("chat_template*")})
+        changed = [(str(part), part.stat().st_mtime_ns) for part in parts]
         prompt = [self._tools, self._config.model.chat_template_args, system_prompt(self._config)]
-        of = [fingerprint, examples.use, examples.format, longest, str(tokenizer), changed, prompt, __version__]
+        of = [fingerprint, examples.use, examples.format, longest, changed, prompt, __version__]
         key = hashlib.blake2b(json.dumps(of, sort_keys=True).encode(), digest_size=8).hexdigest()
         file = self._folder / f"survey-{key}.json"
-        if fingerprint is not None and file.is_file():
-            return Survey(**json.loads(file.read_text()))
+        with FileLock(self._folder / f".{file.name}.lock"):  # ranks that were started by hand ask at once
+            if not file.is_file():
+                files.replace(file, json.dumps(asdict(self._new_survey(examples, longest))))
+        return Survey(**json.loads(file.read_text()))
+
+    def _new_survey(self, examples: Examples[_Read], longest: int) -> Survey:
         renderer = self._renderer = self._renderer or policys(self._config, self._tools)
 
         def tokens(example: Any) -> int:
             task = isinstance(example, Task)
             return len(renderer.first(example.messages) if task else rendered(renderer, example).token_ids)
 
-        found = survey(examples, longest, renderer.at_most, tokens)
-        if fingerprint is not None:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            files.replace(file, json.dumps(asdict(found)))
-        return found
+        return survey(examples, longest, renderer.at_most, tokens)
 
 
 class TrainingData(SurveyedSources[_Read]):

@@ -11,7 +11,8 @@ import numpy as np
 from megatron_collab.config import ConfigError, DataConfig, Extension, make, nearest, require
 from megatron_collab.data.formats import FORMATS, Use, recognise
 from megatron_collab.data.readers import Unfit, checked_task
-from megatron_collab.data.sources import Source, open_rows
+from megatron_collab.data.rows import open_rows
+from megatron_collab.data.sources import Source
 from megatron_collab.runtime import hub
 from megatron_collab.types import Message, Task
 

@@ -1,35 +1,22 @@
-"""Where rows come from: files, folders, globs and data sets of the Hub, opened as Arrow on disk, mapped into memory."""
+"""The sources of data.train and data.eval: what they are called, how they are mixed, the commits they are pinned to."""
 
 from __future__ import annotations
 
 import glob
-import importlib
-import json
-import tempfile
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
-from megatron_collab.config import build, nearest, option, require
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from megatron_collab.config import ConfigError, build, option, require
 from megatron_collab.runtime import hub
 
-if TYPE_CHECKING:  # takes seconds to import
-    from datasets import Dataset
-
-# suffix: module of `datasets` that reads it, its class, and its options
-_READERS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    ".jsonl": ("json", "Json", {}),
-    ".json": ("json", "Json", {}),
-    ".csv": ("csv", "Csv", {}),
-    ".tsv": ("csv", "Csv", {"sep": "\t"}),
-    ".parquet": ("parquet", "Parquet", {}),
-    ".arrow": ("arrow", "Arrow", {}),
-    ".txt": ("text", "Text", {}),
-}
-_COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
-_DESCRIBING = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json", "config.json")
+SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt")  # of files, which may be compressed
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 
 
 @dataclass
@@ -85,6 +72,18 @@ def sources(value: Any, setting: str, kind: type[_Kind]) -> list[_Kind]:
     return found
 
 
+def given_source(text: str, setting: str) -> Source:
+    """The source of a command line: a place, or settings in braces. Raises ConfigError."""
+    try:
+        value = OmegaConf.to_container(OmegaConf.create(text)) if text.startswith("{") else text
+    except (OmegaConfBaseException, YAMLError) as error:
+        raise ConfigError(
+            f"{setting}={text}: cannot be read; give settings as '{{source: NAME, subset: NAME}}'"
+        ) from error
+    (source,) = sources(value, setting, Source)
+    return source
+
+
 def pinned(value: Any, setting: str, run_dir: Path) -> Any:
     """`value`, as `sources` takes it, with the names of the Hub at the commits that the run goes by. ConfigError."""
     if isinstance(value, list):
@@ -98,189 +97,6 @@ def check_exists(value: Any, setting: str, kind: type[Source]) -> None:
     """Raises ConfigError for settings of sources that cannot be, and for files that are not there."""
     for source in sources(value, setting, kind):
         path = source.source
-        there = Path(path).exists() or bool(glob.glob(path, recursive=True)) or hub.named(path) is not None
+        name = hub.named(path) is not None and Path(path).suffix not in (*SUFFIXES, *COMPRESSED)
+        there = name or Path(path).exists() or bool(glob.glob(path, recursive=True))
         require(there, f"{setting}={path}: no such file")
-
-
-@dataclass(frozen=True)
-class Rows:
-    """An opened source: its rows, the files that they are from (none of a saved data set), and the chosen split."""
-
-    table: Dataset
-    files: Sequence[str]
-    split: str | None
-    where: str
-    setting: str
-
-    def at(self, number: int) -> str:
-        """Where the row `number` is, for messages."""
-        if len(self.files) > 1 and "[" not in (self.split or ""):
-            for file in self.files:
-                rows = len(_load([file], f"{self.setting}={file}", None))
-                if number < rows:
-                    return f"{self.setting}={file} row {number}"
-                number -= rows
-        return f"{self.where} row {number}"
-
-
-def open_rows(source: Source, setting: str, cache: Path | None = None) -> Rows:
-    """The rows of `source`; Arrow is written to `cache` once, or for this process alone. Raises ConfigError,
-    and ValueError for what cannot be read; both name `setting` and the source.
-    """
-    where = f"{setting}={source.source}"
-    path, chosen = Path(source.source), source.split
-    if hub.named(source.source):
-        path = _downloaded(source, setting)
-    if path.is_dir() and (saved := _saved(path, source, where)) is not None:
-        folder, chosen = saved
-        from datasets import load_from_disk
-
-        return Rows(_part(load_from_disk(str(folder)), chosen, where), (), chosen, where, setting)
-    if path.is_dir():
-        files, chosen = _files_of_split(path, source, where)
-    else:
-        files = [str(path)] if path.is_file() else sorted(glob.glob(source.source, recursive=True))
-    require(bool(files), f"{where}: no such file")
-    return Rows(_part(_load(files, where, cache), chosen, where), files, chosen, where, setting)
-
-
-def _load(files: Sequence[str], where: str, cache: Path | None) -> Dataset:
-    """The rows of files of one format, in their order, from Arrow in `cache`."""
-    import datasets
-    from datasets.exceptions import DatasetGenerationError
-
-    datasets.disable_progress_bars()
-    readers = {str(_reader(file)): _reader(file) for file in files}
-    (module, name, options), *others = readers.values()
-    message = f"holds files of the formats {module} and {', '.join(other[0] for other in others)}"
-    require(not others, f"{where}: {message}; give a glob that takes one of them")
-    if all(_first_line(file) == "" for file in files):  # which the library does not survive
-        raise ValueError(f"{where}: has no rows")
-    with ExitStack() as stack:  # what is mapped into memory stays when its folder is removed
-        folder = str(cache) if cache else stack.enter_context(tempfile.TemporaryDirectory())
-        kind = getattr(importlib.import_module(f"datasets.packaged_modules.{module}.{module}"), name)
-        try:
-            builder = kind(cache_dir=folder, data_files={"train": list(files)}, **options)
-            builder.download_and_prepare()
-            table = builder.as_dataset(split="train")
-        except DatasetGenerationError as error:
-            reason = " ".join(str(error.__cause__ or error).split())
-            formats = f"{', '.join(_READERS)}, compressed or not"
-            raise ValueError(f"{where}: cannot be read ({reason}); give one of {formats}") from error
-    if not len(table):
-        raise ValueError(f"{where}: has no rows")
-    return table
-
-
-def _part(table: Dataset, split: str | None, where: str) -> Dataset:
-    """The rows that a split such as train[:90%] asks for, of the rows of the whole one."""
-    if "[" not in (split or ""):
-        return table
-    from datasets import ReadInstruction
-
-    name = str(split).partition("[")[0]
-    try:
-        (part,) = ReadInstruction.from_spec(split).to_absolute({name: len(table)})
-    except (ValueError, AssertionError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{where}: split={split} cannot be read ({reason}); give NAME, or NAME[:90%]") from error
-    found = table.select(range(part.from_ or 0, len(table) if part.to is None else part.to))
-    if not len(found):
-        raise ValueError(f"{where}: split={split} has no rows")
-    return found
-
-
-def _downloaded(source: Source, setting: str) -> Path:
-    """The folder of a data set of the Hub, with the files of the subset alone where its card says which they are."""
-    card = ("README.md",)
-    folder = hub.download(source.source, setting, "dataset", card)
-    declared = _declared(folder, source, f"{setting}={source.source}")
-    every = [f"*{suffix}{packed}" for suffix in _READERS for packed in ("", *_COMPRESSED)]
-    wanted = [pattern for patterns in declared.values() for pattern in patterns] or every
-    return hub.download(source.source, setting, "dataset", (*card, *wanted))
-
-
-def _declared(folder: Path, source: Source, where: str) -> dict[str, list[str]]:
-    """By split the patterns of the files of the subset, as the data set's card (README.md) declares them; else {}."""
-    card = folder / "README.md"
-    if not card.is_file():
-        return {}
-    from datasets.data_files import sanitize_patterns
-    from huggingface_hub import DatasetCard
-
-    configs = DatasetCard.load(card).data.to_dict().get("configs") or []
-    found = {config["config_name"]: config for config in configs if "data_files" in config}
-    if not found:
-        return {}
-    usual = [name for name, config in found.items() if config.get("default") or name == "default"]
-    subset = source.subset or next(iter(usual or found))
-    message = f"{where}: has the subsets {', '.join(found)}; choose one with subset=NAME"
-    require(source.subset is not None or bool(usual) or len(found) == 1, message)
-    require(subset in found, f"{where}: no subset {subset}{nearest(subset, found)}; there are {', '.join(found)}")
-    patterns = sanitize_patterns(found[subset]["data_files"])
-    return {split: [paths] if isinstance(paths, str) else list(paths) for split, paths in patterns.items()}
-
-
-def _files_of_split(folder: Path, source: Source, where: str) -> tuple[list[str], str]:
-    """The data files of the chosen split, and what is chosen, by the folder's card or by the names of its files."""
-    from datasets.data_files import DataFilesList, EmptyDatasetError, get_data_patterns
-
-    patterns = _declared(folder, source, where)
-    if not patterns:
-        base = folder / source.subset if source.subset else folder
-        there = ", ".join(sorted(each.name for each in folder.iterdir() if each.is_dir())) or "none"
-        require(base.is_dir(), f"{where}: no subset {source.subset}; there are {there}")
-        try:
-            patterns, folder = get_data_patterns(str(base)), base
-        except EmptyDatasetError:
-            patterns = {}
-    require(bool(patterns), f"{where}: no data files there; give a file, or a folder of them")
-    chosen = _chosen(patterns, source, where)
-    try:
-        named = DataFilesList.from_patterns(patterns[chosen.partition("[")[0]], base_path=str(folder))
-    except FileNotFoundError as error:
-        raise ValueError(f"{where}: {' '.join(str(error).split())}") from error
-    files = [file for file in named if _suffix(file) in _READERS and Path(file).name not in _DESCRIBING]
-    require(bool(files), f"{where}: no data files there; give a file, or a folder of them")
-    return files, chosen
-
-
-def _saved(folder: Path, source: Source, where: str) -> tuple[Path, str | None] | None:
-    """The folder of a data set that save_to_disk wrote, and the split that is chosen; None for any other folder."""
-    if (folder / "dataset_dict.json").is_file():
-        chosen = _chosen(json.loads((folder / "dataset_dict.json").read_text())["splits"], source, where)
-        return folder / chosen.partition("[")[0], chosen
-    return (folder, source.split) if (folder / "state.json").is_file() else None
-
-
-def _chosen(splits: Iterable[str], source: Source, where: str) -> str:
-    """The split of the source's settings, else the only one, else the first preferred one."""
-    there = [str(split) for split in splits]
-    usual = [split for split in source.preferred if split in there]
-    require(
-        bool(source.split or usual or len(there) == 1), f"{where}: choose one of {', '.join(there)} with split=NAME"
-    )
-    chosen = source.split or (there[0] if len(there) == 1 else usual[0])
-    name = chosen.partition("[")[0]
-    require(name in there, f"{where}: no split {name}{nearest(name, there)}; there are {', '.join(there)}")
-    return chosen
-
-
-def _suffix(file: str) -> str:
-    path = Path(file)
-    return (path.with_suffix("") if path.suffix in _COMPRESSED else path).suffix
-
-
-def _reader(file: str) -> tuple[str, str, dict[str, Any]]:
-    """The entry of _READERS for a file, JSON where its name does not say; text is JSON where it begins like that."""
-    suffix = _suffix(file)
-    json_lines = suffix not in _READERS or (suffix == ".txt" and (_first_line(file) or "")[:1] == "{")
-    return _READERS[".json" if json_lines else suffix]
-
-
-def _first_line(file: str) -> str | None:
-    """The first line that is not blank, "" where there is none; None for what is no plain text."""
-    if Path(file).suffix in (*_COMPRESSED, ".parquet", ".arrow"):
-        return None
-    with Path(file).open(errors="replace") as lines:
-        return next((line.strip() for line in lines if line.strip()), "")

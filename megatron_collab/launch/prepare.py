@@ -19,7 +19,14 @@ from megatron_collab.launch.validate import check_model
 from megatron_collab.rollout import tools, users
 from megatron_collab.rollout.users.named import user_of
 from megatron_collab.runtime import hub, network
-from megatron_collab.runtime.process import FINISHED, LAUNCHER, first_on_node, under_torchrun
+from megatron_collab.runtime.process import (
+    FINISHED,
+    LAUNCHER,
+    RunStopped,
+    first_on_node,
+    global_rank,
+    under_torchrun,
+)
 from megatron_collab.types import Task
 
 if TYPE_CHECKING:
@@ -61,10 +68,10 @@ def prepare(config: Config) -> None:
         if not under_torchrun():
             chat_template.policys(config, tools.schemas(config.rollout.tools))
             network.bindable("rollout.server.port", config.rollout.server.port, network.address(config))
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError, RunStopped) as error:
         raise ConfigError(" ".join(str(error).split())) from error
     _check_same_run(config)
-    if not under_torchrun():
+    if global_rank() == 0 and LAUNCHER not in os.environ:  # which has said it
         print("\n".join(line for given in data for line in given.lines()))
 
 

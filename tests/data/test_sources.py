@@ -15,12 +15,12 @@ import pytest
 
 from megatron_collab.config import ConfigError
 from megatron_collab.data.examples import load_tasks
+from megatron_collab.data.rows import open_rows
 from megatron_collab.data.sources import (
     EvaluationSource,
     Source,
     TrainingSource,
     check_exists,
-    open_rows,
     pinned,
     sources,
 )
@@ -146,7 +146,8 @@ def test_a_data_set_of_the_hub(tmp_path: Path) -> None:
     code = """
 import sys
 from pathlib import Path
-from megatron_collab.data.sources import Source, TrainingSource, open_rows, pinned
+from megatron_collab.data.rows import open_rows
+from megatron_collab.data.sources import Source, TrainingSource, pinned
 for given in sys.argv[2:]:
     path = pinned(given, "data.train", Path(sys.argv[1]))
     print(path, len(open_rows(TrainingSource(source=path), "data.train").table))

@@ -145,6 +145,31 @@ def test_a_missing_file(capsys: pytest.CaptureFixture[str], tmp_path: Path, mode
     assert f"data.train={tmp_path}/none.jsonl: no such file" in line
 
 
+@pytest.mark.parametrize(
+    ("train", "said"),
+    [
+        ("[{source: rows.jsonl, wieght: 2}]", "data.train[0].wieght: no such setting; the nearest is weight"),
+        ("[rows.jsonl]", "data.train=rows.jsonl: no such file"),
+        ("data/rows.jsonl", "data.train=data/rows.jsonl: no such file"),
+        ("[]", "data.train=[]: names no source"),
+        ("some/data", "data.train=some/data: not in "),
+    ],
+)
+def test_a_source_that_cannot_be(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path, train: str, said: str
+) -> None:
+    arguments = [f"run.dir={tmp_path}/run", f"model.path={model}", "train.stage=sft", f"data.train={train}"]
+    assert said in refused(capsys, *arguments)
+
+
+def test_a_name_of_the_hub_that_cannot_be_asked_for(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path
+) -> None:
+    line = refused(capsys, *given(tmp_path, Path("some/model"), [ROW]))
+    assert "model.path=some/model: not in " in line and "HF_HUB_OFFLINE is set; unset it" in line
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_missing_model(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path) -> None:
     line = refused(capsys, *given(tmp_path, tmp_path / "none", [ROW]))
     assert f"model.path={tmp_path}/none: no config.json there" in line

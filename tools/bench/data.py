@@ -56,7 +56,8 @@ def one_pass(way: str, file: Path) -> dict[str, float]:
 
     from megatron_collab.data.examples import load_tasks
     from megatron_collab.data.mixture import Mixture
-    from megatron_collab.data.sources import TrainingSource, open_rows
+    from megatron_collab.data.rows import open_rows
+    from megatron_collab.data.sources import TrainingSource
 
     cache, before = file.parent / "cache", anonymous_memory()
     if way == "plain":
