@@ -117,7 +117,7 @@ def collabllm_conversation(row: Row) -> Messages:
 
 
 def _collabllm_prompt(row: Row) -> Messages:
-    """The published sets have some messages without a word."""
+    """Nothing is learned from a message without a word."""
     prompt = row.get("prompt")
     if isinstance(prompt, list) and any(
         isinstance(each, dict) and each.get("content") in ("", None) for each in prompt
