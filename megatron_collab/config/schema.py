@@ -149,7 +149,9 @@ class RolloutConfig:
     train_turns: str = option("first", "the trained turn alone, or its futures' turns too", choices=("first", "all"))
     turn: SamplingConfig = field(default_factory=SamplingConfig)
     future: SamplingConfig = field(default_factory=SamplingConfig)
-    context_length: int = option(8192, "longest token stream of a conversation, reply included", ge=2)
+    context_length: int = option(
+        8192, "longest token stream of a conversation, reply included; longer data is left out", ge=2
+    )
     deadline: float = mutable(900.0, "seconds one future may take; then it ends without a score", gt=0)
     system_prompt: str | None = option(None, "FILE.j2: put in front of tasks and SFT conversations that have none")
     tools: list[str] = option([], "tools of the policy: calculator, or package.module:Class")

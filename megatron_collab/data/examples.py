@@ -64,8 +64,8 @@ class Examples(Sequence[_Read]):
         return self.read(self.rows[number], number)
 
     def __iter__(self) -> Iterator[_Read]:
-        kept = None if self._kept is None else set(self._kept.tolist())
-        return (self.read(row, number) for number, row in self.numbered() if kept is None or number in kept)
+        kept = None if self._kept is None else np.isin(np.arange(len(self.rows)), self._kept)
+        return (self.read(row, number) for number, row in self.numbered() if kept is None or kept[number])
 
     def numbered(self) -> Iterator[tuple[int, Any]]:
         """All rows and their numbers, those that are left out too."""

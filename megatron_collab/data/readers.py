@@ -106,13 +106,24 @@ def task(row: Row, number: int) -> Task:
 def collabllm_task(row: Row, number: int) -> Task:
     """What the policy is asked for is single_turn_prompt, which the user alone knows."""
     goal, answer = text_of(row, "single_turn_prompt"), text_of(row, "single_turn_completion", "")
-    metadata = _object(row, "single_turn_metadata")
-    messages = messages_of(row.get("prompt"), "prompt")
+    metadata, messages = _object(row, "single_turn_metadata"), _collabllm_prompt(row)
     return checked_task(Task(f"{row['conv_id']}-{len(messages)}-{number}", messages, goal, answer, "", metadata))
 
 
 def collabllm_conversation(row: Row) -> Messages:
-    return in_turn((*messages_of(row.get("prompt"), "prompt"), Message("assistant", text_of(row, "completion"))))
+    if not (row.get("completion") or "").strip():
+        raise Unfit("whose completion is empty")
+    return in_turn((*_collabllm_prompt(row), Message("assistant", text_of(row, "completion"))), "prompt and completion")
+
+
+def _collabllm_prompt(row: Row) -> Messages:
+    """Nothing is learned from a message without a word."""
+    prompt = row.get("prompt")
+    if isinstance(prompt, list) and any(
+        isinstance(each, dict) and each.get("content") in ("", None) for each in prompt
+    ):
+        raise Unfit("that have an empty message")
+    return messages_of(prompt, "prompt")
 
 
 def candidate(row: Row) -> Candidate:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -73,7 +73,7 @@ def sources(value: Any, setting: str, kind: type[_Kind]) -> list[_Kind]:
 
 
 def given_source(text: str, setting: str) -> Source:
-    """The source of a command line: a place, or settings in braces. Raises ConfigError."""
+    """The source of a command line: a place, or settings in braces; a name of the Hub at its commit. ConfigError."""
     try:
         value = OmegaConf.to_container(OmegaConf.create(text)) if text.startswith("{") else text
     except (OmegaConfBaseException, YAMLError) as error:
@@ -81,7 +81,7 @@ def given_source(text: str, setting: str) -> Source:
             f"{setting}={text}: cannot be read; give settings as '{{source: NAME, subset: NAME}}'"
         ) from error
     (source,) = sources(value, setting, Source)
-    return source
+    return replace(source, source=hub.resolved(source.source, setting, "dataset"))
 
 
 def pinned(value: Any, setting: str, run_dir: Path) -> Any:

@@ -34,7 +34,10 @@ if TYPE_CHECKING:
 
 
 def prepare(config: Config) -> None:
-    """Make the world that is asked for, then check all that needs files; ConfigError before anything is started."""
+    """Make the world, pin the names of the Hub (in `config`), then check all that needs files: model, data, ports.
+
+    ConfigError before anything is started.
+    """
     # Hugging Face's libraries take seconds to import, which refused settings need not wait for.
     from megatron_collab.data import chat_template, datasets
 
@@ -54,6 +57,7 @@ def prepare(config: Config) -> None:
         environments.prepare(config)
         _pin(config)
         check_model(config)
+        _check_same_run(config)
         schemas = tools.schemas(config.rollout.tools) if config.train.stage == "rl" else []
         data: list[datasets.SurveyedSources[Any]] = [datasets.TrainingData(config, schemas)]
         if config.train.stage == "rl":
@@ -70,8 +74,7 @@ def prepare(config: Config) -> None:
             network.bindable("rollout.server.port", config.rollout.server.port, network.address(config))
     except (ValueError, OSError, RunStopped) as error:
         raise ConfigError(" ".join(str(error).split())) from error
-    _check_same_run(config)
-    if global_rank() == 0 and LAUNCHER not in os.environ:  # which has said it
+    if global_rank() == 0 and LAUNCHER not in os.environ:  # the launcher has said it
         print("\n".join(line for given in data for line in given.lines()))
 
 

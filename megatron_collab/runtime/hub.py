@@ -53,12 +53,20 @@ def pin(path: str, setting: str, run_dir: Path, kind: Kind = "model") -> str:
         return path
     file, key = run_dir / PINS, f"{kind} {name.repo}@{name.revision}"
     if key not in (pins := _read(file)):
-        commit = download(path, setting, kind, _FIRST).name
+        commit = resolved(path, setting, kind).partition("@")[2]
         run_dir.mkdir(parents=True, exist_ok=True)
         with FileLock(run_dir / f".{PINS}.lock"):  # all go by what the first one has found
             pins = {key: commit, **_read(file)}
             files.replace(file, json.dumps(pins, indent=1) + "\n")
     return f"{name.repo}@{pins[key]}"
+
+
+def resolved(path: str, setting: str, kind: Kind = "model") -> str:
+    """`path` with the commit that its branch or tag is at; a path on disk as it is. Raises ConfigError."""
+    name = named(path)
+    if name is None or _COMMIT.fullmatch(name.revision):
+        return path
+    return f"{name.repo}@{download(path, setting, kind, _FIRST).name}"
 
 
 def download(path: str, setting: str, kind: Kind = "model", patterns: Sequence[str] = MODEL_FILES) -> Path:

@@ -155,6 +155,12 @@ def test_a_shared_conversation_that_teaches_nothing_is_dropped(turns: list[tuple
         FORMATS["sharegpt"].conversation(row)  # type: ignore[misc]
 
 
+def test_a_candidate_without_words_is_dropped() -> None:
+    for change in ({"completion": " "}, {"prompt": [*COLLABLLM["prompt"][:2], {"role": "user", "content": ""}]}):
+        with pytest.raises(Unfit, match="empty"):
+            FORMATS["collabllm"].conversation({**COLLABLLM, **change})  # type: ignore[misc]
+
+
 @pytest.mark.parametrize(
     ("text", "answer"),
     [

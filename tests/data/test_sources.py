@@ -171,3 +171,8 @@ for given in sys.argv[2:]:
         assert not [request for request in hub.requests if "big.jsonl" in request]
         hub.requests.clear()
         assert run(f"some/data@{commit}") == first[:2] and hub.requests == []
+        command = [sys.executable, "-m", "megatron_collab.commands", "prepare-data", "some/data", "--to", "sft"]
+        environment = hub.environment(tmp_path / "home")
+        subprocess.run([*command, "--out", str(tmp_path / "out")], env=environment, check=True, timeout=200)
+        summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+        assert (summary["source"], summary["kept"]) == (f"some/data@{commit}", {"train": 11, "eval": 1})

@@ -30,6 +30,7 @@ from megatron_collab.types import (
     Task,
     Turn,
 )
+from tests.helpers import byte_level_tokenizer
 
 TASKS, PROMPTS = 40, 6
 EQUAL, DIFFERENT, LOST = [1.0, 1.0, 1.0], [1.0, 0.0, 1.0], [1.0, Missing("down"), Missing("down")]
@@ -105,7 +106,9 @@ class World:
             shutil.rmtree(folder / "journal", ignore_errors=True)
         self.config = config = Config()
         config.run.dir, config.run.seed, config.data.train = str(folder), 3, str(folder / "tasks.jsonl")
-        config.data.eval = config.data.train
+        config.data.eval, config.model.path = config.data.train, str(folder / "model")
+        if not (folder / "model").exists():
+            byte_level_tokenizer(300).save_pretrained(folder / "model")
         config.train.prompts_per_step, config.train.eval_tasks, config.algo.dynamic_sampling = PROMPTS, 4, refills
         config.reward.max_missing = 0.5
         for name, value in rollouts.items():

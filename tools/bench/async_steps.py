@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from megatron_collab.config import Config
 from megatron_collab.data.datasets import task_row, write_jsonl
+from megatron_collab.environments import tiny_model
 from megatron_collab.rollout.manager import RolloutManager
 from megatron_collab.rollout.workers import Workers
 from megatron_collab.runtime.ray_cluster import ray_session, start_actor
@@ -72,6 +73,8 @@ def steps_a_second(workers: list[Any], folder: Path, staleness: int, steps: int)
     config = Config()
     config.run.dir, config.data.train = str(folder), str(folder / "tasks.jsonl")
     config.train.steps, config.train.prompts_per_step, config.rollout.max_staleness = steps, PROMPTS, staleness
+    config.model.path = str(folder / "model")
+    tiny_model.byte_tokenizer([], 300).save_pretrained(folder / "model")
     write_jsonl(folder / "tasks.jsonl", [task_row(TASK)])
     run: Any = SimpleNamespace(transcripts=lambda step, groups: None)
     pool = SimpleNamespace(lost_all=lambda: False, recover=lambda: None)
