@@ -48,7 +48,8 @@ _METRICS = """
 _USERS = """
 ## Settings of users
 
-`user.options.SETTING=VALUE`, or `options` of one of `users`. What users do: [Conversations](../explanation/conversations.md).
+`user.options.SETTING=VALUE`, or `options` of one of `users`. What users do:
+[Conversations](../explanation/conversations.md).
 """
 
 
