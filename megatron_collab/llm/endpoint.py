@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from typing import Any
 
 from megatron_collab.config import ConfigError, EndpointConfig, nearest, require
+from megatron_collab.llm.answer import LlmError
 from megatron_collab.patches.litellm import be_quiet
 
 ENVIRONMENT = "os.environ/"  # before the name of a variable, as in LiteLLM's own settings
@@ -25,7 +27,7 @@ _SECRET = re.compile(r"(key|token|secret|password|authorization|cookie)$", re.IG
 
 
 def arguments(endpoint: EndpointConfig) -> dict[str, Any]:
-    """LiteLLM's arguments beside model, messages and api_base; KeyError where a header's variable is not set."""
+    """LiteLLM's arguments beside model, messages and api_base; LlmError where a header's variable is not set here."""
     sampling = {name: value for name in _SAMPLING if (value := getattr(endpoint, name)) is not None}
     headers = {name: _read(value) for name, value in endpoint.headers.items()}
     given = {**endpoint.extra, **sampling, "max_tokens": endpoint.max_tokens}
@@ -91,4 +93,9 @@ def check_support(endpoint: EndpointConfig, setting: str, group: str) -> None:
 
 
 def _read(value: str) -> str:
-    return os.environ[value.removeprefix(ENVIRONMENT)] if value.startswith(ENVIRONMENT) else value
+    if not value.startswith(ENVIRONMENT):
+        return value
+    variable = value.removeprefix(ENVIRONMENT)
+    if variable not in os.environ:  # on another node than the one that checked the settings
+        raise LlmError(f"{value}: no such variable in the environment of {socket.gethostname()}")
+    return os.environ[variable]

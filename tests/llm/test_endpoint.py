@@ -8,7 +8,7 @@ from aiohttp import web
 
 from megatron_collab import patches
 from megatron_collab.config import ConfigError, EndpointConfig
-from megatron_collab.llm.answer import Field, json_schema
+from megatron_collab.llm.answer import Field, LlmError, json_schema
 from megatron_collab.llm.client import LlmClient, key_of
 from megatron_collab.llm.endpoint import check_settings, check_support, identity
 from tests.llm.endpoint import Endpoint, says
@@ -53,6 +53,12 @@ def test_everything_that_is_set_is_sent_and_nothing_else(monkeypatch: pytest.Mon
     }
     assert (headers[1]["X-Team"], headers[1]["X-Gateway-Key"]) == ("blue", "from the environment")
     assert "X-Team" not in headers[0]
+
+
+def test_a_variable_that_a_worker_does_not_have_is_a_failure_of_the_call() -> None:
+    endpoint = EndpointConfig(model="openai/m", headers={"X-Key": "os.environ/NOT_ON_THIS_NODE"})
+    with pytest.raises(LlmError, match=r"^os\.environ/NOT_ON_THIS_NODE: no such variable in the environment of "):
+        asyncio.run(LlmClient().ask(endpoint, QUESTION, SCORE))
 
 
 def key(**changes: Any) -> str:
