@@ -103,8 +103,9 @@ def print_endpoints(overrides: Sequence[str]) -> int:
     validate.check_settings(config)
     there = Path(config.data.train).is_file()  # a world's tasks are made by the first run
     try:
-        names = list(prepare.users_of_tasks(config)) if there else [config.user.name or "llm"] * bool(config.user.model)
-        prepare.check_users(config, dict.fromkeys(names, "the tasks"))
+        known = [*config.users, *([config.user.name or "llm"] if config.user.model else [])]
+        names = prepare.users_of_tasks(config) if there else dict.fromkeys(known, "user")
+        prepare.check_users(config, names)
     except (ValueError, FileNotFoundError) as error:
         raise ConfigError(" ".join(str(error).split())) from error
     asked = [*endpoints.of_users(config, names), *endpoints.of_judges(config)]

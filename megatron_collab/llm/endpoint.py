@@ -8,6 +8,7 @@ import socket
 from typing import Any
 
 from megatron_collab.config import ConfigError, EndpointConfig, nearest, require
+from megatron_collab.config.load import leaves
 from megatron_collab.llm.answer import LlmError
 from megatron_collab.patches.litellm import be_quiet
 
@@ -23,7 +24,7 @@ _TAKEN = {  # of LiteLLM's arguments, those that are no matter of `extra`, and w
     **dict.fromkeys(("headers", "extra_headers"), "set headers"),
     **dict.fromkeys(("messages", "response_format", "stream", "n", "tools", "tool_choice"), "each call sets it itself"),
 }
-_SECRET = re.compile(r"(key|token|secret|password|authorization|cookie)$", re.IGNORECASE)
+_SECRET = re.compile(r"((?<!cache[_-])key|token|secret|password|authorization|cookie)$", re.IGNORECASE)
 
 
 def arguments(endpoint: EndpointConfig) -> dict[str, Any]:
@@ -47,8 +48,9 @@ def identity(endpoint: EndpointConfig) -> dict[str, Any]:
 def check_settings(endpoint: EndpointConfig, group: str) -> None:
     """ConfigError for headers and extra arguments that cannot be, as settings of `group`."""
     out = f"set {group}.headers.NAME={ENVIRONMENT}VARIABLE, which is read when a request is sent"
-    for name, value in endpoint.extra.items():
+    for name in endpoint.extra:
         require(name not in _TAKEN, f"{group}.extra.{name}: is not passed on; {_TAKEN.get(name)}")
+    for name, value in leaves(endpoint.extra):
         require(not (_SECRET.search(name) and isinstance(value, str)), f"{group}.extra.{name}: holds a key; {out}")
     for name, value in endpoint.headers.items():
         variable = value.removeprefix(ENVIRONMENT) if value.startswith(ENVIRONMENT) else None

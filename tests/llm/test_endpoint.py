@@ -92,6 +92,7 @@ def test_the_key_of_an_answer_has_every_setting_that_changes_it_and_earlier_keys
         ({"extra": {"temperature": 1}}, "reward.judge.extra.temperature: is not passed on; set temperature itself"),
         ({"extra": {"stream": True}}, "reward.judge.extra.stream: is not passed on; each call sets it itself"),
         ({"extra": {"api_key": "abc"}}, "reward.judge.extra.api_key: holds a key; set reward.judge.headers.NAME=os."),
+        ({"extra": {"extra_body": {"token": "abc"}}}, "reward.judge.extra.extra_body.token: holds a key; set reward."),
         ({"headers": {"Authorization": "x"}}, "reward.judge.headers.Authorization: holds a key; set reward.judge."),
         (
             {"headers": {"X-Api-Key": "os.environ/HOEM"}},
@@ -100,6 +101,7 @@ def test_the_key_of_an_answer_has_every_setting_that_changes_it_and_earlier_keys
     ],
 )
 def test_what_is_no_matter_of_extra_and_keys_are_refused(settings: dict[str, Any], said: str) -> None:
+    check_settings(EndpointConfig(extra={"prompt_cache_key": "judges"}, headers={"X-Team": "blue"}), "reward.judge")
     with pytest.raises(ConfigError) as refused:
         check_settings(EndpointConfig(**settings), "reward.judge")
     assert str(refused.value).startswith(said)
