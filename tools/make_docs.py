@@ -57,7 +57,7 @@ _METRICS = """
 _USERS = """
 ## Settings of users
 
-`user.options.SETTING=VALUE`, or `options` of one of `users`. What they do:
+`user.options.SETTING=VALUE`, or `options` of one of `users`. What users do:
 [Conversations](../explanation/conversations.md).
 """
 

@@ -14,7 +14,7 @@ from megatron_collab.commands import EXIT_BAD_INPUT
 COMMANDS = {
     "train": "train a policy: experiment=NAME [option=value …]",
     "quickstart": "the booking world, supervised and then with GRPO, on two CPU cores",
-    "doctor": "what this machine provides; --plan: the GPU memory that a run needs; --data: how rows are read",
+    "doctor": "what this machine provides; --plan: GPU memory of a run; --data: its rows; --llm: whether its models answer",
     "prepare-data": "rows to train on from published data, split by conversation",
     "plan-sync": "how a run would sync its weights: bytes by path, rounds, seconds",
     "convert": "convert a checkpoint to a Hugging Face folder, or the other way round",

@@ -149,9 +149,10 @@ def print_endpoints(overrides: Sequence[str]) -> int:
     config = make_absolute(compose(overrides))
     validate.check_settings(config)
     try:
-        names = list(prepare.users_of_tasks(config, _surveys(config)))
-        names = names or [config.user.name or "llm"] * bool(config.user.model)
-        prepare.check_users(config, dict.fromkeys(names, "the tasks"))
+        names = prepare.users_of_tasks(config, _surveys(config))
+        if not names and config.user.model:
+            names = {config.user.name or "llm": "user"}
+        prepare.check_users(config, names)
     except (ValueError, FileNotFoundError) as error:
         raise ConfigError(" ".join(str(error).split())) from error
     asked = [*endpoints.of_users(config, names), *endpoints.of_judges(config)]

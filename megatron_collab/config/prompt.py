@@ -43,8 +43,8 @@ class Prompt:
             self._template = _JINJA.template_class.from_code(_JINJA, code, _JINJA.make_globals(None))
         except TemplateSyntaxError as error:
             raise ConfigError(f"{said} line {error.lineno}: {error.message}") from error
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{said}: is no text in UTF-8 ({error.reason})") from error
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{said}: cannot be read as text in UTF-8 ({error})") from error
         for other in tree.find_all((nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)):
             raise ConfigError(f"{said} line {other.lineno}: takes in another template; write it into this file")
         self.used = meta.find_undeclared_variables(tree)

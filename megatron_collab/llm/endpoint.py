@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from typing import Any
 
 from megatron_collab.config import ConfigError, EndpointConfig, nearest, require
+from megatron_collab.config.load import leaves
+from megatron_collab.llm.answer import LlmError
 from megatron_collab.patches.litellm import be_quiet
 
 ENVIRONMENT = "os.environ/"  # before the name of a variable, as in LiteLLM's own settings
@@ -21,11 +24,11 @@ _TAKEN = {  # of LiteLLM's arguments, those that are no matter of `extra`, and w
     **dict.fromkeys(("headers", "extra_headers"), "set headers"),
     **dict.fromkeys(("messages", "response_format", "stream", "n", "tools", "tool_choice"), "each call sets it itself"),
 }
-_SECRET = re.compile(r"(key|token|secret|password|authorization|cookie)$", re.IGNORECASE)
+_SECRET = re.compile(r"((?<!cache[_-])key|token|secret|password|authorization|cookie)$", re.IGNORECASE)
 
 
 def arguments(endpoint: EndpointConfig) -> dict[str, Any]:
-    """LiteLLM's arguments beside model, messages and api_base; KeyError where a header's variable is not set."""
+    """LiteLLM's arguments beside model, messages and api_base; LlmError where a header's variable is not set here."""
     sampling = {name: value for name in _SAMPLING if (value := getattr(endpoint, name)) is not None}
     headers = {name: _read(value) for name, value in endpoint.headers.items()}
     given = {**endpoint.extra, **sampling, "max_tokens": endpoint.max_tokens}
@@ -45,8 +48,9 @@ def identity(endpoint: EndpointConfig) -> dict[str, Any]:
 def check_settings(endpoint: EndpointConfig, group: str) -> None:
     """ConfigError for headers and extra arguments that cannot be, as settings of `group`."""
     out = f"set {group}.headers.NAME={ENVIRONMENT}VARIABLE, which is read when a request is sent"
-    for name, value in endpoint.extra.items():
+    for name in endpoint.extra:
         require(name not in _TAKEN, f"{group}.extra.{name}: is not passed on; {_TAKEN.get(name)}")
+    for name, value in leaves(endpoint.extra):
         require(not (_SECRET.search(name) and isinstance(value, str)), f"{group}.extra.{name}: holds a key; {out}")
     for name, value in endpoint.headers.items():
         variable = value.removeprefix(ENVIRONMENT) if value.startswith(ENVIRONMENT) else None
@@ -91,4 +95,9 @@ def check_support(endpoint: EndpointConfig, setting: str, group: str) -> None:
 
 
 def _read(value: str) -> str:
-    return os.environ[value.removeprefix(ENVIRONMENT)] if value.startswith(ENVIRONMENT) else value
+    if not value.startswith(ENVIRONMENT):
+        return value
+    variable = value.removeprefix(ENVIRONMENT)
+    if variable not in os.environ:  # on another node than the one that checked the settings
+        raise LlmError(f"{value}: no such variable in the environment of {socket.gethostname()}")
+    return os.environ[variable]

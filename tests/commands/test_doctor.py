@@ -192,10 +192,12 @@ def test_each_model_that_a_run_asks_is_called_once(
 ) -> None:
     base = f"http://127.0.0.1:{judge.port}/v1"
     run_of = ["experiment=gsm8k", f"data.train={tmp_path}/none.jsonl", "user.name=llm", "user.model=openai/gpt-4o-mini"]
+    run_of += ["users.other={model: policy}"]
     settings = [*run_of, f"user.api_base={base}", "reward=verl", f"reward.judge.api_base={base}"]
     settings += ["reward.judge.model=openai/judge", "reward.metrics.accuracy.model=policy"]
     assert run("doctor", ["--llm", *settings]) == 1
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines.pop(1)[:4] == ["users.other.model", "policy", "-", "-"]
     assert lines[1][:2] == ["user.model", "openai/gpt-4o-mini"] and float(lines[1][2]) > 0
     assert lines[1][3] == "120" and float(lines[1][4]) > 0, "its tokens and their price"
     assert lines[2][:2] == ["reward.metrics.accuracy.model", "policy"] and lines[2][2:4] == ["-", "-"]

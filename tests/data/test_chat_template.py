@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from megatron_collab.data.chat_template import ChatRenderer
+from megatron_collab.config import Config
+from megatron_collab.data.chat_template import ChatRenderer, policys
+from megatron_collab.data.datasets import SupervisedData, write_jsonl
 from megatron_collab.environments import booking, tiny_model
 from megatron_collab.types import Finish, Message, Turn
 
@@ -211,6 +213,22 @@ def test_a_system_prompt_stands_in_front_once_and_never_twice(tmp_path: Path) ->
     assert told.first(own) == plain.first(own)
     assert told.first([system, *SAID[:1]]) == told.first(SAID[:1])
     assert stream(told, SAID) == plain.first([system, *SAID]), "later turns have none"
+
+
+def test_supervised_training_sees_the_prompt_of_rollouts(tmp_path: Path) -> None:
+    (tmp_path / "system.j2").write_text("Be brief.\n")
+    write_jsonl(tmp_path / "rows.jsonl", [{"messages": [message.as_dict() for message in SAID[:2]]}])
+    config = Config()
+    config.model.path, config.data.train = str(tmp_path), str(tmp_path / "rows.jsonl")
+    config.model.chat_template_args = {"enable_thinking": False}
+    config.rollout.system_prompt, config.train.prompts_per_step = str(tmp_path / "system.j2"), 1
+    plain = renderer(tmp_path, THINKING)
+    (sample,) = SupervisedData(config).batch(0).samples
+    prompt = policys(config).first(SAID[:1])
+    assert (*prompt, *plain.reply(SAID[1].content)) == tuple(sample.token_ids)
+    shown = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nplease book"
+    assert plain.tokenizer.decode(prompt).startswith(shown)
+    assert sample.loss_mask.sum() == len(plain.reply(SAID[1].content))
 
 
 @pytest.mark.parametrize(

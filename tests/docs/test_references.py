@@ -47,7 +47,7 @@ def test_files_exist(page: Path) -> None:
 @pages
 def test_options_exist_and_have_these_values(page: Path) -> None:
     for name, value in OPTION.findall(page.read_text()):
-        if name.rpartition(".")[2] in ("py", "jsonl", "yaml") or name.startswith(OPEN):
+        if name.rpartition(".")[2] in ("py", "jsonl", "yaml", "j2") or name.startswith(OPEN):
             continue
         prefix = any(option.startswith(f"{name}.") for option in OPTIONS)
         assert name in OPTIONS or prefix, f"no option {name}"

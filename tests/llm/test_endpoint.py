@@ -8,7 +8,7 @@ from aiohttp import web
 
 from megatron_collab import patches
 from megatron_collab.config import ConfigError, EndpointConfig
-from megatron_collab.llm.answer import Field, json_schema
+from megatron_collab.llm.answer import Field, LlmError, json_schema
 from megatron_collab.llm.client import LlmClient, key_of
 from megatron_collab.llm.endpoint import check_settings, check_support, identity
 from tests.llm.endpoint import Endpoint, says
@@ -55,6 +55,12 @@ def test_everything_that_is_set_is_sent_and_nothing_else(monkeypatch: pytest.Mon
     assert "X-Team" not in headers[0]
 
 
+def test_a_variable_that_a_worker_does_not_have_is_a_failure_of_the_call() -> None:
+    endpoint = EndpointConfig(model="openai/m", headers={"X-Key": "os.environ/NOT_ON_THIS_NODE"})
+    with pytest.raises(LlmError, match=r"^os\.environ/NOT_ON_THIS_NODE: no such variable in the environment of "):
+        asyncio.run(LlmClient().ask(endpoint, QUESTION, SCORE))
+
+
 def key(**changes: Any) -> str:
     endpoint = EndpointConfig(**{"model": "openai/m", "api_base": "http://127.0.0.1:1/v1", **changes})
     question = {"messages": QUESTION, "schema": json_schema(SCORE), "sample": "0"}
@@ -86,6 +92,7 @@ def test_the_key_of_an_answer_has_every_setting_that_changes_it_and_earlier_keys
         ({"extra": {"temperature": 1}}, "reward.judge.extra.temperature: is not passed on; set temperature itself"),
         ({"extra": {"stream": True}}, "reward.judge.extra.stream: is not passed on; each call sets it itself"),
         ({"extra": {"api_key": "abc"}}, "reward.judge.extra.api_key: holds a key; set reward.judge.headers.NAME=os."),
+        ({"extra": {"extra_body": {"token": "abc"}}}, "reward.judge.extra.extra_body.token: holds a key; set reward."),
         ({"headers": {"Authorization": "x"}}, "reward.judge.headers.Authorization: holds a key; set reward.judge."),
         (
             {"headers": {"X-Api-Key": "os.environ/HOEM"}},
@@ -94,6 +101,7 @@ def test_the_key_of_an_answer_has_every_setting_that_changes_it_and_earlier_keys
     ],
 )
 def test_what_is_no_matter_of_extra_and_keys_are_refused(settings: dict[str, Any], said: str) -> None:
+    check_settings(EndpointConfig(extra={"prompt_cache_key": "judges"}, headers={"X-Team": "blue"}), "reward.judge")
     with pytest.raises(ConfigError) as refused:
         check_settings(EndpointConfig(**settings), "reward.judge")
     assert str(refused.value).startswith(said)

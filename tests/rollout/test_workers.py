@@ -237,12 +237,15 @@ def test_a_conversation_worker_speaks_to_the_server(
 ) -> None:
     tokenizer = tiny_model.word_tokenizer(booking.words())
     tokenizer.save_pretrained(tmp_path)
-    renderer = ChatRenderer(str(tmp_path))
+    (tmp_path / "system.j2").write_text("which day and what time ?\n")
+    renderer = ChatRenderer(str(tmp_path), system="which day and what time ?")
     FakeServer.reply_ids = list(renderer.reply("?"))
-    task = tasks(1)[0]
+    task = replace(tasks(1)[0], user="guest")
 
     nobody = f"http://127.0.0.1:{free_port()}"
     settings = replace(options, run=RunConfig(str(tmp_path)), model=replace(options.model, path=str(tmp_path)))
+    settings = replace(settings, users={"guest": {"class": booking.USER}})
+    settings.rollout = replace(options.rollout, system_prompt=str(tmp_path / "system.j2"))
     workers = start_workers(settings, [(nobody, KEY), (server, KEY)])
     (worker,) = workers.conversations
     ray.get(worker.use_servers.remote([1]), timeout=60)
@@ -250,7 +253,7 @@ def test_a_conversation_worker_speaks_to_the_server(
 
     for rollout in group.rollouts:
         (turn,) = rollout.start.turns
-        assert turn.prompt_ids == renderer.first(task.messages)
+        assert turn.prompt_ids == renderer.first(task.messages) != ChatRenderer(str(tmp_path)).first(task.messages)
         assert (turn.text, turn.versions, turn.log_probs) == ("?", (3, 3), (-0.5, -0.5))
         assert rollout.reward.value == pytest.approx(-0.001 * 2 * 3)
         for future in rollout.futures:
@@ -258,7 +261,9 @@ def test_a_conversation_worker_speaks_to_the_server(
             assert said == ["?", "please book a table ."] * 2 + ["?"]
     seeds = [body["sampling_params"]["sampling_seed"] for body in FakeServer.asked]
     assert len(set(seeds)) == len(seeds) == 4 * (1 + 3 * 2)
-    assert ray.get(worker.take_counters.remote(), timeout=60)["servers_lost"] == 0
+    counted = ray.get(worker.take_counters.remote(), timeout=60)
+    assert counted["servers_lost"] == 0
+    assert (counted["user/guest/turns"], counted["user/guest/turn_limit"]) == (4 * 3 * 2, 4 * 3)
     assert KEY not in json.dumps(ray.get_runtime_context().runtime_env)
     assert_secret(KEY, os.environ["RAY_AUTH_TOKEN"])
     monkeypatch.setattr(scheduler, "group_seconds", lambda config, groups: 2.0 * groups)

@@ -319,12 +319,15 @@ def test_what_the_trained_model_says_follows_from_the_conversations_name(servers
     url, key = addresses(servers)[0]
     client = clients.LlmClient(keys={f"{url}/v1": key})
 
-    async def draw(sample: str) -> str:
-        endpoint = EndpointConfig(model=f"policy/{sample}", api_base=f"{url}/v1", temperature=1.0, max_tokens=20)
+    async def draw(sample: str, **extra: Any) -> str:
+        at = f"{url}/v1"
+        endpoint = EndpointConfig(model=f"policy/{sample}", api_base=at, temperature=1.0, max_tokens=20, extra=extra)
         return await client._call(endpoint, [{"role": "user", "content": "hi"}], clients._Allowance(60.0))
 
     async def play() -> list[str]:
-        return await asyncio.gather(*map(draw, ["a/0", "a/1", "a/0", "a/2"]))
+        arguments = {"enable_thinking": False}  # which the server takes, and this model's template does not use
+        again = draw("a/0", chat_template_kwargs=arguments)
+        return await asyncio.gather(draw("a/0"), draw("a/1"), again, draw("a/2"))
 
     drawn = asyncio.run(play())
     assert drawn[0] == drawn[2] and len(set(drawn)) == 3
