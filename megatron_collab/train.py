@@ -52,8 +52,8 @@ def train_rl(config: Config) -> None:
                 with trainer.offloaded(), servers.awake():
                     weights.sync(version=step)
                     clock.lap("publish")
-                    if step == 0 and rollouts.evaluates:
-                        rollouts.evaluate("before", step)
+                    if rollouts.evaluation_due(step):
+                        rollouts.evaluate(step)
                         clock.lap("evaluation")
                     batch = rollouts.collect(step)  # turns -> futures -> rewards -> credits
                     clock.lap("rollout")
@@ -73,10 +73,10 @@ def train_rl(config: Config) -> None:
                 clock.lap("save")
 
         session.checkpoints.finish()
-        if rollouts.evaluates:
+        if rollouts.evaluation_due(step):
             with trainer.offloaded(), servers.awake():
                 weights.sync(version=step)
-                rollouts.evaluate("after", step)
+                rollouts.evaluate(step)
         session.finish(trainer)
 
 

@@ -30,6 +30,9 @@ class RunConfig:
     dir: str = mutable(MISSING, "folder of the run: metrics, transcripts, checkpoints, report")
     seed: int = option(0, "seed of data order, sampling and initialisation", ge=0, lt=2**32)
     wandb_project: str | None = mutable("megatron-collab", "Weights & Biases project, used where WANDB_API_KEY is set")
+    wandb_name: str | None = mutable(None, "name of the run there; none: one that Weights & Biases makes up")
+    wandb_group: str | None = mutable(None, "group of the run there")
+    wandb_tags: list[str] = mutable([], "tags of the run there")
 
 
 @dataclass
@@ -112,7 +115,8 @@ class TrainConfig:
     tokens_per_micro_batch: int = mutable(8192, "tokens packed to a micro-batch; a longer sequence goes alone", ge=1)
     checkpoint_every: int = mutable(50, "steps between checkpoints; the last step always saves one", ge=1)
     keep_checkpoints: int = mutable(2, "how many checkpoints stay on disk", ge=1)
-    eval_tasks: int = mutable(256, "tasks played before and after training; 0: none", ge=0)
+    eval_tasks: int = mutable(256, "tasks of a set of data.eval that are evaluated; 0: none", ge=0)
+    eval_every: int = mutable(0, "steps between evaluations; 0: only before the first step and after the last", ge=0)
 
 
 @dataclass
@@ -228,7 +232,7 @@ class DataConfig:
     dir: str | None = option(None, "folder where the world is made")
     path: str | None = option(None, "source data of the world, where it has one (gsm8k: folder with train.jsonl)")
     train: str = option(MISSING, "training tasks or conversations: JSONL or Parquet")
-    eval: str | None = mutable(None, "tasks for evaluation: JSONL or Parquet")
+    eval: Any = mutable(None, "what is evaluated: a file, or a list of entries {source, name, …}, see Evaluate")
     format: str = option("auto", "JSONL or Parquet, or tasks by a reader", choices=("auto",), extensible=True)
     format_options: dict[str, Any] = option({}, "settings of a reader given as package.module:Class")
 

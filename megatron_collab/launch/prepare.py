@@ -12,6 +12,7 @@ from typing import NoReturn
 from megatron_collab import environments
 from megatron_collab.config import SETTINGS, Config, ConfigError, changes, require
 from megatron_collab.config.extension import NoOptions
+from megatron_collab.data.evaluation import evaluation_sets
 from megatron_collab.launch.validate import check_model
 from megatron_collab.rollout import tools, users
 from megatron_collab.runtime import network
@@ -43,9 +44,10 @@ def prepare(config: Config) -> None:
             datasets.load_conversations(Path(config.data.train))
         else:
             examples: dict[str, str] = {}
-            for setting, file in (("data.train", config.data.train), ("data.eval", config.data.eval)):
-                for task in datasets.load_tasks(Path(file), setting, config.data) if file else ():
-                    examples.setdefault(config.user.name or task.user, f"{setting}, task {task.id}")
+            evaluated = [(one.setting, one.source, one.user) for one in evaluation_sets(config)]
+            for setting, file, user in [("data.train", config.data.train, None), *evaluated]:
+                for task in datasets.load_tasks(Path(file), setting, config.data):
+                    examples.setdefault(user or config.user.name or task.user, f"{setting}, task {task.id}")
             _check_users(config, examples)
         if not under_torchrun():
             ChatRenderer(config.model.path, tools.schemas(config.rollout.tools))

@@ -14,6 +14,7 @@ from megatron_collab.algo.advantages import GROUPED
 from megatron_collab.algo.policy_loss import PolicyLoss
 from megatron_collab.config import Config, ConfigError, ModelConfig, check_declared, compose, require, uses_wandb
 from megatron_collab.config.extension import make, make_absolute
+from megatron_collab.data.evaluation import evaluation_sets
 from megatron_collab.models import hf_config, parallel_layout
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.reward import metrics
@@ -51,7 +52,8 @@ def validate(config: Config) -> None:
     made = config.data.world is not None
     if not made or Path(config.model.path).exists():
         check_model(config)
-    files = {} if made else {"data.train": config.data.train, "data.eval": config.data.eval}
+    files: dict[str, str | None] = {} if made else {"data.train": config.data.train}
+    files |= {one.setting: one.source for one in evaluation_sets(config) if not made}
     if config.train.stage == "rl":
         files["user.personas"] = config.user.personas
     for setting, file in files.items():
@@ -131,6 +133,10 @@ def _check_rollouts(config: Config) -> None:
     credited_once = rollout.futures > 0 or not config.reward.weights.get("turn_rewards")
     check(credited_once, f"reward.weights.turn_rewards: {message}")
     tools.make_tools(rollout)
+    for one in evaluation_sets(config):
+        message = f"{one.setting}: max_new_tokens={one.max_new_tokens} leaves no room for a prompt in"
+        fits = (one.max_new_tokens or 0) < rollout.context_length
+        check(fits, f"{message} <rollout.context_length>; lower it")
     for setting, sampling in (("rollout.turn", rollout.turn), ("rollout.future", rollout.future)):
         require(sampling.top_k != 0, f"{setting}.top_k=0: samples from no token; set -1 for all, or 1 or more")
         message = f"<{setting}.max_new_tokens>: leaves no room for a prompt in <rollout.context_length>; lower it"

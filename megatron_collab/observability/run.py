@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
@@ -15,13 +15,15 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from megatron_collab import __version__
-from megatron_collab.config import SETTINGS, Config, changes, uses_wandb
+from megatron_collab.config import SETTINGS, Config, changes
+from megatron_collab.observability import evaluations
+from megatron_collab.observability.evaluations import AFTER, BEFORE, Evaluations
+from megatron_collab.observability.writers import CONVERSATIONS, writers
 from megatron_collab.runtime import files, process
 from megatron_collab.runtime.process import FINISHED, global_rank
 from megatron_collab.runtime.redact import redacted
@@ -64,8 +66,12 @@ class Run(AbstractContextManager["Run"]):
         _replace(self.folder / SETTINGS, asdict(config))
         for file in (self.folder / "metrics.jsonl", self.folder / "transcripts.jsonl"):
             _keep_before(file, start)
+        self._evaluations = Evaluations(self.folder, start, config.train.steps)
         self._bar = progress("training", config.train.steps, unit="step", done=start, keep=True)
-        self._writers = [*self._start_writers(start)]
+        self._writers = [*writers(config, start)]
+        for record in self._evaluations.records.values():
+            if record["step"] == start:  # which TensorBoard's writer drops with the steps that are done again
+                self._write(start, evaluations.scalars(record))
 
     def __exit__(self, *_: object) -> None:
         if self.leader:
@@ -79,8 +85,7 @@ class Run(AbstractContextManager["Run"]):
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
         """One finished step: a line on the console, metrics.jsonl, TensorBoard, Weights & Biases."""
         _append(self.folder / "metrics.jsonl", [{"step": step, **metrics}])
-        for write in self._writers:
-            write(step, metrics)
+        self._write(step, metrics)
         self._bar.update(1)
         last = step + 1 == self.config.train.steps
         if last or time.monotonic() - self._last_line >= 1:  # faster steps would hide the bar
@@ -93,13 +98,25 @@ class Run(AbstractContextManager["Run"]):
         """Every future of a step with its scores."""
         _append(self.folder / "transcripts.jsonl", [{"step": step, **row} for row in _rows(groups)])
 
-    def evaluation(self, name: str, step: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
-        """One evaluation: its means and its conversations."""
-        (self.folder / f"eval_{name}.jsonl").unlink(missing_ok=True)
-        _append(self.folder / f"eval_{name}.jsonl", _rows(groups))
-        evaluations = self._evaluations() | {name: _plain({"step": step, **metrics})}
-        _replace(self.folder / "evaluations.json", evaluations)
-        tqdm.write(f"evaluation {name} ({len(groups)} tasks): {_shown(_scores(metrics))}")
+    def evaluation_due(self, one: str, step: int) -> str | None:
+        """The name of the evaluation of the set `one` that is due at `step`, unless it is recorded; on rank 0."""
+        return self._evaluations.due(one, step, self.config.train.eval_every)
+
+    def evaluation(
+        self, name: str, one: str, step: int, metrics: Mapping[str, float], groups: Sequence[Group] = ()
+    ) -> None:
+        """Record the evaluation `name`, of the set `one`: its means with their errors, and its conversations if any."""
+        record = _plain({"step": step, "set": one, "tasks": len(groups), **metrics})
+        if rows := [*_rows(groups)]:
+            file = evaluations.file_of(self.folder, name)
+            file.unlink(missing_ok=True)
+            _append(file, rows)
+        self._evaluations.records[name] = record
+        _replace(self.folder / evaluations.FILE, self._evaluations.records)
+        self._write(step, evaluations.scalars(record))
+        for writer in self._writers if rows else ():
+            writer.conversations(step, evaluations.prefix(one), redacted(rows[:CONVERSATIONS]))
+        tqdm.write(f"evaluation {name} ({record['tasks']} tasks): {_with_errors(record)}")
 
     def finish(self) -> None:
         """Write result.json and report.html; a folder with a result.json is a run that is done."""
@@ -107,8 +124,11 @@ class Run(AbstractContextManager["Run"]):
             return
         from megatron_collab.observability import report  # and with it what draws, a second of imports
 
-        evaluations = self._evaluations()
-        scores = {when: _scores(evaluations.get(when, {})) for when in ("before", "after")}
+        scores: dict[str, dict[str, float]] = {BEFORE: {}, AFTER: {}}
+        for name, record in self._evaluations.records.items():
+            if (when := evaluations.moment_of(name)) in scores:
+                of_set = name.removesuffix(when)  # empty, or the name of a set and a slash
+                scores[when] |= {f"{of_set}{metric}": value for metric, value in _scores(record).items()}
         result: dict[str, Any] = {
             f"{name}_{when}": found.get(metric) for name, metric in self.names.items() for when, found in scores.items()
         }
@@ -118,40 +138,13 @@ class Run(AbstractContextManager["Run"]):
         report.write(self.folder)
         _replace(self.folder / FINISHED, result)
 
-    def _evaluations(self) -> dict[str, Any]:
-        file = self.folder / "evaluations.json"
-        return json.loads(file.read_text()) if file.exists() else {}
-
     def _seconds(self) -> float:
         """Seconds this run has taken over all its starts, from the start of torchrun on."""
         return self._seconds_before + process.age(os.getppid())
 
-    def _start_writers(self, start: int) -> Iterator[Callable[[int, Mapping[str, float]], None]]:
-        """TensorBoard's, and where it is on that of Weights & Biases."""
-        from torch.utils.tensorboard import SummaryWriter
-
-        writer = SummaryWriter(str(self.folder / "tensorboard"), purge_step=start)
-
-        def write(step: int, metrics: Mapping[str, float]) -> None:
-            for name, value in metrics.items():
-                writer.add_scalar(name, value, step)
-            writer.flush()
-
-        yield write
-        if uses_wandb(self.config.run):
-            import wandb
-
-            file = self.folder / "wandb_id"  # the same over all starts of the run
-            if not file.exists():
-                files.replace(file, uuid4().hex)
-            wandb.init(
-                project=self.config.run.wandb_project,
-                dir=str(self.folder),
-                config=redacted(asdict(self.config)),
-                id=file.read_text(),
-                resume="allow",
-            )
-            yield lambda step, metrics: wandb.log(dict(metrics), step=step)
+    def _write(self, step: int, metrics: Mapping[str, float]) -> None:
+        for writer in self._writers:
+            writer.scalars(step, metrics)
 
 
 def line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
@@ -173,6 +166,14 @@ def _scores(metrics: Mapping[str, float]) -> dict[str, float]:
 
 def _shown(scores: Mapping[str, float]) -> str:
     return " ".join(f"{name} {value:.3f}" for name, value in scores.items())
+
+
+def _with_errors(record: Mapping[str, Any]) -> str:
+    errors = {name: record.get(f"score_se/{name}") for name in _scores(record)}
+    shown = ((name, value, errors[name]) for name, value in _scores(record).items() if value is not None)
+    return " ".join(
+        f"{name} {value:.3f}" + (f"±{error:.3f}" if error is not None else "") for name, value, error in shown
+    )
 
 
 def _rows(groups: Sequence[Group]) -> Iterator[dict[str, Any]]:

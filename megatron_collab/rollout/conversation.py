@@ -57,12 +57,6 @@ class Player:
         places = [RolloutPlace(stream, i) for i in range(self.config.train.rollouts_per_prompt)]
         return Group(task, tuple(await asyncio.gather(*(self._play(task, place) for place in places))))
 
-    async def evaluate(self, task: Task, stream: str) -> Group:
-        """One rollout with one future, played as a user would see it: a malformed turn is answered as well."""
-        place = RolloutPlace(stream, 0)
-        start = await self.trained_turn(task, place)
-        return Group(task, (self._rollout(start, [await self._future(start, task, place)]),))
-
     async def _play(self, task: Task, place: RolloutPlace) -> Rollout:
         """A trained turn and its futures; without futures a whole conversation, every turn of the policy trained.
 
