@@ -96,6 +96,8 @@ def train_sft(config: Config) -> None:
 
         while step < config.train.steps:
             with session.saved_when_stopped(step, trainer):
+                if session.validate(step, trainer, data):
+                    clock.lap("evaluation")
                 stats = trainer.update(data.batch(step))
             clock.lap("update")
             session.record(step, {**stats, **clock.read()})
@@ -105,6 +107,7 @@ def train_sft(config: Config) -> None:
                 clock.lap("save")
 
         session.checkpoints.finish()
+        session.validate(step, trainer, data)
         session.finish(trainer)
 
 

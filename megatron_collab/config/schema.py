@@ -115,6 +115,9 @@ class TrainConfig:
     tokens_per_micro_batch: int = mutable(8192, "tokens packed to a micro-batch; a longer sequence goes alone", ge=1)
     checkpoint_every: int = mutable(50, "steps between checkpoints; the last step always saves one", ge=1)
     keep_checkpoints: int = mutable(2, "how many checkpoints stay on disk", ge=1)
+    keep_best: str | None = mutable(
+        None, "also keeps that of the highest eval/[SET/]METRIC; with a - before it: lowest"
+    )
     eval_tasks: int = mutable(256, "tasks of a set of data.eval that are evaluated; 0: none", ge=0)
     eval_every: int = mutable(0, "steps between evaluations; 0: only before the first step and after the last", ge=0)
 

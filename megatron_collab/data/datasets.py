@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +15,7 @@ from datasets.exceptions import DatasetGenerationError
 
 from megatron_collab.config import Config, DataConfig, Extension, make
 from megatron_collab.data.chat_template import ChatRenderer
+from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.types import Batch, Message, Sample, Task
 
 ROLES = ("system", "user", "assistant")
@@ -46,13 +47,14 @@ def load_tasks(path: Path, setting: str = "data.train", config: DataConfig | Non
     return tasks
 
 
-def load_conversations(path: Path) -> list[tuple[Message, ...]]:
-    """The conversations in data.train, in its order.
+def load_conversations(path: Path, setting: str = "data.train") -> list[tuple[Message, ...]]:
+    """The conversations in a file, in its order.
 
     Column: `messages` {role, content}: a system message if any, then user and assistant in turn, the last of the
-    assistant. Raises ValueError naming the setting, file and row.
+    assistant. Raises ValueError naming `setting`, file and row.
     """
-    return _each(_conversation, _rows(path, f"data.train={path}"), f"data.train={path}")
+    where = f"{setting}={path}"
+    return _each(_conversation, _rows(path, where), where)
 
 
 def rows_of_step(n: int, seed: int, step: int, size: int) -> list[int]:
@@ -66,7 +68,7 @@ def _order(n: int, seed: int, epoch: int) -> np.ndarray:
 
 
 class SupervisedData:
-    """Batches of data.train by step; the same on every rank, from (run.seed, step) alone."""
+    """Batches of data.train by step, from (run.seed, step) alone, and the sets of data.eval; the same on every rank."""
 
     def __init__(self, config: Config) -> None:
         self.renderer = ChatRenderer(config.model.path)
@@ -76,6 +78,13 @@ class SupervisedData:
     def batch(self, step: int) -> Batch:
         rows = rows_of_step(len(self.conversations), self.seed, step, self.size)
         return Batch(tuple(rendered(self.renderer, self.conversations[row]) for row in rows))
+
+    def validation(self, one: EvaluationSet) -> Iterator[Batch]:
+        """The conversations of a set, in its order, as many at a time as a step has."""
+        conversations = load_conversations(Path(one.source), one.setting)[: one.tasks]
+        for start in range(0, len(conversations), self.size):
+            part = conversations[start : start + self.size]
+            yield Batch(tuple(rendered(self.renderer, messages) for messages in part))
 
 
 def rendered(renderer: ChatRenderer, messages: Sequence[Message]) -> Sample:

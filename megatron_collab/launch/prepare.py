@@ -42,6 +42,8 @@ def prepare(config: Config) -> None:
         check_model(config)
         if config.train.stage == "sft":
             datasets.load_conversations(Path(config.data.train))
+            for one in evaluation_sets(config):
+                datasets.load_conversations(Path(one.source), one.setting)
         else:
             examples: dict[str, str] = {}
             evaluated = [(one.setting, one.source, one.user) for one in evaluation_sets(config)]

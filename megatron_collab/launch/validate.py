@@ -12,9 +12,18 @@ from pathlib import Path
 from megatron_collab import patches
 from megatron_collab.algo.advantages import GROUPED
 from megatron_collab.algo.policy_loss import PolicyLoss
-from megatron_collab.config import Config, ConfigError, ModelConfig, check_declared, compose, require, uses_wandb
+from megatron_collab.config import (
+    Config,
+    ConfigError,
+    ModelConfig,
+    check_declared,
+    compose,
+    nearest,
+    require,
+    uses_wandb,
+)
 from megatron_collab.config.extension import make, make_absolute
-from megatron_collab.data.evaluation import evaluation_sets
+from megatron_collab.data.evaluation import EvaluationSet, evaluation_sets
 from megatron_collab.models import hf_config, parallel_layout
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.reward import metrics
@@ -82,12 +91,32 @@ def check_settings(config: Config) -> None:
     message = f"<algo.mini_batches>: a step has at most {samples} samples; choose at most as many"
     check(config.algo.mini_batches <= samples, message)
     check_layout(config)
+    for one in evaluation_sets(config) if train.stage == "sft" else ():
+        plain = EvaluationSet(one.source, one.name, one.tasks)
+        played = next((name for name, value in vars(one).items() if value != getattr(plain, name)), None)
+        require(played is None, f"{one.setting}: {played} is of conversations that are played, and sft plays none")
+    _check_best(config)
     if train.stage == "rl":
         _check_reward(config)
         _check_rollouts(config)
         _check_algo(config)
         check_servers(config)
         _check_budget(config)
+
+
+def _check_best(config: Config) -> None:
+    """train.keep_best names a metric of an evaluation, at steps that have checkpoints."""
+    train, sets = config.train, [one.name for one in evaluation_sets(config)]
+    if train.keep_best is None:
+        return
+    scored = ["reward", *config.reward.weights] if train.stage == "rl" else ["loss"]
+    known = ["/".join(filter(None, ["eval", one, metric])) for one in sets for metric in scored]
+    given = train.keep_best.removeprefix("-")
+    there = f"there are {', '.join(known)}" if known else "data.eval has no sets"
+    require(given in known, f"train.keep_best={train.keep_best}: no such metric{nearest(given, known)}; {there}")
+    message = "<train.keep_best>: needs a checkpoint at every evaluation; set train.eval_every to a multiple of"
+    together = train.eval_every > 0 and train.eval_every % train.checkpoint_every == 0
+    require(together, f"{message} <train.checkpoint_every>", config)
 
 
 def _check_reward(config: Config) -> None:

@@ -6,7 +6,7 @@ A set of data.eval is evaluated `before` training, as `step_N` between steps, an
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,16 +47,16 @@ class Evaluations:
             return name_of(one, AFTER)
         return name_of(one, f"step_{step}") if every and step % every == 0 else None
 
-    def best(self, metric: str) -> tuple[int, float] | None:
+    def best(self, metric: str, kept: Callable[[int], bool]) -> tuple[int, float] | None:
         """Step and value of the evaluation with the highest eval/[SET/]METRIC, the lowest where a - precedes it.
 
-        Only weights that were trained: those of step 0 are in model.path. Of equal values the first.
+        Of those whose weights are `kept` in a checkpoint; of equal values the first.
         """
         sign = -1.0 if metric.startswith("-") else 1.0
         found = []
         for record in self.records.values():
             value = scalars(record).get(metric.removeprefix("-"))
-            if value is not None and record["step"] > 0:
+            if value is not None and kept(record["step"]):
                 found.append((sign * value, -record["step"]))
         if not found:
             return None

@@ -25,7 +25,7 @@ from megatron_collab.observability import evaluations
 from megatron_collab.observability.evaluations import AFTER, BEFORE, Evaluations
 from megatron_collab.observability.writers import CONVERSATIONS, writers
 from megatron_collab.runtime import files, process
-from megatron_collab.runtime.process import FINISHED, global_rank
+from megatron_collab.runtime.process import BEST, FINISHED, global_rank
 from megatron_collab.runtime.redact import redacted
 from megatron_collab.types import Group, Missing, visible
 
@@ -67,6 +67,8 @@ class Run(AbstractContextManager["Run"]):
         for file in (self.folder / "metrics.jsonl", self.folder / "transcripts.jsonl"):
             _keep_before(file, start)
         self._evaluations = Evaluations(self.folder, start, config.train.steps)
+        self._best: tuple[int, float] | None = None
+        self._mark_best(start)
         self._bar = progress("training", config.train.steps, unit="step", done=start, keep=True)
         self._writers = [*writers(config, start)]
         for record in self._evaluations.records.values():
@@ -117,6 +119,7 @@ class Run(AbstractContextManager["Run"]):
         for writer in self._writers if rows else ():
             writer.conversations(step, evaluations.prefix(one), redacted(rows[:CONVERSATIONS]))
         tqdm.write(f"evaluation {name} ({record['tasks']} tasks): {_with_errors(record)}")
+        self._mark_best(step)
 
     def finish(self) -> None:
         """Write result.json and report.html; a folder with a result.json is a run that is done."""
@@ -141,6 +144,22 @@ class Run(AbstractContextManager["Run"]):
     def _seconds(self) -> float:
         """Seconds this run has taken over all its starts, from the start of torchrun on."""
         return self._seconds_before + process.age(os.getppid())
+
+    def _mark_best(self, step: int) -> None:
+        """Write which checkpoint is to be kept for train.keep_best; that of `step` may still be being written."""
+        metric = self.config.train.keep_best
+
+        def kept(found: int) -> bool:
+            return 0 < found == step or (self.folder / "checkpoints" / f"step_{found}").is_dir()
+
+        best = self._evaluations.best(metric, kept) if metric else None
+        if best is None:
+            (self.folder / BEST).unlink(missing_ok=True)
+        elif best != self._best:
+            self._best = best
+            row = {"metric": metric, "value": best[1], "step": best[0], "checkpoint": f"checkpoints/step_{best[0]}"}
+            _replace(self.folder / BEST, row)
+            tqdm.write(f"best by {metric}: {best[1]:.4g} at step {best[0]}, whose checkpoint is kept")
 
     def _write(self, step: int, metrics: Mapping[str, float]) -> None:
         for writer in self._writers:

@@ -180,6 +180,32 @@ def test_a_resumed_run_repeats_no_evaluation_that_is_recorded(tmp_path: Path) ->
     assert rows(tmp_path / "eval_step_8.jsonl")[0]["scores"]["booking_right"] == 0.25
 
 
+@pytest.mark.parametrize(("metric", "expected"), [("eval/right", (4, 0.75)), ("-eval/right", (2, 0.25))])
+def test_the_best_checkpoint_is_named_and_a_resumed_run_finds_it_again(
+    tmp_path: Path, metric: str, expected: tuple[int, float]
+) -> None:
+    settings = config(tmp_path)
+    settings.train.steps, settings.train.eval_every, settings.train.keep_best = 8, 2, metric
+
+    def best() -> tuple[int, float]:
+        row = json.loads((tmp_path / "best.json").read_text())
+        assert row["checkpoint"] == f"checkpoints/step_{row['step']}" and row["metric"] == metric
+        return row["step"], row["value"]
+
+    with Run(settings, 0, {}, {}) as run:
+        evaluate(run, "", 0, 1.0 if metric[0] == "e" else 0.0)
+        assert not (tmp_path / "best.json").exists(), "there is no checkpoint of the weights before training"
+        for step, right in ((2, 0.25), (4, 0.75), (6, 0.75 if metric[0] == "e" else 0.25)):
+            (tmp_path / "checkpoints" / f"step_{step}").mkdir(parents=True)
+            evaluate(run, "", step, right)
+        assert best() == expected
+    with Run(settings, 6, {}, {}):
+        assert best() == expected
+    (tmp_path / "checkpoints" / f"step_{expected[0]}").rmdir()  # of a run that kept none until now
+    with Run(settings, 6, {}, {}):
+        assert best() == (6, expected[1])
+
+
 def test_what_changed_when_a_run_went_on_is_a_line_of_its_history(tmp_path: Path) -> None:
     settings = config(tmp_path)
     with Run(settings, 0, {}, {}) as run:
