@@ -109,8 +109,12 @@ def _composed(overrides: Sequence[str]) -> DictConfig:
 
 
 def _plain(overrides: Sequence[str]) -> list[str]:
-    """Overrides without + and ++, which add what nothing would read, and with ~ after = as the home folder."""
-    return [re.sub(r"(?<==)~(?=/)", str(Path.home()), override.lstrip("+"), count=1) for override in overrides]
+    """Overrides without + and ++, which add what nothing would read, and with ~ after = as the home folder.
+
+    `run.from` is run.fork: no field of a dataclass can be called by a keyword of Python.
+    """
+    named = (re.sub(r"^run\.from=", "run.fork=", override.lstrip("+")) for override in overrides)
+    return [re.sub(r"(?<==)~(?=/)", str(Path.home()), override, count=1) for override in named]
 
 
 def _reason(error: Exception, overrides: Sequence[str]) -> str:

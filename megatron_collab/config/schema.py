@@ -29,6 +29,7 @@ TOOL_PARSERS = (  # as SGLang calls them
 class RunConfig:
     dir: str = mutable(MISSING, "folder of the run: metrics, transcripts, checkpoints, report")
     seed: int = option(0, "seed of data order, sampling and initialisation", ge=0, lt=2**32)
+    fork: str | None = option(None, "run to go on from under other settings: RUN, RUN@STEP or RUN@best (also run.from)")
     wandb_project: str | None = mutable("megatron-collab", "Weights & Biases project, used where WANDB_API_KEY is set")
     wandb_name: str | None = mutable(None, "name of the run there; none: one that Weights & Biases makes up")
     wandb_group: str | None = mutable(None, "group of the run there")
@@ -190,6 +191,15 @@ class UserConfig(EndpointConfig):
 
 
 @dataclass
+class AssistantConfig(EndpointConfig):
+    """A model in place of the policy, for `megatron-collab evaluate` alone."""
+
+    model: str | None = option(None, "LiteLLM model that `megatron-collab evaluate` evaluates in place of model.path")
+    temperature: float = option(1.0, "sampling temperature, where a set of data.eval gives none", ge=0)
+    max_tokens: int = option(2048, "token budget of a turn, where a set of data.eval gives none", ge=1)
+
+
+@dataclass
 class RewardConfig:
     mode: str = option(
         "mr",
@@ -251,6 +261,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     user: UserConfig = field(default_factory=UserConfig)
+    assistant: AssistantConfig = field(default_factory=AssistantConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     llm: LlmConfig = field(default_factory=LlmConfig)
     publish: PublishConfig = field(default_factory=PublishConfig)

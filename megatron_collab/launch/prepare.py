@@ -13,6 +13,7 @@ from megatron_collab import environments
 from megatron_collab.config import SETTINGS, Config, ConfigError, changes, require
 from megatron_collab.config.extension import NoOptions
 from megatron_collab.data.evaluation import evaluation_sets
+from megatron_collab.launch.fork import fork
 from megatron_collab.launch.validate import check_model
 from megatron_collab.rollout import tools, users
 from megatron_collab.runtime import network
@@ -25,18 +26,9 @@ def prepare(config: Config) -> None:
     from megatron_collab.data import datasets
     from megatron_collab.data.chat_template import ChatRenderer
 
-    nodes = config.launch.nodes
-    command = f"python -m megatron_collab.launch.torchrun --nnodes {nodes} --nproc-per-node"
-    require(
-        nodes == 1 or under_torchrun(),
-        f"launch.nodes={nodes}: only this node's ranks can be started from here; start {command} "
-        f"{config.launch.nproc_per_node} … -m megatron_collab.train on each node, or set launch.nodes=1",
-    )
-    require(
-        nodes == 1 or config.train.stage != "rl" or "RAY_ADDRESS" in os.environ,
-        f"launch.nodes={nodes}: RAY_ADDRESS is not set, and Ray would be on one node only; start Ray on every node in "
-        "this folder, and set RAY_ADDRESS to HOST:PORT of its head, or set launch.nodes=1",
-    )
+    check_nodes(config, "megatron_collab.train")
+    message = "is evaluated by `megatron-collab evaluate`, and not trained; remove it"
+    require(config.assistant.model is None, f"assistant.model={config.assistant.model}: {message}")
     try:
         environments.prepare(config)
         check_model(config)
@@ -45,18 +37,42 @@ def prepare(config: Config) -> None:
             for one in evaluation_sets(config):
                 datasets.load_conversations(Path(one.source), one.setting)
         else:
-            examples: dict[str, str] = {}
-            evaluated = [(one.setting, one.source, one.user) for one in evaluation_sets(config)]
-            for setting, file, user in [("data.train", config.data.train, None), *evaluated]:
-                for task in datasets.load_tasks(Path(file), setting, config.data):
-                    examples.setdefault(user or config.user.name or task.user, f"{setting}, task {task.id}")
-            _check_users(config, examples)
+            check_tasks(config, ("data.train", config.data.train, None))
         if not under_torchrun():
             ChatRenderer(config.model.path, tools.schemas(config.rollout.tools))
             network.bindable("rollout.server.port", config.rollout.server.port, network.address(config))
     except (ValueError, FileNotFoundError) as error:
         raise ConfigError(" ".join(str(error).split())) from error
-    _check_same_run(config)
+    check_same_run(config)
+    fork(config)
+
+
+def check_nodes(config: Config, module: str) -> None:
+    """On several nodes torchrun was started by hand, and Ray too where conversations are played."""
+    nodes = config.launch.nodes
+    command = f"python -m megatron_collab.launch.torchrun --nnodes {nodes} --nproc-per-node"
+    require(
+        nodes == 1 or under_torchrun(),
+        f"launch.nodes={nodes}: only this node's ranks can be started from here; start {command} "
+        f"{config.launch.nproc_per_node} … -m {module} on each node, or set launch.nodes=1",
+    )
+    require(
+        nodes == 1 or config.train.stage != "rl" or "RAY_ADDRESS" in os.environ,
+        f"launch.nodes={nodes}: RAY_ADDRESS is not set, and Ray would be on one node only; start Ray on every node in "
+        "this folder, and set RAY_ADDRESS to HOST:PORT of its head, or set launch.nodes=1",
+    )
+
+
+def check_tasks(config: Config, *others: tuple[str, str, str | None]) -> None:
+    """The tasks of data.eval and of `others` (setting, file, user of all tasks) can be read, and have users."""
+    from megatron_collab.data import datasets
+
+    examples: dict[str, str] = {}
+    evaluated = [(one.setting, one.source, one.user) for one in evaluation_sets(config)]
+    for setting, file, user in [*others, *evaluated]:
+        for task in datasets.load_tasks(Path(file), setting, config.data):
+            examples.setdefault(user or config.user.name or task.user, f"{setting}, task {task.id}")
+    _check_users(config, examples)
 
 
 def finished(config: Config) -> int:
@@ -68,11 +84,11 @@ def finished(config: Config) -> int:
     return steps if config.train.steps <= steps else 0
 
 
-def replace_by_torchrun(config: Config, arguments: list[str]) -> NoReturn:
-    """Become `agent … -m megatron_collab.train` with the same arguments; does not return."""
+def replace_by_torchrun(config: Config, module: str, arguments: list[str]) -> NoReturn:
+    """Become torchrun … -m `module` with the same arguments; does not return."""
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), LAUNCHER: str(os.getpid())}
     command = [sys.executable, "-m", "megatron_collab.launch.torchrun", "--max-restarts=0"]
-    command += [f"--nproc-per-node={config.launch.nproc_per_node}", "-m", "megatron_collab.train", *arguments]
+    command += [f"--nproc-per-node={config.launch.nproc_per_node}", "-m", module, *arguments]
     os.execve(sys.executable, command, environment)
 
 
@@ -85,7 +101,7 @@ def _check_users(config: Config, examples: Mapping[str, str]) -> None:
     require(takes or not config.user.options, "user.options: no user of the tasks has options; remove them")
 
 
-def _check_same_run(config: Config) -> None:
+def check_same_run(config: Config) -> None:
     """A run goes on only with settings that do not make another run of it."""
     for change in changes(config):
         found = f"holds a run with {change.setting}={change.before}, not {change.after}"

@@ -144,7 +144,8 @@ def _check_budget(config: Config) -> None:
     patches.apply("litellm")
     from litellm import model_cost  # which takes seconds
 
-    for setting, model in (("user.model", config.user.model), ("reward.judge.model", config.reward.judge.model)):
+    asked = {"user": config.user, "reward.judge": config.reward.judge, "assistant": config.assistant}
+    for setting, model in ((f"{name}.model", endpoint.model) for name, endpoint in asked.items()):
         message = f"LiteLLM has no pricing for {setting}={model}; choose another model, or set llm.budget_usd=null"
         priced = model in (None, "policy") or model in model_cost or model.partition("/")[2] in model_cost
         require(priced, f"llm.budget_usd={config.llm.budget_usd:g}: {message}")

@@ -1,6 +1,7 @@
 """The evaluations of a run: evaluations.json, a record each, by the names that their files of conversations have too.
 
-A set of data.eval is evaluated `before` training, as `step_N` between steps, and `after` the last one.
+A set of data.eval is evaluated `before` training, as `step_N` between steps, and `after` the last one; as `model` where
+nothing is trained.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 FILE = "evaluations.json"
-BEFORE, AFTER = "before", "after"
+BEFORE, AFTER, MODEL = "before", "after", "model"
 Record = Mapping[str, Any]  # step, set, tasks, and metrics as rollout/summary.py names them
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,12 @@ from megatron_collab.config import Config
 from megatron_collab.data.datasets import load_tasks
 from megatron_collab.data.evaluation import EvaluationSet, evaluation_sets, settings_of
 from megatron_collab.inference.pool import ServerPool
-from megatron_collab.observability.run import Run
-from megatron_collab.rollout.journal import Journal
+from megatron_collab.observability.folder import RunFolder
+from megatron_collab.rollout.journal import Journal, WeightDigests
 from megatron_collab.rollout.scheduler import Asked, Flight, Slot, wait
 from megatron_collab.rollout.summary import evaluated
-from megatron_collab.runtime.process import beat
+from megatron_collab.rollout.workers import Workers
+from megatron_collab.runtime.process import RunStopped, beat
 from megatron_collab.runtime.rank0 import from_leader
 from megatron_collab.types import Task
 
@@ -26,7 +28,7 @@ class Evaluator:
     so an evaluation that was interrupted goes on.
     """
 
-    def __init__(self, config: Config, run: Run, restore: Callable[[], None]) -> None:
+    def __init__(self, config: Config, run: RunFolder, restore: Callable[[], None]) -> None:
         """`restore`: after a time when no server was left, waits for servers with the weights; collective."""
         self.config, self.run, self._restore = config, run, restore
         self.sets = evaluation_sets(config)
@@ -36,6 +38,21 @@ class Evaluator:
     def lead(self, workers: Sequence[Any], journal: Journal, pool: ServerPool, beside: Flight | None = None) -> None:
         """On rank 0, before anything else: who plays. `beside`: groups of training, which stay in flight."""
         self._workers, self._journal, self._pool, self._beside = workers, journal, pool, beside
+
+    @contextmanager
+    def alone(self, workers: Workers, pool: ServerPool, step: int) -> Iterator[None]:
+        """On rank 0, in a folder of evaluations only: lead, with a journal of its own for the weights of `step`."""
+        digests = WeightDigests(keep=1)
+        digests.begin(step)
+        journal = Journal(Path(self.config.run.dir) / "journal", digests)
+        self.lead(workers.conversations, journal, pool)
+        try:
+            yield
+        except RunStopped:
+            self.keep()
+            workers.stop()
+            raise
+        journal.forget()
 
     def due(self, step: int) -> bool:
         """Whether a set is to be evaluated at `step`."""

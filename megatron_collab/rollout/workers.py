@@ -21,6 +21,7 @@ from megatron_collab.runtime.ray_cluster import start_actor
 from megatron_collab.types import Group, Task
 
 if TYPE_CHECKING:
+    from megatron_collab.inference.assistant import Assistant, Renderer
     from megatron_collab.rollout.conversation import Player
 
 _GARBAGE = 50_000  # objects made and not yet gone, after which Python looks for cycles
@@ -35,15 +36,21 @@ class ConversationWorker:
         patches.apply("litellm")
         # Imported here: the process that starts the workers needs neither LiteLLM nor the tokenizer.
         from megatron_collab.data.chat_template import ChatRenderer
+        from megatron_collab.inference.assistant import LlmAssistant
         from megatron_collab.inference.router import Router
         from megatron_collab.llm import limiter
         from megatron_collab.llm.client import LlmClient
 
         keys = {f"{url}/v1": key for url, key in servers}
         self.config, self.endpoints = config, list(keys)
-        self.policy = Router(servers, config.rollout)
-        self.renderer = ChatRenderer(config.model.path, schemas(config.rollout.tools))
         self.client = LlmClient(ray.get_actor(limiter.NAME), keys=keys)
+        self.policy: Assistant
+        self.renderer: Renderer
+        if config.assistant.model:
+            self.policy = self.renderer = LlmAssistant(config.assistant, self.client)
+        else:
+            self.policy = Router(servers, config.rollout)
+            self.renderer = ChatRenderer(config.model.path, schemas(config.rollout.tools))
         self.rewards = RewardClient([ray.get_actor(name) for name in reward_workers], config.reward)
         self.engine = tuple(self.endpoints)
         self.players: dict[EvaluationSet | None, Player] = {}

@@ -38,15 +38,17 @@ RL = [
 
 
 class Program:
-    """One start of the trainer, in a session of its own, whose processes can all be found again."""
+    """One start of the program, in a session of its own, whose processes can all be found again."""
 
-    def __init__(self, arguments: list[str], log: Path, **environment: str) -> None:
+    def __init__(
+        self, arguments: list[str], log: Path, module: str = "megatron_collab.train", **environment: str
+    ) -> None:
         self.mark = f"e2e-{os.getpid()}-{time.monotonic_ns()}"
         self.log = log
         self.descendants: list[psutil.Process] = []
         with log.open("w") as stream:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "megatron_collab.train", *arguments],
+                [sys.executable, "-m", module, *arguments],
                 stdout=stream,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -237,6 +239,20 @@ def test_supervised_training_that_is_killed_ends_with_the_same_parameters(
     assert [line["step"] for line in lines(run / "metrics.jsonl")] == list(range(60))
     assert parameters(run) == parameters(supervised)
     assert (run / "evaluations.json").read_text() == (supervised / "evaluations.json").read_text()
+
+
+def test_a_fork_goes_on_from_the_training_state_of_another_run(
+    root: Path, supervised: Path, start: Callable[..., Program]
+) -> None:
+    """With the same settings it ends with the same parameters, to the last bit."""
+    run, shared = root / "forked", supervised / "checkpoints" / "step_40" / "__0_0.distcp"
+    start([*SFT, f"run.from={supervised}@40", f"run.dir={run}", f"data.dir={root}/world"]).finish()
+    assert [line["step"] for line in lines(run / "metrics.jsonl")] == list(range(40, 60))
+    assert parameters(run) == parameters(supervised)
+    assert json.loads((run / "fork.json").read_text()) == {"from": str(supervised.resolve()), "step": 40}
+    assert shared.exists() and (run / "checkpoints" / "step_40" / shared.name).samefile(shared)
+    evaluations = json.loads((run / "evaluations.json").read_text())
+    assert {name: record["step"] for name, record in evaluations.items()} == {"before": 40, "after": 60}
 
 
 def test_what_is_sampled_is_what_is_trained(trained: Path) -> None:

@@ -139,4 +139,4 @@ def test_the_tool_makes_the_report_again_and_refuses_another_folder(run: Path, t
     assert made.returncode == 0 and (run / "report.html").exists()
     (tmp_path / "empty").mkdir()
     refused = subprocess.run([sys.executable, str(TOOL), str(tmp_path / "empty")], capture_output=True, text=True)
-    assert refused.returncode == 2 and "has no metrics.jsonl" in refused.stderr
+    assert refused.returncode == 2 and "has no metrics.jsonl or evaluations.json" in refused.stderr
