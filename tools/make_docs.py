@@ -13,6 +13,7 @@ from omegaconf import MISSING
 
 from megatron_collab.config import CONF, Config, groups
 from megatron_collab.config.option import Declared, declared
+from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.reward import metrics
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,6 +38,13 @@ _GROUPS = """
 |---|---|
 """
 
+_EVALUATION = """
+## Entries of `data.eval`
+
+Of each set where `data.eval` is a list; see [Evaluate](../howto/evaluate.md).
+
+"""
+
 _METRICS = """
 ## Settings of metrics
 
@@ -46,7 +54,7 @@ _METRICS = """
 
 
 def options_page() -> str:
-    """docs/reference/options.md: every option by its group, then the groups of conf/ and the settings of metrics."""
+    """docs/reference/options.md: options by their groups, the groups of conf/, entries of data.eval, metrics."""
     page = _INTRODUCTION
     by_group = itertools.groupby(declared(Config), key=lambda option: option[0].partition(".")[0])
     for group, options in by_group:
@@ -54,7 +62,7 @@ def options_page() -> str:
     page += _GROUPS
     for group, names in groups().items():
         page += "".join(_row(f"`{group}={name}`", _comment(group, name)) for name in names)
-    page += _METRICS
+    page += _EVALUATION + _table(declared(EvaluationSet)) + _METRICS
     for name in sorted(metrics.METRICS):
         if settings := list(declared(metrics.find_metric(name).Options)):
             page += f"\n### `{name}`\n\n" + _table(settings)

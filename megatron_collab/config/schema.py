@@ -245,7 +245,7 @@ class DataConfig:
     dir: str | None = option(None, "folder where the world is made")
     path: str | None = option(None, "source data of the world, where it has one (gsm8k: folder with train.jsonl)")
     train: str = option(MISSING, "training tasks or conversations: JSONL or Parquet")
-    eval: Any = mutable(None, "what is evaluated: a file, or a list of entries {source, name, …}, see Evaluate")
+    eval: Any = mutable(None, "what is evaluated: a file, or a list of entries as [{source: FILE, name: NAME}]")
     format: str = option("auto", "JSONL or Parquet, or tasks by a reader", choices=("auto",), extensible=True)
     format_options: dict[str, Any] = option({}, "settings of a reader given as package.module:Class")
 
