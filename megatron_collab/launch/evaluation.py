@@ -23,9 +23,10 @@ from megatron_collab.config.schema import (
 )
 from megatron_collab.data.evaluation import evaluation_sets
 from megatron_collab.launch import prepare, validate
+from megatron_collab.models import parallel_layout
 from megatron_collab.observability import evaluations
 from megatron_collab.rollout import tools
-from megatron_collab.runtime import network
+from megatron_collab.runtime import device, network
 from megatron_collab.runtime.process import FINISHED, under_torchrun
 
 FOLDER = "hf"  # in run.dir: the checkpoint that is evaluated, as a Hugging Face folder
@@ -101,6 +102,7 @@ def prepared(config: Config) -> tuple[Config, int]:
         if config.assistant.model:
             server = replace(config.rollout.server, replicas=0)
             return replace(serving, rollout=replace(config.rollout, server=server)), 0
+        check_devices(serving)
         validate.check_servers_on_machine(serving)
         folder, checkpoint = _model(config)
         serving = replace(serving, model=replace(config.model, path=str(folder)))
@@ -115,6 +117,19 @@ def prepared(config: Config) -> tuple[Config, int]:
     converted = _converted(config, checkpoint, folder)
     saved = storage.read_state(checkpoint) or {}
     return replace(serving, model=replace(config.model, path=str(converted))), int(saved.get("step", 0))
+
+
+def check_devices(config: Config) -> None:
+    """The servers have all GPUs of their node to themselves."""
+    server = config.rollout.server
+    here = parallel_layout.servers_per_node(config) * server.tp
+    if device.select(config.launch.device).type == device.GPU:
+        message = f"needs more than the {device.count()} GPUs of this node; lower one of them"
+        require(
+            here <= device.count(),
+            f"<rollout.server.replicas> x <rollout.server.tp> / <launch.nodes>: {message}",
+            config,
+        )
 
 
 def done(config: Config) -> bool:
