@@ -96,7 +96,6 @@ def prepared(config: Config) -> tuple[Config, int]:
         for one in evaluation_sets(config):
             require(Path(one.source).is_file(), f"{one.setting}={one.source}: no such file")
         prepare.check_tasks(config)
-        prepare.check_same_run(config)
         # The rank of each node takes no device from the servers.
         serving = replace(config, launch=replace(config.launch, nproc_per_node=0))
         if config.assistant.model:
@@ -119,6 +118,24 @@ def prepared(config: Config) -> tuple[Config, int]:
     return replace(serving, model=replace(config.model, path=str(converted))), int(saved.get("step", 0))
 
 
+def done(config: Config) -> bool:
+    """Whether every set is evaluated already. ConfigError where run.dir holds an evaluation under other settings."""
+    prepare.check_same_run(config)
+    folder = Path(config.run.dir)
+    recorded = evaluations.read(folder)
+    if not recorded:
+        return False
+    before = replace(config.data, eval=json.loads((folder / SETTINGS).read_text())["data"]["eval"])
+    known = {one.name: one for one in evaluation_sets(replace(config, data=before))}
+    for one in evaluation_sets(config):
+        message = (
+            f"{one.setting}: run.dir={folder} holds it with other settings; give it another name, or another run.dir"
+        )
+        require(known.get(one.name, one) == one, message)
+    names = {evaluations.name_of(one.name, evaluations.MODEL) for one in evaluation_sets(config)}
+    return names <= recorded.keys() and (folder / FINISHED).exists()
+
+
 def check_devices(config: Config) -> None:
     """The servers have all GPUs of their node to themselves."""
     server = config.rollout.server
@@ -130,13 +147,6 @@ def check_devices(config: Config) -> None:
             f"<rollout.server.replicas> x <rollout.server.tp> / <launch.nodes>: {message}",
             config,
         )
-
-
-def done(config: Config) -> bool:
-    """Whether every set is evaluated already."""
-    recorded = evaluations.read(Path(config.run.dir))
-    names = {evaluations.name_of(one.name, evaluations.MODEL) for one in evaluation_sets(config)}
-    return names <= recorded.keys() and (Path(config.run.dir) / FINISHED).exists()
 
 
 def _model(config: Config) -> tuple[Path, Path | None]:

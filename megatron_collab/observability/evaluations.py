@@ -42,10 +42,10 @@ class Evaluations:
         steps = [record["step"] for record in self.records.values() if record.get("set", "") == one]
         if step in steps:
             return None
-        if not steps:
-            return name_of(one, BEFORE)
         if step == self.steps:
             return name_of(one, AFTER)
+        if not steps:
+            return name_of(one, BEFORE)
         return name_of(one, f"step_{step}") if every and step % every == 0 else None
 
     def best(self, metric: str, kept: Callable[[int], bool]) -> tuple[int, float] | None:

@@ -11,6 +11,7 @@ import pytest
 
 from megatron_collab.config import Config, ConfigError
 from megatron_collab.config.schema import AlgoConfig, ParallelConfig
+from megatron_collab.evaluate import prepared
 from megatron_collab.inference import server
 from megatron_collab.launch import evaluation, validate
 from megatron_collab.runtime import device
@@ -32,7 +33,7 @@ def given(tmp_path: Path, tasks: Path, *more: str) -> list[str]:
 
 def refused(arguments: list[str]) -> str:
     with pytest.raises(ConfigError) as error:
-        evaluation.prepared(evaluation.load(arguments))
+        prepared(arguments)
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -114,3 +115,20 @@ def test_another_model_is_another_evaluation(tmp_path: Path, tasks: Path) -> Non
     (tmp_path / "out" / "config.json").write_text(json.dumps(asdict(config)))
     said = refused(given(tmp_path, tasks, "assistant.model=openai/n"))
     assert "holds a run with assistant.model=openai/m, not openai/n; choose another run.dir" in said
+
+
+def test_a_set_that_is_recorded_keeps_its_settings(tmp_path: Path, tasks: Path) -> None:
+    """Others may be added: the command goes on with them."""
+
+    def sets(*entries: str) -> list[str]:
+        return given(tmp_path, tasks, "assistant.model=openai/m", f"data.eval=[{', '.join(entries)}]")
+
+    first, second = (f"{{source: {tasks}, name: {name}}}" for name in ("a", "b"))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "config.json").write_text(json.dumps(asdict(evaluation.load(sets(first)))))
+    (tmp_path / "out" / "evaluations.json").write_text(json.dumps({"a/model": {"step": 0, "set": "a"}}))
+    (tmp_path / "out" / "result.json").write_text("{}")
+    assert "all sets are evaluated" in str(prepared(sets(first)))
+    assert not isinstance(prepared(sets(first, second)), str)
+    changed = f"{{source: {tasks}, name: a, temperature: 0}}"
+    assert "data.eval[a]: run.dir=" in refused(sets(changed)) and "give it another name" in refused(sets(changed))
