@@ -152,14 +152,14 @@ def check_devices(config: Config) -> None:
 def _model(config: Config) -> tuple[Path, Path | None]:
     """A Hugging Face folder; or for a checkpoint that of its run's start, which describes it, and the checkpoint."""
     given = Path(config.model.path)
-    if (given / "config.json").is_file() and not (given / "checkpoints").is_dir():
+    folder = Path(str(given).rpartition("@")[0] or given)
+    of_run = folder.name.startswith("step_") or folder.name == "checkpoints" or (folder / "checkpoints").is_dir()
+    if not of_run:
         return given, None
     try:
         checkpoint = storage.find_checkpoint(given)
     except ConfigError as error:
-        if "@" in given.name or (given / "checkpoints").is_dir() or given.name.startswith("step_"):
-            raise ConfigError(f"model.path={error}") from error
-        return given, None  # check_model says what is missing
+        raise ConfigError(f"model.path={error}") from error
     run = checkpoint.parent.parent
     settings = run / SETTINGS
     require(settings.is_file(), f"model.path={given}: {run} has no {SETTINGS}, which names the model it started from")

@@ -99,7 +99,8 @@ def test_models_that_are_not_there(tmp_path: Path, tasks: Path) -> None:
     settings.run.dir, settings.model.path, settings.data.train = str(run), str(tmp_path / "gone"), "t"
     (run / "config.json").write_text(json.dumps(asdict(settings)))
     assert "gone, which is not there any more" in refused(given(tmp_path, tasks, f"model.path={run}@10"))
-    assert "no config.json there" in refused(given(tmp_path, tasks, f"model.path={tmp_path}/nothing"))
+    for name in (f"{tmp_path}/nothing", f"{tmp_path}/nothing@3"):  # @3 may also be a revision of a model
+        assert f"model.path={name}: no config.json there" in refused(given(tmp_path, tasks, f"model.path={name}"))
 
 
 def test_the_folder_of_a_run_that_trains_is_not_written_to(tmp_path: Path, tasks: Path) -> None:
