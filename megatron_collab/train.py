@@ -6,8 +6,8 @@ Checks the configuration, starts itself under torchrun unless torchrun started i
 
 from __future__ import annotations
 
-import os
 import sys
+from functools import partial
 
 from megatron_collab.runtime import process
 
@@ -16,13 +16,10 @@ if __name__ == "__main__":
 
 from megatron_collab import patches
 from megatron_collab.algo.advantages import with_advantages
-from megatron_collab.config import Config, ConfigError
-from megatron_collab.launch import prepare
-from megatron_collab.launch.help import composed, help_text
+from megatron_collab.config import Config
+from megatron_collab.launch import prepare, program
 from megatron_collab.launch.validate import load
 from megatron_collab.observability.run import Stopwatch
-from megatron_collab.runtime import network
-from megatron_collab.runtime.redact import redact
 
 # Imported in the functions: what needs Megatron, Ray or SGLang, which only a rank does.
 
@@ -52,8 +49,8 @@ def train_rl(config: Config) -> None:
                 with trainer.offloaded(), servers.awake():
                     weights.sync(version=step)
                     clock.lap("publish")
-                    if step == 0 and rollouts.evaluates:
-                        rollouts.evaluate("before", step)
+                    if rollouts.evaluation_due(step):
+                        rollouts.evaluate(step)
                         clock.lap("evaluation")
                     batch = rollouts.collect(step)  # turns -> futures -> rewards -> credits
                     clock.lap("rollout")
@@ -73,10 +70,10 @@ def train_rl(config: Config) -> None:
                 clock.lap("save")
 
         session.checkpoints.finish()
-        if rollouts.evaluates:
+        if rollouts.evaluation_due(step):
             with trainer.offloaded(), servers.awake():
                 weights.sync(version=step)
-                rollouts.evaluate("after", step)
+                rollouts.evaluate(step)
         session.finish(trainer)
 
 
@@ -96,6 +93,8 @@ def train_sft(config: Config) -> None:
 
         while step < config.train.steps:
             with session.saved_when_stopped(step, trainer):
+                if session.validate(step, trainer, data):
+                    clock.lap("evaluation")
                 stats = trainer.update(data.batch(step))
             clock.lap("update")
             session.record(step, {**stats, **clock.read()})
@@ -105,38 +104,21 @@ def train_sft(config: Config) -> None:
                 clock.lap("save")
 
         session.checkpoints.finish()
+        session.validate(step, trainer, data)
         session.finish(trainer)
 
 
-def main(arguments: list[str]) -> int:
-    if "--help" in arguments:
-        print(help_text(__doc__))
-        return 0
-    try:
-        if "--cfg" in arguments:
-            print(composed([argument for argument in arguments if argument != "--cfg"]))
-            return 0
-        config = load(arguments)
-        prepare.prepare(config)
-    except ConfigError as error:
-        if process.first_on_node():  # what is missing may be missing on this node only
-            print(f"megatron-collab: {redact(str(error))}", file=sys.stderr)
-        return process.EXIT_BAD_INPUT
+def prepared(arguments: list[str]) -> program.Prepared | str:
+    """The settings of a run and what its ranks do, all checked; or that it is done already. Raises ConfigError."""
+    config = load(arguments)
+    prepare.prepare(config)
     if done := prepare.finished(config):
-        print(f"{config.run.dir}: all {done} steps are done; raise train.steps to train on, or choose another run.dir")
-        return 0
-    if not process.under_torchrun():
-        prepare.replace_by_torchrun(config, arguments)
-    os.environ |= network.variables(config)
-    process.die_with_parent(int(os.environ.get(process.LAUNCHER, "0")))  # 0: torchrun was started by hand
-    process.take_signals(process.global_rank())
-    try:
-        (train_sft if config.train.stage == "sft" else train_rl)(config)
-    except process.Preempted:
-        return process.EXIT_PREEMPTED
-    except process.RunStopped as error:
-        return process.EXIT_HUNG if isinstance(error, process.Hung) else process.EXIT_STOPPED
-    return 0
+        return f"{config.run.dir}: all {done} steps are done; raise train.steps to train on, or choose another run.dir"
+    return config, partial(train_sft if config.train.stage == "sft" else train_rl, config)
+
+
+def main(arguments: list[str]) -> int:
+    return program.run("megatron_collab.train", __doc__, arguments, prepared)
 
 
 if __name__ == "__main__":

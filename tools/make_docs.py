@@ -13,6 +13,7 @@ from omegaconf import MISSING
 
 from megatron_collab.config import CONF, Config, groups
 from megatron_collab.config.option import Declared, declared
+from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.data.sources import TrainingSource
 from megatron_collab.reward import metrics
 from megatron_collab.rollout import users
@@ -42,8 +43,15 @@ _GROUPS = """
 _SOURCES = """
 ## Settings of a source
 
-`data.train` and `data.eval` are one source, or a list: `data.train='[{source: PATH, weight: 2}, PATH]'`. Those of
-`data.eval` have the first four settings.
+`data.train` and `data.eval` are one source, or a list: `data.train='[{source: PATH, weight: 2}, PATH]'`.
+
+"""
+
+_EVALUATION = """
+## Entries of `data.eval`
+
+Of each set where `data.eval` is a list; see [Evaluate](../howto/evaluate.md).
+
 
 """
 
@@ -63,7 +71,7 @@ _USERS = """
 
 
 def options_page() -> str:
-    """docs/reference/options.md: every option by its group, then groups of conf/ and settings of metrics and users."""
+    """docs/reference/options.md: options by their groups, the groups of conf/, sources, sets, metrics and users."""
     page = _INTRODUCTION
     by_group = itertools.groupby(declared(Config), key=lambda option: option[0].partition(".")[0])
     for group, options in by_group:
@@ -72,6 +80,7 @@ def options_page() -> str:
     for group, names in groups().items():
         page += "".join(_row(f"`{group}={name}`", _comment(group, name)) for name in names)
     page += _SOURCES + _table(declared(TrainingSource))
+    page += _EVALUATION + _table(declared(EvaluationSet))
     page += _METRICS
     for name in sorted(metrics.METRICS):
         if settings := list(declared(metrics.find_metric(name).Options)):

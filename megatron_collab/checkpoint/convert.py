@@ -85,14 +85,6 @@ def to_checkpoint(source: Path, folder: Path, dtype: torch.dtype | None, file_by
         storage.commit(step, state, storage.checksums(step.iterdir()))
 
 
-def find_checkpoint(folder: Path) -> Path:
-    """`folder` if it is a checkpoint, else the newest one in it; ConfigError where there is none."""
-    found = [folder] if folder.name.startswith("step_") else storage.candidates(folder)
-    if not found or not found[0].is_dir():
-        raise ConfigError(f"{folder}: contains no checkpoint; give a step_N folder, or the folder that contains them")
-    return found[0]
-
-
 def _exported(shape: ModelShape) -> list[WeightEntry]:
     return [entry for entry in hf_to_megatron.table(shape) if entry.exported]
 

@@ -14,8 +14,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_collab.config import require
 from megatron_collab.runtime.files import replace
-from megatron_collab.runtime.process import beat
+from megatron_collab.runtime.process import BEST, beat
 
 LATEST = "latest"
 STATE = "state.json"
@@ -58,12 +59,40 @@ def commit(temporary: Path, state: Mapping[str, Any], files: Files) -> None:
 
 
 def discard(folder: Path, step: int, keep: int) -> None:
-    """Remove incomplete folders, and of the checkpoints before `step` all but the newest `keep` - 1."""
+    """Remove incomplete folders, and of the checkpoints before `step` all but the newest `keep` - 1 and the best."""
     for leftover in [*folder.glob("step_*.tmp"), *folder.glob("step_*.old")]:
         shutil.rmtree(leftover)
-    older = [found for number, found in _folders(folder).items() if number < step]
+    older = [found for number, found in _folders(folder).items() if number < step and number != best(folder.parent)]
     for old in older[keep - 1 :]:
         shutil.rmtree(old)
+
+
+def best(run: Path) -> int | None:
+    """The step whose checkpoint train.keep_best keeps."""
+    file = run / BEST
+    return int(json.loads(file.read_text())["step"]) if file.is_file() else None
+
+
+def find_checkpoint(given: Path) -> Path:
+    """The checkpoint that RUN (the newest), RUN@STEP, RUN@best, RUN/checkpoints or a step_N folder names.
+
+    Raises ConfigError where there is none.
+    """
+    name, at, step = str(given).rpartition("@")
+    folder = Path(name) if at else given
+    run, folder = (folder, folder / "checkpoints") if (folder / "checkpoints").is_dir() else (folder.parent, folder)
+    there = ", ".join(str(number) for number in _folders(folder))
+    if step and at:
+        number = best(run) if step == "best" else step
+        found = folder / f"step_{number}"
+        hint = f"it keeps those of the steps {there}" if there else "it has no checkpoints"
+        require(number is not None, f"{given}: the run keeps no best checkpoint; train with train.keep_best, or {hint}")
+        require(found.is_dir(), f"{given}: no checkpoint of that step; {hint}")
+        return found
+    of_folder = [folder] if folder.name.startswith("step_") else candidates(folder)
+    hint = "give a run, RUN@STEP, a step_N folder, or the folder that contains them"
+    require(bool(of_folder) and of_folder[0].is_dir(), f"{given}: contains no checkpoint; {hint}")
+    return of_folder[0]
 
 
 def candidates(folder: Path) -> list[Path]:

@@ -13,8 +13,9 @@ from megatron_collab.commands import EXIT_BAD_INPUT
 
 COMMANDS = {
     "train": "train a policy: experiment=NAME [option=value …]",
+    "evaluate": "evaluate a checkpoint, a Hugging Face folder or any model of LiteLLM's, without training",
     "quickstart": "the booking world, supervised and then with GRPO, on two CPU cores",
-    "doctor": "what this machine provides; --plan: GPU memory of a run; --data: its rows; --llm: whether its models answer",
+    "doctor": "what this machine provides; --plan: GPU memory of a run; --data: rows; --llm: calls its models",
     "prepare-data": "rows to train on from published data, split by conversation",
     "plan-sync": "how a run would sync its weights: bytes by path, rounds, seconds",
     "convert": "convert a checkpoint to a Hugging Face folder, or the other way round",
@@ -35,8 +36,8 @@ def main() -> int:
         nearest = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0)[0]
         print(f"megatron-collab: no command {name!r}; did you mean {nearest}? (all commands: --help)", file=sys.stderr)
         return EXIT_BAD_INPUT
-    if name == "train":  # replaces this process: train blocks the preemption signal before it imports anything heavy
-        os.execv(sys.executable, [sys.executable, "-m", "megatron_collab.train", *arguments])
+    if name in ("train", "evaluate"):  # which replace this process, to block the preemption signal before they import
+        os.execv(sys.executable, [sys.executable, "-m", f"megatron_collab.{name}", *arguments])
     return run(name, arguments)
 
 

@@ -1,6 +1,6 @@
 """Convert a checkpoint to a Hugging Face folder, or a Hugging Face folder to a checkpoint to start from.
 
-    megatron-collab convert RUN/checkpoints OUT --model HF    # the newest checkpoint; or RUN/checkpoints/step_50
+    megatron-collab convert RUN OUT --model HF        # the newest checkpoint; or RUN@50, RUN@best (train.keep_best)
     megatron-collab convert HF OUT --to-megatron              # OUT: the `checkpoints` folder of a new run
 
 One process, no GPU, the memory of one file: the whole model is never loaded, except by --verify.
@@ -23,7 +23,7 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 def main(arguments: Sequence[str]) -> int:
     parser = ArgumentParser("convert", __doc__)
-    parser.add_argument("source", type=Path, help="checkpoint, folder of checkpoints, or Hugging Face folder")
+    parser.add_argument("source", type=Path, help="run (RUN, RUN@STEP, RUN@best), checkpoint, or Hugging Face folder")
     parser.add_argument("out", type=Path, help="folder to write")
     parser.add_argument("--model", type=Path, help="Hugging Face folder of the run's start: config and tokenizer")
     parser.add_argument("--to-megatron", action="store_true", help="convert a Hugging Face folder to a checkpoint")
@@ -36,16 +36,16 @@ def main(arguments: Sequence[str]) -> int:
     import torch
 
     patches.apply("megatron")
-    from megatron_collab.checkpoint import convert
+    from megatron_collab.checkpoint import convert, storage
     from megatron_collab.commands import verify
 
     warnings.filterwarnings("ignore", category=FutureWarning)  # torch's, about names that Megatron-Core uses
     dtype = getattr(torch, given.dtype) if given.dtype else None
     if given.to_megatron:
         convert.to_checkpoint(given.source, given.out, dtype, given.shard_size)
-        checkpoint, folder = convert.find_checkpoint(given.out), given.source
+        checkpoint, folder = storage.find_checkpoint(given.out), given.source
     else:
-        checkpoint, folder = convert.find_checkpoint(given.source), given.out
+        checkpoint, folder = storage.find_checkpoint(given.source), given.out
         convert.to_hf(checkpoint, folder, given.model, dtype, given.shard_size)
     print(f"{given.out}: written from {checkpoint if folder is given.out else folder}")
     if not given.verify:

@@ -172,7 +172,7 @@ def print_endpoints(overrides: Sequence[str]) -> int:
     return 1 if faults else 0
 
 
-def _surveys(config: Config) -> list[tuple[str, Any]]:
+def _surveys(config: Config) -> list[tuple[Config, str, Any]]:
     """data.train with the users that its tasks name; nothing where a world makes them in the first run."""
     from megatron_collab.data.examples import load_tasks
     from megatron_collab.data.sources import TrainingSource, sources
@@ -182,7 +182,7 @@ def _surveys(config: Config) -> list[tuple[str, Any]]:
         return []
     given = sources(config.data.train, "data.train", TrainingSource)
     loaded = (load_tasks(source, "data.train", config.data) for source in given)
-    return [("data.train", survey(tasks, 0, lambda messages: 0, lambda task: 0)) for tasks in loaded]
+    return [(config, "data.train", survey(tasks, 0, lambda messages: 0, lambda task: 0)) for tasks in loaded]
 
 
 async def _call(endpoint: EndpointConfig) -> tuple[tuple[str, str, str], str | None]:

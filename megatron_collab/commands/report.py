@@ -7,13 +7,14 @@ from pathlib import Path
 
 from megatron_collab.commands import ArgumentParser
 from megatron_collab.config import require
-from megatron_collab.observability import report
+from megatron_collab.observability import evaluations, report
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = ArgumentParser("report", __doc__)
     parser.add_argument("run", type=Path, help="folder of the run")
     folder = parser.parse_args(arguments).run
-    require((folder / "metrics.jsonl").exists(), f"{folder}: has no metrics.jsonl; give the folder of a run")
+    found = any((folder / name).exists() for name in ("metrics.jsonl", evaluations.FILE))
+    require(found, f"{folder}: has no metrics.jsonl or {evaluations.FILE}; give the folder of a run")
     print(report.write(folder))
     return 0

@@ -26,6 +26,9 @@ _Options = TypeVar("_Options")
 _FOLDERS = [folder / "conf" for folder in Path(__file__).resolve().parents[1:3]]
 CONF = next((folder for folder in _FOLDERS if folder.is_dir()), _FOLDERS[0])
 
+# Other names of options on the command line: no field of a dataclass can be called by a keyword of Python.
+ALIASES = {"run.from": "run.fork"}
+
 # What Hydra recommends and is refused here: to add an option with a +, to sweep over values.
 _REFUSED = re.compile(r" (To append to your \w+|3\. To sweep) .*")
 
@@ -110,7 +113,9 @@ def _composed(overrides: Sequence[str]) -> DictConfig:
 
 def _plain(overrides: Sequence[str]) -> list[str]:
     """Overrides without + and ++, which add what nothing would read, and with ~ after = as the home folder."""
-    return [re.sub(r"(?<==)~(?=/)", str(Path.home()), override.lstrip("+"), count=1) for override in overrides]
+    parts = (override.lstrip("+").partition("=") for override in overrides)
+    named = (f"{ALIASES.get(name, name)}{sign}{value}" for name, sign, value in parts)
+    return [re.sub(r"(?<==)~(?=/)", str(Path.home()), override, count=1) for override in named]
 
 
 def _reason(error: Exception, overrides: Sequence[str]) -> str:

@@ -33,7 +33,11 @@ FORMATS = (  # of rows, as data/formats.py reads them
 class RunConfig:
     dir: str = mutable(MISSING, "folder of the run: metrics, transcripts, checkpoints, report")
     seed: int = option(0, "seed of data order, sampling and initialisation", ge=0, lt=2**32)
+    fork: str | None = option(None, "run to go on from under other settings: RUN, RUN@STEP or RUN@best (also run.from)")
     wandb_project: str | None = mutable("megatron-collab", "Weights & Biases project, used where WANDB_API_KEY is set")
+    wandb_name: str | None = mutable(None, "name of the run there; none: one that Weights & Biases makes up")
+    wandb_group: str | None = mutable(None, "group of the run there")
+    wandb_tags: list[str] = mutable([], "tags of the run there")
 
 
 @dataclass
@@ -117,7 +121,11 @@ class TrainConfig:
     tokens_per_micro_batch: int = mutable(8192, "tokens packed to a micro-batch; a longer sequence goes alone", ge=1)
     checkpoint_every: int = mutable(50, "steps between checkpoints; the last step always saves one", ge=1)
     keep_checkpoints: int = mutable(2, "how many checkpoints stay on disk", ge=1)
-    eval_tasks: int = mutable(256, "tasks played before and after training; 0: none", ge=0)
+    keep_best: str | None = mutable(
+        None, "also keeps that of the highest eval/[SET/]METRIC; with a - before it: lowest"
+    )
+    eval_tasks: int = mutable(256, "tasks of a set of data.eval that are evaluated; 0: none", ge=0)
+    eval_every: int = mutable(0, "steps between evaluations; 0: only before the first step and after the last", ge=0)
 
 
 @dataclass
@@ -198,6 +206,15 @@ class UserConfig(EndpointConfig):
 
 
 @dataclass
+class AssistantConfig(EndpointConfig):
+    """A model in place of the policy, for `megatron-collab evaluate` alone."""
+
+    model: str | None = option(None, "LiteLLM model that `megatron-collab evaluate` evaluates in place of model.path")
+    temperature: float = option(1.0, "sampling temperature, where a set of data.eval gives none", ge=0)
+    max_tokens: int = option(2048, "token budget of a turn, where a set of data.eval gives none", ge=1)
+
+
+@dataclass
 class RewardConfig:
     mode: str = option(
         "mr",
@@ -243,7 +260,7 @@ class DataConfig:
     dir: str | None = option(None, "folder where the world is made")
     path: str | None = option(None, "source data of the world, where it has one (gsm8k: folder with train.jsonl)")
     train: Any = option(MISSING, "tasks or conversations: file, folder, glob, name of the Hub, or a list of sources")
-    eval: Any = mutable(None, "tasks for evaluation: a source, or a list of them")
+    eval: Any = mutable(None, "what is evaluated: a source as of data.train, or a list of sets [{source: …, name: …}]")
     format: str = option("auto", "how rows are read; auto: by their columns", choices=FORMATS, extensible=True)
     format_options: dict[str, Any] = option({}, "settings of a reader given as package.module:Class")
 
@@ -262,6 +279,7 @@ class Config:
     users: dict[str, dict[str, Any]] = option(
         {}, "users by names of yours: class, weight and settings of user; a task names one, or draws one by weight"
     )
+    assistant: AssistantConfig = field(default_factory=AssistantConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     llm: LlmConfig = field(default_factory=LlmConfig)
     publish: PublishConfig = field(default_factory=PublishConfig)

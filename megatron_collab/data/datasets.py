@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -18,10 +18,11 @@ from filelock import FileLock
 from megatron_collab import __version__
 from megatron_collab.config import Config, require
 from megatron_collab.data.chat_template import ChatRenderer, policys, system_prompt
+from megatron_collab.data.evaluation import EvaluationSet, evaluation_sets
 from megatron_collab.data.examples import Examples, TaskReader, load_conversations, load_tasks
 from megatron_collab.data.mixture import Mixture
 from megatron_collab.data.readers import Row
-from megatron_collab.data.sources import Source, TrainingSource, sources
+from megatron_collab.data.sources import TrainingSource, sources
 from megatron_collab.data.survey import Survey, survey
 from megatron_collab.runtime import files, hub
 from megatron_collab.types import Batch, Message, Sample, Task
@@ -38,9 +39,9 @@ class SurveyedSources(Generic[_Read]):
     """
 
     def __init__(
-        self, config: Config, setting: str, kind: type[Source], tools: Sequence[Mapping[str, Any]] = ()
+        self, config: Config, setting: str, sources: Sequence[Any], tools: Sequence[Mapping[str, Any]] = ()
     ) -> None:
-        """`tools`: schemas that the prompt tells the policy of.
+        """`sources`: those that `setting` names, each a Source. `tools`: schemas that the prompt tells the policy of.
 
         Raises ConfigError, and ValueError naming setting, file and row for what cannot be read.
         """
@@ -49,9 +50,7 @@ class SurveyedSources(Generic[_Read]):
         self._renderer: ChatRenderer | None = None
         self._folder = Path(config.run.dir) / FOLDER
         self._folder.mkdir(parents=True, exist_ok=True)
-        self.sources: list[Any] = sources(
-            config.data.train if setting == "data.train" else config.data.eval, setting, kind
-        )
+        self.sources = list(sources)
         self.sets: list[Examples[_Read]] = []
         self.surveys: list[Survey] = []
         for source in self.sources:
@@ -93,6 +92,8 @@ class SurveyedSources(Generic[_Read]):
         return Survey(**json.loads(file.read_text()))
 
     def _new_survey(self, examples: Examples[_Read], longest: int) -> Survey:
+        if self._config.assistant.model:  # which itself refuses what is too long
+            return survey(examples, longest, lambda messages: 0, lambda example: 0)
         renderer = self._renderer = self._renderer or policys(self._config, self._tools)
 
         def tokens(example: Any) -> int:
@@ -106,7 +107,7 @@ class TrainingData(SurveyedSources[_Read]):
     """data.train by position in the run, mixed as its sources say; a function of (run.seed, position) alone."""
 
     def __init__(self, config: Config, tools: Sequence[Mapping[str, Any]] = ()) -> None:
-        super().__init__(config, "data.train", TrainingSource, tools)
+        super().__init__(config, "data.train", sources(config.data.train, "data.train", TrainingSource), tools)
         pairs = list(zip(self.sources, self.sets, strict=True))
         keys = [examples.sort_keys(source.sort_by) if source.sort_by else None for source, examples in pairs]
         per_step = config.train.prompts_per_step
@@ -121,16 +122,26 @@ class TrainingData(SurveyedSources[_Read]):
 
 
 class SupervisedData:
-    """Batches of data.train by step; the same on every rank, from (run.seed, step) alone."""
+    """Batches of data.train by step, from (run.seed, step) alone, and the sets of data.eval; the same on every rank."""
 
     def __init__(self, config: Config) -> None:
         self.renderer = policys(config)
         self.conversations = TrainingData[tuple[Message, ...]](config)
+        sets = evaluation_sets(config)
+        given = SurveyedSources[tuple[Message, ...]](config, "data.eval", sets)
+        self._sets = dict(zip(sets, given.sets, strict=True))
         self.seed, self.size = config.run.seed, config.train.prompts_per_step
 
     def batch(self, step: int) -> Batch:
         positions = range(step * self.size, (step + 1) * self.size)
         return Batch(tuple(rendered(self.renderer, self.conversations.at(at, self.seed)) for at in positions))
+
+    def validation(self, one: EvaluationSet) -> Iterator[Batch]:
+        """The conversations of a set, in its order, as many at a time as a step has."""
+        conversations = self._sets[one][: one.tasks]
+        for start in range(0, len(conversations), self.size):
+            part = conversations[start : start + self.size]
+            yield Batch(tuple(rendered(self.renderer, messages) for messages in part))
 
 
 def rendered(renderer: ChatRenderer, messages: Sequence[Message]) -> Sample:

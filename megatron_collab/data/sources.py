@@ -19,7 +19,7 @@ SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt")  # 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Source:
     """Rows of one place. `preferred`: the splits that are taken where none is chosen, the first that there is."""
 
@@ -35,7 +35,7 @@ class Source:
         return self.name or Path(self.source.partition("@")[0]).name.partition(".")[0]
 
 
-@dataclass
+@dataclass(frozen=True)
 class TrainingSource(Source):
     """One of the sources of data.train, mixed with the others (data/mixture.py)."""
 
@@ -44,13 +44,6 @@ class TrainingSource(Source):
     from_step: int = option(0, "first step that takes rows from it", ge=0)
     until_step: int | None = option(None, "first step that takes none any more; none: to the end", ge=1)
     sort_by: str | None = option(None, "column by which an epoch is sorted, as -level; none: shuffled")
-
-
-@dataclass
-class EvaluationSource(Source):
-    """One of the sets of data.eval."""
-
-    preferred: ClassVar[tuple[str, ...]] = ("validation", "test", "train")
 
 
 _Kind = TypeVar("_Kind", bound=Source)

@@ -88,7 +88,7 @@ class ServerPool:
 
     def recover(self) -> None:
         """What was lost until now is made good: `lost_all` counts anew."""
-        self._lacked = not self._present
+        self._lacked = bool(self.servers) and not self._present
 
     def ready(self, seconds: float) -> bool:
         """Before a weight sync: whether a server is up that has memory for weights; looks for about `seconds`.
@@ -108,6 +108,13 @@ class ServerPool:
     def serve(self) -> None:
         """After a weight sync: have the workers use the servers, those that a worker found unreachable among them."""
         self._announce(sorted(server.index for server in self._present))
+
+    def serve_loaded(self, version: int) -> None:
+        """Have the workers use the servers with the weights that they loaded, called `version`; nothing is trained."""
+        order = {"new_version": str(version), "abort_all_requests": False}
+        self._each(lambda server: server.ask("/update_weight_version", order), self.lost)
+        self.serve()
+        self.recover()
 
     def rest(self) -> None:
         """After a phase: have colocated servers that are present give their memory back."""

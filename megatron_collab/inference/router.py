@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from megatron_collab.config import RolloutConfig, SamplingConfig
 from megatron_collab.inference.client import ServerGone, SGLangClient
 from megatron_collab.inference.server import UNPUBLISHED
-from megatron_collab.types import ToolCall, Turn
+from megatron_collab.types import Message, ToolCall, Turn
 
 # A server with more than this times the mean of the requests in flight gets no new conversations.
 LOAD_FACTOR = 1.25
@@ -58,9 +58,18 @@ class Router:
         self.gone = {*self._all - self._allowed}
 
     async def generate(
-        self, prompt_ids: tuple[int, ...], *, max_new_tokens: int, sampling: SamplingConfig, seed: int, affinity: str
+        self,
+        prompt_ids: tuple[int, ...],
+        *,
+        max_new_tokens: int,
+        sampling: SamplingConfig,
+        seed: int,
+        affinity: str,
+        messages: Sequence[Message] = (),
     ) -> Turn:
         """See SGLangClient.generate; all turns of an `affinity` are sampled by one server while it is reachable.
+
+        The ids are what is sampled from; `messages` are for assistants without ids (assistant.py).
 
         One without the run's weights is not: a worker that Ray restarted does not know that it is out of use.
         """

@@ -45,9 +45,19 @@ def of_users(config: Config, names: Iterable[str]) -> list[AskedModel]:
     return list(found.values())
 
 
+def of_assistant(config: Config) -> list[AskedModel]:
+    """The model that is evaluated in place of the policy, if any."""
+    asked = config.assistant
+    return [AskedModel("assistant.model", "assistant", asked)] if asked.model else []
+
+
 def check_settings(config: Config) -> None:
     """ConfigError for headers and extra arguments that cannot be."""
-    for group, endpoint in {**user_settings(config), "reward.judge": config.reward.judge}.items():
+    for group, endpoint in {
+        **user_settings(config),
+        "reward.judge": config.reward.judge,
+        "assistant": config.assistant,
+    }.items():
         endpoints.check_settings(endpoint, group)
 
 

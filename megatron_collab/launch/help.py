@@ -11,6 +11,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from megatron_collab.config import CONF, Config, declared, groups, settings
+from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.data.sources import TrainingSource
 from megatron_collab.reward import metrics
 from megatron_collab.rollout import tools, users
@@ -26,6 +27,8 @@ def help_text(program: str | None) -> str:
     for group, names in groups().items():
         lines += [_line(f"{group}={name}", _comment(group, name)) for name in names]
     lines += ["", "Settings of a source, as data.train='[{source: PATH, weight: 2}]':", *_options(TrainingSource)]
+    lines += ["", "Entries of data.eval where that is a list, as data.eval='[{source: FILE, name: NAME}]':"]
+    lines += _options(EvaluationSet)
     lines += ["", "Metrics, weighted by reward.weights.NAME; their settings are reward.metrics.NAME.SETTING:"]
     for name in sorted(metrics.METRICS):
         metric = metrics.find_metric(name)

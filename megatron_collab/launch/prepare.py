@@ -13,8 +13,9 @@ from megatron_collab import environments
 from megatron_collab.config import SETTINGS, Config, ConfigError, changes, require
 from megatron_collab.config.extension import NoOptions
 from megatron_collab.data import sources
-from megatron_collab.data.sources import EvaluationSource
+from megatron_collab.data.evaluation import EvaluationSet, evaluation_sets, settings_of
 from megatron_collab.launch import endpoints
+from megatron_collab.launch.fork import fork
 from megatron_collab.launch.validate import check_model
 from megatron_collab.rollout import tools, users
 from megatron_collab.rollout.users.named import user_of
@@ -30,6 +31,7 @@ from megatron_collab.runtime.process import (
 from megatron_collab.types import Task
 
 if TYPE_CHECKING:
+    from megatron_collab.data.datasets import SurveyedSources
     from megatron_collab.data.survey import Survey
 
 
@@ -38,54 +40,84 @@ def prepare(config: Config) -> None:
 
     ConfigError before anything is started.
     """
-    # Hugging Face's libraries take seconds to import, which refused settings need not wait for.
-    from megatron_collab.data import chat_template, datasets
+    # transformers takes seconds to import, which refused settings need not wait for.
+    from megatron_collab.data import chat_template
 
+    check_nodes(config, "megatron_collab.train")
+    message = "is evaluated by `megatron-collab evaluate`, and not trained; remove it"
+    require(config.assistant.model is None, f"assistant.model={config.assistant.model}: {message}")
+    try:
+        environments.prepare(config)
+        _pin(config)
+        check_model(config)
+        check_same_run(config)
+        data = read_data(config)
+        if not under_torchrun():
+            chat_template.policys(config, tools.schemas(config.rollout.tools))
+            network.bindable("rollout.server.port", config.rollout.server.port, network.address(config))
+    except (ValueError, OSError, RunStopped) as error:
+        raise ConfigError(" ".join(str(error).split())) from error
+    fork(config)
+    if global_rank() == 0 and LAUNCHER not in os.environ:  # the launcher has said it
+        print("\n".join(line for given in data for line in given.lines()))
+
+
+def check_nodes(config: Config, module: str) -> None:
+    """On several nodes torchrun was started by hand, and Ray too where conversations are played."""
     nodes = config.launch.nodes
     command = f"python -m megatron_collab.launch.torchrun --nnodes {nodes} --nproc-per-node"
     require(
         nodes == 1 or under_torchrun(),
         f"launch.nodes={nodes}: only this node's ranks can be started from here; start {command} "
-        f"{config.launch.nproc_per_node} … -m megatron_collab.train on each node, or set launch.nodes=1",
+        f"{config.launch.nproc_per_node} … -m {module} on each node, or set launch.nodes=1",
     )
     require(
         nodes == 1 or config.train.stage != "rl" or "RAY_ADDRESS" in os.environ,
         f"launch.nodes={nodes}: RAY_ADDRESS is not set, and Ray would be on one node only; start Ray on every node in "
         "this folder, and set RAY_ADDRESS to HOST:PORT of its head, or set launch.nodes=1",
     )
-    try:
-        environments.prepare(config)
-        _pin(config)
-        check_model(config)
-        _check_same_run(config)
-        schemas = tools.schemas(config.rollout.tools) if config.train.stage == "rl" else []
-        data: list[datasets.SurveyedSources[Any]] = [datasets.TrainingData(config, schemas)]
-        if config.train.stage == "rl":
-            if config.data.eval:
-                data.append(datasets.SurveyedSources(config, "data.eval", EvaluationSource, schemas))
-            examples = users_of_tasks(config, [(given.setting, one) for given in data for one in given.surveys])
-            check_users(config, examples)
-            if first_on_node():  # LiteLLM is slow to import
-                asked = [*endpoints.of_users(config, examples), *endpoints.of_judges(config)]
-                endpoints.check_prices(config, asked)
-                endpoints.check_support(asked)
-        if not under_torchrun():
-            chat_template.policys(config, tools.schemas(config.rollout.tools))
-            network.bindable("rollout.server.port", config.rollout.server.port, network.address(config))
-    except (ValueError, OSError, RunStopped) as error:
-        raise ConfigError(" ".join(str(error).split())) from error
-    if global_rank() == 0 and LAUNCHER not in os.environ:  # the launcher has said it
-        print("\n".join(line for given in data for line in given.lines()))
 
 
-def users_of_tasks(config: Config, surveys: Iterable[tuple[str, Survey]]) -> dict[str, str]:
-    """The names of the users of the settings and of the tasks, each with an example; `surveys` by their settings."""
+def read_data(config: Config, trains: bool = True) -> list[SurveyedSources[Any]]:
+    """data.train, unless nothing `trains`, and the sets of data.eval: every row is read, and its user can be asked.
+
+    Raises ConfigError, and ValueError or RunStopped for what cannot be read.
+    """
+    from megatron_collab.data import datasets
+
+    rl = config.train.stage == "rl"
+    schemas = tools.schemas(config.rollout.tools) if rl else []
+    data: list[SurveyedSources[Any]] = [datasets.TrainingData(config, schemas)] if trains else []
+    if sets := evaluation_sets(config):
+        data.append(datasets.SurveyedSources(config, "data.eval", sets, schemas))
+    if rl:
+        examples = users_of_tasks(config, [surveyed for given in data for surveyed in _surveyed(config, given)])
+        check_users(config, examples)
+        if first_on_node():  # LiteLLM is slow to import
+            asked = [*endpoints.of_users(config, examples), *endpoints.of_judges(config)]
+            asked += endpoints.of_assistant(config)
+            endpoints.check_prices(config, asked)
+            endpoints.check_support(asked)
+    return data
+
+
+def users_of_tasks(config: Config, surveyed: Iterable[tuple[Config, str, Survey]]) -> dict[str, str]:
+    """The names of the users of the settings and of the tasks, each with an example.
+
+    `surveyed`: the settings under which a source is played, the option that names it, and its survey.
+    """
     examples: dict[str, str] = {name: f"users.{name}" for name in config.users}
-    for setting, found in surveys:
+    for settings, option, found in surveyed:
         for user, task in found.users.items():
-            name = user_of(Task(task, (), "", "", user), config)
-            examples[name] = f"{setting}, task {task}"
+            name = user_of(Task(task, (), "", "", user), settings)
+            examples[name] = f"{option}, task {task}"
     return examples
+
+
+def _surveyed(config: Config, data: SurveyedSources[Any]) -> Iterable[tuple[Config, str, Survey]]:
+    for source, found in zip(data.sources, data.surveys, strict=True):
+        settings = settings_of(config, source) if isinstance(source, EvaluationSet) else config
+        yield settings, data.setting, found
 
 
 def finished(config: Config) -> int:
@@ -97,11 +129,11 @@ def finished(config: Config) -> int:
     return steps if config.train.steps <= steps else 0
 
 
-def replace_by_torchrun(config: Config, arguments: list[str]) -> NoReturn:
-    """Become `agent … -m megatron_collab.train` with the same arguments; does not return."""
+def replace_by_torchrun(config: Config, module: str, arguments: list[str]) -> NoReturn:
+    """Become torchrun … -m `module` with the same arguments; does not return."""
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), LAUNCHER: str(os.getpid())}
     command = [sys.executable, "-m", "megatron_collab.launch.torchrun", "--max-restarts=0"]
-    command += [f"--nproc-per-node={config.launch.nproc_per_node}", "-m", "megatron_collab.train", *arguments]
+    command += [f"--nproc-per-node={config.launch.nproc_per_node}", "-m", module, *arguments]
     os.execve(sys.executable, command, environment)
 
 
@@ -124,7 +156,7 @@ def check_users(config: Config, examples: Mapping[str, str]) -> None:
     require(takes or not config.user.options, "user.options: no user of the tasks has options; remove them")
 
 
-def _check_same_run(config: Config) -> None:
+def check_same_run(config: Config) -> None:
     """A run goes on only with settings that do not make another run of it."""
     for change in changes(config):
         found = f"holds a run with {change.setting}={change.before}, not {change.after}"

@@ -17,12 +17,14 @@ from megatron_collab.config import (
     ModelConfig,
     check_declared,
     compose,
+    nearest,
     read_prompt,
     require,
     uses_wandb,
 )
 from megatron_collab.config.extension import make, make_absolute
 from megatron_collab.data import sources
+from megatron_collab.data.evaluation import EvaluationSet, evaluation_sets
 from megatron_collab.launch import endpoints
 from megatron_collab.models import hf_config, parallel_layout
 from megatron_collab.models.hf_config import ModelShape
@@ -65,7 +67,7 @@ def validate(config: Config) -> None:
     if not made:
         sources.check_exists(config.data.train, "data.train", sources.TrainingSource)
         if config.data.eval:
-            sources.check_exists(config.data.eval, "data.eval", sources.EvaluationSource)
+            sources.check_exists(config.data.eval, "data.eval", EvaluationSet)
     if config.train.stage == "rl":
         for group, user in user_settings(config).items():
             file = user.personas
@@ -96,6 +98,11 @@ def check_settings(config: Config) -> None:
     message = f"<algo.mini_batches>: a step has at most {samples} samples; choose at most as many"
     check(config.algo.mini_batches <= samples, message)
     check_layout(config)
+    for one in evaluation_sets(config) if train.stage == "sft" else ():
+        plain = EvaluationSet(one.source, one.name, one.subset, one.split, one.tasks)
+        played = next((name for name, value in vars(one).items() if value != getattr(plain, name)), None)
+        require(played is None, f"{one.setting}: {played} is of conversations that are played, and sft plays none")
+    _check_best(config)
     if train.stage == "rl":
         _check_reward(config)
         _check_rollouts(config)
@@ -103,6 +110,21 @@ def check_settings(config: Config) -> None:
         check_servers(config)
         endpoints.check_settings(config)
         _check_budget(config)
+
+
+def _check_best(config: Config) -> None:
+    """train.keep_best names a metric of an evaluation, at steps that have checkpoints."""
+    train, sets = config.train, [one.name for one in evaluation_sets(config)]
+    if train.keep_best is None:
+        return
+    scored = ["reward", *config.reward.weights] if train.stage == "rl" else ["loss"]
+    known = ["/".join(filter(None, ["eval", one, metric])) for one in sets for metric in scored]
+    given = train.keep_best.removeprefix("-")
+    there = f"there are {', '.join(known)}" if known else "data.eval has no sets"
+    require(given in known, f"train.keep_best={train.keep_best}: no such metric{nearest(given, known)}; {there}")
+    message = "<train.keep_best>: needs a checkpoint at every evaluation; set train.eval_every to a multiple of"
+    together = train.eval_every > 0 and train.eval_every % train.checkpoint_every == 0
+    require(together, f"{message} <train.checkpoint_every>", config)
 
 
 def _check_reward(config: Config) -> None:
@@ -126,7 +148,8 @@ def _check_reward(config: Config) -> None:
 def _check_budget(config: Config) -> None:
     """A budget holds only where the prices are known; the run's own model and scripted users cost nothing."""
     users = [*config.users, *(["llm"] if config.user.model else [])]
-    endpoints.check_prices(config, [*endpoints.of_users(config, users), *endpoints.of_judges(config)])
+    asked = [*endpoints.of_users(config, users), *endpoints.of_judges(config), *endpoints.of_assistant(config)]
+    endpoints.check_prices(config, asked)
 
 
 def _check_rollouts(config: Config) -> None:
@@ -141,6 +164,10 @@ def _check_rollouts(config: Config) -> None:
     credited_once = rollout.futures > 0 or not config.reward.weights.get("turn_rewards")
     check(credited_once, f"reward.weights.turn_rewards: {message}")
     tools.make_tools(rollout)
+    for one in evaluation_sets(config):
+        message = f"{one.setting}: max_new_tokens={one.max_new_tokens} leaves no room for a prompt in"
+        fits = (one.max_new_tokens or 0) < rollout.context_length
+        check(fits, f"{message} <rollout.context_length>; lower it")
     for setting, sampling in (("rollout.turn", rollout.turn), ("rollout.future", rollout.future)):
         require(sampling.top_k != 0, f"{setting}.top_k=0: samples from no token; set -1 for all, or 1 or more")
         message = f"<{setting}.max_new_tokens>: leaves no room for a prompt in <rollout.context_length>; lower it"

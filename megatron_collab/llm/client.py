@@ -10,14 +10,14 @@ import re
 import socket
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 import httpx
@@ -34,6 +34,16 @@ from megatron_collab.patches.litellm import be_quiet
 from megatron_collab.runtime.redact import redact
 
 Messages = list[dict[str, str]]
+_Read = TypeVar("_Read")
+
+
+class Reply(NamedTuple):
+    """What a model said, in how many tokens (0: not reported), and why it stopped."""
+
+    text: str
+    tokens: int
+    finish: str | None
+
 
 _BUSY = 60.0  # seconds to wait for another process's write to the cache
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds
@@ -112,9 +122,33 @@ class LlmClient:
                 self._cache.put(key, answer)
             return answer
 
+    async def reply(self, endpoint: EndpointConfig, messages: Messages) -> Reply:
+        """What the model says, as it says it, its tokens estimated if they are not reported. Raises as `ask`."""
+
+        def counted(reply: Reply) -> Reply:
+            return reply if reply.tokens else reply._replace(tokens=litellm.token_counter(text=reply.text))
+
+        async def say(again: Messages, allowance: _Allowance) -> Reply:
+            return await self._call(endpoint, messages, allowance)
+
+        return await self._until_read(endpoint, say, counted)
+
     async def _ask(
         self, endpoint: EndpointConfig, messages: Messages, fields: Sequence[Field], others: bool
     ) -> dict[str, Any]:
+        async def say(again: Messages, allowance: _Allowance) -> Reply:
+            return await self._constrained(endpoint, [*messages, *again], fields, allowance)
+
+        return await self._until_read(endpoint, say, lambda reply: parse(reply.text, fields), others)
+
+    async def _until_read(
+        self,
+        endpoint: EndpointConfig,
+        say: Callable[[Messages, _Allowance], Awaitable[Reply]],
+        read: Callable[[Reply], _Read],
+        others: bool = False,
+    ) -> _Read:
+        """What `read` makes of what the model says; asked for again where it cannot, with messages that say why."""
         allowance = _Allowance(endpoint.deadline)
         again: Messages = []
         failure: Exception | None = None
@@ -122,10 +156,10 @@ class LlmClient:
         while True:
             tries, pause = tries + 1, 0.0
             try:
-                text = await self._constrained(endpoint, [*messages, *again], fields, allowance)
-                return parse(text, fields)
+                reply = await say(again, allowance)
+                return read(reply)
             except MalformedAnswer as error:
-                failure, again = error, _correction(text, error)
+                failure, again = error, _correction(reply.text, error)
             except (OpenAIError, TimeoutError) as error:
                 failure, status = error, getattr(error, "status_code", None)
                 # Timeouts, lost connections, rate limits and faults of the server may pass.
@@ -143,7 +177,7 @@ class LlmClient:
 
     async def _constrained(
         self, endpoint: EndpointConfig, messages: Messages, fields: Sequence[Field], allowance: _Allowance
-    ) -> str:
+    ) -> Reply:
         """The raw answer, constrained to the JSON schema where the endpoint supports that."""
         name = (str(endpoint.model), endpoint.api_base)
         if name in self._unconstrained or not (endpoint.api_base or _supports_schema(endpoint.model)):
@@ -155,12 +189,12 @@ class LlmClient:
         except OpenAIError as error:
             if getattr(error, "status_code", None) not in _REFUSED:
                 raise
-        text = await self._call(endpoint, messages, allowance)
+        reply = await self._call(endpoint, messages, allowance)
         self._unconstrained.add(name)  # since the same request without it succeeded
-        return text
+        return reply
 
-    async def _call(self, endpoint: EndpointConfig, messages: Messages, allowance: _Allowance, **options: Any) -> str:
-        """One request: the text of the answer, once the limiter admits it."""
+    async def _call(self, endpoint: EndpointConfig, messages: Messages, allowance: _Allowance, **options: Any) -> Reply:
+        """One request: the answer, once the limiter admits it."""
         line, options = self._line, {**arguments(endpoint), "model": endpoint.model, **options}
         if str(endpoint.model).startswith(_POLICY):
             # SAMPLE and the messages determine the seed, and with a deterministic server the answer.
@@ -195,7 +229,9 @@ class LlmClient:
             self.took["unpriced"] += ended.usd is None
             if line:
                 line.end(ended)
-        return (answer.choices[0].message.content if answer.choices else None) or ""
+        choice = answer.choices[0] if answer.choices else None
+        text = (choice.message.content if choice else None) or ""
+        return Reply(text, getattr(usage, "completion_tokens", None) or 0, choice.finish_reason if choice else None)
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -14,10 +14,11 @@ from jinja2 import Environment, PackageLoader
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
+from megatron_collab.observability import evaluations
+from megatron_collab.observability.evaluations import AFTER, BEFORE
+from megatron_collab.observability.writers import CONVERSATIONS, Rows
 from megatron_collab.runtime import files
 
-CONVERSATIONS = 10
-Rows = Sequence[Mapping[str, Any]]
 Series = dict[str, list[tuple[int, float]]]
 
 
@@ -26,50 +27,86 @@ def write(folder: Path) -> Path:
     pages = Environment(
         loader=PackageLoader("megatron_collab.observability", "templates"), autoescape=True, trim_blocks=True
     )
-    metrics = _lines(folder / "metrics.jsonl")
-    before, after = _lines(folder / "eval_before.jsonl"), _lines(folder / "eval_after.jsonl")
+    metrics, records = _lines(folder / "metrics.jsonl"), evaluations.read(folder)
     html = pages.get_template("report.html.j2").render(
         name=str(folder),
         steps=len(metrics),
         config=(folder / "config.json").read_text() if (folder / "config.json").exists() else "",
-        table=table(before, after),
-        counts=(len(before), len(after)),
-        curves=[(title, _svg(series, metrics)) for title, series in curves(metrics)],
-        pairs=pairs(before, after),
+        sets=[*compared(folder, records)],
+        curves=[(title, _svg(series, errors)) for title, series, errors in curves(metrics, records)],
     )
     report = folder / "report.html"
     files.replace(report, html)
     return report
 
 
+def compared(folder: Path, records: Mapping[str, evaluations.Record]) -> Iterator[dict[str, Any]]:
+    """Of each set of data.eval the first and the last evaluation that left conversations: names, table, pairs."""
+    by_set: dict[str, list[str]] = {}
+    for name in records or (BEFORE, AFTER):  # of earlier versions there may be the conversations alone
+        if evaluations.file_of(folder, name).exists():
+            by_set.setdefault(name.rpartition("/")[0], []).append(evaluations.moment_of(name))
+    for one, moments in by_set.items():
+        chosen = [moments[0], *moments[1:][-1:]]
+        found = [_lines(evaluations.file_of(folder, evaluations.name_of(one, moment))) for moment in chosen]
+        first, last = found[0], found[-1] if len(found) > 1 else []
+        yield {
+            "name": one,
+            "moments": [moment.replace("_", " ") for moment in chosen],
+            "table": table(first, last),
+            "counts": [len(_by_task(rows)) for rows in found],
+            "pairs": pairs(first, last),
+        }
+
+
 def table(before: Rows, after: Rows) -> list[tuple[str, str, str]]:
-    """(metric, before, after): means over the conversations of an evaluation with their standard errors."""
+    """(metric, before, after): means over the tasks of an evaluation with their standard errors."""
     names = sorted({name for row in (*before, *after) for name in row["scores"]})
     return [(name, _mean(before, name), _mean(after, name)) for name in names]
 
 
 def pairs(before: Rows, after: Rows) -> list[dict[str, Any]]:
-    """The same tasks before and after, those whose conversation changed first."""
+    """The same tasks before and after, those whose conversation changed first; without `after` some of `before`."""
+    if not after:
+        return [{"task": row["task"], "rows": [row]} for row in before[:CONVERSATIONS]]
     later = {row["task"]: row for row in after}
-    both = [{"task": row["task"], "before": row, "after": later[row["task"]]} for row in before if row["task"] in later]
-    both.sort(key=lambda pair: pair["before"]["messages"] == pair["after"]["messages"])
+    both = [{"task": row["task"], "rows": [row, later[row["task"]]]} for row in before if row["task"] in later]
+    both.sort(key=lambda pair: pair["rows"][0]["messages"] == pair["rows"][1]["messages"])
     return both[:CONVERSATIONS]
 
 
-def curves(metrics: Rows) -> list[tuple[str, Series]]:
-    """What is drawn: titles with the series that share a pair of axes; what the run does not have is left out."""
-    scores = _series(metrics, "score/")
-    rates = {name: points for name, points in scores.items() if all(0 <= value <= 1 for _, value in points)}
+def curves(metrics: Rows, records: Mapping[str, evaluations.Record] = {}) -> list[tuple[str, Series, Series]]:
+    """What is drawn: titles with the series that share a pair of axes, and the standard errors that some have.
+
+    What the run does not have is left out.
+    """
+    scores, errors = _series(metrics, "score/"), _series(metrics, "reward_se")
+    tested = _series([{"step": record["step"], **evaluations.scalars(record)} for record in records.values()], "eval/")
+    of_tests = {name.removesuffix("_se"): points for name, points in tested.items() if name.endswith("_se")}
+    means = {name: points for name, points in tested.items() if name in of_tests}
     found = [
-        ("Reward of the trained turn, with the standard error from its futures", _series(metrics, "reward")),
-        ("Scores of the futures", rates),
-        *((f"Scores of the futures: {name}", {name: scores[name]}) for name in scores if name not in rates),
-        ("Loss", _series(metrics, "loss")),
-        ("KL to the first policy", _series(metrics, "kl")),
-        ("Tokens of the trained turn", _series(metrics, "turn_tokens")),
-        ("Seconds by stage", _series(metrics, "seconds/")),
+        *_by_scale("Evaluation, with standard errors", means, of_tests),
+        (
+            "Reward of the trained turn, with the standard error from its futures",
+            _series(metrics, "reward"),
+            {"reward": errors.get("reward_se", [])},
+        ),
+        *_by_scale("Scores of the rollouts", scores, {}),
+        ("Loss", _series(metrics, "loss"), {}),
+        ("KL to the first policy", _series(metrics, "kl"), {}),
+        ("Tokens of the trained turn", _series(metrics, "turn_tokens"), {}),
+        ("Seconds by stage", _series(metrics, "seconds/"), {}),
     ]
-    return [(title, series) for title, series in found if series]
+    return [(title, series, errors) for title, series, errors in found if series]
+
+
+def _by_scale(title: str, scores: Series, errors: Series) -> Iterator[tuple[str, Series, Series]]:
+    """Those between 0 and 1 together, each other one with axes of its own."""
+    rates = {name: points for name, points in scores.items() if all(0 <= value <= 1 for _, value in points)}
+    yield title, rates, errors
+    for name in scores:
+        if name not in rates:
+            yield f"{title}: {name}", {name: scores[name]}, errors
 
 
 def _series(metrics: Rows, name: str) -> Series:
@@ -82,18 +119,18 @@ def _series(metrics: Rows, name: str) -> Series:
     return series
 
 
-def _svg(series: Series, metrics: Rows) -> str:
+def _svg(series: Series, errors: Series) -> str:
+    span = {step for points in series.values() for step, _ in points}
     with rc_context({"svg.fonttype": "none", "font.size": 8}):
         figure = Figure(figsize=(6, 2.6), layout="constrained")
         axes = figure.subplots()
         for name, points in series.items():
             steps, values = zip(*points, strict=True)
-            style = "-" if 2 * len(steps) > len(metrics) > 1 else "."  # points where most steps have no value
-            axes.plot(steps, values, style, label=name, linewidth=1.2)
-        if "reward" in series:
-            errors = {row["step"]: row.get("reward_se") or 0.0 for row in metrics}
-            low, high = ([value + sign * errors[step] for step, value in series["reward"]] for sign in (-1, 1))
-            axes.fill_between([step for step, _ in series["reward"]], low, high, alpha=0.25)
+            style = "-" if 2 * len(steps) > len(span) > 1 else "."  # points where most steps have no value
+            (drawn,) = axes.plot(steps, values, style, label=name, linewidth=1.2)
+            if widths := dict(errors.get(name, [])):
+                low, high = ([value + sign * widths.get(step, 0.0) for step, value in points] for sign in (-1, 1))
+                axes.fill_between(steps, low, high, alpha=0.25, color=drawn.get_color())
         if len(series) > 1:
             axes.legend(frameon=False, fontsize=7)
         axes.set_xlabel("step")
@@ -105,11 +142,24 @@ def _svg(series: Series, metrics: Rows) -> str:
 
 
 def _mean(rows: Rows, name: str) -> str:
-    values = [score for row in rows if isinstance(score := row["scores"].get(name), int | float)]
+    """Over the tasks, of the means over the conversations of each: those are not independent of one another."""
+    tasks = ([row["scores"].get(name) for row in task] for task in _by_task(rows))
+    numbers = ([score for score in scores if isinstance(score, int | float)] for scores in tasks)
+    values = [fmean(found) for found in numbers if found]
     if not values:
         return "\u2013"
     error = f" \u00b1 {stdev(values) / math.sqrt(len(values)):.3f}" if len(values) > 1 else ""
     return f"{fmean(values):.3f}{error}"
+
+
+def _by_task(rows: Rows) -> list[list[Mapping[str, Any]]]:
+    """The rows of each task, which follow one another, its first conversation first."""
+    tasks: list[list[Mapping[str, Any]]] = []
+    for row in rows:
+        if row.get("rollout", 0) == 0:
+            tasks.append([])
+        tasks[-1].append(row)
+    return tasks
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:

@@ -3,74 +3,46 @@
 from __future__ import annotations
 
 import json
-import math
-import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import asdict
-from datetime import UTC, datetime, timedelta
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
-from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from megatron_collab import __version__
-from megatron_collab.config import SETTINGS, Config, changes, uses_wandb
-from megatron_collab.runtime import files, process
-from megatron_collab.runtime.process import FINISHED, global_rank
-from megatron_collab.runtime.redact import redacted
-from megatron_collab.types import Group, Missing, visible
+from megatron_collab.config import Config
+from megatron_collab.observability import evaluations
+from megatron_collab.observability.evaluations import AFTER, BEFORE
+from megatron_collab.observability.folder import RunFolder, append, rows_of, scores
+from megatron_collab.runtime import files
+from megatron_collab.types import Group
 
-VERSIONS = ("torch", "megatron-core", "sglang", "ray", "litellm", "transformers", "datasets", "hydra-core")
 LOG_EVERY = 10.0  # seconds between two lines of progress in a log file
 
 
-class Run(AbstractContextManager["Run"]):
-    """The folder of a run and its console; only rank 0 writes.
+class Run(RunFolder):
+    """The folder of a run that trains, and its console; only rank 0 writes.
 
     `start`: the first step still to be done; `state`: of an earlier start; `names`: metrics by their result.json names.
     """
 
     def __init__(self, config: Config, start: int, state: Mapping[str, Any], names: Mapping[str, str]) -> None:
-        self.config = config
+        super().__init__(config, start, config.train.steps, float(state.get("seconds", 0.0)))
         self.names = names
-        self.folder = Path(config.run.dir)
-        self.leader = global_rank() == 0
-        self._seconds_before = float(state.get("seconds", 0.0))
         self._start, self._began = start, time.monotonic()
         self._last_line = 0.0
-        if not self.leader:
-            return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = FileLock(self.folder / ".lock")
-        try:
-            self._lock.acquire(timeout=10)  # a run that was just killed may still be ending
-        except Timeout:
-            raise RuntimeError(f"run.dir={self.folder}: another process trains there; choose another run.dir") from None
-        (self.folder / FINISHED).unlink(missing_ok=True)  # of fewer steps
-        at = datetime.now(UTC).isoformat(timespec="seconds")
-        rows = [
-            {"time": at, "step": start, "setting": change.setting, "before": change.before, "after": change.after}
-            for change in changes(config)
-        ]
-        if rows:
-            _append(self.folder / "history.jsonl", rows)
-        _replace(self.folder / SETTINGS, asdict(config))
-        for file in (self.folder / "metrics.jsonl", self.folder / "transcripts.jsonl"):
-            _keep_before(file, start)
-        self._bar = progress("training", config.train.steps, unit="step", done=start, keep=True)
-        self._writers = [*self._start_writers(start)]
+        if self.leader:
+            for file in (self.folder / "metrics.jsonl", self.folder / "transcripts.jsonl"):
+                _keep_before(file, start)
+            self._bar = progress("training", config.train.steps, unit="step", done=start, keep=True)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
         if self.leader:
             self._bar.close()
-            self._lock.release()
+        super().__exit__(*error)
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint."""
@@ -78,9 +50,8 @@ class Run(AbstractContextManager["Run"]):
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
         """One finished step: a line on the console, metrics.jsonl, TensorBoard, Weights & Biases."""
-        _append(self.folder / "metrics.jsonl", [{"step": step, **metrics}])
-        for write in self._writers:
-            write(step, metrics)
+        append(self.folder / "metrics.jsonl", [{"step": step, **metrics}])
+        self._write(step, metrics)
         self._bar.update(1)
         last = step + 1 == self.config.train.steps
         if last or time.monotonic() - self._last_line >= 1:  # faster steps would hide the bar
@@ -91,74 +62,32 @@ class Run(AbstractContextManager["Run"]):
 
     def transcripts(self, step: int, groups: Sequence[Group]) -> None:
         """Every future of a step with its scores."""
-        _append(self.folder / "transcripts.jsonl", [{"step": step, **row} for row in _rows(groups)])
+        append(self.folder / "transcripts.jsonl", [{"step": step, **row} for row in rows_of(groups)])
 
-    def evaluation(self, name: str, step: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
-        """One evaluation: its means and its conversations."""
-        (self.folder / f"eval_{name}.jsonl").unlink(missing_ok=True)
-        _append(self.folder / f"eval_{name}.jsonl", _rows(groups))
-        evaluations = self._evaluations() | {name: _plain({"step": step, **metrics})}
-        _replace(self.folder / "evaluations.json", evaluations)
-        tqdm.write(f"evaluation {name} ({len(groups)} tasks): {_shown(_scores(metrics))}")
+    def evaluation_due(self, one: str, step: int) -> str | None:
+        """The name of the evaluation of the set `one` that is due at `step`, unless it is recorded; on rank 0."""
+        return self._evaluations.due(one, step, self.config.train.eval_every)
 
-    def finish(self) -> None:
-        """Write result.json and report.html; a folder with a result.json is a run that is done."""
+    def finish(self, result: Mapping[str, Any] = {}) -> None:
+        """Write the result: scores before and after, and the minutes of all starts."""
         if not self.leader:
             return
-        from megatron_collab.observability import report  # and with it what draws, a second of imports
-
-        evaluations = self._evaluations()
-        scores = {when: _scores(evaluations.get(when, {})) for when in ("before", "after")}
-        result: dict[str, Any] = {
-            f"{name}_{when}": found.get(metric) for name, metric in self.names.items() for when, found in scores.items()
+        found: dict[str, dict[str, float]] = {BEFORE: {}, AFTER: {}}
+        for name, record in self._evaluations.records.items():
+            if (when := evaluations.moment_of(name)) in found:
+                of_set = name.removesuffix(when)  # empty, or the name of a set and a slash
+                found[when] |= {f"{of_set}{metric}": value for metric, value in scores(record).items()}
+        named = {
+            f"{name}_{when}": some.get(metric) for name, metric in self.names.items() for when, some in found.items()
         }
-        result |= scores
-        result["train_minutes"] = round(self._seconds() / 60, 2)
-        result["versions"] = {"megatron-collab": __version__, **{name: metadata.version(name) for name in VERSIONS}}
-        report.write(self.folder)
-        _replace(self.folder / FINISHED, result)
-
-    def _evaluations(self) -> dict[str, Any]:
-        file = self.folder / "evaluations.json"
-        return json.loads(file.read_text()) if file.exists() else {}
-
-    def _seconds(self) -> float:
-        """Seconds this run has taken over all its starts, from the start of torchrun on."""
-        return self._seconds_before + process.age(os.getppid())
-
-    def _start_writers(self, start: int) -> Iterator[Callable[[int, Mapping[str, float]], None]]:
-        """TensorBoard's, and where it is on that of Weights & Biases."""
-        from torch.utils.tensorboard import SummaryWriter
-
-        writer = SummaryWriter(str(self.folder / "tensorboard"), purge_step=start)
-
-        def write(step: int, metrics: Mapping[str, float]) -> None:
-            for name, value in metrics.items():
-                writer.add_scalar(name, value, step)
-            writer.flush()
-
-        yield write
-        if uses_wandb(self.config.run):
-            import wandb
-
-            file = self.folder / "wandb_id"  # the same over all starts of the run
-            if not file.exists():
-                files.replace(file, uuid4().hex)
-            wandb.init(
-                project=self.config.run.wandb_project,
-                dir=str(self.folder),
-                config=redacted(asdict(self.config)),
-                id=file.read_text(),
-                resume="allow",
-            )
-            yield lambda step, metrics: wandb.log(dict(metrics), step=step)
+        super().finish({**named, **found, "train_minutes": round(self._seconds() / 60, 2), **result})
 
 
 def line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
     """One step on the console: what is there of reward, scores, loss, KL and seconds by stage."""
     parts = [f"step {step + 1}/{steps}"]
     if "reward" in metrics:
-        parts += [f"reward {metrics['reward']:.3f}±{metrics['reward_se']:.3f}", _shown(_scores(metrics))]
+        parts += [f"reward {metrics['reward']:.3f}±{metrics['reward_se']:.3f}", _shown(scores(metrics))]
     parts += [f"{name} {metrics[name]:.3g}" for name in ("loss", "kl", "grad_norm", "lr") if name in metrics]
     if metrics.get("missing"):
         parts.append(f"missing scores {metrics['missing']:.0f}")
@@ -166,53 +95,8 @@ def line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
     return " | ".join([*parts, " ".join(laps)])
 
 
-def _scores(metrics: Mapping[str, float]) -> dict[str, float]:
-    """By metric, of those that a step or an evaluation has."""
-    return {name.removeprefix("score/"): value for name, value in metrics.items() if name.startswith("score/")}
-
-
-def _shown(scores: Mapping[str, float]) -> str:
-    return " ".join(f"{name} {value:.3f}" for name, value in scores.items())
-
-
-def _rows(groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
-    """Every future of the groups, as JSON."""
-    for group in groups:
-        for i, rollout in enumerate(group.rollouts):
-            for j, future in enumerate(rollout.futures):
-                conversation, reward = future.conversation, rollout.reward.value
-                raw = [turn.text for turn in conversation.turns]
-                yield {
-                    "task": group.task.id,
-                    "rollout": i,
-                    "future": j,
-                    "reward": None if isinstance(reward, Missing) else reward,
-                    **({"turns": raw} if any(text != visible(text) for text in raw) else {}),  # with their thoughts
-                    **({"turn_rewards": conversation.turn_rewards} if any(conversation.turn_rewards) else {}),
-                    "ending": conversation.ending,
-                    "error": conversation.error,
-                    "messages": [message.as_dict() for message in conversation.messages],
-                    "scores": {
-                        name: {"missing": score.why} if isinstance(score, Missing) else score
-                        for name, score in future.scores.items()
-                    },
-                }
-
-
-def _append(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Append JSON lines, keys redacted."""
-    with files.writing(file), file.open("a") as stream:
-        for row in rows:
-            stream.write(json.dumps(_plain(redacted(row))) + "\n")
-
-
-def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
-    """With null for numbers that JSON does not have (NaN)."""
-    return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
-
-
-def _replace(file: Path, content: Mapping[str, Any]) -> None:
-    files.replace(file, json.dumps(redacted(content), indent=2) + "\n")
+def _shown(found: Mapping[str, float]) -> str:
+    return " ".join(f"{name} {value:.3f}" for name, value in found.items())
 
 
 def _keep_before(file: Path, step: int) -> None:

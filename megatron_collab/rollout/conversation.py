@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_collab.config import Config, SamplingConfig
-from megatron_collab.data.chat_template import ChatRenderer
+from megatron_collab.inference.assistant import Assistant, Renderer
 from megatron_collab.inference.client import EngineError
-from megatron_collab.inference.router import Router
 from megatron_collab.reward.multiturn import reward_function
 from megatron_collab.reward.workers import RewardClient
 from megatron_collab.rollout.tools import Toolbox
@@ -44,7 +43,7 @@ class Player:
     """
 
     def __init__(
-        self, policy: Router, renderer: ChatRenderer, users: Users, rewards: RewardClient, config: Config
+        self, policy: Assistant, renderer: Renderer, users: Users, rewards: RewardClient, config: Config
     ) -> None:
         self.policy, self.renderer, self.users, self.rewards = policy, renderer, users, rewards
         self.config, self.rollout = config, config.rollout
@@ -56,12 +55,6 @@ class Player:
         """train.rollouts_per_prompt rollouts of `task`, all at once, as reward.mode and rollout.futures say."""
         places = [RolloutPlace(stream, i) for i in range(self.config.train.rollouts_per_prompt)]
         return Group(task, tuple(await asyncio.gather(*(self._play(task, place) for place in places))))
-
-    async def evaluate(self, task: Task, stream: str) -> Group:
-        """One rollout with one future, played as a user would see it: a malformed turn is answered as well."""
-        place = RolloutPlace(stream, 0)
-        start = await self.trained_turn(task, place)
-        return Group(task, (self._rollout(start, [await self._future(start, task, place)]),))
 
     async def _play(self, task: Task, place: RolloutPlace) -> Rollout:
         """A trained turn and its futures; without futures a whole conversation, every turn of the policy trained.
@@ -179,6 +172,7 @@ class Player:
         try:
             turn = await self.policy.generate(
                 conversation.token_ids,
+                messages=conversation.messages,
                 max_new_tokens=min(sampling.max_new_tokens, room),
                 sampling=sampling,
                 seed=seed_of(self.config.run.seed, place, len(conversation.turns)),

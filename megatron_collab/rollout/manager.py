@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -19,16 +19,17 @@ import torch.distributed as dist
 
 from megatron_collab.algo.credit import fresh, samples_of, teaches
 from megatron_collab.config import Config
-from megatron_collab.data.datasets import SurveyedSources, TrainingData
-from megatron_collab.data.sources import EvaluationSource
+from megatron_collab.data.datasets import TrainingData
 from megatron_collab.observability.run import Run
+from megatron_collab.rollout.evaluation import Evaluator
 from megatron_collab.rollout.journal import Journal, WeightDigests
-from megatron_collab.rollout.scheduler import Asked, Flight, Slot, answers, window
+from megatron_collab.rollout.scheduler import Asked, Flight, Slot, answers, wait, window
 from megatron_collab.rollout.servers import Servers
+from megatron_collab.rollout.summary import mean, refuse_missing, summary
 from megatron_collab.rollout.tools import schemas
 from megatron_collab.runtime.process import RunStopped, beat
 from megatron_collab.runtime.rank0 import from_leader
-from megatron_collab.types import Batch, Group, Missing, Rollout, Sample, Task
+from megatron_collab.types import Batch, Group, Sample, Task
 from megatron_collab.weight_sync.sync import WeightSync
 
 
@@ -46,7 +47,7 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
         self.config = config
         self.weights = weights
         self.run = run
-        self.evaluates = config.data.eval is not None and config.train.eval_tasks > 0
+        self._evaluator = Evaluator(config, run, self._restore)
         self.leader = dist.get_rank() == 0
         self._state = dict(state)
         self._timeout = config.launch.timeout / 2  # seconds, in which the other ranks wait
@@ -57,6 +58,7 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
             self.tasks = TrainingData[Task](config, schemas(config.rollout.tools))
             self._journal = Journal(Path(config.run.dir) / "journal", self._digests)
             self._flight = Flight(config, self._workers.conversations, self._journal, self._pool.lost_all)
+            self._evaluator.lead(self._workers.conversations, self._journal, self._pool, beside=self._flight)
             self._left = [Slot(*slot) for slot in state.get("in_flight", ())]
             self._next = Slot(*state["next"]) if "next" in state else None
             self._spent = self._spend()
@@ -70,7 +72,7 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
         if self.leader and kind is None:
             parts = [self._journal.forget, self._spend]
         elif self.leader and issubclass(kind or Exception, RunStopped):
-            parts = [partial(self._flight.collect, 0.0), self._workers.stop, self._spend]
+            parts = [partial(self._flight.collect, 0.0), self._evaluator.keep, self._workers.stop, self._spend]
         for part in parts:
             try:
                 part()
@@ -86,24 +88,22 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
         self._digests.begin(step)
         from_leader(lambda: self._begin_step(step))
         while True:
-            self._wait()
+            wait(self._flight if self.leader else None, self._restore)
             batch: Batch | None = from_leader(lambda: self._choose(step))
             if batch is not None:
                 return batch
 
-    def evaluate(self, name: str, step: int) -> None:
-        """Play `train.eval_tasks` tasks of data.eval to their end, once each, and record the scores; collective."""
-        beat(f"evaluation {name}")
+    def evaluation_due(self, step: int) -> bool:
+        """Whether a set of data.eval is to be evaluated at `step`, and is not recorded yet; collective."""
+        return self._evaluator.due(step)
+
+    def evaluate(self, step: int) -> None:
+        """Evaluate the sets that are due while the servers have version `step`; what is in flight stays so; collective.
+
+        Tasks are played to their end, `samples` times each, as a user would see it: malformed turns are played on.
+        """
         self._digests.begin(step)
-        from_leader(lambda: self._begin_evaluation(name, step))
-        self._wait()
-
-        def record() -> None:
-            groups = list(self._flight.take().values())
-            self._flight.from_journal = 0  # only those of steps are counted
-            self.run.evaluation(name, step, summary(groups), groups)
-
-        from_leader(record)
+        self._evaluator.evaluate(step)
 
     def learned(self, stats: Mapping[str, float]) -> None:
         """The batch of the last step was learned; `stats` are the metrics of its update."""
@@ -120,13 +120,11 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
             collector = state["collector"]
             self._journal.forget(min(step, collector["next"][0], *(slot[0] for slot in collector["in_flight"])))
 
-    def _wait(self) -> None:
-        """Until the groups that are waited for are finished; collective, a poll at a time since it may take long."""
-        while (look := from_leader(lambda: self._flight.look())) != "finished":
-            if look == "servers lost":
-                assert self.weights.version is not None
-                self.weights.sync(self.weights.version)
-                from_leader(lambda: self._pool.recover())
+    def _restore(self) -> None:
+        """No server is left: wait for some, and give them the weights of the version that they had; collective."""
+        assert self.weights.version is not None
+        self.weights.sync(self.weights.version)
+        from_leader(lambda: self._pool.recover())
 
     def _begin_step(self, step: int) -> None:
         """Begin the groups that may be in flight at `step`, first those of an earlier start of the run."""
@@ -167,16 +165,7 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
         if slot.refill:
             seed = int(np.random.SeedSequence((seed, slot.refill)).generate_state(1)[0])
         at = slot.step * self.config.train.prompts_per_step + slot.number
-        self._flight.begin(Asked(slot, slot.stream, "play", self.tasks.at(at, seed)))
-
-    def _begin_evaluation(self, name: str, step: int) -> None:
-        assert self.config.data.eval is not None and not self._flight  # before the first step, or after the last
-        self._pool.recover()
-        given = SurveyedSources[Task](self.config, "data.eval", EvaluationSource, schemas(self.config.rollout.tools))
-        tasks = [task for tasks in given.sets for task in tasks[: self.config.train.eval_tasks]]
-        for index, task in enumerate(tasks):
-            self._flight.begin(Asked(Slot(step, 0, index), f"eval-{name}-{index}", "evaluate", task))
-        self._flight.wait_for(len(tasks), f"evaluation {name}")
+        self._flight.begin(Asked(slot, slot.stream, self.tasks.at(at, seed)))
 
     def _counted(self) -> dict[str, float]:
         """Counts of users, tools and servers, and costs of users and judges, since the last step."""
@@ -247,51 +236,3 @@ class _Chosen:
             replaced = len(self.played) - len(self._kept) - self._idle
             metrics |= {"staleness/groups_dropped": replaced, "staleness/groups_lacking": self.lacking}
         return Batch(samples, {name: float(value) for name, value in metrics.items()})
-
-
-def refuse_missing(groups: Sequence[Group], max_missing: float) -> None:
-    """RunStopped where more than `max_missing` of the rollouts have no reward: an outage would decide the update."""
-    rewards = [rollout.reward.value for group in groups for rollout in group.rollouts]
-    reasons = Counter(value.why for value in rewards if isinstance(value, Missing))
-    if reasons.total() > max_missing * len(rewards):
-        why, count = reasons.most_common(1)[0]
-        raise RunStopped(
-            f"{reasons.total()} of {len(rewards)} rollouts have no reward, more than "
-            f"reward.max_missing={max_missing} allows; most often ({count}): {why}"
-        )
-
-
-def summary(groups: Sequence[Group]) -> dict[str, float]:
-    """Means over the rollouts of a step: reward, every metric, endings, and per rollout futures and turn tokens.
-
-    `reward_se` is the standard error of one turn's reward that comes from its futures' spread, averaged; `spread`
-    the standard deviation of the rewards within a group, averaged: what GRPO learns from.
-    """
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    futures = [future for rollout in rollouts for future in rollout.futures]
-    values: dict[str, list[float]] = {}
-    for future in futures:
-        for name, score in future.scores.items():
-            if not isinstance(score, Missing):
-                values.setdefault(f"score/{name}", []).append(score)
-    endings = Counter(str(future.conversation.ending) for future in futures)
-    errors = [r.reward.standard_error for r in rollouts if not isinstance(r.reward.value, Missing)]
-    sampled = [sum(len(turn.token_ids) for turn in rollout.start.turns) for rollout in rollouts if rollout.start.turns]
-    return {
-        "reward": mean(_rewards(rollouts)),
-        "reward_se": mean(errors),
-        "spread": mean([float(np.std(_rewards(group.rollouts) or [0.0])) for group in groups]),
-        "missing": float(sum(rollout.reward.missing for rollout in rollouts)),
-        "futures": len(futures) / len(rollouts),
-        "turn_tokens": mean(sampled),
-        **{name: mean(scores) for name, scores in sorted(values.items())},
-        **{f"ending/{name}": count / len(futures) for name, count in sorted(endings.items())},
-    }
-
-
-def _rewards(rollouts: Sequence[Rollout]) -> list[float]:
-    return [float(value) for r in rollouts if not isinstance(value := r.reward.value, Missing)]
-
-
-def mean(values: Sequence[float]) -> float:
-    return float(np.mean(values)) if values else float("nan")

@@ -16,12 +16,14 @@ from typing import Any, Literal, NamedTuple
 import ray
 
 from megatron_collab.config import Config
+from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.observability.run import progress
 from megatron_collab.reward import metrics
 from megatron_collab.rollout.journal import Journal, conversations
 from megatron_collab.rollout.users.named import user_settings
 from megatron_collab.runtime import stacks
 from megatron_collab.runtime.process import Hung
+from megatron_collab.runtime.rank0 import from_leader
 from megatron_collab.types import Ending, Group, Task
 
 POLL_SECONDS = 1.0  # between two checks of the servers; a request to one that has ended fails later than that
@@ -56,12 +58,12 @@ def window(step: int, steps: int, prompts: int, ahead: int) -> int:
 
 @dataclass
 class Asked:
-    """A group: `task` played by the Player's `method`, and its state, which Flight keeps."""
+    """A group: `task` played for training or for the evaluation of a set, and its state, which Flight keeps."""
 
     slot: Slot
     stream: str
-    method: str
     task: Task
+    one: EvaluationSet | None = None
     reference: Any = None  # of the call of the worker with the number `worker`
     worker: int = -1
     group: Group | None = None  # once it is finished
@@ -81,10 +83,18 @@ class Flight:
     """Groups that are begun and not yet taken: played by the workers, or found in the journal."""
 
     def __init__(
-        self, config: Config, workers: Sequence[Any], journal: Journal, servers_lost: Callable[[], bool]
+        self,
+        config: Config,
+        workers: Sequence[Any],
+        journal: Journal,
+        servers_lost: Callable[[], bool],
+        beside: Flight | None = None,
     ) -> None:
-        """`servers_lost`: whether there was a time, since servers were last started again, when none was left."""
-        self._config = config
+        """`servers_lost`: whether there was a time, since servers were last started again, when none was left.
+
+        `beside`: groups that stay in flight, with the same workers and journal, while these are waited for.
+        """
+        self._config, self._beside = config, beside
         self._workers = cycle(enumerate(workers))
         self._servers_lost = servers_lost
         self._journal = journal
@@ -109,7 +119,7 @@ class Flight:
             self.from_journal += 1
             return
         asked.worker, worker = next(self._workers)
-        asked.reference = getattr(worker, asked.method).remote(asked.task, asked.stream)
+        asked.reference = worker.play.remote(asked.task, asked.stream, asked.one)
         self._progress = time.monotonic()
 
     def wait_for(self, count: int, title: str) -> None:
@@ -127,9 +137,7 @@ class Flight:
         """
         self.collect(0.0 if any(asked.group for asked in self._asked.values()) else POLL_SECONDS)
         if self._servers_lost():
-            for asked in self._asked.values():
-                asked.disturbed = True
-            self._progress = inf
+            self._disturb()
             return "servers lost"
         self._progress = min(self._progress, time.monotonic())  # the wait for servers does not count
         finished = [(asked, asked.group) for asked in self._asked.values() if asked.group]
@@ -137,7 +145,7 @@ class Flight:
         for asked, group in finished[: self._wanted - len(self._taken)]:
             del self._asked[asked.slot]
             if asked.disturbed and any(part.ending is Ending.ERROR for part in conversations(group)):
-                self.begin(Asked(asked.slot, asked.stream, asked.method, asked.task))
+                self.begin(Asked(asked.slot, asked.stream, asked.task, asked.one))
             else:
                 self._taken[asked.slot] = group
                 self._bar.update(1)
@@ -173,12 +181,25 @@ class Flight:
         if failures:
             raise failures[0]
 
+    def _disturb(self) -> None:
+        """No server is left: what is in flight may fail for that, and the wait for servers does not count."""
+        for asked in self._asked.values():
+            asked.disturbed = True
+        self._progress = inf
+        if self._beside is not None:
+            self._beside._disturb()
+
+    def _seconds(self) -> float:
+        """Upper bound of the time until one more of these groups is finished, which shares workers with the others."""
+        beside = 0.0 if self._beside is None else self._beside._seconds()
+        return group_seconds(self._config, len(self._playing())) + beside
+
     def _playing(self) -> list[Asked]:
         return [asked for asked in self._asked.values() if asked.group is None]
 
     def _check_progress(self, finished: bool) -> None:
         now, playing = time.monotonic(), self._playing()
-        limit = group_seconds(self._config, len(playing))
+        limit = self._seconds()
         if finished:
             self._progress = now
         if now - self._progress <= limit:
@@ -192,6 +213,16 @@ class Flight:
             f"rollout.deadline, reward.timeout, reward.judge.deadline and the limits of llm: {', '.join(streams[:4])}"
             f"{', …' if len(streams) > 4 else ''}, asked of {', '.join(workers)}; stacks are in {folder}"
         )
+
+
+def wait(flight: Flight | None, restore: Callable[[], None]) -> None:
+    """Until the groups that rank 0's `flight` waits for are finished; collective, a poll at a time: it may take long.
+
+    `restore` (collective) is called where no server is left, and returns once there are some with the weights.
+    """
+    while (look := from_leader(lambda: flight.look() if flight is not None else None)) != "finished":
+        if look == "servers lost":
+            restore()
 
 
 def group_seconds(config: Config, groups: int) -> float:

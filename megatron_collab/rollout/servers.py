@@ -50,7 +50,8 @@ class Servers(ExitStack):
     def _start(self, stack: ExitStack) -> None:
         config, options, began = self.config, self.config.rollout.server, time.monotonic()
         logs = [Path(config.run.dir) / f"sglang-{index}.log" for index in range(options.replicas)]
-        print(f"engine: starting SGLang (log: {', '.join(map(str, logs))}) and the Ray workers", flush=True)
+        sglang = f"SGLang (log: {', '.join(map(str, logs))}) and " if logs else ""  # none where another model is asked
+        print(f"engine: starting {sglang}the Ray workers", flush=True)
         here = servers_per_node(config)
         servers = [stack.enter_context(SGLangServer(config, logs[index], index)) for index in range(here)]
         stack.enter_context(ray_session(config))
@@ -62,8 +63,8 @@ class Servers(ExitStack):
         self.workers = start_workers(config, [(server.url, server.api_key) for server in servers])
         self.pool = ServerPool(servers, options, self._use)
         self.pool.begin()
-        urls = ", ".join(server.url for server in servers)
-        print(f"engine: ready after {time.monotonic() - began:.0f} s ({urls})", flush=True)
+        urls = f" ({', '.join(server.url for server in servers)})" if servers else ""
+        print(f"engine: ready after {time.monotonic() - began:.0f} s{urls}", flush=True)
 
     def _use(self, servers: Sequence[int]) -> None:
         """Have the workers ask these of the servers."""
@@ -71,6 +72,12 @@ class Servers(ExitStack):
         players = enumerate(self.workers.conversations)
         asked = {f"conversation-{n} to switch servers": p.use_servers.remote(servers) for n, p in players}
         answers(asked, self.config.launch.timeout / 2)
+
+    def serve_loaded(self, version: int) -> None:
+        """Sample from the weights that the servers loaded from model.path, as `version`, once one is up; collective."""
+        if self.config.rollout.server.replicas:
+            wait_until(lambda: self.pool is None or self.pool.ready(self.config.launch.timeout / 4))
+            from_leader(lambda: self.pool.serve_loaded(version) if self.pool else None)
 
     @contextmanager
     def awake(self) -> Iterator[None]:

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
 from megatron_collab import patches
 from megatron_collab.config import Config
+from megatron_collab.data.evaluation import EvaluationSet, settings_of
 from megatron_collab.reward.workers import RewardClient, RewardWorker
 from megatron_collab.rollout.tools import schemas
 from megatron_collab.runtime import stacks
 from megatron_collab.runtime.ray_cluster import start_actor
 from megatron_collab.types import Group, Task
 
+if TYPE_CHECKING:
+    from megatron_collab.inference.assistant import Assistant, Renderer
+    from megatron_collab.rollout.conversation import Player
+
 _GARBAGE = 50_000  # objects made and not yet gone, after which Python looks for cycles
 
 
 class ConversationWorker:
-    """A Player with its own connections to the SGLang server; runs as a Ray actor."""
+    """Players with connections of their own to the SGLang servers; runs as a Ray actor."""
 
     def __init__(self, config: Config, servers: list[tuple[str, str]], reward_workers: list[str], name: str) -> None:
         """`servers`: address and key of each SGLang server; `reward_workers`: names of the Ray actors that score."""
@@ -30,42 +36,61 @@ class ConversationWorker:
         patches.apply("litellm")
         # Imported here: the process that starts the workers needs neither LiteLLM nor the tokenizer.
         from megatron_collab.data import chat_template
+        from megatron_collab.inference.assistant import LlmAssistant
         from megatron_collab.inference.router import Router
         from megatron_collab.llm import limiter
         from megatron_collab.llm.client import LlmClient
-        from megatron_collab.rollout.conversation import Player
-        from megatron_collab.rollout.users import Users
 
         keys = {f"{url}/v1": key for url, key in servers}
-        self.endpoints = list(keys)
-        self.policy = Router(servers, config.rollout)
-        renderer = chat_template.policys(config, schemas(config.rollout.tools))
-        self.users = Users(config, LlmClient(ray.get_actor(limiter.NAME), keys=keys), self.endpoints)
-        rewards = RewardClient([ray.get_actor(name) for name in reward_workers], config.reward)
-        self.player = Player(self.policy, renderer, self.users, rewards, config)
+        self.config, self.endpoints = config, list(keys)
+        self.client = LlmClient(ray.get_actor(limiter.NAME), keys=keys)
+        self.policy: Assistant
+        self.renderer: Renderer
+        if config.assistant.model:
+            system = chat_template.system_prompt(config)
+            self.policy = self.renderer = LlmAssistant(config.assistant, self.client, system)
+        else:
+            self.policy = Router(servers, config.rollout)
+            self.renderer = chat_template.policys(config, schemas(config.rollout.tools))
+        self.rewards = RewardClient([ray.get_actor(name) for name in reward_workers], config.reward)
+        self.engine = tuple(self.endpoints)
+        self.players: dict[EvaluationSet | None, Player] = {}
+        self._player(None)  # with what it imports
         # Neither what the imports made nor conversations are garbage: traversing them often costs a third of the time.
         gc.freeze()
         gc.set_threshold(_GARBAGE)
 
-    async def play(self, task: Task, stream: str) -> Group:
-        return await self.player.play(task, stream)
-
-    async def evaluate(self, task: Task, stream: str) -> Group:
-        return await self.player.evaluate(task, stream)
+    async def play(self, task: Task, stream: str, one: EvaluationSet | None = None) -> Group:
+        """The group of `task`, for training or under the settings of the set `one`."""
+        return await self._player(one).play(task, stream)
 
     async def use_servers(self, servers: Sequence[int]) -> None:
         """From now on use these servers, by their numbers, and no others."""
         self.policy.use(servers)
         if servers:  # without any, conversations fail before their users are asked
-            self.users.engine = tuple(self.endpoints[index] for index in servers)
+            self.engine = tuple(self.endpoints[index] for index in servers)
+            for player in self.players.values():
+                player.users.engine = self.engine
 
     async def take_counters(self) -> dict[str, int]:
         """Counts of users, tools and connections to the servers since the last call."""
-        users, tools = self.users.counters, self.player.tools.counters
-        taken = {**users, **tools, **self.policy.take_counters()}
-        users.clear()
-        tools.clear()
-        return taken
+        taken = Counter(self.policy.take_counters())
+        for player in self.players.values():
+            for counters in (player.users.counters, player.tools.counters):
+                taken.update(counters)
+                counters.clear()
+        return dict(taken)
+
+    def _player(self, one: EvaluationSet | None) -> Player:
+        """That of training, or of an evaluation's set; they share servers, connections and reward workers."""
+        from megatron_collab.rollout.conversation import Player
+        from megatron_collab.rollout.users import Users
+
+        if one not in self.players:
+            config = self.config if one is None else settings_of(self.config, one)
+            users = Users(config, self.client, self.engine)
+            self.players[one] = Player(self.policy, self.renderer, users, self.rewards, config)
+        return self.players[one]
 
 
 @dataclass(frozen=True)

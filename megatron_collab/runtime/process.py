@@ -25,6 +25,7 @@ beats = 0
 POLL_SECONDS = 0.1
 LAUNCHER = "MEGATRON_COLLAB_TORCHRUN"  # holds the process id of the torchrun that `megatron_collab.train` became
 FINISHED = "result.json"  # written last: a run folder that has it holds a finished run
+BEST = "best.json"  # in a run folder: the step whose checkpoint is kept for train.keep_best, and its value
 
 # Exit codes of a run that did not finish.
 EXIT_BAD_INPUT = 2  # nothing was started

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from megatron_collab.checkpoint.checkpointer import Checkpoints
 from megatron_collab.checkpoint.hf import save_hf
 from megatron_collab.checkpoint.storage import LATEST
 from megatron_collab.config import Config
+from megatron_collab.data.datasets import SupervisedData
+from megatron_collab.data.evaluation import evaluation_sets
 from megatron_collab.observability.run import Run
 from megatron_collab.runtime import hang_detector, hub, rank0
 from megatron_collab.runtime.process import Preempted, RunStopped, imports_done, seconds_since_notice
@@ -71,6 +74,16 @@ class Session(ExitStack):
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record a finished step; collective, so that all ranks stop on a full disk."""
         rank0.shared(lambda: self.run.record(step, metrics))
+
+    def validate(self, step: int, trainer: PolicyTrainer, data: SupervisedData) -> bool:
+        """Record the loss on the sets of data.eval that are due at `step`; whether there were any. Collective."""
+        names: list[str] = []
+        for one in evaluation_sets(self.config):
+            if due := rank0.shared(partial(self.run.evaluation_due, one.name, step)):
+                found = trainer.validate(data.validation(one))
+                rank0.shared(partial(self.run.evaluation, due, one.name, step, found))
+                names.append(due)
+        return bool(names)
 
     def save_due(self, step: int) -> bool:
         """Whether the checkpoint of `step` finished steps is to be written."""

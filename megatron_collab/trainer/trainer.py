@@ -6,7 +6,8 @@ tokens of the whole (mini-)batch, so it does not depend on the layout or on the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from functools import partial
@@ -109,6 +110,25 @@ class PolicyTrainer:
         means = {name: float(np.mean([step[name] for step in metrics])) for name in metrics[0]}
         reduced = self._reduced(reports, batch.loss_tokens, len(metrics))
         return {**reduced, **means, "lr": lr, "tokens": batch.loss_tokens}
+
+    def validate(self, batches: Iterable[Batch]) -> dict[str, float]:
+        """Loss per trained token of all `batches` together, without a gradient, as metrics of a set; collective.
+
+        `score_se/loss` is the standard error over the conversations, for a ratio of means: with the loss L of n
+        conversations of s_i nats and t_i tokens, sqrt(n / (n - 1) sum_i (s_i - L t_i)^2) / sum_i t_i. Preempted as in
+        `score`.
+        """
+        beat(f"the validation of step {self.step}")
+        nats: list[float] = []
+        tokens: list[float] = []
+        for batch in batches:
+            rows = self.log_probs(self.policy.chunks, batch)
+            nats += [-float(row.sum(dtype=np.float64)) for row in rows]
+            tokens += [float(sample.loss_mask.sum()) for sample in batch.samples]
+        n, loss = len(nats), sum(nats) / sum(tokens)
+        spread = sum((s - loss * t) ** 2 for s, t in zip(nats, tokens, strict=True))
+        error = math.sqrt(n / (n - 1) * spread) / sum(tokens) if n > 1 else math.nan
+        return {"tasks": n, "tokens": sum(tokens), "score/loss": loss, "score_se/loss": error}
 
     def log_probs(self, chunks: Sequence[torch.nn.Module], batch: Batch) -> list[np.ndarray]:
         """Log-probs of the trained tokens, 0 elsewhere, float32 [S] for each sample on every rank; collective."""

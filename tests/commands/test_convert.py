@@ -207,7 +207,7 @@ def test_bad_input_is_one_line_and_exit_2(folder: Path, tmp_path: Path, capsys: 
     (tmp_path / "no weights" / "config.json").write_text(json.dumps(config))
     out = tmp_path / "out"
     for arguments, told in [
-        ((tmp_path / "none", out, "--model", source), "none: contains no checkpoint; give a step_N folder"),
+        ((tmp_path / "none", out, "--model", source), "none: contains no checkpoint; give a run, RUN@STEP"),
         ((tmp_path / "step_9", out, "--model", source), "step_9: contains no checkpoint"),
         ((torn, out, "--model", source), "step_1: is damaged (__1_0.distcp is missing); give another checkpoint"),
         ((checkpoint, out, "--model", folder / "qwen2" / "source"), "--model="),

@@ -35,7 +35,7 @@ def test_help_and_version_answer_without_anything_heavy() -> None:
     assert run("--version").stdout == f"megatron-collab {__version__}\n[]\n"
 
 
-@pytest.mark.parametrize("command", [name for name in program.COMMANDS if name != "train"])
+@pytest.mark.parametrize("command", [name for name in program.COMMANDS if name not in ("train", "evaluate")])
 def test_every_command_has_help(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -46,11 +46,13 @@ def test_every_command_has_help(
 
 
 @pytest.mark.processes
-def test_train_is_the_trainer() -> None:
+def test_train_and_evaluate_are_programs_of_their_own() -> None:
     """In a process of its own, whose exit code is that of the program."""
-    done = run("train", "experiment=booking", "parallel.pq=3")
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("megatron-collab: ") and done.stderr.count("\n") == 1 and "parallel.pq" in done.stderr
+    for name in ("train", "evaluate"):
+        done = run(name, "experiment=booking", "parallel.pq=3")
+        assert done.returncode == 2 and done.stdout == ""
+        assert done.stderr.startswith("megatron-collab: ") and done.stderr.count("\n") == 1
+        assert "parallel.pq" in done.stderr
 
 
 @pytest.mark.parametrize(("word", "nearest"), [("trian", "train"), ("plan_sync", "plan-sync"), ("?", "")])

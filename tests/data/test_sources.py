@@ -14,10 +14,10 @@ import datasets
 import pytest
 
 from megatron_collab.config import ConfigError
+from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.data.examples import load_tasks
 from megatron_collab.data.rows import open_rows
 from megatron_collab.data.sources import (
-    EvaluationSource,
     Source,
     TrainingSource,
     check_exists,
@@ -71,7 +71,7 @@ def test_folders_and_globs(tmp_path: Path, table: datasets.Dataset) -> None:
         (data / f"train-0000{part}-of-00003.jsonl").write_text(jsonl(ROWS[part * 4 : part * 4 + 4]))
     (data / "test-00000-of-00001.jsonl").write_text(jsonl(ROWS[:2]))
     assert opened(str(tmp_path)) == ROWS
-    assert open_rows(EvaluationSource(source=str(tmp_path)), "data.eval").table.to_list() == ROWS[:2]
+    assert open_rows(EvaluationSet(source=str(tmp_path)), "data.eval").table.to_list() == ROWS[:2]
     assert opened(str(tmp_path / "data" / "train-*.jsonl")) == ROWS
     assert opened(str(tmp_path), split="train[:25%]") == ROWS[:3] and opened(str(tmp_path), split="test") == ROWS[:2]
     card = {"config_name": "easy", "data_files": [{"split": "train", "path": "data/test*"}]}, {"config_name": "all"}

@@ -12,6 +12,7 @@ import pytest
 
 from megatron_collab.commands.__main__ import COMMANDS
 from megatron_collab.config import Config, declared, groups
+from megatron_collab.config.load import ALIASES
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
@@ -46,7 +47,8 @@ def test_files_exist(page: Path) -> None:
 
 @pages
 def test_options_exist_and_have_these_values(page: Path) -> None:
-    for name, value in OPTION.findall(page.read_text()):
+    for found, value in OPTION.findall(page.read_text()):
+        name = ALIASES.get(found, found)
         if name.rpartition(".")[2] in ("py", "jsonl", "yaml", "j2") or name.startswith(OPEN):
             continue
         prefix = any(option.startswith(f"{name}.") for option in OPTIONS)

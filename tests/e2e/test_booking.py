@@ -24,6 +24,7 @@ pytestmark = pytest.mark.processes
 API_KEY = "sk-test-0123456789"  # that the environment of the undisturbed run holds
 
 SFT = ["experiment=booking_sft", "train.steps=60", "train.checkpoint_every=20", "optim.warmup_steps=10"]
+SFT += ["data.eval=${data.dir}/sft.jsonl", "train.eval_tasks=16", "train.eval_every=20", "train.keep_best=-eval/loss"]
 RL = [
     "experiment=booking",
     "train.steps=4",
@@ -32,19 +33,22 @@ RL = [
     "train.rollouts_per_prompt=4",
     "rollout.futures=2",
     "train.eval_tasks=8",
+    "train.eval_every=2",
 ]
 
 
 class Program:
-    """One start of the trainer, in a session of its own, whose processes can all be found again."""
+    """One start of the program, in a session of its own, whose processes can all be found again."""
 
-    def __init__(self, arguments: list[str], log: Path, **environment: str) -> None:
+    def __init__(
+        self, arguments: list[str], log: Path, module: str = "megatron_collab.train", **environment: str
+    ) -> None:
         self.mark = f"e2e-{os.getpid()}-{time.monotonic_ns()}"
         self.log = log
         self.descendants: list[psutil.Process] = []
         with log.open("w") as stream:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "megatron_collab.train", *arguments],
+                [sys.executable, "-m", module, *arguments],
                 stdout=stream,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -208,6 +212,11 @@ def test_supervised_training_learns_and_exports_a_hugging_face_folder(supervised
     assert [line["step"] for line in metrics] == list(range(60))
     assert metrics[-1]["loss"] < 0.5 * metrics[0]["loss"]
     assert (supervised / "hf" / "config.json").exists()
+    evaluations = json.loads((supervised / "evaluations.json").read_text())
+    losses = {record["step"]: record["score/loss"] for record in evaluations.values()}
+    assert list(losses) == [0, 20, 40, 60] and losses[60] < 0.5 * losses[0]
+    best = json.loads((supervised / "best.json").read_text())
+    assert best["value"] == min(losses.values()) and (supervised / best["checkpoint"] / "state.json").exists()
 
 
 def test_nothing_of_a_run_listens_beyond_loopback(supervised: Path, addresses: dict[int, set[str]]) -> None:
@@ -229,6 +238,21 @@ def test_supervised_training_that_is_killed_ends_with_the_same_parameters(
     assert not list(temporary.iterdir())
     assert [line["step"] for line in lines(run / "metrics.jsonl")] == list(range(60))
     assert parameters(run) == parameters(supervised)
+    assert (run / "evaluations.json").read_text() == (supervised / "evaluations.json").read_text()
+
+
+def test_a_fork_goes_on_from_the_training_state_of_another_run(
+    root: Path, supervised: Path, start: Callable[..., Program]
+) -> None:
+    """With the same settings it ends with the same parameters, to the last bit."""
+    run, shared = root / "forked", supervised / "checkpoints" / "step_40" / "__0_0.distcp"
+    start([*SFT, f"run.from={supervised}@40", f"run.dir={run}", f"data.dir={root}/world"]).finish()
+    assert [line["step"] for line in lines(run / "metrics.jsonl")] == list(range(40, 60))
+    assert parameters(run) == parameters(supervised)
+    assert json.loads((run / "fork.json").read_text()) == {"from": str(supervised.resolve()), "step": 40}
+    assert shared.exists() and (run / "checkpoints" / "step_40" / shared.name).samefile(shared)
+    evaluations = json.loads((run / "evaluations.json").read_text())
+    assert {name: record["step"] for name, record in evaluations.items()} == {"before": 40, "after": 60}
 
 
 def test_what_is_sampled_is_what_is_trained(trained: Path) -> None:
@@ -264,6 +288,11 @@ def test_every_number_and_transcript_is_in_place(trained: Path) -> None:
     result = json.loads((trained / "result.json").read_text())
     for name in ("ask_when_missing", "needless", "accuracy"):
         assert 0 <= result[f"{name}_before"] <= 1 and 0 <= result[f"{name}_after"] <= 1
+    evaluations = json.loads((trained / "evaluations.json").read_text())
+    assert {name: record["step"] for name, record in evaluations.items()} == {"before": 0, "step_2": 2, "after": 4}
+    for record in evaluations.values():
+        assert record["tasks"] == 8 and 0 <= record["score_se/booking_right"] < 0.5
+    assert len(lines(trained / "eval_step_2.jsonl")) == 8
     transcripts = lines(trained / "transcripts.jsonl")
     assert {line["step"] for line in transcripts} == {0, 1, 2, 3}
     assert (trained / "report.html").exists()

@@ -14,6 +14,7 @@ from megatron_collab.launch import prepare, validate
 from megatron_collab.runtime import device
 from megatron_collab.runtime.process import EXIT_BAD_INPUT
 from megatron_collab.train import main
+from tests import helpers
 from tests.helpers import byte_level_tokenizer
 
 
@@ -279,3 +280,25 @@ def test_a_folder_that_holds_another_run(
     (tmp_path / "run" / "config.json").write_text(json.dumps({"optim": {"lr": 0.5}}))
     line = refused(capsys, *booking)
     assert "choose another run.dir" in line
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            ["data.eval=[{source: a.jsonl, sampels: 2}]"],
+            "data.eval[0].sampels: no such setting; the nearest is samples",
+        ),
+        (["data.eval=[a.jsonl, b/a.jsonl]"], "data.eval: two sets are called a; give each a name of its own"),
+        (["data.eval=[{source: a.jsonl, max_new_tokens: 5000}]"], "data.eval[a]: max_new_tokens=5000 leaves no room"),
+        (
+            ["train.keep_best=eval/acuracy"],
+            "no such metric; the nearest is eval/accuracy; there are eval/reward, eval/",
+        ),
+        (["data.eval=[{source: a.jsonl, name: m}]", "train.keep_best=eval/accuracy"], "the nearest is eval/m/accuracy"),
+        (["train.keep_best=-eval/token_amount", "train.eval_every=70"], "to a multiple of train.checkpoint_every=50"),
+        (["train.stage=sft", "data.eval=[{source: a.jsonl, samples: 2}]"], "data.eval[a]: samples is of conversations"),
+    ],
+)
+def test_an_evaluation_that_cannot_be(settings: list[str], said: str) -> None:
+    assert said in helpers.refused(*settings)

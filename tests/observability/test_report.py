@@ -68,6 +68,13 @@ def test_text_of_conversations_is_text(run: Path) -> None:
     assert "<script" not in html and "&lt;b&gt;" in html
 
 
+def test_a_folder_of_an_earlier_version_is_read(run: Path) -> None:
+    """Conversations of evaluations and no record of them, or records without sets and errors."""
+    assert "<th>before</th><th>after</th>" in report.write(run).read_text()
+    (run / "evaluations.json").write_text('{"before": {"step": 0, "score/right": 0.0}, "after": {"step": 5}}')
+    assert "<th>before</th><th>after</th>" in report.write(run).read_text()
+
+
 def test_ten_conversations_before_and_after_side_by_side(run: Path) -> None:
     classes = [attributes.get("class") for _, attributes in Page(report.write(run).read_text()).found]
     assert classes.count("pair") == 10
@@ -76,9 +83,9 @@ def test_ten_conversations_before_and_after_side_by_side(run: Path) -> None:
 
 def test_what_is_drawn(run: Path) -> None:
     metrics = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
-    drawn = dict(report.curves(metrics))
-    assert drawn["Scores of the futures"] == {"right": [(i, i / 10) for i in range(5)]}
-    assert drawn["Scores of the futures: tokens"] == {"tokens": [(i, 15.0 + i) for i in range(5)]}
+    drawn = {title: series for title, series, _ in report.curves(metrics)}
+    assert drawn["Scores of the rollouts"] == {"right": [(i, i / 10) for i in range(5)]}
+    assert drawn["Scores of the rollouts: tokens"] == {"tokens": [(i, 15.0 + i) for i in range(5)]}
     assert set(drawn["Seconds by stage"]) == {"rollout", "update"}
     assert not any(title.startswith("KL") for title in drawn)
     assert report.write(run).read_text().count("<svg") == len(drawn)
@@ -88,6 +95,30 @@ def test_means_and_standard_errors_of_the_table() -> None:
     before = [conversation(0, "", 0.0), conversation(1, "", 1.0), {"scores": {"right": {"missing": "down"}}}]
     assert report.table(before, [conversation(0, "", 1.0)]) == [("right", "0.500 \u00b1 0.500", "1.000")]
     assert report.table([], before)[0][1] == "\u2013"
+
+
+def test_conversations_about_one_task_are_one_piece_of_evidence() -> None:
+    """Two tasks of two conversations each."""
+    rows = [{**conversation(i // 2, "", float(i < 2)), "rollout": i % 2} for i in range(4)]
+    assert report.table(rows, []) == [("right", "0.500 \u00b1 0.500", "\u2013")]
+
+
+def test_evaluations_between_steps_are_curves_with_errors_and_sets_have_tables_of_their_own(run: Path) -> None:
+    records: dict[str, dict] = {}
+    for one in ("math", "code"):
+        for step, moment in enumerate(("before", "step_1", "after")):
+            scores = {"score/right": 0.25 * step, "score_se/right": 0.1, "score/tokens": 20.0, "score_se/tokens": 2.0}
+            records[f"{one}/{moment}"] = {"step": step, "set": one, "tasks": 12, **scores}
+            write(run / f"eval_{one}_{moment}.jsonl", [conversation(0, f"{one} {moment}", 0.5)])
+    (run / "evaluations.json").write_text(json.dumps(records))
+    drawn = {title: (series, errors) for title, series, errors in report.curves([], records)}
+    series, errors = drawn["Evaluation, with standard errors"]
+    assert series == {f"{one}/right": [(0, 0.0), (1, 0.25), (2, 0.5)] for one in ("math", "code")}
+    assert errors["code/right"] == [(0, 0.1), (1, 0.1), (2, 0.1)]
+    assert "Evaluation, with standard errors: math/tokens" in drawn
+    html = report.write(run).read_text()
+    assert html.count("<table>") == 2 and "Evaluation math" in html and "math after" in html
+    assert "math step_1" not in html, "the first and the last stand side by side"
 
 
 def test_conversations_that_changed_come_first() -> None:
@@ -108,4 +139,4 @@ def test_the_tool_makes_the_report_again_and_refuses_another_folder(run: Path, t
     assert made.returncode == 0 and (run / "report.html").exists()
     (tmp_path / "empty").mkdir()
     refused = subprocess.run([sys.executable, str(TOOL), str(tmp_path / "empty")], capture_output=True, text=True)
-    assert refused.returncode == 2 and "has no metrics.jsonl" in refused.stderr
+    assert refused.returncode == 2 and "has no metrics.jsonl or evaluations.json" in refused.stderr

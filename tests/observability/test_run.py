@@ -114,9 +114,9 @@ def test_the_result_compares_the_evaluations(tmp_path: Path) -> None:
     before = {"score/ask_when_missing": 0.25, "score/booking_right": 0.5, "reward": math.nan}
     after = {"score/ask_when_missing": 1.0, "score/booking_right": 0.75, "score/ask_when_complete": 0.0}
     with opened(tmp_path) as run:
-        run.evaluation("before", 0, before, [group(0.0, "done")])
+        run.evaluation("before", "", 0, before, [group(0.0, "done")])
         run.record(0, METRICS)
-        run.evaluation("after", 4, after, [group(1.0)])
+        run.evaluation("after", "", 4, after, [group(1.0)])
         assert not (tmp_path / "result.json").exists()
         run.finish()
     result = json.loads((tmp_path / "result.json").read_text())
@@ -128,6 +128,82 @@ def test_the_result_compares_the_evaluations(tmp_path: Path) -> None:
     assert result["versions"]["torch"].startswith("2.") and result["train_minutes"] >= 0
     assert "NaN" not in (tmp_path / "evaluations.json").read_text()
     assert (tmp_path / "report.html").exists()
+
+
+def evaluate(run: Run, one: str, step: int, right: float) -> str | None:
+    """The set's evaluation at `step`, if it is due."""
+    name = run.evaluation_due(one, step)
+    if name:
+        metrics = {"score/right": right, "score_se/right": 0.125, "ending/malformed": 0.5, "missing": 1.0}
+        run.evaluation(name, one, step, metrics, [group(right)])
+    return name
+
+
+def test_an_evaluation_is_in_every_place_with_its_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with opened(tmp_path) as run:
+        assert [evaluate(run, one, 0, 0.5) for one in ("math", "code")] == ["math/before", "code/before"]
+        run.finish()
+    assert "evaluation math/before (1 tasks): right 0.500±0.125" in capsys.readouterr().out
+    records = json.loads((tmp_path / "evaluations.json").read_text())
+    assert records["math/before"]["score_se/right"] == 0.125 and records["math/before"]["set"] == "math"
+    assert [row["task"] for row in rows(tmp_path / "eval_code_before.jsonl")] == ["t-1"]
+    assert json.loads((tmp_path / "result.json").read_text())["before"] == {"math/right": 0.5, "code/right": 0.5}
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    names = {f"eval/{one}/{name}" for one in ("math", "code") for name in ("right", "right_se", "ending/malformed")}
+    assert set(events.Tags()["scalars"]) == names
+    assert events.Tags()["tensors"] == ["eval/math/t-1/text_summary", "eval/code/t-1/text_summary"]
+    (text,) = events.Tensors("eval/math/t-1/text_summary")
+    assert b"**assistant:** which day ?" in text.tensor_proto.string_val[0]
+
+
+def test_a_resumed_run_repeats_no_evaluation_that_is_recorded(tmp_path: Path) -> None:
+    settings = config(tmp_path)
+    settings.train.steps, settings.train.eval_every = 8, 2
+    with Run(settings, 0, {}, {}) as run:
+        assert [evaluate(run, "", step, 0.5) for step in (0, 1, 2, 4)] == ["before", None, "step_2", "step_4"]
+    with Run(settings, 2, {}, {}) as run:  # from the checkpoint of step 2: that of step 4 is trained again
+        assert not (tmp_path / "eval_step_4.jsonl").exists()
+        assert [evaluate(run, "", step, 0.25) for step in (2, 3, 4, 8)] == [None, None, "step_4", "after"]
+        run.finish()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("eval/right")] == [
+        (0, 0.5), (2, 0.5), (4, 0.25), (8, 0.25)
+    ]  # fmt: skip
+    settings.train.steps = 12
+    with Run(settings, 8, {}, {}) as run:
+        assert evaluate(run, "", 8, 0.0) is None, "it was the last one, and is one between the steps now"
+        assert evaluate(run, "", 12, 0.75) == "after"
+    records = json.loads((tmp_path / "evaluations.json").read_text())
+    assert {name: (r["step"], r["score/right"]) for name, r in records.items()} == {
+        "before": (0, 0.5), "step_2": (2, 0.5), "step_4": (4, 0.25), "step_8": (8, 0.25), "after": (12, 0.75)
+    }  # fmt: skip
+    assert rows(tmp_path / "eval_step_8.jsonl")[0]["scores"]["booking_right"] == 0.25
+
+
+@pytest.mark.parametrize(("metric", "expected"), [("eval/right", (4, 0.75)), ("-eval/right", (2, 0.25))])
+def test_the_best_checkpoint_is_named_and_a_resumed_run_finds_it_again(
+    tmp_path: Path, metric: str, expected: tuple[int, float]
+) -> None:
+    settings = config(tmp_path)
+    settings.train.steps, settings.train.eval_every, settings.train.keep_best = 8, 2, metric
+
+    def best() -> tuple[int, float]:
+        row = json.loads((tmp_path / "best.json").read_text())
+        assert row["checkpoint"] == f"checkpoints/step_{row['step']}" and row["metric"] == metric
+        return row["step"], row["value"]
+
+    with Run(settings, 0, {}, {}) as run:
+        evaluate(run, "", 0, 1.0 if metric[0] == "e" else 0.0)
+        assert not (tmp_path / "best.json").exists(), "there is no checkpoint of the weights before training"
+        for step, right in ((2, 0.25), (4, 0.75), (6, 0.75 if metric[0] == "e" else 0.25)):
+            (tmp_path / "checkpoints" / f"step_{step}").mkdir(parents=True)
+            evaluate(run, "", step, right)
+        assert best() == expected
+    with Run(settings, 6, {}, {}):
+        assert best() == expected
+    (tmp_path / "checkpoints" / f"step_{expected[0]}").rmdir()  # of a run that kept none until now
+    with Run(settings, 6, {}, {}):
+        assert best() == (6, expected[1])
 
 
 def test_what_changed_when_a_run_went_on_is_a_line_of_its_history(tmp_path: Path) -> None:
@@ -171,19 +247,39 @@ def test_another_rank_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_weights_and_biases_gets_one_run_over_all_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started, logged = [], []
+
+    class Table:
+        def __init__(self, columns: list[str]) -> None:
+            self.columns, self.data = columns, list[dict]()
+
+        def add_data(self, *values: object) -> None:
+            self.data.append(dict(zip(self.columns, values, strict=True)))
+
     wandb = types.SimpleNamespace(
-        init=lambda **settings: started.append(settings), log=lambda metrics, step: logged.append((step, metrics))
+        init=lambda **settings: started.append(settings),
+        log=lambda metrics, step: logged.append((step, metrics)),
+        Table=Table,
     )
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setenv("WANDB_API_KEY", "key")
     with_project = config(tmp_path)
-    with_project.run.wandb_project = "p"
+    with_project.run.wandb_project, with_project.run.wandb_name = "p", "first evening"
+    with_project.run.wandb_group, with_project.run.wandb_tags = "g", ["a", "b"]
     for start in (0, 1):
         with Run(with_project, start, {}, {}) as run:
             run.record(start, METRICS)
     assert logged == [(0, METRICS), (1, METRICS)]
     assert [settings["project"] for settings in started] == ["p", "p"]
     assert started[0]["id"] == started[1]["id"]
+    assert [started[0][name] for name in ("name", "group", "tags")] == ["first evening", "g", ["a", "b"]]
+    logged.clear()
+    with Run(with_project, 0, {}, {}) as run:
+        evaluate(run, "math", 0, 0.5)
+    (_, scalars), (step, conversations) = logged
+    assert scalars["eval/math/right"] == 0.5 and scalars["eval/math/right_se"] == 0.125
+    (row,) = conversations["eval/math/conversations"].data
+    assert (step, row["step"], row["task"], row["reward"]) == (0, 0, "t-1", 0.5)
+    assert row["conversation"].endswith("assistant: which day ?") and "booking_right 0.5" in row["scores"]
 
 
 def test_a_line_shows_what_is_there() -> None:

@@ -65,7 +65,14 @@ class FakePolicy:
         self.affinities: set[str] = set()
 
     async def generate(
-        self, prompt_ids: tuple[int, ...], *, max_new_tokens: int, sampling: SamplingConfig, seed: int, affinity: str
+        self,
+        prompt_ids: tuple[int, ...],
+        *,
+        messages: Sequence[Message],
+        max_new_tokens: int,
+        sampling: SamplingConfig,
+        seed: int,
+        affinity: str,
     ) -> Turn:
         self.now += 1
         self.peak = max(self.peak, self.now)

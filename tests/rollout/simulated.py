@@ -13,6 +13,8 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_collab.config import Config
+from megatron_collab.data.evaluation import EvaluationSet
+from megatron_collab.observability.evaluations import Evaluations
 from megatron_collab.rollout.manager import RolloutManager
 from megatron_collab.rollout.workers import Workers
 from megatron_collab.types import (
@@ -90,7 +92,7 @@ class World:
     `written` the transcripts, `usd` what was spent, `peak` the most groups that were in flight. What is in `slow` is
     not finished; what is in `broken` ends with errors, the first time. No server is left from the look number `outage`
     on, until they are revived, which calls `on_revive`. `stats` is what every
-    update measures. `journal`: that of an earlier run in `folder` is kept.
+    update measures. `journal`: that of an earlier run in `folder` is kept. `sets`: of what is evaluated, by stream.
     """
 
     def __init__(
@@ -100,13 +102,14 @@ class World:
         refills: int = 0,
         state: Mapping[str, Any] | None = None,
         journal: bool = False,
+        sets: Any = None,
         **rollouts: int,
     ) -> None:
         if not journal:
             shutil.rmtree(folder / "journal", ignore_errors=True)
         self.config = config = Config()
         config.run.dir, config.run.seed, config.data.train = str(folder), 3, str(folder / "tasks.jsonl")
-        config.data.eval, config.model.path = config.data.train, str(folder / "model")
+        config.data.eval, config.model.path = sets or config.data.train, str(folder / "model")
         if not (folder / "model").exists():
             byte_level_tokenizer(300).save_pretrained(folder / "model")
         config.train.prompts_per_step, config.train.eval_tasks, config.algo.dynamic_sampling = PROMPTS, 4, refills
@@ -121,6 +124,7 @@ class World:
         self.stats = {"loss": 0.25, "grad_norm": 1.5}
         self.played: dict[str, int] = {}
         self.begun: dict[str, int] = {}
+        self.sets: dict[str, EvaluationSet | None] = {}
         self.written: list[Group] = []
         self.evaluated: list[Group] = []
         self.peak = 0
@@ -132,7 +136,6 @@ class World:
         self._gone = False
         actor = SimpleNamespace(
             play=Method(self._play),
-            evaluate=Method(self._play),
             take_counters=Method(lambda: {"asked": 1}),
             spend=Method(lambda: {"usd": self.usd}),
         )
@@ -142,9 +145,11 @@ class World:
             pool=SimpleNamespace(lost_all=self._lost_all, recover=self._recover) if leader else None,
         )
         weights: Any = SimpleNamespace(version=0, sync=self._sync)
+        self.evaluations = Evaluations(folder, 0, config.train.steps)
         run: Any = SimpleNamespace(
             transcripts=lambda step, groups: self.written.extend(groups),
-            evaluation=lambda name, step, metrics, groups: self.evaluated.extend(groups),
+            evaluation_due=lambda one, step: self.evaluations.due(one, step, config.train.eval_every),
+            evaluation=self._record,
         )
         self.manager = RolloutManager(config, servers, weights, run, state or {})
 
@@ -168,13 +173,18 @@ class World:
         ending = Ending.ERROR if lost else Ending.USER_DONE
         return Group(task, tuple(rollout(value, self.version, ending) for value in self.rewards(int(task.id))))
 
-    def _play(self, task: Task, stream: str) -> Reference:
+    def _play(self, task: Task, stream: str, one: EvaluationSet | None = None) -> Reference:
         self.calls[stream] += 1
         assert self.calls[stream] <= 1 + (stream in self.broken)
         self.played[stream] = int(task.id)
         self.begun[stream] = self.version
+        self.sets[stream] = one
         self.peak = max(self.peak, len(self.played) - len(self.written))
         return Reference(self.group(task, stream), lambda: stream not in self.slow)
+
+    def _record(self, name: str, one: str, step: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
+        self.evaluations.records[name] = {"step": step, "set": one, **metrics}
+        self.evaluated += groups
 
     def _lost_all(self) -> bool:
         self.looks += 1

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from megatron_collab.data.evaluation import EvaluationSet, settings_of
 from megatron_collab.inference.client import EngineError
 from megatron_collab.rollout.conversation import Player
 from megatron_collab.types import Conversation, Ending, Group, Message, Missing, Score, Task
@@ -85,10 +86,14 @@ def test_without_a_penalty_malformed_turns_are_played_on() -> None:
 
 def test_an_evaluation_sees_what_a_user_would_see() -> None:
     rewards = FakeRewards(lambda conversation: float(len(conversation.turns)))
+    of_training = player(FakePolicy(lambda prompt, seed: ""), rewards, mode="single_turn").config
+    settings = settings_of(of_training, EvaluationSet("tasks.jsonl", samples=2))
     made = player(FakePolicy(lambda prompt, seed: ""), rewards)
-    (rollout,) = asyncio.run(made.evaluate(TASK, "s")).rollouts
-    assert rollout.reward.value == 3.0  # the malformed first turn was answered and played on
-    assert len(rollout.futures) == 1
+    group = asyncio.run(Player(made.policy, made.renderer, made.users, made.rewards, settings).play(TASK, "s"))
+    for rollout in group.rollouts:
+        assert rollout.reward.value == 3.0  # the malformed first turn was answered and played on
+        assert len(rollout.futures) == 1
+    assert len(group.rollouts) == 2
 
 
 def test_the_turn_alone_is_scored_without_a_user() -> None:

@@ -260,14 +260,14 @@ def test_a_run_that_is_stopped_ends_for_its_own_reason(
 def test_an_evaluation_goes_on_where_it_was(world: Maker, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     undisturbed = make(world)
     undisturbed.version = step
-    undisturbed.manager.evaluate("before", step)
+    undisturbed.manager.evaluate(step)
     before = make(world)
     before.version, before.slow = step, {"eval-before-1"}
-    stop = lambda: before.manager.evaluate("before", step)  # noqa: E731
+    stop = lambda: before.manager.evaluate(step)  # noqa: E731
     preempted(before, stop, at="eval-before-3", monkeypatch=monkeypatch)
     after = make(world, journal=True)
     after.version = step
-    after.manager.evaluate("before", step)
+    after.manager.evaluate(step)
     assert set(after.played) == {"eval-before-1"}
     assert after.evaluated == undisturbed.evaluated
 

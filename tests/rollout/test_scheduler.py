@@ -307,7 +307,7 @@ def test_an_outage_while_nothing_was_in_flight_costs_nothing(world: Maker) -> No
 def test_an_evaluation_survives_an_outage_too(world: Maker) -> None:
     made = make(world, 1)
     made.outage, made.broken = 1, {"eval-before-1"}
-    made.manager.evaluate("before", 0)
+    made.manager.evaluate(0)
     assert made.revived == 1
     assert [int(group.task.id) for group in made.evaluated] == [0, 1, 2, 3]
     assert all(group.rollouts[0].start.ending is Ending.USER_DONE for group in made.evaluated)

@@ -23,6 +23,7 @@ import ray
 from megatron_collab.config import Config
 from megatron_collab.config.schema import RunConfig
 from megatron_collab.data.chat_template import ChatRenderer
+from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.environments import booking, tiny_model
 from megatron_collab.inference.client import EngineError
 from megatron_collab.llm.client import LlmClient
@@ -84,7 +85,7 @@ class FakeEngineWorker:
         rewards = RewardClient([ray.get_actor(reward_worker)], config.reward)
         self.player = Player(policy, CharacterRenderer(), Users(config, LlmClient()), rewards, config)
 
-    async def play(self, task: Task, stream: str) -> Group:
+    async def play(self, task: Task, stream: str, one: EvaluationSet | None = None) -> Group:
         return await self.player.play(task, stream)
 
     async def omp_threads(self) -> str | None:
@@ -294,7 +295,7 @@ def gives_up_on_a_worker_that_hangs(worker: Any, task: Task, config: Config) -> 
         flight = Flight(config, [worker], journal, lambda: False)
         for number in range(2):
             slot = Slot(7, 0, number)
-            flight.begin(Asked(slot, slot.stream, "play", task))
+            flight.begin(Asked(slot, slot.stream, task))
         with pytest.raises(
             Hung, match=r"waited 4 s for any of 2 groups.*train-7-0, train-7-1, asked of conversation-0"
         ):

@@ -70,12 +70,13 @@ def train_in_every_layout(folder: Path) -> dict[str, dict]:
 
 
 def train(folder: Path, settings: Mapping[str, object]) -> dict[str, object]:
-    """Inside a process group: metrics of three updates on two batches, and the log-probs after them."""
+    """Inside a process group: metrics of three updates on two batches, and log-probs and validation after them."""
     config = make_config(folder, settings)
     actor = PolicyTrainer(config)
     batches = [Batch(make_samples(11, seed)) for seed in (1, 2, 1)]
     metrics = [learn(actor, batch) for batch in batches]
-    return {"metrics": metrics, "log_probs": [row.tolist() for row in actor.log_probs(actor.chunks, batches[0])]}
+    log_probs = [row.tolist() for row in actor.log_probs(actor.chunks, batches[0])]
+    return {"metrics": metrics, "log_probs": log_probs, "validation": actor.validate(batches[:2])}
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +102,7 @@ def assert_same_training(found: dict, expected: dict) -> None:
             assert updated[name] == pytest.approx(wanted[name], rel=tolerance, abs=tolerance), (number, name)
     for row, wanted in zip(found["log_probs"], expected["log_probs"], strict=True):
         np.testing.assert_allclose(row, wanted, atol=5e-4)
+    assert found["validation"] == pytest.approx(expected["validation"], rel=1e-4)
 
 
 @pytest.mark.processes
@@ -247,6 +249,22 @@ def test_supervised_update_is_that_of_the_token_mean(make_actor: Maker) -> None:
     metrics = learn(actor, Batch(SAMPLES))
     assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-6)
     assert metrics["grad_norm"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_validation_is_the_loss_per_token_and_changes_nothing(make_actor: Maker) -> None:
+    actor = make_actor(train__stage="sft")
+    nats, tokens = [], []
+    for sample in SAMPLES:
+        log_probs = torch_log_probs(actor, sample, temperature=1.0).detach().double()
+        nats.append(-float((log_probs * torch.from_numpy(sample.loss_mask)[1:]).sum()))
+        tokens.append(float(sample.loss_mask.sum()))
+    found = actor.validate(Batch(SAMPLES[at : at + 3]) for at in range(0, len(SAMPLES), 3))
+    loss = sum(nats) / sum(tokens)
+    assert found["score/loss"] == pytest.approx(loss, rel=1e-6)
+    residuals = np.array(nats) - loss * np.array(tokens)
+    assert found["score_se/loss"] == pytest.approx(np.std(residuals, ddof=1) / np.sqrt(11) / np.mean(tokens), rel=1e-4)
+    assert (found["tasks"], found["tokens"]) == (11, sum(tokens))
+    assert learn(actor, Batch(SAMPLES)) == learn(make_actor(train__stage="sft"), Batch(SAMPLES))
 
 
 def test_log_probs_of_every_token(make_actor: Maker) -> None:

@@ -80,7 +80,14 @@ class Engine:
         self.simulation = simulation
 
     async def generate(
-        self, prompt_ids: tuple[int, ...], *, max_new_tokens: int, sampling: SamplingConfig, seed: int, affinity: str
+        self,
+        prompt_ids: tuple[int, ...],
+        *,
+        messages: Sequence[Message],
+        max_new_tokens: int,
+        sampling: SamplingConfig,
+        seed: int,
+        affinity: str,
     ) -> Turn:
         await self.simulation.call("engine", str(seed), affinity)
         return Turn(prompt_ids, (seed,), (-1.0,), (0,), Finish.STOP, str(seed))

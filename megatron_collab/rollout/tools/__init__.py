@@ -14,7 +14,7 @@ from megatron_collab.config import Extension, RolloutConfig, build, lookup, near
 from megatron_collab.types import Message, Task, ToolCall
 
 if TYPE_CHECKING:
-    from megatron_collab.inference.router import Router
+    from megatron_collab.inference.assistant import Assistant
 
 # JSON's types in Python's
 _TYPES: dict[str, Any] = dict(string=str, number=int | float, integer=int, boolean=bool, array=list, object=dict)
@@ -74,7 +74,7 @@ def make_tools(config: RolloutConfig) -> dict[str, Tool]:
 class Toolbox:
     """The tools of a run. `counters` counts calls, and refused ones."""
 
-    def __init__(self, config: RolloutConfig, parser: Router) -> None:
+    def __init__(self, config: RolloutConfig, parser: Assistant) -> None:
         self.parser = parser
         self.schemas = schemas(config.tools)
         self.counters: Counter[str] = Counter()

@@ -1,0 +1,188 @@
+"""What happens before an evaluation without training: its settings, the model as a folder, refusals in one line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from filelock import FileLock
+
+from megatron_collab import environments, patches
+from megatron_collab.checkpoint import storage
+from megatron_collab.config import SETTINGS, Config, ConfigError, compose, require
+from megatron_collab.config.extension import make_absolute
+from megatron_collab.config.schema import (
+    AlgoConfig,
+    OptimConfig,
+    ParallelConfig,
+    PublishConfig,
+    SamplingConfig,
+    TrainConfig,
+)
+from megatron_collab.data import sources
+from megatron_collab.data.evaluation import EvaluationSet, evaluation_sets
+from megatron_collab.launch import prepare, validate
+from megatron_collab.models import parallel_layout
+from megatron_collab.observability import evaluations
+from megatron_collab.rollout import tools
+from megatron_collab.runtime import device, hub, network
+from megatron_collab.runtime.process import FINISHED, RunStopped, under_torchrun
+
+FOLDER = "hf"  # in run.dir: the checkpoint that is evaluated, as a Hugging Face folder
+_FILE_BYTES = 5 * 10**9
+_UNUSED = "unused"
+
+
+def load(arguments: Sequence[str]) -> Config:
+    """The settings of an evaluation, composed as those of a run; training's are left at their defaults.
+
+    Raises ConfigError. What is to be evaluated is model.path (a Hugging Face folder, or a checkpoint as RUN, RUN@STEP,
+    RUN@best) or assistant.model.
+    """
+    unused = [f"data.train={_UNUSED}"]
+    if any(argument.startswith("assistant.model=") for argument in arguments):
+        unused.append(f"model.path={_UNUSED}")
+    config = make_absolute(compose([*unused, *arguments]))
+    assistant, rollout = config.assistant, config.rollout
+    server = replace(rollout.server, colocated=False, fp8=False)  # servers keep the weights that they load
+    if assistant.model:
+        sampling = SamplingConfig(assistant.max_tokens, assistant.temperature)
+        # Only the tokens of replies are counted here, and there is room for all: the endpoint knows its own limit.
+        budgets = (
+            (one.max_new_tokens or assistant.max_tokens) * (one.max_assistant_turns or rollout.max_assistant_turns)
+            for one in evaluation_sets(config)
+        )
+        rollout = replace(rollout, turn=sampling, future=sampling, context_length=2 * max(budgets, default=1))
+    config = replace(
+        config,
+        launch=replace(config.launch, nproc_per_node=1),
+        model=replace(
+            config.model, fp8=None, fp8_recipe="delayed", fp8_params=False, fp8_skip_first=0, fp8_skip_last=0
+        ),
+        parallel=ParallelConfig(),
+        optim=OptimConfig(),
+        algo=AlgoConfig(),
+        train=TrainConfig(eval_tasks=config.train.eval_tasks),
+        rollout=replace(rollout, server=server, train_turns="first", max_staleness=0),
+        publish=PublishConfig(),
+    )
+    require(config.data.eval is not None, "data.eval: not set; give the tasks that are evaluated")
+    require(bool(evaluation_sets(config)), "train.eval_tasks=0: nothing is evaluated; set it to 1 or more")
+    if assistant.model:
+        message = f"assistant.model={assistant.model}: calls no tools yet; set rollout.tools=[], or evaluate model.path"
+        require(not config.rollout.tools, message)
+        message = f"user.model=policy: no server samples from the policy beside assistant.model={assistant.model}"
+        require(config.user.model != "policy", f"{message}; choose another")
+    validate.check_settings(config)
+    sources.check_exists(config.data.eval, "data.eval", EvaluationSet)
+    config.data.eval = sources.pinned(config.data.eval, "data.eval", Path(config.run.dir))
+    return config
+
+
+def prepared(config: Config) -> tuple[Config, int]:
+    """The settings with the model as a folder that servers load, and the step of its weights (0: of no run).
+
+    Checks all that can be checked before anything is started, and converts a checkpoint. Raises ConfigError.
+    """
+    from megatron_collab.data import chat_template
+
+    prepare.check_nodes(config, "megatron_collab.evaluate")
+    require(
+        not (Path(config.run.dir) / "metrics.jsonl").exists(),
+        f"run.dir={config.run.dir}: holds a run that trains; give the evaluation a run.dir of its own",
+    )
+    try:
+        environments.prepare(config)
+        network.address(config)
+        # The rank of each node takes no device from the servers.
+        serving = replace(config, launch=replace(config.launch, nproc_per_node=0))
+        if config.assistant.model:
+            prepare.read_data(config, trains=False)
+            server = replace(config.rollout.server, replicas=0)
+            return replace(serving, rollout=replace(config.rollout, server=server)), 0
+        check_devices(serving)
+        validate.check_servers_on_machine(serving)
+        folder, checkpoint = _model(config)
+        serving = replace(serving, model=replace(config.model, path=str(folder)))
+        shape = validate.check_model(serving)
+        validate.check_servers_of_model(serving, shape)
+        if not under_torchrun():
+            chat_template.policys(serving, tools.schemas(config.rollout.tools))
+        prepare.read_data(serving, trains=False)
+    except (ValueError, OSError, RunStopped) as error:
+        raise ConfigError(" ".join(str(error).split())) from error
+    if checkpoint is None:
+        return serving, 0
+    converted = _converted(config, checkpoint, folder)
+    saved = storage.read_state(checkpoint) or {}
+    return replace(serving, model=replace(config.model, path=str(converted))), int(saved.get("step", 0))
+
+
+def done(config: Config) -> bool:
+    """Whether every set is evaluated already. ConfigError where run.dir holds an evaluation under other settings."""
+    prepare.check_same_run(config)
+    folder = Path(config.run.dir)
+    recorded = evaluations.read(folder)
+    if not recorded:
+        return False
+    before = replace(config.data, eval=json.loads((folder / SETTINGS).read_text())["data"]["eval"])
+    known = {one.name: one for one in evaluation_sets(replace(config, data=before))}
+    for one in evaluation_sets(config):
+        message = (
+            f"{one.setting}: run.dir={folder} holds it with other settings; give it another name, or another run.dir"
+        )
+        require(known.get(one.name, one) == one, message)
+    names = {evaluations.name_of(one.name, evaluations.MODEL) for one in evaluation_sets(config)}
+    return names <= recorded.keys() and (folder / FINISHED).exists()
+
+
+def check_devices(config: Config) -> None:
+    """The servers have all GPUs of their node to themselves."""
+    server = config.rollout.server
+    here = parallel_layout.servers_per_node(config) * server.tp
+    if device.select(config.launch.device).type == device.GPU:
+        message = f"needs more than the {device.count()} GPUs of this node; lower one of them"
+        require(
+            here <= device.count(),
+            f"<rollout.server.replicas> x <rollout.server.tp> / <launch.nodes>: {message}",
+            config,
+        )
+
+
+def _model(config: Config) -> tuple[Path, Path | None]:
+    """A Hugging Face folder; or for a checkpoint that of its run's start, which describes it, and the checkpoint."""
+    given = Path(config.model.path)
+    folder = Path(str(given).rpartition("@")[0] or given)
+    of_run = folder.name.startswith("step_") or folder.name == "checkpoints" or (folder / "checkpoints").is_dir()
+    if not of_run:
+        path = hub.pin(config.model.path, "model.path", Path(config.run.dir))
+        if hub.named(path):
+            hub.download(path, "model.path")
+        return hub.folder(path), None
+    try:
+        checkpoint = storage.find_checkpoint(given)
+    except ConfigError as error:
+        raise ConfigError(f"model.path={error}") from error
+    run = checkpoint.parent.parent
+    settings = run / SETTINGS
+    require(settings.is_file(), f"model.path={given}: {run} has no {SETTINGS}, which names the model it started from")
+    source = hub.folder(json.loads(settings.read_text())["model"]["path"])
+    message = f"model.path={given}: its run started from {source}, which is not there any more; put it back"
+    require((source / "config.json").is_file(), message)
+    return source, checkpoint
+
+
+def _converted(config: Config, checkpoint: Path, source: Path) -> Path:
+    """`checkpoint` as a folder in run.dir, made by the first process that needs it."""
+    folder = Path(config.run.dir) / FOLDER
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_name(f".{FOLDER}.lock")):
+        if not folder.exists():
+            patches.apply("megatron")
+            from megatron_collab.checkpoint import convert
+
+            print(f"{folder}: converting {checkpoint}", flush=True)
+            convert.to_hf(checkpoint, folder, source, None, _FILE_BYTES)
+    return folder

@@ -1,0 +1,186 @@
+"""What the folder of a run holds whether it trains or only evaluates: settings, evaluations, the report, the result."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Self
+
+from filelock import FileLock, Timeout
+from tqdm import tqdm
+
+from megatron_collab import __version__
+from megatron_collab.config import SETTINGS, Config, changes
+from megatron_collab.observability import evaluations
+from megatron_collab.observability.evaluations import Evaluations
+from megatron_collab.observability.writers import CONVERSATIONS, writers
+from megatron_collab.runtime import files, process
+from megatron_collab.runtime.process import BEST, FINISHED, global_rank
+from megatron_collab.runtime.redact import redacted
+from megatron_collab.types import Group, Missing, visible
+
+VERSIONS = ("torch", "megatron-core", "sglang", "ray", "litellm", "transformers", "datasets", "hydra-core")
+
+
+class RunFolder:
+    """The folder run.dir, of one process at a time; only rank 0 writes.
+
+    `start`: the step whose weights come first; `steps`: that of the last ones; `seconds`: of earlier starts.
+    """
+
+    def __init__(self, config: Config, start: int, steps: int, seconds: float = 0.0) -> None:
+        self.config = config
+        self.folder = Path(config.run.dir)
+        self.leader = global_rank() == 0
+        self._seconds_before = seconds
+        if not self.leader:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = FileLock(self.folder / ".lock")
+        try:
+            self._lock.acquire(timeout=10)  # a run that was just killed may still be ending
+        except Timeout:
+            raise RuntimeError(f"run.dir={self.folder}: another process trains there; choose another run.dir") from None
+        (self.folder / FINISHED).unlink(missing_ok=True)  # of fewer steps, or fewer sets
+        at = datetime.now(UTC).isoformat(timespec="seconds")
+        rows = [
+            {"time": at, "step": start, "setting": change.setting, "before": change.before, "after": change.after}
+            for change in changes(config)
+        ]
+        if rows:
+            append(self.folder / "history.jsonl", rows)
+        replace(self.folder / SETTINGS, asdict(config))
+        self._evaluations = Evaluations(self.folder, start, steps)
+        self._best: tuple[int, float] | None = None
+        self._mark_best(start)
+        self._writers = [*writers(config, start)]
+        for record in self._evaluations.records.values():
+            if record["step"] == start:  # which TensorBoard's writer drops with the steps that are done again
+                self._write(start, evaluations.scalars(record))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.leader:
+            self._lock.release()
+
+    def evaluation_due(self, one: str, step: int) -> str | None:
+        """The name of the evaluation of the set `one`, unless it is recorded; on rank 0."""
+        name = evaluations.name_of(one, evaluations.MODEL)
+        return None if name in self._evaluations.records else name
+
+    def evaluation(
+        self, name: str, one: str, step: int, metrics: Mapping[str, float], groups: Sequence[Group] = ()
+    ) -> None:
+        """Record the evaluation `name`, of the set `one`: its means with their errors, and its conversations if any."""
+        record = _plain({"step": step, "set": one, "tasks": len(groups), **metrics})
+        if rows := [*rows_of(groups)]:
+            file = evaluations.file_of(self.folder, name)
+            file.unlink(missing_ok=True)
+            append(file, rows)
+        self._evaluations.records[name] = record
+        replace(self.folder / evaluations.FILE, self._evaluations.records)
+        self._write(step, evaluations.scalars(record))
+        for writer in self._writers if rows else ():
+            writer.conversations(step, evaluations.prefix(one), redacted(rows[:CONVERSATIONS]))
+        tqdm.write(f"evaluation {name} ({record['tasks']} tasks): {_with_errors(record)}")
+        self._mark_best(step)
+
+    def scalars(self) -> dict[str, float]:
+        """The metrics of all evaluations, of each set the last one's."""
+        found: dict[str, float] = {}
+        for record in self._evaluations.records.values():
+            found |= evaluations.scalars(record)
+        return found
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        """Write report.html and, last, result.json: a folder that has it is done. On rank 0."""
+        from megatron_collab.observability import report  # and with it what draws, a second of imports
+
+        versions = {"megatron-collab": __version__, **{name: metadata.version(name) for name in VERSIONS}}
+        report.write(self.folder)
+        replace(self.folder / FINISHED, {**result, "versions": versions})
+
+    def _seconds(self) -> float:
+        """Seconds this run has taken over all its starts, from the start of torchrun on."""
+        return self._seconds_before + process.age(os.getppid())
+
+    def _mark_best(self, step: int) -> None:
+        """Write which checkpoint is to be kept for train.keep_best; that of `step` may still be being written."""
+        metric = self.config.train.keep_best
+
+        def kept(found: int) -> bool:
+            return 0 < found == step or (self.folder / "checkpoints" / f"step_{found}").is_dir()
+
+        best = self._evaluations.best(metric, kept) if metric else None
+        if best is None:
+            (self.folder / BEST).unlink(missing_ok=True)
+        elif best != self._best:
+            self._best = best
+            row = {"metric": metric, "value": best[1], "step": best[0], "checkpoint": f"checkpoints/step_{best[0]}"}
+            replace(self.folder / BEST, row)
+            tqdm.write(f"best by {metric}: {best[1]:.4g} at step {best[0]}, whose checkpoint is kept")
+
+    def _write(self, step: int, metrics: Mapping[str, float]) -> None:
+        for writer in self._writers:
+            writer.scalars(step, metrics)
+
+
+def scores(metrics: Mapping[str, float]) -> dict[str, float]:
+    """By metric, of those that a step or an evaluation has."""
+    return {name.removeprefix("score/"): value for name, value in metrics.items() if name.startswith("score/")}
+
+
+def _with_errors(record: Mapping[str, Any]) -> str:
+    errors = {name: record.get(f"score_se/{name}") for name in scores(record)}
+    shown = ((name, value, errors[name]) for name, value in scores(record).items() if value is not None)
+    return " ".join(
+        f"{name} {value:.3f}" + (f"±{error:.3f}" if error is not None else "") for name, value, error in shown
+    )
+
+
+def rows_of(groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
+    """Every future of the groups, as JSON."""
+    for group in groups:
+        for i, rollout in enumerate(group.rollouts):
+            for j, future in enumerate(rollout.futures):
+                conversation, reward = future.conversation, rollout.reward.value
+                raw = [turn.text for turn in conversation.turns]
+                yield {
+                    "task": group.task.id,
+                    "rollout": i,
+                    "future": j,
+                    "reward": None if isinstance(reward, Missing) else reward,
+                    **({"turns": raw} if any(text != visible(text) for text in raw) else {}),  # with their thoughts
+                    **({"turn_rewards": conversation.turn_rewards} if any(conversation.turn_rewards) else {}),
+                    "ending": conversation.ending,
+                    "error": conversation.error,
+                    "messages": [message.as_dict() for message in conversation.messages],
+                    "scores": {
+                        name: {"missing": score.why} if isinstance(score, Missing) else score
+                        for name, score in future.scores.items()
+                    },
+                }
+
+
+def append(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Append JSON lines, keys redacted."""
+    with files.writing(file), file.open("a") as stream:
+        for row in rows:
+            stream.write(json.dumps(_plain(redacted(row))) + "\n")
+
+
+def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
+    """With null for numbers that JSON does not have (NaN)."""
+    return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
+
+
+def replace(file: Path, content: Mapping[str, Any]) -> None:
+    files.replace(file, json.dumps(redacted(content), indent=2) + "\n")

@@ -1,0 +1,88 @@
+"""Where metrics and conversations go beside the run folder's own files: TensorBoard and Weights & Biases."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+from uuid import uuid4
+
+from megatron_collab.config import Config, uses_wandb
+from megatron_collab.runtime import files
+from megatron_collab.runtime.redact import redacted
+
+CONVERSATIONS = 10  # of each evaluation, the first ones: the same tasks every time
+Rows = Sequence[Mapping[str, Any]]  # of a file of conversations
+
+
+class Writer(Protocol):
+    def scalars(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def conversations(self, step: int, name: str, rows: Rows) -> None:
+        """Some conversations of the evaluation of the set `name` at `step`."""
+
+
+def writers(config: Config, start: int) -> Iterator[Writer]:
+    """TensorBoard's, and where it is on that of Weights & Biases, for a run that goes on at step `start`."""
+    yield TensorBoard(Path(config.run.dir), start)
+    if uses_wandb(config.run):
+        yield WeightsAndBiases(config)
+
+
+class TensorBoard:
+    """Events in the folder `tensorboard`; those of `start` and later steps, of an earlier start, are dropped."""
+
+    def __init__(self, folder: Path, start: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=start)
+
+    def scalars(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def conversations(self, step: int, name: str, rows: Rows) -> None:
+        for row in rows:
+            said = "\n\n".join(f"**{message['role']}:** {message['content']}" for message in row["messages"])
+            self._writer.add_text(f"{name}/{row['task']}", f"{said}\n\n{_scores(row)} ({row['ending']})", step)
+        self._writer.flush()
+
+
+class WeightsAndBiases:
+    """One run there over all starts of the run: its id is in the file `wandb_id`."""
+
+    def __init__(self, config: Config) -> None:
+        import wandb
+
+        self._wandb = wandb
+        run = config.run
+        file = Path(run.dir) / "wandb_id"
+        if not file.exists():
+            files.replace(file, uuid4().hex)
+        wandb.init(
+            project=run.wandb_project,
+            name=run.wandb_name,
+            group=run.wandb_group,
+            tags=list(run.wandb_tags),
+            dir=run.dir,
+            config=redacted(asdict(config)),
+            id=file.read_text(),
+            resume="allow",
+        )
+
+    def scalars(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._wandb.log(dict(metrics), step=step)
+
+    def conversations(self, step: int, name: str, rows: Rows) -> None:
+        columns = ["step", "task", "conversation", "ending", "reward", "scores"]
+        table = self._wandb.Table(columns=columns)
+        for row in rows:
+            said = "\n\n".join(f"{message['role']}: {message['content']}" for message in row["messages"])
+            table.add_data(step, row["task"], said, str(row["ending"]), row["reward"], _scores(row))
+        self._wandb.log({f"{name}/conversations": table}, step=step)
+
+
+def _scores(row: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in row["scores"].items() if isinstance(value, int | float))

@@ -1,0 +1,66 @@
+"""Which checkpoints of a run stay, and how one is named. Files only."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_collab.checkpoint import storage
+from megatron_collab.config import ConfigError
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run with checkpoints of the steps 10 to 50."""
+    for step in range(10, 60, 10):
+        (tmp_path / "checkpoints" / f"step_{step}").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "latest").write_text("step_50\n")
+    return tmp_path
+
+
+def mark_best(run: Path, step: int) -> None:
+    (run / "best.json").write_text(json.dumps({"metric": "eval/accuracy", "value": 0.5, "step": step}))
+
+
+def steps(run: Path) -> list[int]:
+    return sorted(int(folder.name.removeprefix("step_")) for folder in (run / "checkpoints").glob("step_*"))
+
+
+def test_the_best_checkpoint_stays_beside_the_newest(run: Path) -> None:
+    mark_best(run, 20)
+    storage.discard(run / "checkpoints", 50, keep=2)
+    assert steps(run) == [20, 40, 50]
+    mark_best(run, 50)
+    storage.discard(run / "checkpoints", 50, keep=1)
+    assert steps(run) == [50]
+
+
+def test_a_checkpoint_is_found_by_every_name_of_it(run: Path) -> None:
+    mark_best(run, 20)
+    folder = run / "checkpoints"
+    for given, step in {
+        run: 50,
+        folder: 50,
+        folder / "step_30": 30,
+        Path(f"{run}@30"): 30,
+        Path(f"{run}@best"): 20,
+        Path(f"{folder}@best"): 20,
+    }.items():
+        assert storage.find_checkpoint(given) == folder / f"step_{step}", given
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("@35", "no checkpoint of that step; it keeps those of the steps 50, 40, 30, 20, 10"),
+        ("@best", "keeps no best checkpoint; train with train.keep_best"),
+        ("/nothing", "contains no checkpoint; give a run, RUN@STEP"),
+        ("/nothing@3", "no checkpoint of that step; it has no checkpoints"),
+    ],
+)
+def test_what_is_not_there_is_said_in_one_line(run: Path, name: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as error:
+        storage.find_checkpoint(Path(f"{run}{name}"))
+    assert "\n" not in str(error.value)

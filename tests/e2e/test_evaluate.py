@@ -1,0 +1,117 @@
+"""Evaluation without training, by the real program: a checkpoint, a Hugging Face folder, a model behind LiteLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from megatron_collab.environments import booking
+from tests.e2e.test_booking import Program, lines, start
+from tests.llm.endpoint import Endpoint, says
+
+pytestmark = pytest.mark.processes
+__all__ = ["start"]  # a fixture
+
+SETS = (
+    "data.eval=[{source: WORLD/eval.jsonl, name: greedy, temperature: 0, tasks: 6}, "
+    "{source: WORLD/eval.jsonl, name: sampled, samples: 2, tasks: 6, max_user_turns: 1, max_assistant_turns: 2}]"
+)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A short supervised run of the booking world, whose model ends its turns."""
+    root = tmp_path_factory.mktemp("evaluate")
+    sft = ["experiment=booking_sft", "train.steps=60", "train.checkpoint_every=30", "optim.warmup_steps=10"]
+    program = Program([*sft, f"run.dir={root}/sft", f"data.dir={root}/world"], root / "sft.log")
+    program.finish()
+    return root
+
+
+def arguments(root: Path, name: str, *more: str) -> list[str]:
+    sets = SETS.replace("WORLD", f"{root}/world")
+    return ["experiment=booking", f"run.dir={root}/{name}", f"data.dir={root}/world", sets, *more]
+
+
+def scores(rows: list[dict[str, Any]]) -> list[tuple[str, int, dict, list]]:
+    return [(row["task"], row["rollout"], row["scores"], row["messages"]) for row in rows]
+
+
+def test_a_checkpoint_is_evaluated_and_goes_on_where_it_was_killed(root: Path, start: Callable[..., Program]) -> None:
+    """And its conversations are those of the same weights as a Hugging Face folder, to the letter."""
+    run = root / "checkpoint"
+    of_checkpoint = arguments(root, "checkpoint", f"model.path={root}/sft@60")
+    killed = start(of_checkpoint, module="megatron_collab.evaluate")
+    killed.when(lambda: (run / "evaluations.json").exists())
+    killed.process.kill()
+    killed.process.wait()
+    assert killed.gone() == []
+    (first,) = json.loads((run / "evaluations.json").read_text())
+    written = (run / f"eval_{first.replace('/', '_')}.jsonl").stat().st_mtime_ns
+    start(of_checkpoint, module="megatron_collab.evaluate").finish()
+    assert (run / f"eval_{first.replace('/', '_')}.jsonl").stat().st_mtime_ns == written, "what is recorded stays"
+
+    start(arguments(root, "folder", f"model.path={root}/sft/hf"), module="megatron_collab.evaluate").finish()
+    for one, conversations in (("greedy", 6), ("sampled", 12)):
+        rows = lines(run / f"eval_{one}_model.jsonl")
+        assert len(rows) == conversations
+        assert scores(rows) == scores(lines(root / "folder" / f"eval_{one}_model.jsonl"))
+    sampled = lines(run / "eval_sampled_model.jsonl")
+    assert any(a["messages"] != b["messages"] for a, b in zip(sampled[::2], sampled[1::2], strict=True))
+
+    result = json.loads((run / "result.json").read_text())
+    assert (result["step"], json.loads((root / "folder" / "result.json").read_text())["step"]) == (60, 0)
+    right = [row["scores"]["booking_right"] for row in lines(run / "eval_greedy_model.jsonl")]
+    assert result["eval/greedy/booking_right"] == pytest.approx(sum(right) / 6)
+    assert "eval/sampled/booking_right_se" in result
+    assert not (run / "hf").exists() and not list((run / "journal").iterdir())
+    assert "Evaluation sampled" in (run / "report.html").read_text()
+    again = start(of_checkpoint, module="megatron_collab.evaluate")
+    assert again.wait() == 0 and "all sets are evaluated" in again.log.read_text()
+
+
+async def _evaluated(arguments: list[str], log: Path) -> list[dict[str, Any]]:
+    """The requests that an endpoint of the test got, which always answers with the same booking."""
+
+    async def reply(request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        asked = sum(message["role"] == "assistant" for message in body["messages"])
+        text = booking.ask(["people", "day", "time"]) if not asked else "a table for 2 people on monday at 6pm ."
+        return await says(text)(request)
+
+    async with Endpoint(reply) as endpoint:
+        model = ["assistant.model=openai/m", f"assistant.api_base=http://127.0.0.1:{endpoint.port}/v1"]
+        command = [sys.executable, "-m", "megatron_collab.evaluate", *arguments, *model]
+        with log.open("w") as stream:
+            process = await asyncio.create_subprocess_exec(
+                *command, stdout=stream, stderr=subprocess.STDOUT, env={**os.environ, "OPENAI_API_KEY": "sk-test"}
+            )
+            assert await asyncio.wait_for(process.wait(), 300) == 0, log.read_text()[-5000:]
+        return endpoint.requests
+
+
+def test_a_model_behind_litellm_is_the_assistant(root: Path, tmp_path: Path) -> None:
+    """It is given messages; no server is started and no model read."""
+    requests = asyncio.run(_evaluated(arguments(root, "api", "assistant.temperature=0.5"), tmp_path / "log"))
+    run = root / "api"
+    greedy, sampled = lines(run / "eval_greedy_model.jsonl"), lines(run / "eval_sampled_model.jsonl")
+    assert (len(greedy), len(sampled)) == (6, 12)
+    for row in [*greedy, *sampled]:
+        roles = [message["role"] for message in row["messages"]]
+        assert roles[:4] == ["user", "assistant", "user", "assistant"]
+        assert row["messages"][1]["content"] == booking.ask(["people", "day", "time"])
+        assert row["scores"]["token_amount"] == 20 * roles.count("assistant")  # as the endpoint counts them
+    assert {request["temperature"] for request in requests} == {0, 0.5}
+    assert {request["max_tokens"] for request in requests} == {2048}
+    assert all(request["messages"][0]["role"] == "user" and request["model"] == "m" for request in requests)
+    assert not list(run.glob("sglang-*.log"))
+    assert json.loads((run / "result.json").read_text())["model"] == "openai/m"

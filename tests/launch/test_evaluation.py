@@ -1,0 +1,135 @@
+"""What comes before an evaluation without training: which settings it has, and what is refused in one line."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_collab.config import Config, ConfigError
+from megatron_collab.config.schema import AlgoConfig, ParallelConfig
+from megatron_collab.evaluate import prepared
+from megatron_collab.inference import server
+from megatron_collab.launch import evaluation, validate
+from megatron_collab.runtime import device
+from tests.helpers import make_model
+
+METRIC = "reward.weights={token_amount: 1}"
+
+
+@pytest.fixture
+def tasks(tmp_path: Path) -> Path:
+    file = tmp_path / "tasks.jsonl"
+    file.write_text(json.dumps({"prompt": [{"role": "user", "content": "hi"}], "goal": "g", "user": "reveal"}) + "\n")
+    return file
+
+
+def given(tmp_path: Path, tasks: Path, *more: str) -> list[str]:
+    return [f"run.dir={tmp_path}/out", f"data.eval={tasks}", METRIC, *more]
+
+
+def refused(arguments: list[str]) -> str:
+    with pytest.raises(ConfigError) as error:
+        prepared(arguments)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_settings_of_training_are_left_out() -> None:
+    """An experiment of eight ranks: the servers are what it says, and no rank takes a device from them."""
+    config = evaluation.load(["experiment=train_8b", "data.eval=e.jsonl", "algo=dapo"])
+    assert (config.parallel, config.algo) == (ParallelConfig(), AlgoConfig())
+    assert config.rollout.server.replicas == 8 and not config.rollout.server.colocated
+    assert config.reward.weights["accuracy"] == 1.0 and config.user.model == "openai/gpt-4o-mini"
+
+
+def test_servers_have_all_devices(tmp_path: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(tmp_path / "model")
+    servers = ["rollout.server.replicas=2", "rollout.server.tp=2", "rollout.context_length=512"]
+    budgets = [f"rollout.{part}.max_new_tokens=64" for part in ("turn", "future")]
+    config = evaluation.load(given(tmp_path, tasks, f"model.path={model}", "launch.device=cpu", *servers, *budgets))
+    serving, step = evaluation.prepared(config)
+    assert (step, serving.model.path) == (0, str(model))
+    serving.launch.device = "cuda"
+    monkeypatch.setattr(device, "probe", lambda name: SimpleNamespace(found=True, detail=""))
+    monkeypatch.setattr(device, "count", lambda: 4)
+    validate.check_servers_on_machine(serving)
+    found = [server.arguments(serving, "http://127.0.0.1:1", index) for index in range(2)]
+    assert [row[row.index("--base-gpu-id") + 1] for row in found] == ["0", "2"]
+    assert "--enable-memory-saver" not in found[0]
+    monkeypatch.setattr(device, "count", lambda: 3)
+    with pytest.raises(ConfigError, match="needs more than the 3 GPUs of this node; lower one"):
+        evaluation.check_devices(serving)
+
+
+def test_an_assistant_behind_litellm_needs_no_model_and_no_server(tmp_path: Path, tasks: Path) -> None:
+    sets = f"data.eval=[{{source: {tasks}, max_new_tokens: 900, max_assistant_turns: 4}}]"
+    arguments = given(tmp_path, tasks, sets, "assistant.model=openai/m", "assistant.max_tokens=300")
+    config = evaluation.load([*arguments, "rollout.context_length=256"])
+    serving, _ = evaluation.prepared(config)
+    assert serving.rollout.server.replicas == 0
+    assert (serving.rollout.turn.max_new_tokens, serving.rollout.future.temperature) == (300, 1.0)
+    assert serving.rollout.context_length > 4 * 900, "the model has a limit of its own"
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["data.eval=null"], "data.eval: not set; give the tasks that are evaluated"),
+        (["train.eval_tasks=0"], "train.eval_tasks=0: nothing is evaluated"),
+        (["data.eval=nothing.jsonl"], "data.eval=nothing.jsonl: no such file"),
+        (["rollout.tools=[calculator]"], "assistant.model=openai/m: calls no tools yet; set rollout.tools=[]"),
+        (["user.model=policy"], "user.model=policy: no server samples from the policy beside assistant.model=openai/m"),
+        (["reward.weights.token_amount=0"], "no metric has a weight"),
+    ],
+)
+def test_what_cannot_be_evaluated(tmp_path: Path, tasks: Path, more: list[str], said: str) -> None:
+    assert said in refused(given(tmp_path, tasks, "assistant.model=openai/m", *more))
+
+
+def test_models_that_are_not_there(tmp_path: Path, tasks: Path) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoints" / "step_10").mkdir(parents=True)
+    assert f"model.path={run}@35: no checkpoint of that step" in refused(given(tmp_path, tasks, f"model.path={run}@35"))
+    assert "has no config.json, which names the model" in refused(given(tmp_path, tasks, f"model.path={run}"))
+    settings = Config()
+    settings.run.dir, settings.model.path, settings.data.train = str(run), str(tmp_path / "gone"), "t"
+    (run / "config.json").write_text(json.dumps(asdict(settings)))
+    assert "gone, which is not there any more" in refused(given(tmp_path, tasks, f"model.path={run}@10"))
+    for name in (f"{tmp_path}/nothing", f"{tmp_path}/nothing@3"):  # @3 may also be a revision of a model
+        assert f"model.path={name}: no config.json there" in refused(given(tmp_path, tasks, f"model.path={name}"))
+
+
+def test_the_folder_of_a_run_that_trains_is_not_written_to(tmp_path: Path, tasks: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "metrics.jsonl").touch()
+    said = refused(given(tmp_path, tasks, "assistant.model=openai/m"))
+    assert said.endswith("holds a run that trains; give the evaluation a run.dir of its own")
+
+
+def test_another_model_is_another_evaluation(tmp_path: Path, tasks: Path) -> None:
+    config = evaluation.load(given(tmp_path, tasks, "assistant.model=openai/m"))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "config.json").write_text(json.dumps(asdict(config)))
+    said = refused(given(tmp_path, tasks, "assistant.model=openai/n"))
+    assert "holds a run with assistant.model=openai/m, not openai/n; choose another run.dir" in said
+
+
+def test_a_set_that_is_recorded_keeps_its_settings(tmp_path: Path, tasks: Path) -> None:
+    """Others may be added: the command goes on with them."""
+
+    def sets(*entries: str) -> list[str]:
+        return given(tmp_path, tasks, "assistant.model=openai/m", f"data.eval=[{', '.join(entries)}]")
+
+    first, second = (f"{{source: {tasks}, name: {name}}}" for name in ("a", "b"))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "config.json").write_text(json.dumps(asdict(evaluation.load(sets(first)))))
+    (tmp_path / "out" / "evaluations.json").write_text(json.dumps({"a/model": {"step": 0, "set": "a"}}))
+    (tmp_path / "out" / "result.json").write_text("{}")
+    assert "all sets are evaluated" in str(prepared(sets(first)))
+    assert not isinstance(prepared(sets(first, second)), str)
+    changed = f"{{source: {tasks}, name: a, temperature: 0}}"
+    assert "data.eval[a]: run.dir=" in refused(sets(changed)) and "give it another name" in refused(sets(changed))

@@ -1,0 +1,92 @@
+"""A run that goes on from another one: what it gets, and what is refused in one line. Files only."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from megatron_collab.checkpoint import storage
+from megatron_collab.config import Config, ConfigError, compose
+from megatron_collab.launch.fork import fork
+from tests.ranks import make_model
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    """A run with checkpoints of the steps 10 and 20."""
+    run = tmp_path / "other"
+    settings = config(tmp_path, model=make_model(tmp_path / "model"))
+    for step in (10, 20):
+        folder = storage.begin(run / "checkpoints", step)
+        (folder / "__0_0.distcp").write_text(f"weights of {step}")
+        state = {"step": step, "ranks": 1, "state": {"seconds": 9.0, "collector": {"in_flight": [[3, 0, 1]]}}}
+        storage.commit(folder, state, storage.checksums(folder.iterdir()))
+    (run / "config.json").write_text(json.dumps(asdict(settings)))
+    return run
+
+
+def config(folder: Path, given: str | None = None, model: Path | None = None) -> Config:
+    made = Config()
+    made.run.dir, made.run.fork = str(folder / "new"), given
+    made.model.path = str(model or folder / "model")
+    return made
+
+
+def test_a_fork_has_the_checkpoint_and_shares_its_files(tmp_path: Path, other: Path) -> None:
+    made = config(tmp_path, f"{other}@10")
+    fork(made)
+    (checkpoint,) = storage.candidates(tmp_path / "new" / "checkpoints")
+    saved = storage.read_state(checkpoint)
+    assert saved is not None and (saved["step"], saved["state"]) == (10, {})
+    assert storage.damage(checkpoint, saved) == []
+    assert (checkpoint / "__0_0.distcp").samefile(other / "checkpoints" / "step_10" / "__0_0.distcp")
+    storage.discard(other / "checkpoints", 20, keep=1)
+    assert (checkpoint / "__0_0.distcp").read_text() == "weights of 10", "the other run may discard it"
+    (checkpoint.parent / "step_30").mkdir()
+    fork(made)  # when the run is started again
+    assert storage.read_state(checkpoint) == saved
+
+
+def test_without_a_step_it_is_the_newest(tmp_path: Path, other: Path) -> None:
+    fork(config(tmp_path, str(other)))
+    assert (tmp_path / "new" / "checkpoints" / "step_20").is_dir()
+    assert json.loads((tmp_path / "new" / "fork.json").read_text())["step"] == 20
+
+
+def test_run_from_is_run_fork() -> None:
+    assert compose(["experiment=booking", "run.from=a/b@3"]).run.fork == "a/b@3"
+
+
+@pytest.mark.parametrize(
+    ("given", "settings", "said"),
+    [
+        ("@15", {}, "no checkpoint of that step; it keeps those of the steps 20, 10"),
+        ("@20", {"train.steps": 20}, "goes on from step 20, and train.steps=20; raise it"),
+        ("@20", {"train.stage": "sft"}, "a run of train.stage=rl, and its optimizer with it; start from its model"),
+        ("@20", {"algo.advantage": "gae"}, "of algo.advantage=grpo, and only gae has a critic; keep it"),
+        ("@20", {"model.path": "experts"}, "of another architecture than model.path="),
+        ("/nothing", {}, "contains no checkpoint; give a run"),
+    ],
+)
+def test_what_cannot_be_gone_on_with(
+    tmp_path: Path, other: Path, given: str, settings: dict[str, object], said: str
+) -> None:
+    made = config(tmp_path, f"{other}{given}")
+    for name, value in settings.items():
+        group, option = name.split(".")
+        if option == "path":
+            value = str(make_model(tmp_path / str(value), experts=True))
+        setattr(getattr(made, group), option, value)
+    with pytest.raises(ConfigError, match=said) as error:
+        fork(made)
+    assert "\n" not in str(error.value) and str(error.value).startswith(f"run.fork={other}{given}")
+
+
+def test_a_folder_with_checkpoints_of_its_own_is_no_fork(tmp_path: Path, other: Path) -> None:
+    made = config(tmp_path, str(other))
+    made.run.dir = str(other)
+    with pytest.raises(ConfigError, match="has checkpoints of its own; choose another"):
+        fork(made)

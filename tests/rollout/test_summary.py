@@ -1,0 +1,101 @@
+"""What a step and an evaluation say in numbers, computed by hand."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from megatron_collab.rollout.summary import evaluated, refuse_missing, summary
+from megatron_collab.runtime.process import RunStopped
+from megatron_collab.types import (
+    Conversation,
+    Ending,
+    Finish,
+    Future,
+    Group,
+    Message,
+    Missing,
+    Reward,
+    Rollout,
+    Score,
+    Task,
+    Turn,
+)
+
+TASK = Task("t", (Message("user", "hi"),), "goal", "answer", "scripted/booking")
+
+
+def rollout(value: Score, length: int = 2, missing: int = 0) -> Rollout:
+    turn = Turn((1, 2, 3), tuple(range(10, 10 + length)), (-0.25,) * length, (4,) * length, Finish.STOP, "x")
+    conversation = Conversation(TASK.messages, (1, 2, 3)).add_turn(turn).end(Ending.USER_DONE)
+    return Rollout(conversation, (Future(conversation, {"right": value}),), Reward(value, 0.1, missing=missing))
+
+
+def test_too_many_missing_scores_stop_the_run_with_the_reason() -> None:
+    group = Group(TASK, (rollout(1.0), rollout(0.0), rollout(Missing("judge is down"))))
+    refuse_missing([group], max_missing=0.34)
+    with pytest.raises(RunStopped, match=r"1 of 3 .*reward.max_missing=0.3 .*judge is down"):
+        refuse_missing([group], max_missing=0.3)
+
+
+def test_the_summary_leaves_missing_scores_out_of_the_means_and_counts_them() -> None:
+    shown = summary([Group(TASK, (rollout(1.0), rollout(0.5), rollout(Missing("down"), missing=1)))])
+    assert shown["reward"] == pytest.approx(0.75)
+    assert shown["score/right"] == pytest.approx(0.75)
+    assert shown["missing"] == 1
+    assert shown["spread"] == pytest.approx(0.25)
+    assert shown["ending/user_done"] == 1.0
+
+
+def test_the_summary_of_nothing_scored_is_not_a_zero() -> None:
+    assert math.isnan(summary([Group(TASK, (rollout(Missing("down")),))])["reward"])
+
+
+def played(*scores: Score, ending: Ending = Ending.USER_DONE) -> Rollout:
+    """A rollout with a future a score; none: its turn was malformed."""
+    (future,) = rollout(0.0).futures
+    if not scores:
+        malformed = Future(future.conversation.end(Ending.MALFORMED), {})
+        return Rollout(malformed.conversation, (malformed,), Reward(-1.0))
+    futures = tuple(Future(future.conversation.end(ending), {"right": score}) for score in scores)
+    return Rollout(future.conversation, futures, Reward(1.0))
+
+
+def test_every_rollout_counts_once_and_a_malformed_one_is_not_left_out() -> None:
+    """Of 100 rollouts with three futures each three are malformed: 3 %, and not 3 of 294 futures."""
+    rollouts = [played(1.0, 1.0, 0.0) for _ in range(97)] + [played() for _ in range(3)]
+    shown = summary([Group(TASK, tuple(rollouts[at : at + 4])) for at in range(0, 100, 4)])
+    assert shown["ending/malformed"] == pytest.approx(0.03)
+    assert shown["ending/user_done"] == pytest.approx(0.97)
+    # The last group is malformed in three of four rollouts; the fourth shows that the metric applies.
+    assert shown["score/right"] == pytest.approx(0.97 * 2 / 3)
+    assert shown["reward"] == pytest.approx(0.97 - 0.03)
+
+
+def test_of_a_task_whose_rollouts_are_all_malformed_no_metric_is_known() -> None:
+    shown = summary([Group(TASK, (played(), played())), Group(TASK, (played(0.5), played(0.5)))])
+    assert shown["score/right"] == 0.5 and shown["ending/malformed"] == 0.5
+
+
+def test_a_rollout_of_several_futures_weighs_as_much_as_one_of_a_single_future() -> None:
+    shown = summary([Group(TASK, (played(0.0, 0.0, 0.0, Missing("down")), played(1.0, ending=Ending.TURN_LIMIT)))])
+    assert shown["score/right"] == 0.5
+    assert shown["ending/user_done"] == shown["ending/turn_limit"] == 0.5
+
+
+def test_the_errors_of_an_evaluation_are_over_its_tasks() -> None:
+    """Two samples a task that always agree are no more evidence than one."""
+    values = [[1.0, 1.0], [0.0, 0.0], [1.0, 1.0], [0.0, 1.0]]
+    shown = evaluated([Group(TASK, tuple(rollout(value) for value in task)) for task in values])
+    means = [1.0, 0.0, 1.0, 0.5]
+    assert shown["score/right"] == shown["reward"] == np.mean(means)
+    assert shown["score_se/right"] == shown["reward_se"] == pytest.approx(np.std(means, ddof=1) / 2)
+
+
+def test_a_task_without_a_score_is_not_among_those_of_an_error() -> None:
+    groups = [Group(TASK, (rollout(value),)) for value in (1.0, 0.0, Missing("down"))]
+    shown = evaluated(groups)
+    assert shown["score/right"] == 0.5 and shown["score_se/right"] == pytest.approx(0.5)
+    assert math.isnan(evaluated(groups[:1])["score_se/right"])
