@@ -13,7 +13,8 @@ from megatron_collab import environments
 from megatron_collab.config import SETTINGS, Config, ConfigError, changes, require
 from megatron_collab.config.extension import NoOptions
 from megatron_collab.launch.validate import check_model
-from megatron_collab.rollout import tools, users
+from megatron_collab.rollout import users
+from megatron_collab.rollout.tools import toolbox
 from megatron_collab.runtime import network
 from megatron_collab.runtime.process import FINISHED, LAUNCHER, under_torchrun
 
@@ -48,7 +49,7 @@ def prepare(config: Config) -> None:
                     examples.setdefault(config.user.name or task.user, f"{setting}, task {task.id}")
             _check_users(config, examples)
         if not under_torchrun():
-            ChatRenderer(config.model.path, tools.schemas(config.rollout.tools))
+            ChatRenderer(config.model.path, toolbox.schemas(toolbox.make_tools(config.rollout)))
             network.bindable("rollout.server.port", config.rollout.server.port, network.address(config))
     except (ValueError, FileNotFoundError) as error:
         raise ConfigError(" ".join(str(error).split())) from error

@@ -18,7 +18,7 @@ from megatron_collab.models import hf_config, parallel_layout
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.reward import metrics
 from megatron_collab.reward.multiturn import reward_function
-from megatron_collab.rollout import tools
+from megatron_collab.rollout.tools import toolbox
 from megatron_collab.runtime import device, network, redact
 from megatron_collab.weight_sync import plan
 
@@ -130,7 +130,7 @@ def _check_rollouts(config: Config) -> None:
     message = "with rollout.futures=0 these rewards are credited to their turns already; set it to 0"
     credited_once = rollout.futures > 0 or not config.reward.weights.get("turn_rewards")
     check(credited_once, f"reward.weights.turn_rewards: {message}")
-    tools.make_tools(rollout)
+    toolbox.make_tools(rollout)
     for setting, sampling in (("rollout.turn", rollout.turn), ("rollout.future", rollout.future)):
         require(sampling.top_k != 0, f"{setting}.top_k=0: samples from no token; set -1 for all, or 1 or more")
         message = f"<{setting}.max_new_tokens>: leaves no room for a prompt in <rollout.context_length>; lower it"

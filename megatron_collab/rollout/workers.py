@@ -13,7 +13,7 @@ import ray
 from megatron_collab import patches
 from megatron_collab.config import Config
 from megatron_collab.reward.workers import RewardClient, RewardWorker
-from megatron_collab.rollout.tools import schemas
+from megatron_collab.rollout.tools.toolbox import make_tools, schemas
 from megatron_collab.runtime import stacks
 from megatron_collab.runtime.ray_cluster import start_actor
 from megatron_collab.types import Group, Task
@@ -39,7 +39,7 @@ class ConversationWorker:
         keys = {f"{url}/v1": key for url, key in servers}
         self.endpoints = list(keys)
         self.policy = Router(servers, config.rollout)
-        renderer = ChatRenderer(config.model.path, schemas(config.rollout.tools))
+        renderer = ChatRenderer(config.model.path, schemas(make_tools(config.rollout)))
         self.users = Users(config, LlmClient(ray.get_actor(limiter.NAME), keys=keys), self.endpoints)
         rewards = RewardClient([ray.get_actor(name) for name in reward_workers], config.reward)
         self.player = Player(self.policy, renderer, self.users, rewards, config)
