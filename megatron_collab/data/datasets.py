@@ -15,6 +15,7 @@ from datasets.exceptions import DatasetGenerationError
 
 from megatron_collab.config import Config, DataConfig, Extension, make
 from megatron_collab.data.chat_template import ChatRenderer
+from megatron_collab.data.tool_messages import ToolConversation, has_tools, tool_conversation
 from megatron_collab.types import Batch, Message, Sample, Task
 
 ROLES = ("system", "user", "assistant")
@@ -50,7 +51,7 @@ def load_conversations(path: Path) -> list[tuple[Message, ...]]:
     """The conversations in data.train, in its order.
 
     Column: `messages` {role, content}: a system message if any, then user and assistant in turn, the last of the
-    assistant. Raises ValueError naming the setting, file and row.
+    assistant. With calls of tools: see `tool_conversation`. Raises ValueError naming the setting, file and row.
     """
     return _each(_conversation, _rows(path, f"data.train={path}"), f"data.train={path}")
 
@@ -83,12 +84,14 @@ def rendered(renderer: ChatRenderer, messages: Sequence[Message]) -> Sample:
 
     Built from the pieces a rollout is built from, so that training and sampling see the same stream.
     """
-    first = next(i for i, message in enumerate(messages) if message.role == "assistant")
-    token_ids = renderer.first(messages[:first])
+    if isinstance(messages, ToolConversation):
+        renderer = renderer.with_tools(messages.tools)
+    mine = [i for i, message in enumerate(messages) if message.role == "assistant"]
+    token_ids = renderer.first(messages[: mine[0]])
     mask = [0.0] * len(token_ids)
-    for i in range(first, len(messages), 2):
-        reply = renderer.reply(messages[i].content)
-        between = renderer.next(messages[i + 1 : i + 2], reply) if i + 1 < len(messages) else ()
+    for i, following in zip(mine, [*mine[1:], len(messages)], strict=True):
+        reply = renderer.call(messages[i]) if messages[i].tool_calls else renderer.reply(messages[i].content)
+        between = renderer.next(messages[i + 1 : following], reply) if i + 1 < len(messages) else ()
         token_ids += reply + between
         mask += [1.0] * len(reply) + [0.0] * len(between)
     loss_mask = np.array(mask, np.float32)
@@ -150,6 +153,8 @@ def _task(row: Row, number: int) -> Task:
 
 
 def _conversation(row: Row, number: int) -> tuple[Message, ...]:
+    if has_tools(row):
+        return tool_conversation(row)
     messages = _messages(row, "messages")
     turns = [message.role for message in messages if message.role != "system"]
     if turns != ["user", "assistant"] * (len(turns) // 2) or not turns or "system" in [m.role for m in messages[1:]]:
