@@ -14,6 +14,7 @@ from megatron_collab.algo.advantages import GROUPED
 from megatron_collab.algo.policy_loss import PolicyLoss
 from megatron_collab.config import Config, ConfigError, ModelConfig, check_declared, compose, require, uses_wandb
 from megatron_collab.config.extension import make, make_absolute
+from megatron_collab.inference import scoring
 from megatron_collab.models import hf_config, parallel_layout
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.reward import metrics
@@ -312,6 +313,11 @@ def check_servers_on_machine(config: Config) -> None:
     if not on_gpus:
         return
     server, gpus = config.rollout.server, device.count()
+    served = metrics.served_models(config.reward)
+    needed = scoring.first_device(config) + sum(model.replicas * model.tp for model in served.values())
+    message = f"with the trainer and the policy's servers they need {needed} GPUs of a node, and there are {gpus}"
+    names = ", ".join(f"reward.metrics.{name}.replicas x tp" for name in served)
+    require(not served or needed <= gpus, f"{names}: {message}; lower one of them, or give url")
     here = parallel_layout.servers_per_node(config) * server.tp
     nodes = " / <launch.nodes>" if config.launch.nodes > 1 else ""
     servers = f"<rollout.server.replicas> x <rollout.server.tp>{nodes}"

@@ -22,12 +22,14 @@ from megatron_collab.config import Config
 from megatron_collab.data.datasets import load_tasks, rows_of_step
 from megatron_collab.observability.run import Run
 from megatron_collab.rollout.journal import Journal, WeightDigests
-from megatron_collab.rollout.scheduler import Asked, Flight, Slot, answers, window
+from megatron_collab.rollout.scheduler import Asked, Flight, Slot, answered, answers, window
 from megatron_collab.rollout.servers import Servers
 from megatron_collab.runtime.process import RunStopped, beat
 from megatron_collab.runtime.rank0 import from_leader
 from megatron_collab.types import Batch, Group, Missing, Rollout, Sample
 from megatron_collab.weight_sync.sync import WeightSync
+
+_COUNTING_SECONDS = 2.0  # for RewardWorkers to say what they have counted; one that hangs stops nothing
 
 
 class RolloutManager(AbstractContextManager["RolloutManager"]):
@@ -183,6 +185,8 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
         players = enumerate(self._workers.conversations)
         asked = {f"the counters of conversation-{n}": player.take_counters.remote() for n, player in players}
         for taken in answers(asked, self._timeout):
+            counts.update(taken)
+        for taken in answered([worker.take_counters.remote() for worker in self._workers.rewards], _COUNTING_SECONDS):
             counts.update(taken)
         if self._flight.from_journal:
             counts["from_journal"], self._flight.from_journal = self._flight.from_journal, 0

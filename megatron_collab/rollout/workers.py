@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,13 +82,18 @@ class Workers:
             ray.kill(worker)
 
 
-def start_workers(config: Config, servers: list[tuple[str, str]]) -> Workers:
-    """The run's workers, spread over the nodes, and its limiter; does not wait for them."""
+def start_workers(
+    config: Config, servers: list[tuple[str, str]], scoring: Mapping[str, Sequence[tuple[str, str]]]
+) -> Workers:
+    """The run's workers, spread over the nodes, and its limiter; does not wait for them.
+
+    Address and key of each server: `servers` of the policy, `scoring` by metric.
+    """
     from megatron_collab.llm import limiter
 
     bound = limiter.start_limiter(config.llm, Path(config.run.dir) / "spend.json")
     names = [f"reward-{i}" for i in range(config.reward.workers)]
-    rewards = [start_actor(RewardWorker, config, name, name=name) for name in names]
+    rewards = [start_actor(RewardWorker, config, name, scoring, name=name) for name in names]
     players = [
         start_actor(ConversationWorker, config, servers, names, f"conversation-{i}")
         for i in range(config.rollout.workers)
