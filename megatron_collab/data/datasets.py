@@ -98,6 +98,15 @@ def rendered(renderer: ChatRenderer, messages: Sequence[Message]) -> Sample:
     return Sample(np.array(token_ids, np.int64), loss_mask, np.zeros_like(loss_mask))
 
 
+def refuse_unwritable(conversations: Sequence[Sequence[Message]], renderer: ChatRenderer, path: str) -> None:
+    """Raise ValueError, naming the row, for calls of tools that the chat template cannot write."""
+    _each(
+        lambda messages, _: isinstance(messages, ToolConversation) and rendered(renderer, messages),
+        conversations,
+        f"data.train={path}",
+    )
+
+
 def task_row(task: Task) -> dict[str, Any]:
     """A task as a row that `load_tasks` reads."""
     prompt = [message.as_dict() for message in task.messages]

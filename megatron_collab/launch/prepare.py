@@ -41,7 +41,9 @@ def prepare(config: Config) -> None:
         environments.prepare(config)
         check_model(config)
         if config.train.stage == "sft":
-            datasets.load_conversations(Path(config.data.train))
+            conversations = datasets.load_conversations(Path(config.data.train))
+            if not under_torchrun():
+                datasets.refuse_unwritable(conversations, ChatRenderer(config.model.path), config.data.train)
         else:
             examples: dict[str, str] = {}
             for setting, file in (("data.train", config.data.train), ("data.eval", config.data.eval)):

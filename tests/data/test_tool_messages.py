@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_collab.data.chat_template import ChatRenderer
-from megatron_collab.data.datasets import load_conversations, rendered, write_jsonl
+from megatron_collab.data.datasets import load_conversations, refuse_unwritable, rendered, write_jsonl
 from megatron_collab.data.tool_messages import ToolConversation, tool_conversation
 from megatron_collab.types import Conversation, Finish, Message, ToolCall, Turn
 from tests.data.test_chat_template import renderer
@@ -138,8 +138,9 @@ def test_what_is_no_conversation_with_tools_is_refused(change: Any, fault: str) 
 def test_what_the_template_cannot_write_is_refused(
     tmp_path: Path, template: str, message: dict[str, Any], fault: str
 ) -> None:
-    with pytest.raises(ValueError, match=fault):
-        rendered(renderer(tmp_path, template), tool_conversation(row(message)))
+    conversations = [(Message("user", "hi"), Message("assistant", "ho")), tool_conversation(row(message))]
+    with pytest.raises(ValueError, match=f"^data.train=x row 1: model.path=.*{fault}"):
+        refuse_unwritable(conversations, renderer(tmp_path, template), "x")
     if template == LLAMA:
         sample = rendered(ChatRenderer(str(tmp_path)), tool_conversation(row(calling("1"), tools=[SCHEMA])))
         assert sample.loss_mask.sum() > 0

@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_collab import patches
 from megatron_collab.inference.scoring import ScoringModel, ScoringServers, first_device
 from megatron_collab.runtime.process import wait_for
 from megatron_collab.types import Conversation, Message
 from tests.conftest import serving_config
-from tests.helpers import byte_level_tokenizer
+from tests.helpers import make_reward_model
 from tests.reward.fakes import about, metric, play
 
 TASK = about("5", "a table for four people")
@@ -28,33 +27,8 @@ POSITIONS = 256
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random reward model of Qwen3's family for 256 tokens, with tokenizer and chat template."""
-    patches.apply("torchvision")
-    from transformers import Qwen3Config, Qwen3ForSequenceClassification
-
-    folder = tmp_path_factory.mktemp("scoring")
-    tokenizer = byte_level_tokenizer(512)
-    tokenizer.save_pretrained(folder)
-    config = Qwen3Config(
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=POSITIONS,
-        initializer_range=0.2,
-        num_labels=1,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="float32",
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        Qwen3ForSequenceClassification(config).save_pretrained(folder)
-    return folder
+    """A tiny random reward model of Qwen3's family, whose heads SGLang gives a bias, for 256 tokens."""
+    return make_reward_model(tmp_path_factory.mktemp("scoring"), positions=POSITIONS)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,6 @@ import pytest
 import torch
 from aiohttp import web
 
-from megatron_collab import patches
 from megatron_collab.config import ConfigError
 from megatron_collab.inference import client
 from megatron_collab.inference.server import SGLangServer
@@ -22,7 +21,7 @@ from megatron_collab.reward.metrics import reward_model
 from megatron_collab.reward.metrics.reward_model import KEY_VARIABLE
 from megatron_collab.types import Conversation, Message, Missing, Score
 from tests.conftest import serving_config
-from tests.helpers import byte_level_tokenizer
+from tests.helpers import make_reward_model
 from tests.reward.fakes import about, metric, play, score
 
 TASK = about("5", "a table for four people")
@@ -187,31 +186,7 @@ def test_a_server_that_hangs_is_missing(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random reward model of Llama's family, with tokenizer and chat template."""
-    patches.apply("torchvision")
-    from transformers import LlamaConfig, LlamaForSequenceClassification
-
-    folder = tmp_path_factory.mktemp("reward_model")
-    tokenizer = byte_level_tokenizer(512)
-    tokenizer.save_pretrained(folder)
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        initializer_range=0.2,
-        num_labels=1,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="float32",
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        LlamaForSequenceClassification(config).save_pretrained(folder)
-    return folder
+    return make_reward_model(tmp_path_factory.mktemp("reward_model"), family="llama")
 
 
 @pytest.fixture(scope="module")
