@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -150,24 +151,39 @@ def test_futures_repeat_the_calls_of_the_trained_turn(notebook: Path) -> None:
     assert children() == before
 
 
-def test_what_hangs_times_out_and_what_dies_is_started_again(notebook: Path) -> None:
+def test_what_hangs_times_out_and_what_dies_is_started_again(notebook: Path, tmp_path: Path) -> None:
     made = box(timeout=5.0, **by_stdio(notebook))
-    assert say(made, 'note {"word": "a"}', 'note {"word": "slow"}') == ["a", "error: note timed out"]
-    assert made.counters == {"tool_calls": 2, "tool_timeouts": 1}
+    told = say(made, 'note {"word": "a"}', 'note {"word": "slow"}', 'note {"word": "b"}')
+    assert told == ["a", "error: note timed out", "a b"]
+    assert made.counters == {"tool_calls": 3, "tool_timeouts": 1}
     before = children()
     with pytest.raises(ToolFailure, match=r"^tool note: "):  # dies again
         say(made, 'note {"word": "a"}', 'note {"word": "die"}')
     assert made.counters["tool_failures"] == 1
     assert children() == before
 
-    async def killed_between() -> str:
+    async def killed_between(made: Toolbox, file: Path) -> list[str]:
+        """The server is killed, once for good: then the program is gone, and at last it is there again."""
+        told = []
         async with made.open(TASK) as own:
             await own.answer('call note {"word": "a"}')
-            (pid,) = children() - before
-            psutil.Process(pid).kill()
-            return (await own.answer('call note {"word": "b"}'))[0][0].content
+            for gone in (False, True):
+                (pid,) = children() - before
+                psutil.Process(pid).kill()
+                if gone:
+                    file.rename(f"{file}.gone")
+                    with pytest.raises(ToolFailure):
+                        await own.answer('call note {"word": "-"}')
+                    Path(f"{file}.gone").rename(file)
+                told.append((await own.answer('call note {"word": "b"}'))[0][0].content)
+        for tools in made.toolsets:
+            await tools._leave_all()  # type: ignore[attr-defined]  # a shared one stays until its process ends
+        return told
 
-    assert asyncio.run(killed_between()) == "a b"
+    mine = shutil.copy(notebook, tmp_path / "mine.py")
+    assert asyncio.run(killed_between(box(**by_stdio(mine)), mine)) == ["a b", "a b b"]
+    assert asyncio.run(killed_between(box(**by_stdio(mine, shared=True)), mine)) == ["b", "b"]
+    assert children() == before
 
 
 def test_over_http_with_a_key_shared_or_not(url: str) -> None:

@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -121,13 +121,18 @@ def _schema(tool: Any) -> Schema:
 
 
 class McpTools(Toolset):
-    """The tools of a server in one conversation; with `shared`, in all of this process. `options` is its Server."""
+    """The tools of a server in one conversation; with `shared`, in all of this process. `options` is its Server.
+
+    A call that times out or whose connection breaks has not happened: the next one gets a new session, in which the
+    calls so far are repeated. A broken call is tried again once, for the server may be back.
+    """
 
     def __init__(self, options: Server, calls: Sequence[ToolCall] = ()) -> None:
         """`calls`: what has been called already, to be repeated before the next call."""
         super().__init__(options)
         self._calls = list(calls)
         self._session: McpSession | None = None
+        self._left: list[McpSession] = []
 
     @property
     def schemas(self) -> Sequence[Schema]:
@@ -143,13 +148,21 @@ class McpTools(Toolset):
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED
 
-        try:
-            result = await self._call(call)
-        except MCPError as error:
-            if error.code != CONNECTION_CLOSED:
-                raise ToolError(str(error)) from error
-            await self._leave()  # the server may be back
-            result = await self._call(call)
+        for last in (False, True):
+            session = self._session or await self._open()
+            try:
+                result = await session.call(call)
+                break
+            except (MCPError, ToolFailure) as error:
+                if isinstance(error, MCPError) and error.code != CONNECTION_CLOSED:
+                    raise ToolError(str(error)) from error
+                self._leave(session)
+                if last:
+                    raise
+            except asyncio.CancelledError:
+                if not self.options.shared:
+                    self._leave(session)
+                raise
         self._calls += [] if self.options.shared else [call]
         if result.is_error:
             raise ToolError(_text(result))
@@ -157,19 +170,31 @@ class McpTools(Toolset):
 
     async def close(self) -> None:
         if not self.options.shared:
-            await self._leave()
+            await self._leave_all()
 
-    async def _call(self, call: ToolCall) -> CallToolResult:
-        if self._session is None:
-            self._session = McpSession(self.options)
+    async def _leave_all(self) -> None:
+        if self._session:
+            self._leave(self._session)
+        await asyncio.gather(*(session.ended() for session in self._left))
+
+    async def _open(self) -> McpSession:
+        """A session in which the calls so far are repeated; ToolFailure where there is no connection."""
+        session = McpSession(self.options)
+        try:
             for past in self._calls:
-                await (await self._session.client()).call_tool(past.name, dict(past.arguments))
-        return await (await self._session.client()).call_tool(call.name, dict(call.arguments))
+                await session.call(past)
+        except BaseException:
+            self._leave(session)
+            raise
+        self._session = session
+        return session
 
-    async def _leave(self) -> None:
-        session, self._session = self._session, None
-        if session:
-            await session.close()
+    def _leave(self, session: McpSession) -> None:
+        """Use it no more; another conversation may have left it before."""
+        session.end()
+        self._left = [*(other for other in self._left if not other.over), session]
+        if self._session is session:
+            self._session = None
 
 
 class McpSession:
@@ -178,25 +203,33 @@ class McpSession:
     def __init__(self, server: Server) -> None:
         self._server = server
         self._client: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
-        self._over = asyncio.Event()
+        self._leaving = asyncio.Event()
         self._task = asyncio.create_task(self._hold())
 
-    async def client(self) -> Client:
-        """The connected client; ToolFailure where there is no connection."""
-        return await asyncio.shield(self._client)
+    @property
+    def over(self) -> bool:
+        return self._task.done()
 
-    async def close(self) -> None:
-        self._over.set()
+    async def call(self, call: ToolCall) -> CallToolResult:
+        """Raises ToolFailure where there is no connection, MCPError where it is lost, or the call is refused."""
+        client = await asyncio.shield(self._client)
+        return await client.call_tool(call.name, dict(call.arguments))
+
+    def end(self) -> None:
+        """Begin to end it: a server that is a program gets some seconds to end by itself."""
+        self._leaving.set()
         if not self._client.done():
             self._task.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._task
+
+    async def ended(self) -> None:
+        """Return once it has ended."""
+        await asyncio.wait([self._task])
 
     async def _hold(self) -> None:
         try:
             async with self._server.connect() as client:
                 self._client.set_result(client)
-                await self._over.wait()
+                await self._leaving.wait()
         except Exception as error:  # as in `listed`; a lost connection is noticed by the next call
             if not self._client.done():
                 self._client.set_exception(ToolFailure(f"the MCP server does not answer: {_reason(error)}"))
