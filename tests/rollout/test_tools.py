@@ -13,6 +13,7 @@ import pytest
 
 from megatron_collab.config import ConfigError, RolloutConfig
 from megatron_collab.config.extension import NoOptions
+from megatron_collab.inference.client import UnreadableCall
 from megatron_collab.rollout.conversation import Player
 from megatron_collab.rollout.tools import ToolError
 from megatron_collab.rollout.tools.calculator import Calculator
@@ -163,6 +164,22 @@ def test_a_call_is_answered_by_a_tool_message() -> None:
 def test_a_refused_call_tells_the_policy_why_and_is_counted(text: str, why: str) -> None:
     (message,), box = answer(text)
     assert message.role == "tool" and message.content.startswith("error: ") and why in message.content
+    assert box.counters == {"tool_calls": 1, "tool_errors": 1}
+
+
+def test_a_call_at_which_the_parser_fails_is_refused() -> None:
+    """It is the policy's text that cannot be read, and no outage: the conversation goes on."""
+
+    class Parser(FakePolicy):
+        async def tool_calls(self, text: str, schemas: Any) -> list[ToolCall]:
+            raise UnreadableCall("status 500")
+
+    async def one() -> tuple[list[Message], float]:
+        async with box.open(TASK) as own:
+            return await own.answer('{"name": "{"')
+
+    box = Toolbox(RolloutConfig(tools=["calculator"]), Parser(lambda prompt, seed: ""))
+    assert asyncio.run(one()) == ([Message("tool", "error: the call cannot be read")], 0.0)
     assert box.counters == {"tool_calls": 1, "tool_errors": 1}
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import jsonschema
 
 from megatron_collab.config import RolloutConfig, build, lookup, nearest, require
+from megatron_collab.inference.client import UnreadableCall
 from megatron_collab.rollout.tools import Tool, ToolFailure, ToolResult, Toolset, run
 from megatron_collab.rollout.tools.function import tool_of
 from megatron_collab.rollout.tools.mcp_server import McpTools, server
@@ -103,9 +104,14 @@ class ConversationTools(AbstractAsyncContextManager["ConversationTools"]):
     async def answer(self, text: str) -> tuple[list[Message], float]:
         """The tools' messages for the calls in `text`, if any, and the reward of these calls.
 
-        Raises ToolFailure; EngineError where the calls cannot be parsed.
+        Calls that cannot be read are refused. Raises ToolFailure; EngineError where there is no parser.
         """
-        results = [await self._call(call) for call in await self.box.parser.tool_calls(text, self.box.schemas)]
+        try:
+            calls = await self.box.parser.tool_calls(text, self.box.schemas)
+        except UnreadableCall:
+            self.box.counters.update(["tool_calls", "tool_errors"])
+            return [Message("tool", "error: the call cannot be read")], 0.0
+        results = [await self._call(call) for call in calls]
         return [Message("tool", result.content) for result in results], sum(result.reward for result in results)
 
     async def _call(self, call: ToolCall) -> ToolResult:
