@@ -30,22 +30,31 @@ def visible(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class Message:
-    """One message of a conversation: `role` is system, user, assistant or tool."""
-
-    role: str
-    content: str
-
-    def as_dict(self) -> dict[str, str]:
-        return {"role": self.role, "content": self.content}
-
-
-@dataclass(frozen=True)
 class ToolCall:
     """A call of a tool as the policy wrote it."""
 
     name: str
     arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message of a conversation: `role` is system, user, assistant or tool.
+
+    `tool_calls`: of written messages; in what the policy samples, calls are a part of the content.
+    """
+
+    role: str
+    content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """As OpenAI's interface and chat templates take it."""
+        row: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.tool_calls:
+            functions = [{"name": call.name, "arguments": dict(call.arguments)} for call in self.tool_calls]
+            row["tool_calls"] = [{"type": "function", "function": function} for function in functions]
+        return row
 
 
 @dataclass(frozen=True)

@@ -125,6 +125,36 @@ def make_model(
     return folder
 
 
+def make_reward_model(folder: Path, *, family: str = "qwen3", positions: int = 2048) -> Path:
+    """Write a random fp32 model of `family` with one output for up to `positions` tokens, and tokenizer; `folder`."""
+    patches.apply("torchvision")
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    tokenizer = byte_level_tokenizer(512)
+    tokenizer.save_pretrained(folder)
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=positions,
+        initializer_range=0.2,
+        num_labels=1,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    return folder
+
+
 def byte_level_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer of at most `vocab` tokens (at least 259) with a chat template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers

@@ -34,8 +34,8 @@ class Extension:
         self.options = options
 
 
-def resolve(spec: str, setting: str, base: type) -> Any:
-    """The class that `spec` names, derived from `base`; where `base` is callable, a function is accepted too.
+def resolve(spec: str, setting: str, base: type, *, functions: bool = False) -> Any:
+    """The class that `spec` names, derived from `base`, or with `functions`, or a callable `base`, a function.
 
     Raises ConfigError naming `setting` where the module or the name does not exist, or is something else.
     """
@@ -43,7 +43,7 @@ def resolve(spec: str, setting: str, base: type) -> Any:
     module = _load(where, f"{setting}={spec}")
     found = getattr(module, name, None)
     require(found is not None, f"{setting}={spec}: {where} has no {name}{nearest(name, vars(module))}")
-    called = "__call__" in vars(base)
+    called = functions or "__call__" in vars(base)
     derived = issubclass(found, base) if isinstance(found, type) else called and callable(found)
     also = " or a function" if called else ""
     require(derived, f"{setting}={spec}: must be a subclass of {base.__module__}.{base.__name__}{also}")
@@ -59,11 +59,11 @@ def make(spec: str, setting: str, base: type, given: Mapping[str, Any], prefix: 
     return found
 
 
-def lookup(name: str, setting: str, table: Mapping[str, str], base: type) -> Any:
-    """The class called `name` in `table`, whose values are specs, or the one of a spec from outside."""
+def lookup(name: str, setting: str, table: Mapping[str, str], base: type, *, functions: bool = False) -> Any:
+    """The class called `name` in `table`, whose values are specs, or what a spec from outside names (see `resolve`)."""
     known = f"known are {', '.join(sorted(table))}, or package.module:Class{nearest(name, table)}"
     require(name in table or ":" in name, f"{setting}={name}: no such name; {known}")
-    return resolve(table.get(name, name), setting, base)
+    return resolve(table.get(name, name), setting, base, functions=functions)
 
 
 def make_absolute(value: Any) -> Any:

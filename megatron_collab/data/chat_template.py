@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from jinja2 import TemplateError
@@ -56,10 +58,16 @@ class ChatRenderer:
             raise self._unfit("does not end an assistant message with a special token")
         self.end_id: int = end[0]
         self.opens_thought = self._render([Message("user", "x")]).rstrip().endswith("<think>")
-        if self.tools and self._render([Message("user", "x")]) == self._render([Message("user", "x")], tools=None):
-            raise self._unfit("does not tell the policy of rollout.tools")
+        self._refuse_silence()
         if system:
             self._check_system()
+
+    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> ChatRenderer:
+        """One that tells the policy of these tools."""
+        made = copy.copy(self)
+        made.tools = list(tools)
+        made._refuse_silence()
+        return made
 
     def first(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """The prompt: all messages, `system` before them unless they have their own, and what opens the next turn."""
@@ -76,6 +84,26 @@ class ChatRenderer:
     def reply(self, text: str) -> tuple[int, ...]:
         """A written assistant message with its end-of-turn token, for supervised training."""
         return (*self._tokenize(text), self.end_id)
+
+    def call(self, message: Message) -> tuple[int, ...]:
+        """A written assistant message with calls of tools, as `reply`; the template writes the calls.
+
+        Raises ValueError where it cannot.
+        """
+        asked, told = Message("user", "x"), Message("tool", "x")
+        end = self.tokenizer.decode([self.end_id])
+        header = self._render([asked, Message("assistant", _MARKER), told]).partition(_MARKER)[0]
+        content = _MARKER if message.content else ""
+        try:
+            written = self._render([asked, replace(message, content=content), told])
+        except TemplateError as error:
+            raise self._unfit(f"refuses tool_calls ({error})") from error
+        calls, ended, _ = written.removeprefix(header).partition(end)
+        if not all(call.name in calls for call in message.tool_calls):
+            raise self._unfit("drops tool_calls")
+        if not (written.startswith(header) and ended and calls.startswith(content)):
+            raise self._unfit("drops the content of a message with tool_calls, or changes how it begins")
+        return self.reply(message.content + calls.removeprefix(content))
 
     def next(self, messages: Sequence[Message], turn: Sequence[int]) -> tuple[int, ...]:
         """What follows the tokens `turn`: its end-of-turn token where it lacks one, `messages`, the next opening."""
@@ -118,6 +146,11 @@ class ChatRenderer:
 
     def _tokenize(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _refuse_silence(self) -> None:
+        asked = [Message("user", "x")]
+        if self.tools and self._render(asked) == self._render(asked, tools=None):
+            raise self._unfit("does not tell the policy of rollout.tools")
 
     def _unfit(self, fault: str) -> ValueError:
         return ValueError(f"model.path={self.model_path}: its chat template {fault}; give one that appends turns")

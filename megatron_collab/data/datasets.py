@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -24,6 +25,7 @@ from megatron_collab.data.mixture import Mixture
 from megatron_collab.data.readers import Row
 from megatron_collab.data.sources import TrainingSource, sources
 from megatron_collab.data.survey import Survey, survey
+from megatron_collab.data.tool_messages import ToolConversation
 from megatron_collab.runtime import files, hub
 from megatron_collab.types import Batch, Message, Sample, Task
 
@@ -100,7 +102,11 @@ class SurveyedSources(Generic[_Read]):
             task = isinstance(example, Task)
             return len(renderer.first(example.messages) if task else rendered(renderer, example).token_ids)
 
-        return survey(examples, longest, renderer.at_most, tokens)
+        def at_most(messages: Sequence[Message]) -> int:
+            written = isinstance(messages, ToolConversation)  # what the template makes of calls is known in full only
+            return sys.maxsize if written else renderer.at_most(messages)
+
+        return survey(examples, longest, at_most, tokens)
 
 
 class TrainingData(SurveyedSources[_Read]):
@@ -149,12 +155,14 @@ def rendered(renderer: ChatRenderer, messages: Sequence[Message]) -> Sample:
 
     Built from the pieces a rollout is built from, so that training and sampling see the same stream.
     """
-    first = next(i for i, message in enumerate(messages) if message.role == "assistant")
-    token_ids = renderer.first(messages[:first])
+    if isinstance(messages, ToolConversation):
+        renderer = renderer.with_tools(messages.tools)
+    mine = [i for i, message in enumerate(messages) if message.role == "assistant"]
+    token_ids = renderer.first(messages[: mine[0]])
     mask = [0.0] * len(token_ids)
-    for i in range(first, len(messages), 2):
-        reply = renderer.reply(messages[i].content)
-        between = renderer.next(messages[i + 1 : i + 2], reply) if i + 1 < len(messages) else ()
+    for i, following in zip(mine, [*mine[1:], len(messages)], strict=True):
+        reply = renderer.call(messages[i]) if messages[i].tool_calls else renderer.reply(messages[i].content)
+        between = renderer.next(messages[i + 1 : following], reply) if i + 1 < len(messages) else ()
         token_ids += reply + between
         mask += [1.0] * len(reply) + [0.0] * len(between)
     loss_mask = np.array(mask, np.float32)

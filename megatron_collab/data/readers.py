@@ -6,6 +6,7 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
+from megatron_collab.data.tool_messages import has_tools, tool_conversation
 from megatron_collab.types import Message, Task
 
 Row = Mapping[str, Any]
@@ -158,6 +159,8 @@ def _last_request(messages: Messages, number: int) -> Task:
 
 
 def messages_conversation(row: Row) -> Messages:
+    if has_tools(row):
+        return tool_conversation(row)
     return in_turn(messages_of(row.get("messages"), "messages"))
 
 

@@ -44,17 +44,24 @@ def survey(
             if taken is not None and number not in taken:
                 raise Unfit("in place of which another candidate is taken")
             messages = example.messages if isinstance(example, Task) else example
-            if at_most(messages) > longest and tokens(example) > longest:
+            if at_most(messages) > longest and _counted(example, tokens, examples.at, number) > longest:
                 raise Unfit(f"of more than {longest} tokens")
         except Unfit as reason:
             left_out.append(number)
             dropped[str(reason)] += 1
-        except TemplateError as error:
-            raise ValueError(f"{examples.at(number)}: the chat template of model.path refuses it: {error}") from error
         else:
             if isinstance(example, Task):
                 users.setdefault(example.user, example.id)
     return Survey(left_out, dict(dropped), users)
+
+
+def _counted(example: Any, tokens: Callable[[Any], int], at: Callable[[int], str], number: int) -> int:
+    try:
+        return tokens(example)
+    except TemplateError as error:
+        raise ValueError(f"{at(number)}: the chat template of model.path refuses it: {error}") from error
+    except ValueError as error:  # calls of tools that the template does not write
+        raise ValueError(f"{at(number)}: {error}") from error
 
 
 def first_of_prompts(candidates: Sequence[tuple[int, Candidate, str]]) -> set[int]:

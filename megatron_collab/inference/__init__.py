@@ -1,5 +1,6 @@
-"""SGLang servers and their clients. Here: the environment variables by which a server process is started."""
+"""SGLang servers and their clients. Here: the variables and the flag by which a server process is started."""
 
 KEY_VARIABLE = "MEGATRON_COLLAB_SERVER_KEY"  # the API key: command-line arguments are visible to every user of the node
 PARENT_VARIABLE = "MEGATRON_COLLAB_SERVER_PARENT"  # id of the process whose end ends the server
 STACKS_VARIABLE = "MEGATRON_COLLAB_SERVER_STACKS"  # folder and name of the files with the stacks of its processes
+SCORES_FLAG = "is-embedding"  # SGLang's argument for models that give no tokens, as reward models

@@ -32,6 +32,10 @@ class ServerGone(TransientError):
     """The server is unreachable: every attempt to connect failed, or the connection broke."""
 
 
+class UnreadableCall(EngineError):
+    """The policy's calls of tools are such that SGLang's parser fails at them."""
+
+
 class SGLangClient:
     """Samples turns from one server; any number of concurrent requests of one event loop.
 
@@ -92,10 +96,13 @@ class SGLangClient:
         )
 
     async def tool_calls(self, text: str, schemas: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
-        """The calls in `text` as rollout.tool_parser finds them; EngineError as in `generate`."""
+        """The calls in `text` as rollout.tool_parser finds them; UnreadableCall, and EngineError as in `generate`."""
         body = {"text": text, "tools": list(schemas), "tool_call_parser": self.tool_parser}
-        answer = await self._post("/parse_function_call", body, aiohttp.ClientResponse.json)
-        calls = [(call["name"], json.loads(call["parameters"])) for call in answer["calls"]]
+        answer = await self._post("/parse_function_call", body, aiohttp.ClientResponse.json, UnreadableCall)
+        try:
+            calls = [(call["name"], json.loads(call["parameters"])) for call in answer["calls"]]
+        except ValueError as error:
+            raise UnreadableCall(f"arguments that are no JSON: {error}") from error
         # No tool accepts the one argument that anything but a JSON object becomes.
         return [ToolCall(name, given if isinstance(given, dict) else {"arguments": given}) for name, given in calls]
 
@@ -104,10 +111,14 @@ class SGLangClient:
             await session.close()
 
     async def _post(
-        self, path: str, body: dict[str, Any], read: Callable[[aiohttp.ClientResponse], Awaitable[_Answer]]
+        self,
+        path: str,
+        body: dict[str, Any],
+        read: Callable[[aiohttp.ClientResponse], Awaitable[_Answer]],
+        crash: type[EngineError] = TransientError,
     ) -> _Answer:
         silence = EngineError(f"no answer within rollout.turn_timeout={self.timeout:g} s")
-        return await post(self._session, self.url + path, body, read, silence)
+        return await post(self._session, self.url + path, body, read, silence, crash)
 
     @cached_property
     def _session(self) -> aiohttp.ClientSession:
@@ -121,11 +132,12 @@ async def post(
     body: dict[str, Any],
     read: Callable[[aiohttp.ClientResponse], Awaitable[_Answer]],
     silence: EngineError,
+    crash: type[EngineError] = TransientError,
 ) -> _Answer:
     """What `read` makes of the answer; asked for again, up to ATTEMPTS times, where that may help.
 
     The pauses double from BACKOFF_SECONDS on, each times a random factor from 0.5 to 1.5. Raises `silence` after the
-    session's timeout, ServerGone without a connection, EngineError for other answers.
+    session's timeout, ServerGone without a connection, `crash` for status 500, EngineError for other answers.
     """
 
     async def once() -> _Answer:
@@ -133,7 +145,8 @@ async def post(
             async with session.post(url, json=body) as response:
                 if response.status == 200:
                     return await read(response)
-                raise _refusal(response, response.status, await response.text())
+                refusal = _refusal(response, response.status, await response.text())
+                raise crash(str(refusal)) if response.status == 500 else refusal
         except TimeoutError:
             raise silence from None
         except aiohttp.ClientError as error:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from megatron_collab.config import Config
-from megatron_collab.inference import KEY_VARIABLE, PARENT_VARIABLE, STACKS_VARIABLE
+from megatron_collab.inference import KEY_VARIABLE, PARENT_VARIABLE, SCORES_FLAG, STACKS_VARIABLE
 from megatron_collab.models.parallel_layout import servers_per_node
 from megatron_collab.runtime import device, hub, network, stacks
 from megatron_collab.runtime.files import COMPILE_CACHE, ScratchFolder
@@ -53,9 +53,15 @@ class ServerProcess:
     It listens at `url` on launch.interface (loopback where none is set) and requires `api_key`.
     """
 
-    def __init__(self, config: Config, log: Path, index: int, api_key: str, port: int = 0) -> None:
-        """Start it; its output goes to `log`. `port`: of an earlier start. ServerError where it is busy."""
+    def __init__(
+        self, config: Config, log: Path, index: int, api_key: str, port: int = 0, *, scores: bool = False
+    ) -> None:
+        """Start it; its output goes to `log`. `port`: of an earlier start. ServerError where it is busy.
+
+        `scores`: the model gives a score of a text (inference/scoring.py), and receives no weights.
+        """
         self._config, self._log, self._index, self._api_key = config, log, index, api_key
+        self._scores = scores
         first = config.rollout.server.port
         host, parts = network.address(config), servers_per_node(config)
         port = port or (first + index if first else 0)
@@ -86,7 +92,7 @@ class ServerProcess:
         command = [sys.executable, "-m", "megatron_collab.inference.cpu.serve"]
         with self._log.open("ab") as output:
             self._process = subprocess.Popen(
-                command + arguments(self._config, self.url, self._index),
+                command + arguments(self._config, self.url, self._index, self._scores),
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -233,8 +239,8 @@ class SGLangServer:
             raise ServerError(f"{self.url}{path}: status {status}: {' '.join(text.split())[:300]}")
 
 
-def arguments(config: Config, url: str, index: int) -> list[str]:
-    """SGLang's command-line arguments for server number `index` of the run, which listens at `url`."""
+def arguments(config: Config, url: str, index: int, scores: bool = False) -> list[str]:
+    """SGLang's command-line arguments for server number `index` of the run, at `url`; `scores`: see ServerProcess."""
     server, address = config.rollout.server, urlsplit(url)
     place = index % servers_per_node(config)  # its number on its node
     options: dict[str, Any] = {
@@ -254,7 +260,7 @@ def arguments(config: Config, url: str, index: int) -> list[str]:
     cache_tokens = server.max_total_tokens or (CPU_CACHE_TOKENS if on_cpu else None)
     if cache_tokens is not None:
         options["max-total-tokens"] = cache_tokens
-    flags = ["sleep-on-idle", "skip-server-warmup"]
+    flags = ["sleep-on-idle", "skip-server-warmup", *([SCORES_FLAG] if scores else [])]
     if on_cpu:
         options |= {"device": "cpu", "attention-backend": "torch_native", "sampling-backend": "pytorch"}
         flags += ["disable-overlap-schedule", "disable-cuda-graph", "enable-deterministic-inference"]

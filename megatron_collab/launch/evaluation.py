@@ -26,7 +26,7 @@ from megatron_collab.data.evaluation import EvaluationSet, evaluation_sets
 from megatron_collab.launch import prepare, validate
 from megatron_collab.models import parallel_layout
 from megatron_collab.observability import evaluations
-from megatron_collab.rollout import tools
+from megatron_collab.rollout.tools import toolbox
 from megatron_collab.runtime import device, hub, network
 from megatron_collab.runtime.process import FINISHED, RunStopped, under_torchrun
 
@@ -99,7 +99,7 @@ def prepared(config: Config) -> tuple[Config, int]:
         # The rank of each node takes no device from the servers.
         serving = replace(config, launch=replace(config.launch, nproc_per_node=0))
         if config.assistant.model:
-            prepare.read_data(config, trains=False)
+            prepare.read_data(config, (), trains=False)
             server = replace(config.rollout.server, replicas=0)
             return replace(serving, rollout=replace(config.rollout, server=server)), 0
         check_devices(serving)
@@ -108,9 +108,10 @@ def prepared(config: Config) -> tuple[Config, int]:
         serving = replace(serving, model=replace(config.model, path=str(folder)))
         shape = validate.check_model(serving)
         validate.check_servers_of_model(serving, shape)
+        schemas = toolbox.schemas(toolbox.make_tools(config.rollout))
         if not under_torchrun():
-            chat_template.policys(serving, tools.schemas(config.rollout.tools))
-        prepare.read_data(serving, trains=False)
+            chat_template.policys(serving, schemas)
+        prepare.read_data(serving, schemas, trains=False)
     except (ValueError, OSError, RunStopped) as error:
         raise ConfigError(" ".join(str(error).split())) from error
     if checkpoint is None:

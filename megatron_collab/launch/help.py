@@ -14,7 +14,8 @@ from megatron_collab.config import CONF, Config, declared, groups, settings
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.data.sources import TrainingSource
 from megatron_collab.reward import metrics
-from megatron_collab.rollout import tools, users
+from megatron_collab.rollout import users
+from megatron_collab.rollout.tools import toolbox
 
 _PLAIN = re.compile(r"(?!(true|false|null|nan|inf)$)[A-Za-z_][\w./+-]*", re.IGNORECASE)  # Hydra takes it as it is
 
@@ -41,7 +42,7 @@ def help_text(program: str | None) -> str:
         user = users.find_user(name)
         lines += [_line(name, _summary(user)), *_options(user.Options, "  .")]
     lines += ["", "Tools, as rollout.tools=[NAME]:"]
-    lines += [_line(name, tools.find_tool(name).SCHEMA["description"]) for name in sorted(tools.TOOLS)]
+    lines += [_line(name, toolbox.find_tool(name).SCHEMA["description"]) for name in sorted(toolbox.TOOLS)]
     return "\n".join(lines)
 
 

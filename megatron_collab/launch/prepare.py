@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -17,7 +17,8 @@ from megatron_collab.data.evaluation import EvaluationSet, evaluation_sets, sett
 from megatron_collab.launch import endpoints
 from megatron_collab.launch.fork import fork
 from megatron_collab.launch.validate import check_model
-from megatron_collab.rollout import tools, users
+from megatron_collab.rollout import users
+from megatron_collab.rollout.tools import toolbox
 from megatron_collab.rollout.users.named import user_of
 from megatron_collab.runtime import hub, network
 from megatron_collab.runtime.process import (
@@ -51,9 +52,10 @@ def prepare(config: Config) -> None:
         _pin(config)
         check_model(config)
         check_same_run(config)
-        data = read_data(config)
+        schemas = toolbox.schemas(toolbox.make_tools(config.rollout)) if config.train.stage == "rl" else []
+        data = read_data(config, schemas)
         if not under_torchrun():
-            chat_template.policys(config, tools.schemas(config.rollout.tools))
+            chat_template.policys(config, schemas)
             network.bindable("rollout.server.port", config.rollout.server.port, network.address(config))
     except (ValueError, OSError, RunStopped) as error:
         raise ConfigError(" ".join(str(error).split())) from error
@@ -78,19 +80,18 @@ def check_nodes(config: Config, module: str) -> None:
     )
 
 
-def read_data(config: Config, trains: bool = True) -> list[SurveyedSources[Any]]:
+def read_data(config: Config, schemas: Sequence[Mapping[str, Any]], trains: bool = True) -> list[SurveyedSources[Any]]:
     """data.train, unless nothing `trains`, and the sets of data.eval: every row is read, and its user can be asked.
 
+    `schemas`: the tools that the prompt tells the policy of.
     Raises ConfigError, and ValueError or RunStopped for what cannot be read.
     """
     from megatron_collab.data import datasets
 
-    rl = config.train.stage == "rl"
-    schemas = tools.schemas(config.rollout.tools) if rl else []
     data: list[SurveyedSources[Any]] = [datasets.TrainingData(config, schemas)] if trains else []
     if sets := evaluation_sets(config):
         data.append(datasets.SurveyedSources(config, "data.eval", sets, schemas))
-    if rl:
+    if config.train.stage == "rl":
         examples = users_of_tasks(config, [surveyed for given in data for surveyed in _surveyed(config, given)])
         check_users(config, examples)
         if first_on_node():  # LiteLLM is slow to import

@@ -25,12 +25,13 @@ from megatron_collab.config import (
 from megatron_collab.config.extension import make, make_absolute
 from megatron_collab.data import sources
 from megatron_collab.data.evaluation import EvaluationSet, evaluation_sets
+from megatron_collab.inference import scoring
 from megatron_collab.launch import endpoints
 from megatron_collab.models import hf_config, parallel_layout
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.reward import metrics
 from megatron_collab.reward.multiturn import reward_function
-from megatron_collab.rollout import tools
+from megatron_collab.rollout.tools import toolbox
 from megatron_collab.rollout.users.named import user_settings
 from megatron_collab.runtime import device, hub, network, redact
 from megatron_collab.weight_sync import plan
@@ -163,7 +164,7 @@ def _check_rollouts(config: Config) -> None:
     message = "with rollout.futures=0 these rewards are credited to their turns already; set it to 0"
     credited_once = rollout.futures > 0 or not config.reward.weights.get("turn_rewards")
     check(credited_once, f"reward.weights.turn_rewards: {message}")
-    tools.make_tools(rollout)
+    toolbox.make_tools(rollout)
     for one in evaluation_sets(config):
         message = f"{one.setting}: max_new_tokens={one.max_new_tokens} leaves no room for a prompt in"
         fits = (one.max_new_tokens or 0) < rollout.context_length
@@ -349,6 +350,11 @@ def check_servers_on_machine(config: Config) -> None:
     if not on_gpus:
         return
     server, gpus = config.rollout.server, device.count()
+    served = metrics.served_models(config.reward)
+    needed = scoring.first_device(config) + sum(model.replicas * model.tp for model in served.values())
+    message = f"with the trainer and the policy's servers they need {needed} GPUs of a node, and there are {gpus}"
+    names = ", ".join(f"reward.metrics.{name}.replicas x tp" for name in served)
+    require(not served or needed <= gpus, f"{names}: {message}; lower one of them, or give url")
     here = parallel_layout.servers_per_node(config) * server.tp
     nodes = " / <launch.nodes>" if config.launch.nodes > 1 else ""
     servers = f"<rollout.server.replicas> x <rollout.server.tp>{nodes}"

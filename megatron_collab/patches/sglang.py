@@ -109,6 +109,22 @@ def keep_loads_in_temporary_folder() -> None:
     load_snapshot.shm_path_for = lambda name: f"{tempfile.gettempdir()}/loads-{name}"
 
 
+def zero_biases_of_heads() -> None:
+    """Called by a server that scores, once its modules are imported."""
+    from sglang.srt.models.qwen2_classification import Qwen2ForSequenceClassification
+    from sglang.srt.models.qwen3_classification import Qwen3ForSequenceClassification
+
+    def zeroed(load: Any) -> Any:
+        def load_weights(model: Any, weights: Any) -> Any:
+            model.score.bias.data.zero_()
+            return load(model, weights)
+
+        return load_weights
+
+    for kind in (Qwen2ForSequenceClassification, Qwen3ForSequenceClassification):
+        setattr(kind, "load_weights", zeroed(kind.load_weights))  # noqa: B010 (mypy refuses the assignment)
+
+
 def _enable_batch_invariant_mode() -> None:
     vars(F)["linear"] = linear
     vars(torch)["matmul"] = matmul
@@ -179,6 +195,17 @@ PATCHES = (
         until="SGLang unlinks it, or takes its folder from a setting",
         test="tests/inference/test_server.py::test_what_sglang_leaves_in_the_temporary_folder_goes_with_the_server",
         uses=("sglang.srt.managers.load_snapshot.shm_path_for",),
+    ),
+    _sglang(
+        "no bias in the heads of Qwen's reward models",
+        why="Their heads have a bias that no checkpoint fills: scores are off by a constant, another in each server.",
+        upstream="sglang/srt/models/qwen3_classification.py, qwen2_classification.py",
+        until="SGLang makes them without a bias, as transformers does",
+        test="tests/inference/test_scoring.py::test_every_server_scores_as_transformers_does",
+        uses=(
+            "sglang.srt.models.qwen2_classification.Qwen2ForSequenceClassification.load_weights",
+            "sglang.srt.models.qwen3_classification.Qwen3ForSequenceClassification.load_weights",
+        ),
     ),
 )
 

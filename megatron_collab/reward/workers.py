@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
@@ -42,8 +42,13 @@ _Jobs = dict[asyncio.Future[Scores], Job]
 class RewardWorker:
     """Applies the metrics of `reward.weights`; runs as a Ray actor."""
 
-    def __init__(self, config: Config, name: str | None = None) -> None:
-        """`name`: of the file with this process's stacks; None where the worker shares a process."""
+    def __init__(
+        self, config: Config, name: str | None = None, servers: Mapping[str, Sequence[tuple[str, str]]] | None = None
+    ) -> None:
+        """`name`: of the file with this process's stacks; None where the worker shares a process.
+
+        `servers`: by metric, address and key of each server of its model.
+        """
         if name:
             stacks.register(Path(config.run.dir) / stacks.FOLDER, name)
         reward = config.reward
@@ -61,8 +66,17 @@ class RewardWorker:
             judge = metrics.Judge(LlmClient(ray.get_actor(limiter.NAME), Cache(folder)), reward.judge)
         self.timeout = reward.timeout
         self.metrics = {name: kind(options, judge) for name, (kind, options) in kinds.items()}
+        for metric, addresses in (servers or {}).items():
+            self.metrics[metric].servers = addresses
         # Per metric: a slow one delays no other.
         self._places = {name: asyncio.Semaphore(reward.concurrency) for name in kinds}
+
+    async def take_counters(self) -> dict[str, int]:
+        """Counts of the metrics since the last call."""
+        taken = {f"{metric}_{what}": n for metric, made in self.metrics.items() for what, n in made.counters.items()}
+        for made in self.metrics.values():
+            made.counters.clear()
+        return taken
 
     async def ready(self) -> None:
         """Returns once the worker accepts requests."""

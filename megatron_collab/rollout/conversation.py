@@ -15,7 +15,8 @@ from megatron_collab.inference.assistant import Assistant, Renderer
 from megatron_collab.inference.client import EngineError
 from megatron_collab.reward.multiturn import reward_function
 from megatron_collab.reward.workers import RewardClient
-from megatron_collab.rollout.tools import Toolbox
+from megatron_collab.rollout.tools import ToolFailure
+from megatron_collab.rollout.tools.toolbox import ConversationTools, Toolbox
 from megatron_collab.rollout.users import UserError, Users
 from megatron_collab.types import Conversation, Ending, Finish, Future, Group, Message, Reward, Rollout, Task
 
@@ -61,22 +62,27 @@ class Player:
 
         A turn after which nothing can follow is scored as it is, with reward.mode=single_turn every turn.
         """
-        start = await self.trained_turn(task, place)
-        if self.strict:
-            start = self.refuse_malformed(start)
-        if not start.ending and self.config.reward.mode == "single_turn":
-            start = start.end(Ending.TURN_LIMIT)
-        elif not start.ending and self.rollout.futures == 0:
-            start = await self.play_on(start, task, place, self.rollout.turn, self.strict)
-        if start.ending:
-            return self._rollout(start, [await self._future(start, task, place)])
-        futures = (self._future(start, task, replace(place, future=i)) for i in range(self.rollout.futures))
-        return self._rollout(start, await asyncio.gather(*futures))
+        async with self.tools.open(task) as tools:
+            start = await self.trained_turn(task, place, tools)
+            if self.strict:
+                start = self.refuse_malformed(start)
+            if not start.ending and self.config.reward.mode == "single_turn":
+                start = start.end(Ending.TURN_LIMIT)
+            elif not start.ending and self.rollout.futures == 0:
+                start = await self.play_on(start, task, place, self.rollout.turn, self.strict, tools)
+            if start.ending:
+                return self._rollout(start, [await self._future(start, task, place, tools)])
+            futures = (self._future(start, task, replace(place, future=i), tools) for i in range(self.rollout.futures))
+            return self._rollout(start, await asyncio.gather(*futures))
 
-    async def _future(self, start: Conversation, task: Task, place: RolloutPlace) -> Future:
-        """A future of `start`, which is `start` itself where that has ended, scored as soon as it ends."""
+    async def _future(self, start: Conversation, task: Task, place: RolloutPlace, tools: ConversationTools) -> Future:
+        """A future of `start`, which is `start` itself where that has ended, scored as soon as it ends.
+
+        Its tools go on from the state in which the trained turn has left `tools`.
+        """
         if not start.ending:
-            start = await self.play_on(start, task, place, self.rollout.future)
+            async with tools.fork() as own:
+                start = await self.play_on(start, task, place, self.rollout.future, tools=own)
         if start.ending is Ending.MALFORMED:  # its reward is reward.malformed, whatever the metrics
             return Future(start, {})
         return Future(start, await self.rewards.score(task, start))
@@ -87,12 +93,17 @@ class Player:
         reward = self.reward(futures) if penalty is None or not malformed else Reward(penalty)
         return Rollout(start, tuple(futures), reward)
 
-    async def trained_turn(self, task: Task, place: RolloutPlace) -> Conversation:
-        """The task's conversation with one turn of the policy; it has ended only where no more can follow."""
+    async def trained_turn(
+        self, task: Task, place: RolloutPlace, tools: ConversationTools | None = None
+    ) -> Conversation:
+        """The task's conversation with one turn of the policy; it has ended only where no more can follow.
+
+        `tools`: those of the conversation; the policy calls none without them.
+        """
         conversation = Conversation(task.messages, self.renderer.first(task.messages))
         try:
             async with asyncio.timeout(self.rollout.deadline):
-                return await self._turn(conversation, task, place, self.rollout.turn)
+                return await self._turn(conversation, place, self.rollout.turn, tools)
         except TimeoutError:
             return self._late(conversation)
 
@@ -103,6 +114,7 @@ class Player:
         place: RolloutPlace,
         sampling: SamplingConfig,
         strict: bool = False,
+        tools: ConversationTools | None = None,
     ) -> Conversation:
         """Go on from the policy's last reply to an ending, which is a malformed turn too where it is `strict`."""
         user = self.users.make(task, place.name)
@@ -118,7 +130,7 @@ class Player:
                         else:
                             conversation = self._append(conversation, [reply.message])
                     if not conversation.ending:
-                        conversation = await self._turn(conversation, task, place, sampling)
+                        conversation = await self._turn(conversation, place, sampling, tools)
                     if strict:
                         conversation = self.refuse_malformed(conversation)
         except UserError as error:
@@ -143,16 +155,21 @@ class Player:
         return conversation.end(Ending.MALFORMED, fault) if fault else conversation
 
     async def _turn(
-        self, conversation: Conversation, task: Task, place: RolloutPlace, sampling: SamplingConfig
+        self,
+        conversation: Conversation,
+        place: RolloutPlace,
+        sampling: SamplingConfig,
+        tools: ConversationTools | None,
     ) -> Conversation:
         """Generations of the policy until one calls no tool, or may call none any more: that is the reply."""
-        for _ in range(self.rollout.max_tool_calls if self.rollout.tools else 0):
+        for _ in range(self.rollout.max_tool_calls if tools and self.tools.schemas else 0):
             conversation = await self._generate(conversation, place, sampling)
             if conversation.ending:
                 return conversation
+            assert tools
             try:
-                answers, reward = await self.tools.answer(conversation.turns[-1].text, task)
-            except EngineError as error:  # it is the engine that reads the calls
+                answers, reward = await tools.answer(conversation.turns[-1].text)
+            except (EngineError, ToolFailure) as error:  # it is the engine that reads the calls
                 return conversation.end(Ending.ERROR, str(error))
             if not answers:
                 return conversation

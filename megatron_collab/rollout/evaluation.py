@@ -15,7 +15,7 @@ from megatron_collab.observability.folder import RunFolder
 from megatron_collab.rollout.journal import Journal, WeightDigests
 from megatron_collab.rollout.scheduler import Asked, Flight, Slot, wait
 from megatron_collab.rollout.summary import evaluated
-from megatron_collab.rollout.tools import schemas
+from megatron_collab.rollout.tools.toolbox import make_tools, schemas
 from megatron_collab.rollout.workers import Workers
 from megatron_collab.runtime.process import RunStopped, beat
 from megatron_collab.runtime.rank0 import from_leader
@@ -82,7 +82,7 @@ class Evaluator:
         if not self._beside:  # an outage while nothing was in flight has no effect
             self._pool.recover()
         if not self._tasks:
-            given = SurveyedSources[Task](self.config, "data.eval", self.sets, schemas(self.config.rollout.tools))
+            given = SurveyedSources[Task](self.config, "data.eval", self.sets, schemas(make_tools(self.config.rollout)))
             self._tasks = {each: tasks[: each.tasks] for each, tasks in zip(self.sets, given.sets, strict=True)}
         tasks, settings = self._tasks[one], settings_of(self.config, one)
         self._flight = Flight(settings, self._workers, self._journal, self._pool.lost_all, self._beside)

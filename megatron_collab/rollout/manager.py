@@ -23,14 +23,16 @@ from megatron_collab.data.datasets import TrainingData
 from megatron_collab.observability.run import Run
 from megatron_collab.rollout.evaluation import Evaluator
 from megatron_collab.rollout.journal import Journal, WeightDigests
-from megatron_collab.rollout.scheduler import Asked, Flight, Slot, answers, wait, window
+from megatron_collab.rollout.scheduler import Asked, Flight, Slot, answered, answers, wait, window
 from megatron_collab.rollout.servers import Servers
 from megatron_collab.rollout.summary import mean, refuse_missing, summary
-from megatron_collab.rollout.tools import schemas
+from megatron_collab.rollout.tools.toolbox import make_tools, schemas
 from megatron_collab.runtime.process import RunStopped, beat
 from megatron_collab.runtime.rank0 import from_leader
 from megatron_collab.types import Batch, Group, Sample, Task
 from megatron_collab.weight_sync.sync import WeightSync
+
+_COUNTING_SECONDS = 2.0  # for RewardWorkers to say what they have counted; one that hangs stops nothing
 
 
 class RolloutManager(AbstractContextManager["RolloutManager"]):
@@ -55,7 +57,7 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
         if self.leader:
             assert servers.workers and servers.pool
             self._workers, self._pool = servers.workers, servers.pool
-            self.tasks = TrainingData[Task](config, schemas(config.rollout.tools))
+            self.tasks = TrainingData[Task](config, schemas(make_tools(config.rollout)))
             self._journal = Journal(Path(config.run.dir) / "journal", self._digests)
             self._flight = Flight(config, self._workers.conversations, self._journal, self._pool.lost_all)
             self._evaluator.lead(self._workers.conversations, self._journal, self._pool, beside=self._flight)
@@ -173,6 +175,8 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
         players = enumerate(self._workers.conversations)
         asked = {f"the counters of conversation-{n}": player.take_counters.remote() for n, player in players}
         for taken in answers(asked, self._timeout):
+            counts.update(taken)
+        for taken in answered([worker.take_counters.remote() for worker in self._workers.rewards], _COUNTING_SECONDS):
             counts.update(taken)
         if self._flight.from_journal:
             counts["from_journal"], self._flight.from_journal = self._flight.from_journal, 0

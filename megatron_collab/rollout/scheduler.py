@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import cycle
 from math import ceil, inf
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import ray
+from ray.exceptions import RayError
 
 from megatron_collab.config import Config
 from megatron_collab.data.evaluation import EvaluationSet
@@ -77,6 +79,16 @@ def answers(asked: Mapping[str, Any], seconds: float) -> list[Any]:
         names = [name for name, reference in asked.items() if reference in silent]
         raise Hung(f"rank 0 has waited {seconds:g} s (half of launch.timeout) for {'; '.join(names)}")
     return ray.get(list(asked.values()))
+
+
+def answered(asked: Sequence[Any], seconds: float) -> list[Any]:
+    """The results that are there within `seconds`, of calls of Ray actors whose end stops nothing."""
+    there = ray.wait(list(asked), num_returns=len(asked), timeout=seconds)[0] if asked else []
+    found = []
+    for reference in there:
+        with suppress(RayError):
+            found.append(ray.get(reference))
+    return found
 
 
 class Flight:

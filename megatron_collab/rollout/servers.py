@@ -11,8 +11,10 @@ from pathlib import Path
 from megatron_collab.config import Config
 from megatron_collab.inference.pool import ServerPool
 from megatron_collab.inference.remote import Machines, RemoteProcess
+from megatron_collab.inference.scoring import ScoringServers, first_device
 from megatron_collab.inference.server import SGLangServer
 from megatron_collab.models.parallel_layout import servers_per_node
+from megatron_collab.reward import metrics
 from megatron_collab.rollout.scheduler import answers
 from megatron_collab.rollout.workers import Workers, start_workers
 from megatron_collab.runtime import network
@@ -35,6 +37,7 @@ class Servers(ExitStack):
         self.config = config
         self.pool: ServerPool | None = None
         self.workers: Workers | None = None
+        self.scoring: list[ScoringServers] = []
 
     def __enter__(self) -> Servers:
         """RunStopped where servers, Ray nodes or the ranks of other nodes do not start in time."""
@@ -54,15 +57,22 @@ class Servers(ExitStack):
         print(f"engine: starting {sglang}the Ray workers", flush=True)
         here = servers_per_node(config)
         servers = [stack.enter_context(SGLangServer(config, logs[index], index)) for index in range(here)]
+        device = first_device(config)
+        for name, model in metrics.served_models(config.reward).items():
+            self.scoring.append(stack.enter_context(ScoringServers(config, name, model, device)))
+            device += model.replicas * model.tp
         stack.enter_context(ray_session(config))
         if config.launch.nodes > 1:
             addresses, machines = network.meet(config, run_store()[0]), Machines(config)
             for index in range(here, options.replicas):
                 remote = partial(RemoteProcess, machines, addresses[index // here])
                 servers.append(stack.enter_context(SGLangServer(config, logs[index], index, remote)))
-        self.workers = start_workers(config, [(server.url, server.api_key) for server in servers])
+        keys = [(server.url, server.api_key) for server in servers]
+        self.workers = start_workers(config, keys, {each.name: each.addresses for each in self.scoring})
         self.pool = ServerPool(servers, options, self._use)
         self.pool.begin()
+        for scoring in self.scoring:
+            scoring.wait_healthy()
         urls = f" ({', '.join(server.url for server in servers)})" if servers else ""
         print(f"engine: ready after {time.monotonic() - began:.0f} s{urls}", flush=True)
 
@@ -84,7 +94,10 @@ class Servers(ExitStack):
         """Within it the servers may take memory and sample; collective.
 
         On exit colocated servers have released their memory. With rollout.max_staleness > 0 servers go on sampling.
+        Servers of reward models that have ended before are started again.
         """
+        for scoring in self.scoring:
+            scoring.watch()
         try:
             yield
             beat("the end of sampling")
@@ -98,4 +111,5 @@ class Servers(ExitStack):
 
     def take_counters(self) -> dict[str, float]:
         """Counts of lost and restarted servers since the last call, as metrics of a step; on rank 0."""
-        return self.pool.take_counters() if self.pool else {}
+        counted = self.pool.take_counters() if self.pool else {}
+        return counted | {name: n for scoring in self.scoring for name, n in scoring.take_counters().items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from megatron_collab import patches
 from megatron_collab.config import Config
 from megatron_collab.data.evaluation import EvaluationSet, settings_of
 from megatron_collab.reward.workers import RewardClient, RewardWorker
-from megatron_collab.rollout.tools import schemas
+from megatron_collab.rollout.tools.toolbox import make_tools, schemas
 from megatron_collab.runtime import stacks
 from megatron_collab.runtime.ray_cluster import start_actor
 from megatron_collab.types import Group, Task
@@ -51,7 +51,7 @@ class ConversationWorker:
             self.policy = self.renderer = LlmAssistant(config.assistant, self.client, system)
         else:
             self.policy = Router(servers, config.rollout)
-            self.renderer = chat_template.policys(config, schemas(config.rollout.tools))
+            self.renderer = chat_template.policys(config, schemas(make_tools(config.rollout)))
         self.rewards = RewardClient([ray.get_actor(name) for name in reward_workers], config.reward)
         self.engine = tuple(self.endpoints)
         self.players: dict[EvaluationSet | None, Player] = {}
@@ -107,13 +107,18 @@ class Workers:
             ray.kill(worker)
 
 
-def start_workers(config: Config, servers: list[tuple[str, str]]) -> Workers:
-    """The run's workers, spread over the nodes, and its limiter; does not wait for them."""
+def start_workers(
+    config: Config, servers: list[tuple[str, str]], scoring: Mapping[str, Sequence[tuple[str, str]]]
+) -> Workers:
+    """The run's workers, spread over the nodes, and its limiter; does not wait for them.
+
+    Address and key of each server: `servers` of the policy, `scoring` by metric.
+    """
     from megatron_collab.llm import limiter
 
     bound = limiter.start_limiter(config.llm, Path(config.run.dir) / "spend.json")
     names = [f"reward-{i}" for i in range(config.reward.workers)]
-    rewards = [start_actor(RewardWorker, config, name, name=name) for name in names]
+    rewards = [start_actor(RewardWorker, config, name, scoring, name=name) for name in names]
     players = [
         start_actor(ConversationWorker, config, servers, names, f"conversation-{i}")
         for i in range(config.rollout.workers)

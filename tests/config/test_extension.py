@@ -26,7 +26,7 @@ from megatron_collab.launch.validate import check_settings
 from megatron_collab.reward import metrics
 from megatron_collab.reward.metrics import Metric
 from megatron_collab.reward.multiturn import RewardFunction, reward_function
-from megatron_collab.rollout.tools import Toolbox
+from megatron_collab.rollout.tools.toolbox import Toolbox
 from megatron_collab.rollout.users import check_user
 from megatron_collab.trainer.losses import policy_loss
 from megatron_collab.types import Conversation, Future, Message, Missing, Task
@@ -120,7 +120,8 @@ def test_a_tool() -> None:
     async def throw(**options: object) -> tuple[Sequence[Message], float]:
         config = RolloutConfig(tools=["collab_extras:Dice", "calculator"], tool_options=options)
         box = Toolbox(config, FakePolicy(lambda prompt, seed: ""))
-        return await box.answer("call dice {}", Task("t", (), "g", "", ""))
+        async with box.open(Task("t", (), "g", "", "")) as own:
+            return await own.answer("call dice {}")
 
     assert asyncio.run(throw()) == ([Message("tool", "6 of 6")], 0.5)
     assert asyncio.run(throw(dice={"sides": 20})) == ([Message("tool", "20 of 20")], 0.5)

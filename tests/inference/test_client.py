@@ -14,7 +14,7 @@ from aiohttp.test_utils import TestServer
 
 from megatron_collab.config import RolloutConfig, SamplingConfig
 from megatron_collab.inference import client
-from megatron_collab.inference.client import EngineError, ServerGone, SGLangClient
+from megatron_collab.inference.client import EngineError, ServerGone, SGLangClient, UnreadableCall
 from megatron_collab.types import Finish, ToolCall, Turn
 
 ANSWER = {
@@ -283,3 +283,23 @@ def test_calls_of_tools_are_what_the_engine_finds() -> None:
 
     assert served(handler, use) == [ToolCall("add", {"a": 1}), ToolCall("add", {"arguments": [1]})]
     assert seen == ["/parse_function_call", {"text": "text", "tools": [schema], "tool_call_parser": "qwen25"}]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        web.Response(status=500, text="Internal Server Error"),
+        web.json_response({"normal_text": "", "calls": [{"name": "add", "parameters": '{"a": '}]}),
+    ],
+)
+def test_calls_that_the_engine_cannot_read_are_not_asked_for_again(answer: web.Response) -> None:
+    asked = 0
+
+    async def handler(request: web.Request) -> web.Response:
+        nonlocal asked
+        asked += 1
+        return answer
+
+    with pytest.raises(UnreadableCall):
+        served(handler, lambda client: client.tool_calls("text", []))
+    assert asked == 1

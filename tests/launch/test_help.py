@@ -7,7 +7,8 @@ import pytest
 from megatron_collab.config import Config, compose, declared, groups
 from megatron_collab.launch.help import composed, help_text
 from megatron_collab.reward import metrics
-from megatron_collab.rollout import tools, users
+from megatron_collab.rollout import users
+from megatron_collab.rollout.tools import toolbox
 from megatron_collab.train import main
 
 
@@ -17,7 +18,7 @@ def test_the_help_lists_all_that_can_be_set(capsys: pytest.CaptureFixture[str]) 
     names = {word for line in words for word in line.split()[:1]}
     assert {name for name, _, _ in declared(Config)} <= names
     assert {f"{group}={name}" for group, found in groups().items() for name in found} <= names
-    assert {*metrics.METRICS, *users.USERS, *tools.TOOLS, ".judge", ".rubric", ".cpu_seconds"} <= names
+    assert {*metrics.METRICS, *users.USERS, *toolbox.TOOLS, ".judge", ".rubric", ".cpu_seconds"} <= names
     assert "train.steps *" in words and "run.seed *" not in words
 
 

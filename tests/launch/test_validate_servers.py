@@ -84,6 +84,16 @@ def test_servers_of_their_own_need_gpus_beside_the_trainer(machine: Machine) -> 
     assert "beside launch.nproc_per_node=5, more than the 8 of this node" in said
 
 
+def test_reward_models_that_the_run_serves_need_gpus_of_their_own(machine: Machine) -> None:
+    config = configure(nproc=6, replicas=3, tp=2)
+    config.reward.weights = {"reward_model": 1.0}
+    config.reward.metrics = {"reward_model": {"model": "some/folder", "replicas": 2}}
+    validate.check_servers_on_machine(config)
+    config.reward.metrics["reward_model"]["tp"] = 2
+    said = refused(validate.check_servers_on_machine, config)
+    assert said.startswith("reward.metrics.reward_model.replicas x tp: ") and "need 10 GPUs of a node" in said
+
+
 def test_gpus_are_counted_on_a_node(machine: Machine) -> None:
     config = configure(nproc=4, replicas=6, tp=2, colocated=False)
     assert "more than the 8 of this node" in refused(validate.check_servers_on_machine, config)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,14 +13,15 @@ import pytest
 import torch
 from aiohttp import web
 
-from megatron_collab import patches
+from megatron_collab.config import ConfigError
 from megatron_collab.inference import client
 from megatron_collab.inference.server import SGLangServer
+from megatron_collab.reward import metrics
 from megatron_collab.reward.metrics import reward_model
 from megatron_collab.reward.metrics.reward_model import KEY_VARIABLE
-from megatron_collab.types import Message, Missing, Score
+from megatron_collab.types import Conversation, Message, Missing, Score
 from tests.conftest import serving_config
-from tests.helpers import byte_level_tokenizer
+from tests.helpers import make_reward_model
 from tests.reward.fakes import about, metric, play, score
 
 TASK = about("5", "a table for four people")
@@ -28,6 +31,8 @@ TOKENS = {"tokens": [1, 2, 3]}
 
 class Server:
     """Answers (status, body) one after the other, the last one for ever; keeps what it was asked."""
+
+    played = PLAYED
 
     def __init__(self, *answers: tuple[int, Any]) -> None:
         self.answers = list(answers)
@@ -39,7 +44,7 @@ class Server:
         return web.json_response(body, status=status)
 
     def score(self) -> Score | None:
-        """The metric's score of PLAYED."""
+        """The metric's score of `played`, and its counters."""
 
         async def run() -> Score | None:
             application = web.Application()
@@ -49,7 +54,9 @@ class Server:
             try:
                 await web.TCPSite(runner, "127.0.0.1", 0).start()
                 url = f"http://127.0.0.1:{runner.addresses[0][1]}/"
-                return await metric("reward_model", url=url).score(TASK, PLAYED)
+                scorer = metric("reward_model", url=url)
+                self.counters = scorer.counters
+                return await scorer.score(TASK, self.played)
             finally:
                 await runner.cleanup()
 
@@ -77,6 +84,67 @@ def test_what_may_pass_is_tried_again() -> None:
     server = Server((503, {}), (200, TOKENS), (429, {}), (500, {}), (200, {"embedding": [0.25]}))
     assert server.score() == 0.25
     assert len(server.asked) == 5
+
+
+def test_what_is_too_long_is_cut_by_turns_from_the_front() -> None:
+    """One turn after the other, the system message kept, until it fits; the last turn alone is not cut."""
+    system = Message("system", "be brief")
+    turns = [Message(role, f"{role} {number}") for number in range(3) for role in ("user", "assistant", "tool")]
+    said = [system, *turns, Message("assistant", "bye"), Message("user", "thanks")]
+    refused = (400, "longer than the model's context length (9 tokens)")
+
+    class Long(Server):
+        played = Conversation(tuple(said), (1,))
+
+    for times, begin in ((0, 0), (1, 3), (2, 6)):
+        server = Long((200, TOKENS), *[refused, (200, TOKENS)] * times, (200, {"embedding": [0.5]}))
+        assert server.score() == 0.5
+        shown = server.asked[-2][1]["messages"]
+        assert shown == [message.as_dict() for message in (system, *turns[begin:], *said[-2:])]
+        assert server.counters == ({"cut": 1} if times else {})
+    server = Long(*[(200, TOKENS), refused] * 3)
+    found = server.score()
+    assert isinstance(found, Missing) and "context length" in found.why
+
+
+def test_conversations_are_spread_over_the_servers_and_go_on_where_one_is_gone() -> None:
+    async def run() -> list[int]:
+        async def answer(request: web.Request) -> web.Response:
+            await asyncio.sleep(0.01)
+            counts[request.url.port or 0] += request.path == "/classify"
+            return web.json_response({**TOKENS, "embedding": [1.0]})
+
+        application = web.Application()
+        application.router.add_post("/{path:.*}", answer)
+        runner = web.AppRunner(application, shutdown_timeout=0.01)
+        await runner.setup()
+        counts: Counter[int] = Counter()
+        scorer = metric("reward_model", url="http://x")
+        try:
+            for _ in range(2):
+                await web.TCPSite(runner, "127.0.0.1", 0).start()
+            scorer.servers = [("http://127.0.0.1:9", "")]
+            scorer.servers += [(f"http://127.0.0.1:{address[1]}", "") for address in runner.addresses]
+            scores = await asyncio.gather(*(scorer.score(TASK, PLAYED) for _ in range(12)))
+        finally:
+            await runner.cleanup()
+        assert scores == [1.0] * 12
+        return sorted(counts.values())
+
+    assert asyncio.run(run()) == [6, 6]
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({}, "url=: give the address of an SGLang server, as http://HOST:PORT, or model"),
+        ({"model": "m", "url": "http://x"}, "url=http://x: model=m is served by the run; give one of them"),
+        ({"model": "m", "replicas": 0}, "reward.metrics.reward_model.replicas=0: must be at least 1"),
+    ],
+)
+def test_settings_that_cannot_be(settings: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(why)):
+        metrics.split("reward_model", settings)
 
 
 @pytest.mark.parametrize(
@@ -118,31 +186,7 @@ def test_a_server_that_hangs_is_missing(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random reward model of Llama's family, with tokenizer and chat template."""
-    patches.apply("torchvision")
-    from transformers import LlamaConfig, LlamaForSequenceClassification
-
-    folder = tmp_path_factory.mktemp("reward_model")
-    tokenizer = byte_level_tokenizer(512)
-    tokenizer.save_pretrained(folder)
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        initializer_range=0.2,
-        num_labels=1,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="float32",
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        LlamaForSequenceClassification(config).save_pretrained(folder)
-    return folder
+    return make_reward_model(tmp_path_factory.mktemp("reward_model"), family="llama")
 
 
 @pytest.fixture(scope="module")

@@ -38,12 +38,11 @@ def play(
     async def future(start: Conversation, number: int) -> Conversation:
         if start.ending:
             return start
-        return await player.play_on(
-            start, TASK, RolloutPlace("step-0", 0, number), options.rollout.future, strict=strict
-        )
+        place = RolloutPlace("step-0", 0, number)
+        return await player.play_on(start, TASK, place, options.rollout.future, strict, player.tools.open(TASK))
 
     async def conversations() -> list[Conversation]:
-        start = await player.trained_turn(TASK, PLACE)
+        start = await player.trained_turn(TASK, PLACE, player.tools.open(TASK))
         return await asyncio.gather(*(future(start, number) for number in range(futures)))
 
     return asyncio.run(conversations())

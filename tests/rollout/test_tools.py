@@ -1,19 +1,107 @@
+"""Tools from classes and functions: what fits, what is refused, and whose state it is. test_mcp_server.py: MCP."""
+
 from __future__ import annotations
 
 import asyncio
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_collab.config import RolloutConfig
+from megatron_collab.config import ConfigError, RolloutConfig
 from megatron_collab.config.extension import NoOptions
-from megatron_collab.rollout import tools
-from megatron_collab.rollout.tools import Toolbox, ToolError
+from megatron_collab.inference.client import UnreadableCall
+from megatron_collab.rollout.conversation import Player
+from megatron_collab.rollout.tools import ToolError
 from megatron_collab.rollout.tools.calculator import Calculator
-from megatron_collab.types import Message, Task, ToolCall
-from tests.rollout.fakes import FakePolicy
+from megatron_collab.rollout.tools.toolbox import Toolbox, check_call, find_tool, make_tools
+from megatron_collab.types import Ending, Group, Message, Task, ToolCall
+from tests.rollout.fakes import CharacterRenderer, FakePolicy, FakeUsers, config
 
 TASK = Task("t", (Message("user", "hi"),), "goal", "answer", "testing")
+MINE = """
+import asyncio, time
+from typing import Any
+from megatron_collab.rollout.tools import Tool, ToolError, ToolResult
+
+LOG = []
+
+
+class Notebook(Tool):
+    SCHEMA = {
+        "name": "note",
+        "description": "Notes a word; gives all that is noted.",
+        "parameters": {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
+    }
+
+    def start(self, task):
+        self.words = [task.id]
+        LOG.append("start")
+
+    def call(self, task, word):
+        if word == "bug":
+            raise KeyError(word)
+        if word == "slow":
+            time.sleep(0.5)
+        self.words.append(word)
+        return ToolResult(" ".join(self.words), 0.5 * len(word))
+
+    async def close(self):
+        LOG.append("close " + " ".join(self.words))
+
+
+class Lock(Notebook):
+    def start(self, task):
+        super().start(task)
+        import threading
+        self.lock = threading.Lock()
+
+
+async def forecast(city: str, days: int = 1, unit: str | None = None) -> dict[str, Any]:
+    \"\"\"The weather of the coming days.
+
+    Args:
+        city: where
+        days: how many days
+        unit: C or F
+    \"\"\"
+    if city == "nowhere":
+        raise ValueError("no such city")
+    await asyncio.sleep(2 if city == "far" else 0)
+    return {"city": city, "days": days}
+
+
+def area(a, b):
+    return a * b
+
+
+area.SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": "area_of",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "number", "minimum": 0}, "b": {"$ref": "#/$defs/side"}},
+            "required": ["a", "b"],
+            "$defs": {"side": {"type": "number", "enum": [1, 2]}},
+        },
+    },
+}
+
+
+def bare(x):
+    return x
+"""
+
+
+@pytest.fixture(scope="module")
+def mine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("tools") / "mine.py"
+    file.write_text(MINE)
+    return file
 
 
 def compute(expression: str) -> str:
@@ -47,10 +135,15 @@ def test_the_calculator_refuses_what_is_no_arithmetic(expression: str) -> None:
         compute(expression)
 
 
-def answer(text: str) -> tuple[list[Message], Toolbox]:
-    box = Toolbox(RolloutConfig(tools=["calculator"]), FakePolicy(lambda prompt, seed: ""))
-    messages, _ = asyncio.run(box.answer(text, TASK))
-    return messages, box
+def answer(text: str, *names: str, timeout: float = 60.0) -> tuple[list[Message], Toolbox]:
+    options = RolloutConfig(tools=list(names or ["calculator"]), tool_timeout=timeout)
+    box = Toolbox(options, FakePolicy(lambda prompt, seed: ""))
+
+    async def one() -> list[Message]:
+        async with box.open(TASK) as own:
+            return (await own.answer(text))[0]
+
+    return asyncio.run(one()), box
 
 
 def test_a_call_is_answered_by_a_tool_message() -> None:
@@ -64,13 +157,29 @@ def test_a_call_is_answered_by_a_tool_message() -> None:
         ('call oracle {"expression": "1"}', "no tool oracle; there are calculator"),
         ("call calculator {}", "no argument expression"),
         ('call calculator {"expression": "1", "digits": 3}', "unknown argument digits"),
-        ('call calculator {"expression": 7}', "argument expression is no string"),
+        ('call calculator {"expression": 7}', "argument expression: 7 is not of type 'string'"),
         ('call calculator {"expression": "1/0"}', "cannot compute"),
     ],
 )
 def test_a_refused_call_tells_the_policy_why_and_is_counted(text: str, why: str) -> None:
     (message,), box = answer(text)
     assert message.role == "tool" and message.content.startswith("error: ") and why in message.content
+    assert box.counters == {"tool_calls": 1, "tool_errors": 1}
+
+
+def test_a_call_at_which_the_parser_fails_is_refused() -> None:
+    """It is the policy's text that cannot be read, and no outage: the conversation goes on."""
+
+    class Parser(FakePolicy):
+        async def tool_calls(self, text: str, schemas: Any) -> list[ToolCall]:
+            raise UnreadableCall("status 500")
+
+    async def one() -> tuple[list[Message], float]:
+        async with box.open(TASK) as own:
+            return await own.answer('{"name": "{"')
+
+    box = Toolbox(RolloutConfig(tools=["calculator"]), Parser(lambda prompt, seed: ""))
+    assert asyncio.run(one()) == ([Message("tool", "error: the call cannot be read")], 0.0)
     assert box.counters == {"tool_calls": 1, "tool_errors": 1}
 
 
@@ -90,15 +199,135 @@ def test_a_refused_call_tells_the_policy_why_and_is_counted(text: str, why: str)
     ],
 )
 def test_arguments_have_the_types_of_the_schema(kind: str, value: Any, fits: bool) -> None:
-    parameters = {"type": "object", "properties": {"x": {"type": kind}}}
+    parameters = {"f": {"type": "object", "properties": {"x": {"type": kind}}}}
     if fits:
-        tools.check_arguments({"x": value}, parameters)
+        check_call(ToolCall("f", {"x": value}), parameters)
     else:
-        with pytest.raises(ToolError):
-            tools.check_arguments({"x": value}, parameters)
+        with pytest.raises(ValueError, match=r"^argument x: "):
+            check_call(ToolCall("f", {"x": value}), parameters)
 
 
-def test_tools_are_told_in_openai_schema() -> None:
-    (schema,) = tools.schemas(["calculator"])
-    assert schema["type"] == "function" and schema["function"]["name"] == "calculator"
-    assert ToolCall("calculator", {}).name == "calculator"
+def test_functions_are_tools_by_their_docstring_or_their_schema(mine: Path) -> None:
+    forecast, area = f"{mine}:forecast", f"{mine}:area"
+    (told,), box = answer('call forecast {"city": "Bonn", "unit": null}', forecast, area, "calculator")
+    assert told == Message("tool", '{"city": "Bonn", "days": 1}')
+    assert [schema["function"]["name"] for schema in box.schemas] == ["forecast", "area_of", "calculator"]
+    assert box.schemas[0]["type"] == "function"
+    assert box.parameters["forecast"]["required"] == ["city"]
+    assert box.parameters["forecast"]["properties"]["days"] == {"type": "integer", "description": "how many days"}
+    assert answer('call area_of {"a": 1.5, "b": 2}', area)[0] == [Message("tool", "3.0")]
+    for call, why in {
+        '{"a": -1, "b": 1}': "-1 is less than the minimum",
+        '{"a": 1, "b": 3}': "not one of [1, 2]",
+    }.items():
+        assert why in answer(f"call area_of {call}", area)[0][0].content
+    (told,), box = answer('call forecast {"city": "nowhere"}', forecast)
+    assert told.content == "error: no such city" and box.counters["tool_errors"] == 1
+    (told,), box = answer('call forecast {"city": "far"}', forecast, timeout=0.05)
+    assert told.content == "error: forecast timed out"
+    assert box.counters == {"tool_calls": 1, "tool_timeouts": 1}
+
+
+@pytest.mark.parametrize(
+    ("names", "why"),
+    [
+        (["{mine}:bare"], r"mine.py:bare: Cannot generate JSON schema for bare .*; give it type hints and a docstring"),
+        (["{mine}:LOG"], "must be a subclass of megatron_collab.rollout.tools.Tool or a function"),
+        (["{mine}:area", "{mine}:area"], "two tools have the same name"),
+        (["{mine}:aria"], "has no aria; the nearest is area"),
+    ],
+)
+def test_what_is_no_tool_is_refused_in_one_line(names: list[str], why: str, mine: Path) -> None:
+    with pytest.raises(ConfigError, match=why) as error:
+        make_tools(RolloutConfig(tools=[name.format(mine=mine) for name in names]))
+    assert "\n" not in str(error.value)
+
+
+class Scores:
+    async def score(self, task: Task, conversation: Any) -> dict[str, float]:
+        return {"m": 1.0}
+
+
+def play(reply: Callable[[str], str], tool: str, **rollout: Any) -> tuple[Group, Player, list[str]]:
+    """A group of one rollout with two futures, whose policy says `reply(prompt)`, and what its tool has seen."""
+    options = config(tools=[tool], max_user_turns=1, **{"futures": 2, **rollout})
+    options.train.rollouts_per_prompt, options.reward.weights = 1, {"m": 1.0}
+    users = FakeUsers(lambda goal, messages: "go on")
+    policy = FakePolicy(lambda prompt, seed: reply(prompt))
+    player = Player(policy, CharacterRenderer(), users, Scores(), options)  # type: ignore[arg-type]
+    log = vars(sys.modules[find_tool(tool).__module__])["LOG"]
+    log.clear()
+    return asyncio.run(player.play(TASK, "s")), player, log
+
+
+def notes(prompt: str) -> str:
+    """Notes "a" before the trained turn's reply and "b" before a future's."""
+    if prompt.endswith("<user>hi<assistant>"):
+        return 'call note {"word": "a"}'
+    return 'call note {"word": "b"}' if prompt.endswith("<user>go on<assistant>") else "ok"
+
+
+def test_a_future_goes_on_from_a_copy_of_the_state_that_the_trained_turn_left(mine: Path) -> None:
+    """Either future has "a", and not the other's "b"; each instance is closed once, and what it holds is its own."""
+    group, player, log = play(notes, f"{mine}:Notebook")
+    (rollout,) = group.rollouts
+    for future in rollout.futures:
+        told = [message.content for message in future.conversation.messages if message.role == "tool"]
+        assert told == ["t a", "t a b"]
+        assert future.conversation.turn_rewards == (0.5, 0.0, 0.5, 0.0)
+    assert sorted(log) == ["close t a", "close t a b", "close t a b", "start"]
+    assert player.tools.counters == {"tool_calls": 3}
+
+
+def test_a_tool_that_nothing_calls_is_neither_made_nor_copied(mine: Path) -> None:
+    _, _, log = play(lambda prompt: "ok", f"{mine}:Lock")
+    assert log == []
+    _, _, log = play(lambda prompt: notes(prompt) if "go on" not in prompt else "ok", f"{mine}:Lock")
+    assert log == ["start", "close t a"]
+
+
+def test_without_futures_the_whole_conversation_has_one_instance(mine: Path) -> None:
+    group, _, log = play(notes, f"{mine}:Notebook", futures=0)
+    assert log == ["start", "close t a b"]
+    assert group.rollouts[0].start.ending is Ending.TURN_LIMIT
+
+
+@pytest.mark.parametrize(
+    ("tool", "word", "why"),
+    [("Notebook", "bug", "tool note: KeyError: 'bug'"), ("Lock", "b", "tool note: TypeError: cannot pickle")],
+)
+def test_a_tool_that_fails_ends_its_conversation_and_is_closed(tool: str, word: str, why: str, mine: Path) -> None:
+    """A bug of the tool, and a state that cannot be copied: no score, since neither says anything about the policy."""
+    group, player, log = play(lambda prompt: notes(prompt).replace('"b"', f'"{word}"'), f"{mine}:{tool}")
+    for future in group.rollouts[0].futures:
+        assert future.conversation.ending is Ending.ERROR and future.conversation.error.startswith(why)
+    assert player.tools.counters == {"tool_calls": 3, "tool_failures": 2}
+    assert log.count("close t a") == (3 if tool == "Notebook" else 1)
+
+
+def test_tools_that_are_not_async_delay_nobody(mine: Path) -> None:
+    """Calls of several conversations sleep at once, outside the event loop's thread."""
+    box = Toolbox(RolloutConfig(tools=[f"{mine}:Notebook"]), FakePolicy(lambda prompt, seed: ""))
+
+    async def one() -> None:
+        async with box.open(TASK) as own:
+            await own.answer('call note {"word": "slow"}')
+
+    async def together() -> float:
+        began = asyncio.get_running_loop().time()
+        await asyncio.gather(*(one() for _ in range(20)))
+        return asyncio.get_running_loop().time() - began
+
+    assert asyncio.run(together()) < 20 * 0.5 / 2
+
+
+def test_the_tools_of_the_how_to_work(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "howto" / "tool.md").read_text()
+    files = re.findall(r"Save this as `(\w+\.py)`:\n\n```python\n(.*?)```", page, re.DOTALL)
+    for name, code in files:
+        (tmp_path / name).write_text(code)
+    names = [f"{tmp_path}/days_between.py:days_between", f"{tmp_path}/cart.py:Cart"]
+    call = 'call days_between {"first": "2026-01-01", "second": "2026-02-01"}'
+    assert answer(call, *names)[0] == [Message("tool", "31")]
+    assert answer(call.replace("02-01", "02-31"), *names)[0][0].content.startswith("error: day ")
+    assert answer('call add {"thing": "apples"}', *names)[0] == [Message("tool", "apples")]

@@ -31,7 +31,7 @@ from megatron_collab.reward.workers import RewardClient, RewardWorker
 from megatron_collab.rollout import scheduler
 from megatron_collab.rollout.conversation import Player
 from megatron_collab.rollout.journal import Journal, WeightDigests
-from megatron_collab.rollout.scheduler import Asked, Flight, Slot, answers
+from megatron_collab.rollout.scheduler import Asked, Flight, Slot, answered, answers
 from megatron_collab.rollout.users import Users
 from megatron_collab.rollout.workers import start_workers
 from megatron_collab.runtime.process import Hung
@@ -247,7 +247,7 @@ def test_a_conversation_worker_speaks_to_the_server(
     settings = replace(options, run=RunConfig(str(tmp_path)), model=replace(options.model, path=str(tmp_path)))
     settings = replace(settings, users={"guest": {"class": booking.USER}})
     settings.rollout = replace(options.rollout, system_prompt=str(tmp_path / "system.j2"))
-    workers = start_workers(settings, [(nobody, KEY), (server, KEY)])
+    workers = start_workers(settings, [(nobody, KEY), (server, KEY)], {})
     (worker,) = workers.conversations
     ray.get(worker.use_servers.remote([1]), timeout=60)
     group = ray.get(worker.play.remote(task, "train-0-0"), timeout=60)
@@ -265,6 +265,7 @@ def test_a_conversation_worker_speaks_to_the_server(
     counted = ray.get(worker.take_counters.remote(), timeout=60)
     assert counted["servers_lost"] == 0
     assert (counted["user/guest/turns"], counted["user/guest/turn_limit"]) == (4 * 3 * 2, 4 * 3)
+    assert answered([reward.take_counters.remote() for reward in workers.rewards], 60) == [{}]
     assert KEY not in json.dumps(ray.get_runtime_context().runtime_env)
     assert_secret(KEY, os.environ["RAY_AUTH_TOKEN"])
     monkeypatch.setattr(scheduler, "group_seconds", lambda config, groups: 2.0 * groups)
@@ -304,6 +305,7 @@ def gives_up_on_a_worker_that_hangs(worker: Any, task: Task, config: Config) -> 
                 pass
         with pytest.raises(Hung, match=r"waited 0\.1 s \(half of launch\.timeout\) for its counters"):
             answers({"its counters": worker.take_counters.remote(), "what is there": ray.put(1)}, 0.1)
+        assert answered([worker.take_counters.remote(), ray.put(1)], 0.1) == [1]
         assert file.stat().st_size == 0
     finally:
         process.resume()

@@ -254,7 +254,7 @@ def main() -> None:
         config = configure(Path(folder))
         engine = Engine(replies(ChatRenderer(folder)), options.turn_seconds)
         with serving(engine) as (url, process), ray_session(config):
-            workers = start_workers(config, [(url, "no key is asked for")])
+            workers = start_workers(config, [(url, "no key is asked for")], {})
             load = play(workers.conversations[0], (engine, process), options.conversations, 60 * options.minutes)
     print(json.dumps({"name": "in_flight", "values": values(load)}))
 

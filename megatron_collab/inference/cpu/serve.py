@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_collab.inference import KEY_VARIABLE, PARENT_VARIABLE, STACKS_VARIABLE
+from megatron_collab.inference import KEY_VARIABLE, PARENT_VARIABLE, SCORES_FLAG, STACKS_VARIABLE
 from megatron_collab.runtime import stacks
 from megatron_collab.runtime.process import die_with_parent, imports_done
 
@@ -51,7 +51,7 @@ from megatron_collab import patches
 
 patches.apply("torchvision", "sglang")
 
-from megatron_collab.patches.sglang import keep_loads_in_temporary_folder, on_cpu
+from megatron_collab.patches.sglang import keep_loads_in_temporary_folder, on_cpu, zero_biases_of_heads
 
 if on_cpu():  # its processes are forked
     os.register_at_fork(after_in_child=_end_with_parent)
@@ -69,6 +69,8 @@ from sglang.srt.entrypoints import engine as engine  # brings what the spawned p
 from sglang.srt.server_args import prepare_server_args
 
 keep_loads_in_temporary_folder()
+if f"--{SCORES_FLAG}" in sys.argv:
+    zero_biases_of_heads()
 imports_done()
 
 

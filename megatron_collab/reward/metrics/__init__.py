@@ -6,12 +6,24 @@ Others are given as package.module:Class in reward.metrics.NAME.metric, or direc
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megatron_collab.config import EndpointConfig, Extension, Prompt, PromptError, build, lookup, read_prompt, require
+from megatron_collab.config import (
+    EndpointConfig,
+    Extension,
+    Prompt,
+    PromptError,
+    RewardConfig,
+    build,
+    lookup,
+    read_prompt,
+    require,
+)
 from megatron_collab.data.transcript import render
+from megatron_collab.inference.scoring import ScoringModel
 from megatron_collab.llm.answer import Field, LlmError
 from megatron_collab.types import Conversation, Missing, Score, Task
 
@@ -41,6 +53,8 @@ class Metric(Extension):
     def __init__(self, options: Any, judge: Judge) -> None:
         super().__init__(options)
         self.judge = judge
+        self.servers: Sequence[tuple[str, str]] = ()  # address and key of each that the run has started for `served`
+        self.counters: Counter[str] = Counter()  # shown as count/METRIC_NAME
 
     @classmethod
     def unavailable(cls, options: Any) -> str | None:
@@ -51,6 +65,11 @@ class Metric(Extension):
     def judged(cls, options: Any) -> bool:
         """Whether these options need a judge: reward.judge.model, or the metric's own setting `model`."""
         return False
+
+    @classmethod
+    def served(cls, options: Any) -> ScoringModel | None:
+        """A model that the run serves for these options, or None."""
+        return None
 
     async def score(self, task: Task, conversation: Conversation) -> Score | None:
         """The score of the whole conversation, the policy's last reply included; the trained turn is its first.
@@ -85,6 +104,12 @@ def split(name: str, settings: Mapping[str, Any]) -> tuple[type[Metric], Any]:
     renamed = settings.pop("metric", None)
     kind = find_metric(renamed or name, f"reward.metrics.{name}.metric" if renamed else "reward.weights")
     return kind, build(kind.Options, settings, f"reward.metrics.{name}.")
+
+
+def served_models(reward: RewardConfig) -> dict[str, ScoringModel]:
+    """By metric of reward.weights, the models that the run serves. Raises ConfigError as `split`."""
+    kinds = {name: split(name, reward.metrics.get(name, {})) for name in reward.weights}
+    return {name: model for name, (kind, options) in kinds.items() if (model := kind.served(options))}
 
 
 class Judge:

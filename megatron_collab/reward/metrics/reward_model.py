@@ -1,11 +1,11 @@
-"""The score of a discriminative reward model (`…ForSequenceClassification` or `…ForRewardModel`) on an SGLang server.
+"""The score of a discriminative reward model (`…ForSequenceClassification` or `…ForRewardModel`) on SGLang servers.
 
 The server renders the conversation by the model's own chat template (`/v1/tokenize`) and scores it (`/classify`, which
 gives the raw output; `/v1/classify` would give its softmax, 1 for every text).
 
-SGLang 0.5.23 gives the heads of Qwen2- and Qwen3ForSequenceClassification a bias that no checkpoint fills: their scores
-are off by a constant, another after a restart. Advantages do not notice; clipped parts do. The heads of Llama and of
-`…ForRewardModel` are exact.
+Of a server that the run has not started: SGLang 0.5.23 gives the heads of Qwen2- and Qwen3ForSequenceClassification a
+bias that no checkpoint fills. Their scores are off by a constant, another after a restart. Advantages do not notice;
+clipped parts do. The heads of Llama and of `…ForRewardModel` are exact, and so is all that the run serves itself.
 """
 
 from __future__ import annotations
@@ -13,55 +13,103 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 
 from megatron_collab.config import option
-from megatron_collab.inference.client import EngineError, TransientError, post
+from megatron_collab.inference.client import EngineError, ServerGone, TransientError, post
+from megatron_collab.inference.scoring import ScoringModel
 from megatron_collab.reward.metrics import Judge, Metric
-from megatron_collab.types import Conversation, Missing, Score, Task
+from megatron_collab.types import Conversation, Message, Missing, Score, Task
 
 KEY_VARIABLE = "REWARD_MODEL_API_KEY"
 TIMEOUT = 60.0  # seconds of one try
+_TOO_LONG = "context length"  # in SGLang's refusal of what the model has no room for
 
 
 class RewardModel(Metric):
-    """The model's output for the whole conversation, unbounded."""
+    """The model's output for the whole conversation, unbounded.
+
+    One that is too long for the model is cut from the front, by whole turns; the system message stays. Counted.
+    """
 
     @dataclass(frozen=True)
     class Options:
-        url: str = option("", "address of the server, as http://10.0.0.5:30000; its key is in REWARD_MODEL_API_KEY")
+        model: str = option("", "Hugging Face folder of a reward model, which the run serves")
+        replicas: int = option(1, "servers of model, over which conversations are spread", ge=1)
+        tp: int = option(1, "tensor parallel size of a server of model", ge=1)
+        url: str = option(
+            "", "instead of model: a server, as http://10.0.0.5:30000; its key is in REWARD_MODEL_API_KEY"
+        )
 
         def __post_init__(self) -> None:
-            if not self.url.startswith(("http://", "https://")):
-                raise ValueError(f"url={self.url}: give the address of an SGLang server, as http://HOST:PORT")
+            if self.model and self.url:
+                raise ValueError(f"url={self.url}: model={self.model} is served by the run; give one of them")
+            if not self.model and not self.url.startswith(("http://", "https://")):
+                message = "give the address of an SGLang server, as http://HOST:PORT, or model"
+                raise ValueError(f"url={self.url}: {message}")
 
     def __init__(self, options: Any, judge: Judge) -> None:
         super().__init__(options, judge)
-        self._url = options.url.rstrip("/")
-        key = os.environ.get(KEY_VARIABLE)
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        if options.url:
+            self.servers = [(options.url.rstrip("/"), os.environ.get(KEY_VARIABLE, ""))]
+        self._in_flight: Counter[str] = Counter()  # by address
+
+    @classmethod
+    def unavailable(cls, options: Any) -> str | None:
+        model = cls.served(options)
+        return model.fault() if model else None
+
+    @classmethod
+    def served(cls, options: Any) -> ScoringModel | None:
+        return ScoringModel(options.model, options.replicas, options.tp) if options.model else None
 
     async def score(self, task: Task, conversation: Conversation) -> Score | None:
-        chat = {"messages": [message.as_dict() for message in conversation.messages], "add_generation_prompt": False}
+        left, why = dict(self.servers), "no server of the reward model"
+        while left:
+            url = min(left, key=self._in_flight.__getitem__)
+            key = left.pop(url)
+            self._in_flight[url] += 1
+            try:
+                return await self._score(url, key, conversation.messages)
+            except ServerGone as error:  # another one may be there
+                why = str(error)
+            except EngineError as error:
+                return Missing(str(error))
+            finally:
+                self._in_flight[url] -= 1
+        return Missing(why)
+
+    async def _score(self, url: str, key: str, messages: Sequence[Message]) -> Score:
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
         timeout = aiohttp.ClientTimeout(total=TIMEOUT)
-        try:
-            async with aiohttp.ClientSession(headers=self._headers, timeout=timeout) as session:
-                tokens = await self._ask(session, "/v1/tokenize", chat, "tokens")
-                outputs = await self._ask(session, "/classify", {"input_ids": tokens}, "embedding")
-        except EngineError as error:
-            return Missing(str(error))
+        async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
+            for number, shown in enumerate(_cut(messages)):
+                chat = {"messages": [message.as_dict() for message in shown], "add_generation_prompt": False}
+                tokens = await self._ask(session, f"{url}/v1/tokenize", chat, "tokens")
+                try:
+                    outputs = await self._ask(session, f"{url}/classify", {"input_ids": tokens}, "embedding")
+                except EngineError as error:
+                    if _TOO_LONG not in str(error):
+                        raise
+                    refusal = error
+                    continue
+                self.counters.update(["cut"] if number else [])
+                break
+            else:
+                raise refusal  # even the last turn is too long
         if len(outputs) != 1:
-            return Missing(f"{self._url}: the model has {len(outputs)} outputs; a reward model has one")
+            return Missing(f"{url}: the model has {len(outputs)} outputs; a reward model has one")
         if not isinstance(outputs[0], float) or not math.isfinite(outputs[0]):
-            return Missing(f"{self._url}: the model's output is {outputs[0]}")
+            return Missing(f"{url}: the model's output is {outputs[0]}")
         return outputs[0]
 
-    async def _ask(self, session: aiohttp.ClientSession, path: str, body: dict[str, Any], wanted: str) -> list[Any]:
+    async def _ask(self, session: aiohttp.ClientSession, url: str, body: dict[str, Any], wanted: str) -> list[Any]:
         """The list `wanted` of the server's answer; EngineError without one."""
-        url = self._url + path
         silence = TransientError(f"{url}: no answer within {TIMEOUT:g} s")
         text = await post(session, url, body, aiohttp.ClientResponse.text, silence)
         try:
@@ -71,3 +119,16 @@ class RewardModel(Metric):
         if not isinstance(found, list):
             raise EngineError(f"{url}: no list {wanted!r} in the answer {text[:200]!r}; is it SGLang?")
         return found
+
+
+def _cut(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
+    """The messages, then ever fewer of them: without the first turns, each a message of the user and what follows it.
+
+    A system message at the beginning stays, and so does the last turn that has an answer of the assistant.
+    """
+    yield messages
+    system = [message for message in messages[:1] if message.role == "system"]
+    answered = max((at for at, message in enumerate(messages) if message.role == "assistant"), default=0)
+    users = [at for at, message in enumerate(messages[:answered]) if message.role == "user"]
+    for begin in users[1:]:
+        yield [*system, *messages[begin:]]

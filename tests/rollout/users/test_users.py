@@ -10,7 +10,7 @@ import pytest
 
 from megatron_collab.config import Config, RolloutConfig
 from megatron_collab.environments import booking
-from megatron_collab.rollout.tools import Toolbox
+from megatron_collab.rollout.tools.toolbox import Toolbox
 from megatron_collab.rollout.users import UserReply, check_user, split_user
 from megatron_collab.rollout.workers import ConversationWorker
 from megatron_collab.types import Conversation, Message, Task

@@ -1,0 +1,92 @@
+"""The SGLang servers of models that score conversations: reward models, served by the run beside its policy."""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from megatron_collab.config import Config
+from megatron_collab.inference.server import ServerProcess, SGLangServer
+from megatron_collab.models.parallel_layout import servers_per_node
+
+
+@dataclass(frozen=True)
+class ScoringModel:
+    """A model that scores: a Hugging Face folder, how many servers it has, and over how many devices each is spread."""
+
+    path: str
+    replicas: int = 1
+    tp: int = 1
+
+    def fault(self) -> str | None:
+        """Why the model in `path` gives no single score, with the way out."""
+        file = Path(self.path) / "config.json"
+        if not file.is_file():
+            return f"{self.path}: no config.json there; give the folder of a Hugging Face model"
+        described = json.loads(file.read_text())
+        kind = next(iter(described.get("architectures") or ["none"]))
+        if kind.endswith("ForRewardModel"):
+            return None
+        if not kind.endswith("ForSequenceClassification"):
+            return (
+                f"{self.path}: architecture {kind} gives no score; give a ForSequenceClassification or ForRewardModel"
+            )
+        outputs = len(described.get("id2label") or range(described.get("num_labels", 2)))  # transformers' default
+        many = f"{self.path}: the model has {outputs} outputs; a reward model has one (num_labels in config.json)"
+        return None if outputs == 1 else many
+
+
+class ScoringServers(ExitStack):
+    """The servers of a model, which are started at once and end with the context; on the first node.
+
+    On GPUs they have devices of their own, from number `first_device` on.
+    """
+
+    def __init__(self, config: Config, name: str, model: ScoringModel, first_device: int) -> None:
+        super().__init__()
+        # The settings of a server of its own: apart from the devices of the policy's, and of any port.
+        options = replace(config.rollout.server, tp=model.tp, ep=1, fp8=False, colocated=False, port=0)
+        options.replicas, options.max_total_tokens = model.replicas, None
+        launch = replace(config.launch, nodes=1, nproc_per_node=first_device)
+        self.config = replace(config, launch=launch, rollout=replace(config.rollout, server=options))
+        self.config.model = replace(config.model, path=model.path)
+        self.name, self._lost = name, 0
+        start = partial(ServerProcess, scores=True)
+        logs = [Path(config.run.dir) / f"sglang-{name}-{index}.log" for index in range(model.replicas)]
+        self.servers = [
+            self.enter_context(SGLangServer(self.config, log, index, start)) for index, log in enumerate(logs)
+        ]
+
+    @property
+    def addresses(self) -> list[tuple[str, str]]:
+        """Address and key of each server."""
+        return [(server.url, server.api_key) for server in self.servers]
+
+    def wait_healthy(self) -> None:
+        """Return once all score; ServerError where one ends first, or is not ready in time."""
+        began, timeout = time.monotonic(), self.config.rollout.server.start_timeout
+        for server in self.servers:
+            server.wait_healthy(max(1.0, timeout - (time.monotonic() - began)))
+
+    def watch(self) -> None:
+        """Start those again that have ended, at their addresses; the others score meanwhile."""
+        for server in self.servers:
+            if why := server.process.ended():
+                print(f"engine: the server {server.index} of {self.name} is started again: {why}", flush=True)
+                self._lost += 1
+                server.restart()
+
+    def take_counters(self) -> dict[str, float]:
+        """How many were lost since the last call, as a metric of a step."""
+        lost, self._lost = self._lost, 0
+        return {f"servers/{self.name}_lost": float(lost)}
+
+
+def first_device(config: Config) -> int:
+    """The first device of a node that neither the trainer nor the policy's servers use."""
+    server = config.rollout.server
+    return config.launch.nproc_per_node + (0 if server.colocated else servers_per_node(config) * server.tp)

@@ -1,0 +1,252 @@
+"""The tools of an MCP server (Model Context Protocol), through the protocol's official client.
+
+A conversation has a session of its own, from its first call on: with `command` a process, with `url` a connection.
+What a server holds cannot be copied, so a future repeats the calls of the trained turn in a new session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from megatron_collab.config import ConfigError, build, nearest, option, require
+from megatron_collab.rollout.tools import Schema, ToolError, ToolFailure, Toolset
+from megatron_collab.types import Task, ToolCall
+
+if TYPE_CHECKING:  # it takes a second to import, and most runs have no such server
+    from mcp import Client
+    from mcp.types import CallToolResult
+
+CONNECT_SECONDS = 30.0  # timeout for a server to say what tools it has
+
+
+@dataclass(frozen=True)
+class Options:
+    """The settings of a server, as rollout.mcp_servers.NAME.SETTING."""
+
+    command: str = option("", "program that is the server, on its standard input and output")
+    args: list[str] = option([], "arguments of command")
+    env: list[str] = option([], "names of the environment variables that command gets, beside PATH, HOME and the like")
+    url: str = option("", "address of a server of streamable HTTP, as http://10.0.0.5:8000/mcp; instead of command")
+    bearer: str = option("", "name of the environment variable with the bearer token for url")
+    tools: list[str] = option([], "those of its tools that the policy has; none given: all")
+    shared: bool = option(False, "all conversations of a worker share a session; for servers without state")
+
+    def __post_init__(self) -> None:
+        if bool(self.command) == bool(self.url):
+            raise ValueError("give command or url, one of them")
+        if self.url and not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"url={self.url}: give an address, as http://HOST:PORT/mcp")
+        for name in (*self.env, *([self.bearer] if self.bearer else [])):
+            if name not in os.environ:
+                raise ValueError(f"environment variable {name} is not set; set it")
+
+
+@dataclass(frozen=True)
+class Server:
+    """An MCP server by its name in the settings; see Options."""
+
+    name: str
+    command: str
+    args: tuple[str, ...]
+    env: tuple[str, ...]
+    url: str
+    bearer: str
+    tools: tuple[str, ...]
+    shared: bool
+
+    @asynccontextmanager
+    async def connect(self) -> AsyncIterator[Client]:
+        """A connected client; must be left by the task that has entered it."""
+        import httpx2
+        from mcp import Client, StdioServerParameters
+        from mcp.client.streamable_http import streamable_http_client
+
+        async with AsyncExitStack() as stack:
+            if self.command:
+                env = {name: os.environ[name] for name in self.env}
+                where: Any = StdioServerParameters(command=self.command, args=list(self.args), env=env)
+            else:
+                headers = {"Authorization": f"Bearer {os.environ[self.bearer]}"} if self.bearer else {}
+                http = httpx2.AsyncClient(headers=headers, timeout=None)  # rollout.tool_timeout holds instead
+                where = streamable_http_client(self.url, http_client=await stack.enter_async_context(http))
+            yield await stack.enter_async_context(Client(where))
+
+
+def server(name: str, given: Mapping[str, Any]) -> Server:
+    """The server of rollout.mcp_servers.`name`; raises ConfigError."""
+    options: dict[str, Any] = asdict(build(Options, given, f"rollout.mcp_servers.{name}."))
+    fixed = {key: tuple(value) for key, value in options.items() if isinstance(value, list)}
+    return Server(name, **{**options, **fixed})
+
+
+@cache
+def listed(server: Server) -> tuple[Schema, ...]:
+    """The tools that the policy has of the server, in its order; asked once a process. Raises ConfigError."""
+
+    async def ask() -> list[Any]:
+        found, cursor = [], None
+        async with asyncio.timeout(CONNECT_SECONDS), server.connect() as client:
+            while True:
+                page = await client.list_tools(cursor=cursor)
+                found += page.tools
+                if not (cursor := page.next_cursor):
+                    return found
+
+    setting = f"rollout.mcp_servers.{server.name}"
+    with ThreadPoolExecutor(1) as thread:  # this one may run an event loop
+        try:
+            tools = thread.submit(asyncio.run, ask()).result()
+        except Exception as error:  # of the program, the network, the protocol or the server
+            asked = server.url or " ".join([server.command, *server.args])
+            message = f"no answer from {asked} ({_reason(error)}); start it, or correct the setting"
+            raise ConfigError(f"{setting}: {message}") from error
+    schemas = {tool.name: _schema(tool) for tool in tools}
+    require(bool(schemas), f"{setting}: the server has no tools; remove it")
+    for name in server.tools:
+        message = f"{setting}.tools={name}: there are {', '.join(schemas)}{nearest(name, schemas)}"
+        require(name in schemas, message)
+    return tuple(schemas[name] for name in server.tools or schemas)
+
+
+def _schema(tool: Any) -> Schema:
+    return {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+
+
+class McpTools(Toolset):
+    """The tools of a server in one conversation; with `shared`, in all of this process. `options` is its Server.
+
+    A call that times out or whose connection breaks has not happened: the next one gets a new session, in which the
+    calls so far are repeated. A broken call is tried again once, for the server may be back.
+    """
+
+    def __init__(self, options: Server, calls: Sequence[ToolCall] = ()) -> None:
+        """`calls`: what has been called already, to be repeated before the next call."""
+        super().__init__(options)
+        self._calls = list(calls)
+        self._session: McpSession | None = None
+        self._left: list[McpSession] = []
+
+    @property
+    def schemas(self) -> Sequence[Schema]:
+        return listed(self.options)
+
+    def new(self) -> McpTools:
+        return self if self.options.shared else McpTools(self.options)
+
+    async def fork(self) -> McpTools:
+        return self if self.options.shared else McpTools(self.options, self._calls)
+
+    async def answer(self, task: Task, call: ToolCall) -> str:
+        from mcp import MCPError
+        from mcp.types import CONNECTION_CLOSED
+
+        for last in (False, True):
+            session = self._session or await self._open()
+            try:
+                result = await session.call(call)
+                break
+            except (MCPError, ToolFailure) as error:
+                if isinstance(error, MCPError) and error.code != CONNECTION_CLOSED:
+                    raise ToolError(str(error)) from error
+                self._leave(session)
+                if last:
+                    raise
+            except asyncio.CancelledError:
+                if not self.options.shared:
+                    self._leave(session)
+                raise
+        self._calls += [] if self.options.shared else [call]
+        if result.is_error:
+            raise ToolError(_text(result))
+        return _text(result)
+
+    async def close(self) -> None:
+        if not self.options.shared:
+            await self._leave_all()
+
+    async def _leave_all(self) -> None:
+        if self._session:
+            self._leave(self._session)
+        await asyncio.gather(*(session.ended() for session in self._left))
+
+    async def _open(self) -> McpSession:
+        """A session in which the calls so far are repeated; ToolFailure where there is no connection."""
+        session = McpSession(self.options)
+        try:
+            for past in self._calls:
+                await session.call(past)
+        except BaseException:
+            self._leave(session)
+            raise
+        self._session = session
+        return session
+
+    def _leave(self, session: McpSession) -> None:
+        """Use it no more; another conversation may have left it before."""
+        session.end()
+        self._left = [*(other for other in self._left if not other.over), session]
+        if self._session is session:
+            self._session = None
+
+
+class McpSession:
+    """A connection, which a task of its own holds (see Server.connect)."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._client: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
+        self._leaving = asyncio.Event()
+        self._task = asyncio.create_task(self._hold())
+
+    @property
+    def over(self) -> bool:
+        return self._task.done()
+
+    async def call(self, call: ToolCall) -> CallToolResult:
+        """Raises ToolFailure where there is no connection, MCPError where it is lost, or the call is refused."""
+        client = await asyncio.shield(self._client)
+        return await client.call_tool(call.name, dict(call.arguments))
+
+    def end(self) -> None:
+        """Begin to end it: a server that is a program gets some seconds to end by itself."""
+        self._leaving.set()
+        if not self._client.done():
+            self._task.cancel()
+
+    async def ended(self) -> None:
+        """Return once it has ended."""
+        await asyncio.wait([self._task])
+
+    async def _hold(self) -> None:
+        try:
+            async with self._server.connect() as client:
+                self._client.set_result(client)
+                await self._leaving.wait()
+        except Exception as error:  # as in `listed`; a lost connection is noticed by the next call
+            if not self._client.done():
+                self._client.set_exception(ToolFailure(f"the MCP server does not answer: {_reason(error)}"))
+
+
+def _text(result: CallToolResult) -> str:
+    """What the policy reads: the texts of a result, the names of what is no text, or else its structure as JSON."""
+    parts = []
+    for block in result.content:
+        resource = getattr(block, "resource", None)
+        text = getattr(block, "text", None) or getattr(resource, "text", None)
+        parts.append(text if text is not None else f"[{block.type}]")
+    return "\n".join(parts) or json.dumps(result.structured_content, ensure_ascii=False)
+
+
+def _reason(error: BaseException) -> str:
+    """The first cause within the groups that the client raises."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")

@@ -1,0 +1,169 @@
+"""Every experiment that is planned for GPUs: its plan fits, and its settings train a tiny model on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_collab import patches
+from megatron_collab.config import groups
+from megatron_collab.data.datasets import write_jsonl
+from tests.helpers import make_model
+
+patches.apply("megatron")
+from megatron_collab.planning import memory  # noqa: E402 (Megatron is imported with it)
+
+COLLABLLM = [f"collabllm_{task}{stage}" for task in ("math", "medium", "code") for stage in ("_sft", "")]
+# What a rehearsal changes: the sizes, the device, and where model, data and endpoints are.
+SMALL = [
+    "launch.device=cpu",
+    "model.dtype=float32",
+    "run.wandb_project=null",
+    "train.steps=2",
+    "train.prompts_per_step=2",
+    "train.tokens_per_micro_batch=512",
+]
+SMALL_RL = [
+    "train.rollouts_per_prompt=2",
+    "train.eval_tasks=0",
+    "rollout.turn.max_new_tokens=8",
+    "rollout.future.max_new_tokens=8",
+    "rollout.context_length=512",
+    "rollout.workers=1",
+    "rollout.server.replicas=1",
+    "rollout.server.max_total_tokens=32768",
+    "reward.workers=1",
+    "reward.malformed=null",  # the random model never ends a turn by itself
+]
+TEST = "def check(candidate):\n    assert candidate(2) == 4\n"
+
+
+def published(number: int) -> dict[str, Any]:
+    """A row with the columns of the published data sets: the second turn of a conversation, one of two candidates."""
+    said = [("user", f"help me with {number}"), ("assistant", "which part?"), ("user", "all of it")]
+    return {
+        "prompt": [{"role": role, "content": text} for role, text in said],
+        "completion": f"the answer is {number}",
+        "conv_id": number // 2,
+        "score": float(number % 2),
+        "single_turn_prompt": f"problem {number}",
+        "single_turn_completion": str(number),
+        "single_turn_metadata": {"test": TEST, "entry_point": "double"},
+        "turn_id": len(said),
+        "sessions": [],
+        "rewards": {"accuracy": [1.0]},
+    }
+
+
+def readable(row: dict[str, Any], stage: str) -> dict[str, Any]:
+    """The row in the format of `task` or `messages`, in which it is read."""
+    if stage == "sft":
+        return {"messages": [*row["prompt"], {"role": "assistant", "content": row["completion"]}]}
+    wanted = {"goal": row["single_turn_prompt"], "answer": row["single_turn_completion"], "user": "llm"}
+    return {"prompt": row["prompt"], **wanted, "metadata": row["single_turn_metadata"]}
+
+
+class Answers(BaseHTTPRequestHandler):
+    """A language model that fills in the JSON object which a prompt asks for; `asked` are the prompts."""
+
+    asked: list[str] = []  # noqa: RUF012 (shared by the handlers of the test)
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        prompt = "\n".join(str(message["content"]) for message in body["messages"])
+        self.asked.append(prompt)
+        fields = re.findall(r'^ +"(\w+)": (string|.)', prompt, re.MULTILINE)
+        found: dict[str, Any] = {name: f"some {name}" if kind == "string" else 1 for name, kind in fields}
+        if "You play the user" in prompt:
+            found = {"current_answer": "", "thought": "not yet", "response": "please go on"}
+        choice = {"index": 0, "message": {"role": "assistant", "content": json.dumps(found)}, "finish_reason": "stop"}
+        usage = {"prompt_tokens": 20, "completion_tokens": 20, "total_tokens": 40}
+        answer = {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]}
+        data = json.dumps({**answer, "usage": usage}).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(("name", "gib"), [*((name, 80) for name in COLLABLLM), ("qwen3_0_6b", 24)])
+def test_the_plan_fits_with_room_for_what_is_not_counted(name: str, gib: int) -> None:
+    assert name in groups()["experiment"]
+    config, shape = memory.read_run([f"experiment={name}", "launch.device=cuda"])
+    peak = max(map(memory.peak, memory.plan_memory(config, shape))) / memory.GIB
+    assert 0.25 * gib < peak < 0.7 * gib
+    assert config.launch.nproc_per_node == (1 if name == "qwen3_0_6b" else 8)
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COLLABLLM)
+def test_an_experiment_trains_a_tiny_model(name: str, endpoint: str, tmp_path: Path) -> None:
+    stage = "sft" if name.endswith("_sft") else "rl"
+    make_model(tmp_path / "model", family="qwen2")
+    write_jsonl(tmp_path / "rows.jsonl", [readable(published(number), stage) for number in range(6)])
+    settings = [*SMALL, f"model.path={tmp_path}/model", f"data.train={tmp_path}/rows.jsonl", "launch.nproc_per_node=2"]
+    if stage == "rl":
+        settings += [*SMALL_RL, f"user.api_base={endpoint}", f"reward.judge.api_base={endpoint}"]
+    run = train(tmp_path, name, *settings)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1] and all(line["loss"] == line["loss"] for line in lines)
+    assert (run / "hf" / "config.json").is_file()
+    if stage == "rl":
+        weights = json.loads((run / "config.json").read_text())["reward"]["weights"]
+        scored = {metric for metric in weights if all(f"score/{metric}" in line for line in lines)}
+        assert scored == set(weights) and all(line["missing"] == 0 and line["futures"] == 3 for line in lines)
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_the_first_evening_trains_a_tiny_model(tmp_path: Path) -> None:
+    """The world makes the data, from problems of GSM8K's form."""
+    problem = {"question": "Ana has 2 pens. Ben has 3 pens. How many pens are there?", "answer": "2+3=5\n#### 5"}
+    for file in ("train.jsonl", "test.jsonl"):
+        write_jsonl(tmp_path / file, [problem] * 4)
+    make_model(tmp_path / "model")
+    settings = [
+        *SMALL,
+        *SMALL_RL,
+        f"model.path={tmp_path}/model",
+        f"data.path={tmp_path}",
+        f"data.dir={tmp_path}/world",
+    ]
+    run = train(tmp_path, "qwen3_0_6b", *settings)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["futures"] for line in lines] == [2, 2]
+    assert all({"score/accuracy", "score/asks"} <= set(line) and line["missing"] == 0 for line in lines)
+
+
+def train(folder: Path, name: str, *settings: str) -> Path:
+    command = [sys.executable, "-m", "megatron_collab.train", f"experiment={name}", f"run.dir={folder}/run", *settings]
+    environment = {**os.environ, "OPENAI_API_KEY": "a-key-of-the-test"}
+    with (folder / "console.log").open("w") as log:
+        code = subprocess.run(command, cwd=folder, env=environment, stdout=log, stderr=log, timeout=400).returncode
+    assert code == 0, (folder / "console.log").read_text()[-4000:]
+    return folder / "run"

@@ -1,0 +1,133 @@
+"""Reward models that the run serves: every server gives the score of transformers, also after its end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_collab.inference.scoring import ScoringModel, ScoringServers, first_device
+from megatron_collab.runtime.process import wait_for
+from megatron_collab.types import Conversation, Message
+from tests.conftest import serving_config
+from tests.helpers import make_reward_model
+from tests.reward.fakes import about, metric, play
+
+TASK = about("5", "a table for four people")
+PLAYED = play(TASK, "which day?", "friday ½ evening", "what time?")
+POSITIONS = 256
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random reward model of Qwen3's family, whose heads SGLang gives a bias, for 256 tokens."""
+    return make_reward_model(tmp_path_factory.mktemp("scoring"), positions=POSITIONS)
+
+
+@pytest.fixture(scope="module")
+def servers(folder: Path) -> Iterator[ScoringServers]:
+    config = serving_config(folder)
+    config.model.path, config.run.dir = "/the/policy", str(folder / "run")
+    with ScoringServers(config, "reward_model", ScoringModel(str(folder), replicas=2), 0) as servers:
+        servers.wait_healthy()
+        yield servers
+
+
+def expected(folder: Path, *conversations: list[Message]) -> list[float]:
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    scores = []
+    for messages in conversations:
+        text = tokenizer.apply_chat_template([message.as_dict() for message in messages], tokenize=False)
+        with torch.no_grad():
+            scores.append(
+                model(tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]).logits.item()
+            )
+    return scores
+
+
+def long_one(system: bool) -> Conversation:
+    """Turns of some 60 tokens, of which the model has room for four or so."""
+    words = "the quick brown fox jumps over the lazy dog " * 2
+    messages = [Message("system", "be brief")] if system else []
+    for number in range(6):
+        messages += [Message("user", f"{number} {words}"), Message("assistant", f"{words} {number}")]
+    return Conversation(tuple(messages), (1,))
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_every_server_scores_as_transformers_does(servers: ScoringServers, folder: Path) -> None:
+    """Overlong ones without their first turns, and the system message, where there is one, kept."""
+    conversations = [PLAYED, PLAYED.add_messages([Message("user", "thanks")], ()), long_one(False), long_one(True)]
+    cut = [[*long_one(True).messages[:1], *long_one(True).messages[begin:]] for begin in range(3, 13, 2)]
+    wanted = expected(folder, *(list(c.messages) for c in conversations[:2]))
+    assert abs(wanted[0] - wanted[1]) > 0.01
+    for address in servers.addresses:
+        scorer = metric("reward_model", model=str(folder), replicas=2)
+        scorer.servers = [address]
+        found = [asyncio.run(scorer.score(TASK, conversation)) for conversation in conversations]
+        assert found[:2] == pytest.approx(wanted, abs=1e-4)
+        assert found[3] in [pytest.approx(score, abs=1e-4) for score in expected(folder, *cut)]
+        assert found[2] in [pytest.approx(score, abs=1e-4) for score in expected(folder, *(c[1:] for c in cut))]
+        assert scorer.counters == {"cut": 2}
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_server_that_ends_is_started_again_and_the_other_scores_meanwhile(
+    servers: ScoringServers, folder: Path
+) -> None:
+    scorer = metric("reward_model", model=str(folder), replicas=2)
+    scorer.servers = servers.addresses
+    (wanted,) = expected(folder, list(PLAYED.messages))
+    first = servers.servers[0]
+    os.killpg(first.process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+    assert wait_for(lambda: first.process.ended() is not None, 30)
+
+    async def several() -> list[Any]:
+        return await asyncio.gather(*(scorer.score(TASK, PLAYED) for _ in range(4)))
+
+    assert asyncio.run(several()) == pytest.approx([wanted] * 4, abs=1e-4)
+    servers.watch()
+    servers.wait_healthy()
+    assert servers.take_counters() == {"servers/reward_model_lost": 1.0}
+    scorer.servers = servers.addresses[:1]
+    assert asyncio.run(scorer.score(TASK, PLAYED)) == pytest.approx(wanted, abs=1e-4), "no bias of its own"
+
+
+@pytest.mark.parametrize(
+    ("described", "why"),
+    [
+        (None, "no config.json there; give the folder of a Hugging Face model"),
+        ({"architectures": ["Qwen3ForCausalLM"]}, "architecture Qwen3ForCausalLM gives no score; give a"),
+        ({"architectures": ["Qwen3ForSequenceClassification"]}, "the model has 2 outputs; a reward model has one"),
+        (
+            {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "a", "1": "b", "2": "c"}},
+            "3 outputs",
+        ),
+        ({"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "LABEL_0"}}, None),
+        ({"architectures": ["Qwen2ForRewardModel"]}, None),
+    ],
+)
+def test_a_model_without_one_output_is_refused(tmp_path: Path, described: dict | None, why: str | None) -> None:
+    if described is not None:
+        (tmp_path / "config.json").write_text(json.dumps(described))
+    fault = ScoringModel(str(tmp_path)).fault()
+    assert fault == why if why is None else why in str(fault)
+
+
+def test_devices_come_after_those_of_the_policy() -> None:
+    config = serving_config(Path("model"))
+    config.launch.nproc_per_node, config.rollout.server.replicas, config.rollout.server.tp = 2, 2, 2
+    assert first_device(config) == 2
+    config.rollout.server.colocated = False
+    assert first_device(config) == 6

@@ -1,0 +1,222 @@
+"""Tools of real MCP servers, made with the official package, over standard streams and over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from megatron_collab.config import ConfigError, RolloutConfig
+from megatron_collab.rollout.conversation import Player
+from megatron_collab.rollout.tools import ToolFailure
+from megatron_collab.rollout.tools.toolbox import Toolbox, make_tools, schemas
+from megatron_collab.runtime.process import wait_for
+from tests.helpers import free_port, listening
+from tests.rollout.fakes import CharacterRenderer, FakePolicy, FakeUsers, config
+from tests.rollout.test_tools import TASK, Scores, notes
+
+pytestmark = pytest.mark.processes
+BEARER = "MEGATRON_COLLAB_TEST_BEARER"
+
+# Words are noted in the process; `python notebook.py PORT` serves HTTP, on which the key is asked for.
+NOTEBOOK = """
+import asyncio, os, sys
+from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
+
+server = MCPServer("notebook", log_level="CRITICAL")
+words = []
+
+
+@server.tool()
+async def note(word: str) -> str:
+    \"\"\"Notes a word; gives all that is noted.\"\"\"
+    if word == "die":
+        os._exit(1)
+    if word == "bad":
+        raise ToolError("not that word")
+    if word == "slow":
+        await asyncio.sleep(60)
+    words.append(word)
+    return " ".join(words)
+
+
+@server.tool()
+def environment() -> list[str]:
+    \"\"\"The variables of the process.\"\"\"
+    return sorted(os.environ)
+
+
+class Guarded:
+    def __init__(self, app):
+        self.app = app
+
+    async def __call__(self, scope, receive, send):
+        given = dict(scope.get("headers", [])).get(b"authorization")
+        if scope["type"] == "http" and given != b"Bearer " + os.environ["KEY"].encode():
+            await send({"type": "http.response.start", "status": 401, "headers": []})
+            return await send({"type": "http.response.body", "body": b""})
+        await self.app(scope, receive, send)
+
+
+if len(sys.argv) > 1:
+    import uvicorn
+
+    app = Guarded(server.streamable_http_app())
+    uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="warning")
+else:
+    server.run()
+"""
+
+
+@pytest.fixture(scope="module")
+def notebook(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("mcp") / "notebook.py"
+    file.write_text(NOTEBOOK)
+    return file
+
+
+@pytest.fixture(scope="module")
+def url(notebook: Path) -> Iterator[str]:
+    """Where the notebook is served over HTTP, with a key."""
+    port = free_port()
+    os.environ[BEARER] = "a-key-of-the-test"
+    environment = {**os.environ, "KEY": os.environ[BEARER]}
+    process = subprocess.Popen([sys.executable, str(notebook), str(port)], env=environment)
+    try:
+        up = wait_for(lambda: bool(listening([psutil.Process(process.pid)]).popitem()[1]), 60)
+        assert up, "the server does not listen"
+        yield f"http://127.0.0.1:{port}/mcp"
+    finally:
+        process.terminate()
+        process.wait()
+        del os.environ[BEARER]
+
+
+def box(timeout: float = 30.0, **settings: Any) -> Toolbox:
+    options = RolloutConfig(mcp_servers={"notebook": settings}, tool_timeout=timeout)
+    return Toolbox(options, FakePolicy(lambda prompt, seed: ""))
+
+
+def by_stdio(notebook: Path, **settings: Any) -> dict[str, Any]:
+    return {"command": sys.executable, "args": [str(notebook)], **settings}
+
+
+def say(box: Toolbox, *calls: str) -> list[str]:
+    """What one conversation is told."""
+
+    async def one() -> list[str]:
+        async with box.open(TASK) as own:
+            return [(await own.answer(f"call {call}"))[0][0].content for call in calls]
+
+    return asyncio.run(one())
+
+
+def children() -> set[int]:
+    return {process.pid for process in psutil.Process().children(recursive=True)}
+
+
+def test_a_conversation_has_a_process_of_its_own_which_ends_with_it(notebook: Path) -> None:
+    before = children()
+    made = box(**by_stdio(notebook))
+    assert [schema["function"]["name"] for schema in made.schemas] == ["note", "environment"]
+    assert made.parameters["note"]["required"] == ["word"]
+    assert say(made, 'note {"word": "a"}', 'note {"word": "b"}') == ["a", "a b"]
+    told = say(made, 'note {"word": "c"}', 'note {"word": "bad"}', 'note {"word": 3}', "environment {}")
+    assert told[0] == "c" and told[1].startswith("error: ") and "not that word" in told[1]
+    assert told[2] == "error: argument word: 3 is not of type 'string'"
+    assert "PATH" in told[3] and "PYTEST_CURRENT_TEST" not in told[3]
+    assert made.counters == {"tool_calls": 6, "tool_errors": 2}
+    assert children() == before
+
+
+def test_futures_repeat_the_calls_of_the_trained_turn(notebook: Path) -> None:
+    options = config(mcp_servers={"notebook": by_stdio(notebook)}, max_user_turns=1, futures=2)
+    options.train.rollouts_per_prompt, options.reward.weights = 1, {"m": 1.0}
+    policy, users = FakePolicy(lambda prompt, seed: notes(prompt)), FakeUsers(lambda goal, messages: "go on")
+    player = Player(policy, CharacterRenderer(), users, Scores(), options)  # type: ignore[arg-type]
+    before = children()
+    (rollout,) = asyncio.run(player.play(TASK, "s")).rollouts
+    for future in rollout.futures:
+        assert [m.content for m in future.conversation.messages if m.role == "tool"] == ["a", "a b"]
+    assert player.tools.counters == {"tool_calls": 3}
+    assert children() == before
+
+
+def test_what_hangs_times_out_and_what_dies_is_started_again(notebook: Path, tmp_path: Path) -> None:
+    made = box(timeout=5.0, **by_stdio(notebook))
+    told = say(made, 'note {"word": "a"}', 'note {"word": "slow"}', 'note {"word": "b"}')
+    assert told == ["a", "error: note timed out", "a b"]
+    assert made.counters == {"tool_calls": 3, "tool_timeouts": 1}
+    before = children()
+    with pytest.raises(ToolFailure, match=r"^tool note: "):  # dies again
+        say(made, 'note {"word": "a"}', 'note {"word": "die"}')
+    assert made.counters["tool_failures"] == 1
+    assert children() == before
+
+    async def killed_between(made: Toolbox, file: Path) -> list[str]:
+        """The server is killed, once for good: then the program is gone, and at last it is there again."""
+        told = []
+        async with made.open(TASK) as own:
+            await own.answer('call note {"word": "a"}')
+            for gone in (False, True):
+                (pid,) = children() - before
+                psutil.Process(pid).kill()
+                if gone:
+                    file.rename(f"{file}.gone")
+                    with pytest.raises(ToolFailure):
+                        await own.answer('call note {"word": "-"}')
+                    Path(f"{file}.gone").rename(file)
+                told.append((await own.answer('call note {"word": "b"}'))[0][0].content)
+        for tools in made.toolsets:
+            await tools._leave_all()  # type: ignore[attr-defined]  # a shared one stays until its process ends
+        return told
+
+    mine = shutil.copy(notebook, tmp_path / "mine.py")
+    assert asyncio.run(killed_between(box(**by_stdio(mine)), mine)) == ["a b", "a b b"]
+    assert asyncio.run(killed_between(box(**by_stdio(mine, shared=True)), mine)) == ["b", "b"]
+    assert children() == before
+
+
+def test_over_http_with_a_key_shared_or_not(url: str) -> None:
+    made = box(url=url, bearer=BEARER, tools=["note"], shared=True)
+    assert [schema["function"]["name"] for schema in made.schemas] == ["note"]
+    assert say(made, 'note {"word": "a"}') == ["a"]
+    own = box(url=url, bearer=BEARER, tools=["note"])
+    assert say(own, 'note {"word": "b"}', 'note {"word": "bad"}')[0] == "a b"
+    assert own.counters == {"tool_calls": 2, "tool_errors": 1}
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({}, "rollout.mcp_servers.notebook: give command or url, one of them"),
+        ({"url": "localhost:1"}, "rollout.mcp_servers.notebook: url=localhost:1: give an address"),
+        ({"cmd": "x"}, "rollout.mcp_servers.notebook.cmd: no such setting; the nearest is command"),
+        ({"command": "x", "env": ["NOT_SET_1"]}, "environment variable NOT_SET_1 is not set; set it"),
+        ({"command": "/no/such/program"}, "rollout.mcp_servers.notebook: no answer from /no/such/program"),
+        ({"command": "/bin/false"}, "rollout.mcp_servers.notebook: no answer from /bin/false"),
+        ({"url": "http://127.0.0.1:9/mcp"}, "rollout.mcp_servers.notebook: no answer from http://127.0.0.1:9/mcp"),
+        ({"url": "{url}"}, "no answer from {url}"),
+        ({"url": "{url}", "bearer": BEARER, "tools": ["nota"]}, "tools=nota: there are note, environment; the nearest"),
+    ],
+)
+def test_a_server_that_cannot_be_used_is_refused_in_one_line(settings: dict[str, Any], why: str, url: str) -> None:
+    filled = {key: value.format(url=url) if isinstance(value, str) else value for key, value in settings.items()}
+    with pytest.raises(ConfigError) as error:
+        schemas(make_tools(RolloutConfig(mcp_servers={"notebook": filled})))
+    assert why.format(url=url) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_two_tools_of_one_name_are_refused(notebook: Path) -> None:
+    both = {"one": by_stdio(notebook), "two": by_stdio(notebook)}
+    with pytest.raises(ConfigError, match=r"^tool note: two of rollout.tools and rollout.mcp_servers have this name"):
+        schemas(make_tools(RolloutConfig(mcp_servers=both)))
