@@ -26,8 +26,8 @@ def summary(groups: Sequence[Group]) -> dict[str, float]:
             values[f"score/{name}"] += scored
     endings: dict[str, float] = defaultdict(float)
     for rollout in rollouts:
-        for future in rollout.futures:
-            endings[str(future.conversation.ending)] += 1 / len(rollout.futures)
+        for name, count in Counter(str(future.conversation.ending) for future in rollout.futures).items():
+            endings[name] += count / len(rollout.futures)
     errors = [r.reward.standard_error for r in rollouts if not isinstance(r.reward.value, Missing)]
     sampled = [sum(len(turn.token_ids) for turn in rollout.start.turns) for rollout in rollouts if rollout.start.turns]
     return {

@@ -79,7 +79,10 @@ def test_a_report_needs_a_run(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["megatron-collab", "report", str(tmp_path)])
     assert program.main() == 2
-    assert capsys.readouterr().err == f"megatron-collab: {tmp_path}: has no metrics.jsonl; give the folder of a run\n"
+    assert (
+        capsys.readouterr().err
+        == f"megatron-collab: {tmp_path}: has no metrics.jsonl or evaluations.json; give the folder of a run\n"
+    )
 
 
 @pytest.mark.parametrize("face", FACES)
