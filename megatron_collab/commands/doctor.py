@@ -149,9 +149,10 @@ def print_endpoints(overrides: Sequence[str]) -> int:
     config = make_absolute(compose(overrides))
     validate.check_settings(config)
     try:
-        names = prepare.users_of_tasks(config, _surveys(config))
-        if not names and config.user.model:
-            names = {config.user.name or "llm": "user"}
+        surveys = _surveys(config)
+        names = prepare.users_of_tasks(config, surveys)
+        if not surveys and config.user.model:  # there are no tasks yet
+            names[config.user.name or "llm"] = "user"
         prepare.check_users(config, names)
     except (ValueError, FileNotFoundError) as error:
         raise ConfigError(" ".join(str(error).split())) from error

@@ -76,7 +76,6 @@ def load(arguments: Sequence[str]) -> Config:
         message = f"user.model=policy: no server samples from the policy beside assistant.model={assistant.model}"
         require(config.user.model != "policy", f"{message}; choose another")
     validate.check_settings(config)
-    sources.check_exists(config.data.eval, "data.eval", EvaluationSet)
     config.data.eval = sources.pinned(config.data.eval, "data.eval", Path(config.run.dir))
     return config
 
@@ -96,6 +95,7 @@ def prepared(config: Config) -> tuple[Config, int]:
     try:
         environments.prepare(config)
         network.address(config)
+        sources.check_exists(config.data.eval, "data.eval", EvaluationSet)
         # The rank of each node takes no device from the servers.
         serving = replace(config, launch=replace(config.launch, nproc_per_node=0))
         if config.assistant.model:

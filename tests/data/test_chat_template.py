@@ -222,6 +222,7 @@ def test_supervised_training_sees_the_prompt_of_rollouts(tmp_path: Path) -> None
     config.model.path, config.data.train = str(tmp_path), str(tmp_path / "rows.jsonl")
     config.model.chat_template_args = {"enable_thinking": False}
     config.rollout.system_prompt, config.train.prompts_per_step = str(tmp_path / "system.j2"), 1
+    config.run.dir, config.train.stage = str(tmp_path / "run"), "sft"
     plain = renderer(tmp_path, THINKING)
     (sample,) = SupervisedData(config).batch(0).samples
     prompt = policys(config).first(SAID[:1])

@@ -35,9 +35,7 @@ def test_entries_have_names_and_limits_of_their_own() -> None:
         ([{"name": "a"}], r"data.eval\[0\].source: not set"),
         ([{"source": "a.jsonl", "name": "a/b"}], r"data.eval\[0\].name=a/b: use letters"),
         ([{"source": "a.jsonl", "temperature": -1}], r"data.eval\[0\].temperature=-1.0: must be at least 0"),
-        ([3], r"data.eval\[0\]=3: give a file"),
-        (3, "data.eval=3: give a file, or a list"),
-        ([], r"data.eval=\[\]: give a file"),
+        ([], r"data.eval=\[\]: names no source"),
     ],
 )
 def test_what_is_no_set_is_refused_in_one_line(sets: Any, said: str) -> None:

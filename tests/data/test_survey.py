@@ -10,7 +10,7 @@ import pytest
 from megatron_collab.config import Config, ConfigError
 from megatron_collab.data import datasets
 from megatron_collab.data.datasets import SupervisedData, SurveyedSources, TrainingData, rendered, write_jsonl
-from megatron_collab.data.sources import Source
+from megatron_collab.data.evaluation import evaluation_sets
 from tests.helpers import byte_level_tokenizer
 
 
@@ -135,7 +135,7 @@ def test_several_sources_are_mixed_and_sets_for_evaluation_are_apart(tmp_path: P
     with pytest.raises(ConfigError, match="sort_by=levle: no such column; the nearest is level; there are prompt"):
         TrainingData[Any](config)
     config.data.eval = [f"{tmp_path}/rows.jsonl", f"{tmp_path}/more.jsonl"]
-    assert [len(each) for each in SurveyedSources[Any](config, "data.eval", Source).sets] == [3, 4]
+    assert [len(each) for each in SurveyedSources[Any](config, "data.eval", evaluation_sets(config)).sets] == [3, 4]
 
 
 def test_a_bad_row_is_refused_whichever_it_is(tmp_path: Path) -> None:

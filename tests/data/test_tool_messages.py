@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from megatron_collab.config import Config
 from megatron_collab.data.chat_template import ChatRenderer
-from megatron_collab.data.datasets import load_conversations, refuse_unwritable, rendered, write_jsonl
+from megatron_collab.data.datasets import TrainingData, load_conversations, rendered, write_jsonl
 from megatron_collab.data.tool_messages import ToolConversation, tool_conversation
 from megatron_collab.types import Conversation, Finish, Message, ToolCall, Turn
 from tests.data.test_chat_template import renderer
@@ -138,9 +139,14 @@ def test_what_is_no_conversation_with_tools_is_refused(change: Any, fault: str) 
 def test_what_the_template_cannot_write_is_refused(
     tmp_path: Path, template: str, message: dict[str, Any], fault: str
 ) -> None:
-    conversations = [(Message("user", "hi"), Message("assistant", "ho")), tool_conversation(row(message))]
-    with pytest.raises(ValueError, match=f"^data.train=x row 1: model.path=.*{fault}"):
-        refuse_unwritable(conversations, renderer(tmp_path, template), "x")
+    renderer(tmp_path, template)
+    plain = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    write_jsonl(tmp_path / "rows.jsonl", [{"messages": plain}, row(message)])
+    config = Config()
+    config.run.dir, config.model.path = str(tmp_path / "run"), str(tmp_path)
+    config.train.stage, config.data.train = "sft", str(tmp_path / "rows.jsonl")
+    with pytest.raises(ValueError, match=f"^data.train=.*rows.jsonl row 1: model.path=.*{fault}"):
+        TrainingData(config)
     if template == LLAMA:
         sample = rendered(ChatRenderer(str(tmp_path)), tool_conversation(row(calling("1"), tools=[SCHEMA])))
         assert sample.loss_mask.sum() > 0

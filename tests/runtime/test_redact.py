@@ -97,7 +97,7 @@ def test_no_file_of_a_run_holds_a_key(tmp_path: Path) -> None:
     config.run.dir, config.train.steps, config.user.api_base = str(tmp_path), 1, f"http://me:{KEY}@host"
     with Run(config, 0, {}, {}) as run:
         for when in ("before", "after"):
-            run.evaluation(when, 0, {"reward": 1.0}, [group])
+            run.evaluation(when, "", 0, {"reward": 1.0}, [group])
         run.transcripts(0, [group])
         run.record(0, {"reward": 1.0, "reward_se": 0.0})
         run.finish()

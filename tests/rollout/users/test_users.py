@@ -101,11 +101,11 @@ def test_a_file_without_personas_is_refused(tmp_path: Path) -> None:
 
 def test_counters_start_anew_once_they_are_taken() -> None:
     worker: Any = object.__new__(ConversationWorker)
-    worker.users = users()
-    worker.player = SimpleNamespace(tools=Toolbox(RolloutConfig(), None))  # type: ignore[arg-type]
+    player = SimpleNamespace(users=users(), tools=Toolbox(RolloutConfig(), None))  # type: ignore[arg-type]
+    worker.players = {None: player}
     worker.policy = SimpleNamespace(take_counters=lambda: {"servers_lost": 0})
-    worker.users.counters["user_leak"] += 2
-    worker.player.tools.counters["tool_calls"] += 1
+    player.users.counters["user_leak"] += 2
+    player.tools.counters["tool_calls"] += 1
     assert asyncio.run(worker.take_counters()) == {"user_leak": 2, "tool_calls": 1, "servers_lost": 0}
     assert asyncio.run(worker.take_counters()) == {"servers_lost": 0}
 
