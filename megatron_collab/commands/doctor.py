@@ -171,16 +171,22 @@ def print_endpoints(overrides: Sequence[str]) -> int:
 
 
 def _surveys(config: Config) -> list[tuple[Config, str, Any]]:
-    """data.train with the users that its tasks name; nothing where a world makes them in the first run."""
+    """The users that tasks of data.train and data.eval name; nothing where a world makes them in the first run."""
+    from megatron_collab.data.evaluation import evaluation_sets, settings_of
     from megatron_collab.data.examples import load_tasks
-    from megatron_collab.data.sources import TrainingSource, sources
+    from megatron_collab.data.sources import Source, TrainingSource, sources
     from megatron_collab.data.survey import survey
 
-    given = sources(config.data.train, "data.train", TrainingSource)
-    if config.data.world is not None and not all(Path(source.source).exists() for source in given):
+    training = sources(config.data.train, "data.train", TrainingSource)
+    given: list[tuple[Config, str, Source]] = [(config, "data.train", source) for source in training]
+    given += [(settings_of(config, one), "data.eval", one) for one in evaluation_sets(config)]
+    if config.data.world is not None and not all(Path(source.source).exists() for _, _, source in given):
         return []
-    loaded = (load_tasks(source, "data.train", config.data) for source in given)
-    return [(config, "data.train", survey(tasks, 0, lambda messages: 0, lambda task: 0)) for tasks in loaded]
+    found = list[tuple[Config, str, Any]]()
+    for settings, option, source in given:
+        tasks = load_tasks(source, option, config.data)
+        found.append((settings, option, survey(tasks, 0, lambda messages: 0, lambda task: 0)))
+    return found
 
 
 async def _call(endpoint: EndpointConfig) -> tuple[tuple[str, str, str], str | None]:
