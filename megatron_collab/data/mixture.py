@@ -14,6 +14,8 @@ import numpy as np
 from megatron_collab.config import require
 from megatron_collab.data.sources import TrainingSource
 
+_WINDOW = 1024  # positions that are worked out together
+
 
 class Pick(NamedTuple):
     """A row: `row` of the source number `source`."""
@@ -77,10 +79,9 @@ class Mixture:
         """The source of the row `at` of a phase, and how many it has taken from that source before."""
         if len(phase.active) == 1:
             return phase.active[0], at
-        length = (phase.end - phase.begin) if phase.end is not None else 1 << max(10, (at + 1).bit_length())
-        shares = tuple(self._shares[source] for source in phase.active)
-        source, draw = interleaved(shares, length)
-        return phase.active[source[at]], int(draw[at])
+        begin = at - at % _WINDOW
+        source, draw = interleaved(tuple(self._shares[each] for each in phase.active), begin, begin + _WINDOW)
+        return phase.active[source[at - begin]], int(draw[at - begin])
 
     def _ordered(self, source: int, seed: int, epoch: int) -> np.ndarray:
         order = np.random.default_rng((seed, epoch, source) if source else (seed, epoch)).permutation(
@@ -103,22 +104,41 @@ class Mixture:
             end = None if last else begins[number + 1] * per_step
             found.append(_Phase(step * per_step, end, active, taken))
             if end is not None and active:
-                source, _ = interleaved(tuple(self._shares[at] for at in active), end - step * per_step)
-                more = dict(zip(active, np.bincount(source, minlength=len(active)).tolist(), strict=True))
+                shares = tuple(self._shares[at] for at in active)
+                more = dict(zip(active, taken_by(shares, end - step * per_step), strict=True))
                 taken = tuple(before + more.get(at, 0) for at, before in enumerate(taken))
         return found
 
 
-@lru_cache(maxsize=8)
-def interleaved(shares: tuple[float, ...], length: int) -> tuple[np.ndarray, np.ndarray]:
-    """For each of `length` positions the number of a source, and how many positions before it has.
+@lru_cache(maxsize=64)
+def interleaved(shares: tuple[float, ...], begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+    """For each position from `begin` to before `end` the number of a source, and how many positions before it has.
 
-    Source i with the share s_i of their sum stands where (k + 1/2) / s_i are in order, k = 0, 1, …; a longer result
-    begins with a shorter one.
+    Source i with the share s_i of their sum stands where (k + 1/2) / s_i are in order, k = 0, 1, …
+    """
+    before, source, draw = _around(shares, begin, end)
+    here = slice(begin - before.sum(), end - before.sum())
+    return source[here], draw[here]
+
+
+def taken_by(shares: tuple[float, ...], position: int) -> list[int]:
+    """How many positions before `position` each source has."""
+    before, source, _ = _around(shares, position, position)
+    near = source[: position - before.sum()]
+    return (before + np.bincount(near, minlength=len(shares))).tolist()
+
+
+def _around(shares: tuple[float, ...], begin: int, end: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Source and number of the rows that stand from somewhat before `begin` to somewhat after `end`, in their order,
+    and how many of each source stand before these.
+
+    Of m sources at most t + m / 2 rows have a time (k + 1/2) / s_i of up to t, and at least t - m / 2.
     """
     fractions = np.array(shares) / sum(shares)
-    draws = [np.arange(int((length + len(shares)) * fraction) + 2) for fraction in fractions]
+    before = np.maximum(((begin - len(shares)) * fractions).astype(np.int64) - 1, 0)
+    stops = ((end + len(shares)) * fractions).astype(np.int64) + 2
+    draws = [np.arange(first, stop) for first, stop in zip(before, stops, strict=True)]
     times = np.concatenate([(each + 0.5) / fraction for each, fraction in zip(draws, fractions, strict=True)])
     source: np.ndarray = np.repeat(np.arange(len(shares)), [len(each) for each in draws])
-    order = np.lexsort((source, times))[:length]
-    return source[order], np.concatenate(draws)[order]
+    order = np.lexsort((source, times))
+    return before, source[order], np.concatenate(draws)[order]

@@ -66,6 +66,17 @@ def test_steps_bound_when_a_source_is_used() -> None:
     assert mixed.empty_step(6, 4) is None and mixed.empty_step(7, 4) == 6
 
 
+def test_far_positions_need_no_list_of_all_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A billion steps cost no memory, and windows of any size give the same rows."""
+    far = mixture({"weight": 3, "until_step": 10**9}, {}, {"weight": 0.01}, counts=(5, 6, 7))
+    near = mixture({"weight": 3}, {}, {"weight": 0.01}, counts=(5, 6, 7))
+    assert taken(far, range(3000)) == taken(near, range(3000))
+    assert [pick.source for pick in taken(far, range(4 * 10**9 - 8, 4 * 10**9 + 4))].count(0) == 6
+    expected = taken(near, range(500))
+    monkeypatch.setattr("megatron_collab.data.mixture._WINDOW", 7)
+    assert taken(near, range(500)) == expected
+
+
 def test_a_curriculum_is_sorted_in_every_epoch() -> None:
     levels = np.array([3, 1, 2, 1, 3, 2])
     for sign in (1, -1):
