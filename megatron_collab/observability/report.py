@@ -83,8 +83,9 @@ def curves(metrics: Rows, records: Mapping[str, evaluations.Record] = {}) -> lis
     """
     scores, errors = _series(metrics, "score/"), _series(metrics, "reward_se")
     tested = _series([{"step": record["step"], **evaluations.scalars(record)} for record in records.values()], "eval/")
-    of_tests = {name.removesuffix("_se"): points for name, points in tested.items() if name.endswith("_se")}
-    means = {name: points for name, points in tested.items() if name in of_tests}
+    of_tests = {name: tested[f"{name}_se"] for name in tested if f"{name}_se" in tested}
+    others = {f"{name}_se" for name in of_tests} | {name for name in tested if "ending/" in name}
+    means = {name: points for name, points in tested.items() if name not in others}
     found = [
         *_by_scale("Evaluation, with standard errors", means, of_tests),
         (

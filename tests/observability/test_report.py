@@ -121,6 +121,12 @@ def test_evaluations_between_steps_are_curves_with_errors_and_sets_have_tables_o
     assert "math step_1" not in html, "the first and the last stand side by side"
 
 
+def test_a_set_of_one_task_has_a_curve_without_an_error() -> None:
+    record = {"step": 0, "set": "one", "tasks": 1, "score/loss": 0.5, "score_se/loss": None, "ending/length": 1.0}
+    ((title, series, errors),) = report.curves([], {"one/before": record})
+    assert (title, series, errors) == ("Evaluation, with standard errors", {"one/loss": [(0, 0.5)]}, {})
+
+
 def test_conversations_that_changed_come_first() -> None:
     same = [conversation(i, "done", 1.0) for i in range(3)]
     after = [*same[:2], conversation(2, "which day ?", 1.0)]
