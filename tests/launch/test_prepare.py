@@ -52,7 +52,7 @@ def test_a_run_goes_on_with_more_servers_but_not_with_other_numbers(tmp_path: Pa
     config = compose(["experiment=booking", f"run.dir={tmp_path}"])
     (tmp_path / "config.json").write_text(json.dumps(asdict(config)))
     config.rollout.max_staleness, config.rollout.server.replicas = 2, 8
-    prepare._check_same_run(config)
+    prepare.check_same_run(config)
     config.optim.weight_decay = 0.5
     with pytest.raises(ConfigError, match=r"holds a run with optim\.weight_decay=0\.0, not 0\.5; choose another run"):
-        prepare._check_same_run(config)
+        prepare.check_same_run(config)
