@@ -55,8 +55,10 @@ def evaluate(config: Config, serving: Config, step: int) -> None:
 def prepared(arguments: list[str]) -> program.Prepared | str:
     """The settings of an evaluation and what its ranks do, all checked; or that it is done. Raises ConfigError."""
     config = evaluation.load(arguments)
+    evaluation.pin(config)
     if evaluation.done(config):
-        return f"{config.run.dir}: all sets are evaluated; see report.html there, or choose another run.dir"
+        what = config.assistant.model or config.model.path
+        return f"{config.run.dir}: all sets are evaluated of {what}; see report.html there, or choose another run.dir"
     serving, step = evaluation.prepared(config)
     return config, partial(evaluate, config, serving, step)
 

@@ -109,25 +109,22 @@ def print_plan(overrides: Sequence[str], gpu_gib: float) -> int:
 def print_data(text: str) -> int:
     """Format, counts and the first rows of a source."""
     # Hugging Face's library takes seconds to import.
-    from megatron_collab.data.examples import load_conversations, load_tasks
-    from megatron_collab.data.formats import natural_use
-    from megatron_collab.data.rows import open_rows
+    from megatron_collab.data.examples import load_any
     from megatron_collab.data.sources import given_source
     from megatron_collab.data.survey import survey
     from megatron_collab.types import Task
 
     source = given_source(text, "--data")
     try:
-        table = open_rows(source, "--data").table
-        use = natural_use(table.column_names, table[0])
-        examples: Any = (load_tasks if use == "task" else load_conversations)(source, "--data")
+        examples = load_any(source, "--data")
         found = survey(examples, 0, lambda messages: 0, lambda example: 0)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         raise ConfigError(" ".join(str(error).split())) from error
     examples.leave_out(found.left_out)
-    print(f"{source.source}: read as {examples.format}, since {examples.why}; columns {', '.join(table.column_names)}")
+    columns = ", ".join(examples.rows.column_names)
+    print(f"{source.source}: read as {examples.format}, since {examples.why}; columns {columns}")
     left_out = "".join(f"; left out: {count} {reason}" for reason, count in found.dropped.items())
-    print(f"{len(table)} rows, {len(examples)} {use}s{left_out}")
+    print(f"{len(examples.rows)} rows, {len(examples)} {examples.use}s{left_out}")
     for example in examples[:_SHOWN]:
         if isinstance(example, Task):
             metadata = f", metadata {', '.join(example.metadata)}" if example.metadata else ""
@@ -154,7 +151,7 @@ def print_endpoints(overrides: Sequence[str]) -> int:
         if not surveys and config.user.model:  # there are no tasks yet
             names[config.user.name or "llm"] = "user"
         prepare.check_users(config, names)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         raise ConfigError(" ".join(str(error).split())) from error
     asked = [*endpoints.of_users(config, names), *endpoints.of_judges(config)]
     if not asked:
@@ -174,16 +171,22 @@ def print_endpoints(overrides: Sequence[str]) -> int:
 
 
 def _surveys(config: Config) -> list[tuple[Config, str, Any]]:
-    """data.train with the users that its tasks name; nothing where a world makes them in the first run."""
+    """The users that tasks of data.train and data.eval name; nothing where a world makes them in the first run."""
+    from megatron_collab.data.evaluation import evaluation_sets, settings_of
     from megatron_collab.data.examples import load_tasks
-    from megatron_collab.data.sources import TrainingSource, sources
+    from megatron_collab.data.sources import Source, TrainingSource, sources
     from megatron_collab.data.survey import survey
 
-    if config.data.world is not None and not Path(config.data.train).exists():
+    training = sources(config.data.train, "data.train", TrainingSource)
+    given: list[tuple[Config, str, Source]] = [(config, "data.train", source) for source in training]
+    given += [(settings_of(config, one), "data.eval", one) for one in evaluation_sets(config)]
+    if config.data.world is not None and not all(Path(source.source).exists() for _, _, source in given):
         return []
-    given = sources(config.data.train, "data.train", TrainingSource)
-    loaded = (load_tasks(source, "data.train", config.data) for source in given)
-    return [(config, "data.train", survey(tasks, 0, lambda messages: 0, lambda task: 0)) for tasks in loaded]
+    found = list[tuple[Config, str, Any]]()
+    for settings, option, source in given:
+        tasks = load_tasks(source, option, config.data)
+        found.append((settings, option, survey(tasks, 0, lambda messages: 0, lambda task: 0)))
+    return found
 
 
 async def _call(endpoint: EndpointConfig) -> tuple[tuple[str, str, str], str | None]:

@@ -43,6 +43,8 @@ def main(arguments: Sequence[str]) -> int:
     require(system is None or system.is_file(), f"--system-prompt={system}: no such file")
 
     # Hugging Face's libraries take seconds to import, which wrong arguments need not wait for.
+    from jinja2 import TemplateError
+
     from megatron_collab.data.chat_template import ChatRenderer
     from megatron_collab.data.preparation import Preparation, groups_of_eval
     from megatron_collab.data.sources import given_source
@@ -70,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
         if given.parquet:
             for side in counts:
                 _to_parquet(given.out / f"{side}.jsonl")
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError, TemplateError) as error:
         raise ConfigError(" ".join(str(error).split())) from error
     examples = prepared.examples
     summary = {

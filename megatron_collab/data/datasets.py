@@ -176,6 +176,15 @@ def task_row(task: Task) -> dict[str, Any]:
     return row | ({"metadata": dict(task.metadata)} if task.metadata else {})
 
 
+def conversation_row(messages: Sequence[Message]) -> dict[str, Any]:
+    """A conversation as a row that `load_conversations` reads; arguments and schemas as JSON, for Arrow's columns."""
+    rows = [message.as_dict() for message in messages]
+    for call in (call for row in rows for call in row.get("tool_calls", ())):
+        call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+    tools = messages.tools if isinstance(messages, ToolConversation) else ()
+    return {"messages": rows} | ({"tools": json.dumps(tools)} if tools else {})
+
+
 def write_jsonl(path: Path, rows: Iterable[Row]) -> None:
     with path.open("w") as file:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

@@ -40,9 +40,12 @@ def evaluation_sets(config: Config) -> tuple[EvaluationSet, ...]:
         return ()
     sets = sources(given, "data.eval", EvaluationSet)
     if isinstance(given, list):
-        sets = [_named(one, f"data.eval[{number}]") for number, one in enumerate(sets)]
+        sets = [replace(one, name=one.title) for one in sets]
     names = [one.name for one in sets]
-    for name in names:
+    for number, name in enumerate(names):
+        setting = f"data.eval[{number}]" if isinstance(given, list) else "data.eval"
+        allowed = bool(_NAME.fullmatch(name)) or (not isinstance(given, list) and not name)
+        require(allowed, f"{setting}.name={name}: use letters, digits and - . _ only")
         require(names.count(name) == 1, f"data.eval: two sets are called {name}; give each a name of its own")
     limited = (replace(one, tasks=one.tasks or config.train.eval_tasks) for one in sets)
     return tuple(one for one in limited if one.tasks)
@@ -69,12 +72,6 @@ def settings_of(config: Config, one: EvaluationSet) -> Config:
         reward=replace(reward, malformed=None, mode="mr" if reward.mode == "single_turn" else reward.mode),
         user=replace(config.user, name=one.user or config.user.name),
     )
-
-
-def _named(one: EvaluationSet, setting: str) -> EvaluationSet:
-    named = replace(one, name=one.title)
-    require(bool(_NAME.fullmatch(named.name)), f"{setting}.name={named.name}: use letters, digits and - . _ only")
-    return named
 
 
 def _sampling(sampling: SamplingConfig, one: EvaluationSet) -> SamplingConfig:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from megatron_collab.config import ConfigError, DataConfig, Extension, make, nearest, require
-from megatron_collab.data.formats import FORMATS, Use, recognise
+from megatron_collab.data.formats import FORMATS, Use, natural_use, recognise
 from megatron_collab.data.readers import Unfit, checked_task
 from megatron_collab.data.rows import open_rows
 from megatron_collab.data.sources import Source
@@ -94,8 +94,8 @@ class Examples(Sequence[_Read]):
         values = np.array(self.rows[column][:], dtype=object)
         values = values if self._kept is None else values[self._kept]
         kinds = {"text" if isinstance(value, str) else "number" for value in values}
-        sortable = len(kinds) == 1 and all(isinstance(value, str | int | float) for value in values)
-        require(sortable, f"{said}: its values must be all numbers or all texts; choose another column")
+        sortable = len(kinds) == 1 and all(isinstance(value, str | int | float) and value == value for value in values)
+        require(sortable, f"{said}: its values must be all numbers or all texts, without a gap; choose another column")
         return sign * np.unique(values, return_inverse=True)[1]
 
 
@@ -134,15 +134,23 @@ def load_conversations(
     return _examples(source, setting, data, cache, "conversation")
 
 
+def load_any(source: Source, setting: str) -> Examples[Any]:
+    """What the rows of a source are: tasks where they can be read as tasks, else conversations. As `load_tasks`."""
+    return _examples(source, setting, None, None, None)
+
+
 def load_pairs(source: Source, setting: str, data: DataConfig) -> Examples[Any]:
     """Pairs; conversations where the source has scored candidates, of which pairs are made yet. As `load_tasks`."""
     return _examples(source, setting, data, None, "pair")
 
 
-def _examples(source: Source, setting: str, data: DataConfig | None, cache: Path | None, use: Use) -> Examples[Any]:
+def _examples(
+    source: Source, setting: str, data: DataConfig | None, cache: Path | None, use: Use | None
+) -> Examples[Any]:
     opened = open_rows(source, setting, cache)
-    asked = data.format if data else "auto"
-    format, why = recognise(asked, opened.table.column_names, opened.table[0], use, f"{setting}={source.source}")
+    asked, columns, first = data.format if data else "auto", opened.table.column_names, opened.table[0]
+    use = use or natural_use(columns, first)
+    format, why = recognise(asked, columns, first, use, f"{setting}={source.source}")
     reader: Any = getattr(FORMATS[format], use) or FORMATS[format].conversation
     read = reader if use == "task" else lambda row, number: reader(row)
     return Examples(source, opened.table, read, opened.at, use, format, why)

@@ -10,12 +10,13 @@ from typing import Any
 
 from megatron_collab.config import DataConfig
 from megatron_collab.data.chat_template import ChatRenderer
-from megatron_collab.data.datasets import rendered, task_row
+from megatron_collab.data.datasets import conversation_row, rendered, task_row
 from megatron_collab.data.examples import Examples, load_conversations, load_pairs, load_tasks
 from megatron_collab.data.formats import FORMATS, Use
 from megatron_collab.data.readers import Candidate, Messages, Pair, Unfit
 from megatron_collab.data.sources import Source
 from megatron_collab.data.survey import best_of_conversations, candidates_of
+from megatron_collab.data.tool_messages import ToolConversation
 from megatron_collab.types import Message, Task
 
 USES: dict[str, Use] = {"rl": "task", "sft": "conversation", "dpo": "pair"}
@@ -84,7 +85,7 @@ class Preparation:
             elif messages:
                 opened = self._opened(messages)
                 if self._fits(opened):
-                    yield Prepared(_group(opened), {"messages": [message.as_dict() for message in opened]})
+                    yield Prepared(_group(opened), conversation_row(opened))
 
     def _pairs(self) -> Iterator[Prepared]:
         for pair in self._of_candidates() if self._format.pair is None else self._as_published():
@@ -106,10 +107,10 @@ class Preparation:
                 yield pair
 
     def _of_candidates(self) -> Iterator[Pair]:
-        """The first of the best and the first of the worst candidates of each turn of a conversation."""
-        turns: dict[tuple[str, int], list[tuple[int, Candidate, str]]] = {}
+        """The first of the best and the first of the worst candidates of each prompt of a conversation."""
+        turns: dict[tuple[str, str], list[tuple[int, Candidate, str]]] = {}
         for one in candidates_of(self.examples, self._format):
-            turns.setdefault((one[1].conversation, one[1].turn), []).append(one)
+            turns.setdefault((one[1].conversation, one[2]), []).append(one)
         for candidates in turns.values():
             if len(candidates) == 1:
                 self.dropped["turns with one candidate"] += 1
@@ -130,8 +131,11 @@ class Preparation:
 
     def _opened(self, messages: Messages) -> Messages:
         """With the system message in front, in place of another one."""
+        if not self._system:
+            return messages
         own = messages[1:] if messages[0].role == "system" else messages
-        return (Message("system", self._system), *own) if self._system else messages
+        opened = (Message("system", self._system), *own)
+        return ToolConversation(opened, messages.tools) if isinstance(messages, ToolConversation) else opened
 
     def _fits(self, *conversations: Messages) -> bool:
         """Whether none has too many tokens; one that ends with the user is a prompt."""

@@ -248,6 +248,9 @@ def preference_conversation(row: Row) -> Messages:
 
 
 def question_task(row: Row, number: int) -> Task:
+    answer = row.get("answer")
+    if isinstance(answer, int | float) and answer == answer:  # of a table, which has 4.0 for 4, and NaN for a gap
+        row = {**row, "answer": str(answer).removesuffix(".0")}
     return _asking(number, text_of(row, "question"), final_answer(text_of(row, "answer")))
 
 

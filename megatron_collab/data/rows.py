@@ -69,8 +69,11 @@ def open_rows(source: Source, setting: str, cache: Path | None = None) -> Rows:
     if path.is_dir():
         files, chosen = _files_of_split(path, source, where)
     else:
-        files = [str(path)] if path.is_file() else sorted(glob.glob(source.source, recursive=True))
-    require(bool(files), f"{where}: no such file")
+        found = [str(path)] if path.is_file() else sorted(glob.glob(source.source, recursive=True))
+        files = [file for file in found if not Path(file).is_dir()]
+        require(bool(files), f"{where}: no such file")
+        message = f"{where}: files have no subsets, and no split but train; remove the setting, or give a folder"
+        require(source.subset is None and (chosen or "train").partition("[")[0] == "train", message)
     return Rows(_part(_load(files, where, cache), chosen, where), files, chosen, where, setting)
 
 
@@ -80,6 +83,7 @@ def _load(files: Sequence[str], where: str, cache: Path | None) -> Dataset:
     from datasets.exceptions import DatasetGenerationError
 
     datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what fails is said below
     readers = {str(_reader(file)): _reader(file) for file in files}
     (module, name, options), *others = readers.values()
     message = f"holds files of the formats {module} and {', '.join(other[0] for other in others)}"
@@ -93,8 +97,8 @@ def _load(files: Sequence[str], where: str, cache: Path | None) -> Dataset:
             builder = kind(cache_dir=folder, data_files={"train": list(files)}, **options)
             builder.download_and_prepare()
             table = builder.as_dataset(split="train")
-        except DatasetGenerationError as error:
-            reason = " ".join(str(error.__cause__ or error).split())
+        except (DatasetGenerationError, OSError, ValueError, StopIteration) as error:
+            reason = " ".join(str(error.__cause__ or error).split()) or "it is empty"
             formats = f"{', '.join(_READERS)}, compressed or not"
             raise ValueError(f"{where}: cannot be read ({reason}); give one of {formats}") from error
     if not len(table):
@@ -137,9 +141,14 @@ def _declared(folder: Path, source: Source, where: str) -> dict[str, list[str]]:
         return {}
     from datasets.data_files import sanitize_patterns
     from huggingface_hub import DatasetCard
+    from yaml import YAMLError
 
-    configs = DatasetCard.load(card).data.to_dict().get("configs") or []
-    found = {config["config_name"]: config for config in configs if "data_files" in config}
+    try:
+        configs = DatasetCard.load(card).data.to_dict().get("configs") or []
+    except (ValueError, YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{where}: {card} cannot be read ({reason}); correct it, or give a file") from error
+    found = {config.get("config_name", "default"): config for config in configs if "data_files" in config}
     if not found:
         return {}
     usual = [name for name, config in found.items() if config.get("default") or name == "default"]

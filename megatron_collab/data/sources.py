@@ -45,6 +45,10 @@ class TrainingSource(Source):
     until_step: int | None = option(None, "first step that takes none any more; none: to the end", ge=1)
     sort_by: str | None = option(None, "column by which an epoch is sorted, as -level; none: shuffled")
 
+    def __post_init__(self) -> None:
+        if self.until_step is not None and self.from_step >= self.until_step:
+            raise ValueError(f"no step is between from_step={self.from_step} and until_step={self.until_step}")
+
 
 _Kind = TypeVar("_Kind", bound=Source)
 

@@ -76,8 +76,30 @@ def load(arguments: Sequence[str]) -> Config:
         message = f"user.model=policy: no server samples from the policy beside assistant.model={assistant.model}"
         require(config.user.model != "policy", f"{message}; choose another")
     validate.check_settings(config)
-    config.data.eval = sources.pinned(config.data.eval, "data.eval", Path(config.run.dir))
     return config
+
+
+def pin(config: Config) -> None:
+    """Make the world; names of the Hub and of runs become those of the commits and checkpoints, in `config`, that the
+    evaluation goes by from its first start on. ConfigError.
+    """
+    run_dir = Path(config.run.dir)
+    prepare.check_nodes(config, "megatron_collab.evaluate")
+    message = "holds a run that trains; give the evaluation a run.dir of its own"
+    require(not (run_dir / "metrics.jsonl").exists(), f"run.dir={run_dir}: {message}")
+    try:
+        environments.prepare(config)
+    except (ValueError, OSError) as error:
+        raise ConfigError(" ".join(str(error).split())) from error
+    sources.check_exists(config.data.eval, "data.eval", EvaluationSet)
+    config.data.eval = sources.pinned(config.data.eval, "data.eval", run_dir)
+    given = Path(config.model.path)
+    if config.assistant.model or not _of_run(given):
+        config.model.path = hub.pin(config.model.path, "model.path", run_dir)
+    elif given.name.endswith("@best") or ("@" not in given.name and not given.name.startswith("step_")):
+        step = hub.found_first(run_dir, f"checkpoint {given.resolve()}", lambda: _checkpoint(given).name)
+        run = _run_of(given)
+        config.model.path = f"{run.parent if run.name == 'checkpoints' else run}@{step.removeprefix('step_')}"
 
 
 def prepared(config: Config) -> tuple[Config, int]:
@@ -87,15 +109,8 @@ def prepared(config: Config) -> tuple[Config, int]:
     """
     from megatron_collab.data import chat_template
 
-    prepare.check_nodes(config, "megatron_collab.evaluate")
-    require(
-        not (Path(config.run.dir) / "metrics.jsonl").exists(),
-        f"run.dir={config.run.dir}: holds a run that trains; give the evaluation a run.dir of its own",
-    )
     try:
-        environments.prepare(config)
         network.address(config)
-        sources.check_exists(config.data.eval, "data.eval", EvaluationSet)
         # The rank of each node takes no device from the servers.
         serving = replace(config, launch=replace(config.launch, nproc_per_node=0))
         if config.assistant.model:
@@ -154,18 +169,12 @@ def check_devices(config: Config) -> None:
 
 def _model(config: Config) -> tuple[Path, Path | None]:
     """A Hugging Face folder; or for a checkpoint that of its run's start, which describes it, and the checkpoint."""
-    given = Path(config.model.path)
-    folder = Path(str(given).rpartition("@")[0] or given)
-    of_run = folder.name.startswith("step_") or folder.name == "checkpoints" or (folder / "checkpoints").is_dir()
-    if not of_run:
-        path = hub.pin(config.model.path, "model.path", Path(config.run.dir))
+    path, given = config.model.path, Path(config.model.path)
+    if not _of_run(given):
         if hub.named(path):
             hub.download(path, "model.path")
         return hub.folder(path), None
-    try:
-        checkpoint = storage.find_checkpoint(given)
-    except ConfigError as error:
-        raise ConfigError(f"model.path={error}") from error
+    checkpoint = _checkpoint(given)
     run = checkpoint.parent.parent
     settings = run / SETTINGS
     require(settings.is_file(), f"model.path={given}: {run} has no {SETTINGS}, which names the model it started from")
@@ -173,6 +182,23 @@ def _model(config: Config) -> tuple[Path, Path | None]:
     message = f"model.path={given}: its run started from {source}, which is not there any more; put it back"
     require((source / "config.json").is_file(), message)
     return source, checkpoint
+
+
+def _of_run(given: Path) -> bool:
+    """Whether it is a checkpoint, or a folder of some."""
+    folder = _run_of(given)
+    return folder.name.startswith("step_") or folder.name == "checkpoints" or (folder / "checkpoints").is_dir()
+
+
+def _run_of(given: Path) -> Path:
+    return Path(str(given).rpartition("@")[0] or given)
+
+
+def _checkpoint(given: Path) -> Path:
+    try:
+        return storage.find_checkpoint(given)
+    except ConfigError as error:
+        raise ConfigError(f"model.path={error}") from error
 
 
 def _converted(config: Config, checkpoint: Path, source: Path) -> Path:

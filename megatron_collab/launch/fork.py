@@ -13,6 +13,7 @@ from filelock import FileLock
 from megatron_collab.checkpoint import storage
 from megatron_collab.config import SETTINGS, Config, ConfigError, require
 from megatron_collab.models import hf_config
+from megatron_collab.runtime import hub
 from megatron_collab.runtime.files import replace
 
 FORKED = "fork.json"  # in run.dir: the run and the step that it goes on from
@@ -67,10 +68,11 @@ def _checked(config: Config, given: str) -> Path:
     step = (saved or {})["step"]
     message = f"{setting}: the run goes on from step {step}, and train.steps={config.train.steps}; raise it"
     require(step < config.train.steps, message)
-    described = Path(before["model"]["path"]) / "config.json"
+    model = before["model"]["path"]
+    described = hub.folder(model) / "config.json"
     if described.is_file():
-        same = hf_config.read(described) == hf_config.read(Path(config.model.path) / "config.json")
-        message = f"{setting}: of another architecture than model.path={config.model.path}; give {described.parent}"
+        same = hf_config.read(described) == hf_config.read(hub.folder(config.model.path) / "config.json")
+        message = f"{setting}: of another architecture than model.path={config.model.path}; give {model}"
         require(same, message)
     return checkpoint
 

@@ -50,6 +50,8 @@ def prepare(config: Config) -> None:
     try:
         environments.prepare(config)
         _pin(config)
+        if LAUNCHER in os.environ:  # a rank: the process that became its torchrun has done and said all else
+            return
         check_model(config)
         check_same_run(config)
         schemas = toolbox.schemas(toolbox.make_tools(config.rollout)) if config.train.stage == "rl" else []
@@ -60,7 +62,7 @@ def prepare(config: Config) -> None:
     except (ValueError, OSError, RunStopped) as error:
         raise ConfigError(" ".join(str(error).split())) from error
     fork(config)
-    if global_rank() == 0 and LAUNCHER not in os.environ:  # the launcher has said it
+    if global_rank() == 0:
         print("\n".join(line for given in data for line in given.lines()))
 
 

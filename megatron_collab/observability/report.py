@@ -66,11 +66,12 @@ def table(before: Rows, after: Rows) -> list[tuple[str, str, str]]:
 
 
 def pairs(before: Rows, after: Rows) -> list[dict[str, Any]]:
-    """The same tasks before and after, those whose conversation changed first; without `after` some of `before`."""
+    """The first conversation about each task before and after, changed ones first; without `after` some of `before`."""
+    firsts, later = ([task[0] for task in _by_task(rows)] for rows in (before, after))
     if not after:
-        return [{"task": row["task"], "rows": [row]} for row in before[:CONVERSATIONS]]
-    later = {row["task"]: row for row in after}
-    both = [{"task": row["task"], "rows": [row, later[row["task"]]]} for row in before if row["task"] in later]
+        return [{"task": row["task"], "rows": [row]} for row in firsts[:CONVERSATIONS]]
+    same = {row["task"]: row for row in later}
+    both = [{"task": row["task"], "rows": [row, same[row["task"]]]} for row in firsts if row["task"] in same]
     both.sort(key=lambda pair: pair["rows"][0]["messages"] == pair["rows"][1]["messages"])
     return both[:CONVERSATIONS]
 
@@ -156,7 +157,7 @@ def _by_task(rows: Rows) -> list[list[Mapping[str, Any]]]:
     """The rows of each task, which follow one another, its first conversation first."""
     tasks: list[list[Mapping[str, Any]]] = []
     for row in rows:
-        if row.get("rollout", 0) == 0:
+        if row.get("rollout", 0) == 0 or not tasks:
             tasks.append([])
         tasks[-1].append(row)
     return tasks

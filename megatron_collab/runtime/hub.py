@@ -1,14 +1,15 @@
 """Models and data sets by name: OWNER/NAME[@REVISION] of the Hugging Face Hub, pinned to a commit, from its cache.
 
 A run is pinned once: hub.json in run.dir holds the commit of each name, which ranks on all nodes and every later start
-of the run go by, whatever has happened to the branch since. A folder or file of that name wins over the Hub.
+of the run go by, whatever has happened to the branch since; so it is with the checkpoint that an evaluation found. A
+folder or file of that name wins over the Hub.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -51,14 +52,20 @@ def pin(path: str, setting: str, run_dir: Path, kind: Kind = "model") -> str:
     name = named(path)
     if name is None or _COMMIT.fullmatch(name.revision):
         return path
-    file, key = run_dir / PINS, f"{kind} {name.repo}@{name.revision}"
+    key = f"{kind} {name.repo}@{name.revision}"
+    return f"{name.repo}@{found_first(run_dir, key, lambda: resolved(path, setting, kind).partition('@')[2])}"
+
+
+def found_first(run_dir: Path, key: str, find: Callable[[], str]) -> str:
+    """What the first process of the run that asked for `key` has found."""
+    file = run_dir / PINS
     if key not in (pins := _read(file)):
-        commit = resolved(path, setting, kind).partition("@")[2]
+        found = find()
         run_dir.mkdir(parents=True, exist_ok=True)
-        with FileLock(run_dir / f".{PINS}.lock"):  # all go by what the first one has found
-            pins = {key: commit, **_read(file)}
+        with FileLock(run_dir / f".{PINS}.lock"):
+            pins = {key: found, **_read(file)}
             files.replace(file, json.dumps(pins, indent=1) + "\n")
-    return f"{name.repo}@{pins[key]}"
+    return pins[key]
 
 
 def resolved(path: str, setting: str, kind: Kind = "model") -> str:

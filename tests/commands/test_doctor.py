@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -213,6 +214,21 @@ def test_a_model_that_does_not_take_a_setting_is_not_called(capsys: pytest.Captu
     assert run("doctor", ["--llm", *settings]) == 2
     printed, line = capsys.readouterr()
     assert printed == "" and line.count("\n") == 1 and "reward.judge.temperature=0.0: openai/gpt-5" in line
+
+
+def test_the_users_of_an_evaluation_are_asked_too(
+    judge: Endpoint, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    task = {"prompt": [{"role": "user", "content": "hi"}], "goal": "g", "user": "reveal"}
+    (tmp_path / "tasks.jsonl").write_text(json.dumps(task) + "\n")
+    sets = f"data.eval=[{{source: {tmp_path}/tasks.jsonl, user: llm}}]"
+    run_of = [f"data.train={tmp_path}/tasks.jsonl", f"run.dir={tmp_path}/run", "model.path=m"]
+    run_of += ["reward.weights={token_amount: 1}"]
+    run_of += ["user.model=openai/gpt-4o-mini", f"user.api_base=http://127.0.0.1:{judge.port}/v1"]
+    assert run("doctor", ["--llm", *run_of]) == 0
+    assert capsys.readouterr().out == "This run asks no language model.\n" and not judge.requests
+    assert run("doctor", ["--llm", *run_of, sets]) == 0
+    assert "user.model  openai/gpt-4o-mini" in capsys.readouterr().out and len(judge.requests) == 1
 
 
 def test_a_run_that_asks_no_model(capsys: pytest.CaptureFixture[str]) -> None:

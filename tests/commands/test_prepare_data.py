@@ -101,6 +101,36 @@ def test_pairs_are_the_best_against_the_worst_with_a_gap(tmp_path: Path, capsys:
     assert "nothing is left: 2 pairs whose scores differ by less than 0.9" in capsys.readouterr().err
 
 
+def test_a_pair_is_of_one_prompt(tmp_path: Path) -> None:
+    """Candidates for a turn may have been asked after different beginnings."""
+    rows = candidates(0, 1, (0.5, 0.9))
+    write_jsonl(tmp_path / "rows.jsonl", [*rows, {**rows[0], "prompt": [user("another message")], "score": 0.0}])
+    summary = prepared(tmp_path / "rows.jsonl", "dpo", tmp_path / "dpo", "--eval-share", "0")
+    assert summary["kept"] == {"train": 1} and summary["dropped"] == {"turns with one candidate": 1}
+    (row,) = rows_of(tmp_path / "dpo" / "train.jsonl")
+    assert (row["score_chosen"], row["score_rejected"]) == (0.9, 0.5)
+
+
+def test_supervised_rows_keep_their_tools(tmp_path: Path) -> None:
+    """Also where calls have arguments of different kinds, which no column of Arrow holds."""
+    schema = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+    given = []
+    for value in (1, "one", {"x": [1]}):
+        call = {"type": "function", "function": {"name": "add", "arguments": json.dumps({"a": value})}}
+        told = {"role": "assistant", "content": "", "tool_calls": [call]}
+        messages = [user(f"add {value}"), told, {"role": "tool", "content": "2"}, assistant("2")]
+        given.append({"messages": messages, "tools": json.dumps([schema])})
+    write_jsonl(tmp_path / "calls.jsonl", given)
+    before = list(load_conversations(tmp_path / "calls.jsonl"))
+    (tmp_path / "system.txt").write_text("Be kind.")
+    for more, skipped in (((), 0), (("--system-prompt", str(tmp_path / "system.txt")), 1)):
+        out = tmp_path / f"sft{skipped}"
+        prepared(tmp_path / "calls.jsonl", "sft", out, "--eval-share", "0", *more)
+        after: list[Any] = list(load_conversations(out / "train.jsonl"))
+        assert [messages[skipped:] for messages in after] == before
+        assert [messages.tools for messages in after] == [(schema,)] * 3
+
+
 def test_whole_conversations_become_prefixes_and_long_ones_are_dropped(tmp_path: Path) -> None:
     byte_level_tokenizer(300).save_pretrained(tmp_path / "model")
     long = [user("hello"), assistant("yes"), user("z" * 300), assistant("no")]

@@ -16,6 +16,8 @@ def given(sets: Any, eval_tasks: int = 8) -> Config:
 
 def test_a_single_source_is_one_set_without_a_name() -> None:
     assert evaluation_sets(given("e.jsonl")) == (EvaluationSet("e.jsonl", tasks=8),)
+    assert evaluation_sets(given({"source": "e.jsonl", "name": "math"})) == (EvaluationSet("e.jsonl", "math", tasks=8),)
+    assert evaluation_sets(given({"source": "e.jsonl", "tasks": 3})) == (EvaluationSet("e.jsonl", tasks=3),)
     assert evaluation_sets(given("e.jsonl", eval_tasks=0)) == evaluation_sets(given(None)) == ()
 
 
@@ -34,6 +36,7 @@ def test_entries_have_names_and_limits_of_their_own() -> None:
         ([{"source": "a.jsonl"}, {"source": "b/a.jsonl"}], "two sets are called a; give each a name"),
         ([{"name": "a"}], r"data.eval\[0\].source: not set"),
         ([{"source": "a.jsonl", "name": "a/b"}], r"data.eval\[0\].name=a/b: use letters"),
+        ({"source": "a.jsonl", "name": "a/b"}, r"data.eval.name=a/b: use letters"),
         ([{"source": "a.jsonl", "temperature": -1}], r"data.eval\[0\].temperature=-1.0: must be at least 0"),
         ([], r"data.eval=\[\]: names no source"),
     ],

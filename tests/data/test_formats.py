@@ -174,6 +174,14 @@ def test_the_final_answer(text: str, answer: str) -> None:
     assert final_answer(text) == answer
 
 
+@pytest.mark.parametrize(("answer", "said"), [(4, "4"), (4.0, "4"), (2.5, "2.5"), ("4", "4")])
+def test_a_table_may_have_numbers_for_answers(answer: object, said: str) -> None:
+    read = FORMATS["question_answer"].task
+    assert read is not None and read({"question": "2 + 2?", "answer": answer}, 0).answer == said
+    with pytest.raises(ValueError, match="answer is not a string"):
+        read({"question": "2 + 2?", "answer": float("nan")}, 0)
+
+
 def test_columns_of_no_format_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError) as refusal:
         loaded(tmp_path, load_tasks, {"a": 1, "b": 2})

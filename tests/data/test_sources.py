@@ -120,6 +120,7 @@ def test_a_list_of_sources(tmp_path: Path) -> None:
         ([{"source": file, "wieght": 2}], r"data.train\[0\].wieght: no such setting; the nearest is weight"),
         ([{"source": file, "weight": 0}], r"data.train\[0\].weight=0.0: must be above 0"),
         ([{"weight": 1}], r"data.train\[0\].source: not set"),
+        ([{"source": file, "from_step": 5, "until_step": 5}], "no step is between from_step=5 and until_step=5"),
         ([], r"data.train=\[\]: names no source"),
         ([file, "none.jsonl"], "data.train=none.jsonl: no such file"),
     ):
@@ -176,3 +177,34 @@ for given in sys.argv[2:]:
         subprocess.run([*command, "--out", str(tmp_path / "out")], env=environment, check=True, timeout=200)
         summary = json.loads((tmp_path / "out" / "summary.json").read_text())
         assert (summary["source"], summary["kept"]) == (f"some/data@{commit}", {"train": 11, "eval": 1})
+
+
+def test_what_is_no_data_is_refused_in_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty.jsonl.gz").write_bytes(gzip.compress(b""))
+    (tmp_path / "empty.parquet").write_bytes(b"")
+    (tmp_path / "broken.jsonl").write_text('{"question": \n')
+    (tmp_path / "rows.jsonl").write_text(jsonl(ROWS))
+    (tmp_path / "card").mkdir()
+    (tmp_path / "card" / "README.md").write_text("---\nconfigs: [\n---\n")
+    for name, settings, said in (
+        ("empty.jsonl.gz", {}, "cannot be read (it is empty); give one of"),
+        ("empty.parquet", {}, "cannot be read (Parquet file size is 0 bytes); give one of"),
+        ("broken.jsonl", {}, "cannot be read (JSON parse error"),
+        ("rows.jsonl", {"split": "test"}, "no split but train; remove the setting, or give a folder"),
+        ("rows.jsonl", {"subset": "main"}, "files have no subsets"),
+        ("card", {}, "README.md cannot be read ("),
+    ):
+        with pytest.raises(ValueError) as refusal:
+            opened(str(tmp_path / name), **settings)
+        assert str(refusal.value).startswith(f"data.train={tmp_path / name}: ") and said in str(refusal.value)
+        assert "\n" not in str(refusal.value)
+    assert not capfd.readouterr().err
+
+
+def test_a_glob_and_a_card_that_say_little(tmp_path: Path) -> None:
+    """Folders that a glob matches are no files, and a card's only subset needs no name."""
+    (tmp_path / "rows.jsonl").write_text(jsonl(ROWS))
+    (tmp_path / "older").mkdir()
+    assert opened(str(tmp_path / "*")) == ROWS
+    (tmp_path / "README.md").write_text("---\nconfigs:\n- data_files: rows.jsonl\n---\n")
+    assert opened(str(tmp_path)) == ROWS

@@ -134,6 +134,10 @@ def test_several_sources_are_mixed_and_sets_for_evaluation_are_apart(tmp_path: P
     config.data.train = [{"source": f"{tmp_path}/rows.jsonl", "sort_by": "levle"}]
     with pytest.raises(ConfigError, match="sort_by=levle: no such column; the nearest is level; there are prompt"):
         TrainingData[Any](config)
+    write_jsonl(tmp_path / "gap.jsonl", [task("a", level=1.5), task("b", level=None)])
+    config.data.train = [{"source": f"{tmp_path}/gap.jsonl", "sort_by": "level"}]
+    with pytest.raises(ConfigError, match="sort_by=level: its values must be all numbers or all texts, without a gap"):
+        TrainingData[Any](config)
     config.data.eval = [f"{tmp_path}/rows.jsonl", f"{tmp_path}/more.jsonl"]
     assert [len(each) for each in SurveyedSources[Any](config, "data.eval", evaluation_sets(config)).sets] == [3, 4]
 

@@ -103,6 +103,44 @@ def test_models_that_are_not_there(tmp_path: Path, tasks: Path) -> None:
         assert f"model.path={name}: no config.json there" in refused(given(tmp_path, tasks, f"model.path={name}"))
 
 
+def test_an_evaluation_goes_on_with_the_checkpoint_that_it_found(tmp_path: Path, tasks: Path) -> None:
+    run = tmp_path / "run"
+    for step in (10, 20):
+        (run / "checkpoints" / f"step_{step}").mkdir(parents=True)
+
+    def found(name: str, out: str = "out") -> str:
+        config = evaluation.load([*given(tmp_path, tasks, f"model.path={name}"), f"run.dir={tmp_path}/{out}"])
+        evaluation.pin(config)
+        return config.model.path
+
+    assert found(f"{run}") == found(f"{run}/checkpoints") == f"{run}@20"
+    assert found(f"{run}@10") == f"{run}@10" and found(f"{run}/checkpoints/step_10").endswith("/step_10")
+    (run / "best.json").write_text(json.dumps({"step": 10}))
+    assert found(f"{run}@best") == f"{run}@10"
+    (run / "best.json").write_text(json.dumps({"step": 30}))
+    (run / "checkpoints" / "step_30").mkdir()
+    assert (found(f"{run}"), found(f"{run}@best")) == (f"{run}@20", f"{run}@10"), "the run has trained on"
+    assert found(f"{run}@best", "other") == found(f"{run}", "other") == f"{run}@30"
+
+
+def test_a_world_is_made_before_its_tasks_are_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names that a folder in the world may have are no names of the Hub."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    config = evaluation.load(["experiment=booking", "run.dir=out", "data.dir=world", "assistant.model=openai/m"])
+    evaluation.pin(config)
+    assert config.data.eval == "world/eval.jsonl" and not Path("out").exists()
+    assert "data.eval=world/evil.jsonl: no such file" in refused(
+        [
+            "experiment=booking",
+            "run.dir=out",
+            "data.dir=world",
+            "assistant.model=openai/m",
+            "data.eval=world/evil.jsonl",
+        ]
+    )
+
+
 def test_the_folder_of_a_run_that_trains_is_not_written_to(tmp_path: Path, tasks: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "metrics.jsonl").touch()

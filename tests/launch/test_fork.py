@@ -11,6 +11,7 @@ import pytest
 from megatron_collab.checkpoint import storage
 from megatron_collab.config import Config, ConfigError, compose
 from megatron_collab.launch.fork import fork
+from megatron_collab.runtime import hub
 from tests.ranks import make_model
 
 
@@ -54,6 +55,17 @@ def test_without_a_step_it_is_the_newest(tmp_path: Path, other: Path) -> None:
     fork(config(tmp_path, str(other)))
     assert (tmp_path / "new" / "checkpoints" / "step_20").is_dir()
     assert json.loads((tmp_path / "new" / "fork.json").read_text())["step"] == 20
+
+
+def test_a_run_from_the_hub_may_be_gone_on_with(tmp_path: Path, other: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = {"a/b@c": tmp_path / "model", "a/x@c": make_model(tmp_path / "experts", experts=True)}
+    monkeypatch.setattr(hub, "folder", lambda path: folders.get(path, Path(path)))
+    settings = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**settings, "model": {**settings["model"], "path": "a/b@c"}}))
+    with pytest.raises(ConfigError, match=r"of another architecture than model\.path=a/x@c; give a/b@c"):
+        fork(config(tmp_path, f"{other}@10", Path("a/x@c")))
+    fork(config(tmp_path, f"{other}@10", Path("a/b@c")))
+    assert (tmp_path / "new" / "checkpoints" / "step_10").is_dir()
 
 
 def test_run_from_is_run_fork() -> None:

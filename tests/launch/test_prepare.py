@@ -10,6 +10,7 @@ import pytest
 
 from megatron_collab.config import ConfigError, compose
 from megatron_collab.launch import prepare
+from megatron_collab.runtime import process
 
 
 def test_several_nodes_need_torchrun_on_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,3 +57,16 @@ def test_a_run_goes_on_with_more_servers_but_not_with_other_numbers(tmp_path: Pa
     config.optim.weight_decay = 0.5
     with pytest.raises(ConfigError, match=r"holds a run with optim\.weight_decay=0\.0, not 0\.5; choose another run"):
         prepare.check_same_run(config)
+
+
+def test_a_rank_does_not_check_again_what_its_launcher_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every rank would read the data and ask the servers of tools once more; one whose torchrun was started does."""
+    world = ["experiment=booking_sft", f"data.dir={tmp_path}/world", f"run.dir={tmp_path}/run"]
+    monkeypatch.setenv(process.LAUNCHER, "1")
+    prepare.prepare(compose(world))
+    assert capsys.readouterr().out == "" and not (tmp_path / "run").exists()
+    monkeypatch.delenv(process.LAUNCHER)
+    prepare.prepare(compose(world))
+    assert "rows, read as" in capsys.readouterr().out and (tmp_path / "run" / "data").is_dir()

@@ -127,6 +127,18 @@ def test_conversations_that_changed_come_first() -> None:
     assert [pair["task"] for pair in report.pairs(same, after)] == ["t-2", "t-0", "t-1"]
 
 
+def test_the_first_conversation_about_a_task_stands_for_the_others() -> None:
+    before, after = (
+        [{**conversation(i // 2, f"{text} {i % 2}", 1.0), "rollout": i % 2} for i in range(4)] for text in "ab"
+    )
+    shown = report.pairs(before, after)
+    assert [(pair["task"], [row["rollout"] for row in pair["rows"]]) for pair in shown] == [
+        ("t-0", [0, 0]),
+        ("t-1", [0, 0]),
+    ]
+    assert [pair["rows"] for pair in report.pairs(before, [])] == [[before[0]], [before[2]]]
+
+
 def test_a_supervised_run_has_curves_alone(tmp_path: Path) -> None:
     write(tmp_path / "metrics.jsonl", [{"step": 0, "loss": 2.0}, {"step": 1, "loss": 1.0}])
     html = report.write(tmp_path).read_text()
