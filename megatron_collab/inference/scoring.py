@@ -12,21 +12,23 @@ from pathlib import Path
 from megatron_collab.config import Config
 from megatron_collab.inference.server import ServerProcess, SGLangServer
 from megatron_collab.models.parallel_layout import servers_per_node
+from megatron_collab.runtime import hub
 
 
 @dataclass(frozen=True)
 class ScoringModel:
-    """A model that scores: a Hugging Face folder, how many servers it has, and over how many devices each is spread."""
+    """A model that scores, how many servers it has, and over how many devices each is spread."""
 
-    path: str
+    path: str  # a Hugging Face folder, or a name of the Hub
     replicas: int = 1
     tp: int = 1
 
     def fault(self) -> str | None:
-        """Why the model in `path` gives no single score, with the way out."""
-        file = Path(self.path) / "config.json"
+        """Why the model gives no single score, with the way out; None also for a name that is not downloaded yet."""
+        file = hub.folder(self.path) / "config.json"
         if not file.is_file():
-            return f"{self.path}: no config.json there; give the folder of a Hugging Face model"
+            out = "give the folder of a Hugging Face model, or OWNER/NAME of the Hub"
+            return None if hub.named(self.path) else f"{self.path}: no config.json there; {out}"
         described = json.loads(file.read_text())
         kind = next(iter(described.get("architectures") or ["none"]))
         if kind.endswith("ForRewardModel"):

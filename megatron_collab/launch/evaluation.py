@@ -75,6 +75,7 @@ def load(arguments: Sequence[str]) -> Config:
         message = f"assistant.model={assistant.model}: calls no tools yet; {out}"
         require(not (config.rollout.tools or config.rollout.mcp_servers), message)
     validate.check_settings(config)
+    prepare.fetch_reward_models(config)
     config.data.eval = sources.pinned(config.data.eval, "data.eval", Path(config.run.dir))
     return config
 
@@ -157,10 +158,7 @@ def _model(config: Config) -> tuple[Path, Path | None]:
     folder = Path(str(given).rpartition("@")[0] or given)
     of_run = folder.name.startswith("step_") or folder.name == "checkpoints" or (folder / "checkpoints").is_dir()
     if not of_run:
-        path = hub.pin(config.model.path, "model.path", Path(config.run.dir))
-        if hub.named(path):
-            hub.download(path, "model.path")
-        return hub.folder(path), None
+        return hub.folder(hub.fetched(config.model.path, "model.path", Path(config.run.dir))), None
     try:
         checkpoint = storage.find_checkpoint(given)
     except ConfigError as error:

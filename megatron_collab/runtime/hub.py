@@ -61,6 +61,14 @@ def pin(path: str, setting: str, run_dir: Path, kind: Kind = "model") -> str:
     return f"{name.repo}@{pins[key]}"
 
 
+def fetched(path: str, setting: str, run_dir: Path) -> str:
+    """A model's `path` as `pin` gives it, with its files on this node. Raises ConfigError naming `setting`."""
+    path = pin(path, setting, run_dir)
+    if named(path):
+        download(path, setting)
+    return path
+
+
 def resolved(path: str, setting: str, kind: Kind = "model") -> str:
     """`path` with the commit that its branch or tag is at; a path on disk as it is. Raises ConfigError."""
     name = named(path)

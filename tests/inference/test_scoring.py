@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from megatron_collab.runtime.process import wait_for
 from megatron_collab.types import Conversation, Message
 from tests.conftest import serving_config
 from tests.helpers import make_reward_model
+from tests.hub import serving
 from tests.reward.fakes import about, metric, play
 
 TASK = about("5", "a table for four people")
@@ -123,6 +126,62 @@ def test_a_model_without_one_output_is_refused(tmp_path: Path, described: dict |
         (tmp_path / "config.json").write_text(json.dumps(described))
     fault = ScoringModel(str(tmp_path)).fault()
     assert fault == why if why is None else why in str(fault)
+
+
+# What a run and an evaluation do with names before they start; prints the reward model's and its files.
+FETCH = """
+import sys
+from megatron_collab.config import ConfigError, compose
+from megatron_collab.launch import evaluation, prepare
+from megatron_collab.reward import metrics
+from megatron_collab.runtime import hub
+try:
+    if sys.argv[1] == "train":
+        config = compose(sys.argv[2:])
+        prepare._pin(config)
+    else:
+        config = evaluation.load(sys.argv[2:])
+    (model,) = metrics.served_models(config.reward).values()
+    print(model.path, *sorted(file.name for file in hub.folder(model.path).iterdir()))
+except ConfigError as error:
+    print(error)
+"""
+
+
+@pytest.mark.processes
+def test_a_reward_model_by_name_is_pinned_and_fetched_before_the_start(tmp_path: Path) -> None:
+    config = {"architectures": ["Qwen2ForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
+    for name, described in {"scores": config, "chats": {"architectures": ["Qwen2ForCausalLM"]}}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(described))
+        (tmp_path / name / "model.safetensors").touch()
+    (tmp_path / "tasks.jsonl").write_text("{}")
+    with serving() as hub:
+        commit = hub.add("model", "some/scores", tmp_path / "scores")
+        hub.add("model", "some/chats", tmp_path / "chats")
+
+        def start(what: str, model: str) -> str:
+            settings = [
+                f"run.dir={tmp_path}/{what}",
+                f"model.path={tmp_path}/scores",
+                f"data.train={tmp_path}/tasks.jsonl",
+            ]
+            settings += [f"data.eval={tmp_path}/tasks.jsonl", "reward.weights={good: 1}", "user.name=reveal"]
+            settings += [f"reward.metrics.good={{metric: reward_model, model: {model}}}"]
+            environment = hub.environment(tmp_path / "home")
+            command = [sys.executable, "-c", FETCH, what, *settings]
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+            assert done.returncode == 0, done.stderr[-3000:]
+            return done.stdout.strip()
+
+        said = f"some/scores@{commit} config.json model.safetensors"
+        assert [start(what, "some/scores") for what in ("train", "evaluate")] == [said, said]
+        hub.add("model", "some/scores", tmp_path / "chats")
+        assert start("train", "some/scores") == said, "the branch has moved, the run has not"
+        setting = "reward.metrics.good.model"
+        assert start("train", "some/chats").startswith(f"{setting}=some/chats@")
+        assert "architecture Qwen2ForCausalLM gives no score" in start("evaluate", "some/chats")
+        assert f"{setting}=some/none: no such file or folder, and the Hub has no model" in start("train", "some/none")
 
 
 def test_devices_come_after_those_of_the_policy() -> None:
