@@ -10,9 +10,10 @@ from functools import partial
 from pathlib import Path
 
 from megatron_collab.config import Config
-from megatron_collab.inference.server import ServerProcess, SGLangServer
+from megatron_collab.inference.server import ServerError, ServerProcess, SGLangServer
 from megatron_collab.models.parallel_layout import servers_per_node
 from megatron_collab.runtime import hub
+from megatron_collab.runtime.process import wait_for
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class ScoringServers(ExitStack):
         self.config = replace(config, launch=launch, rollout=replace(config.rollout, server=options))
         self.config.model = replace(config.model, path=model.path)
         self.name, self._lost = name, 0
+        self._restarted: float | None = None  # when one was, until one scores
         start = partial(ServerProcess, scores=True)
         logs = [Path(config.run.dir) / f"sglang-{name}-{index}.log" for index in range(model.replicas)]
         self.servers = [
@@ -75,12 +77,24 @@ class ScoringServers(ExitStack):
             server.wait_healthy(max(1.0, timeout - (time.monotonic() - began)))
 
     def watch(self) -> None:
-        """Start those again that have ended, at their addresses; the others score meanwhile."""
+        """Start those again that have ended, at their addresses; the others, where there are some, score meanwhile."""
         for server in self.servers:
             if why := server.process.ended():
                 print(f"engine: the server {server.index} of {self.name} is started again: {why}", flush=True)
                 self._lost += 1
                 server.restart()
+                self._restarted = time.monotonic()
+
+    def ready(self, seconds: float) -> bool:
+        """Whether one scores, after `watch`; looks for about `seconds`. ServerError where none does in time."""
+        if self._restarted is None or wait_for(lambda: any(server.healthy() for server in self.servers), seconds):
+            self._restarted = None
+            return True
+        timeout = self.config.rollout.server.start_timeout
+        if time.monotonic() - self._restarted > timeout or not any(server.alive() for server in self.servers):
+            why = f"none was healthy again within rollout.server.start_timeout={timeout:g} s"
+            raise ServerError(f"the servers of {self.name}: {why}; {self.servers[0].log_end()}")
+        return False
 
     def take_counters(self) -> dict[str, float]:
         """How many were lost since the last call, as a metric of a step."""

@@ -15,7 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_collab.config import Config
+from megatron_collab.inference import scoring
 from megatron_collab.inference.scoring import ScoringModel, ScoringServers, first_device
+from megatron_collab.inference.server import ServerError
 from megatron_collab.runtime.process import wait_for
 from megatron_collab.types import Conversation, Message
 from tests.conftest import serving_config
@@ -105,6 +108,53 @@ def test_a_server_that_ends_is_started_again_and_the_other_scores_meanwhile(
     assert servers.take_counters() == {"servers/reward_model_lost": 1.0}
     scorer.servers = servers.addresses[:1]
     assert asyncio.run(scorer.score(TASK, PLAYED)) == pytest.approx(wanted, abs=1e-4), "no bias of its own"
+
+
+class Loading:
+    """A server that is healthy at every third look, the first time not."""
+
+    def __init__(self, config: Config, log: Path, index: int, start: Any) -> None:
+        self.index, self.looks, self.over, self.process = index, 0, False, self
+
+    def __enter__(self) -> Loading:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def ended(self) -> str | None:
+        return "it was killed" if self.over else None
+
+    def alive(self) -> bool:
+        return not self.over
+
+    def healthy(self) -> bool:
+        self.looks += 1
+        return not self.over and self.looks % 3 == 0
+
+    def restart(self) -> None:
+        self.over, self.looks = False, 0
+
+    def log_end(self) -> str:
+        return "its log"
+
+
+def test_a_step_waits_where_no_server_of_a_model_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And only then: without it, all scores were missing while the only server loads."""
+    monkeypatch.setattr(scoring, "SGLangServer", Loading)
+    config = serving_config(tmp_path)
+    with ScoringServers(config, "good", ScoringModel(str(tmp_path)), 0) as servers:
+        (one,) = servers.servers
+        servers.watch()
+        assert servers.ready(0.0) and one.looks == 0, "nothing was lost, and nothing is asked"
+        one.over = True
+        servers.watch()
+        assert not servers.ready(-1.0) and one.looks == 1
+        assert servers.ready(5.0) and one.looks == 3
+        one.over = True
+        servers.watch()
+        one.over = True
+        with pytest.raises(ServerError, match=r"the servers of good: none was healthy again .*; its log"):
+            servers.ready(-1.0)
 
 
 @pytest.mark.parametrize(
