@@ -12,21 +12,24 @@ from pathlib import Path
 from megatron_collab.config import Config
 from megatron_collab.inference.server import ServerProcess, SGLangServer
 from megatron_collab.models.parallel_layout import servers_per_node
+from megatron_collab.runtime import hub
 
 
 @dataclass(frozen=True)
 class ScoringModel:
-    """A model that scores: a Hugging Face folder, how many servers it has, and over how many devices each is spread."""
+    """A model that scores: a Hugging Face folder or a name of the Hub, how many servers it has, and over how many
+    devices each is spread."""
 
     path: str
     replicas: int = 1
     tp: int = 1
 
     def fault(self) -> str | None:
-        """Why the model in `path` gives no single score, with the way out."""
-        file = Path(self.path) / "config.json"
+        """Why the model in `path` gives no single score, with the way out; nothing of one that is to be downloaded."""
+        file = hub.folder(self.path) / "config.json"
         if not file.is_file():
-            return f"{self.path}: no config.json there; give the folder of a Hugging Face model"
+            there = f"{self.path}: no config.json there; give the folder of a Hugging Face model, or a name of the Hub"
+            return None if hub.named(self.path) else there
         described = json.loads(file.read_text())
         kind = next(iter(described.get("architectures") or ["none"]))
         if kind.endswith("ForRewardModel"):

@@ -77,6 +77,7 @@ def load(arguments: Sequence[str]) -> Config:
         require(config.user.model != "policy", f"{message}; choose another")
     validate.check_settings(config)
     config.data.eval = sources.pinned(config.data.eval, "data.eval", Path(config.run.dir))
+    prepare.pin_reward_models(config)
     return config
 
 

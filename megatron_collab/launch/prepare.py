@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -17,6 +18,7 @@ from megatron_collab.data.evaluation import EvaluationSet, evaluation_sets, sett
 from megatron_collab.launch import endpoints
 from megatron_collab.launch.fork import fork
 from megatron_collab.launch.validate import check_model
+from megatron_collab.reward import metrics
 from megatron_collab.rollout import users
 from megatron_collab.rollout.tools import toolbox
 from megatron_collab.rollout.users.named import user_of
@@ -146,6 +148,20 @@ def _pin(config: Config) -> None:
         hub.download(config.model.path, "model.path")
     data.train = sources.pinned(data.train, "data.train", run_dir)
     data.eval = sources.pinned(data.eval, "data.eval", run_dir) if data.eval else data.eval
+    if config.train.stage == "rl":
+        pin_reward_models(config)
+
+
+def pin_reward_models(config: Config) -> None:
+    """As `_pin`, the models that score and that the run serves; what gives no score is refused."""
+    for name, model in metrics.served_models(config.reward).items():
+        setting = f"reward.metrics.{name}.model"
+        path = hub.pin(model.path, setting, Path(config.run.dir))
+        if hub.named(path):
+            hub.download(path, setting)
+            config.reward.metrics[name]["model"] = path
+        fault = replace(model, path=path).fault()
+        require(fault is None, f"reward.weights.{name}: {fault}")
 
 
 def check_users(config: Config, examples: Mapping[str, str]) -> None:

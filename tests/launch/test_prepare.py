@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 
 from megatron_collab.config import ConfigError, compose
 from megatron_collab.launch import prepare
+from tests.hub import serving
 
 
 def test_several_nodes_need_torchrun_on_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,3 +59,49 @@ def test_a_run_goes_on_with_more_servers_but_not_with_other_numbers(tmp_path: Pa
     config.optim.weight_decay = 0.5
     with pytest.raises(ConfigError, match=r"holds a run with optim\.weight_decay=0\.0, not 0\.5; choose another run"):
         prepare.check_same_run(config)
+
+
+REWARD_MODELS = """
+import sys
+from megatron_collab.config import ConfigError, compose
+from megatron_collab.launch import prepare
+for model in sys.argv[2:]:
+    settings = ["experiment=booking", f"run.dir={sys.argv[1]}", "reward.weights.kind=1"]
+    config = compose([*settings, f"reward.metrics.kind={{metric: reward_model, model: {model}}}"])
+    try:
+        prepare.pin_reward_models(config)
+        print(config.reward.metrics["kind"]["model"])
+    except ConfigError as error:
+        print(error)
+"""
+
+
+@pytest.mark.processes
+def test_reward_models_are_pinned_and_must_give_one_score(tmp_path: Path) -> None:
+    shapes = {"some/judge": "Qwen3ForSequenceClassification", "some/chat": "Qwen3ForCausalLM"}
+    with serving() as hub:
+        commits = {}
+        for name, kind in shapes.items():
+            folder = tmp_path / name
+            folder.mkdir(parents=True)
+            (folder / "config.json").write_text(json.dumps({"architectures": [kind], "id2label": {"0": "score"}}))
+            commits[name] = hub.add("model", name, folder)
+
+        def pinned(*models: str) -> list[str]:
+            command = [sys.executable, "-c", REWARD_MODELS, str(tmp_path / "run"), *models]
+            environment = hub.environment(tmp_path / "home")
+            done = subprocess.run(
+                command, cwd=tmp_path / "home", env=environment, capture_output=True, text=True, timeout=200
+            )
+            assert done.returncode == 0, done.stderr[-3000:]
+            return done.stdout.splitlines()
+
+        (tmp_path / "home").mkdir()
+        judge, chat, none = pinned("some/judge", "some/chat", "some/none")
+        assert judge == f"some/judge@{commits['some/judge']}"
+        assert chat.startswith("reward.weights.kind: some/chat@") and "Qwen3ForCausalLM gives no score" in chat
+        assert none.startswith("reward.metrics.kind.model=some/none: no such file or folder, and the Hub has no model")
+        (tmp_path / "some/judge/config.json").write_text("{}")
+        hub.add("model", "some/judge", tmp_path / "some/judge")
+        hub.requests.clear()
+        assert pinned("some/judge") == [judge] and not hub.requests  # as the run began
