@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_collab.config import ConfigError, compose
+from megatron_collab.data.survey import Survey
 from megatron_collab.launch import prepare
 from tests.hub import serving
 
@@ -59,6 +60,18 @@ def test_a_run_goes_on_with_more_servers_but_not_with_other_numbers(tmp_path: Pa
     config.optim.weight_decay = 0.5
     with pytest.raises(ConfigError, match=r"holds a run with optim\.weight_decay=0\.0, not 0\.5; choose another run"):
         prepare.check_same_run(config)
+
+
+def test_a_name_that_only_other_programs_know_asks_for_no_user_of_that_name() -> None:
+    found = [(Survey(users={"collabllm?": "7", "calm": "8"}), "data.train")]
+
+    def users(**named: dict) -> dict[str, str]:
+        config = compose(["experiment=booking"])
+        config.users = named
+        return prepare.users_of_tasks(config, [(config, option, survey) for survey, option in found])
+
+    assert users() == {"": "data.train, task 7", "calm": "data.train, task 8"}
+    assert set(users(collabllm={"weight": 0})) == {"collabllm", "calm"}
 
 
 REWARD_MODELS = """
