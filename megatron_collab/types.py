@@ -63,7 +63,7 @@ class Task:
     """What a user wants, and how the conversation about it begins.
 
     `messages` ends with a user message and is all that the policy sees; `goal` is seen by the simulated user alone,
-    `answer` by the metrics alone. `user` names who plays the user.
+    `answer` by the metrics alone. `user` names who plays the user; NAME? counts where the configuration has that name.
     """
 
     id: str

@@ -95,7 +95,7 @@ def test_a_plan_that_does_not_fit_ends_in_1(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("model.path=models/unknown", "model.path=models/unknown: neither"),
+        ("model.path=/models/unknown", "model.path=/models/unknown: neither"),
         ("parallel.tp=16", "parallel.tp=16: does not divide the model's 8 key/value heads"),
         ("parallel.pp=3", "x parallel.pp=3 x parallel.cp=1 does not divide the 128 ranks"),
         ("parallel.pq=3", "parallel.pq"),
