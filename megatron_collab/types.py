@@ -6,6 +6,7 @@ several times, each time to a `Future`. `Sample` and `Batch` are what the loss s
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -62,7 +63,7 @@ class Task:
     """What a user wants, and how the conversation about it begins.
 
     `messages` ends with a user message and is all that the policy sees; `goal` is seen by the simulated user alone,
-    `answer` by the metrics alone. `user` names who plays the user.
+    `answer` by the metrics alone. `user` names who plays the user; NAME? counts where the configuration has that name.
     """
 
     id: str
@@ -170,6 +171,8 @@ class Conversation:
         """Add what a user or a tool gave for a turn, by its number in `turns`; negative ones count from the last."""
         if not -len(self.turns) <= turn < len(self.turns):
             raise ValueError(f"a reward for turn {turn}, but the conversation has {len(self.turns)} turns")
+        if not math.isfinite(value):  # it would spread to every weight, without a word
+            raise ValueError(f"a reward of {value} for turn {turn}; give a finite number")
         rewards = list(self.turn_rewards)
         rewards[turn] += value
         return replace(self, turn_rewards=tuple(rewards))

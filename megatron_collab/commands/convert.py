@@ -25,7 +25,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = ArgumentParser("convert", __doc__)
     parser.add_argument("source", type=Path, help="run (RUN, RUN@STEP, RUN@best), checkpoint, or Hugging Face folder")
     parser.add_argument("out", type=Path, help="folder to write")
-    parser.add_argument("--model", type=Path, help="Hugging Face folder of the run's start: config and tokenizer")
+    parser.add_argument("--model", help="model of the run's start, folder or name of the Hub: config and tokenizer")
     parser.add_argument("--to-megatron", action="store_true", help="convert a Hugging Face folder to a checkpoint")
     parser.add_argument("--shard-size", type=_bytes, default=_bytes("5GB"), help="size of the largest file [5GB]")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="dtype of the result [that of the source]")
@@ -38,6 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     patches.apply("megatron")
     from megatron_collab.checkpoint import convert, storage
     from megatron_collab.commands import verify
+    from megatron_collab.runtime import hub
 
     warnings.filterwarnings("ignore", category=FutureWarning)  # torch's, about names that Megatron-Core uses
     dtype = getattr(torch, given.dtype) if given.dtype else None
@@ -46,7 +47,8 @@ def main(arguments: Sequence[str]) -> int:
         checkpoint, folder = storage.find_checkpoint(given.out), given.source
     else:
         checkpoint, folder = storage.find_checkpoint(given.source), given.out
-        convert.to_hf(checkpoint, folder, given.model, dtype, given.shard_size)
+        began = hub.download(given.model, "--model") if hub.named(given.model) else Path(given.model)
+        convert.to_hf(checkpoint, folder, began, dtype, given.shard_size)
     print(f"{given.out}: written from {checkpoint if folder is given.out else folder}")
     if not given.verify:
         return 0

@@ -128,7 +128,9 @@ def print_data(text: str) -> int:
     for example in examples[:_SHOWN]:
         if isinstance(example, Task):
             metadata = f", metadata {', '.join(example.metadata)}" if example.metadata else ""
-            print(f"\ntask {example.id}: user {example.user or 'llm'}{metadata}")
+            user = example.user or "llm"
+            user = f"{user[:-1]} where users has it, else llm" if user.endswith("?") else user
+            print(f"\ntask {example.id}: user {user}{metadata}")
             lines = [("goal", example.goal), ("answer", example.answer)]
         else:
             print("\nconversation:")

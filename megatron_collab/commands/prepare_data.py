@@ -5,7 +5,7 @@
 --to rl: a task for every prefix of every conversation that ends with the user, each prompt once. --to sft: a row for
 each conversation; of scored candidates the best of its last turn. --to dpo: of each turn the best candidate against the
 worst. SOURCE is a file, a folder, a glob or a name of the Hub, or settings as '{source: NAME, subset: NAME}'. The split
-is by conversation: no first message of a user, and so no prompt, is on both sides.
+is by conversation: no first message of a user, and so no prompt, is on both sides, nor on another side for rl than sft.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ SUFFIX = ".j2"
 
 _JINJA = ImmutableSandboxedEnvironment(undefined=StrictUndefined, autoescape=False)
 _JINJA.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # Jinja's own escapes HTML
-_FAULTS = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+_FAULTS = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 class PromptError(ValueError):

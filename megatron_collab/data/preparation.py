@@ -150,10 +150,21 @@ class Preparation:
 
 
 def groups_of_eval(groups: Iterable[str], share: float, seed: int) -> set[str]:
-    """A share of the groups, drawn from the seed: none for 0, at least one and never all where there are two."""
-    order = sorted(set(groups), key=lambda group: hashlib.blake2b(f"{seed}/{group}".encode()).digest())
-    count = min(max(round(share * len(order)), 1), len(order) - 1) if share else 0
+    """About a share of the groups: none for 0, at least one and never all where there are two.
+
+    A group is drawn from the seed by itself, so that it is on the same side in rows for sft, rl and dpo, which do not
+    drop the same ones.
+    """
+    drawn = {group: _fraction(f"{seed}/{group}") for group in groups}
+    order = sorted(drawn, key=drawn.__getitem__)
+    count = sum(fraction < share for fraction in drawn.values())
+    count = min(max(count, 1), len(order) - 1) if share else 0
     return set(order[:count])
+
+
+def _fraction(text: str) -> float:
+    """A number from 0 to below 1 that follows from the text."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest()) / 2**48
 
 
 def _prefixes(task: Task) -> Iterator[Task]:

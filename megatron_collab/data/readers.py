@@ -134,7 +134,10 @@ def candidate(row: Row) -> Candidate:
 
 
 def recipe_task(row: Row, number: int) -> Task:
-    """The user's goal is in extra_info.interaction_kwargs, the answer in reward_model."""
+    """The user's goal is in extra_info.interaction_kwargs, the answer in reward_model.
+
+    Also there are the description of the task, and the user's name, which is a wish: in verl it names an interaction.
+    """
     extra = _object(row, "extra_info")
     interaction = _object(extra, "interaction_kwargs")
     messages = messages_of(row.get("prompt"), "prompt")
@@ -145,7 +148,10 @@ def recipe_task(row: Row, number: int) -> Task:
     metadata = {**_object(extra, "single_turn_metadata"), **{k: v for k, v in extra.items() if k not in _BULKY}}
     if row.get("data_source"):
         metadata["data_source"] = row["data_source"]
-    return checked_task(Task(str(row.get("index") or number), messages, str(goal), answer, "", metadata))
+    if interaction.get("task_desc"):
+        metadata["task_desc"] = interaction["task_desc"]
+    user = f"{interaction['name']}?" if interaction.get("name") else ""
+    return checked_task(Task(str(row.get("index") or number), messages, str(goal), answer, user, metadata))
 
 
 def _last_request(messages: Messages, number: int) -> Task:

@@ -10,23 +10,26 @@ from functools import partial
 from pathlib import Path
 
 from megatron_collab.config import Config
-from megatron_collab.inference.server import ServerProcess, SGLangServer
+from megatron_collab.inference.server import ServerError, ServerProcess, SGLangServer
 from megatron_collab.models.parallel_layout import servers_per_node
+from megatron_collab.runtime import hub
+from megatron_collab.runtime.process import wait_for
 
 
 @dataclass(frozen=True)
 class ScoringModel:
-    """A model that scores: a Hugging Face folder, how many servers it has, and over how many devices each is spread."""
+    """A model that scores, how many servers it has, and over how many devices each is spread."""
 
-    path: str
+    path: str  # a Hugging Face folder, or a name of the Hub
     replicas: int = 1
     tp: int = 1
 
     def fault(self) -> str | None:
-        """Why the model in `path` gives no single score, with the way out."""
-        file = Path(self.path) / "config.json"
+        """Why the model gives no single score, with the way out; None also for a name that is not downloaded yet."""
+        file = hub.folder(self.path) / "config.json"
         if not file.is_file():
-            return f"{self.path}: no config.json there; give the folder of a Hugging Face model"
+            out = "give the folder of a Hugging Face model, or OWNER/NAME of the Hub"
+            return None if hub.named(self.path) else f"{self.path}: no config.json there; {out}"
         described = json.loads(file.read_text())
         kind = next(iter(described.get("architectures") or ["none"]))
         if kind.endswith("ForRewardModel"):
@@ -55,6 +58,7 @@ class ScoringServers(ExitStack):
         self.config = replace(config, launch=launch, rollout=replace(config.rollout, server=options))
         self.config.model = replace(config.model, path=model.path)
         self.name, self._lost = name, 0
+        self._restarted: float | None = None  # when one was, until one scores
         start = partial(ServerProcess, scores=True)
         logs = [Path(config.run.dir) / f"sglang-{name}-{index}.log" for index in range(model.replicas)]
         self.servers = [
@@ -73,12 +77,24 @@ class ScoringServers(ExitStack):
             server.wait_healthy(max(1.0, timeout - (time.monotonic() - began)))
 
     def watch(self) -> None:
-        """Start those again that have ended, at their addresses; the others score meanwhile."""
+        """Start those again that have ended, at their addresses; the others, where there are some, score meanwhile."""
         for server in self.servers:
             if why := server.process.ended():
                 print(f"engine: the server {server.index} of {self.name} is started again: {why}", flush=True)
                 self._lost += 1
                 server.restart()
+                self._restarted = time.monotonic()
+
+    def ready(self, seconds: float) -> bool:
+        """Whether one scores, after `watch`; looks for about `seconds`. ServerError where none does in time."""
+        if self._restarted is None or wait_for(lambda: any(server.healthy() for server in self.servers), seconds):
+            self._restarted = None
+            return True
+        timeout = self.config.rollout.server.start_timeout
+        if time.monotonic() - self._restarted > timeout or not any(server.alive() for server in self.servers):
+            why = f"none was healthy again within rollout.server.start_timeout={timeout:g} s"
+            raise ServerError(f"the servers of {self.name}: {why}; {self.servers[0].log_end()}")
+        return False
 
     def take_counters(self) -> dict[str, float]:
         """How many were lost since the last call, as a metric of a step."""

@@ -23,13 +23,15 @@ class AskedModel:
 
 
 def of_judges(config: Config) -> list[AskedModel]:
-    """The judge and the metrics' own models, as far as the metrics of reward.weights ask them."""
+    """The judge and the metrics' own models, as far as the metrics of reward.weights ask them. Raises ConfigError."""
     reward, found = config.reward, dict[str, AskedModel]()
     for name in reward.weights:
         kind, options = metrics.split(name, reward.metrics.get(name, {}))
         own = getattr(options, "model", None)
         if kind.judged(options) and (own or reward.judge.model):
             setting = f"reward.metrics.{name}.model" if own else "reward.judge.model"
+            message = f"{setting}={endpoints.POLICY}: the policy plays users, and judges nothing; choose another model"
+            require((own or reward.judge.model) != endpoints.POLICY, message)
             found[setting] = AskedModel(setting, "reward.judge", replace(reward.judge, model=own or reward.judge.model))
     return list(found.values())
 

@@ -71,10 +71,9 @@ def load(arguments: Sequence[str]) -> Config:
     require(config.data.eval is not None, "data.eval: not set; give the tasks that are evaluated")
     require(bool(evaluation_sets(config)), "train.eval_tasks=0: nothing is evaluated; set it to 1 or more")
     if assistant.model:
-        message = f"assistant.model={assistant.model}: calls no tools yet; set rollout.tools=[], or evaluate model.path"
-        require(not config.rollout.tools, message)
-        message = f"user.model=policy: no server samples from the policy beside assistant.model={assistant.model}"
-        require(config.user.model != "policy", f"{message}; choose another")
+        out = "remove rollout.tools and rollout.mcp_servers, or evaluate model.path"
+        message = f"assistant.model={assistant.model}: calls no tools yet; {out}"
+        require(not (config.rollout.tools or config.rollout.mcp_servers), message)
     validate.check_settings(config)
     return config
 
@@ -93,6 +92,7 @@ def pin(config: Config) -> None:
         raise ConfigError(" ".join(str(error).split())) from error
     sources.check_exists(config.data.eval, "data.eval", EvaluationSet)
     config.data.eval = sources.pinned(config.data.eval, "data.eval", run_dir)
+    prepare.fetch_reward_models(config)
     given = Path(config.model.path)
     if config.assistant.model or not _of_run(given):
         config.model.path = hub.pin(config.model.path, "model.path", run_dir)

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -17,6 +18,7 @@ from megatron_collab.data.evaluation import EvaluationSet, evaluation_sets, sett
 from megatron_collab.launch import endpoints
 from megatron_collab.launch.fork import fork
 from megatron_collab.launch.validate import check_model
+from megatron_collab.reward import metrics
 from megatron_collab.rollout import users
 from megatron_collab.rollout.tools import toolbox
 from megatron_collab.rollout.users.named import user_of
@@ -143,11 +145,22 @@ def replace_by_torchrun(config: Config, module: str, arguments: list[str]) -> No
 def _pin(config: Config) -> None:
     """Names of the Hub become those of the commits that the run goes by, and the model comes to this node."""
     run_dir, data = Path(config.run.dir), config.data
-    config.model.path = hub.pin(config.model.path, "model.path", run_dir)
-    if hub.named(config.model.path):
-        hub.download(config.model.path, "model.path")
+    config.model.path = hub.fetched(config.model.path, "model.path", run_dir)
+    if config.train.stage == "rl":
+        fetch_reward_models(config)
     data.train = sources.pinned(data.train, "data.train", run_dir)
     data.eval = sources.pinned(data.eval, "data.eval", run_dir) if data.eval else data.eval
+
+
+def fetch_reward_models(config: Config) -> None:
+    """As `_pin`, for the models that the run serves for metrics. ConfigError for one that gives no score."""
+    for name, model in metrics.served_models(config.reward).items():
+        setting = f"reward.metrics.{name}.model"
+        path = hub.fetched(model.path, setting, Path(config.run.dir))
+        given = config.reward.metrics.get(name, {})
+        given.update({key: path for key, value in given.items() if value == model.path})
+        fault = replace(model, path=path).fault()
+        require(fault is None, f"{setting}={fault}")
 
 
 def check_users(config: Config, examples: Mapping[str, str]) -> None:

@@ -24,7 +24,7 @@ _TAKEN = {  # of LiteLLM's arguments, those that are no matter of `extra`, and w
     **dict.fromkeys(("headers", "extra_headers"), "set headers"),
     **dict.fromkeys(("messages", "response_format", "stream", "n", "tools", "tool_choice"), "each call sets it itself"),
 }
-_SECRET = re.compile(r"((?<!cache[_-])key|token|secret|password|authorization|cookie)$", re.IGNORECASE)
+_SECRET = re.compile(r"((?<!cache[_-])key|token|secret|password|authorization|cookie|credentials)$", re.IGNORECASE)
 
 
 def arguments(endpoint: EndpointConfig) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def check_support(endpoint: EndpointConfig, setting: str, group: str) -> None:
         given[name] = value
         try:
             get_optional_params(model=model, custom_llm_provider=provider, **given)
-        except OpenAIError as error:
+        except Exception as error:  # LiteLLM stumbles in many ways over values that it does not expect
             reason = " ".join(str(error).partition("To drop")[0].split())
             reason = reason.removeprefix("litellm.UnsupportedParamsError: ").rstrip(". ,")
             known = name in _SAMPLING

@@ -63,8 +63,9 @@ def peak(parts: Sequence[MemoryPart]) -> float:
 
 
 def read_run(overrides: Sequence[str]) -> tuple[Config, ModelShape]:
-    """The checked settings and the model's shape, from model.path or conf/shapes; ConfigError for settings that cannot
-    work. Neither devices nor data nor weights are needed.
+    """The checked settings and the model's shape: from model.path, conf/shapes or, of a name in neither, the Hub.
+
+    Neither devices nor data nor weights are needed. ConfigError for settings that cannot work.
     """
     config = compose(overrides)
     validate.check_settings(config)
@@ -73,9 +74,12 @@ def read_run(overrides: Sequence[str]) -> tuple[Config, ModelShape]:
     for file in (hub.folder(path) / "config.json", CONF / "shapes" / f"{name}.json"):
         if file.is_file():
             return config, validate.check_model(config, file)
+    if hub.named(path):
+        file = hub.download(path, "model.path", patterns=["config.json"]) / "config.json"
+        return config, validate.check_model(config, file)
     raise ConfigError(
-        f"model.path={path}: neither {path}/config.json nor conf/shapes/{name}.json exists, nor is a model of that "
-        "name in the Hub's cache; give the folder of a Hugging Face model, or save its config.json in conf/shapes"
+        f"model.path={path}: neither {path}/config.json nor conf/shapes/{name}.json exists; give the folder of a "
+        "Hugging Face model or a name of the Hub, or save its config.json in conf/shapes"
     )
 
 

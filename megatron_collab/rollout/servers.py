@@ -94,10 +94,11 @@ class Servers(ExitStack):
         """Within it the servers may take memory and sample; collective.
 
         On exit colocated servers have released their memory. With rollout.max_staleness > 0 servers go on sampling.
-        Servers of reward models that have ended before are started again.
+        Servers of reward models that have ended before are started again; one of each model is waited for.
         """
         for scoring in self.scoring:
             scoring.watch()
+        wait_until(lambda: all(scoring.ready(self.config.launch.timeout / 4) for scoring in self.scoring))
         try:
             yield
             beat("the end of sampling")

@@ -68,6 +68,14 @@ def found_first(run_dir: Path, key: str, find: Callable[[], str]) -> str:
     return pins[key]
 
 
+def fetched(path: str, setting: str, run_dir: Path) -> str:
+    """A model's `path` as `pin` gives it, with its files on this node. Raises ConfigError naming `setting`."""
+    path = pin(path, setting, run_dir)
+    if named(path):
+        download(path, setting)
+    return path
+
+
 def resolved(path: str, setting: str, kind: Kind = "model") -> str:
     """`path` with the commit that its branch or tag is at; a path on disk as it is. Raises ConfigError."""
     name = named(path)

@@ -95,7 +95,7 @@ def test_a_plan_that_does_not_fit_ends_in_1(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("model.path=models/unknown", "model.path=models/unknown: neither"),
+        ("model.path=/models/unknown", "model.path=/models/unknown: neither"),
         ("parallel.tp=16", "parallel.tp=16: does not divide the model's 8 key/value heads"),
         ("parallel.pp=3", "x parallel.pp=3 x parallel.cp=1 does not divide the 128 ranks"),
         ("parallel.pq=3", "parallel.pq"),
@@ -195,18 +195,19 @@ def test_each_model_that_a_run_asks_is_called_once(
     run_of = ["experiment=gsm8k", f"data.train={tmp_path}/none.jsonl", "user.name=llm", "user.model=openai/gpt-4o-mini"]
     run_of += ["users.other={model: policy}"]
     settings = [*run_of, f"user.api_base={base}", "reward=verl", f"reward.judge.api_base={base}"]
-    settings += ["reward.judge.model=openai/judge", "reward.metrics.accuracy.model=policy"]
+    settings += ["reward.judge.model=openai/judge"]
     assert run("doctor", ["--llm", *settings]) == 1
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines.pop(1)[:4] == ["users.other.model", "policy", "-", "-"]
     assert lines[1][:2] == ["user.model", "openai/gpt-4o-mini"] and float(lines[1][2]) > 0
     assert lines[1][3] == "120" and float(lines[1][4]) > 0, "its tokens and their price"
-    assert lines[2][:2] == ["reward.metrics.accuracy.model", "policy"] and lines[2][2:4] == ["-", "-"]
-    assert lines[3][:2] == ["reward.judge.model", "openai/judge"] and lines[3][4] == "failed"
-    assert lines[5][:3] == ["reward.judge.model:", "openai/judge:", "AuthenticationError:"] and "wrong key" in " ".join(
-        lines[5]
+    assert lines[2][:2] == ["reward.judge.model", "openai/judge"] and lines[2][4] == "failed"
+    assert lines[4][:3] == ["reward.judge.model:", "openai/judge:", "AuthenticationError:"] and "wrong key" in " ".join(
+        lines[4]
     )
     assert len(judge.requests) == 2
+    assert run("doctor", ["--llm", *settings, "reward.metrics.accuracy.model=policy"]) == 2
+    assert "reward.metrics.accuracy.model=policy: the policy plays users, and judges" in capsys.readouterr().err
 
 
 def test_a_model_that_does_not_take_a_setting_is_not_called(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ from megatron_collab.commands.__main__ import run
 from megatron_collab.config import DataConfig
 from megatron_collab.data.datasets import write_jsonl
 from megatron_collab.data.examples import load_conversations, load_pairs, load_tasks
+from megatron_collab.data.preparation import groups_of_eval
 from megatron_collab.data.sources import Source
 from tests.helpers import byte_level_tokenizer
 
@@ -59,7 +60,7 @@ def test_tasks_are_every_prompt_once_and_split_by_conversation(published: Path, 
     (tmp_path / "system.txt").write_text("Ask before you answer.\n")
     out = tmp_path / "rl"
     summary = prepared(published, "rl", out, "--system-prompt", str(tmp_path / "system.txt"), "--eval-share", "0.25")
-    assert summary["kept"] == {"train": 42, "eval": 15} and summary["conversations"] == 19
+    assert summary["kept"] == {"train": 39, "eval": 18} and summary["conversations"] == 19  # 6 of 19 for 0.25
     assert summary["rows"] == 180 and summary["format"] == "collabllm"
     sides = [list(load_tasks(out / f"{side}.jsonl")) for side in ("train", "eval")]
     every = [task for side in sides for task in side]
@@ -69,9 +70,19 @@ def test_tasks_are_every_prompt_once_and_split_by_conversation(published: Path, 
     first = [{task.messages[1].content for task in side} for side in sides]
     assert not first[0] & first[1]
     assert (every[0].goal[:8], every[0].answer, every[0].metadata) == ("problem ", "42", {"level": "1"})
-    same = prepared(published, "rl", tmp_path / "again", "--eval-share", "0.25", "--seed", "1")
-    assert same["kept"] == summary["kept"]
+    prepared(published, "rl", tmp_path / "again", "--eval-share", "0.25", "--seed", "1")
     assert rows_of(tmp_path / "again" / "eval.jsonl")[0]["goal"] != rows_of(out / "eval.jsonl")[0]["goal"]
+    prepared(published, "sft", tmp_path / "sft", "--eval-share", "0.25")
+    assert {row["messages"][0]["content"] for row in rows_of(tmp_path / "sft" / "eval.jsonl")} == first[1]
+
+
+def test_a_conversation_is_held_out_whatever_others_there_are() -> None:
+    groups = [str(number) for number in range(2000)]
+    held_out = groups_of_eval(groups, 0.1, 0)
+    assert abs(len(held_out) - 200) < 4 * (2000 * 0.1 * 0.9) ** 0.5
+    assert groups_of_eval(groups[:700], 0.1, 0) == held_out & set(groups[:700])
+    assert [len(groups_of_eval(groups[:2], share, 0)) for share in (0, 0.001, 0.999)] == [0, 1, 1]
+    assert groups_of_eval(groups[:1], 0.5, 0) == set()
 
 
 def test_supervised_rows_are_the_best_last_turns(published: Path, tmp_path: Path) -> None:

@@ -57,6 +57,7 @@ def test_values_are_text_and_no_template(tmp_path: Path) -> None:
         ("a\nb\n{{ goal.__class__.__mro__ }}", "line 3: SecurityError"),
         ("{{ metadata.update(goal=1) }}", "line 1: SecurityError"),
         ("{{ goal + 1 }}", "line 1: TypeError"),
+        ("{% macro again() %}{{ again() }}{% endmacro %}\n{{ again() }}", "line 1: RecursionError"),
     ],
 )
 def test_what_fails_on_a_task_names_file_and_line(tmp_path: Path, text: str, said: str) -> None:

@@ -90,7 +90,8 @@ def test_a_published_row_is_a_task(tmp_path: Path, format: str, row: dict, goal:
     tasks = loaded(tmp_path, load_tasks, row)
     assert tasks.format == format and all(column in tasks.why for column in FORMATS[format].columns)
     (task,) = tasks
-    assert task.goal == goal and task.messages[-1].role == "user" and task.user == ""
+    assert task.goal == goal and task.messages[-1].role == "user"
+    assert task.user == ("collabllm?" if format == "recipe" else "")
     if format != "sharegpt" and answer is not None:
         assert task.answer == answer
     forced = loaded(tmp_path, load_tasks, row, data=DataConfig(format=format))
@@ -106,6 +107,7 @@ def test_what_metrics_and_users_need_is_in_the_metadata(tmp_path: Path) -> None:
         "test": "assert f() == 4",
         "interaction_kwargs": RECIPE["extra_info"]["interaction_kwargs"],
         "data_source": "collabllm",
+        "task_desc": "math",
     }
 
 

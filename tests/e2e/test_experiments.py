@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 from megatron_collab import patches
-from megatron_collab.config import groups
+from megatron_collab.config import compose, groups
 from megatron_collab.data.datasets import write_jsonl
 from tests.helpers import make_model
+from tests.hub import serving
 
 patches.apply("megatron")
 from megatron_collab.planning import memory  # noqa: E402 (Megatron is imported with it)
@@ -50,27 +51,19 @@ TEST = "def check(candidate):\n    assert candidate(2) == 4\n"
 
 def published(number: int) -> dict[str, Any]:
     """A row with the columns of the published data sets: the second turn of a conversation, one of two candidates."""
-    said = [("user", f"help me with {number}"), ("assistant", "which part?"), ("user", "all of it")]
+    said = [("user", f"help me with {number // 2}"), ("assistant", "which part?"), ("user", "all of it")]
     return {
         "prompt": [{"role": role, "content": text} for role, text in said],
         "completion": f"the answer is {number}",
         "conv_id": number // 2,
         "score": float(number % 2),
-        "single_turn_prompt": f"problem {number}",
-        "single_turn_completion": str(number),
+        "single_turn_prompt": f"problem {number // 2}",
+        "single_turn_completion": str(number // 2),
         "single_turn_metadata": {"test": TEST, "entry_point": "double"},
         "turn_id": len(said),
         "sessions": [],
         "rewards": {"accuracy": [1.0]},
     }
-
-
-def readable(row: dict[str, Any], stage: str) -> dict[str, Any]:
-    """The row in the format of `task` or `messages`, in which it is read."""
-    if stage == "sft":
-        return {"messages": [*row["prompt"], {"role": "assistant", "content": row["completion"]}]}
-    wanted = {"goal": row["single_turn_prompt"], "answer": row["single_turn_completion"], "user": "llm"}
-    return {"prompt": row["prompt"], **wanted, "metadata": row["single_turn_metadata"]}
 
 
 class Answers(BaseHTTPRequestHandler):
@@ -84,7 +77,9 @@ class Answers(BaseHTTPRequestHandler):
         self.asked.append(prompt)
         fields = re.findall(r'^ +"(\w+)": (string|.)', prompt, re.MULTILINE)
         found: dict[str, Any] = {name: f"some {name}" if kind == "string" else 1 for name, kind in fields}
-        if "You play the user" in prompt:
+        if '{"answer": "yes"}' in prompt:  # of doctor --llm
+            found = {"answer": "yes"}
+        elif "You play the user" in prompt:
             found = {"current_answer": "", "thought": "not yet", "response": "please go on"}
         choice = {"index": 0, "message": {"role": "assistant", "content": json.dumps(found)}, "finish_reason": "stop"}
         usage = {"prompt_tokens": 20, "completion_tokens": 20, "total_tokens": 40}
@@ -123,17 +118,22 @@ def test_the_plan_fits_with_room_for_what_is_not_counted(name: str, gib: int) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COLLABLLM)
 def test_an_experiment_trains_a_tiny_model(name: str, endpoint: str, tmp_path: Path) -> None:
-    stage = "sft" if name.endswith("_sft") else "rl"
+    """On rows with the published columns, by the names of model and data that it has, from a stand-in of the Hub."""
+    config = compose([f"experiment={name}"])
     make_model(tmp_path / "model", family="qwen2")
-    write_jsonl(tmp_path / "rows.jsonl", [readable(published(number), stage) for number in range(6)])
-    settings = [*SMALL, f"model.path={tmp_path}/model", f"data.train={tmp_path}/rows.jsonl", "launch.nproc_per_node=2"]
-    if stage == "rl":
+    (tmp_path / "data").mkdir()
+    write_jsonl(tmp_path / "data" / "train.jsonl", [published(number) for number in range(6)])
+    settings = [*SMALL, "launch.nproc_per_node=2"]
+    if config.train.stage == "rl":
         settings += [*SMALL_RL, f"user.api_base={endpoint}", f"reward.judge.api_base={endpoint}"]
-    run = train(tmp_path, name, *settings)
+    with serving() as hub:
+        hub.add("model", config.model.path, tmp_path / "model")
+        hub.add("dataset", config.data.train, tmp_path / "data")
+        run = train(tmp_path, name, *settings, environment=hub.environment(tmp_path / "home"))
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1] and all(line["loss"] == line["loss"] for line in lines)
     assert (run / "hf" / "config.json").is_file()
-    if stage == "rl":
+    if config.train.stage == "rl":
         weights = json.loads((run / "config.json").read_text())["reward"]["weights"]
         scored = {metric for metric in weights if all(f"score/{metric}" in line for line in lines)}
         assert scored == set(weights) and all(line["missing"] == 0 and line["futures"] == 3 for line in lines)
@@ -160,9 +160,9 @@ def test_the_first_evening_trains_a_tiny_model(tmp_path: Path) -> None:
     assert all({"score/accuracy", "score/asks"} <= set(line) and line["missing"] == 0 for line in lines)
 
 
-def train(folder: Path, name: str, *settings: str) -> Path:
+def train(folder: Path, name: str, *settings: str, environment: Mapping[str, str] = os.environ) -> Path:
     command = [sys.executable, "-m", "megatron_collab.train", f"experiment={name}", f"run.dir={folder}/run", *settings]
-    environment = {**os.environ, "OPENAI_API_KEY": "a-key-of-the-test"}
+    environment = {**environment, "OPENAI_API_KEY": "a-key-of-the-test"}
     with (folder / "console.log").open("w") as log:
         code = subprocess.run(command, cwd=folder, env=environment, stdout=log, stderr=log, timeout=400).returncode
     assert code == 0, (folder / "console.log").read_text()[-4000:]

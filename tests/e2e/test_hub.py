@@ -51,8 +51,13 @@ def test_a_run_goes_on_with_the_commits_it_began_with(tmp_path: Path) -> None:
         hub.requests.clear()
         assert "6 rows" in train(4)
         assert hub.requests == []
+        command = [sys.executable, "-m", "megatron_collab.commands", "convert", f"{run}@4", f"{tmp_path}/converted"]
+        command += ["--model", f"some/model@{first}"]
+        subprocess.run(command, env=hub.environment(tmp_path / "home"), check=True, timeout=300)
+        assert hub.requests == []
     settings = json.loads((run / "config.json").read_text())
     assert settings["model"]["path"] == f"some/model@{first}" and settings["data"]["train"] == f"some/chats@{chats}"
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == [0, 1, 2, 3]
-    assert (run / "hf" / "tokenizer.json").is_file()
+    for file in ("tokenizer.json", "model.safetensors"):
+        assert (tmp_path / "converted" / file).read_bytes() == (run / "hf" / file).read_bytes()

@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,15 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_collab.config import Config
+from megatron_collab.inference import scoring
 from megatron_collab.inference.scoring import ScoringModel, ScoringServers, first_device
+from megatron_collab.inference.server import ServerError
 from megatron_collab.runtime.process import wait_for
 from megatron_collab.types import Conversation, Message
 from tests.conftest import serving_config
 from tests.helpers import make_reward_model
+from tests.hub import serving
 from tests.reward.fakes import about, metric, play
 
 TASK = about("5", "a table for four people")
@@ -104,6 +110,53 @@ def test_a_server_that_ends_is_started_again_and_the_other_scores_meanwhile(
     assert asyncio.run(scorer.score(TASK, PLAYED)) == pytest.approx(wanted, abs=1e-4), "no bias of its own"
 
 
+class Loading:
+    """A server that is healthy at every third look, the first time not."""
+
+    def __init__(self, config: Config, log: Path, index: int, start: Any) -> None:
+        self.index, self.looks, self.over, self.process = index, 0, False, self
+
+    def __enter__(self) -> Loading:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def ended(self) -> str | None:
+        return "it was killed" if self.over else None
+
+    def alive(self) -> bool:
+        return not self.over
+
+    def healthy(self) -> bool:
+        self.looks += 1
+        return not self.over and self.looks % 3 == 0
+
+    def restart(self) -> None:
+        self.over, self.looks = False, 0
+
+    def log_end(self) -> str:
+        return "its log"
+
+
+def test_a_step_waits_where_no_server_of_a_model_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And only then: without it, all scores were missing while the only server loads."""
+    monkeypatch.setattr(scoring, "SGLangServer", Loading)
+    config = serving_config(tmp_path)
+    with ScoringServers(config, "good", ScoringModel(str(tmp_path)), 0) as servers:
+        (one,) = servers.servers
+        servers.watch()
+        assert servers.ready(0.0) and one.looks == 0, "nothing was lost, and nothing is asked"
+        one.over = True
+        servers.watch()
+        assert not servers.ready(-1.0) and one.looks == 1
+        assert servers.ready(5.0) and one.looks == 3
+        one.over = True
+        servers.watch()
+        one.over = True
+        with pytest.raises(ServerError, match=r"the servers of good: none was healthy again .*; its log"):
+            servers.ready(-1.0)
+
+
 @pytest.mark.parametrize(
     ("described", "why"),
     [
@@ -123,6 +176,62 @@ def test_a_model_without_one_output_is_refused(tmp_path: Path, described: dict |
         (tmp_path / "config.json").write_text(json.dumps(described))
     fault = ScoringModel(str(tmp_path)).fault()
     assert fault == why if why is None else why in str(fault)
+
+
+# What a run and an evaluation do with names before they start; prints the reward model's and its files.
+FETCH = """
+import sys
+from megatron_collab.config import ConfigError, compose
+from megatron_collab.launch import evaluation, prepare
+from megatron_collab.reward import metrics
+from megatron_collab.runtime import hub
+try:
+    if sys.argv[1] == "train":
+        config = compose(sys.argv[2:])
+        prepare._pin(config)
+    else:
+        config = evaluation.load(sys.argv[2:])
+    (model,) = metrics.served_models(config.reward).values()
+    print(model.path, *sorted(file.name for file in hub.folder(model.path).iterdir()))
+except ConfigError as error:
+    print(error)
+"""
+
+
+@pytest.mark.processes
+def test_a_reward_model_by_name_is_pinned_and_fetched_before_the_start(tmp_path: Path) -> None:
+    config = {"architectures": ["Qwen2ForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
+    for name, described in {"scores": config, "chats": {"architectures": ["Qwen2ForCausalLM"]}}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(described))
+        (tmp_path / name / "model.safetensors").touch()
+    (tmp_path / "tasks.jsonl").write_text("{}")
+    with serving() as hub:
+        commit = hub.add("model", "some/scores", tmp_path / "scores")
+        hub.add("model", "some/chats", tmp_path / "chats")
+
+        def start(what: str, model: str) -> str:
+            settings = [
+                f"run.dir={tmp_path}/{what}",
+                f"model.path={tmp_path}/scores",
+                f"data.train={tmp_path}/tasks.jsonl",
+            ]
+            settings += [f"data.eval={tmp_path}/tasks.jsonl", "reward.weights={good: 1}", "user.name=reveal"]
+            settings += [f"reward.metrics.good={{metric: reward_model, model: {model}}}"]
+            environment = hub.environment(tmp_path / "home")
+            command = [sys.executable, "-c", FETCH, what, *settings]
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+            assert done.returncode == 0, done.stderr[-3000:]
+            return done.stdout.strip()
+
+        said = f"some/scores@{commit} config.json model.safetensors"
+        assert [start(what, "some/scores") for what in ("train", "evaluate")] == [said, said]
+        hub.add("model", "some/scores", tmp_path / "chats")
+        assert start("train", "some/scores") == said, "the branch has moved, the run has not"
+        setting = "reward.metrics.good.model"
+        assert start("train", "some/chats").startswith(f"{setting}=some/chats@")
+        assert "architecture Qwen2ForCausalLM gives no score" in start("evaluate", "some/chats")
+        assert f"{setting}=some/none: no such file or folder, and the Hub has no model" in start("train", "some/none")
 
 
 def test_devices_come_after_those_of_the_policy() -> None:

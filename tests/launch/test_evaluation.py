@@ -81,8 +81,14 @@ def test_an_assistant_behind_litellm_needs_no_model_and_no_server(tmp_path: Path
         (["data.eval=null"], "data.eval: not set; give the tasks that are evaluated"),
         (["train.eval_tasks=0"], "train.eval_tasks=0: nothing is evaluated"),
         (["data.eval=nothing.jsonl"], "data.eval=nothing.jsonl: no such file"),
-        (["rollout.tools=[calculator]"], "assistant.model=openai/m: calls no tools yet; set rollout.tools=[]"),
-        (["user.model=policy"], "user.model=policy: no server samples from the policy beside assistant.model=openai/m"),
+        (["rollout.tools=[calculator]"], "assistant.model=openai/m: calls no tools yet; remove rollout.tools"),
+        (["rollout.mcp_servers={m: {command: cat}}"], "assistant.model=openai/m: calls no tools yet; remove rollout."),
+        (["user.name=llm", "user.model=policy"], "user llm: policy: no server samples from it beside assistant.model="),
+        (
+            ["user.name=llm/policy"],
+            "user llm/policy: policy: no server samples from it beside assistant.model=openai/m",
+        ),
+        (["users={a: {model: policy}}"], "user a: policy: no server samples from it beside assistant.model=openai/m"),
         (["reward.weights.token_amount=0"], "no metric has a weight"),
     ],
 )

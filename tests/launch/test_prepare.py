@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_collab.config import ConfigError, compose
+from megatron_collab.data.survey import Survey
 from megatron_collab.launch import prepare
 from megatron_collab.runtime import process
 
@@ -70,3 +71,15 @@ def test_a_rank_does_not_check_again_what_its_launcher_has(
     monkeypatch.delenv(process.LAUNCHER)
     prepare.prepare(compose(world))
     assert "rows, read as" in capsys.readouterr().out and (tmp_path / "run" / "data").is_dir()
+
+
+def test_a_name_that_only_other_programs_know_asks_for_no_user_of_that_name() -> None:
+    found = [(Survey(users={"collabllm?": "7", "calm": "8"}), "data.train")]
+
+    def users(**named: dict) -> dict[str, str]:
+        config = compose(["experiment=booking"])
+        config.users = named
+        return prepare.users_of_tasks(config, [(config, option, survey) for survey, option in found])
+
+    assert users() == {"": "data.train, task 7", "calm": "data.train, task 8"}
+    assert set(users(collabllm={"weight": 0})) == {"collabllm", "calm"}

@@ -93,6 +93,10 @@ def test_the_key_of_an_answer_has_every_setting_that_changes_it_and_earlier_keys
         ({"extra": {"stream": True}}, "reward.judge.extra.stream: is not passed on; each call sets it itself"),
         ({"extra": {"api_key": "abc"}}, "reward.judge.extra.api_key: holds a key; set reward.judge.headers.NAME=os."),
         ({"extra": {"extra_body": {"token": "abc"}}}, "reward.judge.extra.extra_body.token: holds a key; set reward."),
+        (
+            {"extra": {"vertex_credentials": "{}"}},
+            "reward.judge.extra.vertex_credentials: holds a key; set reward.judge.",
+        ),
         ({"headers": {"Authorization": "x"}}, "reward.judge.headers.Authorization: holds a key; set reward.judge."),
         (
             {"headers": {"X-Api-Key": "os.environ/HOEM"}},
@@ -116,6 +120,10 @@ def test_what_is_no_matter_of_extra_and_keys_are_refused(settings: dict[str, Any
         ({"model": "openai/gpt-4o", "reasoning_effort": "low"}, "reward.judge.reasoning_effort=low: openai/gpt-4o"),
         ({"model": "anthropic/claude-sonnet-4-5", "extra": {"seed": 1}}, "reward.judge.extra.seed=1: anthropic/"),
         ({"model": "nonsense"}, "reward.judge.model=nonsense: LiteLLM knows no such provider; give PROVIDER/MODEL"),
+        (
+            {"model": "openai/m", "extra": {"extra_body": ["a"]}},
+            "reward.judge.extra.extra_body=['a']: openai/m does not",
+        ),
         ({"model": "openai/gpt-5", "temperature": None}, None),
         ({"model": "openai/gpt-5", "temperature": 1.0}, None),
         ({"model": "openai/gpt-4o", "top_p": 0.5}, None),

@@ -221,6 +221,14 @@ def test_users_may_credit_earlier_turns() -> None:
     assert [credit.value for credit in credits] == [59.0, 56.5, 48.0]
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_reward_that_is_no_finite_number_is_an_error(value: float) -> None:
+    """Not a score that spreads to every weight."""
+    paying = FakeUsers(lambda goal, messages: UserReply(Message("user", "go on"), False, reward=value))
+    with pytest.raises(ValueError, match=f"^a reward of {value} for turn -1; give a finite number"):
+        play(says("ok"), users=paying)
+
+
 def test_tools_answer_within_a_turn_and_the_user_after_it() -> None:
     def reply(prompt: str, seed: int) -> str:
         if prompt.endswith("<user>hi<assistant>"):

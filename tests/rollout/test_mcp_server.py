@@ -55,6 +55,12 @@ def environment() -> list[str]:
     return sorted(os.environ)
 
 
+@server.tool()
+def nothing() -> str:
+    \"\"\"Says nothing.\"\"\"
+    return ""
+
+
 class Guarded:
     def __init__(self, app):
         self.app = app
@@ -127,14 +133,15 @@ def children() -> set[int]:
 def test_a_conversation_has_a_process_of_its_own_which_ends_with_it(notebook: Path) -> None:
     before = children()
     made = box(**by_stdio(notebook))
-    assert [schema["function"]["name"] for schema in made.schemas] == ["note", "environment"]
+    assert [schema["function"]["name"] for schema in made.schemas] == ["note", "environment", "nothing"]
     assert made.parameters["note"]["required"] == ["word"]
     assert say(made, 'note {"word": "a"}', 'note {"word": "b"}') == ["a", "a b"]
-    told = say(made, 'note {"word": "c"}', 'note {"word": "bad"}', 'note {"word": 3}', "environment {}")
+    told = say(made, 'note {"word": "c"}', 'note {"word": "bad"}', 'note {"word": 3}', "environment {}", "nothing {}")
     assert told[0] == "c" and told[1].startswith("error: ") and "not that word" in told[1]
     assert told[2] == "error: argument word: 3 is not of type 'string'"
     assert "PATH" in told[3] and "PYTEST_CURRENT_TEST" not in told[3]
-    assert made.counters == {"tool_calls": 6, "tool_errors": 2}
+    assert told[4] == ""
+    assert made.counters == {"tool_calls": 7, "tool_errors": 2}
     assert children() == before
 
 
@@ -206,7 +213,10 @@ def test_over_http_with_a_key_shared_or_not(url: str) -> None:
         ({"command": "/bin/false"}, "rollout.mcp_servers.notebook: no answer from /bin/false"),
         ({"url": "http://127.0.0.1:9/mcp"}, "rollout.mcp_servers.notebook: no answer from http://127.0.0.1:9/mcp"),
         ({"url": "{url}"}, "no answer from {url}"),
-        ({"url": "{url}", "bearer": BEARER, "tools": ["nota"]}, "tools=nota: there are note, environment; the nearest"),
+        (
+            {"url": "{url}", "bearer": BEARER, "tools": ["nota"]},
+            "tools=nota: there are note, environment, nothing; the",
+        ),
     ],
 )
 def test_a_server_that_cannot_be_used_is_refused_in_one_line(settings: dict[str, Any], why: str, url: str) -> None:

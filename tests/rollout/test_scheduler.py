@@ -354,6 +354,11 @@ def test_a_turn_its_futures_and_their_scores_twice() -> None:
     assert group_seconds(settings(rollout__futures=0), 6) == 2 * (100 + 100 + 20 + 20), "24 whole conversations"
 
 
+def test_tools_have_time_to_close_after_the_trained_turn_and_after_its_futures() -> None:
+    tools = settings(rollout__tools=["calculator"], rollout__mcp_servers={"m": {}}, rollout__tool_timeout=300.0)
+    assert group_seconds(tools, 1) == 2 * (100 + 100 + 2 * 2 * 300 + 10 + 20)
+
+
 def test_judges_have_their_deadline_and_wait_for_the_limiter() -> None:
     judged = settings(reward__weights={"accuracy": 1.0}, reward__metrics={"accuracy": {"judge": True}})
     judged.reward.judge.deadline = 50.0

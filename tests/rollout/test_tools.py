@@ -15,9 +15,9 @@ from megatron_collab.config import ConfigError, RolloutConfig
 from megatron_collab.config.extension import NoOptions
 from megatron_collab.inference.client import UnreadableCall
 from megatron_collab.rollout.conversation import Player
-from megatron_collab.rollout.tools import ToolError
+from megatron_collab.rollout.tools import ToolError, ToolFailure
 from megatron_collab.rollout.tools.calculator import Calculator
-from megatron_collab.rollout.tools.toolbox import Toolbox, check_call, find_tool, make_tools
+from megatron_collab.rollout.tools.toolbox import Toolbox, check_call, find_tool, make_tools, schemas
 from megatron_collab.types import Ending, Group, Message, Task, ToolCall
 from tests.rollout.fakes import CharacterRenderer, FakePolicy, FakeUsers, config
 
@@ -94,6 +94,48 @@ area.SCHEMA = {
 
 def bare(x):
     return x
+
+
+class Starts(Notebook):
+    # Hangs in its first start, fails in its second.
+    def start(self, task):
+        super().start(task)
+        LOG.append("")
+        if len(LOG) == 2:
+            time.sleep(0.5)
+        if len(LOG) == 4:
+            raise ValueError("not yet")
+
+
+def odd(kind: str, reward: str = "0.5"):
+    \"\"\"Gives what no conversation can go on with.
+
+    Args:
+        kind: number, or the text
+        reward: nan, none, or half a point
+    \"\"\"
+    return ToolResult(5 if kind == "number" else kind, {"nan": float("nan"), "none": None}.get(reward, 0.5))
+
+
+def loose(x):
+    return x
+
+
+loose.SCHEMA = {"name": "loose", "parameters": {"type": "object", "properties": {"x": {"type": "strng"}}}}
+
+
+def older(x, y):
+    return [x, y]
+
+
+older.SCHEMA = {
+    "name": "older",
+    "parameters": {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "type": "object",
+        "properties": {"x": True, "y": {"type": "array", "items": [{"type": "string"}, {"type": "number"}]}},
+    },
+}
 """
 
 
@@ -235,12 +277,47 @@ def test_functions_are_tools_by_their_docstring_or_their_schema(mine: Path) -> N
         (["{mine}:LOG"], "must be a subclass of megatron_collab.rollout.tools.Tool or a function"),
         (["{mine}:area", "{mine}:area"], "two tools have the same name"),
         (["{mine}:aria"], "has no aria; the nearest is area"),
+        (["{mine}:loose"], "tool loose: its parameters are no JSON schema .*strng.*; correct them, or leave the tool"),
     ],
 )
 def test_what_is_no_tool_is_refused_in_one_line(names: list[str], why: str, mine: Path) -> None:
     with pytest.raises(ConfigError, match=why) as error:
-        make_tools(RolloutConfig(tools=[name.format(mine=mine) for name in names]))
+        schemas(make_tools(RolloutConfig(tools=[name.format(mine=mine) for name in names])))
     assert "\n" not in str(error.value)
+
+
+def test_arguments_fit_the_version_of_json_schema_that_a_tool_names(mine: Path) -> None:
+    assert answer('call older {"x": [1], "y": ["a", 2]}', f"{mine}:older")[0] == [Message("tool", '[[1], ["a", 2]]')]
+    assert "argument y: 3 is not of type 'string'" in answer('call older {"y": [3]}', f"{mine}:older")[0][0].content
+
+
+@pytest.mark.parametrize(
+    "call", ['{"kind": "number"}', '{"kind": "text", "reward": "nan"}', '{"kind": "text", "reward": "none"}']
+)
+def test_a_result_that_is_none_is_a_failure_of_the_tool(call: str, mine: Path) -> None:
+    """And no end of the run, which a message without a text or a reward without a number would be later."""
+    with pytest.raises(ToolFailure, match=r"^tool odd: TypeError: a ToolResult has a "):
+        answer(f"call odd {call}", f"{mine}:odd")
+
+
+def test_half_a_surrogate_pair_that_the_policy_wrote_does_not_come_back(mine: Path) -> None:
+    """No tokenizer takes it: the conversation could not go on."""
+    (echoed,), _ = answer('call odd {"kind": "a\\ud83d"}', f"{mine}:odd")
+    (refused,), _ = answer('call odd {"kind": "a", "\\ud83d": 1}', f"{mine}:odd")
+    assert echoed.content == "a?" and "unknown argument ?" in refused.content
+
+
+def test_tools_whose_start_fails_start_anew_at_the_next_call_and_are_closed(mine: Path) -> None:
+    box = Toolbox(RolloutConfig(tools=[f"{mine}:Starts"], tool_timeout=0.2), FakePolicy(lambda prompt, seed: ""))
+    log = vars(sys.modules[find_tool(f"{mine}:Starts").__module__])["LOG"]
+    log.clear()
+
+    async def three() -> list[str]:
+        async with box.open(TASK) as own:
+            return [(await own.answer('call note {"word": "a"}'))[0][0].content for _ in range(3)]
+
+    assert asyncio.run(three()) == ["error: note timed out", "error: not yet", "t a"]
+    assert log == ["start", ""] * 3 + ["close t", "close t", "close t a"]
 
 
 class Scores:

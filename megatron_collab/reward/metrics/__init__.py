@@ -68,7 +68,7 @@ class Metric(Extension):
 
     @classmethod
     def served(cls, options: Any) -> ScoringModel | None:
-        """A model that the run serves for these options, or None."""
+        """A model that the run serves for these options, where their `model` names one."""
         return None
 
     async def score(self, task: Task, conversation: Conversation) -> Score | None:

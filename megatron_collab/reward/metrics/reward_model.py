@@ -39,7 +39,9 @@ class RewardModel(Metric):
 
     @dataclass(frozen=True)
     class Options:
-        model: str = option("", "Hugging Face folder of a reward model, which the run serves")
+        model: str = option(
+            "", "reward model, which the run serves: Hugging Face folder, or OWNER/NAME[@REVISION] of the Hub"
+        )
         replicas: int = option(1, "servers of model, over which conversations are spread", ge=1)
         tp: int = option(1, "tensor parallel size of a server of model", ge=1)
         url: str = option(

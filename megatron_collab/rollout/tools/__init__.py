@@ -8,10 +8,12 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from numbers import Real
 from typing import Any, ClassVar
 
 from megatron_collab.config import Extension
@@ -32,10 +34,16 @@ class ToolFailure(RuntimeError):
 
 @dataclass(frozen=True)
 class ToolResult:
-    """The answer of a tool, and the reward of the turn that called it."""
+    """The answer of a tool, and the reward of the turn that called it, which is finite; TypeError for anything else."""
 
     content: str
     reward: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.content, str):
+            raise TypeError(f"a ToolResult has a text, and not {self.content!r}")
+        if not isinstance(self.reward, Real) or not math.isfinite(self.reward):
+            raise TypeError(f"a ToolResult has a finite number as reward, and not {self.reward!r}")
 
 
 class Toolset(Extension):
@@ -56,7 +64,7 @@ class Toolset(Extension):
         return type(self)(self.options)
 
     def start(self, task: Task) -> Any:
-        """Called once, before the first call."""
+        """Called before the first call; where it fails, the next call starts another instance."""
 
     def answer(self, task: Task, call: ToolCall) -> Any:
         """The answer to a call of one of the functions, whose arguments fit its schema: ToolResult, or a JSON value."""

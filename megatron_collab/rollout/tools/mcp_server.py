@@ -239,10 +239,9 @@ def _text(result: CallToolResult) -> str:
     """What the policy reads: the texts of a result, the names of what is no text, or else its structure as JSON."""
     parts = []
     for block in result.content:
-        resource = getattr(block, "resource", None)
-        text = getattr(block, "text", None) or getattr(resource, "text", None)
+        text = getattr(getattr(block, "resource", block), "text", None)  # an embedded file may be one
         parts.append(text if text is not None else f"[{block.type}]")
-    return "\n".join(parts) or json.dumps(result.structured_content, ensure_ascii=False)
+    return "\n".join(parts) if parts else json.dumps(result.structured_content, ensure_ascii=False)
 
 
 def _reason(error: BaseException) -> str:

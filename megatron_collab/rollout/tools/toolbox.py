@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import jsonschema
 
-from megatron_collab.config import RolloutConfig, build, lookup, nearest, require
+from megatron_collab.config import ConfigError, RolloutConfig, build, lookup, nearest, require
 from megatron_collab.inference.client import UnreadableCall
 from megatron_collab.rollout.tools import Tool, ToolFailure, ToolResult, Toolset, run
 from megatron_collab.rollout.tools.function import tool_of
@@ -55,9 +55,15 @@ def make_tools(config: RolloutConfig) -> list[Toolset]:
 def schemas(toolsets: Sequence[Toolset]) -> list[dict[str, Any]]:
     """Their functions as the chat template and the parser take them.
 
-    Raises ConfigError where two have the same name, or an MCP server does not answer.
+    Raises ConfigError where two have the same name, one has no JSON schema, or an MCP server does not answer.
     """
     found = [schema for tools in toolsets for schema in tools.schemas]
+    for schema in found:
+        try:
+            _draft(schema["parameters"]).check_schema(schema["parameters"])
+        except jsonschema.SchemaError as error:
+            said = f"tool {schema['name']}: its parameters are no JSON schema ({error.json_path}: {error.message})"
+            raise ConfigError(f"{said}; correct them, or leave the tool out") from error
     twice = [name for name, count in Counter(schema["name"] for schema in found).items() if count > 1]
     message = "two of rollout.tools and rollout.mcp_servers have this name; choose with rollout.mcp_servers.NAME.tools"
     require(not twice, f"tool {twice and twice[0]}: {message}")
@@ -87,13 +93,14 @@ class ConversationTools(AbstractAsyncContextManager["ConversationTools"]):
     def __init__(self, box: Toolbox, task: Task, origin: ConversationTools | None) -> None:
         self.box, self.task, self._origin = box, task, origin
         self._made: dict[Toolset, Toolset] = {}  # by those of the box
+        self._open: list[Toolset] = []  # those to close, also where their start failed
 
     def fork(self) -> ConversationTools:
         """Those of a future, which goes on from here; its copies are made when it calls them."""
         return self.box.open(self.task, self)
 
     async def __aexit__(self, *_: object) -> None:
-        for tools in self._made.values():
+        for tools in self._open:
             try:
                 async with asyncio.timeout(self.box.timeout):
                     await run(tools.close)
@@ -112,7 +119,7 @@ class ConversationTools(AbstractAsyncContextManager["ConversationTools"]):
             self.box.counters.update(["tool_calls", "tool_errors"])
             return [Message("tool", "error: the call cannot be read")], 0.0
         results = [await self._call(call) for call in calls]
-        return [Message("tool", result.content) for result in results], sum(result.reward for result in results)
+        return [_message(result) for result in results], sum(result.reward for result in results)
 
     async def _call(self, call: ToolCall) -> ToolResult:
         counters = self.box.counters
@@ -133,13 +140,16 @@ class ConversationTools(AbstractAsyncContextManager["ConversationTools"]):
             raise ToolFailure(f"tool {call.name}: {type(error).__name__}: {' '.join(str(error).split())}") from error
 
     async def _own(self, tools: Toolset) -> Toolset:
-        """This conversation's instance of `tools`."""
+        """This conversation's instance of `tools`; where one does not start, the next call gets another."""
         if tools not in self._made:
             if self._origin and tools in self._origin._made:
-                self._made[tools] = await run(self._origin._made[tools].fork)
+                own = await run(self._origin._made[tools].fork)
+                self._open.append(own)
             else:
-                self._made[tools] = tools.new()
-                await run(self._made[tools].start, self.task)
+                own = tools.new()
+                self._open.append(own)
+                await run(own.start, self.task)
+            self._made[tools] = own
         return self._made[tools]
 
 
@@ -156,10 +166,21 @@ def check_call(call: ToolCall, parameters: Mapping[str, Mapping[str, Any]]) -> N
         if name not in known:
             raise ValueError(f"unknown argument {name}; there are {', '.join(known)}")
         definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-        check = jsonschema.Draft202012Validator({**known[name], **definitions})
+        wanted = known[name] if isinstance(known[name], Mapping) else {}  # true: anything
+        check = _draft(schema)({**wanted, **definitions})
         fault = jsonschema.exceptions.best_match(check.iter_errors(value))
-        if fault and not (value is None and known[name].get("nullable")):  # as transformers says that it may be null
+        if fault and not (value is None and wanted.get("nullable")):  # as transformers says that it may be null
             raise ValueError(f"argument {name}: {fault.message}")
+
+
+def _draft(schema: Mapping[str, Any]) -> Any:
+    """The validator of the version of JSON schema that `schema` names, or of that of MCP."""
+    return jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
+
+
+def _message(result: ToolResult) -> Message:
+    """What the policy reads; no tokenizer takes half a surrogate pair, which the arguments of a call may bring."""
+    return Message("tool", result.content.encode(errors="replace").decode())
 
 
 def _result(found: Any) -> ToolResult:

@@ -21,10 +21,13 @@ _SETTINGS = tuple(spec.name for spec in fields(UserConfig) if spec.name != "name
 def user_of(task: Task, config: Config) -> str:
     """The name of the user of `task`: user.name, or the task's own, or one of `users` drawn by weight, or empty.
 
-    The draw follows from run.seed and the task's id.
+    A task's own name with a ? behind it counts where it is one of `users`. The draw follows from run.seed and the
+    task's id.
     """
-    if name := config.user.name or task.user:
-        return name
+    name = config.user.name or task.user
+    wish = name.removesuffix("?")
+    if name and (wish == name or wish in config.users):
+        return wish
     weights = {name: weight_of(name, settings) for name, settings in sorted(config.users.items())}
     if not any(weights.values()):
         return ""

@@ -64,8 +64,10 @@ def test_tasks_without_a_user_draw_one_by_weight_and_always_the_same() -> None:
     assert drawn != [user_of(each, config) for each in tasks]
     assert user_of(Task("0", (), "g", "", "never"), config) == "never"
     assert user_of(tasks[0], configured({"a": {"weight": 0}})) == "" == user_of(tasks[0], Config())
+    wishes = [Task("0", (), "g", "", f"{name}?") for name in ("never", "collabllm")]
+    assert [user_of(wish, config) for wish in wishes] == ["never", user_of(tasks[0], config)], "names of other programs"
     config.user.name = "reveal"
-    assert user_of(tasks[0], config) == "reveal"
+    assert user_of(tasks[0], config) == user_of(wishes[0], config) == "reveal"
 
 
 def test_servers_that_are_replaced_are_those_of_named_users_too() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_collab.config import Config, RolloutConfig
+from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.environments import booking
 from megatron_collab.rollout.tools.toolbox import Toolbox
 from megatron_collab.rollout.users import UserReply, check_user, split_user
@@ -101,12 +102,16 @@ def test_a_file_without_personas_is_refused(tmp_path: Path) -> None:
 
 def test_counters_start_anew_once_they_are_taken() -> None:
     worker: Any = object.__new__(ConversationWorker)
-    player = SimpleNamespace(users=users(), tools=Toolbox(RolloutConfig(), None))  # type: ignore[arg-type]
-    worker.players = {None: player}
+    training, evaluation = (
+        SimpleNamespace(users=users(), tools=Toolbox(RolloutConfig(), None))  # type: ignore[arg-type]
+        for _ in range(2)
+    )
+    worker.players = {None: training, EvaluationSet("e.jsonl"): evaluation}
     worker.policy = SimpleNamespace(take_counters=lambda: {"servers_lost": 0})
-    player.users.counters["user_leak"] += 2
-    player.tools.counters["tool_calls"] += 1
-    assert asyncio.run(worker.take_counters()) == {"user_leak": 2, "tool_calls": 1, "servers_lost": 0}
+    training.users.counters["user_leak"] += 2
+    evaluation.users.counters["user_leak"] += 3
+    training.tools.counters["tool_calls"] += 1
+    assert asyncio.run(worker.take_counters()) == {"user_leak": 5, "tool_calls": 1, "servers_lost": 0}
     assert asyncio.run(worker.take_counters()) == {"servers_lost": 0}
 
 
