@@ -29,7 +29,7 @@ def test_slower_links_take_longer(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["model.path=models/unknown"], "model.path=models/unknown: neither"),
+        (["model.path=models/unknown"], "model.path=models/unknown: not in"),
         (["rollout.server.tp=16", "rollout.server.ep=3"], "rollout.server.ep=3: does not divide"),
         ([*APART, "rollout.server.tp=64"], "448 rows on a server's rank, no multiple of 128"),
         (["parallel.pq=3"], "parallel.pq"),
