@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from megatron_collab import patches
 from megatron_collab.config import Config, EndpointConfig, require
+from megatron_collab.data.evaluation import evaluation_sets
 from megatron_collab.llm import endpoint as endpoints
 from megatron_collab.reward import metrics
 from megatron_collab.rollout import users
@@ -48,9 +49,18 @@ def of_users(config: Config, names: Iterable[str]) -> list[AskedModel]:
 
 
 def of_assistant(config: Config) -> list[AskedModel]:
-    """The model that is evaluated in place of the policy, if any."""
-    asked = config.assistant
-    return [AskedModel("assistant.model", "assistant", asked)] if asked.model else []
+    """The model that is evaluated in place of the policy, if any, as each set of data.eval asks it."""
+    setting, asked = "assistant.model", config.assistant
+    if not asked.model:
+        return []
+    message = f"{setting}={endpoints.POLICY}: the policy is evaluated as model.path; remove it"
+    require(asked.model != endpoints.POLICY, message)
+    by_sets = [
+        AskedModel(setting, one.setting, replace(asked, temperature=one.temperature))
+        for one in evaluation_sets(config)
+        if one.temperature is not None
+    ]
+    return [AskedModel(setting, "assistant", asked), *by_sets]
 
 
 def check_settings(config: Config) -> None:

@@ -48,7 +48,7 @@ def load(arguments: Sequence[str]) -> Config:
     assistant, rollout = config.assistant, config.rollout
     server = replace(rollout.server, colocated=False, fp8=False)  # servers keep the weights that they load
     if assistant.model:
-        sampling = SamplingConfig(assistant.max_tokens, assistant.temperature)
+        sampling = SamplingConfig(assistant.max_tokens)
         # Only the tokens of replies are counted here, and there is room for all: the endpoint knows its own limit.
         budgets = (
             (one.max_new_tokens or assistant.max_tokens) * (one.max_assistant_turns or rollout.max_assistant_turns)
@@ -75,6 +75,8 @@ def load(arguments: Sequence[str]) -> Config:
         message = f"assistant.model={assistant.model}: calls no tools yet; {out}"
         require(not (config.rollout.tools or config.rollout.mcp_servers), message)
     validate.check_settings(config)
+    if assistant.model:  # 0 is greedy, which only a policy that learns cannot be
+        config.rollout.turn.temperature = config.rollout.future.temperature = assistant.temperature
     return config
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_collab.config import ConfigError, EndpointConfig, nearest, require
 from megatron_collab.config.load import leaves
+from megatron_collab.config.schema import AssistantConfig
 from megatron_collab.llm.answer import LlmError
 from megatron_collab.patches.litellm import be_quiet
 
@@ -90,7 +91,8 @@ def check_support(endpoint: EndpointConfig, setting: str, group: str) -> None:
             reason = reason.removeprefix("litellm.UnsupportedParamsError: ").rstrip(". ,")
             known = name in _SAMPLING
             shown = f"{group}.{name}" if known else f"{group}.extra.{name}"
-            out = f"set {shown}=null, and it is not sent" if known else "remove it"
+            leaves_out = known and not (isinstance(endpoint, AssistantConfig) and name == "temperature")
+            out = f"set {shown}=null, and it is not sent" if leaves_out else "remove it"
             raise ConfigError(f"{shown}={value}: {endpoint.model} does not take it ({reason}); {out}") from error
 
 

@@ -73,6 +73,8 @@ def test_an_assistant_behind_litellm_needs_no_model_and_no_server(tmp_path: Path
     assert serving.rollout.server.replicas == 0
     assert (serving.rollout.turn.max_new_tokens, serving.rollout.future.temperature) == (300, 1.0)
     assert serving.rollout.context_length > 4 * 900, "the model has a limit of its own"
+    greedy = evaluation.load([*arguments, "assistant.temperature=0"])
+    assert greedy.rollout.turn.temperature == greedy.rollout.future.temperature == 0.0
 
 
 @pytest.mark.parametrize(
@@ -89,10 +91,20 @@ def test_an_assistant_behind_litellm_needs_no_model_and_no_server(tmp_path: Path
             "user llm/policy: policy: no server samples from it beside assistant.model=openai/m",
         ),
         (["users={a: {model: policy}}"], "user a: policy: no server samples from it beside assistant.model=openai/m"),
+        (["assistant.model=policy"], "assistant.model=policy: the policy is evaluated as model.path; remove it"),
+        (["assistant.model=openai/gpt-5", "assistant.temperature=0"], "model's default_reasoning_effort); remove it"),
+        (
+            ["assistant.model=openai/gpt-5", "data.eval=[{source: tasks.jsonl, name: a, temperature: 0.5}]"],
+            "data.eval[a].temperature=0.5: openai/gpt-5 does not take it",
+        ),
+        (["users={a: {model: m, personas: none.txt}}"], "user a: personas=none.txt: no such file, or it has no lines"),
         (["reward.weights.token_amount=0"], "no metric has a weight"),
     ],
 )
-def test_what_cannot_be_evaluated(tmp_path: Path, tasks: Path, more: list[str], said: str) -> None:
+def test_what_cannot_be_evaluated(
+    tmp_path: Path, tasks: Path, more: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     assert said in refused(given(tmp_path, tasks, "assistant.model=openai/m", *more))
 
 

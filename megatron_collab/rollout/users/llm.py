@@ -45,8 +45,8 @@ class LlmUser(User):
             return "user.model is not set; set it to a model of LiteLLM's or to policy, or choose a user in user.name"
         if config.assistant.model and (argument or config.user.model) == POLICY:
             return f"policy: no server samples from it beside assistant.model={config.assistant.model}; choose another"
-        if config.user.personas and not read_personas(config.user.personas):
-            return f"user.personas={config.user.personas}: has no lines; write a persona a line, or remove it"
+        if (file := config.user.personas) and not (Path(file).is_file() and read_personas(file)):
+            return f"personas={file}: no such file, or it has no lines; write a persona a line, or remove it"
         try:
             users_prompt(config.user)
         except ConfigError as error:
