@@ -28,21 +28,22 @@ def write(folder: Path, name: str) -> None:
 
 
 def open_together(folder: Path, start: Any) -> None:
-    start.wait()
-    Cache(folder).put("a", {"i": 1})
+    for i in range(40):
+        start.wait()
+        Cache(folder / str(i)).put("a", {"i": 1})
 
 
 @pytest.mark.processes
 def test_processes_open_it_at_the_same_time(tmp_path: Path) -> None:
+    """Without the lock around opening, a few in a hundred end in "database is locked"."""
     fork = multiprocessing.get_context("fork")
-    start = fork.Barrier(8)
-    for i in range(10):  # without a lock one round in three ends in "database is locked"
-        writers = [fork.Process(target=open_together, args=(tmp_path / str(i), start)) for _ in range(8)]
-        for writer in writers:
-            writer.start()
-        for writer in writers:
-            writer.join()
-        assert [writer.exitcode for writer in writers] == [0] * 8
+    start = fork.Barrier(8, timeout=60)
+    writers = [fork.Process(target=open_together, args=(tmp_path, start)) for _ in range(8)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert [writer.exitcode for writer in writers] == [0] * 8
 
 
 @pytest.mark.processes
