@@ -140,6 +140,15 @@ def synchronize(*tensors: torch.Tensor) -> None:
         torch.cuda.synchronize()
 
 
+def free_cache() -> None:
+    """Give the GPU back what torch keeps of freed tensors for new ones, once all queued work is done."""
+    import torch
+
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
 def select(setting: str) -> Device:
     """The device for launch.device: auto takes CUDA where it is visible. ValueError for cuda where there is none."""
     found = setting != "cpu" and probe("cuda").found

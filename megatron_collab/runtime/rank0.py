@@ -42,6 +42,13 @@ def wait_until(holds: Callable[[], bool]) -> None:
         pass
 
 
+def meet() -> None:
+    """Return once every rank is here; collective. It does not wait for work on the GPUs: see device.free_cache."""
+    beat()
+    dist.barrier(_group)
+    beat()
+
+
 def shared(make: Callable[[], Any], preemptible: bool = False) -> Any:
     """What rank 0 makes, on every rank; where rank 0 fails, every rank raises instead of waiting for it.
 

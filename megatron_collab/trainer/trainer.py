@@ -22,7 +22,9 @@ from megatron_collab.algo.advantages import token_weights
 from megatron_collab.checkpoint.hf import unwrap
 from megatron_collab.config import Config
 from megatron_collab.models.hf_to_megatron import ModelShape
+from megatron_collab.runtime import device
 from megatron_collab.runtime.process import beat
+from megatron_collab.runtime.rank0 import meet
 from megatron_collab.trainer.critic import Critic
 from megatron_collab.trainer.losses import Head, Report, apply_head, policy_objective, reported, supervised_objective
 from megatron_collab.trainer.megatron import model
@@ -62,10 +64,16 @@ class PolicyTrainer:
 
     @contextmanager
     def offloaded(self) -> Iterator[None]:
-        """While the policy is sampled from: without optimizer and gradients on the device, if parallel.offload."""
+        """While the policy is sampled from: without optimizer and gradients on the device, if parallel.offload.
+
+        Collective: colocated servers take the memory of every rank of their node, so all must have left it by then.
+        """
         with ExitStack() as stack:
             for trainable in self.trainables.values():
                 stack.enter_context(trainable.offloaded())
+            if self.config.rollout.server.colocated:
+                device.free_cache()
+                meet()
             yield
 
     def score(self, batch: Batch) -> Scored:

@@ -1,10 +1,11 @@
-"""An update that is given up before its first optimizer step leaves no trace, on any rank."""
+"""Two ranks in step: an update that is given up leaves no trace on any, and servers take memory that all have left."""
 
 from __future__ import annotations
 
 import os
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,11 @@ def test_other_ranks_leave_a_run_that_is_stopped_after_rank_0(found: list[dict[s
     assert [own["put away first"] for own in found] == [True, True]
 
 
+def test_servers_take_memory_when_every_rank_has_left_it(found: list[dict[str, Any]]) -> None:
+    first, second = found
+    assert first["servers may begin"] >= second["left"] > first["left"] + 0.5
+
+
 def give_up(folder: Path) -> dict[str, Any]:
     """As one of two ranks."""
     looks, rank0.raise_if_preempted = {}, (told := Told())
@@ -53,7 +59,9 @@ def give_up(folder: Path) -> dict[str, Any]:
         config = make_config(folder, settings)
         with parallel.init_parallel(config):
             looks[case] = given_up(config, told)
-    return {"looks": looks, "put away first": put_away_first(folder)}
+    with parallel.init_parallel(config):
+        times = leave(config)
+    return {"looks": looks, "put away first": put_away_first(folder)} | times
 
 
 class Told:
@@ -108,6 +116,22 @@ def given_up(config: Config, told: Told) -> int:
         assert same(state(disturbed), state(undisturbed))
         return at - 1
     raise AssertionError
+
+
+def leave(config: Config) -> dict[str, float]:
+    """When this rank has left the device, rank 1 a second late, and when the block of `offloaded` begins."""
+    actor, left = make(config), 0.0
+
+    @contextmanager
+    def leaving() -> Iterator[None]:
+        nonlocal left
+        time.sleep(int(os.environ["RANK"]))
+        left = time.monotonic()
+        yield
+
+    actor.policy.offloaded = leaving  # type: ignore[method-assign]
+    with actor.offloaded():
+        return {"left": left, "servers may begin": time.monotonic()}
 
 
 def put_away_first(folder: Path) -> bool:
