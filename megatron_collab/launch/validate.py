@@ -233,6 +233,8 @@ def check_layout(config: Config) -> None:
     message = f"must be a multiple of {multiple} with this layout and precision; set {fitting}"
     check(tokens % multiple == 0, f"<train.tokens_per_micro_batch>: {message}")
     model = config.model
+    message = f"<parallel.cp>: needs model.dtype=bfloat16, not {model.dtype}; set parallel.cp=1"
+    check(parallel.cp == 1 or model.dtype == "bfloat16", message)
     if not model.fp8:
         for setting in ("fp8_recipe", "fp8_params", "fp8_skip_first", "fp8_skip_last"):
             default = getattr(model, setting) == getattr(ModelConfig, setting)

@@ -16,6 +16,9 @@ from megatron_collab.models.hf_to_megatron import TensorCut, WeightEntry
 
 # recipe: what the sides of FP8 matrices are multiples of
 FP8_MULTIPLE = {"delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32}
+# What the tokens of a rank are a multiple of, so that sequence parallelism gathers them in FP8: TransformerEngine's
+# Float8BlockQuantizer.is_quantizable (tensor/float8_blockwise_tensor.py) needs whole blocks, else it gathers 16 bits.
+FP8_GATHERED = FP8_MULTIPLE | {"blockwise": 128}
 
 
 def ranks(config: Config) -> int:
@@ -36,7 +39,8 @@ def alignment(config: Config) -> tuple[int, int]:
     """
     parallel = config.parallel
     sequence = 2 * parallel.cp if parallel.cp > 1 else 1
-    fp8 = FP8_MULTIPLE[config.model.fp8_recipe] if config.model.fp8 else 1
+    multiples = FP8_GATHERED if parallel.sequence_parallel else FP8_MULTIPLE
+    fp8 = multiples[config.model.fp8_recipe] if config.model.fp8 else 1
     part = fp8 * (parallel.tp if parallel.sequence_parallel else 1)
     return sequence, lcm(sequence, part * parallel.cp)
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron_collab.config import Config, OptimConfig
 from megatron_collab.patches.megatron import count_padding
+from megatron_collab.runtime import device
 from megatron_collab.runtime.process import beat
 from megatron_collab.runtime.rank0 import check_preemption
 from megatron_collab.trainer.megatron.config import DTYPES
@@ -53,7 +54,7 @@ class Trainable:
         self.optimizer = get_megatron_optimizer(options, self.chunks, no_decay_for_norms_and_biases(options))
         if config.model.fp8_params:
             self.optimizer.reload_model_params()  # the masters hold what the parameters were before they were loaded
-        self._host: dict[int, torch.UntypedStorage] = {}  # copies of offloaded storages, kept for the next time
+        self._host: Tensor | None = None  # uint8, what is offloaded; kept for the next time, as pinning takes seconds
         megatron.finalize_model_grads_func = finalize_model_grads
         megatron.grad_scale_func = self.optimizer.scale_loss
 
@@ -97,20 +98,27 @@ class Trainable:
         if not self.config.parallel.offload:
             yield
             return
-        moved = []
-        for storage in self._optimizer_storages():
-            copy = self._host.setdefault(storage._cdata, torch.UntypedStorage(storage.nbytes()))
-            copy.copy_(storage)
-            moved.append((storage, copy))
+        moved = list(self._optimizer_storages())
+        sizes = [storage.nbytes() for storage in moved]
+        if self._host is None or len(self._host) != sum(sizes):
+            self._host = None  # before the next is made
+            on_gpu = any(storage.device.type == device.GPU for storage in moved)
+            # Pinned, since pageable memory is copied in small pieces, each of which the host waits for.
+            self._host = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=on_gpu)
+        copies = self._host.split(sizes)
+        for storage, copy in zip(moved, copies, strict=True):
+            copy.copy_(_bytes(storage), non_blocking=True)
+        device.synchronize(*map(_bytes, moved))
+        for storage in moved:
             storage.resize_(0)
         for chunk in self.chunks:
             chunk.offload_grad_buffers()
         try:
             yield
         finally:
-            for storage, copy in moved:
-                storage.resize_(copy.nbytes())
-                storage.copy_(copy)
+            for storage, copy in zip(moved, copies, strict=True):
+                storage.resize_(len(copy))
+                _bytes(storage).copy_(copy, non_blocking=True)
             for chunk in self.chunks:
                 chunk.restore_grad_buffers()
 
@@ -127,6 +135,11 @@ class Trainable:
                 if storage.nbytes() and storage._cdata not in seen:
                     seen.add(storage._cdata)
                     yield storage
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    """uint8 [nbytes] on its device, sharing its memory."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def learning_rate(optim: OptimConfig, steps: int, step: int) -> float:
@@ -150,18 +163,18 @@ def infer(
     It gives float [N] for a micro-batch and its hidden states, on the last pipeline stage. Preempted on every rank
     where rank 0 received a preemption notice.
     """
-    device = next(chunks[0].parameters()).device
-    micro_batches = make_micro_batches(config, columns, device)
+    home = next(chunks[0].parameters()).device
+    micro_batches = make_micro_batches(config, columns, home)
 
     def collect(micro_batch: MicroBatch, hidden: Tensor, non_loss_data: bool) -> Tensor:
         return compute(micro_batch, hidden)
 
     found = _schedule(chunks, micro_batches, collect, interruptible=True, forward_only=True, collect_non_loss_data=True)
     lengths = [len(token_ids) for token_ids in columns["token_ids"]]
-    flat = torch.zeros(sum(lengths), device=device)
+    flat = torch.zeros(sum(lengths), device=home)
     if found and parallel_state.get_tensor_model_parallel_rank() == 0:  # its peers found the same
         for micro_batch, values in zip(micro_batches, found, strict=True):
-            flat[torch.from_numpy(micro_batch.where).to(device)] = values.float()
+            flat[torch.from_numpy(micro_batch.where).to(home)] = values.float()
     dist.all_reduce(flat)
     return np.split(flat.cpu().numpy(), np.cumsum(lengths)[:-1])
 

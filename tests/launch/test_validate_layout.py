@@ -71,6 +71,10 @@ def refused(settings: dict[str, Any], shape: dict[str, Any] | None = None) -> st
         ({"model.fp8_skip_first": 1}, "model.fp8_skip_first=1: needs model.fp8"),
         ({"parallel.cp": 2, "launch.nproc_per_node": 2}, "parallel.cp=2: needs TransformerEngine (not installed)"),
         (
+            {"parallel.cp": 2, "launch.nproc_per_node": 2, "model.dtype": "float32"},
+            "parallel.cp=2: needs model.dtype=bfloat16, not float32; set parallel.cp=1",
+        ),
+        (
             {"parallel.tp": 2, "parallel.pp": 2, "launch.nproc_per_node": 2},
             "does not divide the 2 ranks (launch.nodes=1 x launch.nproc_per_node=2); set launch.nproc_per_node so that "
             "they are a multiple of 4",
@@ -218,6 +222,8 @@ def test_what_works_is_let_through(engine: None, settings: dict[str, Any], shape
         ({"parallel.cp": 2}, (4, 4)),
         ({"parallel.cp": 2, "parallel.tp": 4, "parallel.sequence_parallel": True}, (4, 8)),
         (FP8, (1, 16)),
+        ({**FP8, "model.fp8_recipe": "blockwise"}, (1, 16)),
+        ({**FP8, "model.fp8_recipe": "blockwise", "parallel.tp": 2, "parallel.sequence_parallel": True}, (1, 256)),
         ({**FP8, "model.fp8_recipe": "mxfp8", "parallel.tp": 2, "parallel.sequence_parallel": True}, (1, 64)),
     ],
     ids=str,

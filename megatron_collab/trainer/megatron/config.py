@@ -81,7 +81,7 @@ def transformer_config(config: Config, shape: ModelShape) -> TransformerConfig:
         num_layers_at_end_in_bf16=model.fp8_skip_last,
         **_RECOMPUTE[parallel.recompute],
         **_experts(shape.experts, shape.layers),
-        **_fusions(shape.experts is not None),
+        **_fusions(dtype, shape.experts is not None),
     )
 
 
@@ -101,8 +101,13 @@ def _experts(experts: Experts | None, count: int) -> dict[str, Any]:
     }
 
 
-def _fusions(experts: bool) -> dict[str, bool]:
-    engine, apex = device.probe("transformer_engine").found, device.probe("apex").found
+def _engine(dtype: torch.dtype) -> bool:
+    """Whether the layers are TransformerEngine's: its fused attention takes 16 bits, else it keeps all scores."""
+    return dtype is torch.bfloat16 and device.probe("transformer_engine").found
+
+
+def _fusions(dtype: torch.dtype, experts: bool) -> dict[str, bool]:
+    engine, apex = _engine(dtype), device.probe("apex").found
     return {
         "apply_rope_fusion": engine,
         # Compiled on CUDA; on CPU the same formula uncompiled is slower than plain SwiGLU.
@@ -113,7 +118,7 @@ def _fusions(experts: bool) -> dict[str, bool]:
 
 
 def backend_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """The layers of this rank's (virtual) pipeline stage: TransformerEngine's where it can run, else layers.py's."""
-    engine = device.probe("transformer_engine").found
+    """The layers of this (virtual) pipeline stage: TransformerEngine's in bfloat16, where it is, else layers.py's."""
+    engine = _engine(config.params_dtype)
     block = get_gpt_decoder_block_spec(config, engine, normalization="RMSNorm", vp_stage=vp_stage)
     return block if engine else layers.fill_in(block, config)

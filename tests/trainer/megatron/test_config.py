@@ -190,6 +190,14 @@ def test_fused_kernels_follow_from_what_is_there(found: set[str], there: set[str
     }
 
 
+def test_float32_is_computed_by_the_local_layers(one_rank: Config, found: set[str]) -> None:
+    """TransformerEngine's fused attention takes 16 bits; what is left of it keeps the scores of all pairs of tokens."""
+    found |= {"cuda", "transformer_engine"}
+    made = transformer_config(configure({"model.dtype": "float32"}), MOE)
+    assert [name for name in FUSIONS if getattr(made, name)] == ["bias_activation_fusion"]
+    assert backend_spec(made).layer_norm is layers.RMSNorm
+
+
 @pytest.mark.parametrize(
     ("layers", "pp", "vpp"), [(3, 2, 1), (10, 4, 1), (13, 8, 1), (5, 5, 1), (8, 2, 1), (5, 2, 2), (8, 2, 2), (13, 3, 4)]
 )
