@@ -133,6 +133,11 @@ _INTERFACES = {
         "ProcessGroupNCCL.Options takes a timeout",
         "tests/weight_sync/test_receiver.py::test_all_of_it_arrives_every_time",
     ),
+    "torch._C._distributed_c10d._dump_nccl_trace_json": (
+        "runtime/hang_detector.py asks which operation a rank's GPU has not done",
+        "torch exports it",
+        "tests/runtime/test_hang_detector.py::test_with_nccl_the_oldest_open_operation_is_named",
+    ),
     "sglang._platform_stubs": (
         "patches/sglang.py uses the modules that SGLang makes for machines without triton",
         "SGLang installs them wherever triton is missing",

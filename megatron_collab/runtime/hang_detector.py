@@ -21,6 +21,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from megatron_collab.config import Config
@@ -30,6 +31,7 @@ from megatron_collab.runtime.process import EXIT_HUNG, first_on_node, global_ran
 POLL_SECONDS = 1.0
 ANSWER_SECONDS = 10.0  # for ranks to report where they are, once a hang is detected
 GRACE_SECONDS = 30.0  # after which faulthandler ends a process whose detector did not
+_NCCL_TRACE = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)  # a build for CPU has none
 _COLLECTIVES = 10  # times launch.timeout: upper bound of a collective, which may wait for a rank that is merely slow
 
 
@@ -65,7 +67,7 @@ class Account(NamedTuple):
 
     stage: str
     frame: str  # the innermost
-    call: str  # the collective that it waits in, or ""
+    call: str  # the collective that it waits in, or "": where its stack is, or with NCCL on its GPU
     seconds: float  # since its last beat
 
 
@@ -103,12 +105,18 @@ class _Detector(threading.Thread):
     def _end(self, lost: str = "") -> None:
         """Write the stacks, report a hang or the `lost` store, and end the process even if either hangs."""
         faulthandler.dump_traceback_later(GRACE_SECONDS, file=self.file, exit=True)
-        account = Account(process.stage, *stacks.innermost(), time.monotonic() - self._last_beat)
+        frame, call = stacks.innermost()
+        account = Account(process.stage, frame, call, time.monotonic() - self._last_beat)
+
+        def look() -> None:
+            nonlocal account
+            account = account._replace(call=call or nccl_operation())
 
         def write() -> None:
             print(f"{account.stage}, no progress for {account.seconds:.0f} s", file=self.file, flush=True)
             faulthandler.dump_traceback(self.file)
 
+        _within(2.0, look)  # NCCL may hold the recorder
         _within(2.0, write)  # the file system may be what hangs
         _within(2 * ANSWER_SECONDS, lambda: _print(lost) if lost else self._report(account))
         os._exit(1 if lost else EXIT_HUNG)
@@ -130,6 +138,19 @@ class _Detector(threading.Thread):
         accounts = {rank: Account(*json.loads(account)) for rank, account in given.items()}
         _print(describe(accounts, self.ranks, self.timeout, self.folder))
         self._store.set("reported", "")
+
+
+def nccl_operation(dump: Callable[..., bytes] | None = _NCCL_TRACE) -> str:
+    """The oldest operation that this rank has given to its GPU and that is not done, by torch's flight recorder; or "".
+
+    With NCCL the host does not stop in torch.distributed, but wherever it next needs a number of the GPU.
+    """
+    entries = json.loads(dump(includeCollectives=True, onlyActive=True))["entries"] if dump else []
+    open_ones = [entry for entry in entries if entry["state"] != "completed"]
+    if not open_ones:
+        return ""
+    oldest = min(open_ones, key=lambda entry: entry["time_created_ns"])
+    return f"{oldest['profiling_name']} of {oldest['process_group'][1]}"
 
 
 def _within(seconds: float, call: Callable[[], object]) -> None:

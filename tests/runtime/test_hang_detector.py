@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
 from megatron_collab.checkpoint.checkpointer import Checkpoints
 from megatron_collab.config import Config
@@ -150,3 +151,23 @@ def test_ranks_in_the_same_place_share_a_line() -> None:
         "  rank 3: no answer; the process is stopped or has ended, or its machine is down",
         "  ranks 0-2, 5 wait for ranks 3-4",
     ]
+
+
+def test_with_nccl_the_oldest_open_operation_is_named(one_rank: Config) -> None:
+    """The dump is NCCL's, in the form that torch gives to gloo's operations as well."""
+    dist.all_reduce(torch.zeros(1))
+    given = json.loads(c10d._dump_fr_trace_json(includeCollectives=True, onlyActive=False))["entries"][-1]
+    kinds = [("all_reduce", "completed", "tp"), ("send", "started", "pp"), ("all_gather", "scheduled", "dp")]
+    entries = [
+        given | {"profiling_name": f"nccl:{name}", "state": state, "process_group": ["1", group], "time_created_ns": at}
+        for at, (name, state, group) in enumerate(kinds)
+    ]
+    assert given.keys() == entries[0].keys()
+
+    def dump(**_: bool) -> bytes:
+        return json.dumps({"entries": entries}).encode()
+
+    assert hang_detector.nccl_operation(dump) == "nccl:send of pp"
+    entries[1:] = []
+    assert hang_detector.nccl_operation(dump) == ""
+    assert hang_detector.nccl_operation() == ""  # without NCCL
