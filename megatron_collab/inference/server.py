@@ -7,6 +7,7 @@ import os
 import re
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -18,9 +19,10 @@ from urllib.parse import urlsplit
 
 from megatron_collab.config import Config
 from megatron_collab.inference import KEY_VARIABLE, PARENT_VARIABLE, SCORES_FLAG, STACKS_VARIABLE
+from megatron_collab.models import hf_config
 from megatron_collab.models.parallel_layout import servers_per_node
 from megatron_collab.runtime import device, hub, network, stacks
-from megatron_collab.runtime.files import COMPILE_CACHE, ScratchFolder
+from megatron_collab.runtime.files import CACHE, COMPILE_CACHE, ScratchFolder
 from megatron_collab.runtime.network import bindable
 from megatron_collab.runtime.process import RunStopped, beat, wait_for
 from megatron_collab.runtime.redact import redact
@@ -35,6 +37,9 @@ WEIGHT_LOADER = "megatron_collab.weight_sync.receiver.receive"  # takes those th
 FP8_BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 _TORCHRUN_VARIABLES = re.compile(r"(LOCAL_|GROUP_|ROLE_|TORCHELASTIC_|MASTER_)|(RANK|WORLD_SIZE)$")
+
+# Of the trainer's allocator; torch-memory-saver, which moves a server's memory, works with none of them.
+_ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "SGLANG_MEMORY_SAVER_CUDA_GRAPH")
 
 _LEFT_BEHIND = re.compile(r"/dev/shm/(?:sgl_shm_mq_|sem\.mp-)\S+")
 
@@ -267,6 +272,9 @@ def arguments(config: Config, url: str, index: int, scores: bool = False) -> lis
     else:
         options["base-gpu-id"] = place * server.tp + (0 if server.colocated else config.launch.nproc_per_node)
         flags += ["enable-memory-saver"] if server.colocated else []
+        if not (scores or server.fp8) and hf_config.read(hub.folder(config.model.path) / "config.json").experts:
+            # By itself SGLang takes a kernel on Blackwell that wants gate and up in the other order.
+            options["moe-runner-backend"] = "triton"
     if server.fp8:  # model.path is not in FP8: the weights come from the trainer
         override = json.dumps({"quantization_config": FP8_BLOCKS})
         options |= {"load-format": "dummy", "json-model-override-args": override}
@@ -292,7 +300,18 @@ def _environment(config: Config, api_key: str, index: int) -> dict[str, str]:
         if tp > 1:
             bind = [str(cores[(place * tp + rank) % len(cores)]) for rank in range(tp)]
             settings["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(bind)
-    return dict([COMPILE_CACHE]) | inherited | settings
+        return dict([COMPILE_CACHE]) | inherited | settings
+    for name in _ALLOCATOR_VARIABLES:
+        inherited.pop(name, None)
+    # SGLang and flashinfer compile kernels with ninja, which lies beside the interpreter.
+    settings["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), inherited.get("PATH", os.defpath)])
+    # Of all kernels at once, which no two machines may write to at a time, as they would where they share a home.
+    # Without a fast warm-up DeepGEMM first compiles for 10 to 20 minutes by its own log.
+    kernels = {
+        "SGLANG_CACHE_DIR": str(CACHE / "megatron-collab" / socket.gethostname()),
+        "SGLANG_JIT_DEEPGEMM_FAST_WARMUP": "1",
+    }
+    return kernels | inherited | settings
 
 
 def _left_behind(group: int) -> set[Path]:

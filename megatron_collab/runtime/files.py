@@ -13,11 +13,9 @@ from pathlib import Path
 
 from megatron_collab.runtime.process import RunStopped
 
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 # PyTorch's folder of compiled code: by default in the temporary folder, but worth keeping, as other caches are.
-COMPILE_CACHE = (
-    "TORCHINDUCTOR_CACHE_DIR",
-    str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchinductor"),
-)
+COMPILE_CACHE = ("TORCHINDUCTOR_CACHE_DIR", str(CACHE / "torchinductor"))
 _PREFIX = "mgcollab-"
 _ROOT_LENGTH = 25  # characters: a socket's path has 107 at most, of which Ray needs 64 and the folder's name 18
 _ATTEMPTS, _PAUSE = 50, 0.1  # seconds: what has just been ended may still write

@@ -32,6 +32,7 @@ from megatron_collab.runtime import device, files, stacks
 from megatron_collab.types import Finish, ToolCall, Turn
 from tests.conftest import Served, serving_config
 from tests.helpers import make_model
+from tests.ranks import EXPERTS, HF
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROMPTS = [tuple(row) for row in np.random.default_rng(0).integers(3, 500, (40, 24)).tolist()]
@@ -251,14 +252,17 @@ def test_the_key_is_in_no_argument_and_no_log(servers: dict[str, Served]) -> Non
 
 
 @pytest.fixture
-def on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A model for servers on GPUs."""
     monkeypatch.setattr(device, "select", lambda setting: device.Device("cuda", "nccl"))
+    (tmp_path / "config.json").write_text(json.dumps(HF))
+    return tmp_path
 
 
-def arguments(index: int, nodes: int = 1, **server: object) -> dict[str, str | None]:
+def arguments(model: Path, index: int, nodes: int = 1, **server: object) -> dict[str, str | None]:
     """Arguments of a server, by name; None: a flag."""
     config = Config()
-    config.model.path, config.launch.nproc_per_node, config.launch.nodes = "/model", 4, nodes
+    config.model.path, config.launch.nproc_per_node, config.launch.nodes = str(model), 4, nodes
     for name, value in server.items():
         setattr(config.rollout.server, name, value)
     words = server_module.arguments(config, "http://10.0.0.1:30000", index)
@@ -269,9 +273,9 @@ def arguments(index: int, nodes: int = 1, **server: object) -> dict[str, str | N
     }
 
 
-def test_arguments_on_gpus(on_gpus: None) -> None:
+def test_arguments_on_gpus(on_gpus: Path) -> None:
     expected = {
-        "model-path": "/model",
+        "model-path": str(on_gpus),
         "host": "10.0.0.1",
         "port": "30000",
         "tp-size": "2",
@@ -287,19 +291,19 @@ def test_arguments_on_gpus(on_gpus: None) -> None:
         "skip-server-warmup": None,
         "enable-memory-saver": None,
     }
-    assert arguments(1, tp=2, ep=2, replicas=2) == expected
+    assert arguments(on_gpus, 1, tp=2, ep=2, replicas=2) == expected
     del expected["enable-memory-saver"]
-    assert arguments(1, tp=2, ep=2, replicas=2, colocated=False) == expected | {"base-gpu-id": "6"}
+    assert arguments(on_gpus, 1, tp=2, ep=2, replicas=2, colocated=False) == expected | {"base-gpu-id": "6"}
 
 
-def test_gpus_are_counted_within_a_node(on_gpus: None) -> None:
-    found = [arguments(index, nodes=2, tp=2, replicas=4)["base-gpu-id"] for index in range(4)]
+def test_gpus_are_counted_within_a_node(on_gpus: Path) -> None:
+    found = [arguments(on_gpus, index, nodes=2, tp=2, replicas=4)["base-gpu-id"] for index in range(4)]
     assert found == ["0", "2", "0", "2"]
-    assert arguments(3, nodes=2, tp=2, replicas=4, colocated=False)["base-gpu-id"] == "6"
+    assert arguments(on_gpus, 3, nodes=2, tp=2, replicas=4, colocated=False)["base-gpu-id"] == "6"
 
 
-def test_a_server_in_fp8_is_told_its_blocks_and_loads_no_weights(on_gpus: None) -> None:
-    added = dict(arguments(0, fp8=True).items() - arguments(0).items())
+def test_a_server_in_fp8_is_told_its_blocks_and_loads_no_weights(on_gpus: Path) -> None:
+    added = dict(arguments(on_gpus, 0, fp8=True).items() - arguments(on_gpus, 0).items())
     blocks = json.loads(added.pop("json-model-override-args") or "")
     assert added == {"load-format": "dummy"}
     assert blocks == {
@@ -310,6 +314,24 @@ def test_a_server_in_fp8_is_told_its_blocks_and_loads_no_weights(on_gpus: None) 
             "weight_block_size": [128, 128],
         }
     }
+
+
+def test_experts_are_computed_by_a_kernel_that_takes_their_weights_as_they_are(on_gpus: Path) -> None:
+    assert "moe-runner-backend" not in arguments(on_gpus, 0)
+    (on_gpus / "config.json").write_text(json.dumps(HF | EXPERTS))
+    assert arguments(on_gpus, 0)["moe-runner-backend"] == "triton"
+
+
+def test_the_environment_on_gpus(on_gpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.setenv(name, "expandable_segments:True")
+    monkeypatch.setenv("PATH", "/usr/bin")
+    made = server_module._environment(Config(), "key", 0)
+    assert not [name for name in made if "ALLOC_CONF" in name]  # torch-memory-saver would refuse to start
+    assert made["PATH"] == f"{Path(sys.executable).parent}:/usr/bin"
+    assert made["SGLANG_CACHE_DIR"].endswith(socket.gethostname())
+    monkeypatch.setenv("SGLANG_CACHE_DIR", "/scratch")
+    assert server_module._environment(Config(), "key", 0)["SGLANG_CACHE_DIR"] == "/scratch"
 
 
 @pytest.mark.processes
