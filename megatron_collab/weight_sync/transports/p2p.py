@@ -7,6 +7,8 @@ no other. A part is packed once, whatever the number of servers. CPUs use gloo, 
 from __future__ import annotations
 
 import logging
+import math
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,6 +27,8 @@ if TYPE_CHECKING:  # the servers do without the trainer's libraries
 
 logger = logging.getLogger(__name__)
 
+_ON_ERROR = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
 
 def _join(address: Address, name: str, rank: int, size: int, device: torch.device, timeout: float) -> dist.ProcessGroup:
     """Join the process group `name`; RuntimeError where not all ranks join within `timeout` seconds."""
@@ -32,8 +36,19 @@ def _join(address: Address, name: str, rank: int, size: int, device: torch.devic
     if device.type == "cpu":
         return dist.ProcessGroupGloo(store, rank, size, limit)
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = limit
-    return dist.ProcessGroupNCCL(store, rank, size, options)
+    # Whoever waits gives up by a deadline of its own (`finish`), and aborts: torch's watchdog must not come before it.
+    options._timeout = 10 * limit
+    # A peer that has died would hold up a blocking join for ever.
+    options.config.blocking = 0
+    os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] = str(math.ceil(timeout))
+    # Read in the constructor: where an operation fails, abort it (2) instead of ending the process, as other groups do.
+    before = os.environ.get(_ON_ERROR)
+    os.environ[_ON_ERROR] = "2"
+    try:
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    finally:
+        del os.environ[_ON_ERROR]
+        os.environ |= {} if before is None else {_ON_ERROR: before}
 
 
 def finish(work: dist.Work, deadline: float, device: torch.device) -> None:
@@ -95,7 +110,9 @@ class NetworkTransport:
 
     def drop(self, server: int) -> None:
         """Forget the process group of a server that failed."""
-        self._groups.pop(server, None)
+        group = self._groups.pop(server, None)
+        if group is not None and self._device.type != "cpu":
+            group.abort()  # else what was sent to it waits on the GPU for ever
 
     def close(self) -> None:
         self._groups.clear()

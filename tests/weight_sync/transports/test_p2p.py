@@ -1,0 +1,76 @@
+"""Process groups with servers over NCCL. No GPU is here: what is tested is what torch is asked for.
+
+Over gloo the real thing is in test_receiver.py, test_killed.py and test_hung.py.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_collab.weight_sync.store_protocol import Peer
+from megatron_collab.weight_sync.transports import p2p
+
+GPU = torch.device("cuda", 0)
+
+
+class FakeNCCL:
+    """torch's group, which reads the environment when it is made."""
+
+    def __init__(self, store: str, rank: int, size: int, options: Any) -> None:
+        self.place, self.options = (store, rank, size), options
+        self.on_error = os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"]
+        self.aborted = False
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    @staticmethod
+    def Options() -> Any:
+        return SimpleNamespace(config=SimpleNamespace())
+
+
+@pytest.fixture
+def nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", FakeNCCL, raising=False)
+    monkeypatch.setattr(p2p, "connect", lambda address, name, timeout: name)
+    monkeypatch.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", "")  # put back afterwards
+
+
+@pytest.mark.parametrize("before", [None, "3"])
+def test_a_group_that_fails_does_not_end_the_process(
+    nccl: None, monkeypatch: pytest.MonkeyPatch, before: str | None
+) -> None:
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    monkeypatch.delenv(name, raising=False) if before is None else monkeypatch.setenv(name, before)
+    group: Any = p2p._join(("localhost", 1), "group", 2, 4, GPU, 2.5)
+    assert group.place == ("group", 2, 4) and group.on_error == "2"
+    assert os.environ.get(name) == before, "the other groups keep theirs"
+    assert group.options.config.blocking == 0 and os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "3"
+    assert group.options._timeout > timedelta(seconds=2.5), "torch's watchdog waits longer than we do"
+
+
+def test_what_a_lost_server_was_sent_is_aborted(nccl: None, one_rank: Any, caplog: pytest.LogCaptureFixture) -> None:
+    writer: Any = SimpleNamespace(parts=[{0: (0, 4)}], largest=4)
+    transport = p2p.NetworkTransport(writer, ("localhost", 1), "prefix", torch.device("cpu"), 1.0)
+    transport._device = GPU
+    abandoned = []
+    store: Any = SimpleNamespace(
+        number=1,
+        all_ready=lambda *_: True,
+        abandoned=lambda server: False,
+        abandon=lambda server, tp, rounds: abandoned.append(server),
+    )
+    peer = Peer(7, 1, True)
+    transport._meet(store, peer, 0.0)
+    group: Any = transport._groups[7]
+    with transport._losing(store, peer):
+        raise RuntimeError("it has died")
+    assert group.aborted and abandoned == [7] and not transport._groups
+    assert "server 7 is abandoned: it has died" in caplog.text
