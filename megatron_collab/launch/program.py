@@ -9,7 +9,7 @@ from collections.abc import Callable
 from megatron_collab.config import Config, ConfigError
 from megatron_collab.launch import prepare
 from megatron_collab.launch.help import composed, help_text
-from megatron_collab.runtime import network, process
+from megatron_collab.runtime import device, network, process
 from megatron_collab.runtime.redact import redact
 
 Prepared = tuple[Config, Callable[[], None]]  # the settings, and what every rank runs
@@ -40,7 +40,7 @@ def run(
     config, work = found
     if not process.under_torchrun():
         prepare.replace_by_torchrun(config, module, arguments)
-    os.environ |= network.variables(config)
+    os.environ |= device.variables(config) | os.environ | network.variables(config)
     process.die_with_parent(int(os.environ.get(process.LAUNCHER, "0")))  # 0: torchrun was started by hand
     process.take_signals(process.global_rank())
     try:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     import torch
 
+    from megatron_collab.config import Config
+
 GPU = "cuda"  # as torch names it
 
 
@@ -147,6 +149,23 @@ def free_cache() -> None:
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
+
+
+def variables(config: Config) -> dict[str, str]:
+    """Environment of a trainer rank on GPUs, where it is not set; read when CUDA and TransformerEngine begin.
+
+    One hardware queue keeps the order in which Megatron launches a collective and the product that is to run beside it
+    (megatron/core/tensor_parallel/layers.py); from Blackwell on it needs no help. Context parallelism over
+    FlashAttention wants a second list of lengths, with padding, which packed micro-batches lack; cuDNN's does not.
+    """
+    if select(config.launch.device).type != GPU:
+        return {}
+    parallel, found = config.parallel, dict[str, str]()
+    if max(parallel.tp, parallel.cp) > 1 and (capability() or (0, 0)) < (10, 0):
+        found["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    if parallel.cp > 1:
+        found["NVTE_FLASH_ATTN"] = "0"
+    return found
 
 
 def select(setting: str) -> Device:

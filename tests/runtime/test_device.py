@@ -11,7 +11,9 @@ from types import ModuleType
 import pytest
 import torch
 
+from megatron_collab.config import Config
 from megatron_collab.runtime import device
+from tests.helpers import configured
 
 
 @pytest.fixture(autouse=True)
@@ -161,3 +163,21 @@ def test_importing_the_module_imports_no_library() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize(
+    ("settings", "capability", "wanted"),
+    [
+        ({}, (9, 0), {}),
+        ({"parallel.tp": 2}, (9, 0), {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
+        ({"parallel.tp": 2}, (10, 0), {}),
+        ({"parallel.cp": 2}, (10, 0), {"NVTE_FLASH_ATTN": "0"}),
+        ({"parallel.tp": 2, "launch.device": "cpu"}, (9, 0), {}),
+    ],
+)
+def test_the_environment_of_ranks_on_gpus(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, object], capability: tuple[int, int], wanted: dict[str, str]
+) -> None:
+    monkeypatch.setattr(device, "probe", lambda name: device.Probe(name, True, "", "", ""))
+    monkeypatch.setattr(device, "capability", lambda: capability)
+    assert device.variables(configured(Config(), settings)) == wanted

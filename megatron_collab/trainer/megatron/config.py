@@ -73,6 +73,7 @@ def transformer_config(config: Config, shape: ModelShape) -> TransformerConfig:
         # With virtual stages anything else silently gives wrong gradients (gloo, Megatron-Core 0.16.1).
         overlap_p2p_comm=parallel.vpp > 1,
         batch_p2p_comm=parallel.vpp == 1,
+        batch_p2p_sync=False,  # after every exchange the host would wait for the GPU, for older PyTorch's sake
         fp8=model.fp8,
         fp8_recipe=model.fp8_recipe,
         fp8_param=model.fp8_params,

@@ -69,6 +69,7 @@ PLAIN = {
     "moe_token_dispatcher_type": "alltoall",
     "overlap_p2p_comm": False,
     "batch_p2p_comm": True,
+    "batch_p2p_sync": False,
     "recompute_granularity": None,
     "recompute_method": None,
     "recompute_num_layers": None,
