@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from megatron_collab.config import Config
 from megatron_collab.inference import KEY_VARIABLE, PARENT_VARIABLE, SCORES_FLAG, STACKS_VARIABLE
 from megatron_collab.models import hf_config
-from megatron_collab.models.parallel_layout import servers_per_node
+from megatron_collab.models.parallel_layout import first_gpu, servers_per_node
 from megatron_collab.runtime import device, hub, network, stacks
 from megatron_collab.runtime.files import CACHE, COMPILE_CACHE, ScratchFolder
 from megatron_collab.runtime.network import bindable
@@ -247,7 +247,6 @@ class SGLangServer:
 def arguments(config: Config, url: str, index: int, scores: bool = False) -> list[str]:
     """SGLang's command-line arguments for server number `index` of the run, at `url`; `scores`: see ServerProcess."""
     server, address = config.rollout.server, urlsplit(url)
-    place = index % servers_per_node(config)  # its number on its node
     options: dict[str, Any] = {
         "model-path": hub.folder(config.model.path),
         "host": address.hostname,
@@ -270,7 +269,7 @@ def arguments(config: Config, url: str, index: int, scores: bool = False) -> lis
         options |= {"device": "cpu", "attention-backend": "torch_native", "sampling-backend": "pytorch"}
         flags += ["disable-overlap-schedule", "disable-cuda-graph", "enable-deterministic-inference"]
     else:
-        options["base-gpu-id"] = place * server.tp + (0 if server.colocated else config.launch.nproc_per_node)
+        options["base-gpu-id"] = first_gpu(config, index)
         flags += ["enable-memory-saver"] if server.colocated else []
         if not (scores or server.fp8) and hf_config.read(hub.folder(config.model.path) / "config.json").experts:
             # By itself SGLang takes a kernel on Blackwell that wants gate and up in the other order.

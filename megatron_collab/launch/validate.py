@@ -368,6 +368,10 @@ def check_servers_on_machine(config: Config) -> None:
         )
         return
     check(here <= gpus, f"{servers}: needs more than the {gpus} GPUs of this node; lower one of them")
+    alone = server.replicas <= config.launch.nodes  # then it may have devices without ranks
+    own, rest = (0, 0) if alone else divmod(config.launch.nproc_per_node, parallel_layout.servers_per_node(config))
+    message = "each colocated server needs as many ranks of <launch.nproc_per_node>, and <rollout.server.tp> at least"
+    check(alone or (rest == 0 and server.tp <= own), f"<rollout.server.replicas>: {message}; change one of them")
     message = "<publish.transport>: NCCL joins no two ranks on one GPU, which are colocated; set publish.transport=auto"
     check(config.publish.transport == "disk" or plan.uses_memory(config), message)
     saver = device.probe("memory_saver")

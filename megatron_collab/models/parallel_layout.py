@@ -31,6 +31,17 @@ def servers_per_node(config: Config) -> int:
     return config.rollout.server.replicas // config.launch.nodes
 
 
+def first_gpu(config: Config, server: int) -> int:
+    """The device, of its node, of rank 0 of server `server`, whose other ranks have those that follow.
+
+    Colocated servers are spread over the devices of the trainer, so that each stands with as many of its ranks.
+    """
+    here, launch, options = servers_per_node(config), config.launch, config.rollout.server
+    if options.colocated:
+        return server % here * (launch.nproc_per_node // here)
+    return launch.nproc_per_node + server % here * options.tp
+
+
 def alignment(config: Config) -> tuple[int, int]:
     """(tokens, tokens): what the length of every packed sequence, and of a micro-batch, must be a multiple of.
 

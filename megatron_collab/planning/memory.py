@@ -37,7 +37,7 @@ from megatron_collab.config import CONF, Config, ConfigError, compose
 from megatron_collab.launch import validate
 from megatron_collab.models import hf_to_megatron, hf_to_sglang
 from megatron_collab.models.hf_config import ModelShape
-from megatron_collab.models.parallel_layout import ranks, servers_per_node, stage_layers, stages
+from megatron_collab.models.parallel_layout import first_gpu, ranks, servers_per_node, stage_layers, stages
 from megatron_collab.runtime import device, hub
 from megatron_collab.trainer import logprobs
 from megatron_collab.trainer.megatron.config import DTYPES
@@ -103,10 +103,11 @@ def plan_memory(config: Config, shape: ModelShape) -> list[list[MemoryPart]]:
         parts.append(MemoryPart("activations", activations(config, shape, rank, tokens), 0.0))
         if rank == parallel.pp - 1:
             parts.append(MemoryPart("head", head(config, shape, tokens), 0.0))
-        # Servers take a node's devices in order, and so do pipeline stages: all ranks of the first, then the second.
-        first_gpu = rank * gpus // parallel.pp % config.launch.nproc_per_node
-        server = config.rollout.server
-        if sampling and server.colocated and first_gpu < servers_per_node(config) * server.tp:
+        # Pipeline stages take a node's devices in order: all ranks of the first, then the second.
+        launch, server = config.launch, config.rollout.server
+        taken = {rank * gpus // parallel.pp % launch.nproc_per_node + own for own in range(gpus // parallel.pp)}
+        serving = {first_gpu(config, one) + own for one in range(servers_per_node(config)) for own in range(server.tp)}
+        if sampling and server.colocated and taken & serving:
             weights = server_weights(config, shape)
             buckets = sync_buckets(config, weights)
             parts += [

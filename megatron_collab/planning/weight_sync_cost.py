@@ -11,8 +11,8 @@ from math import prod
 from megatron_collab.config import Config
 from megatron_collab.models import hf_to_megatron
 from megatron_collab.models.hf_config import ModelShape
-from megatron_collab.models.parallel_layout import ranks, servers_per_node
-from megatron_collab.weight_sync.node_routing import nodes
+from megatron_collab.models.parallel_layout import first_gpu, ranks, servers_per_node
+from megatron_collab.weight_sync.node_routing import places_of
 from megatron_collab.weight_sync.plan import Slice, SyncPlan, uses_memory
 
 # A parameter of a server rank, or one of its stacked experts: (server rank, name, first index of an expert).
@@ -53,10 +53,10 @@ class SyncCost:
 def sync_cost(config: Config, shape: ModelShape, plan: SyncPlan, bandwidths: Mapping[Bandwidth, float]) -> SyncCost:
     """`bandwidths` in bytes a second, of one device in one direction; devices as commands/plan_sync.py says.
 
-    With shared memory, what several servers of a node need is sent to the first of them once, and the others copy it.
+    With shared memory, what several servers of a place need is sent to the first of them once, and the others copy it.
     """
     servers, tp = range(config.rollout.server.replicas), config.rollout.server.tp
-    same, places = _same_shards(plan, shape, config.parallel.tp), nodes(config)
+    same, places = _same_shards(plan, shape, config.parallel.tp), places_of(config, on_gpus=True)
     paths: Counter[tuple[Sharding, Bandwidth]] = Counter()
     sent: Counter[int] = Counter()
     received: Counter[tuple[int, int]] = Counter()
@@ -66,12 +66,12 @@ def sync_cost(config: Config, shape: ModelShape, plan: SyncPlan, bandwidths: Map
         for target, bucket in enumerate(row):
             cuts = [Sharding.SAME if _block(target, piece) in same else Sharding.OTHER for piece in bucket.slices]
             for server in servers:
-                device, node = _device(config, server, target), places.of_server(server)
-                first = node * places.servers
+                device, place = _device(config, server, target), places.of_server(server)
+                first = place * places.servers
                 copied = _device(config, first, target) if uses_memory(config) and server != first else None
                 sizes: Counter[tuple[int, Sharding]] = Counter()
                 for piece, cut in zip(bucket.slices, cuts, strict=True):
-                    sizes[places.origin(node, target, piece) if copied is None else copied, cut] += piece.size
+                    sizes[places.origin(place, target, piece) if copied is None else copied, cut] += piece.size
                 for (source, cut), size in sizes.items():
                     link = _link(config, source, device)
                     paths[cut, link] += size
@@ -92,8 +92,8 @@ def _device(config: Config, server: int, rank: int) -> int:
     options = config.rollout.server
     if not options.colocated:
         return ranks(config) + server * options.tp + rank
-    node, place = divmod(server, servers_per_node(config))
-    return node * config.launch.nproc_per_node + place * options.tp + rank
+    node = server // servers_per_node(config)
+    return node * config.launch.nproc_per_node + first_gpu(config, server) + rank
 
 
 def _link(config: Config, source: int, device: int) -> Bandwidth:

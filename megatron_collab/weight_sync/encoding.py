@@ -25,7 +25,7 @@ FP8_BLOCK = 128
 FP8_LARGEST = 448.0
 _QUANTISED_AT_ONCE = 1 << 24  # elements, so that their float32 copies stay small
 
-# By node and server rank: the sum of the checksums of all that was written for that rank of the node's servers.
+# By place and server rank: the sum of the checksums of all that was written for that rank of the place's servers.
 Sums = Counter[tuple[int, int]]
 
 MODULUS = 1 << 64

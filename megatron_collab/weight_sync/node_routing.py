@@ -1,11 +1,12 @@
-"""Routes a bucket's slices to the memory of each node: which rank writes them, and what crosses between nodes.
+"""Routes a bucket's slices to the segments of each place: which rank writes them, and what crosses between places.
 
-Pure functions of numbers:
+A place is a node. On GPUs each colocated server is one, with the trainer ranks on its devices: no server may copy from
+another device into its own memory, which torch-memory-saver maps for its own device alone.
 
-    a slice that a rank of the node holds:   that rank ------------------------> the node's segment
-    one that none of them holds:             its source in the plan -- once --> the segment's keeper, a rank of the node
+    a slice that a rank of the place holds:   that rank ------------------------> the place's segment
+    one that none of them holds:              its source in the plan -- once --> the segment's keeper, a rank there
 
-All servers of a node read the same segments. On one node nothing crosses.
+All servers of a place read the same segments. Pure functions of numbers.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ Item = tuple[int, Slice]  # with the server rank that it is for
 
 
 @dataclass(frozen=True)
-class Nodes:
-    """`count` nodes of `ranks` trainer ranks and `servers` servers each, both counted node by node.
+class Places:
+    """`count` places of `ranks` trainer ranks and `servers` servers each, both counted place by place.
 
-    `colocated`: rank t of a node's first server stands on the device of the node's trainer rank t.
+    `colocated`: rank t of a place's first server stands on the device of the place's trainer rank t.
     """
 
     count: int
@@ -35,37 +36,37 @@ class Nodes:
     colocated: bool = False
 
     def of_rank(self, rank: int) -> int:
-        """The node of a trainer rank."""
+        """The place of a trainer rank."""
         return rank // self.ranks
 
     def of_server(self, server: int) -> int:
-        """The node of a server."""
+        """The place of a server."""
         return server // self.servers
 
-    def members(self, node: int) -> range:
-        """The trainer ranks of a node."""
-        return range(node * self.ranks, (node + 1) * self.ranks)
+    def members(self, place: int) -> range:
+        """The trainer ranks of a place."""
+        return range(place * self.ranks, (place + 1) * self.ranks)
 
-    def keeper(self, node: int, target: int) -> int:
-        """The trainer rank that owns the segments of server rank `target` on a node, and receives into them."""
-        return node * self.ranks + target % self.ranks
+    def keeper(self, place: int, target: int) -> int:
+        """The trainer rank that owns the segments of server rank `target` in a place, and receives into them."""
+        return place * self.ranks + target % self.ranks
 
-    def origin(self, node: int, target: int, piece: Slice) -> int:
-        """The rank that a node gets a slice from: the keeper, else a local holder in turn, else the slice's source."""
-        keeper = self.keeper(node, target)
+    def origin(self, place: int, target: int, piece: Slice) -> int:
+        """The rank that a place gets a slice from: the keeper, else a holder there in turn, else the slice's source."""
+        keeper = self.keeper(place, target)
         if self.colocated and keeper in piece.holders:
             return keeper
-        local = _both(piece.holders, self.members(node))
+        local = _both(piece.holders, self.members(place))
         return local[piece.holders.index(piece.source) % len(local)] if local else piece.source
 
-    def writer(self, node: int, target: int, piece: Slice) -> int:
-        """The rank of the node that announces a slice once it is written."""
-        origin = self.origin(node, target, piece)
-        return origin if self.of_rank(origin) == node else self.keeper(node, target)
+    def writer(self, place: int, target: int, piece: Slice) -> int:
+        """The rank of the place that announces a slice once it is written."""
+        origin = self.origin(place, target, piece)
+        return origin if self.of_rank(origin) == place else self.keeper(place, target)
 
 
 class Hop(NamedTuple):
-    """Bytes [start, stop) of server rank `target`'s bucket, from trainer rank `source` to `keeper` on another node."""
+    """Bytes [start, stop) of server rank `target`'s bucket, from trainer rank `source` to `keeper` in another place."""
 
     source: int
     keeper: int
@@ -74,23 +75,25 @@ class Hop(NamedTuple):
     stop: int
 
 
-def nodes(config: Config) -> Nodes:
-    """The nodes of a run. Over the network every rank reaches every server, as if all were on one node."""
-    if not uses_memory(config):
-        return Nodes(1, ranks(config), config.rollout.server.replicas)
+def places_of(config: Config, on_gpus: bool) -> Places:
+    """The places of a run. Over the network every rank reaches every server, as if all were in one."""
     launch, server = config.launch, config.rollout.server
-    return Nodes(launch.nodes, launch.nproc_per_node, servers_per_node(config), server.colocated)
+    if not uses_memory(config):
+        return Places(1, ranks(config), server.replicas)
+    if on_gpus and server.colocated:
+        return Places(server.replicas, ranks(config) // server.replicas, 1, colocated=True)
+    return Places(launch.nodes, launch.nproc_per_node, servers_per_node(config), server.colocated)
 
 
-def written(plan: SyncPlan, nodes: Nodes, rank: int) -> list[list[Item]]:
-    """By round, what a rank writes into the segments of its node."""
-    node = nodes.of_rank(rank)
-    return _items(plan, lambda target, piece: rank in piece.holders and nodes.origin(node, target, piece) == rank)
+def written(plan: SyncPlan, places: Places, rank: int) -> list[list[Item]]:
+    """By round, what a rank writes into the segments of its place."""
+    place = places.of_rank(rank)
+    return _items(plan, lambda target, piece: rank in piece.holders and places.origin(place, target, piece) == rank)
 
 
-def sent(plan: SyncPlan, nodes: Nodes, rank: int) -> list[list[Item]]:
-    """By round, what a rank sends to other nodes, to one or to several."""
-    return _items(plan, lambda _, piece: piece.source == rank and bool(lacking(nodes, piece.holders)))
+def sent(plan: SyncPlan, places: Places, rank: int) -> list[list[Item]]:
+    """By round, what a rank sends to other places, to one or to several."""
+    return _items(plan, lambda _, piece: piece.source == rank and bool(lacking(places, piece.holders)))
 
 
 def _items(plan: SyncPlan, chosen: Callable[[int, Slice], bool]) -> list[list[Item]]:
@@ -100,26 +103,26 @@ def _items(plan: SyncPlan, chosen: Callable[[int, Slice], bool]) -> list[list[It
     ]
 
 
-def hops(plan: SyncPlan, nodes: Nodes) -> list[list[Hop]]:
-    """By round, all transfers between nodes, in the same order on both ends."""
+def hops(plan: SyncPlan, places: Places) -> list[list[Hop]]:
+    """By round, all transfers between places, in the same order on both ends."""
     return [
-        [hop for target, bucket in enumerate(buckets) for hop in _crossing(target, bucket, nodes)] for buckets in plan
+        [hop for target, bucket in enumerate(buckets) for hop in _crossing(target, bucket, places)] for buckets in plan
     ]
 
 
-def _crossing(target: int, bucket: Bucket, nodes: Nodes) -> Iterator[Hop]:
+def _crossing(target: int, bucket: Bucket, places: Places) -> Iterator[Hop]:
     """Adjacent slices with the same source and keeper form one hop."""
-    under_way: dict[int, tuple[int, Hop]] = {}  # by node, the hop with the number of its last slice
+    under_way: dict[int, tuple[int, Hop]] = {}  # by place, the hop with the number of its last slice
     for number, piece in enumerate(bucket.slices):
-        for node in lacking(nodes, piece.holders):
+        for place in lacking(places, piece.holders):
             stop = piece.offset + piece.size
-            before, hop = under_way.get(node, (-1, None))
+            before, hop = under_way.get(place, (-1, None))
             if hop is not None and before == number - 1 and hop.source == piece.source:
-                under_way[node] = number, hop._replace(stop=stop)
+                under_way[place] = number, hop._replace(stop=stop)
                 continue
             if hop is not None:
                 yield hop
-            under_way[node] = number, Hop(piece.source, nodes.keeper(node, target), target, piece.offset, stop)
+            under_way[place] = number, Hop(piece.source, places.keeper(place, target), target, piece.offset, stop)
     for _, hop in under_way.values():
         yield hop
 
@@ -130,6 +133,6 @@ def _both(holders: range, members: range) -> list[int]:
 
 
 @cache
-def lacking(nodes: Nodes, holders: range) -> tuple[int, ...]:
-    """The nodes where no rank holds it."""
-    return tuple(node for node in range(nodes.count) if not _both(holders, nodes.members(node)))
+def lacking(places: Places, holders: range) -> tuple[int, ...]:
+    """The places where no rank holds it."""
+    return tuple(place for place in range(places.count) if not _both(holders, places.members(place)))

@@ -26,7 +26,7 @@ class Sender:
         shards: Mapping[str, torch.nn.Parameter],
         dtype: torch.dtype,
     ) -> None:
-        """`takers`: the nodes whose servers get a slice from this rank."""
+        """`takers`: the places whose servers get a slice from this rank."""
         self._takers, self._shards, self._dtype = takers, shards, dtype
         # parts[k][t]: [start, stop) of the k-th bucket of server rank t that they lie in
         self.parts = [spans((t, piece.offset, piece.size) for t, piece in items) for items in rounds]
@@ -48,7 +48,7 @@ class Sender:
     def write(self, number: int, parts: Mapping[int, Tensor], sums: Sums | None = None) -> None:
         """Write round `number`: parts[t] uint8 is the part of server rank t's bucket.
 
-        `sums`, if given, gets the checksum of each slice added for the nodes that receive it.
+        `sums`, if given, gets the checksum of each slice added for the places that receive it.
         """
         beat()
         places, blocks = self._planned(number, parts)
@@ -68,8 +68,8 @@ class Sender:
                 held = views(self._data(number, (target, piece), parts), shape, self._dtype, piece.quantised)
                 belongs = placed(piece.target, piece.target_index, piece.quantised)
                 found = sum(checksum(block, *place) for block, place in zip(held, belongs, strict=True))
-                for node in self._takers(piece):
-                    sums[node, target] += found
+                for taker in self._takers(piece):
+                    sums[taker, target] += found
 
     def _converts(self, item: Item) -> bool:
         """Whether it is in FP8 at one end, which a plain copy cannot convert."""

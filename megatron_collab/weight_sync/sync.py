@@ -28,13 +28,14 @@ from megatron_collab.inference.pool import ServerPool
 from megatron_collab.inference.server import ServerError
 from megatron_collab.models import hf_to_sglang
 from megatron_collab.models.hf_to_megatron import ModelShape
+from megatron_collab.models.parallel_layout import first_gpu
 from megatron_collab.runtime import device, hang_detector, hub
 from megatron_collab.runtime.process import RunStopped, beat
 from megatron_collab.runtime.rank0 import from_leader, shared, wait_until
 from megatron_collab.trainer.megatron.config import DTYPES
 from megatron_collab.weight_sync.encoding import MODULUS, Sums, fp8_scales
 from megatron_collab.weight_sync.http_protocol import ServerCall, ServerCalls
-from megatron_collab.weight_sync.node_routing import hops, lacking, nodes, sent, written
+from megatron_collab.weight_sync.node_routing import hops, lacking, places_of, sent, written
 from megatron_collab.weight_sync.plan import BUCKET_BYTES, Slice, plan_sync, server_layout, trainer_layout, uses_memory
 from megatron_collab.weight_sync.receiver import Row
 from megatron_collab.weight_sync.sender import Sender
@@ -77,7 +78,8 @@ class WeightSync:
     def _transport(self, bucket_bytes: int) -> SharedMemoryTransport | NetworkTransport:
         """By memory of the nodes or by the network, as publish.transport says; collective."""
         config, dtype, rank = self._config, DTYPES[self._config.model.dtype], dist.get_rank()
-        self._server, self._nodes = server_layout(config), nodes(config)
+        on_gpus = device.select(config.launch.device).type == device.GPU
+        self._server, self._places = server_layout(config), places_of(config, on_gpus)
         self._plan = plan_sync(self._shape, trainer_layout(config), self._server, dtype.itemsize, bucket_bytes)
         self._prefix = f"publish/{shared(lambda: secrets.token_hex(8))}"
         self._address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -85,14 +87,15 @@ class WeightSync:
         limit = hang_detector.collective_timeout(config.launch.timeout).total_seconds()
         self._store, self._calls_store = (connect(self._address, self._prefix, limit) for _ in range(2))
         self._before: SyncStore | None = None  # of the last publish
-        shards, places = dict(named_shards(self._chunks)), self._nodes
-        node, home = places.of_rank(rank), next(iter(shards.values())).device
-        writer = Sender(written(self._plan, places, rank), lambda piece: [node], shards, dtype)
+        shards, places = dict(named_shards(self._chunks)), self._places
+        place, home = places.of_rank(rank), next(iter(shards.values())).device
+        writer = Sender(written(self._plan, places, rank), lambda piece: [place], shards, dtype)
         if not uses_memory(config):
             return NetworkTransport(writer, self._address, self._prefix, home, self._idle_timeout)
         away = Sender(sent(self._plan, places, rank), lambda piece: lacking(places, piece.holders), shards, dtype)
         relay = Relay(away, hops(self._plan, places), home, config.launch.timeout)
-        return SharedMemoryTransport(self._plan, places, writer, relay, _devices(config), self._idle_timeout)
+        devices = _devices(config, place * places.servers)
+        return SharedMemoryTransport(self._plan, places, writer, relay, devices, self._idle_timeout)
 
     def __enter__(self) -> WeightSync:
         return self
@@ -210,12 +213,12 @@ class WeightSync:
 
     def _attach(self, server: int, rank: int) -> dict[str, Any]:
         """Arguments of a server rank's Receiver."""
-        node = self._nodes.of_server(server)
+        place = self._places.of_server(server)
         dtype = self._config.model.dtype
 
         def row(piece: Slice) -> Row:
             bounds = [(cut.start, cut.stop) for cut in piece.target_index]
-            source = self._nodes.writer(node, rank, piece)
+            source = self._places.writer(place, rank, piece)
             return Row(source, piece.target, bounds, piece.offset, piece.size, piece.quantised)
 
         table = hf_to_sglang.table(self._shape, self._server, rank)
@@ -239,13 +242,13 @@ class WeightSync:
         }
 
     def _compare(self, calls: ServerCalls, found: dict[ServerCall, list[int]], sums: Sums) -> None:
-        """What every server holds against what was sent to its node; collective."""
+        """What every server holds against what was sent to its place; collective."""
         every: list[Sums] = [Counter()] * dist.get_world_size()
         dist.all_gather_object(every, sums)
         for call in calls.left():
-            node = self._nodes.of_server(call.server.index)
+            place = self._places.of_server(call.server.index)
             for rank, held in enumerate(found[call]):
-                expected = sum(own[node, rank] for own in every) % MODULUS
+                expected = sum(own[place, rank] for own in every) % MODULUS
                 if held != expected:
                     calls.failures[call] = (
                         f"{call.server.url}: rank {rank}: holds other weights than were sent: "
@@ -253,10 +256,10 @@ class WeightSync:
                     )
 
 
-def _devices(config: Config) -> list[torch.device]:
-    """Where the ranks of a node's first server compute."""
-    server = config.rollout.server
+def _devices(config: Config, server: int) -> list[torch.device]:
+    """Where the ranks of this server, of this node, compute."""
+    tp = config.rollout.server.tp
     if device.select(config.launch.device).type == "cpu":
-        return [torch.device("cpu")] * server.tp
-    first = 0 if server.colocated else config.launch.nproc_per_node
-    return [torch.device(device.GPU, first + rank) for rank in range(server.tp)]
+        return [torch.device("cpu")] * tp
+    first = first_gpu(config, server)
+    return [torch.device(device.GPU, first + rank) for rank in range(tp)]

@@ -78,6 +78,14 @@ def test_colocated_servers_fit_the_gpus_of_the_node(machine: Machine) -> None:
     assert said.startswith("rollout.server.replicas=5 x rollout.server.tp=2: needs more than the 8 GPUs")
 
 
+def test_colocated_servers_stand_with_as_many_ranks_each(machine: Machine) -> None:
+    for fits in ({"nproc": 8, "replicas": 2, "tp": 2}, {"nproc": 1, "replicas": 1, "tp": 2}):
+        validate.check_servers_on_machine(configure(**fits))
+    for uneven in ({"nproc": 8, "replicas": 3, "tp": 2}, {"nproc": 4, "replicas": 4, "tp": 2}):
+        said = refused(validate.check_servers_on_machine, configure(**uneven))
+        assert said.startswith(f"rollout.server.replicas={uneven['replicas']}: each colocated server needs as many")
+
+
 def test_servers_of_their_own_need_gpus_beside_the_trainer(machine: Machine) -> None:
     validate.check_servers_on_machine(configure(nproc=4, replicas=2, tp=2, colocated=False))
     said = refused(validate.check_servers_on_machine, configure(nproc=5, replicas=2, tp=2, colocated=False))

@@ -91,8 +91,10 @@ def held(config: Config, hf: dict[str, object], micro_batches: int, critic: bool
     fused one, as on a GPU.
     """
     shape = ModelShape.from_hf(hf)
-    fused = megatron_config._fusions(shape.experts is not None) | {"bias_activation_fusion": True}
-    with mock.patch.object(megatron_config, "_fusions", lambda _: fused):
+    plain = megatron_config._fusions
+    with mock.patch.object(
+        megatron_config, "_fusions", lambda *given: plain(*given) | {"bias_activation_fusion": True}
+    ):
         chunks = policies.build(config, shape)
     chunks = _with_value_head(chunks) if critic else chunks
     for chunk in chunks:

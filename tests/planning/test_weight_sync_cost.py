@@ -54,12 +54,12 @@ def test_on_one_node_other_devices_are_of_the_node() -> None:
     assert set(found.paths) == {(Sharding.SAME, Bandwidth.NODE)}
 
 
-def test_each_node_takes_from_another_what_it_does_not_hold_once() -> None:
-    """Two nodes, a stage on each: half of the model crosses to each, and its second server has it from the first."""
+def test_each_server_takes_from_the_other_node_what_that_node_holds() -> None:
+    """Two nodes, a stage on each: half of the model crosses to each of four servers, by its own devices' links."""
     servers = ["rollout.server.tp=2", "rollout.server.replicas=4"]
     found = planned(2, 4, "parallel.tp=2", "parallel.pp=2", *servers)
     bytes_by_link = {link: sum(size for (_, own), size in found.paths.items() if own is link) for link in Bandwidth}
-    assert bytes_by_link[Bandwidth.NETWORK] == pytest.approx(2 * BYTES / 2, rel=1e-3)
-    assert bytes_by_link[Bandwidth.MEMORY] == pytest.approx(2 * BYTES / 2, rel=1e-3)
-    assert bytes_by_link[Bandwidth.NODE] == pytest.approx(2 * BYTES, rel=1e-3)
-    assert found.seconds == pytest.approx(BYTES / 2 / 2 / 10e9, rel=0.02)  # two devices of a node receive it
+    assert bytes_by_link[Bandwidth.NETWORK] == pytest.approx(4 * BYTES / 2, rel=1e-3)
+    assert bytes_by_link[Bandwidth.MEMORY] == pytest.approx(4 * BYTES / 2, rel=1e-3)
+    assert bytes_by_link[Bandwidth.NODE] == 0
+    assert found.seconds == pytest.approx(BYTES / 2 / 2 / 10e9, rel=0.02)  # two devices of a server receive it

@@ -152,7 +152,7 @@ def hang(ranks: int, nodes: int, transport: str, moment: str, quantised: bool) -
     makers = note_makers()
     with WeightSync(config, [], fakes.SHAPE, fleet, fakes.BUCKET // (1 + quantised)) as sender:
         assert len(sender._plan) > 4
-        places, parts = sync.nodes(config), sender._carrier._writer.parts
+        places, parts = sync.places_of(config, on_gpus=False), sender._carrier._writer.parts
         into = set() if transport == "network" else {places.keeper(node, t) for own in parts for t in own}
         assert makers() == into - {dist.get_rank()}  # it opens what it writes to, which is on its node
         assert into <= set(places.members(node))

@@ -12,10 +12,12 @@ import pytest
 from megatron_collab.config import CONF, compose
 from megatron_collab.models import hf_config
 from megatron_collab.models.hf_to_sglang import ServerLayout
-from megatron_collab.models.parallel_layout import TrainerLayout
+from megatron_collab.models.parallel_layout import TrainerLayout, first_gpu
+from megatron_collab.runtime import device
 from megatron_collab.weight_sync import plan
-from megatron_collab.weight_sync.node_routing import Nodes, hops, nodes, sent, written
+from megatron_collab.weight_sync.node_routing import Places, hops, places_of, sent, written
 from megatron_collab.weight_sync.plan import Slice, SyncPlan
+from megatron_collab.weight_sync.sync import _devices
 from tests.weight_sync.random_layouts import draw, seeds
 from tests.weight_sync.test_plan import ITEM, Shards, run, trainer_shards
 
@@ -27,7 +29,7 @@ def holds(shards: Shards, piece: Slice, block: np.ndarray) -> bool:
     return piece.shard in shards and np.array_equal(shards[piece.shard][piece.shard_index], block)
 
 
-def carried(found: SyncPlan, places: Nodes, node: int) -> tuple[SyncPlan, Counter[Place], set[Place]]:
+def carried(found: SyncPlan, places: Places, node: int) -> tuple[SyncPlan, Counter[Place], set[Place]]:
     """What a node's segments get: the plan with the ranks that it came from, how often, and what of it crossed."""
     number = {
         (k, t, piece.offset): n
@@ -74,7 +76,7 @@ def test_every_node_gets_every_element_once(seed: int) -> None:
     count = rng.choice([2, 3, 4])
     if trainer.ranks % count:  # else its ranks are dealt out as they are: a tensor parallel group may be on two nodes
         trainer = replace(trainer, ranks=trainer.ranks * count)
-    places = Nodes(count, trainer.ranks // count, rng.choice([1, 2]), rng.random() < 0.5)
+    places = Places(count, trainer.ranks // count, rng.choice([1, 2]), rng.random() < 0.5)
     shards = trainer_shards(shape, trainer)
     found = plan.plan_sync(shape, trainer, server, ITEM, 8192)
     every = {
@@ -106,7 +108,7 @@ def test_on_one_node_ranks_of_the_targets_devices_write_what_they_hold_and_nothi
     """Trainer of TP2, PP2, DP2, servers of TP4: of stage 0 rank 3 has what server rank 3 needs, rank 1 has no part."""
     shape, trainer = draw(0)[0], TrainerLayout(tp=2, pp=2, ranks=8)
     shape = replace(shape, layers=4, kv_heads=4, heads=8, ffn=8, vocab=256, experts=None)
-    found, places = plan.plan_sync(shape, trainer, ServerLayout(4), ITEM), Nodes(1, 8, 1, colocated=True)
+    found, places = plan.plan_sync(shape, trainer, ServerLayout(4), ITEM), Places(1, 8, 1, colocated=True)
     assert not any(hops(found, places))
     holders = {0: {0, 2}, 1: {0, 2}, 2: {1, 3}, 3: {1, 3}}
     for rank in range(4):
@@ -124,8 +126,8 @@ def test_of_a_70b_model_every_link_carries_the_same() -> None:
     config = compose(["experiment=train_70b", *options])
     shape = hf_config.read(CONF / "shapes" / "Llama-3.3-70B-Instruct.json")
     found = plan.plan_sync(shape, plan.trainer_layout(config), plan.server_layout(config), 2)
-    places = nodes(config)
-    assert places == Nodes(16, 8, 1, colocated=True)
+    places = places_of(config, on_gpus=True)
+    assert places == Places(16, 8, 1, colocated=True)
     for buckets, row in zip(found, hops(found, places), strict=True):
         out, into = Counter[int](), Counter[int]()
         for hop in row:
@@ -140,6 +142,32 @@ def test_of_a_70b_model_every_link_carries_the_same() -> None:
     assert largest <= plan.BUCKET_BYTES / 16 * 1.05  # what a rank packs to send
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["experiment=train_8b"],
+        ["experiment=train_8b", "parallel.tp=4", "rollout.server.replicas=2", "rollout.server.tp=2"],
+        ["experiment=train_8b", "launch.nodes=2", "launch.interface=ib0", "rollout.server.replicas=8"],
+        ["experiment=train_70b"],
+    ],
+    ids=" ".join,
+)
+def test_on_gpus_a_colocated_server_reads_memory_of_its_own_device(
+    options: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch-memory-saver maps what a server copies into for the server's device alone."""
+    monkeypatch.setattr(device, "select", lambda setting: device.Device("cuda", "nccl"))
+    config = compose(options)
+    places, here = places_of(config, on_gpus=True), config.launch.nproc_per_node
+    for server in range(config.rollout.server.replicas):
+        segments = [segment.index for segment in _devices(config, server)]
+        assert segments == [first_gpu(config, server) + t for t in range(config.rollout.server.tp)]
+        place = places.of_server(server)
+        assert segments == [places.keeper(place, t) % here for t in range(config.rollout.server.tp)]
+        node = server * config.launch.nodes // config.rollout.server.replicas
+        assert {rank // here for rank in places.members(place)} == {node}
+
+
 def test_over_the_network_all_servers_are_alike() -> None:
     config = compose(["experiment=train_70b", "publish.transport=network"])
-    assert nodes(config).count == 1 and not nodes(config).colocated
+    assert places_of(config, on_gpus=True).count == 1 and not places_of(config, on_gpus=True).colocated

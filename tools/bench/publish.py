@@ -264,7 +264,7 @@ def run_rank(folder: Path, layout: str, out: Path, smoke: bool) -> None:
                 change(policy, number)
                 publisher.publish(100 + number)
             difference = compare(actor, config, line)
-            slices = (piece for items in written(publisher._plan, publisher._nodes, rank) for _, piece in items)
+            slices = (piece for items in written(publisher._plan, publisher._places, rank) for _, piece in items)
             sent = sum(piece.size for piece in slices)
             own: Any = publisher._carrier  # of shared memory
             scratch = sum(len(segment.data) for segments in own._own.values() for segment in segments)

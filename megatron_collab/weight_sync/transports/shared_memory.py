@@ -1,9 +1,9 @@
 """Weights through memory that the processes of a node share: trainer ranks write, servers read; both ends are here.
 
-For each rank of its servers a node has two segments: one is written while the other is read. All servers of the node
-read the same segments. What no rank of the node holds comes from other nodes, straight into the segments. On CPU a
-segment is a file without a name, which goes with its last user, however that ends; on CUDA it is device memory, opened
-through CUDA IPC.
+For each rank of its servers a place (see node_routing.py) has two segments: one is written while the other is read. All
+servers of a place read the same segments. What no rank there holds comes from other places, straight into the segments.
+On CPU a segment is a file without a name, which goes with its last user, however that ends; on CUDA it is device
+memory, opened through CUDA IPC.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megatron_collab.weight_sync.transports.p2p import finish
 
 if TYPE_CHECKING:  # the servers do without the trainer's libraries
     from megatron_collab.weight_sync.encoding import Sums
-    from megatron_collab.weight_sync.node_routing import Hop, Nodes
+    from megatron_collab.weight_sync.node_routing import Hop, Places
     from megatron_collab.weight_sync.plan import SyncPlan
     from megatron_collab.weight_sync.sender import Sender
 
@@ -89,27 +89,27 @@ class SharedMemoryTransport:
     def __init__(
         self,
         plan: SyncPlan,
-        nodes: Nodes,
+        places: Places,
         writer: Sender,
         relay: Relay,
         devices: Sequence[torch.device],
         timeout: float,
     ) -> None:
-        """Collective. `devices[t]`: of rank t of a node's first server.
+        """Collective. `devices[t]`: of rank t of this place's first server.
 
         A server that has not read a bucket `timeout` seconds after it was written is abandoned.
         """
-        self._nodes, self._writer, self._relay, self._timeout = nodes, writer, relay, timeout
+        self._places, self._writer, self._relay, self._timeout = places, writer, relay, timeout
         self._rank = dist.get_rank()
-        self._node = nodes.of_rank(self._rank)
+        self._place = places.of_rank(self._rank)
         count = min(2, len(plan))
         self._own = {
             t: [Segment(max(buckets[t].size for buckets in plan), device) for _ in range(count)]
             for t, device in enumerate(devices)
-            if nodes.keeper(self._node, t) == self._rank
+            if places.keeper(self._place, t) == self._rank
         }
-        others = [rank for rank in nodes.members(self._node) if rank != self._rank]
-        # By rank, which segments of others it writes to; what comes from other nodes goes into its own.
+        others = [rank for rank in places.members(self._place) if rank != self._rank]
+        # By rank, which segments of others it writes to; what comes from other places goes into its own.
         needs = _gathered({self._rank: {t for parts in writer.parts for t in parts} - self._own.keys()})
         offers = _gathered({(t, rank): self._handles(t) for t in self._own for rank in others if t in needs[rank]})
         self._segments = {t: [opened(handle) for handle in offers[t, self._rank]] for t in needs[self._rank]}
@@ -144,12 +144,12 @@ class SharedMemoryTransport:
         self._segments.clear()
 
     def _near(self, peers: Sequence[Peer]) -> list[Peer]:
-        """The servers of this node."""
-        return [peer for peer in peers if self._nodes.of_server(peer.server) == self._node]
+        """The servers of this place."""
+        return [peer for peer in peers if self._places.of_server(peer.server) == self._place]
 
     def _wait_read(self, store: SyncStore, number: int, peers: Sequence[Peer], targets: Sequence[int]) -> None:
-        """Wait until all servers of this node have read a bucket; those that do not are abandoned."""
-        store.wait_written(number, self._nodes.members(self._node))  # else a trainer rank may hold servers up
+        """Wait until all servers of this place have read a bucket; those that do not are abandoned."""
+        store.wait_written(number, self._places.members(self._place))  # else a trainer rank may hold servers up
         late = store.late(number, [(peer.server, t) for peer in peers for t in targets], self._timeout)
         for peer in peers:
             if peer.server in late:
@@ -160,9 +160,9 @@ class SharedMemoryTransport:
 
 
 class Relay:
-    """What a node's servers need and none of its ranks holds, from trainer rank to trainer rank; on every rank.
+    """What a place's servers need and none of its ranks holds, from trainer rank to trainer rank; on every rank.
 
-    Sent slices are packed once into a buffer for all nodes; received ones go straight to segments. This uses a process
+    Sent slices are packed once into a buffer for all places; received ones go straight to segments. This uses a process
     group of its own with one process per device, as NCCL needs it; CPUs use gloo. NCCL was never run here.
     """
 
