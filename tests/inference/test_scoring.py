@@ -191,6 +191,7 @@ try:
         prepare._pin(config)
     else:
         config = evaluation.load(sys.argv[2:])
+        evaluation.pin(config)
     (model,) = metrics.served_models(config.reward).values()
     print(model.path, *sorted(file.name for file in hub.folder(model.path).iterdir()))
 except ConfigError as error:
