@@ -22,6 +22,7 @@ from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.observability.run import progress
 from megatron_collab.reward import metrics
 from megatron_collab.rollout.journal import Journal, conversations
+from megatron_collab.rollout.users import FINISH_SECONDS
 from megatron_collab.rollout.users.named import user_settings
 from megatron_collab.runtime import stacks
 from megatron_collab.runtime.process import Hung
@@ -240,10 +241,10 @@ def wait(flight: Flight | None, restore: Callable[[], None]) -> None:
 def group_seconds(config: Config, groups: int) -> float:
     """Upper bound, in seconds, after which `groups` in flight without a finished one count as hung.
 
-    A trained turn and its futures have rollout.deadline each, and each of their tools rollout.tool_timeout to close; a
-    score waits for a place and then has its own limit, one worker having to be found stuck; judgements, and the user's
-    messages before them, wait for the limits of llm. Never less than it can take: all conversations end at once, every
-    call is needed as often as it may be tried.
+    A trained turn and its futures have rollout.deadline each, their users FINISH_SECONDS more, and each of their tools
+    rollout.tool_timeout to close; a score waits for a place and then has its own limit, one worker having to be found
+    stuck; judgements, and the user's messages before them, wait for the limits of llm. Never less than it can take: all
+    conversations end at once, every call is needed as often as it may be tried.
     """
     rollout, reward, judge, llm = config.rollout, config.reward, config.reward.judge, config.llm
     conversations = groups * config.train.rollouts_per_prompt * max(1, rollout.futures)
@@ -258,6 +259,6 @@ def group_seconds(config: Config, groups: int) -> float:
     calls = judged * judge.attempts + said
     tokens = judged * judge.attempts * judge.max_tokens + said * max(user.max_tokens for user in users)
     tokens += calls * rollout.context_length  # prompts
-    closing = 2 * rollout.tool_timeout * (len(rollout.tools) + len(rollout.mcp_servers))
+    closing = FINISH_SECONDS + 2 * rollout.tool_timeout * (len(rollout.tools) + len(rollout.mcp_servers))
     limited = 60 * (calls / (llm.requests_per_minute or inf) + tokens / (llm.tokens_per_minute or inf))
     return STARTS * (2 * rollout.deadline + closing + scoring + 2 * reward.timeout + limited)

@@ -348,23 +348,24 @@ def settings(**more: object) -> Config:
 
 
 def test_a_turn_its_futures_and_their_scores_twice() -> None:
-    assert group_seconds(settings(), 1) == 2 * (100 + 100 + 10 + 20)
-    assert group_seconds(settings(), 2) == 2 * (100 + 100 + 20 + 20), "half of the 24 scores wait for a place"
-    assert group_seconds(settings(reward__workers=2), 2) == 2 * (100 + 100 + 10 + 20)
-    assert group_seconds(settings(rollout__futures=0), 6) == 2 * (100 + 100 + 20 + 20), "24 whole conversations"
+    """And 10 s for users to finish after their deadline."""
+    assert group_seconds(settings(), 1) == 2 * (100 + 110 + 10 + 20)
+    assert group_seconds(settings(), 2) == 2 * (100 + 110 + 20 + 20), "half of the 24 scores wait for a place"
+    assert group_seconds(settings(reward__workers=2), 2) == 2 * (100 + 110 + 10 + 20)
+    assert group_seconds(settings(rollout__futures=0), 6) == 2 * (100 + 110 + 20 + 20), "24 whole conversations"
 
 
 def test_tools_have_time_to_close_after_the_trained_turn_and_after_its_futures() -> None:
     tools = settings(rollout__tools=["calculator"], rollout__mcp_servers={"m": {}}, rollout__tool_timeout=300.0)
-    assert group_seconds(tools, 1) == 2 * (100 + 100 + 2 * 2 * 300 + 10 + 20)
+    assert group_seconds(tools, 1) == 2 * (100 + 110 + 2 * 2 * 300 + 10 + 20)
 
 
 def test_judges_have_their_deadline_and_wait_for_the_limiter() -> None:
     judged = settings(reward__weights={"accuracy": 1.0}, reward__metrics={"accuracy": {"judge": True}})
     judged.reward.judge.deadline = 50.0
-    assert group_seconds(judged, 1) == 2 * (100 + 100 + 50 + 20)
+    assert group_seconds(judged, 1) == 2 * (100 + 110 + 50 + 20)
     judged.llm.max_concurrent = 4
-    assert group_seconds(judged, 1) == 2 * (100 + 100 + 3 * 50 + 20)
+    assert group_seconds(judged, 1) == 2 * (100 + 110 + 3 * 50 + 20)
     judged.llm.requests_per_minute = 60
     judged.reward.judge.attempts, judged.user.attempts, judged.rollout.max_user_turns = 6, 3, 2
-    assert group_seconds(judged, 1) == 2 * (100 + 100 + 150 + 20 + 12 * (6 + 2 * 3)), "a call a second"
+    assert group_seconds(judged, 1) == 2 * (100 + 110 + 150 + 20 + 12 * (6 + 2 * 3)), "a call a second"
