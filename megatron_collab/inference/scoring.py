@@ -44,7 +44,7 @@ class ScoringModel:
 
 
 class ScoringServers(ExitStack):
-    """The servers of a model, which are started at once and end with the context; on the first node.
+    """The servers of a model, which start and end with the context; on the first node.
 
     On GPUs they have devices of their own, from number `first_device` on.
     """
@@ -58,12 +58,17 @@ class ScoringServers(ExitStack):
         self.config = replace(config, launch=launch, rollout=replace(config.rollout, server=options))
         self.config.model = replace(config.model, path=model.path)
         self.name, self._lost = name, 0
+        self.servers: list[SGLangServer] = []
         self._restarted: float | None = None  # when one was, until one scores
-        start = partial(ServerProcess, scores=True)
-        logs = [Path(config.run.dir) / f"sglang-{name}-{index}.log" for index in range(model.replicas)]
-        self.servers = [
-            self.enter_context(SGLangServer(self.config, log, index, start)) for index, log in enumerate(logs)
-        ]
+
+    def __enter__(self) -> ScoringServers:
+        start, folder = partial(ServerProcess, scores=True), Path(self.config.run.dir)
+        with ExitStack() as stack:  # which ends those that are started where another one does not start
+            for index in range(self.config.rollout.server.replicas):
+                server = SGLangServer(self.config, folder / f"sglang-{self.name}-{index}.log", index, start)
+                self.servers.append(stack.enter_context(server))
+            self.callback(stack.pop_all().close)
+        return self
 
     @property
     def addresses(self) -> list[tuple[str, str]]:
