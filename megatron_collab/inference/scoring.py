@@ -59,7 +59,7 @@ class ScoringServers(ExitStack):
         self.config.model = replace(config.model, path=model.path)
         self.name, self._lost = name, 0
         self.servers: list[SGLangServer] = []
-        self._restarted: float | None = None  # when one was, until one scores
+        self._restarted: dict[int, float] = {}  # by number, when those were that have ended since `ready` found one
 
     def __enter__(self) -> ScoringServers:
         start, folder = partial(ServerProcess, scores=True), Path(self.config.run.dir)
@@ -82,21 +82,31 @@ class ScoringServers(ExitStack):
             server.wait_healthy(max(1.0, timeout - (time.monotonic() - began)))
 
     def watch(self) -> None:
-        """Start those again that have ended, at their addresses; the others, where there are some, score meanwhile."""
+        """Start those again that have ended, at their addresses; the others, where there are some, score meanwhile.
+
+        Cheap.
+        """
         for server in self.servers:
             if why := server.process.ended():
                 print(f"engine: the server {server.index} of {self.name} is started again: {why}", flush=True)
                 self._lost += 1
                 server.restart()
-                self._restarted = time.monotonic()
+                self._restarted[server.index] = time.monotonic()
+
+    @property
+    def lost_all(self) -> bool:
+        """Whether every one has ended, by what `watch` found, since `ready` last found one that scores."""
+        return len(self._restarted) == len(self.servers)
 
     def ready(self, seconds: float) -> bool:
         """Whether one scores, after `watch`; looks for about `seconds`. ServerError where none does in time."""
-        if self._restarted is None or wait_for(lambda: any(server.healthy() for server in self.servers), seconds):
-            self._restarted = None
+        if not self._restarted or wait_for(lambda: any(server.healthy() for server in self.servers), seconds):
+            self._restarted.clear()
             return True
         timeout = self.config.rollout.server.start_timeout
-        if time.monotonic() - self._restarted > timeout or not any(server.alive() for server in self.servers):
+        if time.monotonic() - max(self._restarted.values()) > timeout or not any(
+            server.alive() for server in self.servers
+        ):
             why = f"none was healthy again within rollout.server.start_timeout={timeout:g} s"
             raise ServerError(f"the servers of {self.name}: {why}; {self.servers[0].log_end()}")
         return False

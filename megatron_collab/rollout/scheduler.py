@@ -21,13 +21,13 @@ from megatron_collab.config import Config
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.observability.run import progress
 from megatron_collab.reward import metrics
-from megatron_collab.rollout.journal import Journal, conversations
+from megatron_collab.rollout.journal import Journal, failed, scored
 from megatron_collab.rollout.users import FINISH_SECONDS
 from megatron_collab.rollout.users.named import user_settings
 from megatron_collab.runtime import stacks
 from megatron_collab.runtime.process import Hung
 from megatron_collab.runtime.rank0 import from_leader
-from megatron_collab.types import Ending, Group, Task
+from megatron_collab.types import Group, Task
 
 POLL_SECONDS = 1.0  # between two checks of the servers; a request to one that has ended fails later than that
 STARTS = 2  # a group whose worker dies is played again from its beginning
@@ -71,6 +71,7 @@ class Asked:
     worker: int = -1
     group: Group | None = None  # once it is finished
     disturbed: bool = False  # in flight while no server was left
+    again: bool = False  # played once more, as it lacked a score
 
 
 def answers(asked: Mapping[str, Any], seconds: float) -> list[Any]:
@@ -103,7 +104,7 @@ class Flight:
         servers_lost: Callable[[], bool],
         beside: Flight | None = None,
     ) -> None:
-        """`servers_lost`: whether there was a time, since servers were last started again, when none was left.
+        """`servers_lost`: whether there was a time, since they were last there, when no server of a model was left.
 
         `beside`: groups that stay in flight, with the same workers and journal, while these are waited for.
         """
@@ -145,8 +146,8 @@ class Flight:
         """Poll for up to POLL_SECONDS for groups that are finished: those that were begun first are taken.
 
         "finished" once there are as many as are waited for. "servers lost": to be called again once servers are back;
-        finished groups are kept, and those with conversations that failed in the outage are played again. Hung where
-        no group is finished within `group_seconds`.
+        finished groups are kept, and those with conversations that failed in the outage are played again, those that
+        lack only scores once. Hung where no group is finished within `group_seconds`.
         """
         self.collect(0.0 if any(asked.group for asked in self._asked.values()) else POLL_SECONDS)
         if self._servers_lost():
@@ -157,8 +158,10 @@ class Flight:
         self._check_progress(bool(finished))
         for asked, group in finished[: self._wanted - len(self._taken)]:
             del self._asked[asked.slot]
-            if asked.disturbed and any(part.ending is Ending.ERROR for part in conversations(group)):
-                self.begin(Asked(asked.slot, asked.stream, asked.task, asked.one))
+            # Once for a score: it may be what ends the server that scores.
+            if asked.disturbed and (failed(group) or not (scored(group) or asked.again)):
+                again = asked.again or not failed(group)
+                self.begin(Asked(asked.slot, asked.stream, asked.task, asked.one, again=again))
             else:
                 self._taken[asked.slot] = group
                 self._bar.update(1)

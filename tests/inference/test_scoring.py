@@ -148,8 +148,9 @@ def test_a_step_waits_where_no_server_of_a_model_is_left(monkeypatch: pytest.Mon
         assert servers.ready(0.0) and one.looks == 0, "nothing was lost, and nothing is asked"
         one.over = True
         servers.watch()
+        assert servers.lost_all
         assert not servers.ready(-1.0) and one.looks == 1
-        assert servers.ready(5.0) and one.looks == 3
+        assert servers.ready(5.0) and one.looks == 3 and not servers.lost_all
         one.over = True
         servers.watch()
         one.over = True

@@ -276,6 +276,29 @@ def test_after_an_outage_the_finished_groups_stay_and_the_broken_are_played_agai
                 if future.conversation.ending is Ending.ERROR]  # fmt: skip
 
 
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_groups_that_lost_their_scores_with_a_reward_model_are_played_again_once(world: Maker, evaluated: bool) -> None:
+    """Its servers are waited for, and the policy's weights, which its servers have, are not synced."""
+    made = world(lambda task: DIFFERENT)
+    name = "eval-before-1" if evaluated else "train-0-2"
+    made.scoring_outage, made.unscored = 1, {name}
+    if evaluated:
+        made.manager.evaluate(0)
+    else:
+        made.next(0)
+    assert made.revived == 0
+    assert {stream for stream, calls in made.calls.items() if calls == 2} == {name}
+    values = [rollout.reward.value for group in made.evaluated or made.written for rollout in group.rollouts]
+    assert set(values) == {0.0, 1.0}
+
+
+def test_scores_that_are_missing_without_an_outage_stay_so(world: Maker) -> None:
+    made = world(lambda task: DIFFERENT)
+    made.unscored = {"train-0-2"}
+    made.next(0)
+    assert set(made.calls.values()) == {1}
+
+
 def test_errors_without_an_outage_are_not_played_again(world: Maker) -> None:
     made = make(world, 0)
     made.broken = {"train-0-0"}
