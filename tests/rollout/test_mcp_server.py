@@ -45,6 +45,8 @@ async def note(word: str) -> str:
         raise ToolError("not that word")
     if word == "slow":
         await asyncio.sleep(60)
+    if word == "nap":
+        await asyncio.sleep(2)
     words.append(word)
     return " ".join(words)
 
@@ -188,9 +190,27 @@ def test_what_hangs_times_out_and_what_dies_is_started_again(notebook: Path, tmp
         return told
 
     mine = shutil.copy(notebook, tmp_path / "mine.py")
-    assert asyncio.run(killed_between(box(**by_stdio(mine)), mine)) == ["a b", "a b b"]
+    own = box(**by_stdio(mine))
+    assert asyncio.run(killed_between(own, mine)) == ["a b", "a b b"]
+    assert own.counters == {"tool_calls": 4, "tool_reconnects": 2, "tool_failures": 1}
     assert asyncio.run(killed_between(box(**by_stdio(mine, shared=True)), mine)) == ["b", "b"]
     assert children() == before
+
+
+def test_repeated_calls_have_the_time_of_a_call_each(notebook: Path) -> None:
+    """Not that of the call which found the connection lost: together they take longer."""
+    made, before = box(timeout=5.0, **by_stdio(notebook)), children()
+
+    async def one() -> str:
+        async with made.open(TASK) as own:
+            for _ in range(3):
+                await own.answer('call note {"word": "nap"}')
+            (pid,) = children() - before
+            psutil.Process(pid).kill()
+            return (await own.answer('call note {"word": "a"}'))[0][0].content
+
+    assert asyncio.run(one()) == "nap nap nap a"
+    assert made.counters == {"tool_calls": 4, "tool_reconnects": 1}
 
 
 def test_over_http_with_a_key_shared_or_not(url: str) -> None:
