@@ -126,10 +126,12 @@ def prepared(config: Config) -> tuple[Config, int]:
         serving = replace(serving, model=replace(config.model, path=str(folder)))
         shape = validate.check_model(serving)
         validate.check_servers_of_model(serving, shape)
-        schemas = toolbox.schemas(toolbox.make_tools(config.rollout))
+        tools = toolbox.make_tools(config.rollout)
+        schemas = toolbox.schemas(tools)
         if not under_torchrun():
             chat_template.policys(serving, schemas)
         prepare.read_data(serving, schemas, trains=False)
+        prepare.compare_tools(Path(config.run.dir), tools)
     except (ValueError, OSError, RunStopped) as error:
         raise ConfigError(" ".join(str(error).split())) from error
     if checkpoint is None:

@@ -185,7 +185,6 @@ class McpTools(Toolset):
         """
         if self._session:
             return False
-        lost, self._lost = self._lost, False
         session, step = McpSession(self.options), "connect"
         try:
             async with asyncio.timeout(limit := max(seconds, CONNECT_SECONDS)):
@@ -204,6 +203,7 @@ class McpTools(Toolset):
             self._leave(session)
         else:
             self._session = session
+        lost, self._lost = self._lost, False
         return lost
 
     def _leave(self, session: McpSession) -> None:
