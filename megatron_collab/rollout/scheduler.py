@@ -73,6 +73,11 @@ class Asked:
     disturbed: bool = False  # in flight while no server was left
     again: bool = False  # played once more, as it lacked a score
 
+    @property
+    def key(self) -> str:
+        """What the journal calls it: the same conversations of a set under other settings have another name."""
+        return f"{self.stream} {self.one.digest}" if self.one else self.stream
+
 
 def answers(asked: Mapping[str, Any], seconds: float) -> list[Any]:
     """The results of calls of Ray actors, by their descriptions; Hung where one takes longer than `seconds`."""
@@ -128,7 +133,7 @@ class Flight:
     def begin(self, asked: Asked) -> None:
         """Have a group played, unless an earlier start of the run has finished it."""
         self._asked[asked.slot] = asked
-        asked.group = self._journal.find(asked.stream, asked.task)
+        asked.group = self._journal.find(asked.key, asked.task)
         if asked.group:
             self.from_journal += 1
             return
@@ -188,7 +193,7 @@ class Flight:
             if asked.reference in found:
                 try:
                     asked.group = ray.get(asked.reference)
-                    written.setdefault(asked.slot.step, {})[asked.stream] = asked.group
+                    written.setdefault(asked.slot.step, {})[asked.key] = asked.group
                 except Exception as error:
                     failures.append(error)
                     del self._asked[asked.slot]
