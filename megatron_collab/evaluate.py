@@ -43,8 +43,8 @@ def evaluate(config: Config, serving: Config, step: int) -> None:
         run = session.enter(RunFolder(config, start=step, steps=step))
         serve = partial(servers.serve_loaded, version=step)
         evaluator = Evaluator(serving, run, restore=serve)
-        if servers.workers and servers.pool:  # rank 0
-            session.enter(evaluator.alone(servers.workers, servers.pool, step))
+        if run.leader:
+            session.enter(evaluator.alone(servers, step))
         serve()
         evaluator.evaluate(step)
         if run.leader:

@@ -98,9 +98,10 @@ def pin(config: Config) -> None:
     given = Path(config.model.path)
     if config.assistant.model or not _of_run(given):
         config.model.path = hub.pin(config.model.path, "model.path", run_dir)
-    elif given.name.endswith("@best") or ("@" not in given.name and not given.name.startswith("step_")):
+        return
+    run, step = storage.split(given)
+    if step == "best" or not (step or given.name.startswith("step_")):
         step = hub.found_first(run_dir, f"checkpoint {given.resolve()}", lambda: _checkpoint(given).name)
-        run = _run_of(given)
         config.model.path = f"{run.parent if run.name == 'checkpoints' else run}@{step.removeprefix('step_')}"
 
 
@@ -125,10 +126,12 @@ def prepared(config: Config) -> tuple[Config, int]:
         serving = replace(serving, model=replace(config.model, path=str(folder)))
         shape = validate.check_model(serving)
         validate.check_servers_of_model(serving, shape)
-        schemas = toolbox.schemas(toolbox.make_tools(config.rollout))
+        tools = toolbox.make_tools(config.rollout)
+        schemas = toolbox.schemas(tools)
         if not under_torchrun():
             chat_template.policys(serving, schemas)
         prepare.read_data(serving, schemas, trains=False)
+        prepare.compare_tools(Path(config.run.dir), tools)
     except (ValueError, OSError, RunStopped) as error:
         raise ConfigError(" ".join(str(error).split())) from error
     if checkpoint is None:
@@ -188,12 +191,8 @@ def _model(config: Config) -> tuple[Path, Path | None]:
 
 def _of_run(given: Path) -> bool:
     """Whether it is a checkpoint, or a folder of some."""
-    folder = _run_of(given)
+    folder, _ = storage.split(given)
     return folder.name.startswith("step_") or folder.name == "checkpoints" or (folder / "checkpoints").is_dir()
-
-
-def _run_of(given: Path) -> Path:
-    return Path(str(given).rpartition("@")[0] or given)
 
 
 def _checkpoint(given: Path) -> Path:

@@ -139,6 +139,10 @@ def test_an_evaluation_goes_on_with_the_checkpoint_that_it_found(tmp_path: Path,
     (run / "checkpoints" / "step_30").mkdir()
     assert (found(f"{run}"), found(f"{run}@best")) == (f"{run}@20", f"{run}@10"), "the run has trained on"
     assert found(f"{run}@best", "other") == found(f"{run}", "other") == f"{run}@30"
+    other = tmp_path / "me@host" / "run"
+    (other / "checkpoints" / "step_7").mkdir(parents=True)
+    assert (found(f"{other}", "mine"), found(f"{other}@7", "mine")) == (f"{other}@7", f"{other}@7")
+    assert found(str(other.parent), "folder") == str(other.parent), "a model, whose folder has an @"
 
 
 def test_a_world_is_made_before_its_tasks_are_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
