@@ -95,6 +95,16 @@ def find_checkpoint(given: Path) -> Path:
     return of_folder[0]
 
 
+def run_of(given: Path) -> Path | None:
+    """The run of the checkpoint that `given` names as in `find_checkpoint`; None where it names something else."""
+    folder = Path(str(given).rpartition("@")[0] or given)
+    if folder.name.startswith("step_"):
+        return folder.parent.parent
+    if folder.name == "checkpoints":
+        return folder.parent
+    return folder if (folder / "checkpoints").is_dir() else None
+
+
 def candidates(folder: Path) -> list[Path]:
     """The checkpoints in `folder`: first the one that `latest` names, then from newest to oldest."""
     latest = folder / LATEST
