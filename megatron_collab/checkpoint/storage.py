@@ -100,6 +100,16 @@ def split(given: Path) -> tuple[Path, str]:
     return (given.parent / name, step) if at and not given.is_dir() else (given, "")
 
 
+def run_of(given: Path) -> Path | None:
+    """The run of the checkpoint that `given` names as in `find_checkpoint`; None where it names something else."""
+    folder, _ = split(given)
+    if folder.name.startswith("step_"):
+        return folder.parent.parent
+    if folder.name == "checkpoints":
+        return folder.parent
+    return folder if (folder / "checkpoints").is_dir() else None
+
+
 def candidates(folder: Path) -> list[Path]:
     """The checkpoints in `folder`: first the one that `latest` names, then from newest to oldest."""
     latest = folder / LATEST

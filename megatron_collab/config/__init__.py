@@ -2,7 +2,7 @@
 
 from megatron_collab.config.extension import Extension, lookup, make, make_absolute, resolve
 from megatron_collab.config.history import SETTINGS, Change, changes, recorded
-from megatron_collab.config.load import CONF, build, compose, groups, settings
+from megatron_collab.config.load import COMMAND_LINE, CONF, build, compose, groups, layers, settings
 from megatron_collab.config.option import ConfigError, check_declared, declared, nearest, option, require
 from megatron_collab.config.prompt import SUFFIX, Prompt, PromptError, read_prompt
 from megatron_collab.config.schema import (
