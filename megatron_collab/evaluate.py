@@ -2,8 +2,8 @@
 
 Plays the tasks of data.eval with the users, judges and metrics of a run, and writes the same files and a report. The
 assistant is model.path (a Hugging Face folder, or a checkpoint as RUN, RUN@STEP or RUN@best), or with assistant.model
-any model of LiteLLM's, also a running server by assistant.api_base. Settings of training are ignored. Interrupted, the
-same command goes on.
+any model of LiteLLM's, also a running server by assistant.api_base. A checkpoint is played and scored as its run was,
+where nothing else is given. Settings of training are ignored. Interrupted, the same command goes on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if __name__ == "__main__":
 
 from megatron_collab import patches
 from megatron_collab.config import Config
-from megatron_collab.launch import evaluation, program
+from megatron_collab.launch import evaluation, inherited, program
 
 # Imported in the function: what needs Megatron, Ray or SGLang, which only a rank does.
 
@@ -43,8 +43,8 @@ def evaluate(config: Config, serving: Config, step: int) -> None:
         run = session.enter(RunFolder(config, start=step, steps=step))
         serve = partial(servers.serve_loaded, version=step)
         evaluator = Evaluator(serving, run, restore=serve)
-        if servers.workers and servers.pool:  # rank 0
-            session.enter(evaluator.alone(servers.workers, servers.pool, step))
+        if run.leader:
+            session.enter(evaluator.alone(servers, step))
         serve()
         evaluator.evaluate(step)
         if run.leader:
@@ -54,12 +54,14 @@ def evaluate(config: Config, serving: Config, step: int) -> None:
 
 def prepared(arguments: list[str]) -> program.Prepared | str:
     """The settings of an evaluation and what its ranks do, all checked; or that it is done. Raises ConfigError."""
-    config = evaluation.load(arguments)
-    evaluation.pin(config)
-    if evaluation.done(config):
-        what = config.assistant.model or config.model.path
-        return f"{config.run.dir}: all sets are evaluated of {what}; see report.html there, or choose another run.dir"
-    serving, step = evaluation.prepared(config)
+    with inherited.settings(arguments) as defaults:
+        config = evaluation.load(arguments, defaults)
+        evaluation.pin(config)
+        if evaluation.done(config):
+            what = config.assistant.model or config.model.path
+            there = "see report.html there, or choose another run.dir"
+            return f"{config.run.dir}: all sets are evaluated of {what}; {there}"
+        serving, step = evaluation.prepared(config)
     return config, partial(evaluate, config, serving, step)
 
 

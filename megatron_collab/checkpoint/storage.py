@@ -78,11 +78,10 @@ def find_checkpoint(given: Path) -> Path:
 
     Raises ConfigError where there is none.
     """
-    name, at, step = str(given).rpartition("@")
-    folder = Path(name) if at else given
+    folder, step = split(given)
     run, folder = (folder, folder / "checkpoints") if (folder / "checkpoints").is_dir() else (folder.parent, folder)
     there = ", ".join(str(number) for number in _folders(folder))
-    if step and at:
+    if step:
         number = best(run) if step == "best" else step
         found = folder / f"step_{number}"
         hint = f"it keeps those of the steps {there}" if there else "it has no checkpoints"
@@ -93,6 +92,22 @@ def find_checkpoint(given: Path) -> Path:
     hint = "give a run, RUN@STEP, a step_N folder, or the folder that contains them"
     require(bool(of_folder) and of_folder[0].is_dir(), f"{given}: contains no checkpoint; {hint}")
     return of_folder[0]
+
+
+def split(given: Path) -> tuple[Path, str]:
+    """RUN and STEP of RUN@STEP; `given` and "" for another path, which may have an @ in its folders or be one."""
+    name, at, step = given.name.rpartition("@")
+    return (given.parent / name, step) if at and not given.is_dir() else (given, "")
+
+
+def run_of(given: Path) -> Path | None:
+    """The run of the checkpoint that `given` names as in `find_checkpoint`; None where it names something else."""
+    folder, _ = split(given)
+    if folder.name.startswith("step_"):
+        return folder.parent.parent
+    if folder.name == "checkpoints":
+        return folder.parent
+    return folder if (folder / "checkpoints").is_dir() else None
 
 
 def candidates(folder: Path) -> list[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -13,12 +14,14 @@ from omegaconf import MISSING
 
 from megatron_collab.config.load import leaves
 from megatron_collab.config.option import ConfigError, declared
+from megatron_collab.config.prompt import SUFFIX
 from megatron_collab.config.schema import Config
 
 # Earlier versions found every metric by its name alone; a run of them goes on with the same metric from another module.
 _NAMED = re.compile(r"reward\.metrics\.\w+\.metric")
 _OF_USERS = re.compile(r"^users\.[^.]+\.")
 SETTINGS = "config.json"  # in run.dir: the settings that the run was last started with
+_PROMPTS = "prompts"  # in it: the prompts that the settings name, with their text
 
 
 class Change(NamedTuple):
@@ -30,13 +33,20 @@ class Change(NamedTuple):
     allowed: bool
 
 
+def recorded(config: Config) -> dict[str, Any]:
+    """What SETTINGS holds: the settings, and by the setting that names it each prompt's SHA-256 and text."""
+    return {**asdict(config), _PROMPTS: _prompts(asdict(config))}
+
+
 def changes(config: Config) -> list[Change]:
     """What differs from the settings of the run in run.dir, if there is one; ConfigError where they cannot be read."""
     file = Path(config.run.dir) / SETTINGS
     if not file.is_file():
         return []
     try:
-        before = _flat(json.loads(file.read_text()))
+        settings = json.loads(file.read_text())
+        before = _flat(settings)
+        prompts = settings.get(_PROMPTS, {})  # earlier versions recorded none
     except (ValueError, AttributeError) as error:
         raise ConfigError(f"{file}: holds no settings of a run; restore it, or choose another run.dir") from error
     after = _flat(asdict(config))
@@ -57,7 +67,20 @@ def changes(config: Config) -> list[Change]:
             continue
         # An entry of an option, as the weight of a metric, may change, but not come or go.
         found.append(Change(name, had, has, rule.may_change and (alike == owner or None not in (had, has))))
+    for name, prompt in _prompts(asdict(config)).items():
+        if prompt["sha256"] != prompts.get(name, prompt)["sha256"] and before.get(name) == after[name]:
+            had, has = (f"{after[name]} with SHA-256 {each['sha256'][:12]}…" for each in (prompts[name], prompt))
+            found.append(Change(name, had, has, allowed=False))
     return found
+
+
+def _prompts(tree: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    files = {name: Path(value) for name, value in leaves(tree) if isinstance(value, str) and value.endswith(SUFFIX)}
+    contents = {name: file.read_bytes() for name, file in files.items() if file.is_file()}
+    return {
+        name: {"sha256": hashlib.sha256(content).hexdigest(), "text": content.decode(errors="replace")}
+        for name, content in contents.items()
+    }
 
 
 def _owner(name: str, options: Iterable[str]) -> str | None:

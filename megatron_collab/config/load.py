@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,6 +27,8 @@ _Options = TypeVar("_Options")
 _FOLDERS = [folder / "conf" for folder in Path(__file__).resolve().parents[1:3]]
 CONF = next((folder for folder in _FOLDERS if folder.is_dir()), _FOLDERS[0])
 
+COMMAND_LINE = "command line"
+
 # Other names of options on the command line: no field of a dataclass can be called by a keyword of Python.
 ALIASES = {"run.from": "run.fork"}
 
@@ -40,12 +43,14 @@ for _name, _value, _ in declared(Config):
 ConfigStore.instance().store(name="schema", node=_schema)
 
 
-def compose(overrides: Sequence[str]) -> Config:
+def compose(overrides: Sequence[str], defaults: Mapping[str, Any] = {}) -> Config:
     """Compose `conf/config.yaml` with Hydra overrides; whether the values can work is for launch.validate to say.
 
+    `defaults`: values of options, by dotted name, in place of those of the schema.
     Raises ConfigError for an unknown option, a value of the wrong type, or a required one that is not set.
     """
-    node = _composed(overrides)
+    with _schema_with(defaults):
+        node = _composed(overrides)
     if missing := sorted(OmegaConf.missing_keys(node)):
         raise ConfigError(f"{missing[0]}: not set; give {missing[0]}=VALUE or an experiment=NAME that sets it")
     config: Config = OmegaConf.to_object(node)
@@ -58,11 +63,27 @@ def settings(overrides: Sequence[str]) -> list[tuple[str, Any, str]]:
     The source is "default", the file under conf/ that sets it, or "command line".
     """
     found = {name: (value, "default") for name, value in leaves(OmegaConf.to_container(_composed(overrides)))}
-    for source, names in _layers(overrides):
+    for source, names in layers(overrides):
         for name, (value, _) in found.items():
             if any(f"{name}.".startswith(f"{prefix}.") for prefix in names):
                 found[name] = value, source
     return [(name, *entry) for name, entry in found.items()]
+
+
+def layers(overrides: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """What sets options beside the schema (files under conf/, COMMAND_LINE), and which; later ones win."""
+    overrides = _plain(overrides)
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        loader = GlobalHydra.instance().config_loader()
+        found = loader.compute_defaults_list("config", overrides, RunMode.RUN).defaults
+    for default in found:
+        path = f"{default.config_path}.yaml"
+        if (CONF / path).is_file():
+            prefix = f"{default.package}." if default.package else ""
+            content: Any = OmegaConf.to_container(OmegaConf.load(CONF / path))
+            yield f"conf/{path}", [prefix + leaf for leaf, _ in leaves(content)]
+    names = (override.partition("=")[0].lstrip("~") for override in overrides)
+    yield COMMAND_LINE, [name for name in names if name not in groups()]
 
 
 def groups() -> dict[str, list[str]]:
@@ -111,6 +132,20 @@ def _composed(overrides: Sequence[str]) -> DictConfig:
         raise ConfigError(f"{_reason(error, overrides)} (all options: --help)") from error
 
 
+@contextmanager
+def _schema_with(defaults: Mapping[str, Any]) -> Iterator[None]:
+    node = _schema.copy()
+    try:
+        for name, value in defaults.items():
+            OmegaConf.update(node, name, value, merge=False)
+        ConfigStore.instance().store(name="schema", node=node)
+        yield
+    except OmegaConfBaseException as error:
+        raise ConfigError(str(error).splitlines()[0]) from error
+    finally:
+        ConfigStore.instance().store(name="schema", node=_schema)
+
+
 def _plain(overrides: Sequence[str]) -> list[str]:
     """Overrides without + and ++, which add what nothing would read, and with ~ after = as the home folder."""
     parts = (override.lstrip("+").partition("=") for override in overrides)
@@ -138,22 +173,6 @@ def _reason(error: Exception, overrides: Sequence[str]) -> str:
                 return f"{name}: no such option{nearest(name, options, cutoff=0)}"
     detail = f": {str(cause).splitlines()[0]}" if cause else ""
     return _REFUSED.sub("", " ".join(f"{error}{detail}".split()))
-
-
-def _layers(overrides: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """What sets options beside the schema, and which, in the order in which later ones win."""
-    overrides = _plain(overrides)
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        loader = GlobalHydra.instance().config_loader()
-        found = loader.compute_defaults_list("config", overrides, RunMode.RUN).defaults
-    for default in found:
-        path = f"{default.config_path}.yaml"
-        if (CONF / path).is_file():
-            prefix = f"{default.package}." if default.package else ""
-            content: Any = OmegaConf.to_container(OmegaConf.load(CONF / path))
-            yield f"conf/{path}", [prefix + leaf for leaf, _ in leaves(content)]
-    names = (override.partition("=")[0].lstrip("~") for override in overrides)
-    yield "command line", [name for name in names if name not in groups()]
 
 
 def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -6,6 +6,8 @@ import copy
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
@@ -49,7 +51,7 @@ class ChatRenderer:
         if not (folder / "tokenizer.json").is_file():
             way_out = "save the tokenizer again with transformers, AutoTokenizer.from_pretrained(…).save_pretrained(…)"
             raise ValueError(f"model.path={model_path}: no tokenizer.json there; {way_out}")
-        self.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+        self.tokenizer = _tokenizer(folder, tokenizer_files(folder))
         if not self.tokenizer.chat_template:
             raise ValueError(f"model.path={model_path}: its tokenizer has no chat template; give a chat model")
         self._check_arguments(str(self.tokenizer.chat_template))
@@ -154,6 +156,17 @@ class ChatRenderer:
 
     def _unfit(self, fault: str) -> ValueError:
         return ValueError(f"model.path={self.model_path}: its chat template {fault}; give one that appends turns")
+
+
+def tokenizer_files(folder: Path) -> tuple[tuple[str, int], ...]:
+    """The files of the tokenizer and its template in a model's folder, and when each was last changed (ns)."""
+    parts = sorted({*folder.glob("*token*"), *folder.glob("chat_template*")})
+    return tuple((str(part), part.stat().st_mtime_ns) for part in parts)
+
+
+@lru_cache(maxsize=1)  # a large one takes a second, and every reader of the data has a renderer
+def _tokenizer(folder: Path, files: tuple[tuple[str, int], ...]) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
 
 
 def policys(config: Config, tools: Sequence[Mapping[str, Any]] = ()) -> ChatRenderer:

@@ -18,7 +18,7 @@ from filelock import FileLock
 
 from megatron_collab import __version__
 from megatron_collab.config import Config, require
-from megatron_collab.data.chat_template import ChatRenderer, policys, system_prompt
+from megatron_collab.data.chat_template import ChatRenderer, policys, system_prompt, tokenizer_files
 from megatron_collab.data.evaluation import EvaluationSet, evaluation_sets
 from megatron_collab.data.examples import Examples, TaskReader, load_conversations, load_tasks
 from megatron_collab.data.mixture import Mixture
@@ -81,9 +81,7 @@ class SurveyedSources(Generic[_Read]):
         fingerprint = getattr(examples.rows, "_fingerprint", None)
         if fingerprint is None:  # tasks of a reader of the user's own, which are in memory
             return self._new_survey(examples, longest)
-        tokenizer = hub.folder(self._config.model.path)
-        parts = sorted({*tokenizer.glob("*token*"), *tokenizer.glob("chat_template*")})
-        changed = [(str(part), part.stat().st_mtime_ns) for part in parts]
+        changed = tokenizer_files(hub.folder(self._config.model.path))
         prompt = [self._tools, self._config.model.chat_template_args, system_prompt(self._config)]
         of = [fingerprint, examples.use, examples.format, longest, changed, prompt, __version__]
         key = hashlib.blake2b(json.dumps(of, sort_keys=True).encode(), digest_size=8).hexdigest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -26,6 +27,11 @@ class EvaluationSet(Source):
     max_user_turns: int | None = option(None, "as in rollout; none: that of training", ge=1)
     max_assistant_turns: int | None = option(None, "as in rollout; none: that of training", ge=1)
     max_new_tokens: int | None = option(None, "token budget of every turn; none: those of training", ge=1)
+
+    @property
+    def digest(self) -> str:
+        """Of the settings under which a task is played: other samples, users or budgets have another."""
+        return hashlib.sha256(repr(replace(self, name="", tasks=None)).encode()).hexdigest()[:16]
 
     @property
     def setting(self) -> str:

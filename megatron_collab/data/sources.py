@@ -32,7 +32,9 @@ class Source:
 
     @property
     def title(self) -> str:
-        return self.name or Path(self.source.partition("@")[0]).name.partition(".")[0]
+        named = hub.named(self.source)
+        last = Path(named.repo if named else self.source).name
+        return self.name or last.partition("@")[0].partition(".")[0]
 
 
 @dataclass(frozen=True)

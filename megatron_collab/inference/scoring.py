@@ -44,7 +44,7 @@ class ScoringModel:
 
 
 class ScoringServers(ExitStack):
-    """The servers of a model, which are started at once and end with the context; on the first node.
+    """The servers of a model, which start and end with the context; on the first node.
 
     On GPUs they have devices of their own, from number `first_device` on.
     """
@@ -58,12 +58,17 @@ class ScoringServers(ExitStack):
         self.config = replace(config, launch=launch, rollout=replace(config.rollout, server=options))
         self.config.model = replace(config.model, path=model.path)
         self.name, self._lost = name, 0
-        self._restarted: float | None = None  # when one was, until one scores
-        start = partial(ServerProcess, scores=True)
-        logs = [Path(config.run.dir) / f"sglang-{name}-{index}.log" for index in range(model.replicas)]
-        self.servers = [
-            self.enter_context(SGLangServer(self.config, log, index, start)) for index, log in enumerate(logs)
-        ]
+        self.servers: list[SGLangServer] = []
+        self._restarted: dict[int, float] = {}  # by number, when those were that have ended since `ready` found one
+
+    def __enter__(self) -> ScoringServers:
+        start, folder = partial(ServerProcess, scores=True), Path(self.config.run.dir)
+        with ExitStack() as stack:  # which ends those that are started where another one does not start
+            for index in range(self.config.rollout.server.replicas):
+                server = SGLangServer(self.config, folder / f"sglang-{self.name}-{index}.log", index, start)
+                self.servers.append(stack.enter_context(server))
+            self.callback(stack.pop_all().close)
+        return self
 
     @property
     def addresses(self) -> list[tuple[str, str]]:
@@ -77,21 +82,31 @@ class ScoringServers(ExitStack):
             server.wait_healthy(max(1.0, timeout - (time.monotonic() - began)))
 
     def watch(self) -> None:
-        """Start those again that have ended, at their addresses; the others, where there are some, score meanwhile."""
+        """Start those again that have ended, at their addresses; the others, where there are some, score meanwhile.
+
+        Cheap.
+        """
         for server in self.servers:
             if why := server.process.ended():
                 print(f"engine: the server {server.index} of {self.name} is started again: {why}", flush=True)
                 self._lost += 1
                 server.restart()
-                self._restarted = time.monotonic()
+                self._restarted[server.index] = time.monotonic()
+
+    @property
+    def lost_all(self) -> bool:
+        """Whether every one has ended, by what `watch` found, since `ready` last found one that scores."""
+        return len(self._restarted) == len(self.servers)
 
     def ready(self, seconds: float) -> bool:
         """Whether one scores, after `watch`; looks for about `seconds`. ServerError where none does in time."""
-        if self._restarted is None or wait_for(lambda: any(server.healthy() for server in self.servers), seconds):
-            self._restarted = None
+        if not self._restarted or wait_for(lambda: any(server.healthy() for server in self.servers), seconds):
+            self._restarted.clear()
             return True
         timeout = self.config.rollout.server.start_timeout
-        if time.monotonic() - self._restarted > timeout or not any(server.alive() for server in self.servers):
+        if time.monotonic() - max(self._restarted.values()) > timeout or not any(
+            server.alive() for server in self.servers
+        ):
             why = f"none was healthy again within rollout.server.start_timeout={timeout:g} s"
             raise ServerError(f"the servers of {self.name}: {why}; {self.servers[0].log_end()}")
         return False

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 
@@ -35,16 +36,16 @@ _FILE_BYTES = 5 * 10**9
 _UNUSED = "unused"
 
 
-def load(arguments: Sequence[str]) -> Config:
+def load(arguments: Sequence[str], defaults: Mapping[str, Any] = {}) -> Config:
     """The settings of an evaluation, composed as those of a run; training's are left at their defaults.
 
-    Raises ConfigError. What is to be evaluated is model.path (a Hugging Face folder, or a checkpoint as RUN, RUN@STEP,
-    RUN@best) or assistant.model.
+    What is to be evaluated is model.path (a Hugging Face folder, or a checkpoint as RUN, RUN@STEP, RUN@best) or
+    assistant.model. `defaults`: values of options by name, in place of the schema's. Raises ConfigError.
     """
     unused = [f"data.train={_UNUSED}"]
     if any(argument.startswith("assistant.model=") for argument in arguments):
         unused.append(f"model.path={_UNUSED}")
-    config = make_absolute(compose([*unused, *arguments]))
+    config = make_absolute(compose([*unused, *arguments], defaults))
     assistant, rollout = config.assistant, config.rollout
     server = replace(rollout.server, colocated=False, fp8=False)  # servers keep the weights that they load
     if assistant.model:
@@ -96,12 +97,14 @@ def pin(config: Config) -> None:
     config.data.eval = sources.pinned(config.data.eval, "data.eval", run_dir)
     prepare.fetch_reward_models(config)
     given = Path(config.model.path)
-    if config.assistant.model or not _of_run(given):
+    run = storage.run_of(given)
+    if config.assistant.model or run is None:
         config.model.path = hub.pin(config.model.path, "model.path", run_dir)
-    elif given.name.endswith("@best") or ("@" not in given.name and not given.name.startswith("step_")):
+        return
+    _, step = storage.split(given)
+    if step == "best" or not (step or given.name.startswith("step_")):
         step = hub.found_first(run_dir, f"checkpoint {given.resolve()}", lambda: _checkpoint(given).name)
-        run = _run_of(given)
-        config.model.path = f"{run.parent if run.name == 'checkpoints' else run}@{step.removeprefix('step_')}"
+        config.model.path = f"{run}@{step.removeprefix('step_')}"
 
 
 def prepared(config: Config) -> tuple[Config, int]:
@@ -125,10 +128,12 @@ def prepared(config: Config) -> tuple[Config, int]:
         serving = replace(serving, model=replace(config.model, path=str(folder)))
         shape = validate.check_model(serving)
         validate.check_servers_of_model(serving, shape)
-        schemas = toolbox.schemas(toolbox.make_tools(config.rollout))
+        tools = toolbox.make_tools(config.rollout)
+        schemas = toolbox.schemas(tools)
         if not under_torchrun():
             chat_template.policys(serving, schemas)
         prepare.read_data(serving, schemas, trains=False)
+        prepare.compare_tools(Path(config.run.dir), tools)
     except (ValueError, OSError, RunStopped) as error:
         raise ConfigError(" ".join(str(error).split())) from error
     if checkpoint is None:
@@ -172,7 +177,7 @@ def check_devices(config: Config) -> None:
 def _model(config: Config) -> tuple[Path, Path | None]:
     """A Hugging Face folder; or for a checkpoint that of its run's start, which describes it, and the checkpoint."""
     path, given = config.model.path, Path(config.model.path)
-    if not _of_run(given):
+    if storage.run_of(given) is None:
         if hub.named(path):
             hub.download(path, "model.path")
         return hub.folder(path), None
@@ -184,16 +189,6 @@ def _model(config: Config) -> tuple[Path, Path | None]:
     message = f"model.path={given}: its run started from {source}, which is not there any more; put it back"
     require((source / "config.json").is_file(), message)
     return source, checkpoint
-
-
-def _of_run(given: Path) -> bool:
-    """Whether it is a checkpoint, or a folder of some."""
-    folder = _run_of(given)
-    return folder.name.startswith("step_") or folder.name == "checkpoints" or (folder / "checkpoints").is_dir()
-
-
-def _run_of(given: Path) -> Path:
-    return Path(str(given).rpartition("@")[0] or given)
 
 
 def _checkpoint(given: Path) -> Path:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -20,7 +22,8 @@ from megatron_collab.launch.fork import fork
 from megatron_collab.launch.validate import check_model
 from megatron_collab.reward import metrics
 from megatron_collab.rollout import users
-from megatron_collab.rollout.tools import toolbox
+from megatron_collab.rollout.tools import Toolset, toolbox
+from megatron_collab.rollout.tools.mcp_server import McpTools
 from megatron_collab.rollout.users.named import user_of
 from megatron_collab.runtime import hub, network
 from megatron_collab.runtime.process import (
@@ -56,13 +59,15 @@ def prepare(config: Config) -> None:
             return
         check_model(config)
         check_same_run(config)
-        schemas = toolbox.schemas(toolbox.make_tools(config.rollout)) if config.train.stage == "rl" else []
+        tools = toolbox.make_tools(config.rollout) if config.train.stage == "rl" else []
+        schemas = toolbox.schemas(tools)
         data = read_data(config, schemas)
         if not under_torchrun():
             chat_template.policys(config, schemas)
             network.bindable("rollout.server.port", config.rollout.server.port, network.address(config))
     except (ValueError, OSError, RunStopped) as error:
         raise ConfigError(" ".join(str(error).split())) from error
+    compare_tools(Path(config.run.dir), tools)
     fork(config)
     if global_rank() == 0:
         print("\n".join(line for given in data for line in given.lines()))
@@ -104,6 +109,19 @@ def read_data(config: Config, schemas: Sequence[Mapping[str, Any]], trains: bool
             endpoints.check_prices(config, asked)
             endpoints.check_support(asked)
     return data
+
+
+def compare_tools(run_dir: Path, toolsets: Iterable[Toolset]) -> None:
+    """Say in a line where an MCP server has other tools than when the run began, which hub.json holds."""
+    for tools in toolsets:
+        if isinstance(tools, McpTools):
+            setting = f"rollout.mcp_servers.{tools.options.name}"
+            said = {schema["name"]: json.dumps(schema, sort_keys=True) for schema in tools.schemas}
+            now = {name: hashlib.sha256(schema.encode()).hexdigest() for name, schema in said.items()}
+            began = json.loads(hub.found_first(run_dir, f"tools of {setting}", partial(json.dumps, now)))
+            if other := sorted(name for name in now.keys() | began.keys() if now.get(name) != began.get(name)):
+                changed = "its tools are not those that it had when the run began, which changes samples"
+                print(f"megatron-collab: {setting}: {changed}: {', '.join(other)}", file=sys.stderr)
 
 
 def users_of_tasks(config: Config, surveyed: Iterable[tuple[Config, str, Survey]]) -> dict[str, str]:

@@ -6,7 +6,6 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -16,7 +15,7 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from megatron_collab import __version__
-from megatron_collab.config import SETTINGS, Config, changes
+from megatron_collab.config import SETTINGS, Config, changes, recorded
 from megatron_collab.observability import evaluations
 from megatron_collab.observability.evaluations import Evaluations
 from megatron_collab.observability.writers import CONVERSATIONS, writers
@@ -55,7 +54,7 @@ class RunFolder:
         ]
         if rows:
             append(self.folder / "history.jsonl", rows)
-        replace(self.folder / SETTINGS, asdict(config))
+        replace(self.folder / SETTINGS, recorded(config))
         self._evaluations = Evaluations(self.folder, start, steps)
         self._best: tuple[int, float] | None = None
         self._mark_best(start)

@@ -17,7 +17,7 @@ from megatron_collab.reward.multiturn import reward_function
 from megatron_collab.reward.workers import RewardClient
 from megatron_collab.rollout.tools import ToolFailure
 from megatron_collab.rollout.tools.toolbox import ConversationTools, Toolbox
-from megatron_collab.rollout.users import UserError, Users
+from megatron_collab.rollout.users import FINISH_SECONDS, User, UserError, Users
 from megatron_collab.types import Conversation, Ending, Finish, Future, Group, Message, Reward, Rollout, Task
 
 
@@ -118,8 +118,9 @@ class Player:
     ) -> Conversation:
         """Go on from the policy's last reply to an ending, which is a malformed turn too where it is `strict`."""
         user = self.users.make(task, place.name)
+        deadline = asyncio.get_running_loop().time() + self.rollout.deadline
         try:
-            async with asyncio.timeout(self.rollout.deadline):
+            async with asyncio.timeout_at(deadline):
                 await user.start(conversation)
                 for _ in range(min(self.rollout.max_user_turns, self.rollout.max_assistant_turns - 1)):
                     if not conversation.ending:
@@ -138,11 +139,23 @@ class Player:
         except TimeoutError:
             conversation = self._late(conversation)
         finally:
-            reward = await user.finish(conversation)
-        conversation = credited(conversation, reward if isinstance(reward, Mapping) else {-1: reward})
+            conversation = await self._finished(conversation, user, deadline)
         conversation = conversation if conversation.ending else conversation.end(Ending.TURN_LIMIT)
         self.users.ended(task, conversation)
         return conversation
+
+    async def _finished(self, conversation: Conversation, user: User, deadline: float) -> Conversation:
+        """The conversation with the user's last rewards; where it gives none, it ends with an error, if not before."""
+        try:
+            async with asyncio.timeout_at(max(deadline, asyncio.get_running_loop().time() + FINISH_SECONDS)):
+                reward = await user.finish(conversation)
+        except UserError as error:
+            failed = conversation.end(Ending.ERROR, str(error))
+        except TimeoutError:
+            failed = self._late(conversation)
+        else:
+            return credited(conversation, reward if isinstance(reward, Mapping) else {-1: reward})
+        return conversation if conversation.ending in (Ending.ERROR, Ending.DEADLINE) else failed
 
     def refuse_malformed(self, conversation: Conversation) -> Conversation:
         """The conversation, ended where the policy's last turn is one that no user should see."""

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from megatron_collab.config import Config
 from megatron_collab.data.datasets import SurveyedSources
 from megatron_collab.data.evaluation import EvaluationSet, evaluation_sets, settings_of
-from megatron_collab.inference.pool import ServerPool
 from megatron_collab.observability.folder import RunFolder
 from megatron_collab.rollout.journal import Journal, WeightDigests
 from megatron_collab.rollout.scheduler import Asked, Flight, Slot, wait
+from megatron_collab.rollout.servers import Servers
 from megatron_collab.rollout.summary import evaluated
 from megatron_collab.rollout.tools.toolbox import make_tools, schemas
-from megatron_collab.rollout.workers import Workers
 from megatron_collab.runtime.process import RunStopped, beat
 from megatron_collab.runtime.rank0 import from_leader
 from megatron_collab.types import Task
@@ -36,22 +34,25 @@ class Evaluator:
         self._tasks: dict[EvaluationSet, list[Task]] = {}
         self._flight: Flight | None = None
 
-    def lead(self, workers: Sequence[Any], journal: Journal, pool: ServerPool, beside: Flight | None = None) -> None:
+    def lead(self, servers: Servers, journal: Journal, beside: Flight | None = None) -> None:
         """On rank 0, before anything else: who plays. `beside`: groups of training, which stay in flight."""
-        self._workers, self._journal, self._pool, self._beside = workers, journal, pool, beside
+        assert servers.workers and servers.pool
+        self._workers, self._pool = servers.workers.conversations, servers.pool
+        self._lost_all, self._journal, self._beside = servers.lost_all, journal, beside
 
     @contextmanager
-    def alone(self, workers: Workers, pool: ServerPool, step: int) -> Iterator[None]:
+    def alone(self, servers: Servers, step: int) -> Iterator[None]:
         """On rank 0, in a folder of evaluations only: lead, with a journal of its own for the weights of `step`."""
         digests = WeightDigests(keep=1)
         digests.begin(step)
         journal = Journal(Path(self.config.run.dir) / "journal", digests)
-        self.lead(workers.conversations, journal, pool)
+        self.lead(servers, journal)
         try:
             yield
         except RunStopped:
             self.keep()
-            workers.stop()
+            if servers.workers:
+                servers.workers.stop()
             raise
         journal.forget()
 
@@ -85,7 +86,7 @@ class Evaluator:
             given = SurveyedSources[Task](self.config, "data.eval", self.sets, schemas(make_tools(self.config.rollout)))
             self._tasks = {each: tasks[: each.tasks] for each, tasks in zip(self.sets, given.sets, strict=True)}
         tasks, settings = self._tasks[one], settings_of(self.config, one)
-        self._flight = Flight(settings, self._workers, self._journal, self._pool.lost_all, self._beside)
+        self._flight = Flight(settings, self._workers, self._journal, self._lost_all, self._beside)
         stream = f"eval-{name.replace('/', '-')}"
         for index, task in enumerate(tasks):
             self._flight.begin(Asked(Slot(step, 0, index), f"{stream}-{index}", task, one))

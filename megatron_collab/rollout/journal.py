@@ -100,9 +100,8 @@ class Journal:
         for stream, group in groups.items():
             turns = (turn for conversation in conversations(group) for turn in conversation.turns)
             newest = max((version for turn in turns for version in turn.versions), default=0)
-            failed = any(conversation.ending is Ending.ERROR for conversation in conversations(group))
             rewarded = not any(isinstance(rollout.reward.value, Missing) for rollout in group.rollouts)
-            if rewarded and not failed and newest in self._digests:
+            if rewarded and not failed(group) and newest in self._digests:
                 name, content = stream.encode(), pickle.dumps(group)
                 body = _WEIGHTS.pack(newest, self._digests[newest].encode()) + name + content
                 frames += [_HEAD.pack(len(name), len(content), zlib.crc32(body)), body]
@@ -139,6 +138,17 @@ def entries(file: Path) -> Iterator[JournalEntry]:
         version, digest = _WEIGHTS.unpack_from(content, at)
         yield JournalEntry(content[start - named : start].decode(), version, digest.decode(), file, start, stop)
         at = stop
+
+
+def failed(group: Group) -> bool:
+    """Whether a conversation of the group has ended with an error."""
+    return any(conversation.ending is Ending.ERROR for conversation in conversations(group))
+
+
+def scored(group: Group) -> bool:
+    """Whether no score of the group is missing."""
+    futures = (future for rollout in group.rollouts for future in rollout.futures)
+    return not any(isinstance(score, Missing) for future in futures for score in future.scores.values())
 
 
 def conversations(group: Group) -> Iterator[Conversation]:

@@ -47,6 +47,7 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
     ) -> None:
         """`state`: `state()` of an earlier start of the run, or {}."""
         self.config = config
+        self.servers = servers
         self.weights = weights
         self.run = run
         self._evaluator = Evaluator(config, run, self._restore)
@@ -59,8 +60,8 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
             self._workers, self._pool = servers.workers, servers.pool
             self.tasks = TrainingData[Task](config, schemas(make_tools(config.rollout)))
             self._journal = Journal(Path(config.run.dir) / "journal", self._digests)
-            self._flight = Flight(config, self._workers.conversations, self._journal, self._pool.lost_all)
-            self._evaluator.lead(self._workers.conversations, self._journal, self._pool, beside=self._flight)
+            self._flight = Flight(config, self._workers.conversations, self._journal, servers.lost_all)
+            self._evaluator.lead(servers, self._journal, beside=self._flight)
             self._left = [Slot(*slot) for slot in state.get("in_flight", ())]
             self._next = Slot(*state["next"]) if "next" in state else None
             self._spent = self._spend()
@@ -124,9 +125,11 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
 
     def _restore(self) -> None:
         """No server is left: wait for some, and give them the weights of the version that they had; collective."""
-        assert self.weights.version is not None
-        self.weights.sync(self.weights.version)
-        from_leader(lambda: self._pool.recover())
+        self.servers.wait_for_scores()
+        if from_leader(lambda: self._pool.lost_all()):
+            assert self.weights.version is not None
+            self.weights.sync(self.weights.version)
+            from_leader(lambda: self._pool.recover())
 
     def _begin_step(self, step: int) -> None:
         """Begin the groups that may be in flight at `step`, first those of an earlier start of the run."""

@@ -21,12 +21,13 @@ from megatron_collab.config import Config
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.observability.run import progress
 from megatron_collab.reward import metrics
-from megatron_collab.rollout.journal import Journal, conversations
+from megatron_collab.rollout.journal import Journal, failed, scored
+from megatron_collab.rollout.users import FINISH_SECONDS
 from megatron_collab.rollout.users.named import user_settings
 from megatron_collab.runtime import stacks
 from megatron_collab.runtime.process import Hung
 from megatron_collab.runtime.rank0 import from_leader
-from megatron_collab.types import Ending, Group, Task
+from megatron_collab.types import Group, Task
 
 POLL_SECONDS = 1.0  # between two checks of the servers; a request to one that has ended fails later than that
 STARTS = 2  # a group whose worker dies is played again from its beginning
@@ -70,6 +71,12 @@ class Asked:
     worker: int = -1
     group: Group | None = None  # once it is finished
     disturbed: bool = False  # in flight while no server was left
+    again: bool = False  # played once more, as it lacked a score
+
+    @property
+    def key(self) -> str:
+        """What the journal calls it: the same conversations of a set under other settings have another name."""
+        return f"{self.stream} {self.one.digest}" if self.one else self.stream
 
 
 def answers(asked: Mapping[str, Any], seconds: float) -> list[Any]:
@@ -102,7 +109,7 @@ class Flight:
         servers_lost: Callable[[], bool],
         beside: Flight | None = None,
     ) -> None:
-        """`servers_lost`: whether there was a time, since servers were last started again, when none was left.
+        """`servers_lost`: whether there was a time, since they were last there, when no server of a model was left.
 
         `beside`: groups that stay in flight, with the same workers and journal, while these are waited for.
         """
@@ -126,7 +133,7 @@ class Flight:
     def begin(self, asked: Asked) -> None:
         """Have a group played, unless an earlier start of the run has finished it."""
         self._asked[asked.slot] = asked
-        asked.group = self._journal.find(asked.stream, asked.task)
+        asked.group = self._journal.find(asked.key, asked.task)
         if asked.group:
             self.from_journal += 1
             return
@@ -144,8 +151,8 @@ class Flight:
         """Poll for up to POLL_SECONDS for groups that are finished: those that were begun first are taken.
 
         "finished" once there are as many as are waited for. "servers lost": to be called again once servers are back;
-        finished groups are kept, and those with conversations that failed in the outage are played again. Hung where
-        no group is finished within `group_seconds`.
+        finished groups are kept, and those with conversations that failed in the outage are played again, those that
+        lack only scores once. Hung where no group is finished within `group_seconds`.
         """
         self.collect(0.0 if any(asked.group for asked in self._asked.values()) else POLL_SECONDS)
         if self._servers_lost():
@@ -156,8 +163,10 @@ class Flight:
         self._check_progress(bool(finished))
         for asked, group in finished[: self._wanted - len(self._taken)]:
             del self._asked[asked.slot]
-            if asked.disturbed and any(part.ending is Ending.ERROR for part in conversations(group)):
-                self.begin(Asked(asked.slot, asked.stream, asked.task, asked.one))
+            # Once for a score: it may be what ends the server that scores.
+            if asked.disturbed and (failed(group) or not (scored(group) or asked.again)):
+                again = asked.again or not failed(group)
+                self.begin(Asked(asked.slot, asked.stream, asked.task, asked.one, again=again))
             else:
                 self._taken[asked.slot] = group
                 self._bar.update(1)
@@ -184,7 +193,7 @@ class Flight:
             if asked.reference in found:
                 try:
                     asked.group = ray.get(asked.reference)
-                    written.setdefault(asked.slot.step, {})[asked.stream] = asked.group
+                    written.setdefault(asked.slot.step, {})[asked.key] = asked.group
                 except Exception as error:
                     failures.append(error)
                     del self._asked[asked.slot]
@@ -240,10 +249,10 @@ def wait(flight: Flight | None, restore: Callable[[], None]) -> None:
 def group_seconds(config: Config, groups: int) -> float:
     """Upper bound, in seconds, after which `groups` in flight without a finished one count as hung.
 
-    A trained turn and its futures have rollout.deadline each, and each of their tools rollout.tool_timeout to close; a
-    score waits for a place and then has its own limit, one worker having to be found stuck; judgements, and the user's
-    messages before them, wait for the limits of llm. Never less than it can take: all conversations end at once, every
-    call is needed as often as it may be tried.
+    A trained turn and its futures have rollout.deadline each, their users FINISH_SECONDS more, and each of their tools
+    rollout.tool_timeout to close; a score waits for a place and then has its own limit, one worker having to be found
+    stuck; judgements, and the user's messages before them, wait for the limits of llm. Never less than it can take: all
+    conversations end at once, every call is needed as often as it may be tried.
     """
     rollout, reward, judge, llm = config.rollout, config.reward, config.reward.judge, config.llm
     conversations = groups * config.train.rollouts_per_prompt * max(1, rollout.futures)
@@ -258,6 +267,6 @@ def group_seconds(config: Config, groups: int) -> float:
     calls = judged * judge.attempts + said
     tokens = judged * judge.attempts * judge.max_tokens + said * max(user.max_tokens for user in users)
     tokens += calls * rollout.context_length  # prompts
-    closing = 2 * rollout.tool_timeout * (len(rollout.tools) + len(rollout.mcp_servers))
+    closing = FINISH_SECONDS + 2 * rollout.tool_timeout * (len(rollout.tools) + len(rollout.mcp_servers))
     limited = 60 * (calls / (llm.requests_per_minute or inf) + tokens / (llm.tokens_per_minute or inf))
     return STARTS * (2 * rollout.deadline + closing + scoring + 2 * reward.timeout + limited)

@@ -83,8 +83,25 @@ class Servers(ExitStack):
         asked = {f"conversation-{n} to switch servers": p.use_servers.remote(servers) for n, p in players}
         answers(asked, self.config.launch.timeout / 2)
 
+    def lost_all(self) -> bool:
+        """Whether there was a time when the policy, since `recover`, or a reward model had no server left; on rank 0.
+
+        Servers that have ended are started again. Cheap.
+        """
+        assert self.pool
+        for scoring in self.scoring:
+            scoring.watch()
+        return self.pool.lost_all() or any(scoring.lost_all for scoring in self.scoring)
+
+    def wait_for_scores(self) -> None:
+        """Return once a server of every reward model scores, those started again that have ended; collective."""
+        for scoring in self.scoring:
+            scoring.watch()
+        wait_until(lambda: all(scoring.ready(self.config.launch.timeout / 4) for scoring in self.scoring))
+
     def serve_loaded(self, version: int) -> None:
         """Sample from the weights that the servers loaded from model.path, as `version`, once one is up; collective."""
+        self.wait_for_scores()
         if self.config.rollout.server.replicas:
             wait_until(lambda: self.pool is None or self.pool.ready(self.config.launch.timeout / 4))
             from_leader(lambda: self.pool.serve_loaded(version) if self.pool else None)
@@ -94,11 +111,9 @@ class Servers(ExitStack):
         """Within it the servers may take memory and sample; collective.
 
         On exit colocated servers have released their memory. With rollout.max_staleness > 0 servers go on sampling.
-        Servers of reward models that have ended before are started again; one of each model is waited for.
+        One server of each reward model is waited for.
         """
-        for scoring in self.scoring:
-            scoring.watch()
-        wait_until(lambda: all(scoring.ready(self.config.launch.timeout / 4) for scoring in self.scoring))
+        self.wait_for_scores()
         try:
             yield
             beat("the end of sampling")

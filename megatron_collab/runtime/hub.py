@@ -1,8 +1,8 @@
 """Models and data sets by name: OWNER/NAME[@REVISION] of the Hugging Face Hub, pinned to a commit, from its cache.
 
 A run is pinned once: hub.json in run.dir holds the commit of each name, which ranks on all nodes and every later start
-of the run go by, whatever has happened to the branch since; so it is with the checkpoint that an evaluation found. A
-folder or file of that name wins over the Hub.
+of the run go by, whatever has happened to the branch since; so it is with the checkpoint that an evaluation found, and
+with digests of the tools of MCP servers. A folder or file of that name wins over the Hub.
 """
 
 from __future__ import annotations

@@ -51,6 +51,22 @@ def test_a_checkpoint_is_found_by_every_name_of_it(run: Path) -> None:
         assert storage.find_checkpoint(given) == folder / f"step_{step}", given
 
 
+def test_only_the_last_part_of_a_path_names_a_step_and_a_folder_of_that_name_wins(tmp_path: Path) -> None:
+    runs = [tmp_path / "me@host" / "run", tmp_path / "run@30", tmp_path / "run"]
+    for run in runs:
+        for step in (30, 40):
+            (run / "checkpoints" / f"step_{step}").mkdir(parents=True)
+    for given, found in {
+        "me@host/run": "me@host/run/checkpoints/step_40",
+        "me@host/run@30": "me@host/run/checkpoints/step_30",
+        "me@host/run/checkpoints/step_30": "me@host/run/checkpoints/step_30",
+        "run@30": "run@30/checkpoints/step_40",
+        "run@30@30": "run@30/checkpoints/step_30",
+        "run@40": "run/checkpoints/step_40",
+    }.items():
+        assert storage.find_checkpoint(tmp_path / given) == tmp_path / found, given
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [

@@ -18,7 +18,7 @@ def test_settings_of_a_metric_and_of_the_two_budgets() -> None:
 @pytest.mark.parametrize(
     ("mode", "tokens", "count", "rubric"),
     [
-        ("paper", -5e-4, "policy", "holistic"),
+        ("paper", -5e-4, "seen", "holistic"),
         ("collabllm", -0.5, "cl100k", "holistic"),
         ("verl", -1e-4, "words", "parts"),
     ],
@@ -56,7 +56,7 @@ def test_a_published_reward_is_one_word(mode: str, tokens: float, count: str, ru
         (["reward.metrics.bleu.level=token"], "reward.metrics.bleu: not in reward.weights"),
         (
             ["reward.metrics.accuracy.level=token"],
-            "reward.metrics.accuracy.level: no such setting; there are judge, model",
+            "reward.metrics.accuracy.level: no such setting; there are judge, verify, model",
         ),
         (
             ["reward.weights.nice=1", "reward.metrics.nice.metric=kindness"],

@@ -5,12 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from megatron_collab.config import Config
 from megatron_collab.data.chat_template import ChatRenderer, policys
 from megatron_collab.data.datasets import SupervisedData, write_jsonl
 from megatron_collab.environments import booking, tiny_model
 from megatron_collab.types import Finish, Message, Turn
+from tests.helpers import byte_level_tokenizer
 
 QWEN = (
     "{%- if messages[0].role != 'system' %}<|im_start|>system\nYou are helpful.<|im_end|>\n{% endif -%}"
@@ -245,3 +247,24 @@ def test_supervised_training_sees_the_prompt_of_rollouts(tmp_path: Path) -> None
 def test_a_template_that_shows_no_system_prompt_is_refused(tmp_path: Path, template: str, fault: str) -> None:
     with pytest.raises(ValueError, match=rf"its chat template {fault}.*rollout\.system_prompt"):
         renderer(tmp_path, template, (), {}, "Be brief.")
+
+
+def test_a_tokenizer_is_loaded_once_a_process_unless_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Data and rollouts each have a renderer."""
+    tokenizer = byte_level_tokenizer(300)
+    tokenizer.save_pretrained(tmp_path)
+    load, loaded = PreTrainedTokenizerFast.from_pretrained, []
+
+    def counted(folder: Path, **options: Any) -> Any:
+        loaded.append(folder)
+        return load(folder, **options)
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "from_pretrained", counted)
+    first, second = (ChatRenderer(str(tmp_path), system=system).first(SAID[:1]) for system in ("", "be brief"))
+    assert loaded == [tmp_path] and len(second) > len(first)
+    tokenizer.chat_template = f"{tokenizer.chat_template}{{# another #}}"
+    tokenizer.save_pretrained(tmp_path)
+    ChatRenderer(str(tmp_path))
+    assert loaded == [tmp_path] * 2

@@ -116,6 +116,8 @@ def test_a_list_of_sources(tmp_path: Path) -> None:
     file = str(tmp_path / "rows.jsonl")
     first, second = sources([file, {"source": file, "weight": 2, "name": "math"}], "data.train", TrainingSource)
     assert (first.weight, first.title, second.weight, second.title) == (1, "rows", 2, "math")
+    names = {"/data/me@host/rows.jsonl": "rows", "rows@2.jsonl": "rows", "me/maths@refs/pr/1": "maths"}
+    assert {name: TrainingSource(name).title for name in names} == names
     for value, said in (
         ([{"source": file, "wieght": 2}], r"data.train\[0\].wieght: no such setting; the nearest is weight"),
         ([{"source": file, "weight": 0}], r"data.train\[0\].weight=0.0: must be above 0"),

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from aiohttp import web
 
 from megatron_collab.environments import booking
 from tests.e2e.test_booking import Program, lines, start
+from tests.helpers import make_reward_model
 from tests.llm.endpoint import Endpoint, says
 
 pytestmark = pytest.mark.processes
@@ -79,11 +82,19 @@ def test_a_checkpoint_is_evaluated_and_goes_on_where_it_was_killed(root: Path, s
     assert again.wait() == 0 and "all sets are evaluated" in again.log.read_text()
 
 
-async def _evaluated(arguments: list[str], log: Path) -> list[dict[str, Any]]:
-    """The requests that an endpoint of the test got, which always answers with the same booking."""
+async def _evaluated(
+    arguments: list[str], log: Path, at_request: tuple[int, Callable[[], object]] | None = None
+) -> list[dict[str, Any]]:
+    """The requests that an endpoint of the test got, which always answers with the same booking.
+
+    `at_request`: what is done once at the request of that number.
+    """
+    left = [at_request] if at_request else []
 
     async def reply(request: web.Request) -> web.StreamResponse:
         body = await request.json()
+        if left and len(endpoint.requests) >= left[0][0]:
+            left.pop()[1]()
         asked = sum(message["role"] == "assistant" for message in body["messages"])
         text = booking.ask(["people", "day", "time"]) if not asked else "a table for 2 people on monday at 6pm ."
         return await says(text)(request)
@@ -115,3 +126,23 @@ def test_a_model_behind_litellm_is_the_assistant(root: Path, tmp_path: Path) -> 
     assert all(request["messages"][0]["role"] == "user" and request["model"] == "m" for request in requests)
     assert not list(run.glob("sglang-*.log"))
     assert json.loads((run / "result.json").read_text())["model"] == "openai/m"
+
+
+@pytest.mark.slow
+def test_a_reward_model_whose_server_is_killed_scores_all_the_same(root: Path, tmp_path: Path) -> None:
+    """It is started again and waited for, and what it could not score is played once more."""
+    model = make_reward_model(tmp_path / "model", positions=256)
+
+    def kill() -> None:
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                command = (process / "cmdline").read_text()
+                if "inference.cpu.serve" in command and str(model) in command:
+                    os.killpg(os.getpgid(int(process.name)), signal.SIGKILL)
+
+    scored = ["reward.weights.reward_model=1", f"reward.metrics.reward_model.model={model}"]
+    log = tmp_path / "log"
+    asyncio.run(_evaluated(arguments(root, "scored", *scored), log, (5, kill)))
+    rows = [row for one in ("greedy", "sampled") for row in lines(root / "scored" / f"eval_{one}_model.jsonl")]
+    assert len(rows) == 18 and "the server 0 of reward_model is started again" in log.read_text()
+    assert all(isinstance(row["scores"]["reward_model"], float) for row in rows)

@@ -148,13 +148,37 @@ def test_a_step_waits_where_no_server_of_a_model_is_left(monkeypatch: pytest.Mon
         assert servers.ready(0.0) and one.looks == 0, "nothing was lost, and nothing is asked"
         one.over = True
         servers.watch()
+        assert servers.lost_all
         assert not servers.ready(-1.0) and one.looks == 1
-        assert servers.ready(5.0) and one.looks == 3
+        assert servers.ready(5.0) and one.looks == 3 and not servers.lost_all
         one.over = True
         servers.watch()
         one.over = True
         with pytest.raises(ServerError, match=r"the servers of good: none was healthy again .*; its log"):
             servers.ready(-1.0)
+
+
+def test_servers_that_are_started_end_where_another_one_does_not_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    begun: list[Loading] = []
+
+    class Busy(Loading):
+        def __init__(self, config: Config, log: Path, index: int, start: Any) -> None:
+            if index == 2:
+                raise ServerError("port 30002 is in use")
+            super().__init__(config, log, index, start)
+            begun.append(self)
+
+        def __exit__(self, *_: object) -> None:
+            self.over = True
+
+    monkeypatch.setattr(scoring, "SGLangServer", Busy)
+    given = ScoringServers(serving_config(tmp_path), "good", ScoringModel(str(tmp_path), replicas=3), 0)
+    assert begun == [], "they are started once it is entered"
+    with pytest.raises(ServerError, match="30002"), given:
+        raise AssertionError("entered")
+    assert [server.over for server in begun] == [True, True]
 
 
 @pytest.mark.parametrize(
@@ -191,6 +215,7 @@ try:
         prepare._pin(config)
     else:
         config = evaluation.load(sys.argv[2:])
+        evaluation.pin(config)
     (model,) = metrics.served_models(config.reward).values()
     print(model.path, *sorted(file.name for file in hub.folder(model.path).iterdir()))
 except ConfigError as error:

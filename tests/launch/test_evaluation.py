@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_collab.config import Config, ConfigError
+from megatron_collab.config import Config, ConfigError, compose
 from megatron_collab.config.schema import AlgoConfig, ParallelConfig
 from megatron_collab.evaluate import prepared
 from megatron_collab.inference import server
-from megatron_collab.launch import evaluation, validate
+from megatron_collab.launch import evaluation, inherited, validate
 from megatron_collab.runtime import device
 from tests.helpers import make_model
 
@@ -139,6 +139,10 @@ def test_an_evaluation_goes_on_with_the_checkpoint_that_it_found(tmp_path: Path,
     (run / "checkpoints" / "step_30").mkdir()
     assert (found(f"{run}"), found(f"{run}@best")) == (f"{run}@20", f"{run}@10"), "the run has trained on"
     assert found(f"{run}@best", "other") == found(f"{run}", "other") == f"{run}@30"
+    other = tmp_path / "me@host" / "run"
+    (other / "checkpoints" / "step_7").mkdir(parents=True)
+    assert (found(f"{other}", "mine"), found(f"{other}@7", "mine")) == (f"{other}@7", f"{other}@7")
+    assert found(str(other.parent), "folder") == str(other.parent), "a model, whose folder has an @"
 
 
 def test_a_world_is_made_before_its_tasks_are_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,3 +193,104 @@ def test_a_set_that_is_recorded_keeps_its_settings(tmp_path: Path, tasks: Path) 
     assert not isinstance(prepared(sets(first, second)), str)
     changed = f"{{source: {tasks}, name: a, temperature: 0}}"
     assert "data.eval[a]: run.dir=" in refused(sets(changed)) and "give it another name" in refused(sets(changed))
+
+
+def ran(folder: Path, *settings: str, stage: str = "rl") -> Path:
+    """The folder of a run with these settings and two checkpoints."""
+    for step in (10, 20):
+        (folder / "checkpoints" / f"step_{step}").mkdir(parents=True)
+    of_run = [f"run.dir={folder}", "model.path=m", "data.train=t.jsonl", f"train.stage={stage}", *settings]
+    (folder / "config.json").write_text(json.dumps(asdict(compose(of_run))))
+    return folder
+
+
+def taken(run: Path, *arguments: str) -> Config:
+    """What an evaluation of the run's checkpoint is played under."""
+    given = [f"model.path={run}@10", "run.dir=out", *arguments]
+    with inherited.settings(given) as defaults:
+        return evaluation.load(given, defaults)
+
+
+CONVERSATIONS = (
+    "model.chat_template_args={enable_thinking: false}",
+    "rollout.tools=[calculator]",
+    "rollout.turn.max_new_tokens=300",
+    "rollout.max_user_turns=4",
+    "users={a: {model: openai/a, personas: people.txt}, b: {model: openai/b, weight: 2}}",
+    "user.model=openai/u",
+    "user.api_base=http://127.0.0.1:1/v1",
+    "user.stop=BYE",
+    "reward.weights={accuracy: 1, token_amount: -0.01}",
+    "reward.metrics.accuracy.judge=true",
+    "reward.clamp.token_amount=0.5",
+    "reward.judge.model=openai/j",
+    "data.eval=held_out.jsonl",
+    "train.eval_tasks=7",
+)
+TRAINING = ("train.steps=3", "optim.lr=0.5", "llm.budget_usd=5", "rollout.futures=6", "reward.workers=9", "run.seed=8")
+
+
+def test_a_checkpoint_is_evaluated_in_the_conversations_of_its_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = ran(tmp_path / "run", *CONVERSATIONS, *TRAINING)
+    config, trained = taken(run), compose([f"run.dir={run}", "model.path=m", "data.train=t", *CONVERSATIONS])
+    for part in ("user", "users", "reward"):
+        assert getattr(config, part) == getattr(trained, part), part
+    for part in ("turn", "future", "tools", "max_user_turns", "futures"):
+        assert getattr(config.rollout, part) == getattr(trained.rollout, part), part
+    assert config.model.chat_template_args == {"enable_thinking": False}
+    assert (config.data.eval, config.train.eval_tasks) == ("held_out.jsonl", 7)
+    assert (config.llm.budget_usd, config.run.seed, config.optim.lr) == (None, 0, 1e-6), "of training"
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"taken from {run}/config.json, where nothing else is given: model.chat_template_args, ")
+    assert "reward.weights" in line and "futures" not in line and "llm" not in line
+
+
+def test_what_is_given_is_not_taken_from_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = ran(tmp_path / "run", *CONVERSATIONS)
+    config = taken(
+        run, "rollout.tools=[]", "rollout.max_user_turns=1", "reward.weights.asks=0", "data.eval=other.jsonl"
+    )
+    assert (config.rollout.tools, config.rollout.max_user_turns) == ([], 1)
+    assert config.reward.weights == {"accuracy": 1.0, "token_amount": -0.01, "asks": 0.0}, "as of an experiment"
+    assert (config.data.eval, config.train.eval_tasks) == ("other.jsonl", 256), "how many is said of the run's own"
+    other = taken(run, "user.model=openai/v", "reward=paper")
+    assert (other.user.model, other.user.api_base, other.user.stop) == ("openai/v", None, "BYE"), "of another endpoint"
+    assert other.reward.weights.keys() == {"accuracy", "interactivity", "token_amount"}, "two rewards are never mixed"
+    assert other.reward.clamp == {} and other.reward.judge.model == "openai/j"
+    whole = taken(run, "experiment=booking", "data.eval=e.jsonl", "rollout.turn.temperature=0.5")
+    assert whole.reward.weights.keys() == compose(["experiment=booking"]).reward.weights.keys()
+    assert (whole.rollout.turn.max_new_tokens, whole.rollout.turn.temperature) == (24, 0.5)
+    capsys.readouterr()
+    given = ["model.path=m", "run.dir=out", f"run.fork={run}"]
+    with inherited.settings(given) as defaults:  # a Hugging Face folder has no run
+        assert defaults == {} and capsys.readouterr().out == ""
+
+
+def test_of_a_supervised_run_the_prompt_is_taken_and_its_conversations_are_no_tasks(tmp_path: Path) -> None:
+    (tmp_path / "system.j2").write_text("Be kind.")
+    supervised = (f"rollout.system_prompt={tmp_path}/system.j2", "data.eval=talk.jsonl", "train.eval_tasks=9")
+    run = ran(tmp_path / "run", *supervised, stage="sft")
+    config = taken(run, "data.eval=tasks.jsonl", "reward.weights.asks=1")
+    assert config.rollout.system_prompt == f"{tmp_path}/system.j2" and config.train.eval_tasks == 256
+    with pytest.raises(ConfigError, match=r"data\.eval: not set; give the tasks"):
+        taken(run, "reward.weights.asks=1")
+
+
+def test_what_of_a_run_is_gone_is_said_with_where_it_is_from(
+    tmp_path: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = make_model(tmp_path / "model")
+    people = "users={a: {class: llm, model: openai/a, personas: people.txt}}"
+    short = [f"rollout.{part}.max_new_tokens=64" for part in ("turn", "future")]
+    settings = (f"model.path={model}", METRIC, people, "rollout.context_length=256", *short)
+    run = ran(tmp_path / "run", "data.eval=held_out.jsonl", *settings)
+    given = ["run.dir=out", f"model.path={run}@10", "launch.device=cpu"]
+    said = f"is taken from {run}/config.json, unless it is given)"
+    assert refused(given) == f"data.eval=held_out.jsonl: no such file (data.eval {said}"
+    gone = refused([*given, f"data.eval={tasks}"])
+    assert "personas=people.txt: no such file" in gone and gone.endswith(f"(users.a.personas {said}")
+    (run / "config.json").write_text("{}")
+    assert refused(given).endswith("config.json holds no settings of a run; restore it")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_collab.config import ConfigError
 from megatron_collab.types import Missing
 from tests.reward.fakes import FakeJudge, about, play, score
 
@@ -53,6 +54,15 @@ def test_a_truth_that_cannot_be_read_is_missing_without_a_judge() -> None:
     task = about("Paris")
     value = score("accuracy", task, play(task, "18"))
     assert isinstance(value, Missing) and "'Paris'" in value.why and "judge=true" in value.why
+
+
+def test_a_judge_alone_decides_without_math_verify() -> None:
+    task = about("18")
+    judge = FakeJudge({"thought": "", "accuracy": 0}, {"thought": "", "accuracy": 1})
+    assert score("accuracy", task, play(task, "18"), judge, judge=True, verify=False) == 0.0
+    assert score("accuracy", task, play(task, "19"), judge, judge=True, verify=False) == 1.0
+    with pytest.raises(ConfigError, match=r"reward\.metrics\.accuracy: verify=false: leaves nobody who decides; set"):
+        score("accuracy", task, play(task, "18"), verify=False)
 
 
 def test_an_outage_of_the_judge_is_missing() -> None:

@@ -45,7 +45,7 @@ def test_a_name_that_no_metric_has_is_refused_with_the_nearest() -> None:
 @pytest.mark.parametrize(
     ("name", "settings", "said"),
     [
-        ("token_amount", {"count": "bytes"}, "count=bytes: choose one of policy, cl100k, words"),
+        ("token_amount", {"count": "bytes"}, "count=bytes: choose one of policy, cl100k, seen, words"),
         ("interactivity", {"rubric": "whole"}, "rubric=whole: choose one of holistic, parts"),
         ("bleu", {"level": "word"}, "level=word: choose one of token, character"),
         ("generative", {}, "write the rubric with {conversation}"),

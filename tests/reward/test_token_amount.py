@@ -33,6 +33,20 @@ def test_cl100k_counts_thousands_of_all_assistant_messages() -> None:
     assert score("token_amount", TASK, PLAYED, count="cl100k") == pytest.approx(0.011)
 
 
+def test_seen_counts_what_the_user_reads_and_writes() -> None:
+    """`one two hello world three tokens are` 7, the mark 6 as above, `four  five\\nsix` 5, `hello`: 19 tokens.
+
+    The task's thought, the policy's call and what the tool says to it are not shown to the user.
+    """
+    task = about("5", "one two", "<think>a b</think>hello world", "three")
+    assert (
+        score("token_amount", task, play(task, "tokens are <|endoftext|>", "four  five\nsix", "hello"), count="seen")
+        == 19
+    )
+    called = play(task, "a call").add_messages([Message("tool", "7 8")], ())
+    assert score("token_amount", task, called, count="seen") == 5
+
+
 OFFLINE = """
 import socket
 asked = []

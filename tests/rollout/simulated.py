@@ -90,8 +90,9 @@ class World:
 
     `played` are streams and their tasks, `calls` how often each was played, `begun` the version that sampled it,
     `written` the transcripts, `usd` what was spent, `peak` the most groups that were in flight. What is in `slow` is
-    not finished; what is in `broken` ends with errors, the first time. No server is left from the look number `outage`
-    on, until they are revived, which calls `on_revive`. `stats` is what every
+    not finished; what is in `broken` ends with errors, the first time, and what is in `unscored` lacks its scores. No
+    server is left from the look number `outage` on, until they are revived, which calls `on_revive`; of those of a
+    reward model none from the look number `scoring_outage` on, until they are waited for. `stats` is what every
     update measures. `journal`: that of an earlier run in `folder` is kept. `sets`: of what is evaluated, by stream.
     """
 
@@ -130,10 +131,11 @@ class World:
         self.peak = 0
         self.slow: set[str] = set()
         self.broken: set[str] = set()
+        self.unscored: set[str] = set()
         self.calls: Counter[str] = Counter()
-        self.looks, self.outage, self.revived = 0, 0, 0
+        self.looks, self.outage, self.scoring_outage, self.revived = 0, 0, 0, 0
         self.on_revive: Callable[[], None] = lambda: None
-        self._gone = False
+        self._gone = self._gone_scoring = False
         actor = SimpleNamespace(
             play=Method(self._play),
             take_counters=Method(lambda: {"asked": 1}),
@@ -142,7 +144,9 @@ class World:
         leader = dist.get_rank() == 0
         servers: Any = SimpleNamespace(
             workers=_Workers([actor], [], actor) if leader else None,
-            pool=SimpleNamespace(lost_all=self._lost_all, recover=self._recover) if leader else None,
+            pool=SimpleNamespace(lost_all=lambda: self._gone, recover=self._recover) if leader else None,
+            lost_all=self._lost_all,
+            wait_for_scores=self._wait_for_scores,
         )
         weights: Any = SimpleNamespace(version=0, sync=self._sync)
         self.evaluations = Evaluations(folder, 0, config.train.steps)
@@ -171,11 +175,14 @@ class World:
     def group(self, task: Task, stream: str) -> Group:
         lost = stream in self.broken and self.calls[stream] == 1
         ending = Ending.ERROR if lost else Ending.USER_DONE
-        return Group(task, tuple(rollout(value, self.version, ending) for value in self.rewards(int(task.id))))
+        rewards = self.rewards(int(task.id))
+        if stream in self.unscored and self.calls[stream] == 1:
+            rewards = [Missing("no server of the reward model")] * len(rewards)
+        return Group(task, tuple(rollout(value, self.version, ending) for value in rewards))
 
     def _play(self, task: Task, stream: str, one: EvaluationSet | None = None) -> Reference:
         self.calls[stream] += 1
-        assert self.calls[stream] <= 1 + (stream in self.broken)
+        assert self.calls[stream] <= 1 + (stream in self.broken | self.unscored)
         self.played[stream] = int(task.id)
         self.begun[stream] = self.version
         self.sets[stream] = one
@@ -189,7 +196,11 @@ class World:
     def _lost_all(self) -> bool:
         self.looks += 1
         self._gone = self._gone or self.looks == self.outage
-        return self._gone
+        self._gone_scoring = self._gone_scoring or self.looks == self.scoring_outage
+        return self._gone or self._gone_scoring
+
+    def _wait_for_scores(self) -> None:
+        self._gone_scoring = False
 
     def _sync(self, version: int) -> None:
         self.revived += 1

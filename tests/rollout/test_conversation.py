@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ import pytest
 from megatron_collab.algo.credit import whole
 from megatron_collab.config import RewardConfig
 from megatron_collab.inference.client import EngineError
+from megatron_collab.rollout import conversation as conversation_module
 from megatron_collab.rollout.conversation import Player, RolloutPlace, seed_of
 from megatron_collab.rollout.users import UserError, UserReply
 from megatron_collab.types import Conversation, Ending, Finish, Message, Reward, Rollout, Task, Turn
@@ -187,6 +188,59 @@ def test_every_user_is_finished_once_whatever_happens() -> None:
         assert len(users.made) == 3
         for made in users.made.values():
             assert made.calls[0] == "start" and made.calls.count("finish") == 1 and made.calls[-1] == "finish"
+
+
+class Finishing(FakeUsers):
+    """Users who end their conversations as `finish` does."""
+
+    def __init__(self, finish: Callable[[], Awaitable[Any]]) -> None:
+        super().__init__(user)
+        self.finish, self.ends = finish, list[Conversation]()
+
+    def make(self, task: Task, sample: str) -> FakeUser:
+        made = super().make(task, sample)
+        made.finish = lambda conversation: self.finish()  # type: ignore[method-assign]
+        return made
+
+    def ended(self, task: Task, conversation: Conversation) -> None:
+        self.ends.append(conversation)
+
+
+@pytest.mark.parametrize(("hangs", "why"), [(False, "the world is gone"), (True, "rollout.deadline=0.05")])
+def test_a_user_who_fails_to_finish_ends_its_conversation_alone(
+    monkeypatch: pytest.MonkeyPatch, hangs: bool, why: str
+) -> None:
+    """Typed and counted, with what was said, and an error of before stays."""
+    monkeypatch.setattr(conversation_module, "FINISH_SECONDS", 0.05)
+
+    async def finish() -> float:
+        if hangs:
+            await asyncio.sleep(60)
+        raise UserError("the world is gone")
+
+    for text in ("ok", "end", "break"):
+        users = Finishing(finish)
+        (conversation,) = play(says(text), users=users, deadline=0.05 if hangs else 60.0, max_user_turns=1)
+        before = "no usable message" if text == "break" else ""
+        assert (before or why) in conversation.error
+        assert conversation.ending is (Ending.DEADLINE if hangs and not before else Ending.ERROR)
+        assert len(conversation.turns) == (2 if text == "ok" else 1) and users.ends == [conversation]
+
+
+def test_a_user_has_time_to_finish_after_the_deadline() -> None:
+    """To end what it holds, as a session with a server; its rewards count."""
+
+    async def finish() -> float:
+        await asyncio.sleep(0.1)
+        return 8.0
+
+    class Stuck(FakePolicy):
+        async def generate(self, prompt_ids: tuple[int, ...], **options: Any) -> Turn:
+            await asyncio.sleep(60 if "go on" in decode(prompt_ids) else 0)
+            return await super().generate(prompt_ids, **options)
+
+    (conversation,) = play(Stuck(lambda prompt, seed: "ok"), users=Finishing(finish), deadline=0.05)
+    assert (conversation.ending, conversation.turn_rewards) == (Ending.DEADLINE, (8.0,))
 
 
 def test_rewards_of_users_go_to_the_turn_they_answer() -> None:

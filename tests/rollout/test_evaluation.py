@@ -125,3 +125,20 @@ def test_an_interrupted_evaluation_between_steps_goes_on_from_the_journal(
     assert before.evaluated + after.evaluated == undisturbed.evaluated
     if ahead:
         assert not {name for name in after.played if name.startswith("train-2-")}  # they were finished beside it
+
+
+@pytest.mark.parametrize(
+    ("changed", "again"),
+    [({}, set()), ({"tasks": 5}, {4}), ({"temperature": 0.5}, {0, 1, 2, 3}), ({"samples": 2}, {0, 1, 2, 3})],
+)
+def test_groups_of_before_are_not_mixed_with_those_of_other_settings(
+    world: Maker, changed: dict[str, Any], again: set[int]
+) -> None:
+    """Finished before the run was stopped, in an evaluation that is not recorded."""
+    source = make(world).config.data.train
+    before = make(world, sets=[{"source": source, "name": "one"}])
+    before.manager.evaluate(0)
+    after = make(world, sets=[{"source": source, "name": "one", **changed}], journal=True)
+    after.manager.evaluate(0)
+    assert after.played.keys() == {f"eval-one-before-{index}" for index in again}
+    assert [group.task for group in after.evaluated[:4]] == [group.task for group in before.evaluated]

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from megatron_collab.config import ConfigError, RolloutConfig
+from megatron_collab.launch.prepare import compare_tools
 from megatron_collab.rollout.conversation import Player
 from megatron_collab.rollout.tools import ToolFailure
 from megatron_collab.rollout.tools.toolbox import Toolbox, make_tools, schemas
@@ -45,6 +46,8 @@ async def note(word: str) -> str:
         raise ToolError("not that word")
     if word == "slow":
         await asyncio.sleep(60)
+    if word == "nap":
+        await asyncio.sleep(2)
     words.append(word)
     return " ".join(words)
 
@@ -162,7 +165,7 @@ def test_what_hangs_times_out_and_what_dies_is_started_again(notebook: Path, tmp
     made = box(timeout=5.0, **by_stdio(notebook))
     told = say(made, 'note {"word": "a"}', 'note {"word": "slow"}', 'note {"word": "b"}')
     assert told == ["a", "error: note timed out", "a b"]
-    assert made.counters == {"tool_calls": 3, "tool_timeouts": 1}
+    assert made.counters == {"tool_calls": 3, "tool_timeouts": 1, "tool_reconnects": 1}
     before = children()
     with pytest.raises(ToolFailure, match=r"^tool note: "):  # dies again
         say(made, 'note {"word": "a"}', 'note {"word": "die"}')
@@ -188,9 +191,27 @@ def test_what_hangs_times_out_and_what_dies_is_started_again(notebook: Path, tmp
         return told
 
     mine = shutil.copy(notebook, tmp_path / "mine.py")
-    assert asyncio.run(killed_between(box(**by_stdio(mine)), mine)) == ["a b", "a b b"]
+    own = box(**by_stdio(mine))
+    assert asyncio.run(killed_between(own, mine)) == ["a b", "a b b"]
+    assert own.counters == {"tool_calls": 4, "tool_reconnects": 2, "tool_failures": 1}
     assert asyncio.run(killed_between(box(**by_stdio(mine, shared=True)), mine)) == ["b", "b"]
     assert children() == before
+
+
+def test_repeated_calls_have_the_time_of_a_call_each(notebook: Path) -> None:
+    """Not that of the call which found the connection lost: together they take longer."""
+    made, before = box(timeout=5.0, **by_stdio(notebook)), children()
+
+    async def one() -> str:
+        async with made.open(TASK) as own:
+            for _ in range(3):
+                await own.answer('call note {"word": "nap"}')
+            (pid,) = children() - before
+            psutil.Process(pid).kill()
+            return (await own.answer('call note {"word": "a"}'))[0][0].content
+
+    assert asyncio.run(one()) == "nap nap nap a"
+    assert made.counters == {"tool_calls": 4, "tool_reconnects": 1}
 
 
 def test_over_http_with_a_key_shared_or_not(url: str) -> None:
@@ -224,6 +245,21 @@ def test_a_server_that_cannot_be_used_is_refused_in_one_line(settings: dict[str,
     with pytest.raises(ConfigError) as error:
         schemas(make_tools(RolloutConfig(mcp_servers={"notebook": filled})))
     assert why.format(url=url) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_server_with_other_tools_than_at_the_runs_start_is_named(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = []
+    for tools in ([], [], ["note"]):
+        server = {"url": url, "bearer": BEARER, "tools": tools}
+        compare_tools(tmp_path, make_tools(RolloutConfig(mcp_servers={"n": server})))
+        found.append(capsys.readouterr().err)
+    assert found[:2] == ["", ""] and found[2].count("\n") == 1
+    assert found[2].startswith(
+        "megatron-collab: rollout.mcp_servers.n: its tools are not those that it had when the run"
+    )
+    assert found[2].endswith(": environment, nothing\n")
 
 
 def test_two_tools_of_one_name_are_refused(notebook: Path) -> None:

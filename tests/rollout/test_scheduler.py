@@ -276,6 +276,29 @@ def test_after_an_outage_the_finished_groups_stay_and_the_broken_are_played_agai
                 if future.conversation.ending is Ending.ERROR]  # fmt: skip
 
 
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_groups_that_lost_their_scores_with_a_reward_model_are_played_again_once(world: Maker, evaluated: bool) -> None:
+    """Its servers are waited for, and the policy's weights, which its servers have, are not synced."""
+    made = world(lambda task: DIFFERENT)
+    name = "eval-before-1" if evaluated else "train-0-2"
+    made.scoring_outage, made.unscored = 1, {name}
+    if evaluated:
+        made.manager.evaluate(0)
+    else:
+        made.next(0)
+    assert made.revived == 0
+    assert {stream for stream, calls in made.calls.items() if calls == 2} == {name}
+    values = [rollout.reward.value for group in made.evaluated or made.written for rollout in group.rollouts]
+    assert set(values) == {0.0, 1.0}
+
+
+def test_scores_that_are_missing_without_an_outage_stay_so(world: Maker) -> None:
+    made = world(lambda task: DIFFERENT)
+    made.unscored = {"train-0-2"}
+    made.next(0)
+    assert set(made.calls.values()) == {1}
+
+
 def test_errors_without_an_outage_are_not_played_again(world: Maker) -> None:
     made = make(world, 0)
     made.broken = {"train-0-0"}
@@ -348,23 +371,24 @@ def settings(**more: object) -> Config:
 
 
 def test_a_turn_its_futures_and_their_scores_twice() -> None:
-    assert group_seconds(settings(), 1) == 2 * (100 + 100 + 10 + 20)
-    assert group_seconds(settings(), 2) == 2 * (100 + 100 + 20 + 20), "half of the 24 scores wait for a place"
-    assert group_seconds(settings(reward__workers=2), 2) == 2 * (100 + 100 + 10 + 20)
-    assert group_seconds(settings(rollout__futures=0), 6) == 2 * (100 + 100 + 20 + 20), "24 whole conversations"
+    """And 10 s for users to finish after their deadline."""
+    assert group_seconds(settings(), 1) == 2 * (100 + 110 + 10 + 20)
+    assert group_seconds(settings(), 2) == 2 * (100 + 110 + 20 + 20), "half of the 24 scores wait for a place"
+    assert group_seconds(settings(reward__workers=2), 2) == 2 * (100 + 110 + 10 + 20)
+    assert group_seconds(settings(rollout__futures=0), 6) == 2 * (100 + 110 + 20 + 20), "24 whole conversations"
 
 
 def test_tools_have_time_to_close_after_the_trained_turn_and_after_its_futures() -> None:
     tools = settings(rollout__tools=["calculator"], rollout__mcp_servers={"m": {}}, rollout__tool_timeout=300.0)
-    assert group_seconds(tools, 1) == 2 * (100 + 100 + 2 * 2 * 300 + 10 + 20)
+    assert group_seconds(tools, 1) == 2 * (100 + 110 + 2 * 2 * 300 + 10 + 20)
 
 
 def test_judges_have_their_deadline_and_wait_for_the_limiter() -> None:
     judged = settings(reward__weights={"accuracy": 1.0}, reward__metrics={"accuracy": {"judge": True}})
     judged.reward.judge.deadline = 50.0
-    assert group_seconds(judged, 1) == 2 * (100 + 100 + 50 + 20)
+    assert group_seconds(judged, 1) == 2 * (100 + 110 + 50 + 20)
     judged.llm.max_concurrent = 4
-    assert group_seconds(judged, 1) == 2 * (100 + 100 + 3 * 50 + 20)
+    assert group_seconds(judged, 1) == 2 * (100 + 110 + 3 * 50 + 20)
     judged.llm.requests_per_minute = 60
     judged.reward.judge.attempts, judged.user.attempts, judged.rollout.max_user_turns = 6, 3, 2
-    assert group_seconds(judged, 1) == 2 * (100 + 100 + 150 + 20 + 12 * (6 + 2 * 3)), "a call a second"
+    assert group_seconds(judged, 1) == 2 * (100 + 110 + 150 + 20 + 12 * (6 + 2 * 3)), "a call a second"

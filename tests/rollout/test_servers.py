@@ -98,6 +98,30 @@ def stage(tmp_path: Path, alone: None) -> Iterator[Callable[..., Stage]]:
             server.stop()
 
 
+class Scoring:
+    """The servers of a reward model, which were lost and score again at the second look."""
+
+    lost_all, looks = True, 0
+
+    def watch(self) -> None:
+        """They have been started again."""
+
+    def ready(self, seconds: float) -> bool:
+        self.looks += 1
+        self.lost_all = self.looks < 2
+        return not self.lost_all
+
+
+def test_reward_models_that_are_lost_are_noticed_in_a_phase_and_waited_for(stage: Callable[..., Stage]) -> None:
+    run = stage()
+    run.begin()
+    assert not run.of_run.lost_all()
+    run.of_run.scoring = [Scoring()]  # type: ignore[list-item]
+    assert run.of_run.lost_all() and not run.pool.lost_all()
+    run.of_run.serve_loaded(3)
+    assert not run.of_run.lost_all(), "also where nothing is trained"
+
+
 def test_colocated_servers_have_their_memory_only_while_they_sample(stage: Callable[..., Stage]) -> None:
     run = stage()
     run.pool.begin()

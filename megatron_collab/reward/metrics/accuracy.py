@@ -1,4 +1,4 @@
-"""Whether the policy's last reply gives the right answer: by math-verify, and where that is undecided by a judge.
+"""Whether the policy gives the right answer: by math-verify, where that is undecided by a judge, or by a judge alone.
 
 math-verify limits its own time with signals, which only reach the main thread of a process, and not while it
 computes inside C. So it runs in the main thread of a child that ends itself when an answer takes too long.
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from megatron_collab.config import option
+from megatron_collab.config import option, require
 from megatron_collab.llm.answer import Field
 from megatron_collab.reward.metrics import THOUGHT, Metric, judges_prompt
 from megatron_collab.types import Conversation, Missing, Score, Task
@@ -75,17 +75,20 @@ async def compare(answer: str, text: str) -> Verdict | Missing:
 class Accuracy(Metric):
     """1 or 0. math-verify is undecided where the answer of the task or that of the reply cannot be read, or it failed.
 
-    Without a judge a reply that holds no answer is then wrong, all else is Missing.
+    Without a judge a reply that holds no answer is then wrong, all else is Missing. With verify=false the judge alone
+    decides, from the whole conversation, as in the published rewards.
     """
 
     @dataclass(frozen=True)
     class Options:
         judge: bool = option(False, "ask a judge where math-verify is undecided")
+        verify: bool = option(True, "let math-verify decide where it can; false: the judge alone")
         model: str | None = option(None, "LiteLLM model of the judge; none: reward.judge.model")
         prompt: str | None = option(None, "FILE.j2: the judge's rubric; none: ours")
 
         def __post_init__(self) -> None:
             judges_prompt(self.prompt, "accuracy")
+            require(self.verify or self.judge, "verify=false: leaves nobody who decides; set judge=true too")
 
     @classmethod
     def judged(cls, options: Any) -> bool:
@@ -94,8 +97,9 @@ class Accuracy(Metric):
     async def score(self, task: Task, conversation: Conversation) -> Score | None:
         if not task.answer:
             return None
-        reply = conversation.replies[-1] if conversation.replies else ""
-        verdict = await compare(task.answer, reply)
+        verdict: Verdict | Missing | None = None
+        if self.options.verify:
+            verdict = await compare(task.answer, conversation.replies[-1] if conversation.replies else "")
         if verdict in (Verdict.EQUAL, Verdict.DIFFERENT):
             return float(verdict is Verdict.EQUAL)
         if self.options.judge:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -11,6 +12,7 @@ from pathlib import Path
 import tiktoken
 
 from megatron_collab.config import option
+from megatron_collab.data.transcript import shown
 from megatron_collab.reward.metrics import Metric
 from megatron_collab.types import Conversation, Score, Task
 
@@ -34,21 +36,29 @@ class TokenAmount(Metric):
 
     policy  the policy's own token ids from the trained turn on, thoughts and end-of-turn tokens included
     cl100k  thousands of cl100k tokens of all assistant messages, also the task's, joined by spaces (the authors' code)
+    seen    cl100k tokens of all user and assistant messages, also the task's, without thoughts and calls of tools: what
+            the user reads and writes (CollabLLM, arXiv 2502.00640, section 3)
     words   words between white space of user and assistant messages from the trained turn on (verl's recipe)
     """
 
     @dataclass(frozen=True)
     class Options:
-        count: str = option("policy", "what is counted", choices=("policy", "cl100k", "words"))
+        count: str = option("policy", "what is counted", choices=("policy", "cl100k", "seen", "words"))
 
     async def score(self, task: Task, conversation: Conversation) -> Score | None:
         if self.options.count == "policy":
             return float(sum(len(turn.token_ids) for turn in conversation.turns))
         if self.options.count == "cl100k":
-            said = " ".join(message.content for message in conversation.messages if message.role == "assistant")
-            return len(_cl100k().encode(said, disallowed_special=())) / 1000
+            said = [message.content for message in conversation.messages if message.role == "assistant"]
+            return _cl100k_tokens(said) / 1000
+        if self.options.count == "seen":
+            return float(_cl100k_tokens(message.content for message in shown(conversation.messages)))
         since = conversation.messages[len(task.messages) :]
         return float(sum(len(message.content.split()) for message in since if message.role in ("user", "assistant")))
+
+
+def _cl100k_tokens(texts: Iterable[str]) -> int:
+    return len(_cl100k().encode(" ".join(texts), disallowed_special=()))
 
 
 @cache

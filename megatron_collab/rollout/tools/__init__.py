@@ -10,16 +10,18 @@ import copy
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
+from threading import Thread
 from typing import Any, ClassVar
 
 from megatron_collab.config import Extension
 from megatron_collab.types import Task, ToolCall
 
-_THREADS = ThreadPoolExecutor(256, thread_name_prefix="tool")  # which wait more than they compute
+HUNG = 256  # calls that have timed out and go on in their threads; beyond them no call of the kind is begun
+_hung: set[Thread] = set()
 
 Schema = Mapping[str, Any]  # a function in OpenAI's schema: {"name": …, "description": …, "parameters": JSON schema}
 
@@ -30,6 +32,10 @@ class ToolError(ValueError):
 
 class ToolFailure(RuntimeError):
     """The tool does not work, whatever it is asked; the conversation ends without a score."""
+
+
+class ToolLost(ToolFailure):
+    """What the tool needs is lost, as a connection: the call has not happened, and after `restore` is tried again."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,13 @@ class Toolset(Extension):
         """The answer to a call of one of the functions, whose arguments fit its schema: ToolResult, or a JSON value."""
         raise NotImplementedError
 
+    async def restore(self, seconds: float) -> bool:
+        """Called before each call, outside its time: make good what was lost, as a connection; whether anything was.
+
+        `seconds`: what each step of it may take, which is rollout.tool_timeout.
+        """
+        return False
+
     def fork(self) -> Any:
         """The instance of a future, which goes on from the state that the trained turn has left; a deep copy.
 
@@ -106,6 +119,32 @@ async def run(function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
     """What the function returns: one that is async is awaited, another is called in a thread."""
     if inspect.iscoroutinefunction(function):
         return await function(*args, **keywords)
-    loop = asyncio.get_running_loop()
-    found = await loop.run_in_executor(_THREADS, partial(function, *args, **keywords))
+    found = await _in_thread(partial(function, *args, **keywords))
     return await found if inspect.isawaitable(found) else found
+
+
+async def _in_thread(function: Callable[[], Any]) -> Any:
+    """What the function returns in a thread of its own. ToolFailure where HUNG others have not returned in time.
+
+    A thread cannot be ended. One that hangs must neither delay other calls nor the end of the process.
+    """
+    _hung.difference_update([thread for thread in _hung if not thread.is_alive()])
+    if len(_hung) >= HUNG:
+        message = f"{HUNG} calls of tools have timed out and still hang in their threads"
+        raise ToolFailure(f"{message}; give the tools time limits of their own, below rollout.tool_timeout")
+    outcome = Future[Any]()
+    outcome.set_running_or_notify_cancel()
+
+    def work() -> None:
+        try:
+            outcome.set_result(function())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    thread = Thread(target=work, name="tool", daemon=True)
+    thread.start()
+    try:
+        return await asyncio.wrap_future(outcome)
+    except asyncio.CancelledError:
+        _hung.add(thread)
+        raise

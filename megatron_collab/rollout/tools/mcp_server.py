@@ -17,14 +17,15 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from megatron_collab.config import ConfigError, build, nearest, option, require
-from megatron_collab.rollout.tools import Schema, ToolError, ToolFailure, Toolset
+from megatron_collab.rollout.tools import Schema, ToolError, ToolFailure, ToolLost, Toolset
 from megatron_collab.types import Task, ToolCall
 
 if TYPE_CHECKING:  # it takes a second to import, and most runs have no such server
     from mcp import Client
     from mcp.types import CallToolResult
 
-CONNECT_SECONDS = 30.0  # timeout for a server to say what tools it has
+_LOST = "the connection to the MCP server is lost"
+CONNECT_SECONDS = 30.0  # timeout for a server to start, or to say what tools it has
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ class McpTools(Toolset):
     """The tools of a server in one conversation; with `shared`, in all of this process. `options` is its Server.
 
     A call that times out or whose connection breaks has not happened: the next one gets a new session, in which the
-    calls so far are repeated. A broken call is tried again once, for the server may be back.
+    calls so far are repeated, each with the time of a call. A broken call is tried again once.
     """
 
     def __init__(self, options: Server, calls: Sequence[ToolCall] = ()) -> None:
@@ -132,6 +133,7 @@ class McpTools(Toolset):
         super().__init__(options)
         self._calls = list(calls)
         self._session: McpSession | None = None
+        self._lost = False  # the session before
         self._left: list[McpSession] = []
 
     @property
@@ -148,21 +150,20 @@ class McpTools(Toolset):
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED
 
-        for last in (False, True):
-            session = self._session or await self._open()
-            try:
-                result = await session.call(call)
-                break
-            except (MCPError, ToolFailure) as error:
-                if isinstance(error, MCPError) and error.code != CONNECTION_CLOSED:
-                    raise ToolError(str(error)) from error
+        session = self._session
+        if session is None:  # of a shared one, another conversation has found out
+            raise ToolLost(_LOST)
+        try:
+            result = await session.call(call)
+        except MCPError as error:
+            if error.code != CONNECTION_CLOSED:
+                raise ToolError(str(error)) from error
+            self._leave(session)
+            raise ToolLost(f"{_LOST}: {_reason(error)}") from error
+        except asyncio.CancelledError:
+            if not self.options.shared:
                 self._leave(session)
-                if last:
-                    raise
-            except asyncio.CancelledError:
-                if not self.options.shared:
-                    self._leave(session)
-                raise
+            raise
         self._calls += [] if self.options.shared else [call]
         if result.is_error:
             raise ToolError(_text(result))
@@ -177,24 +178,40 @@ class McpTools(Toolset):
             self._leave(self._session)
         await asyncio.gather(*(session.ended() for session in self._left))
 
-    async def _open(self) -> McpSession:
-        """A session in which the calls so far are repeated; ToolFailure where there is no connection."""
-        session = McpSession(self.options)
+    async def restore(self, seconds: float) -> bool:
+        """Open a session, unless there is one, in which the calls so far are repeated; whether one was lost before.
+
+        ToolFailure where there is no connection in time, or a repeated call takes longer than `seconds`.
+        """
+        if self._session:
+            return False
+        session, step = McpSession(self.options), "connect"
         try:
-            for past in self._calls:
-                await session.call(past)
+            async with asyncio.timeout(limit := max(seconds, CONNECT_SECONDS)):
+                await session.connected()
+            for number, past in enumerate(self._calls):
+                step = f"repeat call {number + 1} of {len(self._calls)}, {past.name},"
+                async with asyncio.timeout(limit := seconds):
+                    await session.call(past)
+        except TimeoutError as error:
+            self._leave(session)
+            raise ToolFailure(f"the MCP server did not {step} within {limit:g} s") from error
         except BaseException:
             self._leave(session)
             raise
-        self._session = session
-        return session
+        if self._session:  # of a shared one, another conversation was faster
+            self._leave(session)
+        else:
+            self._session = session
+        lost, self._lost = self._lost, False
+        return lost
 
     def _leave(self, session: McpSession) -> None:
         """Use it no more; another conversation may have left it before."""
         session.end()
         self._left = [*(other for other in self._left if not other.over), session]
         if self._session is session:
-            self._session = None
+            self._session, self._lost = None, True
 
 
 class McpSession:
@@ -210,9 +227,13 @@ class McpSession:
     def over(self) -> bool:
         return self._task.done()
 
+    async def connected(self) -> Client:
+        """The client; raises ToolFailure where there is no connection."""
+        return await asyncio.shield(self._client)
+
     async def call(self, call: ToolCall) -> CallToolResult:
-        """Raises ToolFailure where there is no connection, MCPError where it is lost, or the call is refused."""
-        client = await asyncio.shield(self._client)
+        """Raises MCPError where the connection is lost, or the call is refused."""
+        client = await self.connected()
         return await client.call_tool(call.name, dict(call.arguments))
 
     def end(self) -> None:

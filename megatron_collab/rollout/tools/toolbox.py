@@ -17,7 +17,7 @@ import jsonschema
 
 from megatron_collab.config import ConfigError, RolloutConfig, build, lookup, nearest, require
 from megatron_collab.inference.client import UnreadableCall
-from megatron_collab.rollout.tools import Tool, ToolFailure, ToolResult, Toolset, run
+from megatron_collab.rollout.tools import Tool, ToolFailure, ToolLost, ToolResult, Toolset, run
 from megatron_collab.rollout.tools.function import tool_of
 from megatron_collab.rollout.tools.mcp_server import McpTools, server
 from megatron_collab.types import Message, Task, ToolCall
@@ -71,7 +71,7 @@ def schemas(toolsets: Sequence[Toolset]) -> list[dict[str, Any]]:
 
 
 class Toolbox:
-    """The tools of a process. `counters` counts calls, and those that were refused, timed out or failed."""
+    """The tools of a process. `counters` counts calls, those that were refused, timed out or failed, and reconnects."""
 
     def __init__(self, config: RolloutConfig, parser: Assistant) -> None:
         """Raises ConfigError for what is refused, also where an MCP server does not answer."""
@@ -128,7 +128,10 @@ class ConversationTools(AbstractAsyncContextManager["ConversationTools"]):
             check_call(call, self.box.parameters)
             async with asyncio.timeout(self.box.timeout):
                 tools = await self._own(self.box.owners[call.name])
-                return _result(await run(tools.answer, self.task, call))
+            try:
+                return await self._answer(tools, call)
+            except ToolLost:  # it may be back
+                return await self._answer(tools, call)
         except TimeoutError:
             counters["tool_timeouts"] += 1
             return ToolResult(f"error: {call.name} timed out")
@@ -138,6 +141,12 @@ class ConversationTools(AbstractAsyncContextManager["ConversationTools"]):
         except Exception as error:  # of a tool from anywhere
             counters["tool_failures"] += 1
             raise ToolFailure(f"tool {call.name}: {type(error).__name__}: {' '.join(str(error).split())}") from error
+
+    async def _answer(self, tools: Toolset, call: ToolCall) -> ToolResult:
+        if await tools.restore(self.box.timeout):
+            self.box.counters["tool_reconnects"] += 1
+        async with asyncio.timeout(self.box.timeout):
+            return _result(await run(tools.answer, self.task, call))
 
     async def _own(self, tools: Toolset) -> Toolset:
         """This conversation's instance of `tools`; where one does not start, the next call gets another."""

@@ -28,6 +28,7 @@ USERS = {
     "scripted": f"{__name__}.scripts:ScriptedUser",
 }
 DEFAULT = "llm"
+FINISH_SECONDS = 10.0  # that User.finish has at least, to end what it holds, also after rollout.deadline
 
 
 class UserError(RuntimeError):
@@ -76,7 +77,10 @@ class User(Extension):
         raise NotImplementedError
 
     async def finish(self, conversation: Conversation) -> float | Mapping[int, float]:
-        """Called once at the end, whatever the ending; a further reward for the last turn, or for turns by number."""
+        """Called once at the end, whatever the ending; a further reward for the last turn, or for turns by number.
+
+        Raises UserError.
+        """
         return 0.0
 
     def says(self, text: str, reward: float = 0.0, credits: Mapping[int, float] = {}) -> UserReply:
