@@ -221,7 +221,11 @@ def load_hf(chunks: Sequence[torch.nn.Module], folder: Path) -> None:
             if parameter.shape != (wanted := hf_to_megatron.shard_shape(entry, tp)):
                 raise ValueError(f"{name} has shape {tuple(parameter.shape)}, the table says {wanted}")
             # Made in full before it is copied: FP8 parameters are scaled as a whole.
-            parameter.copy_(tensors.shard(entry, shape, tp, tp_rank, parameter.dtype))
+            loaded = tensors.shard(entry, shape, tp, tp_rank, parameter.dtype)
+            parameter.copy_(loaded)
+            # Beside an FP8 parameter TransformerEngine keeps, on the host, what the optimizer's master begins with.
+            if hasattr(parameter, "get_high_precision_init_val"):
+                parameter.get_high_precision_init_val().copy_(loaded)
 
 
 def save_hf(chunks: Sequence[torch.nn.Module], folder: Path, source: Path) -> None:

@@ -52,8 +52,6 @@ class Trainable:
         for chunk in self.chunks:
             count_padding(chunk)
         self.optimizer = get_megatron_optimizer(options, self.chunks, no_decay_for_norms_and_biases(options))
-        if config.model.fp8_params:
-            self.optimizer.reload_model_params()  # the masters hold what the parameters were before they were loaded
         self._host: Tensor | None = None  # uint8, what is offloaded; kept for the next time, as pinning takes seconds
         megatron.finalize_model_grads_func = finalize_model_grads
         megatron.grad_scale_func = self.optimizer.scale_loss

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,16 @@ def test_several_files_and_one_hold_the_same_model(
     hf.load_hf(again, tmp_path / "split")
     for (name, found), (_, expected) in zip(hf.named_shards(again), hf.named_shards(model), strict=True):
         assert torch.equal(found, expected), name
+
+
+def test_masters_of_fp8_parameters_begin_with_what_is_loaded(config: Config, source: Path) -> None:
+    """Not with what FP8 makes of it: TransformerEngine keeps a copy for them, which Megatron's optimizer takes."""
+    chunks = policies.build(config, shape_of(source))
+    for _, parameter in hf.named_shards(chunks):
+        parameter.get_high_precision_init_val = partial(getattr, torch.zeros_like(parameter), "data")
+    hf.load_hf(chunks, source)
+    for name, parameter in hf.named_shards(chunks):
+        assert torch.equal(parameter.get_high_precision_init_val(), parameter), name
 
 
 def test_a_folder_is_replaced_and_nothing_is_left_beside_it(config: Config, source: Path, tmp_path: Path) -> None:

@@ -117,4 +117,6 @@ def frozen_copy(chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
         twin.requires_grad_(False)
         for target, source in zip(twin.parameters(), chunk.parameters(), strict=True):
             target.copy_(source.detach())
+            if hasattr(target, "clear_high_precision_init_val"):
+                target.clear_high_precision_init_val()  # on the host, for the master of an optimizer that it has not
     return [twin.eval() for twin in twins]
