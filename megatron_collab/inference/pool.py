@@ -39,6 +39,10 @@ class ServerPool:
         """Wait for all servers; ServerError if one cannot be had, since a first start that fails is no accident."""
         for server in self.servers:
             server.wait_healthy(self.options.start_timeout)
+            wanted, found = self.options.max_total_tokens or 0, server.cache_tokens()
+            if found < 0.99 * wanted:  # it is rounded to pages
+                short = f"has a KV cache of {found} tokens, not of rollout.server.max_total_tokens={wanted}"
+                print(f"engine: SGLang server {server.index} {short}: its GPU has no more memory", flush=True)
         self._present = list(self.servers)
         self._release()
 
@@ -150,7 +154,7 @@ class ServerPool:
         if self.options.colocated:
             self._each(methodcaller("release"), self.lost)
 
-    def _each(self, call: Callable[[SGLangServer], None], failed: Callable[[SGLangServer, str], None]) -> None:
+    def _each(self, call: Callable[[SGLangServer], object], failed: Callable[[SGLangServer, str], None]) -> None:
         """Call all that are present at once, and `failed` for each that raises ServerError."""
         with ThreadPoolExecutor(len(self.servers)) as callers:
             calls = {server: callers.submit(call, server) for server in sorted(self._present, key=attrgetter("index"))}

@@ -226,8 +226,12 @@ class SGLangServer:
         lines = redact(self.log.read_text(errors="replace")).splitlines()[-15:]
         return "\n  ".join([f"the end of {self.log}:", *lines])
 
-    def ask(self, path: str, body: Mapping[str, Any] | None = None, timeout: float | None = None) -> None:
-        """POST `body`, or GET without one; ServerError unless it is done in `timeout` seconds (launch.timeout / 4)."""
+    def cache_tokens(self) -> int:
+        """How many tokens its KV cache has room for; SGLang takes what memory is left, and only warns. ServerError."""
+        return int(json.loads(self.ask("/get_server_info"))["max_total_num_tokens"])
+
+    def ask(self, path: str, body: Mapping[str, Any] | None = None, timeout: float | None = None) -> str:
+        """POST `body`, or GET without one; the answer. ServerError without it in `timeout` s (launch.timeout / 4)."""
         beat()  # no risk of hiding a hang: every caller has a deadline
         method, data = ("GET", None) if body is None else ("POST", json.dumps(body).encode())
         headers = {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"}
@@ -242,6 +246,7 @@ class SGLangServer:
             connection.close()
         if status != 200:
             raise ServerError(f"{self.url}{path}: status {status}: {' '.join(text.split())[:300]}")
+        return text
 
 
 def arguments(config: Config, url: str, index: int, scores: bool = False) -> list[str]:

@@ -21,16 +21,21 @@ pytestmark = pytest.mark.processes
 ASKED = [(prompt, seed) for seed, prompt in enumerate(PROMPTS[:4])]
 
 
-def fleet_of(server: SGLangServer, told: list[Sequence[int]], colocated: bool) -> ServerPool:
-    server_options = ServerConfig(colocated=colocated, start_timeout=400.0)
+def fleet_of(server: SGLangServer, told: list[Sequence[int]], colocated: bool, tokens: int | None = None) -> ServerPool:
+    server_options = ServerConfig(colocated=colocated, start_timeout=400.0, max_total_tokens=tokens)
     return ServerPool([server], server_options, told.append)
 
 
-def test_a_released_server_samples_what_it_sampled_before(servers: dict[str, Served]) -> None:
+def test_a_released_server_samples_what_it_sampled_before(
+    servers: dict[str, Served], capsys: pytest.CaptureFixture[str]
+) -> None:
     server = servers["untied"].server
     before = sample(server, ASKED, at_once=True)
-    fleet = fleet_of(server, [], colocated=True)
+    has = server.cache_tokens()
+    fleet = fleet_of(server, [], colocated=True, tokens=2 * has)
     fleet.begin()
+    said = f"has a KV cache of {has} tokens, not of rollout.server.max_total_tokens={2 * has}"
+    assert said in capsys.readouterr().out
     assert server.released == {"kv_cache", "weights"}
     with pytest.raises(EngineError, match="no answer within"):
         with_client(server, impatient)
