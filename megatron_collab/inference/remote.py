@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megatron_collab.config import Config
 from megatron_collab.inference.server import ServerError, ServerProcess
-from megatron_collab.runtime import network
+from megatron_collab.runtime import device, network
 from megatron_collab.runtime.process import POLL_SECONDS, wait_for
 
 ASK_SECONDS = 60  # timeout for a Ray node to start a process and return its address
@@ -60,7 +61,9 @@ class RemoteProcess:
 
     def __init__(self, machines: Machines, address: str, config: Config, log: Path, index: int, api_key: str) -> None:
         self._machines, self._address, self._timeout = machines, address, config.rollout.server.start_timeout
-        self._arguments = config, log.resolve(), index, api_key
+        # Else a machine without a driver would take its CPU where the others have GPUs.
+        launch = replace(config.launch, device=device.select(config.launch.device).type)
+        self._arguments = replace(config, launch=launch), log.resolve(), index, api_key
         self._nowhere = f"no node of the Ray cluster is on {address}, the address of its machine"
         self._url = ""
         self.start()

@@ -50,7 +50,7 @@ def test_what_is_required_and_missing_ends_in_1(
 
 def test_a_plan_needs_nothing_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     """Neither model nor data nor devices nor TransformerEngine, which this run would use."""
-    assert run("doctor", ["--plan", "experiment=train_70b", "launch.device=cuda"]) == 0
+    assert run("doctor", ["--plan", "experiment=train_70b"]) == 0
     printed = capsys.readouterr().out
     assert "on 128 GPUs: launch.nodes=16 x launch.nproc_per_node=8" in printed and "data parallel 4" in printed
     rows = {line[:34].strip(): line[34:].split() for line in printed.splitlines()}
@@ -66,7 +66,7 @@ def plan_on_a_login_node(folder: Path, *broken: str) -> subprocess.CompletedProc
     for library in broken:
         (folder / f"{library}.py").write_text("raise OSError('libcuda.so.1: cannot open')")
     environment = os.environ | {"PYTHONPATH": f"{folder}:{ROOT}", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, ROOT / "tools" / "doctor.py", "--plan", "experiment=train_70b", "launch.device=cuda"]
+    command = [sys.executable, ROOT / "tools" / "doctor.py", "--plan", "experiment=train_70b"]
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 

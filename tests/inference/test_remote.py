@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -54,8 +55,10 @@ def wait_until(holds: Callable[[], object]) -> None:
 
 
 def test_a_server_elsewhere_starts_and_ends_as_one_here(config: Config, machines: Machines, tmp_path: Path) -> None:
-    process = RemoteProcess(machines, HOST, config, tmp_path / "log", 0, "key")
+    launch = replace(config.launch, device="auto")
+    process = RemoteProcess(machines, HOST, replace(config, launch=launch), tmp_path / "log", 0, "key")
     try:
+        assert process._arguments[0].launch.device == "cpu", "as here, whatever is there"
         url = process.url
         assert url.startswith(f"http://{HOST}:") and process.ended() is None
         (server,) = server_at(url)
