@@ -25,6 +25,13 @@ _TAKEN = {  # of LiteLLM's arguments, those that are no matter of `extra`, and w
     **dict.fromkeys(("headers", "extra_headers"), "set headers"),
     **dict.fromkeys(("messages", "response_format", "stream", "n", "tools", "tool_choice"), "each call sets it itself"),
 }
+_OWN_SERVERS = ("hosted_vllm", "litellm_proxy", "lm_studio")  # providers without an address of their own
+_KEYED = (  # public services that let nobody in without a key
+    *("anthropic", "cerebras", "deepseek", "fireworks_ai", "gemini", "groq", "mistral", "openai", "perplexity"),
+    *("together_ai", "xai"),
+)
+_KEYED_EVERYWHERE = ("anthropic", "gemini", "openai")  # for which LiteLLM sends nothing to any address without a key
+_KEY = re.compile(r"KEY|TOKEN")
 _SECRET = re.compile(r"((?<!cache[_-])key|token|secret|password|authorization|cookie|credentials)$", re.IGNORECASE)
 
 
@@ -67,16 +74,9 @@ def check_support(endpoint: EndpointConfig, setting: str, group: str) -> None:
     """
     if endpoint.model == POLICY:
         return
-    from litellm import get_llm_provider  # which takes seconds
-    from litellm.utils import get_optional_params
-    from openai import OpenAIError
+    from litellm.utils import get_optional_params  # which takes seconds
 
-    be_quiet()
-    try:
-        model, provider, _, _ = get_llm_provider(str(endpoint.model), api_base=endpoint.api_base)
-    except OpenAIError as error:
-        out = f"give PROVIDER/MODEL, as openai/gpt-4o, or hosted_vllm/NAME for a server of your own at {group}.api_base"
-        raise ConfigError(f"{setting}={endpoint.model}: LiteLLM knows no such provider; {out}") from error
+    model, provider, _, _ = _provider(endpoint, setting, group)
     given: dict[str, Any] = {}
     # One after the other, so that it shows which is refused; the temperature may depend on the effort.
     wanted = {"reasoning_effort": None, **arguments(endpoint)}
@@ -94,6 +94,52 @@ def check_support(endpoint: EndpointConfig, setting: str, group: str) -> None:
             leaves_out = known and not (isinstance(endpoint, AssistantConfig) and name == "temperature")
             out = f"set {shown}=null, and it is not sent" if leaves_out else "remove it"
             raise ConfigError(f"{shown}={value}: {endpoint.model} does not take it ({reason}); {out}") from error
+
+
+def check_access(endpoint: EndpointConfig, setting: str, group: str) -> None:
+    """ConfigError where every call of the model called `setting` would fail: no address, or no key on this node.
+
+    A key is asked for only where there is no other way in. Clouds (Azure, Bedrock, Vertex AI, …) know users by their
+    machine too, and a server at api_base, or headers, may do without one, unless LiteLLM sends nothing without a key.
+    """
+    if endpoint.model == POLICY:
+        return
+    from litellm import validate_environment
+
+    _, provider, key, address = _provider(endpoint, setting, group)
+    said = f"{setting}={endpoint.model}"
+    message = (
+        f"{said}: is on a server of your own, whose address is not known; set {group}.api_base=http://HOST:PORT/v1"
+    )
+    require(provider not in _OWN_SERVERS or bool(address), message)
+    absent = validate_environment(str(endpoint.model))["missing_keys"]
+    if key or not absent or provider not in _KEYED:
+        return
+    start = absent[0].partition("_")[0] + "_"
+    if any(name.startswith(start) and _KEY.search(name) for name in os.environ):  # LiteLLM reads more than one name
+        return
+    elsewhere = bool(endpoint.api_base or endpoint.headers) or absent[0].replace("KEY", "BASE") in os.environ
+    out = (
+        f"; for a server that asks for none set it to any value, or name the model hosted_vllm/{said.partition('/')[2]}"
+    )
+    message = f"{said}: {' or '.join(absent)} is not set{out if endpoint.api_base else '; export it'}"
+    require(elsewhere and provider not in _KEYED_EVERYWHERE, message)
+
+
+def _provider(endpoint: EndpointConfig, setting: str, group: str) -> tuple[str, str, str | None, str | None]:
+    """The name of the model with its provider, and the provider's, the key and the address that LiteLLM takes."""
+    from litellm import get_llm_provider  # which takes seconds
+    from openai import OpenAIError
+
+    be_quiet()
+    try:
+        found: tuple[str, str, str | None, str | None] = get_llm_provider(
+            str(endpoint.model), api_base=endpoint.api_base
+        )
+    except OpenAIError as error:
+        out = f"give PROVIDER/MODEL, as openai/gpt-4o, or hosted_vllm/NAME for a server of your own at {group}.api_base"
+        raise ConfigError(f"{setting}={endpoint.model}: LiteLLM knows no such provider; {out}") from error
+    return found
 
 
 def _read(value: str) -> str:

@@ -240,6 +240,16 @@ def test_a_user_whose_model_takes_no_such_setting(
     assert "user.temperature=0.5: openai/o3 does not take it" in line
 
 
+def test_a_user_without_a_key(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    rows = [{"prompt": [{"role": "user", "content": "hi"}], "goal": "g"}]
+    settings = ["train.stage=rl", "reward.weights={token_amount: -1}", "user.model=openai/gpt-4o-mini"]
+    line = refused(capsys, *given(tmp_path, model, rows, *settings))
+    assert "user.model=openai/gpt-4o-mini: OPENAI_API_KEY is not set; export it" in line
+
+
 def test_a_metric_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
     line = refused(capsys, "experiment=booking", "reward.weights.helpfulness=1")
     assert "reward.weights=helpfulness: no such name" in line and "interactivity" in line

@@ -20,6 +20,11 @@ from tests.helpers import make_model
 METRIC = "reward.weights={token_amount: 1}"
 
 
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "dummy")
+
+
 @pytest.fixture
 def tasks(tmp_path: Path) -> Path:
     file = tmp_path / "tasks.jsonl"

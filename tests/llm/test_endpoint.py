@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
 from typing import Any
 
 import pytest
@@ -10,9 +12,11 @@ from megatron_collab import patches
 from megatron_collab.config import ConfigError, EndpointConfig
 from megatron_collab.llm.answer import Field, LlmError, json_schema
 from megatron_collab.llm.client import LlmClient, key_of
-from megatron_collab.llm.endpoint import check_settings, check_support, identity
+from megatron_collab.llm.endpoint import check_access, check_settings, check_support, identity
 from tests.llm.endpoint import Endpoint, says
 
+BASE = "http://127.0.0.1:9/v1"
+KEYS = re.compile("_(API_KEY|API_BASE|BASE_URL|TOKEN)$")
 SCORE = [Field("score", float, 0.0, 1.0)]
 QUESTION = [{"role": "user", "content": "How good is this?"}]
 
@@ -142,3 +146,42 @@ def test_litellm_says_before_a_run_what_a_model_does_not_take(settings: dict[str
         refused = str(error)
     assert (refused is None) == (said is None), refused
     assert refused is None or (refused.startswith(str(said)) and "\n" not in refused and "; " in refused)
+
+
+@pytest.mark.parametrize(
+    ("settings", "variables", "said"),
+    [
+        ({"model": "openai/m"}, {}, "openai/m: OPENAI_API_KEY is not set; export it"),
+        ({"model": "gpt-4o-mini"}, {}, "gpt-4o-mini: OPENAI_API_KEY is not set; export it"),
+        ({"model": "openai/m", "api_base": BASE}, {}, "openai/m: OPENAI_API_KEY is not set; for a server that asks"),
+        ({"model": "anthropic/claude-sonnet-4-5"}, {}, "anthropic/claude-sonnet-4-5: ANTHROPIC_API_KEY is not set"),
+        ({"model": "gemini/gemini-2.5-pro"}, {}, "gemini/gemini-2.5-pro: GOOGLE_API_KEY or GEMINI_API_KEY is not set"),
+        ({"model": "groq/m"}, {}, "groq/m: GROQ_API_KEY is not set"),
+        ({"model": "hosted_vllm/m"}, {}, "hosted_vllm/m: is on a server of your own, whose address is not known; set "),
+        ({"model": "openai/m"}, {"OPENAI_API_KEY": "k"}, None),
+        ({"model": "anthropic/claude-sonnet-4-5"}, {"ANTHROPIC_AUTH_TOKEN": "t"}, None),
+        ({"model": "together_ai/m"}, {"TOGETHER_API_KEY": "k"}, None),
+        ({"model": "groq/m", "api_base": BASE}, {}, None),
+        ({"model": "groq/m", "headers": {"X-Team": "blue"}}, {}, None),
+        ({"model": "hosted_vllm/m", "api_base": BASE}, {}, None),
+        ({"model": "hosted_vllm/m"}, {"HOSTED_VLLM_API_BASE": BASE}, None),
+        *(({"model": f"{cloud}/m"}, {}, None) for cloud in ("azure", "bedrock", "vertex_ai", "sagemaker", "ollama")),
+        ({"model": "policy"}, {}, None),
+    ],
+    ids=str,
+)
+def test_a_model_that_nobody_can_reach_is_refused_and_no_other(
+    settings: dict[str, Any], variables: dict[str, str], said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patches.apply("litellm")
+    for name in [name for name in os.environ if KEYS.search(name)]:
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    try:
+        check_access(EndpointConfig(**settings), "reward.judge.model", "reward.judge")
+        refused = None
+    except ConfigError as error:
+        refused = str(error)
+    assert (refused is None) == (said is None), refused
+    assert refused is None or refused.startswith(f"reward.judge.model={said}")
