@@ -75,6 +75,7 @@ def load(arguments: Sequence[str]) -> Config:
         message = f"assistant.model={assistant.model}: calls no tools yet; {out}"
         require(not (config.rollout.tools or config.rollout.mcp_servers), message)
     validate.check_settings(config)
+    validate.check_files_of_users(config)
     if assistant.model:  # 0 is greedy, which only a policy that learns cannot be
         config.rollout.turn.temperature = config.rollout.future.temperature = assistant.temperature
     return config
