@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import re
 import socket
+from dataclasses import replace
 from typing import Any
 
-from megatron_collab.config import ConfigError, EndpointConfig, nearest, require
+from megatron_collab.config import ConfigError, EndpointConfig, UserConfig, nearest, require
 from megatron_collab.config.load import leaves
 from megatron_collab.config.schema import AssistantConfig
 from megatron_collab.llm.answer import LlmError
@@ -20,11 +21,13 @@ _SAMPLING = ("temperature", "top_p", "reasoning_effort")  # not sent where they 
 _TAKEN = {  # of LiteLLM's arguments, those that are no matter of `extra`, and what is
     **{name: f"set {name} itself" for name in ("model", "api_base", "max_tokens", "timeout", *_SAMPLING)},
     **dict.fromkeys(("base_url", "custom_llm_provider"), "set model and api_base"),
-    **dict.fromkeys(("max_completion_tokens", "max_output_tokens"), "set max_tokens"),
+    "max_output_tokens": "set max_tokens",
     **dict.fromkeys(("max_retries", "num_retries"), "set attempts"),
     **dict.fromkeys(("headers", "extra_headers"), "set headers"),
     **dict.fromkeys(("messages", "response_format", "stream", "n", "tools", "tool_choice"), "each call sets it itself"),
 }
+_COMPLETION = "max_completion_tokens"  # what newer models call max_tokens
+_UNSUPPORTED = re.compile(r"support|permitted|allowed|unknown|unrecogni[sz]ed|unexpected|deprecated", re.IGNORECASE)
 _OWN_SERVERS = ("hosted_vllm", "litellm_proxy", "lm_studio")  # providers without an address of their own
 _KEYED = (  # public services that let nobody in without a key
     *("anthropic", "cerebras", "deepseek", "fireworks_ai", "gemini", "groq", "mistral", "openai", "perplexity"),
@@ -39,8 +42,36 @@ def arguments(endpoint: EndpointConfig) -> dict[str, Any]:
     """LiteLLM's arguments beside model, messages and api_base; LlmError where a header's variable is not set here."""
     sampling = {name: value for name in _SAMPLING if (value := getattr(endpoint, name)) is not None}
     headers = {name: _read(value) for name, value in endpoint.headers.items()}
-    given = {**endpoint.extra, **sampling, "max_tokens": endpoint.max_tokens}
+    given = {**endpoint.extra, **sampling}
+    if endpoint.max_tokens is not None:
+        given["max_tokens"] = endpoint.max_tokens
     return {**given, "extra_headers": headers} if headers else given
+
+
+def token_budget(endpoint: EndpointConfig) -> int:
+    """The most tokens of an answer, by whichever name it is sent."""
+    return endpoint.max_tokens or int(endpoint.extra[_COMPLETION])
+
+
+def with_token_budget(endpoint: EndpointConfig, tokens: int) -> EndpointConfig:
+    """`endpoint` with another budget of an answer, sent by the same name."""
+    if endpoint.max_tokens is None:
+        return replace(endpoint, extra={**endpoint.extra, _COMPLETION: tokens})
+    return replace(endpoint, max_tokens=tokens)
+
+
+def way_out(endpoint: EndpointConfig, said: str) -> str:
+    """What to set where a server refuses, in the words `said`, an argument that it was sent; empty if it does not."""
+    sent = [name for name in arguments(endpoint) if re.search(rf"\b{name}\b", said)]
+    if not sent or not _UNSUPPORTED.search(said):
+        return ""
+    name = sent[0]
+    group = {AssistantConfig: "assistant", UserConfig: "user (or users.NAME)"}.get(type(endpoint), "reward.judge")
+    if name in _SAMPLING:
+        return f"set {name}=null in {group}, and it is not sent"
+    if name == "max_tokens":
+        return f"set max_tokens=null and extra.{_COMPLETION}={endpoint.max_tokens} in {group}"
+    return f"remove {'headers' if name == 'extra_headers' else f'extra.{name}'} from {group}"
 
 
 def identity(endpoint: EndpointConfig) -> dict[str, Any]:
@@ -56,6 +87,14 @@ def identity(endpoint: EndpointConfig) -> dict[str, Any]:
 def check_settings(endpoint: EndpointConfig, group: str) -> None:
     """ConfigError for headers and extra arguments that cannot be, as settings of `group`."""
     out = f"set {group}.headers.NAME={ENVIRONMENT}VARIABLE, which is read when a request is sent"
+    budget = endpoint.extra.get(_COMPLETION)
+    message = f"{group}.extra.{_COMPLETION}={budget}: must be a whole number of at least 1"
+    whole = isinstance(budget, int) and not isinstance(budget, bool) and budget >= 1
+    require(_COMPLETION not in endpoint.extra or whole, message)
+    message = f"{group}.max_tokens=null: answers need a budget; set {group}.extra.{_COMPLETION}, which is sent instead"
+    require(endpoint.max_tokens is not None or whole, message)
+    message = f"{group}.extra.{_COMPLETION}: max_tokens is sent already; set {group}.max_tokens=null, or remove this"
+    require(endpoint.max_tokens is None or budget is None, message)
     for name in endpoint.extra:
         require(name not in _TAKEN, f"{group}.extra.{name}: is not passed on; {_TAKEN.get(name)}")
     for name, value in leaves(endpoint.extra):
@@ -91,7 +130,7 @@ def check_support(endpoint: EndpointConfig, setting: str, group: str) -> None:
             reason = reason.removeprefix("litellm.UnsupportedParamsError: ").rstrip(". ,")
             known = name in _SAMPLING
             shown = f"{group}.{name}" if known else f"{group}.extra.{name}"
-            leaves_out = known and not (isinstance(endpoint, AssistantConfig) and name == "temperature")
+            leaves_out = known and not group.startswith("data.eval")  # where null is the assistant's own
             out = f"set {shown}=null, and it is not sent" if leaves_out else "remove it"
             raise ConfigError(f"{shown}={value}: {endpoint.model} does not take it ({reason}); {out}") from error
 
