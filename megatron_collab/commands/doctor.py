@@ -142,7 +142,7 @@ def print_data(text: str) -> int:
 
 
 def print_endpoints(overrides: Sequence[str]) -> int:
-    """A table of the language models that the run asks, each with one call, and a line for each that failed."""
+    """A row for each language model that the run asks, as it answers its one call, and a line for each that failed."""
     from megatron_collab.launch import endpoints, prepare, validate
 
     config = make_absolute(compose(overrides))
@@ -161,12 +161,19 @@ def print_endpoints(overrides: Sequence[str]) -> int:
         return 0
     endpoints.check_prices(config, asked)
     endpoints.check_support(asked)
-    rows, faults = [("", "model", "seconds", "tokens", "USD")], []
-    for each in asked:
-        cells, fault = asyncio.run(_call(each.endpoint))
-        rows.append((each.setting, str(each.endpoint.model), *cells))
-        faults += [f"{each.setting}: {fault}"] if fault else []
-    _print_table(rows)
+    labels = [("", "model"), *((each.setting, str(each.endpoint.model)) for each in asked)]
+    widths = [*(max(map(len, column)) for column in zip(*labels, strict=True)), 7, 6, 0]
+    _print_row((*labels[0], "seconds", "tokens", "USD"), widths)
+
+    async def call(setting: str, endpoint: EndpointConfig) -> str | None:
+        cells, fault = await _call(endpoint)
+        _print_row((setting, str(endpoint.model), *cells), widths)
+        return fault and f"{setting}: {fault}"
+
+    async def call_all() -> list[str | None]:
+        return await asyncio.gather(*(call(each.setting, each.endpoint) for each in asked))
+
+    faults = [fault for fault in asyncio.run(call_all()) if fault]
     for line in faults:
         print(f"\n{line}")
     return 1 if faults else 0
@@ -202,7 +209,9 @@ async def _call(endpoint: EndpointConfig) -> tuple[tuple[str, str, str], str | N
     client, began, fault = LlmClient(), time.monotonic(), None
     question = [{"role": "user", "content": 'Answer with this JSON object and nothing else: {"answer": "yes"}'}]
     try:
-        await client.ask(replace(endpoint, attempts=1), question, [Field("answer", str)])
+        # As if there were others to ask: a server that is not there is not waited for.
+        once = replace(endpoint, attempts=1, deadline=endpoint.timeout)
+        await client.ask(once, question, [Field("answer", str)], others=True)
     except LlmError as error:
         fault = str(error)
     price = "unknown" if client.took["unpriced"] else f"{client.took['usd']:.6f}"
@@ -212,4 +221,8 @@ async def _call(endpoint: EndpointConfig) -> tuple[tuple[str, str, str], str | N
 def _print_table(rows: Sequence[Sequence[str]]) -> None:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        _print_row(row, widths)
+
+
+def _print_row(row: Sequence[str], widths: Sequence[int]) -> None:
+    print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip(), flush=True)

@@ -173,7 +173,8 @@ def test_a_name_of_the_hub_that_cannot_be_asked_for(
 
 def test_a_missing_model(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path) -> None:
     line = refused(capsys, *given(tmp_path, tmp_path / "none", [ROW]))
-    assert f"model.path={tmp_path}/none: no config.json there" in line
+    assert f"model.path={tmp_path}/none: no config.json there; give the folder of a Hugging Face model, or " in line
+    assert "OWNER/NAME of the Hub" in line
 
 
 def test_a_model_of_an_unknown_family(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path) -> None:
@@ -238,6 +239,38 @@ def test_a_user_whose_model_takes_no_such_setting(
     assert "user.top_p=0.5: openai/gpt-5 does not take it" in line and "set user.top_p=null" in line
     line = refused(capsys, *given(tmp_path, model, rows[1:], *settings, "user.temperature=0.5"))
     assert "user.temperature=0.5: openai/o3 does not take it" in line
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("user.prompt=none.j2", "user.prompt={}/none.j2: no such file"),
+        ("user.prompt=bad.j2", "user.prompt={}/bad.j2 line 1: no variable goals; there are goal, "),
+        ("users={a: {model: m, prompt: bad.j2}}", "users.a.prompt={}/bad.j2 line 1: no variable goals"),
+    ],
+)
+def test_a_prompt_that_is_none_is_refused_before_data_is_read(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    setting: str,
+    said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.j2").write_text("{{ goals }}")
+    settings = ["train.stage=rl", "reward.weights={token_amount: -1}", setting]
+    assert said.format(tmp_path) in refused(capsys, *given(tmp_path, model, [{"nothing": "of use"}], *settings))
+
+
+def test_a_user_without_a_key(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    rows = [{"prompt": [{"role": "user", "content": "hi"}], "goal": "g"}]
+    settings = ["train.stage=rl", "reward.weights={token_amount: -1}", "user.model=openai/gpt-4o-mini"]
+    line = refused(capsys, *given(tmp_path, model, rows, *settings))
+    assert "user.model=openai/gpt-4o-mini: OPENAI_API_KEY is not set; export it" in line
 
 
 def test_a_metric_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:

@@ -110,6 +110,13 @@ def test_a_transcript_has_messages_scores_and_reasons(tmp_path: Path) -> None:
     assert row["reward"] is None and row["ending"] == "user_done"
 
 
+def test_an_evaluation_without_a_score_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    missing = group(Missing("judge is down"))
+    with opened(tmp_path) as run:
+        run.evaluation("before", "", 0, {"score/booking_right": math.nan}, [missing])
+    assert capsys.readouterr().out == "evaluation before (1 tasks): no rollout has a score; the first: judge is down\n"
+
+
 def test_the_result_compares_the_evaluations(tmp_path: Path) -> None:
     before = {"score/ask_when_missing": 0.25, "score/booking_right": 0.5, "reward": math.nan}
     after = {"score/ask_when_missing": 1.0, "score/booking_right": 0.75, "score/ask_when_complete": 0.0}
