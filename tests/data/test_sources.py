@@ -190,7 +190,7 @@ for given in sys.argv[2:]:
         environment = hub.environment(tmp_path / "home")
         subprocess.run([*command, "--out", str(tmp_path / "out")], env=environment, check=True, timeout=200)
         summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-        assert (summary["source"], summary["kept"]) == (f"some/data@{commit}", {"train": 11, "eval": 1})
+        assert (summary["source"], summary["kept"]) == (f"some/data@{commit}", {"train": 13, "eval": 1})
 
 
 def test_what_is_no_data_is_refused_in_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
