@@ -24,7 +24,7 @@ TOOL_PARSERS = (  # as SGLang calls them
 )
 FORMATS = (  # of rows, as data/formats.py reads them
     "auto", "task", "messages", "collabllm", "recipe", "humaneval", "bigcodebench", "preference", "sharegpt",
-    "question_answer", "problem_solution", "recipe_sft", "text",
+    "question_answer", "problem_solution", "recipe_sft", "prompt_completion", "prompt", "text",
 )
 # fmt: on
 

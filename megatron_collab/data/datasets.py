@@ -17,7 +17,7 @@ import numpy as np
 from filelock import FileLock
 
 from megatron_collab import __version__
-from megatron_collab.config import Config, require
+from megatron_collab.config import Config, nearest, require
 from megatron_collab.data.chat_template import ChatRenderer, policys, system_prompt, tokenizer_files
 from megatron_collab.data.evaluation import EvaluationSet, evaluation_sets
 from megatron_collab.data.examples import Examples, TaskReader, load_conversations, load_tasks
@@ -68,12 +68,18 @@ class SurveyedSources(Generic[_Read]):
             self.surveys.append(found)
 
     def lines(self) -> list[str]:
-        """For each source how many rows are taken, how they are read and why, and what is left out."""
+        """For each source how many rows are taken, how they are read and why, what is left out, and which users its
+        rows wish for in vain."""
         found = []
         for examples, one in zip(self.sets, self.surveys, strict=True):
             read = f"{len(examples)} rows, read as {examples.format} ({examples.why})"
             left_out = f"; left out: {_counts(one)}" if one.left_out else ""
-            found.append(f"{self.setting}={examples.source.source}: {read}{left_out}")
+            where = f"{self.setting}={examples.source.source}"
+            found.append(f"{where}: {read}{left_out}")
+            there = self._config.users
+            wishes = [user[:-1] for user in one.users if user.endswith("?") and not self._config.user.name]
+            for wish in (wish for wish in wishes if wish not in there):
+                found.append(f"{where}: rows wish for the user {wish}, which users lacks{nearest(wish, there)}")
         return found
 
     def _survey(self, examples: Examples[_Read], longest: int) -> Survey:

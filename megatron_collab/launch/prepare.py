@@ -127,20 +127,21 @@ def compare_tools(run_dir: Path, toolsets: Iterable[Toolset]) -> None:
 def users_of_tasks(config: Config, surveyed: Iterable[tuple[Config, str, Survey]]) -> dict[str, str]:
     """The names of the users of the settings and of the tasks, each with an example.
 
-    `surveyed`: the settings under which a source is played, the option that names it, and its survey.
+    `surveyed`: the settings under which a source is played, what messages call it, and its survey.
     """
     examples: dict[str, str] = {name: f"users.{name}" for name in config.users}
-    for settings, option, found in surveyed:
+    for settings, where, found in surveyed:
         for user, task in found.users.items():
             name = user_of(Task(task, (), "", "", user), settings)
-            examples[name] = f"{option}, task {task}"
+            examples[name] = f"{where}, task {task}"
     return examples
 
 
 def _surveyed(config: Config, data: SurveyedSources[Any]) -> Iterable[tuple[Config, str, Survey]]:
     for source, found in zip(data.sources, data.surveys, strict=True):
-        settings = settings_of(config, source) if isinstance(source, EvaluationSet) else config
-        yield settings, data.setting, found
+        evaluated = isinstance(source, EvaluationSet)
+        settings, setting = (settings_of(config, source), source.setting) if evaluated else (config, data.setting)
+        yield settings, f"{setting}={source.source}", found
 
 
 def finished(config: Config) -> int:

@@ -167,7 +167,17 @@ def test_data_is_shown_as_it_would_be_read(tmp_path: Path, capsys: pytest.Captur
     assert "2 rows, 1 tasks; left out: 1 that are not user and assistant in turn" in printed
     assert run("doctor", ["--data", str(tmp_path / "sft.jsonl")]) == 0
     assert "1 rows, 1 conversations" in capsys.readouterr().out
+    both = f"[{{source: {tmp_path}/tasks.jsonl, weight: 2}}, {{source: {tmp_path}/chats.jsonl}}]"
+    evaluated = f"{{source: {tmp_path}/tasks.jsonl, samples: 4}}"
+    for given, shown in ((both, ["7 rows, 7 tasks", "2 rows, 1 tasks"]), (evaluated, ["7 rows, 7 tasks"])):
+        assert run("doctor", ["--data", given]) == 0
+        printed = capsys.readouterr().out
+        assert printed.count("read as") == len(shown) and all(each in printed for each in shown)
     for given, said in (
+        (
+            f"[{{source: {tmp_path}/tasks.jsonl, wieght: 2}}]",
+            "--data[0].wieght: no such setting; the nearest is weight",
+        ),
         (tmp_path / "other.jsonl", "the columns a are those of no known format"),
         ("none", "no such file"),
     ):

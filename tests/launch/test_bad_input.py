@@ -219,13 +219,20 @@ def test_a_dataset_row_without_a_prompt(capsys: pytest.CaptureFixture[str], tmp_
 def test_a_task_that_nobody_plays(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path) -> None:
     rows = [{"prompt": [{"role": "user", "content": "hi"}], "goal": "g", "user": "nobody"}]
     line = refused(capsys, *given(tmp_path, model, rows, "train.stage=rl", "reward.weights={token_amount: -1}"))
-    assert "data.train, task 0: user=nobody: no such name; known are feedback, llm, replay" in line
+    known = "no such name; known are feedback, llm, replay"
+    assert f"data.train={tmp_path}/data.jsonl, task 0: user=nobody: {known}" in line
+    played = tmp_path / "played.jsonl"
+    played.write_text(json.dumps(rows[0] | {"user": "replay"}) + "\n")
+    sets = f"data.eval=[{{source: {tmp_path}/data.jsonl, name: held}}]"
+    more = ("train.stage=rl", "reward.weights={token_amount: -1}", sets, f"data.train={played}")
+    line = refused(capsys, *given(tmp_path, model, rows), *more)
+    assert f"data.eval[held]={tmp_path}/data.jsonl, task 0: user=nobody:" in line
 
 
 def test_a_user_without_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path) -> None:
     rows = [{"prompt": [{"role": "user", "content": "hi"}], "goal": "g"}]
     line = refused(capsys, *given(tmp_path, model, rows, "train.stage=rl", "reward.weights={token_amount: -1}"))
-    assert "data.train, task 0: user llm" in line and "user.model" in line
+    assert "data.jsonl, task 0: user llm" in line and "user.model" in line
 
 
 def test_a_user_whose_model_takes_no_such_setting(
