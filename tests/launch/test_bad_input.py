@@ -285,6 +285,34 @@ def test_a_metric_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> Non
     assert "reward.weights=helpfulness: no such name" in line and "interactivity" in line
 
 
+PAIR = {"prompt": "hi", "chosen": "hello", "rejected": "no"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["reward.weights={accuracy: 1}"], "reward.weights.accuracy=1: data.train={}: none of its tasks has an answer"),
+        (["reward.weights={accuracy: 0.5, asks: 1}"], "reward.weights.accuracy=0.5: data.train={}: none of its tasks"),
+        (["reward.weights={pass_rate: 1}"], "reward.weights.pass_rate=1: data.train={}: none of its tasks has tests"),
+        (
+            ["reward.weights={bleu: 1, accuracy: 0}", "reward.metrics.bleu.extract=false"],
+            "reward.weights.bleu=1: data.train={}: none of its tasks has an answer",
+        ),
+        (["reward.weights={asks: 1}", "user.name=feedback"], "data.train={}: none of its tasks has an answer, which"),
+        (
+            ["reward.weights={asks: 1}", "users={strict: {class: feedback}}"],
+            "data.train={}: none of its tasks has an answer, which its user needs",
+        ),
+    ],
+)
+def test_a_metric_or_a_user_for_whom_no_task_is_fit(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path, settings: list[str], said: str
+) -> None:
+    user = [] if any("user" in setting for setting in settings) else ["user.name=replay"]
+    line = refused(capsys, *given(tmp_path, model, [PAIR, PAIR], "train.stage=rl", *settings, *user))
+    assert said.format(tmp_path / "data.jsonl") in line
+
+
 def test_a_reward_of_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path) -> None:
     line = refused(capsys, *given(tmp_path, model, [ROW], "train.stage=rl"))
     assert "reward.weights: no metric has a weight" in line
