@@ -246,8 +246,17 @@ CONVERSATIONS = (
 TRAINING = ("train.steps=3", "optim.lr=0.5", "llm.budget_usd=5", "rollout.futures=6", "reward.workers=9", "run.seed=8")
 
 
+@pytest.fixture
+def people(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file that CONVERSATIONS name, in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "people.txt"
+    file.write_text("A nurse.\n")
+    return file
+
+
 def test_a_checkpoint_is_evaluated_in_the_conversations_of_its_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, people: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = ran(tmp_path / "run", *CONVERSATIONS, *TRAINING)
     config, trained = taken(run), compose([f"run.dir={run}", "model.path=m", "data.train=t", *CONVERSATIONS])
@@ -263,7 +272,9 @@ def test_a_checkpoint_is_evaluated_in_the_conversations_of_its_run(
     assert "reward.weights" in line and "futures" not in line and "llm" not in line
 
 
-def test_what_is_given_is_not_taken_from_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_given_is_not_taken_from_the_run(
+    tmp_path: Path, people: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = ran(tmp_path / "run", *CONVERSATIONS)
     config = taken(
         run, "rollout.tools=[]", "rollout.max_user_turns=1", "reward.weights.asks=0", "data.eval=other.jsonl"
@@ -294,18 +305,16 @@ def test_of_a_supervised_run_the_prompt_is_taken_and_its_conversations_are_no_ta
         taken(run, "reward.weights.asks=1")
 
 
-def test_what_of_a_run_is_gone_is_said_with_where_it_is_from(
-    tmp_path: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_what_of_a_run_is_gone_is_said_with_where_it_is_from(tmp_path: Path, tasks: Path, people: Path) -> None:
     model = make_model(tmp_path / "model")
-    people = "users={a: {class: llm, model: openai/a, personas: people.txt}}"
+    users = "users={a: {class: llm, model: openai/a, personas: people.txt}}"
     short = [f"rollout.{part}.max_new_tokens=64" for part in ("turn", "future")]
-    settings = (f"model.path={model}", METRIC, people, "rollout.context_length=256", *short)
+    settings = (f"model.path={model}", METRIC, users, "rollout.context_length=256", *short)
     run = ran(tmp_path / "run", "data.eval=held_out.jsonl", *settings)
     given = ["run.dir=out", f"model.path={run}@10", "launch.device=cpu"]
     said = f"is taken from {run}/config.json, unless it is given)"
     assert refused(given) == f"data.eval=held_out.jsonl: no such file (data.eval {said}"
+    people.unlink()
     gone = refused([*given, f"data.eval={tasks}"])
     assert "personas=people.txt: no such file" in gone and gone.endswith(f"(users.a.personas {said}")
     (run / "config.json").write_text("{}")
