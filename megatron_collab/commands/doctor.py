@@ -7,9 +7,10 @@ used without it; a run uses the same probes. Exit code 1 if something required i
 fullest GPU by part. It needs neither GPU nor data nor weights: the model's shape is read from model.path, else from
 conf/shapes. Exit code 1 if the run does not fit, 2 for settings that cannot work.
 
-`megatron-collab doctor --data SOURCE` reads every row of a file, a folder, a glob or a name of the Hub, or of settings
-as '{source: NAME, subset: NAME, split: NAME}', and prints which format it is in and why, how many rows are taken and
-left out, and five of them as tasks, or as conversations where they are no tasks.
+`megatron-collab doctor --data SOURCE` takes what data.train and data.eval take: a file, a folder, a glob, a name of the
+Hub, settings as '{source: NAME, subset: NAME, split: NAME}', or a list of these. It reads every row and prints for each
+source which format it is in and why, how many rows are taken and left out, and five of them as tasks, or as
+conversations where they are no tasks.
 
 `megatron-collab doctor --llm experiment=NAME [option=value …]` makes one real call to each language model that the run
 would ask, users, judge and metrics' own, and prints latency, tokens and price. Exit code 1 if one does not answer.
@@ -23,12 +24,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_collab import patches
 from megatron_collab.commands import ArgumentParser, positive
 from megatron_collab.config import Config, ConfigError, EndpointConfig, compose, make_absolute
 from megatron_collab.runtime import device
+
+if TYPE_CHECKING:
+    from megatron_collab.data.sources import Source
 
 _SHOWN, _WIDTH = 5, 200  # rows, and characters of each of their texts
 
@@ -107,14 +111,22 @@ def print_plan(overrides: Sequence[str], gpu_gib: float) -> int:
 
 
 def print_data(text: str) -> int:
-    """Format, counts and the first rows of a source."""
+    """Format, counts and the first rows of each source."""
+    from megatron_collab.data.evaluation import EvaluationSet
+    from megatron_collab.data.sources import TrainingSource, given_sources
+
+    for number, source in enumerate(given_sources(text, "--data", (TrainingSource, EvaluationSet))):
+        print("\n" * (number > 0), end="")
+        _print_source(source)
+    return 0
+
+
+def _print_source(source: Source) -> None:
     # Hugging Face's library takes seconds to import.
     from megatron_collab.data.examples import load_any
-    from megatron_collab.data.sources import given_source
     from megatron_collab.data.survey import survey
     from megatron_collab.types import Task
 
-    source = given_source(text, "--data")
     try:
         examples = load_any(source, "--data")
         found = survey(examples, 0, lambda messages: 0, lambda example: 0)
@@ -122,7 +134,8 @@ def print_data(text: str) -> int:
         raise ConfigError(" ".join(str(error).split())) from error
     examples.leave_out(found.left_out)
     columns = ", ".join(examples.rows.column_names)
-    print(f"{source.source}: read as {examples.format}, since {examples.why}; columns {columns}")
+    split = "+".join(examples.splits)
+    print(f"{source.source}: read as {examples.format}, since {examples.why}; split {split}, columns {columns}")
     left_out = "".join(f"; left out: {count} {reason}" for reason, count in found.dropped.items())
     print(f"{len(examples.rows)} rows, {len(examples)} {examples.use}s{left_out}")
     for example in examples[:_SHOWN]:
@@ -138,11 +151,10 @@ def print_data(text: str) -> int:
         messages = example.messages if isinstance(example, Task) else example
         for name, content in [*((message.role, message.content) for message in messages), *lines]:
             print(f"  {name + ':':10} {textwrap.shorten(content, _WIDTH, placeholder=' …')}")
-    return 0
 
 
 def print_endpoints(overrides: Sequence[str]) -> int:
-    """A table of the language models that the run asks, each with one call, and a line for each that failed."""
+    """A row for each language model that the run asks, as it answers its one call, and a line for each that failed."""
     from megatron_collab.launch import endpoints, prepare, validate
 
     config = make_absolute(compose(overrides))
@@ -161,12 +173,19 @@ def print_endpoints(overrides: Sequence[str]) -> int:
         return 0
     endpoints.check_prices(config, asked)
     endpoints.check_support(asked)
-    rows, faults = [("", "model", "seconds", "tokens", "USD")], []
-    for each in asked:
-        cells, fault = asyncio.run(_call(each.endpoint))
-        rows.append((each.setting, str(each.endpoint.model), *cells))
-        faults += [f"{each.setting}: {fault}"] if fault else []
-    _print_table(rows)
+    labels = [("", "model"), *((each.setting, str(each.endpoint.model)) for each in asked)]
+    widths = [*(max(map(len, column)) for column in zip(*labels, strict=True)), 7, 6, 0]
+    _print_row((*labels[0], "seconds", "tokens", "USD"), widths)
+
+    async def call(setting: str, endpoint: EndpointConfig) -> str | None:
+        cells, fault = await _call(endpoint)
+        _print_row((setting, str(endpoint.model), *cells), widths)
+        return fault and f"{setting}: {fault}"
+
+    async def call_all() -> list[str | None]:
+        return await asyncio.gather(*(call(each.setting, each.endpoint) for each in asked))
+
+    faults = [fault for fault in asyncio.run(call_all()) if fault]
     for line in faults:
         print(f"\n{line}")
     return 1 if faults else 0
@@ -176,18 +195,18 @@ def _surveys(config: Config) -> list[tuple[Config, str, Any]]:
     """The users that tasks of data.train and data.eval name; nothing where a world makes them in the first run."""
     from megatron_collab.data.evaluation import evaluation_sets, settings_of
     from megatron_collab.data.examples import load_tasks
-    from megatron_collab.data.sources import Source, TrainingSource, sources
+    from megatron_collab.data.sources import TrainingSource, sources
     from megatron_collab.data.survey import survey
 
     training = sources(config.data.train, "data.train", TrainingSource)
     given: list[tuple[Config, str, Source]] = [(config, "data.train", source) for source in training]
-    given += [(settings_of(config, one), "data.eval", one) for one in evaluation_sets(config)]
+    given += [(settings_of(config, one), one.setting, one) for one in evaluation_sets(config)]
     if config.data.world is not None and not all(Path(source.source).exists() for _, _, source in given):
         return []
     found = list[tuple[Config, str, Any]]()
     for settings, option, source in given:
         tasks = load_tasks(source, option, config.data)
-        found.append((settings, option, survey(tasks, 0, lambda messages: 0, lambda task: 0)))
+        found.append((settings, f"{option}={source.source}", survey(tasks, 0, lambda messages: 0, lambda task: 0)))
     return found
 
 
@@ -202,7 +221,9 @@ async def _call(endpoint: EndpointConfig) -> tuple[tuple[str, str, str], str | N
     client, began, fault = LlmClient(), time.monotonic(), None
     question = [{"role": "user", "content": 'Answer with this JSON object and nothing else: {"answer": "yes"}'}]
     try:
-        await client.ask(replace(endpoint, attempts=1), question, [Field("answer", str)])
+        # As if there were others to ask: a server that is not there is not waited for.
+        once = replace(endpoint, attempts=1, deadline=endpoint.timeout)
+        await client.ask(once, question, [Field("answer", str)], others=True)
     except LlmError as error:
         fault = str(error)
     price = "unknown" if client.took["unpriced"] else f"{client.took['usd']:.6f}"
@@ -212,4 +233,8 @@ async def _call(endpoint: EndpointConfig) -> tuple[tuple[str, str, str], str | N
 def _print_table(rows: Sequence[Sequence[str]]) -> None:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        _print_row(row, widths)
+
+
+def _print_row(row: Sequence[str], widths: Sequence[int]) -> None:
+    print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip(), flush=True)

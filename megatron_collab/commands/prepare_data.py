@@ -4,8 +4,9 @@
 
 --to rl: a task for every prefix of every conversation that ends with the user, each prompt once. --to sft: a row for
 each conversation; of scored candidates the best of its last turn. --to dpo: of each turn the best candidate against the
-worst. SOURCE is a file, a folder, a glob or a name of the Hub, or settings as '{source: NAME, subset: NAME}'. The split
-is by conversation: no first message of a user, and so no prompt, is on both sides, nor on another side for rl than sft.
+worst. SOURCE is a file, a folder, a glob or a name of the Hub, or settings as '{source: NAME, subset: NAME}'. All its
+splits are read unless it has split: NAME. The new split is by conversation: no first message of a user, and so no
+prompt, is on both sides, nor on another side for rl than sft.
 """
 
 from __future__ import annotations
@@ -47,14 +48,15 @@ def main(arguments: Sequence[str]) -> int:
 
     from megatron_collab.data.chat_template import ChatRenderer
     from megatron_collab.data.preparation import Preparation, groups_of_eval
-    from megatron_collab.data.sources import given_source
+    from megatron_collab.data.sources import given_sources
     from megatron_collab.runtime import hub
 
-    source = given_source(given.source, "SOURCE")
+    source, *others = given_sources(given.source, "SOURCE")
+    require(not others, f"SOURCE={given.source}: prepare one source at a time, and mix them in data.train")
     try:
         if given.model and hub.named(given.model):
             hub.download(given.model, "--model")
-        renderer = ChatRenderer(given.model) if given.model else None
+        renderer = ChatRenderer(given.model, setting="--model") if given.model else None
         text = system.read_text().strip() if system else ""
         prepared = Preparation(source, given.to, text, given.gap, renderer, given.max_tokens or 0)
         groups = Counter(each.group for each in prepared)
@@ -80,13 +82,15 @@ def main(arguments: Sequence[str]) -> int:
         "format": examples.format,
         "why": examples.why,
         "to": given.to,
+        "splits": list(examples.splits),
         "rows": len(examples.rows),
         "conversations": len(groups),
         "kept": counts,
         "dropped": {reason: count for reason, count in dropped.items() if count},
     }
     (given.out / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n")
-    print(f"{source.source}: {len(examples.rows)} rows, read as {examples.format} ({examples.why})")
+    rows = f"{len(examples.rows)} rows (split {'+'.join(examples.splits)})"
+    print(f"{source.source}: {rows}, read as {examples.format} ({examples.why})")
     kept = ", ".join(f"{count} for {side}" for side, count in counts.items())
     print(f"{given.out}: {kept}, of {len(groups)} conversations; dropped: {_said(dropped) or 'none'}")
     return 0

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 from megatron_collab.config.load import build
 from megatron_collab.config.option import ConfigError, nearest, require
+from megatron_collab.config.prompt import prompt_file
 
 _FILE = re.compile(r"(?P<before>(?:scripted/)?)(?P<file>[^:]+\.py)(?P<name>:\w+(?:/.*)?)")
 _PROMPT = re.compile(r"[^{}\n]+\.j2")
@@ -78,7 +79,7 @@ def make_absolute(value: Any) -> Any:
     if isinstance(value, str) and (found := _FILE.fullmatch(value)):
         return f"{found['before']}{Path(found['file']).resolve()}{found['name']}"
     if isinstance(value, str) and _PROMPT.fullmatch(value):
-        return str(Path(value).resolve())
+        return str(prompt_file(value).resolve())
     return value
 
 

@@ -1,4 +1,5 @@
 """Prompts: Jinja templates, ours in megatron_collab/prompts or a file that a setting names as FILE.j2.
+Others of ours are named in the same way, without a folder, as collaborator.j2.
 
 They are sandboxed, and nothing is escaped. Only the file is template code: what stands in a value, as in a
 conversation, is text.
@@ -74,4 +75,10 @@ def read_prompt(setting: str, file: str | None, default: str, variables: tuple[s
         return Prompt(PROMPTS / f"{default}{SUFFIX}", variables, f"{default}{SUFFIX}")
     said = f"{setting}={file}"
     require(file.endswith(SUFFIX), f"{said}: name the file of a Jinja template, FILE{SUFFIX}")
-    return Prompt(Path(file), variables, said)
+    return Prompt(prompt_file(file), variables, said)
+
+
+def prompt_file(file: str) -> Path:
+    """The file that a setting names: a name without a folder that is no file in this folder may be one of ours."""
+    ours = PROMPTS / file
+    return ours if Path(file).name == file and not Path(file).exists() and ours.is_file() else Path(file)

@@ -24,7 +24,7 @@ TOOL_PARSERS = (  # as SGLang calls them
 )
 FORMATS = (  # of rows, as data/formats.py reads them
     "auto", "task", "messages", "collabllm", "recipe", "humaneval", "bigcodebench", "preference", "sharegpt",
-    "question_answer", "problem_solution", "recipe_sft", "text",
+    "question_answer", "problem_solution", "recipe_sft", "prompt_completion", "prompt", "text",
 )
 # fmt: on
 
@@ -186,7 +186,9 @@ class EndpointConfig:
     )
     top_p: float | None = option(None, "probability mass that is sampled from; null: not sent", gt=0, le=1)
     reasoning_effort: str | None = option(None, "how much the model thinks, as low or high; null: not sent")
-    max_tokens: int = option(2048, "token budget of an answer", ge=1)
+    max_tokens: int | None = option(
+        2048, "token budget of an answer; null: not sent, extra.max_completion_tokens is", ge=1
+    )
     headers: dict[str, str] = option({}, "HTTP headers; os.environ/NAME is the environment's value, for keys")
     extra: dict[str, Any] = option({}, "other arguments of LiteLLM's completion, as {seed: 1}")
     attempts: int = mutable(6, "tries until an answer is recorded as missing", ge=1)
@@ -199,7 +201,7 @@ class UserConfig(EndpointConfig):
     name: str | None = option(None, "user of every task, in place of the tasks' own: KIND or package.module:Class")
     model: str | None = option(None, "LiteLLM model of the users named llm; policy: the model that is trained")
     temperature: float | None = option(1.0, "sampling temperature of the user; null: not sent", ge=0)
-    max_tokens: int = option(512, "token budget of a user message", ge=1)
+    max_tokens: int | None = option(512, "token budget of a user message; null: as reward.judge.max_tokens", ge=1)
     attempts: int = mutable(3, "tries before the future ends with an error", ge=1)
     stop: str = option("[[TERMINATE CHAT]]", "text in the user's message that ends the conversation")
     prompt: str | None = option(None, "FILE.j2: instructions of the llm users; none: ours")
@@ -212,8 +214,12 @@ class AssistantConfig(EndpointConfig):
     """A model in place of the policy, for `megatron-collab evaluate` alone."""
 
     model: str | None = option(None, "LiteLLM model that `megatron-collab evaluate` evaluates in place of model.path")
-    temperature: float = option(1.0, "sampling temperature, where a set of data.eval gives none", ge=0)
-    max_tokens: int = option(2048, "token budget of a turn, where a set of data.eval gives none", ge=1)
+    temperature: float | None = option(
+        1.0, "sampling temperature, where a set of data.eval gives none; null: not sent", ge=0
+    )
+    max_tokens: int | None = option(
+        2048, "token budget of a turn, where a set of data.eval gives none; null: as reward.judge.max_tokens", ge=1
+    )
 
 
 @dataclass

@@ -31,7 +31,7 @@ class ChatRenderer:
     the template opens the policy's turn with `<think>`. `tools` are schemas that the prompt tells the policy of,
     `arguments` are the template's own, and `system` stands in front of conversations without a system message.
 
-    Raises ValueError, naming model.path, where there is no tokenizer.json, and for a template that changes or drops
+    Raises ValueError, naming `setting`, where there is no tokenizer.json, and for a template that changes or drops
     assistant messages, or ends them with something else than one special token: nothing can be appended to these.
     """
 
@@ -41,8 +41,9 @@ class ChatRenderer:
         tools: Sequence[Mapping[str, Any]] = (),
         arguments: Mapping[str, Any] = {},
         system: str = "",
+        setting: str = "model.path",
     ) -> None:
-        self.model_path = model_path
+        self.model_path, self._setting = model_path, setting
         self.tools = list(tools)
         self.arguments = dict(arguments)
         self.system = system
@@ -50,10 +51,10 @@ class ChatRenderer:
         folder = hub.folder(model_path)
         if not (folder / "tokenizer.json").is_file():
             way_out = "save the tokenizer again with transformers, AutoTokenizer.from_pretrained(…).save_pretrained(…)"
-            raise ValueError(f"model.path={model_path}: no tokenizer.json there; {way_out}")
+            raise ValueError(f"{setting}={model_path}: no tokenizer.json there; {way_out}")
         self.tokenizer = _tokenizer(folder, tokenizer_files(folder))
         if not self.tokenizer.chat_template:
-            raise ValueError(f"model.path={model_path}: its tokenizer has no chat template; give a chat model")
+            raise ValueError(f"{setting}={model_path}: its tokenizer has no chat template; give a chat model")
         self._check_arguments(str(self.tokenizer.chat_template))
         end = self._tail([Message("user", "x")])[:1]
         if not end or end[0] not in self.tokenizer.added_tokens_decoder:
@@ -155,7 +156,7 @@ class ChatRenderer:
             raise self._unfit("does not tell the policy of rollout.tools")
 
     def _unfit(self, fault: str) -> ValueError:
-        return ValueError(f"model.path={self.model_path}: its chat template {fault}; give one that appends turns")
+        return ValueError(f"{self._setting}={self.model_path}: its chat template {fault}; give one that appends turns")
 
 
 def tokenizer_files(folder: Path) -> tuple[tuple[str, int], ...]:

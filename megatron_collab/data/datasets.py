@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -17,14 +17,14 @@ import numpy as np
 from filelock import FileLock
 
 from megatron_collab import __version__
-from megatron_collab.config import Config, require
+from megatron_collab.config import Config, nearest, require
 from megatron_collab.data.chat_template import ChatRenderer, policys, system_prompt, tokenizer_files
-from megatron_collab.data.evaluation import EvaluationSet, evaluation_sets
+from megatron_collab.data.evaluation import EvaluationSet, evaluation_sets, settings_of
 from megatron_collab.data.examples import Examples, TaskReader, load_conversations, load_tasks
 from megatron_collab.data.mixture import Mixture
 from megatron_collab.data.readers import Row
 from megatron_collab.data.sources import TrainingSource, sources
-from megatron_collab.data.survey import Survey, survey
+from megatron_collab.data.survey import Needs, Survey, survey
 from megatron_collab.data.tool_messages import ToolConversation
 from megatron_collab.runtime import files, hub
 from megatron_collab.types import Batch, Message, Sample, Task
@@ -41,9 +41,15 @@ class SurveyedSources(Generic[_Read]):
     """
 
     def __init__(
-        self, config: Config, setting: str, sources: Sequence[Any], tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        config: Config,
+        setting: str,
+        sources: Sequence[Any],
+        tools: Sequence[Mapping[str, Any]] = (),
+        needs: Callable[[Config], Needs] = lambda config: {},
     ) -> None:
         """`sources`: those that `setting` names, each a Source. `tools`: schemas that the prompt tells the policy of.
+        `needs`: what metrics and users need of tasks under the settings of a source.
 
         Raises ConfigError, and ValueError naming setting, file and row for what cannot be read.
         """
@@ -59,7 +65,8 @@ class SurveyedSources(Generic[_Read]):
             load: Any = load_tasks if rl else load_conversations
             examples: Examples[_Read] = load(source, setting, config.data, self._folder)
             # A prompt needs room for a token of the reply.
-            found = self._survey(examples, config.rollout.context_length - int(rl))
+            played = self.settings(source)
+            found = self._survey(examples, config.rollout.context_length - int(rl), played, needs(played))
             examples.leave_out(found.left_out)
             require(
                 len(examples) > 0, f"{setting}={source.source}: all rows are left out: {_counts(found)}; give others"
@@ -68,32 +75,44 @@ class SurveyedSources(Generic[_Read]):
             self.surveys.append(found)
 
     def lines(self) -> list[str]:
-        """For each source how many rows are taken, how they are read and why, and what is left out."""
+        """For each source how many rows are taken, how they are read and why, what is left out, and which users its
+        rows wish for in vain."""
         found = []
         for examples, one in zip(self.sets, self.surveys, strict=True):
             read = f"{len(examples)} rows, read as {examples.format} ({examples.why})"
             left_out = f"; left out: {_counts(one)}" if one.left_out else ""
-            found.append(f"{self.setting}={examples.source.source}: {read}{left_out}")
+            shares = "".join(_share(setting, counts, len(examples)) for setting, counts in one.lacking.items())
+            where = f"{self.setting}={examples.source.source}"
+            found.append(f"{where}: {read}{left_out}{shares}")
+            there = self._config.users
+            wishes = [user[:-1] for user in one.users if user.endswith("?") and not self._config.user.name]
+            for wish in (wish for wish in wishes if wish not in there):
+                found.append(f"{where}: rows wish for the user {wish}, which users lacks{nearest(wish, there)}")
         return found
 
-    def _survey(self, examples: Examples[_Read], longest: int) -> Survey:
-        """That of an earlier process of the run, unless rows, reader or tokenizer have changed since."""
+    def settings(self, source: Any) -> Config:
+        """The settings under which the conversations about a source's tasks are played."""
+        return settings_of(self._config, source) if isinstance(source, EvaluationSet) else self._config
+
+    def _survey(self, examples: Examples[_Read], longest: int, played: Config, needs: Needs) -> Survey:
+        """That of an earlier process of the run, unless rows, reader, tokenizer or what `needs` follow from changed."""
         fingerprint = getattr(examples.rows, "_fingerprint", None)
         if fingerprint is None:  # tasks of a reader of the user's own, which are in memory
-            return self._new_survey(examples, longest)
+            return self._new_survey(examples, longest, needs)
         changed = tokenizer_files(hub.folder(self._config.model.path))
         prompt = [self._tools, self._config.model.chat_template_args, system_prompt(self._config)]
-        of = [fingerprint, examples.use, examples.format, longest, changed, prompt, __version__]
+        decides = [played.reward.metrics, played.user.name, played.users, played.run.seed] if needs else []
+        of = [fingerprint, examples.use, examples.format, longest, changed, prompt, sorted(needs), decides, __version__]
         key = hashlib.blake2b(json.dumps(of, sort_keys=True).encode(), digest_size=8).hexdigest()
         file = self._folder / f"survey-{key}.json"
         with FileLock(self._folder / f".{file.name}.lock"):  # ranks that were started by hand ask at once
             if not file.is_file():
-                files.replace(file, json.dumps(asdict(self._new_survey(examples, longest))))
+                files.replace(file, json.dumps(asdict(self._new_survey(examples, longest, needs))))
         return Survey(**json.loads(file.read_text()))
 
-    def _new_survey(self, examples: Examples[_Read], longest: int) -> Survey:
+    def _new_survey(self, examples: Examples[_Read], longest: int, needs: Needs) -> Survey:
         if self._config.assistant.model:  # which itself refuses what is too long
-            return survey(examples, longest, lambda messages: 0, lambda example: 0)
+            return survey(examples, longest, lambda messages: 0, lambda example: 0, needs)
         renderer = self._renderer = self._renderer or policys(self._config, self._tools)
 
         def tokens(example: Any) -> int:
@@ -104,14 +123,19 @@ class SurveyedSources(Generic[_Read]):
             written = isinstance(messages, ToolConversation)  # what the template makes of calls is known in full only
             return sys.maxsize if written else renderer.at_most(messages)
 
-        return survey(examples, longest, at_most, tokens)
+        return survey(examples, longest, at_most, tokens, needs)
 
 
 class TrainingData(SurveyedSources[_Read]):
     """data.train by position in the run, mixed as its sources say; a function of (run.seed, position) alone."""
 
-    def __init__(self, config: Config, tools: Sequence[Mapping[str, Any]] = ()) -> None:
-        super().__init__(config, "data.train", sources(config.data.train, "data.train", TrainingSource), tools)
+    def __init__(
+        self,
+        config: Config,
+        tools: Sequence[Mapping[str, Any]] = (),
+        needs: Callable[[Config], Needs] = lambda config: {},
+    ) -> None:
+        super().__init__(config, "data.train", sources(config.data.train, "data.train", TrainingSource), tools, needs)
         pairs = list(zip(self.sources, self.sets, strict=True))
         keys = [examples.sort_keys(source.sort_by) if source.sort_by else None for source, examples in pairs]
         per_step = config.train.prompts_per_step
@@ -186,6 +210,11 @@ def conversation_row(messages: Sequence[Message]) -> dict[str, Any]:
 def write_jsonl(path: Path, rows: Iterable[Row]) -> None:
     with path.open("w") as file:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def _share(setting: str, lacking: Mapping[str, int], rows: int) -> str:
+    why = ", ".join(f"{count} lack {what}" for what, count in lacking.items())
+    return f"; {setting}: for {rows - sum(lacking.values())} of {rows} rows ({why})"
 
 
 def _counts(found: Survey) -> str:

@@ -43,9 +43,10 @@ class Examples(Sequence[_Read]):
         use: Use,
         format: str,
         why: str,
+        splits: Sequence[str] = (),
     ) -> None:
         """`rows`: a sequence or a Dataset. `read` takes a row and its number; `at` says where that row is."""
-        self.source, self.rows, self.at = source, rows, at
+        self.source, self.rows, self.at, self.splits = source, rows, at, splits
         self.use, self.format, self.why = use, format, why
         self._read = read
         self._kept: np.ndarray | None = None
@@ -153,4 +154,4 @@ def _examples(
     format, why = recognise(asked, columns, first, use, f"{setting}={source.source}")
     reader: Any = getattr(FORMATS[format], use) or FORMATS[format].conversation
     read = reader if use == "task" else lambda row, number: reader(row)
-    return Examples(source, opened.table, read, opened.at, use, format, why)
+    return Examples(source, opened.table, read, opened.at, use, format, why, opened.splits)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Literal
 
 from megatron_collab.config import nearest, require
-from megatron_collab.data import readers
-from megatron_collab.data.readers import Candidate, Messages, Pair, Row
+from megatron_collab.data import pairs, readers
+from megatron_collab.data.pairs import Pair
+from megatron_collab.data.readers import Candidate, Messages, Row
 from megatron_collab.types import Task
 
 Use = Literal["task", "conversation", "pair"]  # what rows are read as: for rl, sft, dpo
+_STAGES: dict[str, Use] = {"rl": "task", "sft": "conversation"}
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,9 @@ class Format:
     def reads(self, use: Use) -> bool:
         return getattr(self, use) is not None or (use == "pair" and self.candidate is not None)
 
+    def recognises(self, columns: Collection[str], first: Row) -> bool:
+        return set(self.columns) <= set(columns) and self.fits(first)
+
 
 # Of those that are read as what is asked for, the first whose columns are there and that the first row fits is taken.
 FORMATS: dict[str, Format] = {
@@ -50,15 +56,15 @@ FORMATS: dict[str, Format] = {
         readers.big_code_bench_task,
         readers.big_code_bench_conversation,
     ),
-    "preference": Format(
-        ("chosen", "rejected"), readers.preference_task, readers.preference_conversation, readers.pair
-    ),
+    "preference": Format(("chosen", "rejected"), pairs.preference_task, pairs.preference_conversation, pairs.pair),
     "sharegpt": Format(("conversations",), readers.sharegpt_task, readers.sharegpt_conversation),
     "question_answer": Format(("question", "answer"), readers.question_task, readers.question_conversation),
     "problem_solution": Format(("problem", "solution"), readers.problem_task, readers.problem_conversation),
     "recipe_sft": Format(
         ("prompt",), conversation=readers.prompt_conversation, fits=readers.prompt_ends_with_assistant
     ),
+    "prompt_completion": Format(("prompt", "completion"), readers.completion_task, readers.completion_conversation),
+    "prompt": Format(("prompt",), readers.prompt_task, fits=readers.prompt_is_text),
     "text": Format(("text",), readers.text_task),
 }
 
@@ -71,10 +77,14 @@ def recognise(name: str, columns: Collection[str], first: Row, use: Use, where: 
             name in known, f"data.format={name}: reads no {use}s{nearest(name, known)}; there are {', '.join(known)}"
         )
         return name, f"data.format={name}"
-    for each in known:
-        format = FORMATS[each]
-        if set(format.columns) <= set(columns) and format.fits(first):
-            return each, f"it has {', '.join(format.columns)}"
+    recognised = [each for each, format in FORMATS.items() if format.recognises(columns, first)]
+    for each in recognised:
+        if each in known:
+            return each, f"it has {', '.join(FORMATS[each].columns)}"
+    for each, (stage, other) in itertools.product(recognised, _STAGES.items()):
+        if use in _STAGES.values() and FORMATS[each].reads(other):
+            fault = f"these are rows of the format {each}, which train.stage={stage} reads as {other}s"
+            raise ValueError(f"{where}: {fault}; give rows that are read as {use}s, or choose that stage")
     usual = "task" if use == "task" else "messages"
     if FORMATS[usual].columns[0] in columns or "goal" in columns:  # its rows are told what they lack
         return usual, f"it has {FORMATS[usual].columns[0]}"
@@ -86,7 +96,7 @@ def recognise(name: str, columns: Collection[str], first: Row, use: Use, where: 
 
 def natural_use(columns: Collection[str], first: Row) -> Use:
     """What rows of these columns are: tasks where they can be read as tasks, else conversations."""
-    known = [format for format in FORMATS.values() if set(format.columns) <= set(columns) and format.fits(first)]
+    known = [format for format in FORMATS.values() if format.recognises(columns, first)]
     if not any(format.reads("task") for format in known) and any(format.reads("conversation") for format in known):
         return "conversation"
     return "task"

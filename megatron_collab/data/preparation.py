@@ -13,7 +13,9 @@ from megatron_collab.data.chat_template import ChatRenderer
 from megatron_collab.data.datasets import conversation_row, rendered, task_row
 from megatron_collab.data.examples import Examples, load_conversations, load_pairs, load_tasks
 from megatron_collab.data.formats import FORMATS, Use
-from megatron_collab.data.readers import Candidate, Messages, Pair, Unfit
+from megatron_collab.data.pairs import Pair
+from megatron_collab.data.readers import Candidate, Messages, Unfit
+from megatron_collab.data.rows import ALL
 from megatron_collab.data.sources import Source
 from megatron_collab.data.survey import best_of_conversations, candidates_of
 from megatron_collab.data.tool_messages import ToolConversation
@@ -53,7 +55,8 @@ class Preparation:
         Raises ConfigError, and ValueError for what cannot be read.
         """
         load: Any = {"rl": load_tasks, "sft": load_conversations, "dpo": load_pairs}[to]
-        self.examples: Examples[Any] = load(source, "SOURCE", DataConfig())
+        # Published splits are by row: the last turn of a conversation may be in another one than its first.
+        self.examples: Examples[Any] = load(replace(source, split=source.split or ALL), "SOURCE", DataConfig())
         self.dropped: Counter[str] = Counter()
         self._to, self._system, self._gap = to, system, gap
         self._renderer, self._longest = renderer, longest
@@ -71,7 +74,7 @@ class Preparation:
                 prompt = self._opened(given.messages)
                 digest = hashlib.blake2b(repr(prompt).encode(), digest_size=16).digest()
                 if digest in seen:
-                    self.dropped["prompts that another row has"] += 1
+                    self.dropped["prefixes of conversations that another row has too"] += 1
                 elif self._fits(prompt):
                     seen.add(digest)
                     yield Prepared(_group(prompt), task_row(replace(given, messages=prompt)))
@@ -145,7 +148,8 @@ class Preparation:
             prompt = messages[-1].role == "user"
             tokens = renderer.first(messages) if prompt else rendered(renderer, messages).token_ids
             fits = fits and len(tokens) <= self._longest
-        self.dropped[f"rows of more than {self._longest} tokens"] += not fits
+        counted = "prefixes of conversations" if self._to == "rl" else "rows"
+        self.dropped[f"{counted} of more than {self._longest} tokens"] += not fits
         return fits
 
 

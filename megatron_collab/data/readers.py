@@ -1,4 +1,4 @@
-"""Readers of single rows: small pure functions from a row to a task, a conversation, a pair. They raise ValueError."""
+"""Readers of single rows: small pure functions from a row to a task or a conversation. They raise ValueError."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from megatron_collab.data.tool_messages import has_tools, tool_conversation
+from megatron_collab.data.tool_messages import content_of, has_tools, tool_conversation
 from megatron_collab.types import Message, Task
 
 Row = Mapping[str, Any]
@@ -20,15 +20,6 @@ _BULKY = ("prompt", "completion", "sessions", "rewards", "single_turn_metadata",
 
 class Unfit(ValueError):
     """A row that is well-formed, but nothing can be learned from: it is dropped and counted by this reason."""
-
-
-class Pair(NamedTuple):
-    """Two replies to a prompt, of which the first is the better one, and their scores where there are any."""
-
-    prompt: Messages
-    chosen: Messages
-    rejected: Messages
-    scores: tuple[float, float] | None = None
 
 
 class Candidate(NamedTuple):
@@ -45,13 +36,15 @@ def messages_of(value: Any, column: str, roles: Collection[str] = ROLES) -> Mess
         raise ValueError(f"no {column}; give a list of messages {{role, content}}")
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         raise ValueError(f"{column} is not a list of messages {{role, content}}")
+    found = []
     for message in value:
-        role, content = message.get("role"), message.get("content")
+        role, content = message.get("role"), content_of(message, column)
         if role not in roles:
             raise ValueError(f"{column} has a message of role {role!r}; choose one of {', '.join(roles)}")
         if not isinstance(content, str) or not content.strip():
             raise ValueError(f"{column} has a message without content")
-    return tuple(Message(message["role"], message["content"]) for message in value)
+        found.append(Message(role, content))
+    return tuple(found)
 
 
 def checked_task(task: Any) -> Task:
@@ -97,10 +90,26 @@ def text_of(row: Row, column: str, default: str | None = None) -> str:
     return value
 
 
+def with_text(row: Row, *columns: str) -> Row:
+    """The row with the numbers of these columns as text: of a table, which has 4.0 for 4, and NaN for a gap."""
+    numbers = {column: row.get(column) for column in columns}
+    texts = {
+        column: str(n).removesuffix(".0") for column, n in numbers.items() if isinstance(n, int | float) and n == n
+    }
+    return {**row, **texts} if texts else row
+
+
+def opening(row: Row) -> Messages:
+    """The prompt of a row: messages, or the text of the user's only one."""
+    prompt = row.get("prompt")
+    return (Message("user", text_of(row, "prompt")),) if isinstance(prompt, str) else messages_of(prompt, "prompt")
+
+
 def task(row: Row, number: int) -> Task:
+    row = with_text(row, "id", "answer")
     texts = {"id": str(number), "goal": None, "answer": "", "user": ""}
     found = {column: text_of(row, column, default) for column, default in texts.items()}
-    messages = messages_of(row.get("prompt"), "prompt")
+    messages = opening(row)
     return checked_task(Task(messages=messages, metadata=row.get("metadata") or {}, **found))
 
 
@@ -154,7 +163,7 @@ def recipe_task(row: Row, number: int) -> Task:
     return checked_task(Task(str(row.get("index") or number), messages, str(goal), answer, user, metadata))
 
 
-def _last_request(messages: Messages, number: int) -> Task:
+def last_request(messages: Messages, number: int) -> Task:
     """The conversation up to the user's last message; what the assistant then said is the answer."""
     last = max((at for at, message in enumerate(messages) if message.role == "user"), default=-1)
     if last < 0:
@@ -171,15 +180,30 @@ def messages_conversation(row: Row) -> Messages:
 
 
 def messages_task(row: Row, number: int) -> Task:
-    return _last_request(messages_of(row.get("messages"), "messages"), number)
+    return last_request(messages_of(row.get("messages"), "messages"), number)
 
 
 def prompt_conversation(row: Row) -> Messages:
     return in_turn(messages_of(row.get("prompt"), "prompt"), "prompt")
 
 
+def prompt_task(row: Row, number: int) -> Task:
+    return _asking(number, text_of(row, "prompt"), text_of(with_text(row, "answer"), "answer", ""))
+
+
+def completion_task(row: Row, number: int) -> Task:
+    return last_request(completion_conversation(row), number)
+
+
+def completion_conversation(row: Row) -> Messages:
+    completion = row.get("completion")
+    said = isinstance(completion, str)
+    reply = (Message("assistant", text_of(row, "completion")),) if said else messages_of(completion, "completion")
+    return in_turn((*opening(row), *reply), "prompt and completion")
+
+
 def sharegpt_task(row: Row, number: int) -> Task:
-    return _last_request(sharegpt_conversation(row), number)
+    return last_request(sharegpt_conversation(row), number)
 
 
 def sharegpt_conversation(row: Row) -> Messages:
@@ -223,45 +247,14 @@ def big_code_bench_conversation(row: Row) -> Messages:
     return _coded(big_code_bench_task(row, 0))
 
 
-def pair(row: Row) -> Pair:
-    """Each side is a reply or the whole conversation; the prompt stands alone or is what both begin with."""
-    sides = []
-    for column in ("chosen", "rejected"):
-        value = row.get(column)
-        sides.append((Message("assistant", value),) if isinstance(value, str) else messages_of(value, column))
-    given, shared = row.get("prompt"), 0
-    while shared < min(map(len, sides)) - 1 and sides[0][shared] == sides[1][shared]:
-        shared += 1
-    prompt = sides[0][:shared]
-    if not prompt:
-        prompt = (Message("user", given),) if isinstance(given, str) else messages_of(given, "prompt")
-    chosen, rejected = (side[shared:] for side in sides)
-    if prompt[-1].role != "user" or [chosen[0].role, rejected[0].role] != ["assistant", "assistant"]:
-        raise ValueError("chosen and rejected must be replies of the assistant to the same message of the user")
-    named = ("score_chosen", "chosen_score"), ("score_rejected", "rejected_score")
-    scores = [next((row[name] for name in names if isinstance(row.get(name), int | float)), None) for names in named]
-    both = (float(scores[0]), float(scores[1])) if None not in scores else None  # type: ignore[arg-type]
-    return Pair(prompt, chosen, rejected, both)
-
-
-def preference_task(row: Row, number: int) -> Task:
-    return _last_request(pair(row).prompt, number)
-
-
-def preference_conversation(row: Row) -> Messages:
-    read = pair(row)
-    return in_turn(read.prompt + read.chosen, "chosen")
-
-
 def question_task(row: Row, number: int) -> Task:
-    answer = row.get("answer")
-    if isinstance(answer, int | float) and answer == answer:  # of a table, which has 4.0 for 4, and NaN for a gap
-        row = {**row, "answer": str(answer).removesuffix(".0")}
+    row = with_text(row, "answer")
     return _asking(number, text_of(row, "question"), final_answer(text_of(row, "answer")))
 
 
 def question_conversation(row: Row) -> Messages:
-    return (Message("user", text_of(row, "question")), Message("assistant", text_of(row, "answer")))
+    answer = text_of(with_text(row, "answer"), "answer")
+    return (Message("user", text_of(row, "question")), Message("assistant", answer))
 
 
 def problem_task(row: Row, number: int) -> Task:
@@ -298,6 +291,10 @@ def _object(row: Row, column: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         return {} if value is None else {column: value}
     return {name: entry for name, entry in value.items() if entry is not None}
+
+
+def prompt_is_text(row: Row) -> bool:
+    return isinstance(row.get("prompt"), str)
 
 
 def prompt_ends_with_assistant(row: Row) -> bool:

@@ -29,22 +29,24 @@ _READERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ".arrow": ("arrow", "Arrow", {}),
     ".txt": ("text", "Text", {}),
 }
+ALL = "all"  # in place of a split: every one
 _DESCRIBING = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json", "config.json")
 
 
 @dataclass(frozen=True)
 class Rows:
-    """An opened source: its rows, the files that they are from (none of a saved data set), and the chosen split."""
+    """An opened source: its rows, the files that they are from (none of a part, and of a saved data set), and the
+    splits that are chosen."""
 
     table: Dataset
     files: Sequence[str]
-    split: str | None
+    splits: Sequence[str]
     where: str
     setting: str
 
     def at(self, number: int) -> str:
         """Where the row `number` is, for messages."""
-        if len(self.files) > 1 and "[" not in (self.split or ""):
+        if len(self.files) > 1:
             for file in self.files:
                 rows = len(_load([file], f"{self.setting}={file}", None))
                 if number < rows:
@@ -58,23 +60,28 @@ def open_rows(source: Source, setting: str, cache: Path | None = None) -> Rows:
     and ValueError for what cannot be read; both name `setting` and the source.
     """
     where = f"{setting}={source.source}"
-    path, chosen = Path(source.source), source.split
+    path = Path(source.source)
     if hub.named(source.source):
         path = _downloaded(source, setting)
     if path.is_dir() and (saved := _saved(path, source, where)) is not None:
-        folder, chosen = saved
         from datasets import load_from_disk
 
-        return Rows(_part(load_from_disk(str(folder)), chosen, where), (), chosen, where, setting)
+        tables = [_part(load_from_disk(str(folder)), split, where) for split, folder in saved.items()]
+        return Rows(_joined(tables, where), (), list(saved), where, setting)
     if path.is_dir():
-        files, chosen = _files_of_split(path, source, where)
+        files = _files_of_splits(path, source, where)
     else:
         found = [str(path)] if path.is_file() else sorted(glob.glob(source.source, recursive=True))
-        files = [file for file in found if not Path(file).is_dir()]
-        require(bool(files), f"{where}: no such file")
+        there = [file for file in found if not Path(file).is_dir()]
+        require(bool(there), f"{where}: no such file")
         message = f"{where}: files have no subsets, and no split but train; remove the setting, or give a folder"
-        require(source.subset is None and (chosen or "train").partition("[")[0] == "train", message)
-    return Rows(_part(_load(files, where, cache), chosen, where), files, chosen, where, setting)
+        named = source.split if source.split not in (None, ALL) else "train"
+        require(source.subset is None and named.partition("[")[0] == "train" and "+" not in named, message)
+        files = {named: there}
+    tables = [_part(_load(of_split, where, cache), split, where) for split, of_split in files.items()]
+    whole = not any("[" in split for split in files)
+    every = [file for of_split in files.values() for file in of_split] if whole else []
+    return Rows(_joined(tables, where), every, list(files), where, setting)
 
 
 def _load(files: Sequence[str], where: str, cache: Path | None) -> Dataset:
@@ -106,13 +113,26 @@ def _load(files: Sequence[str], where: str, cache: Path | None) -> Dataset:
     return table
 
 
-def _part(table: Dataset, split: str | None, where: str) -> Dataset:
+def _joined(tables: Sequence[Dataset], where: str) -> Dataset:
+    """The rows of the splits one after the other, with the columns of all."""
+    if len(tables) == 1:
+        return tables[0]
+    from datasets import concatenate_datasets
+
+    try:
+        return concatenate_datasets(list(tables))
+    except ValueError as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{where}: its splits have columns that differ ({reason}); choose one with split") from error
+
+
+def _part(table: Dataset, split: str, where: str) -> Dataset:
     """The rows that a split such as train[:90%] asks for, of the rows of the whole one."""
-    if "[" not in (split or ""):
+    if "[" not in split:
         return table
     from datasets import ReadInstruction
 
-    name = str(split).partition("[")[0]
+    name = split.partition("[")[0]
     try:
         (part,) = ReadInstruction.from_spec(split).to_absolute({name: len(table)})
     except (ValueError, AssertionError) as error:
@@ -153,15 +173,16 @@ def _declared(folder: Path, source: Source, where: str) -> dict[str, list[str]]:
         return {}
     usual = [name for name, config in found.items() if config.get("default") or name == "default"]
     subset = source.subset or next(iter(usual or found))
-    message = f"{where}: has the subsets {', '.join(found)}; choose one with subset=NAME"
+    example = f"'{{source: {source.source}, subset: {next(iter(found))}}}'"
+    message = f"{where}: has the subsets {', '.join(found)}; choose one, as {example}"
     require(source.subset is not None or bool(usual) or len(found) == 1, message)
     require(subset in found, f"{where}: no subset {subset}{nearest(subset, found)}; there are {', '.join(found)}")
     patterns = sanitize_patterns(found[subset]["data_files"])
     return {split: [paths] if isinstance(paths, str) else list(paths) for split, paths in patterns.items()}
 
 
-def _files_of_split(folder: Path, source: Source, where: str) -> tuple[list[str], str]:
-    """The data files of the chosen split, and what is chosen, by the folder's card or by the names of its files."""
+def _files_of_splits(folder: Path, source: Source, where: str) -> dict[str, list[str]]:
+    """By chosen split its data files, by the folder's card or by the names of its files."""
     from datasets.data_files import DataFilesList, EmptyDatasetError, get_data_patterns
 
     patterns = _declared(folder, source, where)
@@ -174,35 +195,43 @@ def _files_of_split(folder: Path, source: Source, where: str) -> tuple[list[str]
         except EmptyDatasetError:
             patterns = {}
     require(bool(patterns), f"{where}: no data files there; give a file, or a folder of them")
-    chosen = _chosen(patterns, source, where)
-    try:
-        named = DataFilesList.from_patterns(patterns[chosen.partition("[")[0]], base_path=str(folder))
-    except FileNotFoundError as error:
-        raise ValueError(f"{where}: {' '.join(str(error).split())}") from error
-    files = [file for file in named if _suffix(file) in _READERS and Path(file).name not in _DESCRIBING]
-    require(bool(files), f"{where}: no data files there; give a file, or a folder of them")
-    return files, chosen
+    files = dict[str, list[str]]()
+    for split in _chosen(patterns, source, where):
+        try:
+            named = DataFilesList.from_patterns(patterns[split.partition("[")[0]], base_path=str(folder))
+        except FileNotFoundError as error:
+            raise ValueError(f"{where}: {' '.join(str(error).split())}") from error
+        files[split] = [file for file in named if _suffix(file) in _READERS and Path(file).name not in _DESCRIBING]
+        require(bool(files[split]), f"{where}: no data files there; give a file, or a folder of them")
+    return files
 
 
-def _saved(folder: Path, source: Source, where: str) -> tuple[Path, str | None] | None:
-    """The folder of a data set that save_to_disk wrote, and the split that is chosen; None for any other folder."""
+def _saved(folder: Path, source: Source, where: str) -> dict[str, Path] | None:
+    """By chosen split the folder of a data set that save_to_disk wrote; None for any other folder."""
     if (folder / "dataset_dict.json").is_file():
-        chosen = _chosen(json.loads((folder / "dataset_dict.json").read_text())["splits"], source, where)
-        return folder / chosen.partition("[")[0], chosen
-    return (folder, source.split) if (folder / "state.json").is_file() else None
+        splits = json.loads((folder / "dataset_dict.json").read_text())["splits"]
+        return {split: folder / split.partition("[")[0] for split in _chosen(splits, source, where)}
+    if not (folder / "state.json").is_file():
+        return None
+    message = f"{where}: split={source.split}: a single split was saved there; remove the setting"
+    require("+" not in (source.split or ""), message)
+    return {source.split or "train": folder}  # whatever it was called
 
 
-def _chosen(splits: Iterable[str], source: Source, where: str) -> str:
-    """The split of the source's settings, else the only one, else the first preferred one."""
+def _chosen(splits: Iterable[str], source: Source, where: str) -> list[str]:
+    """The splits of the source's settings, as a+b[:90%] or all; else the only one, else the first preferred one."""
     there = [str(split) for split in splits]
     usual = [split for split in source.preferred if split in there]
-    require(
-        bool(source.split or usual or len(there) == 1), f"{where}: choose one of {', '.join(there)} with split=NAME"
-    )
-    chosen = source.split or (there[0] if len(there) == 1 else usual[0])
-    name = chosen.partition("[")[0]
-    require(name in there, f"{where}: no split {name}{nearest(name, there)}; there are {', '.join(there)}")
-    return chosen
+    example = f"'{{source: {source.source}, split: {'+'.join(there[:2])}}}'"
+    message = f"{where}: has the splits {', '.join(there)}; choose one or several, as {example}"
+    require(bool(source.split or usual or len(there) == 1), message)
+    if source.split == ALL and ALL not in there:
+        return there
+    chosen = (source.split or (there[0] if len(there) == 1 else usual[0])).split("+")
+    for name in (split.strip().partition("[")[0] for split in chosen):
+        fault = f"no split {name}{nearest(name, there)}; there are {', '.join(there)}, and {ALL}"
+        require(name in there, f"{where}: {fault}")
+    return [split.strip() for split in chosen]
 
 
 def _suffix(file: str) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -28,7 +28,9 @@ class Source:
     source: str = option("", "file, folder, glob, or OWNER/NAME[@REVISION] of the Hub")
     name: str | None = option(None, "what it is called; none: the last part of source")
     subset: str | None = option(None, "subset (configuration) of a data set with several")
-    split: str | None = option(None, "split, or a part of one, as train[:90%]; none: the usual one")
+    split: str | None = option(
+        None, "split, or parts of some, as train[:90%]+test; all: every one; none: the usual one"
+    )
 
     @property
     def title(self) -> str:
@@ -71,16 +73,22 @@ def sources(value: Any, setting: str, kind: type[_Kind]) -> list[_Kind]:
     return found
 
 
-def given_source(text: str, setting: str) -> Source:
-    """The source of a command line: a place, or settings in braces; a name of the Hub at its commit. ConfigError."""
+def given_sources(text: str, setting: str, kinds: Sequence[type[Source]] = (Source,)) -> list[Source]:
+    """The sources of a command line: a place, settings in braces, or a list; names of the Hub at their commits.
+
+    All have the first of `kinds` that has every setting, else the first one. Raises ConfigError.
+    """
     try:
-        value = OmegaConf.to_container(OmegaConf.create(text)) if text.startswith("{") else text
+        value: Any = OmegaConf.to_container(OmegaConf.create(text)) if text[:1] in ("{", "[") else text
     except (OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(
             f"{setting}={text}: cannot be read; give settings as '{{source: NAME, subset: NAME}}'"
         ) from error
-    (source,) = sources(value, setting, Source)
-    return replace(source, source=hub.resolved(source.source, setting, "dataset"))
+    entries = value if isinstance(value, list) else [value]
+    given = {name for entry in entries if isinstance(entry, Mapping) for name in entry}
+    kind = next((kind for kind in kinds if given <= {spec.name for spec in fields(kind)}), kinds[0])
+    found = sources(value, setting, kind)
+    return [replace(source, source=hub.resolved(source.source, setting, "dataset")) for source in found]
 
 
 def pinned(value: Any, setting: str, run_dir: Path) -> Any:

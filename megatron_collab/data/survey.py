@@ -16,19 +16,27 @@ from megatron_collab.data.formats import FORMATS, Format
 from megatron_collab.data.readers import Candidate, Messages, Unfit
 from megatron_collab.types import Task
 
+Lacks = Callable[[Task], str | None]  # what a task lacks that a metric or a user needs; None: nothing
+Needs = Mapping[str, Lacks]  # by setting
+
 
 @dataclass(frozen=True)
 class Survey:
     """Of a source the numbers of the rows that are left out, how many for which reason, and of each user that tasks
-    name the id of the first such task."""
+    name the id of the first such task. `lacking`: by setting how many of the taken tasks lack what it needs of them."""
 
     left_out: Sequence[int] = ()
     dropped: Mapping[str, int] = field(default_factory=dict)
     users: Mapping[str, str] = field(default_factory=dict)
+    lacking: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
 def survey(
-    examples: Examples[Any], longest: int, at_most: Callable[[Messages], int], tokens: Callable[[Any], int]
+    examples: Examples[Any],
+    longest: int,
+    at_most: Callable[[Messages], int],
+    tokens: Callable[[Any], int],
+    needs: Mapping[str, Lacks] = {},
 ) -> Survey:
     """Read every row; those of more than `longest` tokens, and those that are not to be learned from, are left out.
 
@@ -36,6 +44,7 @@ def survey(
     ValueError for a bad row, naming setting, file and row.
     """
     left_out, dropped, users = list[int](), Counter[str](), dict[str, str]()
+    lacking = {setting: Counter[str]() for setting in needs}
     format = FORMATS.get(examples.format)
     taken = _taken(examples, format) if format and format.candidate else None
     for number, row in examples.numbered():
@@ -52,7 +61,10 @@ def survey(
         else:
             if isinstance(example, Task):
                 users.setdefault(example.user, example.id)
-    return Survey(left_out, dict(dropped), users)
+                for setting, lacks in needs.items():
+                    if what := lacks(example):
+                        lacking[setting][what] += 1
+    return Survey(left_out, dict(dropped), users, {setting: dict(found) for setting, found in lacking.items() if found})
 
 
 def _counted(example: Any, tokens: Callable[[Any], int], at: Callable[[int], str], number: int) -> int:

@@ -26,6 +26,18 @@ def has_tools(row: Mapping[str, Any]) -> bool:
     return bool(row.get("tools")) or any(m.get("role") == "tool" or m.get("tool_calls") for m in messages)
 
 
+def content_of(message: Mapping[str, Any], column: str) -> Any:
+    """The content of a message, as one text where it is a list of parts {type: text, text}. Raises ValueError."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return content
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else part
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(f"{column} has content of type {kind!r}; only text can be read")
+    return "".join(part["text"] for part in content)
+
+
 def tool_conversation(row: Mapping[str, Any]) -> ToolConversation:
     """The conversation of a row: an assistant message may have `tool_calls`, which tool messages answer.
 
@@ -66,7 +78,7 @@ def _wrapped(function: dict[str, Any]) -> dict[str, Any]:
 
 
 def _message(given: Mapping[str, Any]) -> Message:
-    role, content = given.get("role"), given.get("content")
+    role, content = given.get("role"), content_of(given, "messages")
     calls = tuple(_call(call) for call in given.get("tool_calls") or ())
     if role not in ("system", "user", "assistant", "tool") or (calls and role != "assistant"):
         raise ValueError(f"messages has a message of role {role!r}{' with tool_calls' if calls else ''}")

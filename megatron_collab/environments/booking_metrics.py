@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import takewhile
+from typing import Any
 
 from megatron_collab.environments import booking
 from megatron_collab.reward.metrics import Metric
@@ -14,7 +15,13 @@ class BookingMetric(Metric):
     """Base: `measure` gets the policy's replies and the slots that the task's messages leave open."""
 
     async def score(self, task: Task, conversation: Conversation) -> Score | None:
-        return self.measure(conversation.replies, booking.missing(task), task) if task.user == booking.USER else None
+        if self.lacks(self.options, task):
+            return None
+        return self.measure(conversation.replies, booking.missing(task), task)
+
+    @classmethod
+    def lacks(cls, options: Any, task: Task) -> str | None:
+        return None if task.user == booking.USER else "the user of the booking world"
 
     def measure(self, replies: Sequence[str], missing: frozenset[str], task: Task) -> float | None:
         raise NotImplementedError
@@ -23,28 +30,36 @@ class BookingMetric(Metric):
 class BookingRight(BookingMetric):
     """Whether the policy's last message is the right booking, word for word."""
 
-    def measure(self, replies: Sequence[str], missing: frozenset[str], task: Task) -> float | None:
+    def measure(self, replies: Sequence[str], missing: frozenset[str], task: Task) -> float:
         return float(replies[-1].strip() == task.answer)
 
 
 class AskWhenMissing(BookingMetric):
     """Whether the trained turn asks, over the tasks whose messages leave something open."""
 
-    def measure(self, replies: Sequence[str], missing: frozenset[str], task: Task) -> float | None:
-        return float(bool(booking.asked(replies[0]))) if missing else None
+    def measure(self, replies: Sequence[str], missing: frozenset[str], task: Task) -> float:
+        return float(bool(booking.asked(replies[0])))
+
+    @classmethod
+    def lacks(cls, options: Any, task: Task) -> str | None:
+        return super().lacks(options, task) or (None if booking.missing(task) else "a slot that is left open")
 
 
 class AskWhenComplete(BookingMetric):
     """Whether the trained turn asks, over the tasks whose messages say everything."""
 
-    def measure(self, replies: Sequence[str], missing: frozenset[str], task: Task) -> float | None:
-        return None if missing else float(bool(booking.asked(replies[0])))
+    def measure(self, replies: Sequence[str], missing: frozenset[str], task: Task) -> float:
+        return float(bool(booking.asked(replies[0])))
+
+    @classmethod
+    def lacks(cls, options: Any, task: Task) -> str | None:
+        return super().lacks(options, task) or ("a message that says everything" if booking.missing(task) else None)
 
 
 class MissingQuestions(BookingMetric):
     """How many slots the policy was not told and did not ask for before it booked."""
 
-    def measure(self, replies: Sequence[str], missing: frozenset[str], task: Task) -> float | None:
+    def measure(self, replies: Sequence[str], missing: frozenset[str], task: Task) -> float:
         before = takewhile(lambda reply: not booking.is_final(reply), replies)
         return float(len(missing.difference(*map(booking.asked, before))))
 
@@ -52,7 +67,7 @@ class MissingQuestions(BookingMetric):
 class NeedlessQuestions(BookingMetric):
     """How many questions the policy asked whose answer it already had."""
 
-    def measure(self, replies: Sequence[str], missing: frozenset[str], task: Task) -> float | None:
+    def measure(self, replies: Sequence[str], missing: frozenset[str], task: Task) -> float:
         unknown, needless = set(missing), 0
         for reply in replies:
             asked = booking.asked(reply)
@@ -66,5 +81,9 @@ class RightOnceTold(BookingMetric):
     reply asks for exactly what is missing."""
 
     def measure(self, replies: Sequence[str], missing: frozenset[str], task: Task) -> float | None:
-        asks_all = missing and booking.asked(replies[0]) == missing
+        asks_all = booking.asked(replies[0]) == missing
         return float(replies[-1].strip() == task.answer) if asks_all else None
+
+    @classmethod
+    def lacks(cls, options: Any, task: Task) -> str | None:
+        return super().lacks(options, task) or (None if booking.missing(task) else "a slot that is left open")

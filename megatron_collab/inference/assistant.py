@@ -14,6 +14,7 @@ from megatron_collab.config import EndpointConfig, SamplingConfig
 from megatron_collab.inference.client import EngineError
 from megatron_collab.llm.answer import LlmError
 from megatron_collab.llm.client import LlmClient
+from megatron_collab.llm.endpoint import with_token_budget
 from megatron_collab.types import Finish, Message, ToolCall, Turn
 
 UNKNOWN = -1  # the id of a token of which only the number is known
@@ -82,7 +83,9 @@ class LlmAssistant:
         affinity: str,
     ) -> Turn:
         """As Assistant says; the seed is not sent, since few endpoints know one."""
-        endpoint = replace(self.endpoint, temperature=sampling.temperature, max_tokens=max_new_tokens)
+        endpoint = with_token_budget(self.endpoint, max_new_tokens)
+        if endpoint.temperature is not None:  # else it is not sent
+            endpoint = replace(endpoint, temperature=sampling.temperature)
         try:
             reply = await self.client.reply(endpoint, [message.as_dict() for message in self._shown(messages)])
         except LlmError as error:

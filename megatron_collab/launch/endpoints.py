@@ -12,6 +12,7 @@ from megatron_collab.llm import endpoint as endpoints
 from megatron_collab.reward import metrics
 from megatron_collab.rollout import users
 from megatron_collab.rollout.users.named import user_settings
+from megatron_collab.runtime.process import global_rank
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,13 @@ def check_prices(config: Config, asked: Sequence[AskedModel]) -> None:
 
 
 def check_support(asked: Sequence[AskedModel]) -> None:
-    """ConfigError where LiteLLM would refuse a setting of a model in every call."""
+    """ConfigError where every call would fail: LiteLLM refuses a setting of a model, or there is no way to reach it.
+
+    Keys are looked for where a run starts: other nodes need them only as far as their workers make calls.
+    """
     if asked:
         patches.apply("litellm")
     for each in asked:
         endpoints.check_support(each.endpoint, each.setting, each.group)
+        if global_rank() == 0:
+            endpoints.check_access(each.endpoint, each.setting, each.group)

@@ -24,7 +24,8 @@ from megatron_collab.config.schema import (
 )
 from megatron_collab.data import sources
 from megatron_collab.data.evaluation import EvaluationSet, evaluation_sets
-from megatron_collab.launch import prepare, validate
+from megatron_collab.launch import endpoints, prepare, validate
+from megatron_collab.llm.endpoint import token_budget
 from megatron_collab.models import parallel_layout
 from megatron_collab.observability import evaluations
 from megatron_collab.rollout.tools import toolbox
@@ -49,10 +50,12 @@ def load(arguments: Sequence[str], defaults: Mapping[str, Any] = {}) -> Config:
     assistant, rollout = config.assistant, config.rollout
     server = replace(rollout.server, colocated=False, fp8=False)  # servers keep the weights that they load
     if assistant.model:
-        sampling = SamplingConfig(assistant.max_tokens)
+        endpoints.check_settings(config)
+        budget = token_budget(assistant)
+        sampling = SamplingConfig(budget)
         # Only the tokens of replies are counted here, and there is room for all: the endpoint knows its own limit.
         budgets = (
-            (one.max_new_tokens or assistant.max_tokens) * (one.max_assistant_turns or rollout.max_assistant_turns)
+            (one.max_new_tokens or budget) * (one.max_assistant_turns or rollout.max_assistant_turns)
             for one in evaluation_sets(config)
         )
         rollout = replace(rollout, turn=sampling, future=sampling, context_length=2 * max(budgets, default=1))
@@ -76,7 +79,11 @@ def load(arguments: Sequence[str], defaults: Mapping[str, Any] = {}) -> Config:
         message = f"assistant.model={assistant.model}: calls no tools yet; {out}"
         require(not (config.rollout.tools or config.rollout.mcp_servers), message)
     validate.check_settings(config)
-    if assistant.model:  # 0 is greedy, which only a policy that learns cannot be
+    validate.check_files_of_users(config)
+    for one in evaluation_sets(config) if assistant.model and assistant.temperature is None else ():
+        message = f"{one.setting}: temperature={one.temperature}, and assistant.temperature=null sends none; remove one"
+        require(one.temperature is None, message)
+    if assistant.model and assistant.temperature is not None:  # 0 is greedy, which only a policy that learns cannot be
         config.rollout.turn.temperature = config.rollout.future.temperature = assistant.temperature
     return config
 

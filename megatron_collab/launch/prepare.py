@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,12 +17,13 @@ from megatron_collab import environments
 from megatron_collab.config import SETTINGS, Config, ConfigError, changes, require
 from megatron_collab.config.extension import NoOptions
 from megatron_collab.data import sources
-from megatron_collab.data.evaluation import EvaluationSet, evaluation_sets, settings_of
+from megatron_collab.data.evaluation import EvaluationSet, evaluation_sets
 from megatron_collab.launch import endpoints
 from megatron_collab.launch.fork import fork
 from megatron_collab.launch.validate import check_model
 from megatron_collab.reward import metrics
 from megatron_collab.rollout import users
+from megatron_collab.rollout.needs import USER, WEIGHTS, needs
 from megatron_collab.rollout.tools import Toolset, toolbox
 from megatron_collab.rollout.tools.mcp_server import McpTools
 from megatron_collab.rollout.users.named import user_of
@@ -97,12 +99,15 @@ def read_data(config: Config, schemas: Sequence[Mapping[str, Any]], trains: bool
     """
     from megatron_collab.data import datasets
 
-    data: list[SurveyedSources[Any]] = [datasets.TrainingData(config, schemas)] if trains else []
+    data: list[SurveyedSources[Any]] = [datasets.TrainingData(config, schemas, needs)] if trains else []
     if sets := evaluation_sets(config):
-        data.append(datasets.SurveyedSources(config, "data.eval", sets, schemas))
+        data.append(datasets.SurveyedSources(config, "data.eval", sets, schemas, needs))
     if config.train.stage == "rl":
-        examples = users_of_tasks(config, [surveyed for given in data for surveyed in _surveyed(config, given)])
+        surveyed = [one for given in data for one in _surveyed(given)]
+        examples = users_of_tasks(config, surveyed)
         check_users(config, examples)
+        for given in data:
+            check_needs(config, given, trained=given.setting == "data.train")
         if first_on_node():  # LiteLLM is slow to import
             asked = [*endpoints.of_users(config, examples), *endpoints.of_judges(config)]
             asked += endpoints.of_assistant(config)
@@ -127,20 +132,44 @@ def compare_tools(run_dir: Path, toolsets: Iterable[Toolset]) -> None:
 def users_of_tasks(config: Config, surveyed: Iterable[tuple[Config, str, Survey]]) -> dict[str, str]:
     """The names of the users of the settings and of the tasks, each with an example.
 
-    `surveyed`: the settings under which a source is played, the option that names it, and its survey.
+    `surveyed`: the settings under which a source is played, what messages call it, and its survey.
     """
     examples: dict[str, str] = {name: f"users.{name}" for name in config.users}
-    for settings, option, found in surveyed:
+    for settings, where, found in surveyed:
         for user, task in found.users.items():
             name = user_of(Task(task, (), "", "", user), settings)
-            examples[name] = f"{option}, task {task}"
+            examples[name] = f"{where}, task {task}"
     return examples
 
 
-def _surveyed(config: Config, data: SurveyedSources[Any]) -> Iterable[tuple[Config, str, Survey]]:
+def check_needs(config: Config, data: SurveyedSources[Any], trained: bool) -> None:
+    """Users must have tasks to play in each source, and what is `trained` some tasks for each weighted metric.
+
+    Sources share the weights, and each metric picks its tasks (docs/decisions/0006-not-applying-is-not-missing.md).
+    """
+    given = list(zip(data.sources, data.sets, data.surveys, strict=True))
+    # By setting, of each source in which no task has what it needs, its name and what they lack.
+    none: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    for source, tasks, found in given:
+        for setting, lacking in found.lacking.items():
+            if sum(lacking.values()) == len(tasks):
+                none[setting].append((source.source, " or ".join(lacking)))
+    for setting, places in none.items():
+        where, what = places[0]
+        said = f"{data.setting}={where}: none of its tasks has {what}"
+        require(setting != USER, f"{said}, which its user needs; give tasks that have it, or another user.name")
+        weight = config.reward.weights.get(setting.removeprefix(WEIGHTS), 0)
+        require(
+            not trained or len(places) < len(given) or not weight,
+            f"{setting}={weight:g}: {said}, without which the metric does not apply; give tasks that have it, or set "
+            f"{setting}=0",
+        )
+
+
+def _surveyed(data: SurveyedSources[Any]) -> Iterable[tuple[Config, str, Survey]]:
     for source, found in zip(data.sources, data.surveys, strict=True):
-        settings = settings_of(config, source) if isinstance(source, EvaluationSet) else config
-        yield settings, data.setting, found
+        setting = source.setting if isinstance(source, EvaluationSet) else data.setting
+        yield data.settings(source), f"{setting}={source.source}", found
 
 
 def finished(config: Config) -> int:

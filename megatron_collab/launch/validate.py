@@ -32,6 +32,8 @@ from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.reward import metrics
 from megatron_collab.reward.multiturn import reward_function
 from megatron_collab.rollout.tools import toolbox
+from megatron_collab.rollout.users import DEFAULT, split_user
+from megatron_collab.rollout.users.llm import users_prompt
 from megatron_collab.rollout.users.named import user_settings
 from megatron_collab.runtime import device, hub, network, redact
 from megatron_collab.weight_sync import plan
@@ -70,9 +72,7 @@ def validate(config: Config) -> None:
         if config.data.eval:
             sources.check_exists(config.data.eval, "data.eval", EvaluationSet)
     if config.train.stage == "rl":
-        for group, user in user_settings(config).items():
-            file = user.personas
-            require(file is None or Path(file).is_file(), f"{group}.personas={file}: no such file")
+        check_files_of_users(config)
     if config.rollout.system_prompt:
         read_prompt("rollout.system_prompt", config.rollout.system_prompt, "", ())
     message = "<run.wandb_project>: WANDB_API_KEY is set; install wandb, or set run.wandb_project=null"
@@ -111,6 +111,15 @@ def check_settings(config: Config) -> None:
         check_servers(config)
         endpoints.check_settings(config)
         _check_budget(config)
+
+
+def check_files_of_users(config: Config) -> None:
+    """The personas and prompts that users are given."""
+    for group, user in user_settings(config).items():
+        file = user.personas
+        require(file is None or Path(file).is_file(), f"{group}.personas={file}: no such file")
+        if split_user(user.name or "")[0] == DEFAULT:  # a class of the user's own may take a prompt in its own way
+            users_prompt(user, f"{group}.prompt")
 
 
 def _check_best(config: Config) -> None:
@@ -200,7 +209,8 @@ def check_model(config: Config, described: Path | None = None) -> ModelShape:
     path = config.model.path
     file = described or hub.folder(path) / "config.json"
     hint = "; experiment=booking_sft makes the one that booking starts from" if config.data.world == "booking" else ""
-    require(file.is_file(), f"model.path={path}: no config.json there; give the folder of a Hugging Face model{hint}")
+    out = "give the folder of a Hugging Face model, or OWNER/NAME of the Hub"
+    require(file.is_file(), f"model.path={path}: no config.json there; {out}{hint}")
     try:
         shape = hf_config.read(file)
     except ValueError as error:

@@ -28,7 +28,7 @@ from openai import OpenAIError
 
 from megatron_collab.config import EndpointConfig
 from megatron_collab.llm.answer import Field, LlmError, MalformedAnswer, json_schema, parse
-from megatron_collab.llm.endpoint import POLICY, arguments, identity
+from megatron_collab.llm.endpoint import POLICY, arguments, identity, token_budget, way_out
 from megatron_collab.llm.limiter import Ended, Line, Wish
 from megatron_collab.patches.litellm import be_quiet
 from megatron_collab.runtime.redact import redact
@@ -51,7 +51,7 @@ _CHARACTERS_PER_TOKEN = 4
 _GRACE = 10.0  # seconds after its timeout when a call has ended for certain
 _LONGEST_REASON = 400  # characters
 _POLICY = f"{POLICY}/"  # the trained model, on the run's SGLang servers: no rate limit and no price
-_REFUSED = (400, 422)  # status of a server that does not support a response_format
+_REFUSED = (400, 422)  # status of a server that does not support an argument, as response_format
 _supports_schema = cache(litellm.supports_response_schema)
 
 
@@ -173,7 +173,9 @@ class LlmClient:
             with allowance.spending():
                 await asyncio.sleep(pause)
         reason = redact(f"{endpoint.model}: {type(failure).__name__}: {failure}")  # before a cut could halve a key
-        raise LlmError(" ".join(reason.split())[:_LONGEST_REASON]) from failure
+        reason = " ".join(reason.split())[:_LONGEST_REASON]
+        out = way_out(endpoint, str(failure)) if getattr(failure, "status_code", None) in _REFUSED else ""
+        raise LlmError(f"{reason}; {out}" if out else reason) from failure
 
     async def _constrained(
         self, endpoint: EndpointConfig, messages: Messages, fields: Sequence[Field], allowance: _Allowance
@@ -203,7 +205,7 @@ class LlmClient:
             key = self._keys[str(endpoint.api_base)]
             line, options = None, {**options, "model": "hosted_vllm/default", "api_key": key, "seed": seed}
         prompt = sum(len(message["content"]) for message in messages) // _CHARACTERS_PER_TOKEN
-        wish = Wish(prompt + endpoint.max_tokens, endpoint.timeout + _GRACE)
+        wish = Wish(prompt + token_budget(endpoint), endpoint.timeout + _GRACE)
         number = await line.begin(wish) if line else 0
         ended = Ended(number)
         seconds = min(endpoint.timeout, allowance.left)

@@ -89,7 +89,7 @@ class RunFolder:
         self._write(step, evaluations.scalars(record))
         for writer in self._writers if rows else ():
             writer.conversations(step, evaluations.prefix(one), redacted(rows[:CONVERSATIONS]))
-        tqdm.write(f"evaluation {name} ({record['tasks']} tasks): {_with_errors(record)}")
+        tqdm.write(f"evaluation {name} ({record['tasks']} tasks): {_with_errors(record) or _why_not(groups)}")
         self._mark_best(step)
 
     def scalars(self) -> dict[str, float]:
@@ -143,6 +143,15 @@ def _with_errors(record: Mapping[str, Any]) -> str:
     return " ".join(
         f"{name} {value:.3f}" + (f"±{error:.3f}" if error is not None else "") for name, value, error in shown
     )
+
+
+def _why_not(groups: Sequence[Group]) -> str:
+    """Of an evaluation without a score: the first reason."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    given = [rollout.reward.value for rollout in rollouts]
+    given += [score for rollout in rollouts for future in rollout.futures for score in future.scores.values()]
+    why = next((value.why for value in given if isinstance(value, Missing)), None)
+    return "no rollout has a score" + (f"; the first: {why}" if why else "")
 
 
 def rows_of(groups: Sequence[Group]) -> Iterator[dict[str, Any]]:

@@ -11,6 +11,7 @@ from megatron_collab.data.datasets import SurveyedSources
 from megatron_collab.data.evaluation import EvaluationSet, evaluation_sets, settings_of
 from megatron_collab.observability.folder import RunFolder
 from megatron_collab.rollout.journal import Journal, WeightDigests
+from megatron_collab.rollout.needs import applying, needs
 from megatron_collab.rollout.scheduler import Asked, Flight, Slot, wait
 from megatron_collab.rollout.servers import Servers
 from megatron_collab.rollout.summary import evaluated
@@ -83,7 +84,8 @@ class Evaluator:
         if not self._beside:  # an outage while nothing was in flight has no effect
             self._pool.recover()
         if not self._tasks:
-            given = SurveyedSources[Task](self.config, "data.eval", self.sets, schemas(make_tools(self.config.rollout)))
+            tools = schemas(make_tools(self.config.rollout))
+            given = SurveyedSources[Task](self.config, "data.eval", self.sets, tools, needs)
             self._tasks = {each: tasks[: each.tasks] for each, tasks in zip(self.sets, given.sets, strict=True)}
         tasks, settings = self._tasks[one], settings_of(self.config, one)
         self._flight = Flight(settings, self._workers, self._journal, self._lost_all, self._beside)
@@ -96,4 +98,4 @@ class Evaluator:
         assert self._flight is not None
         groups = list(self._flight.take().values())
         self._flight = None
-        self.run.evaluation(name, one.name, step, evaluated(groups), groups)
+        self.run.evaluation(name, one.name, step, evaluated(groups, applying(self.config)), groups)

@@ -23,6 +23,7 @@ from megatron_collab.data.datasets import TrainingData
 from megatron_collab.observability.run import Run
 from megatron_collab.rollout.evaluation import Evaluator
 from megatron_collab.rollout.journal import Journal, WeightDigests
+from megatron_collab.rollout.needs import applying, needs
 from megatron_collab.rollout.scheduler import Asked, Flight, Slot, answered, answers, wait, window
 from megatron_collab.rollout.servers import Servers
 from megatron_collab.rollout.summary import mean, refuse_missing, summary
@@ -58,7 +59,7 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
         if self.leader:
             assert servers.workers and servers.pool
             self._workers, self._pool = servers.workers, servers.pool
-            self.tasks = TrainingData[Task](config, schemas(make_tools(config.rollout)))
+            self.tasks = TrainingData[Task](config, schemas(make_tools(config.rollout)), needs)
             self._journal = Journal(Path(config.run.dir) / "journal", self._digests)
             self._flight = Flight(config, self._workers.conversations, self._journal, servers.lost_all)
             self._evaluator.lead(servers, self._journal, beside=self._flight)
@@ -234,7 +235,7 @@ class _Chosen:
             reason = "rewards that differ" if self.dynamic else "rewards"
             age = f" of version {self.step - self.ahead} or newer" if self.ahead else ""
             raise RunStopped(f"step {self.step}: no group has enough {reason}{age}, so nothing can be learned")
-        metrics, kept = summary(self.played), float(len(self._kept))
+        metrics, kept = summary(self.played, applying(self.config)), float(len(self._kept))
         if self.dynamic:
             metrics |= {"dynamic/kept": kept, "dynamic/dropped": self._idle, "dynamic/refills": self.refill}
         if self.ahead or self._dropped:

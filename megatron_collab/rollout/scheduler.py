@@ -19,6 +19,7 @@ from ray.exceptions import RayError
 
 from megatron_collab.config import Config
 from megatron_collab.data.evaluation import EvaluationSet
+from megatron_collab.llm.endpoint import token_budget
 from megatron_collab.observability.run import progress
 from megatron_collab.reward import metrics
 from megatron_collab.rollout.journal import Journal, failed, scored
@@ -265,7 +266,7 @@ def group_seconds(config: Config, groups: int) -> float:
     users = user_settings(config).values()
     said = conversations * rollout.max_user_turns * max(user.attempts for user in users)
     calls = judged * judge.attempts + said
-    tokens = judged * judge.attempts * judge.max_tokens + said * max(user.max_tokens for user in users)
+    tokens = judged * judge.attempts * token_budget(judge) + said * max(map(token_budget, users))
     tokens += calls * rollout.context_length  # prompts
     closing = FINISH_SECONDS + 2 * rollout.tool_timeout * (len(rollout.tools) + len(rollout.mcp_servers))
     limited = 60 * (calls / (llm.requests_per_minute or inf) + tokens / (llm.tokens_per_minute or inf))

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from megatron_collab.runtime.process import RunStopped
-from megatron_collab.types import Ending, Group, Missing, Rollout
+from megatron_collab.types import Ending, Group, Missing, Rollout, Task
+
+Applying = Callable[[Task], Iterable[str]]  # the metrics that apply to a task
 
 
-def summary(groups: Sequence[Group]) -> dict[str, float]:
+def summary(groups: Sequence[Group], applying: Applying) -> dict[str, float]:
     """Means over the rollouts of a step: reward, every metric, endings, and per rollout futures and turn tokens.
 
     Every rollout counts once, whatever the number of its futures; see `scores`. `reward_se` is the standard error of
@@ -22,7 +24,7 @@ def summary(groups: Sequence[Group]) -> dict[str, float]:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     values: dict[str, list[float]] = defaultdict(list)
     for group in groups:
-        for name, scored in scores(group).items():
+        for name, scored in scores(group, applying).items():
             values[f"score/{name}"] += scored
     endings: dict[str, float] = defaultdict(float)
     for rollout in rollouts:
@@ -42,17 +44,17 @@ def summary(groups: Sequence[Group]) -> dict[str, float]:
     }
 
 
-def evaluated(groups: Sequence[Group]) -> dict[str, float]:
+def evaluated(groups: Sequence[Group], applying: Applying) -> dict[str, float]:
     """Means over the tasks of an evaluation, with their standard errors (`reward_se`, `score_se/METRIC`).
 
     The conversations of a task are not independent, so they are averaged first, and an error is that of the mean over
     the tasks: std(ddof=1) / sqrt(n) of the n tasks that have a score; none where n < 2.
     """
-    found = summary(groups)
+    found = summary(groups, applying)
     by_task: dict[str, list[float]] = defaultdict(list)
     for group in groups:
         by_task["reward"] += _mean_of_any(_rewards(group.rollouts))
-        for name, scored in scores(group).items():
+        for name, scored in scores(group, applying).items():
             by_task[f"score/{name}"] += _mean_of_any(scored)
     for name, values in sorted(by_task.items()):
         found[name] = mean(values)
@@ -61,17 +63,17 @@ def evaluated(groups: Sequence[Group]) -> dict[str, float]:
     return found
 
 
-def scores(group: Group) -> dict[str, list[float]]:
+def scores(group: Group, applying: Applying) -> dict[str, list[float]]:
     """By metric, the mean score over the futures of each rollout; without rollouts whose scores are all missing.
 
-    A malformed rollout was not scored. It counts as 0 in every metric that applies to the task, which other rollouts
-    show: without it a score would rise with the share of turns that nobody can read.
+    A malformed rollout was not scored. It counts as 0 in every metric that applies to the task, as other rollouts show
+    or, where none was scored, `applying` says: without it a score would rise with the share of turns that nobody reads.
     """
     found: dict[str, list[float]] = defaultdict(list)
-    applying = {name for rollout in group.rollouts for future in rollout.futures for name in future.scores}
+    scored = {name for rollout in group.rollouts for future in rollout.futures for name in future.scores}
     for rollout in group.rollouts:
         malformed = any(future.conversation.ending is Ending.MALFORMED for future in rollout.futures)
-        for name in applying:
+        for name in scored or applying(group.task):
             given = [future.scores.get(name) for future in rollout.futures]
             numbers = [float(score) for score in given if score is not None and not isinstance(score, Missing)]
             found[name] += [0.0] if malformed and not numbers else _mean_of_any(numbers)

@@ -7,11 +7,13 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Thread
 
 import pytest
+from aiohttp import web
 
 from megatron_collab import patches
 from megatron_collab.commands import doctor
@@ -165,7 +167,17 @@ def test_data_is_shown_as_it_would_be_read(tmp_path: Path, capsys: pytest.Captur
     assert "2 rows, 1 tasks; left out: 1 that are not user and assistant in turn" in printed
     assert run("doctor", ["--data", str(tmp_path / "sft.jsonl")]) == 0
     assert "1 rows, 1 conversations" in capsys.readouterr().out
+    both = f"[{{source: {tmp_path}/tasks.jsonl, weight: 2}}, {{source: {tmp_path}/chats.jsonl}}]"
+    evaluated = f"{{source: {tmp_path}/tasks.jsonl, samples: 4}}"
+    for given, shown in ((both, ["7 rows, 7 tasks", "2 rows, 1 tasks"]), (evaluated, ["7 rows, 7 tasks"])):
+        assert run("doctor", ["--data", given]) == 0
+        printed = capsys.readouterr().out
+        assert printed.count("read as") == len(shown) and all(each in printed for each in shown)
     for given, said in (
+        (
+            f"[{{source: {tmp_path}/tasks.jsonl, wieght: 2}}]",
+            "--data[0].wieght: no such setting; the nearest is weight",
+        ),
         (tmp_path / "other.jsonl", "the columns a are those of no known format"),
         ("none", "no such file"),
     ):
@@ -173,11 +185,16 @@ def test_data_is_shown_as_it_would_be_read(tmp_path: Path, capsys: pytest.Captur
         assert said in (error := capsys.readouterr().err) and error.count("\n") == 1
 
 
+async def by_model(request: web.Request) -> web.StreamResponse:
+    refused = (await request.json())["model"] == "judge"
+    return await (fails(401, "wrong key") if refused else says({"answer": "yes"}))(request)
+
+
 @pytest.fixture
 def judge(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
-    """An endpoint on a thread of its own, which answers once and then refuses."""
+    """An endpoint on a thread of its own, which refuses openai/judge."""
     monkeypatch.setenv("OPENAI_API_KEY", "dummy")
-    loop, endpoint = asyncio.new_event_loop(), Endpoint(says({"answer": "yes"}), fails(401, "wrong key"))
+    loop, endpoint = asyncio.new_event_loop(), Endpoint(by_model)
     thread = Thread(target=loop.run_forever)
     thread.start()
     asyncio.run_coroutine_threadsafe(endpoint.__aenter__(), loop).result()
@@ -197,17 +214,28 @@ def test_each_model_that_a_run_asks_is_called_once(
     settings = [*run_of, f"user.api_base={base}", "reward=verl", f"reward.judge.api_base={base}"]
     settings += ["reward.judge.model=openai/judge"]
     assert run("doctor", ["--llm", *settings]) == 1
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert lines.pop(1)[:4] == ["users.other.model", "policy", "-", "-"]
-    assert lines[1][:2] == ["user.model", "openai/gpt-4o-mini"] and float(lines[1][2]) > 0
-    assert lines[1][3] == "120" and float(lines[1][4]) > 0, "its tokens and their price"
-    assert lines[2][:2] == ["reward.judge.model", "openai/judge"] and lines[2][4] == "failed"
-    assert lines[4][:3] == ["reward.judge.model:", "openai/judge:", "AuthenticationError:"] and "wrong key" in " ".join(
-        lines[4]
-    )
+    _, *rows, _, fault = capsys.readouterr().out.splitlines()
+    cells = {row.split()[0]: row.split()[1:] for row in rows}  # in the order of the answers
+    assert cells["users.other.model"][:3] == ["policy", "-", "-"]
+    name, seconds, tokens, price = cells["user.model"]
+    assert (name, tokens) == ("openai/gpt-4o-mini", "120") and float(seconds) > 0 and float(price) > 0
+    assert cells["reward.judge.model"][0] == "openai/judge" and cells["reward.judge.model"][3] == "failed"
+    assert fault.startswith("reward.judge.model: openai/judge: AuthenticationError: ") and "wrong key" in fault
     assert len(judge.requests) == 2
     assert run("doctor", ["--llm", *settings, "reward.metrics.accuracy.model=policy"]) == 2
     assert "reward.metrics.accuracy.model=policy: the policy plays users, and judges" in capsys.readouterr().err
+
+
+def test_a_server_that_is_not_there_is_not_waited_for(judge: Endpoint, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever the deadline, and what answers is shown all the same."""
+    settings = ["experiment=gsm8k", "reward=verl", "data.train=none.jsonl", "user.name=llm"]
+    settings += ["user.model=openai/m", f"user.api_base=http://127.0.0.1:{judge.port}/v1", "user.deadline=1e9"]
+    settings += ["reward.judge.model=hosted_vllm/j", "reward.judge.api_base=http://127.0.0.1:9/v1"]
+    began = time.monotonic()
+    assert run("doctor", ["--llm", *settings, "reward.judge.deadline=1e9", "reward.judge.timeout=1e9"]) == 1
+    assert time.monotonic() - began < 60
+    printed = capsys.readouterr().out
+    assert "reward.judge.model: hosted_vllm/j: InternalServerError" in printed and "user.model " in printed
 
 
 def test_a_model_that_does_not_take_a_setting_is_not_called(capsys: pytest.CaptureFixture[str]) -> None:

@@ -62,6 +62,8 @@ def test_tasks_are_every_prompt_once_and_split_by_conversation(published: Path, 
     summary = prepared(published, "rl", out, "--system-prompt", str(tmp_path / "system.txt"), "--eval-share", "0.25")
     assert summary["kept"] == {"train": 39, "eval": 18} and summary["conversations"] == 19  # 6 of 19 for 0.25
     assert summary["rows"] == 180 and summary["format"] == "collabllm"
+    # 3 candidates for each turn, whose prompts have 1, 2 and 3 prefixes
+    assert summary["dropped"] == {"prefixes of conversations that another row has too": 20 * 3 * (1 + 2 + 3) - 57}
     sides = [list(load_tasks(out / f"{side}.jsonl")) for side in ("train", "eval")]
     every = [task for side in sides for task in side]
     assert len({task.messages for task in every}) == len({task.id for task in every}) == len(every) == 57
@@ -74,6 +76,24 @@ def test_tasks_are_every_prompt_once_and_split_by_conversation(published: Path, 
     assert rows_of(tmp_path / "again" / "eval.jsonl")[0]["goal"] != rows_of(out / "eval.jsonl")[0]["goal"]
     prepared(published, "sft", tmp_path / "sft", "--eval-share", "0.25")
     assert {row["messages"][0]["content"] for row in rows_of(tmp_path / "sft" / "eval.jsonl")} == first[1]
+
+
+def test_all_published_splits_are_read_unless_one_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are by row: the last turn of the conversation is in the other one."""
+    rows, folder = candidates(0, 2, (0.5,)), tmp_path / "published"
+    folder.mkdir()
+    write_jsonl(folder / "train.jsonl", rows[:1])
+    write_jsonl(folder / "test.jsonl", rows[1:])
+    for number, (source, splits, last) in enumerate(
+        (
+            (folder, ["train", "test"], "reply 0 to 3"),
+            (f"{{source: {folder}, split: train}}", ["train"], "reply 0 to 1"),
+        )
+    ):
+        summary = prepared(source, "sft", tmp_path / f"sft{number}", "--eval-share", "0")
+        assert summary["splits"] == splits and f"rows (split {'+'.join(splits)})" in capsys.readouterr().out
+        (row,) = rows_of(tmp_path / f"sft{number}" / "train.jsonl")
+        assert row["messages"][-1]["content"] == last
 
 
 def test_a_conversation_is_held_out_whatever_others_there_are() -> None:
@@ -148,7 +168,7 @@ def test_whole_conversations_become_prefixes_and_long_ones_are_dropped(tmp_path:
     write_jsonl(tmp_path / "chats.jsonl", [{"messages": long}, {"messages": [user("hi"), assistant("yes")]}])
     limit = ["--max-tokens", "64", "--model", str(tmp_path / "model"), "--eval-share", "0"]
     summary = prepared(tmp_path / "chats.jsonl", "rl", tmp_path / "rl", *limit)
-    assert summary["dropped"] == {"rows of more than 64 tokens": 1}
+    assert summary["dropped"] == {"prefixes of conversations of more than 64 tokens": 1}
     assert [task.messages[-1].content for task in load_tasks(tmp_path / "rl" / "train.jsonl")] == ["hello", "hi"]
     summary = prepared(tmp_path / "chats.jsonl", "sft", tmp_path / "sft", *limit)
     assert summary["kept"] == {"train": 1} and summary["dropped"] == {"rows of more than 64 tokens": 1}
@@ -159,6 +179,7 @@ def test_whole_conversations_become_prefixes_and_long_ones_are_dropped(tmp_path:
     [
         (["--eval-share", "1"], "--eval-share=1: must be at least 0 and below 1"),
         (["--max-tokens", "5"], "--max-tokens and --model: give both or neither"),
+        (["--max-tokens", "5", "--model", "nowhere"], "--model=nowhere: no tokenizer.json there"),
         (["--system-prompt", "none.txt"], "--system-prompt=none.txt: no such file"),
         (["--to", "dpo"], "are those of no known format of pairs"),
     ],

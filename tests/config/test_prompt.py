@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from megatron_collab.config import ConfigError, PromptError, read_prompt
+from megatron_collab.config import ConfigError, PromptError, compose, read_prompt
 from megatron_collab.config.extension import make_absolute
+from megatron_collab.config.prompt import PROMPTS
 
 VARIABLES = ("conversation", "goal", "metadata")
 
@@ -72,3 +73,18 @@ def test_files_of_prompts_are_the_same_in_every_folder(tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     settings = {"generative": {"prompt": "prompts/kind.j2"}, "text": "Is {conversation} like kind.j2"}
     assert make_absolute(settings) == {**settings, "generative": {"prompt": f"{tmp_path}/prompts/kind.j2"}}
+
+
+def test_a_name_without_a_folder_that_is_no_file_here_is_one_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert make_absolute("collaborator.j2") == str(PROMPTS / "collaborator.j2")
+    said = read_prompt("rollout.system_prompt", "collaborator.j2", "", ()).render()
+    assert "one short question at a time" in said and "answer at once" in said
+    assert make_absolute("./collaborator.j2") == f"{tmp_path}/collaborator.j2"
+    Path("user_published.j2").write_text("mine")
+    assert make_absolute("user_published.j2") == f"{tmp_path}/user_published.j2"
+    config = compose(["experiment=collabllm_code"])
+    assert (config.user.prompt, config.rollout.system_prompt) == ("user_published.j2", "collaborator.j2")
+    assert compose(["experiment=collabllm_code_sft"]).rollout.system_prompt == "collaborator.j2"

@@ -58,7 +58,7 @@ def test_conversations(tmp_path: Path) -> None:
     [
         ({"prompt": None}, "no prompt"),
         ({"prompt": []}, "no prompt"),
-        ({"prompt": "hi"}, "prompt is not a list"),
+        ({"prompt": 5}, "prompt is not a list"),
         ({"prompt": [HI, HELLO]}, "its last message must be the user's"),
         ({"prompt": [{"role": "human", "content": "hi"}]}, "role 'human'"),
         ({"prompt": [{"role": "user", "content": " "}]}, "message without content"),

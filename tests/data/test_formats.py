@@ -84,6 +84,10 @@ def test_the_formats_are_those_of_the_setting() -> None:
         ("sharegpt", {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]}, "hi", ""),
         ("preference", {"prompt": "hi", "chosen": "hello", "rejected": "no"}, "hi", ""),
         ("bigcodebench", BIG_CODE_BENCH, BIG_CODE_BENCH["instruct_prompt"], None),
+        ("prompt", {"prompt": "2 + 2?", "answer": 4}, "2 + 2?", "4"),
+        ("prompt_completion", {"prompt": "2 + 2?", "completion": "4"}, "2 + 2?", "4"),
+        ("task", {"prompt": "hi", "goal": "2 + 2?", "answer": 4}, "2 + 2?", "4"),
+        ("messages", {"messages": [{**USER, "content": [{"type": "text", "text": "hi"}]}, ASSISTANT]}, "hi", "hello"),
     ],
 )
 def test_a_published_row_is_a_task(tmp_path: Path, format: str, row: dict, goal: str, answer: str | None) -> None:
@@ -119,6 +123,9 @@ def test_what_metrics_and_users_need_is_in_the_metadata(tmp_path: Path) -> None:
         ("messages", {"messages": [USER, ASSISTANT]}, "hello"),
         ("sharegpt", {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]}, "yo"),
         ("question_answer", {"question": "2 + 2?", "answer": "4"}, "4"),
+        ("question_answer", {"question": "2 + 2?", "answer": 4}, "4"),
+        ("prompt_completion", {"prompt": "hi", "completion": "hello"}, "hello"),
+        ("prompt_completion", {"prompt": [SYSTEM, USER], "completion": [ASSISTANT]}, "hello"),
         ("problem_solution", {"problem": "P", "solution": "S"}, "S"),
         ("preference", {"prompt": "hi", "chosen": "hello", "rejected": "no"}, "hello"),
         ("preference", {"chosen": [USER, ASSISTANT], "rejected": [USER, {**ASSISTANT, "content": "no"}]}, "hello"),
@@ -135,13 +142,39 @@ def test_a_pair_has_the_better_reply_first() -> None:
     pair = FORMATS["preference"].pair
     assert pair is not None
     whole = {"chosen": [USER, ASSISTANT], "rejected": [USER, {**ASSISTANT, "content": "no"}], "prompt": "hi"}
+    words = {"chosen": "\n\nHuman: hi\n\nAssistant: hello", "rejected": "\n\nHuman: hi\n\nAssistant: no"}
+    asked = {"question": "hi", "chosen": "hello", "rejected": "no", "system": ""}
     apart = {"prompt": [USER], "chosen": [ASSISTANT], "rejected": "no", "score_chosen": 9, "score_rejected": 2.5}
-    for row, scores in ((whole, None), (apart, (9.0, 2.5))):
+    for row, scores in ((whole, None), (words, None), (asked, None), (apart, (9.0, 2.5))):
         read = pair(row)
         assert texts(read.prompt) == [("user", "hi")] and read.scores == scores
         assert (read.chosen[0].content, read.rejected[0].content) == ("hello", "no")
-    with pytest.raises(ValueError, match="replies of the assistant to the same message"):
-        pair({"prompt": [USER, ASSISTANT], "chosen": "a", "rejected": "b"})
+    assert texts(pair({**asked, "system": "Be kind."}).prompt) == [("system", "Be kind."), ("user", "hi")]
+    follow_up = "\n\nHuman: hi\n\nAssistant: hello\n\nHuman: more\n\nAssistant: {}"
+    read = pair({side: follow_up.format(side) for side in ("chosen", "rejected")})
+    assert [message.content for message in read.prompt] == ["hi", "hello", "more"] and read.rejected[0].content == (
+        "rejected"
+    )
+    for row, reason in (
+        ({"prompt": [USER, ASSISTANT], "chosen": "a", "rejected": "b"}, "replies of the assistant to the same message"),
+        ({**words, "rejected": "\n\nHuman: hi\n\nAssistant:"}, "that have an empty message"),
+        ({**words, "rejected": "\n\nHuman: hi\n\nHuman: you\n\nAssistant: no"}, "not user and assistant in turn"),
+    ):
+        with pytest.raises(Unfit, match=reason):
+            pair(row)
+
+
+def test_an_answer_may_be_a_number_in_some_rows(tmp_path: Path) -> None:
+    """Which the library reads as numbers in all of them."""
+    rows = [{"prompt": [USER], "goal": "g", "answer": answer} for answer in ("1", 4, 2.5)]
+    assert [task.answer for task in loaded(tmp_path, load_tasks, *rows)] == ["1", "4", "2.5"]
+
+
+def test_content_that_is_no_text_is_refused_by_its_type(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "What is it?"}, {"type": "image_url", "image_url": {"url": "a.png"}}]
+    rows = {"role": "user", "content": parts}, {"role": "assistant", "content": [{"type": "text", "text": "A cat."}]}
+    with pytest.raises(ValueError, match="row 0: messages has content of type 'image_url'; only text can be read"):
+        list(loaded(tmp_path, load_conversations, {"messages": list(rows)}))
 
 
 @pytest.mark.parametrize(
@@ -189,6 +222,12 @@ def test_columns_of_no_format_are_refused(tmp_path: Path) -> None:
         loaded(tmp_path, load_tasks, {"a": 1, "b": 2})
     said = str(refusal.value)
     assert said.startswith(f"data.train={tmp_path}/rows.jsonl: the columns a, b are those of no known format of tasks")
+    for load, row, fault in (
+        (load_tasks, {"prompt": [USER, ASSISTANT]}, "recipe_sft, which train.stage=sft reads as conversations"),
+        (load_conversations, {"prompt": [USER], "goal": "g"}, "task, which train.stage=rl reads as tasks"),
+    ):
+        with pytest.raises(ValueError, match=f"these are rows of the format {fault}"):
+            loaded(tmp_path, load, row)
     with pytest.raises(ConfigError, match=r"data\.format=text: reads no conversations; there are messages"):
         recognise("text", ["text"], {"text": "a"}, "conversation", "data.train=x")
 

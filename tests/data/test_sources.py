@@ -74,6 +74,10 @@ def test_folders_and_globs(tmp_path: Path, table: datasets.Dataset) -> None:
     assert open_rows(EvaluationSet(source=str(tmp_path)), "data.eval").table.to_list() == ROWS[:2]
     assert opened(str(tmp_path / "data" / "train-*.jsonl")) == ROWS
     assert opened(str(tmp_path), split="train[:25%]") == ROWS[:3] and opened(str(tmp_path), split="test") == ROWS[:2]
+    for split in ("train+test", "all"):
+        assert opened(str(tmp_path), split=split) == ROWS + ROWS[:2]
+    assert opened(str(tmp_path), split="test[1:]+train[:25%]") == ROWS[1:2] + ROWS[:3]
+    assert opened(str(data / "train-00000-of-00003.jsonl"), split="all") == ROWS[:4]
     card = {"config_name": "easy", "data_files": [{"split": "train", "path": "data/test*"}]}, {"config_name": "all"}
     (tmp_path / "README.md").write_text(
         f"---\nconfigs: {json.dumps([card[0], {**card[1], 'data_files': 'data/train*'}])}\n---\n"
@@ -82,10 +86,15 @@ def test_folders_and_globs(tmp_path: Path, table: datasets.Dataset) -> None:
     datasets.DatasetDict({"train": table, "test": table.select([1])}).save_to_disk(tmp_path / "saved")
     assert opened(str(tmp_path / "saved")) == ROWS
     assert opened(str(tmp_path / "saved"), split="train[-25%:]") == ROWS[-3:]
+    assert opened(str(tmp_path / "saved"), split="all") == [*ROWS, ROWS[1]]
+    library = datasets.load_from_disk(str(tmp_path / "saved"))
+    library = datasets.concatenate_datasets([library["test"], library["train"].select(range(6))])
+    assert opened(str(tmp_path / "saved"), split="test+train[:50%]") == library.to_list()
     for settings, said in (
-        ({}, "has the subsets easy, all; choose one with subset=NAME"),
+        ({}, f"has the subsets easy, all; choose one, as '{{source: {tmp_path}, subset: easy}}'"),
         ({"subset": "esay"}, "no subset esay; the nearest is easy; there are easy, all"),
-        ({"subset": "all", "split": "tset"}, "no split tset; there are train"),
+        ({"subset": "all", "split": "tset"}, "no split tset; there are train, and all"),
+        ({"subset": "all", "split": "train+tset"}, "no split tset; there are train, and all"),
     ):
         with pytest.raises(ConfigError) as refusal:
             opened(str(tmp_path), **settings)
@@ -107,8 +116,13 @@ def test_large_rows_stay_on_disk(tmp_path: Path) -> None:
 def test_a_bad_row_of_several_files_is_named(tmp_path: Path) -> None:
     for name, rows in (("a", ROWS), ("b", [*ROWS[:3], {**ROWS[3], "question": " "}])):
         (tmp_path / f"{name}.jsonl").write_text(jsonl(rows))
-    with pytest.raises(ValueError, match=f"^data.train={tmp_path}/b.jsonl row 3: question is not a string"):
+    fault = "row 3: question is not a string"
+    with pytest.raises(ValueError, match=f"^data.train={tmp_path}/b.jsonl {fault}"):
         list(load_tasks(str(tmp_path / "*.jsonl")))
+    for name, split in (("a", "train"), ("b", "test")):
+        (tmp_path / f"{name}.jsonl").rename(tmp_path / f"{split}.jsonl")
+    with pytest.raises(ValueError, match=f"^data.train={tmp_path}/test.jsonl {fault}"):
+        list(load_tasks(Source(source=str(tmp_path), split="train+test")))
 
 
 def test_a_list_of_sources(tmp_path: Path) -> None:
@@ -178,7 +192,7 @@ for given in sys.argv[2:]:
         environment = hub.environment(tmp_path / "home")
         subprocess.run([*command, "--out", str(tmp_path / "out")], env=environment, check=True, timeout=200)
         summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-        assert (summary["source"], summary["kept"]) == (f"some/data@{commit}", {"train": 11, "eval": 1})
+        assert (summary["source"], summary["kept"]) == (f"some/data@{commit}", {"train": 13, "eval": 1})
 
 
 def test_what_is_no_data_is_refused_in_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -193,6 +207,7 @@ def test_what_is_no_data_is_refused_in_one_line(tmp_path: Path, capfd: pytest.Ca
         ("empty.parquet", {}, "cannot be read (Parquet file size is 0 bytes); give one of"),
         ("broken.jsonl", {}, "cannot be read (JSON parse error"),
         ("rows.jsonl", {"split": "test"}, "no split but train; remove the setting, or give a folder"),
+        ("rows.jsonl", {"split": "train+test"}, "no split but train"),
         ("rows.jsonl", {"subset": "main"}, "files have no subsets"),
         ("card", {}, "README.md cannot be read ("),
     ):

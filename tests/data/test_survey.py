@@ -37,6 +37,17 @@ def configured(folder: Path, rows: list[dict], stage: str = "rl", context: int =
     return config
 
 
+def test_a_user_that_rows_wish_for_in_vain_is_named(tmp_path: Path) -> None:
+    wished = {"prompt": [user("hi")], "extra_info": {"interaction_kwargs": {"name": "collabllm"}}}
+    config = configured(tmp_path, [wished, wished])
+    config.users = {"collablm": {}}
+    said = "rows wish for the user collabllm, which users lacks; the nearest is collablm"
+    assert TrainingData[Any](config).lines()[1:] == [f"data.train={tmp_path}/rows.jsonl: {said}"]
+    for users, name in (({"collabllm": {}}, None), ({}, "replay")):
+        config.users, config.user.name = users, name
+        assert len(TrainingData[Any](config).lines()) == 1
+
+
 def test_overlong_prompts_are_left_out_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [task("hi"), task("x" * 400), task("hello", user="llm"), task("y" * 400), task("yes")]
     config = configured(tmp_path, rows)

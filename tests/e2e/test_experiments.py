@@ -17,6 +17,7 @@ import pytest
 
 from megatron_collab import patches
 from megatron_collab.config import compose, groups
+from megatron_collab.config.load import CONF
 from megatron_collab.data.datasets import write_jsonl
 from tests.helpers import make_model
 from tests.hub import serving
@@ -32,14 +33,14 @@ SMALL = [
     "run.wandb_project=null",
     "train.steps=2",
     "train.prompts_per_step=2",
-    "train.tokens_per_micro_batch=512",
+    "train.tokens_per_micro_batch=2048",
+    "train.eval_tasks=1",
 ]
 SMALL_RL = [
     "train.rollouts_per_prompt=2",
-    "train.eval_tasks=0",
     "rollout.turn.max_new_tokens=8",
     "rollout.future.max_new_tokens=8",
-    "rollout.context_length=512",
+    "rollout.context_length=2048",
     "rollout.workers=1",
     "rollout.server.replicas=1",
     "rollout.server.max_total_tokens=32768",
@@ -118,21 +119,27 @@ def test_the_plan_fits_with_room_for_what_is_not_counted(name: str, gib: int) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COLLABLLM)
 def test_an_experiment_trains_a_tiny_model(name: str, endpoint: str, tmp_path: Path) -> None:
-    """On rows with the published columns, by the names of model and data that it has, from a stand-in of the Hub."""
+    """On rows with the published columns, prepared by its command, from a stand-in of the Hub; it has held some out."""
     config = compose([f"experiment={name}"])
+    text = (CONF / "experiment" / f"{name}.yaml").read_text().replace(" \\\n#", "")
+    ((source, arguments),) = re.findall(r"^# +megatron-collab prepare-data (\S+) (.*)$", text, re.MULTILINE)
     make_model(tmp_path / "model", family="qwen2")
     (tmp_path / "data").mkdir()
-    write_jsonl(tmp_path / "data" / "train.jsonl", [published(number) for number in range(6)])
+    write_jsonl(tmp_path / "data" / "train.jsonl", [published(number) for number in range(24)])
     settings = [*SMALL, "launch.nproc_per_node=2"]
     if config.train.stage == "rl":
         settings += [*SMALL_RL, f"user.api_base={endpoint}", f"reward.judge.api_base={endpoint}"]
     with serving() as hub:
         hub.add("model", config.model.path, tmp_path / "model")
-        hub.add("dataset", config.data.train, tmp_path / "data")
-        run = train(tmp_path, name, *settings, environment=hub.environment(tmp_path / "home"))
+        hub.add("dataset", source, tmp_path / "data")
+        environment = hub.environment(tmp_path / "home")
+        prepare = [sys.executable, "-m", "megatron_collab.commands", "prepare-data", source, *arguments.split()]
+        subprocess.run(prepare, cwd=tmp_path, env=environment, check=True, timeout=200)
+        run = train(tmp_path, name, *settings, environment=environment)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1] and all(line["loss"] == line["loss"] for line in lines)
     assert (run / "hf" / "config.json").is_file()
+    assert json.loads((run / "evaluations.json").read_text())
     if config.train.stage == "rl":
         weights = json.loads((run / "config.json").read_text())["reward"]["weights"]
         scored = {metric for metric in weights if all(f"score/{metric}" in line for line in lines)}

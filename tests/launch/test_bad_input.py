@@ -173,7 +173,8 @@ def test_a_name_of_the_hub_that_cannot_be_asked_for(
 
 def test_a_missing_model(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path) -> None:
     line = refused(capsys, *given(tmp_path, tmp_path / "none", [ROW]))
-    assert f"model.path={tmp_path}/none: no config.json there" in line
+    assert f"model.path={tmp_path}/none: no config.json there; give the folder of a Hugging Face model, or " in line
+    assert "OWNER/NAME of the Hub" in line
 
 
 def test_a_model_of_an_unknown_family(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path) -> None:
@@ -218,13 +219,20 @@ def test_a_dataset_row_without_a_prompt(capsys: pytest.CaptureFixture[str], tmp_
 def test_a_task_that_nobody_plays(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path) -> None:
     rows = [{"prompt": [{"role": "user", "content": "hi"}], "goal": "g", "user": "nobody"}]
     line = refused(capsys, *given(tmp_path, model, rows, "train.stage=rl", "reward.weights={token_amount: -1}"))
-    assert "data.train, task 0: user=nobody: no such name; known are feedback, llm, replay" in line
+    known = "no such name; known are feedback, llm, replay"
+    assert f"data.train={tmp_path}/data.jsonl, task 0: user=nobody: {known}" in line
+    played = tmp_path / "played.jsonl"
+    played.write_text(json.dumps(rows[0] | {"user": "replay"}) + "\n")
+    sets = f"data.eval=[{{source: {tmp_path}/data.jsonl, name: held}}]"
+    more = ("train.stage=rl", "reward.weights={token_amount: -1}", sets, f"data.train={played}")
+    line = refused(capsys, *given(tmp_path, model, rows), *more)
+    assert f"data.eval[held]={tmp_path}/data.jsonl, task 0: user=nobody:" in line
 
 
 def test_a_user_without_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path) -> None:
     rows = [{"prompt": [{"role": "user", "content": "hi"}], "goal": "g"}]
     line = refused(capsys, *given(tmp_path, model, rows, "train.stage=rl", "reward.weights={token_amount: -1}"))
-    assert "data.train, task 0: user llm" in line and "user.model" in line
+    assert "data.jsonl, task 0: user llm" in line and "user.model" in line
 
 
 def test_a_user_whose_model_takes_no_such_setting(
@@ -240,9 +248,69 @@ def test_a_user_whose_model_takes_no_such_setting(
     assert "user.temperature=0.5: openai/o3 does not take it" in line
 
 
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("user.prompt=none.j2", "user.prompt={}/none.j2: no such file"),
+        ("user.prompt=bad.j2", "user.prompt={}/bad.j2 line 1: no variable goals; there are goal, "),
+        ("users={a: {model: m, prompt: bad.j2}}", "users.a.prompt={}/bad.j2 line 1: no variable goals"),
+    ],
+)
+def test_a_prompt_that_is_none_is_refused_before_data_is_read(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    setting: str,
+    said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.j2").write_text("{{ goals }}")
+    settings = ["train.stage=rl", "reward.weights={token_amount: -1}", setting]
+    assert said.format(tmp_path) in refused(capsys, *given(tmp_path, model, [{"nothing": "of use"}], *settings))
+
+
+def test_a_user_without_a_key(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    rows = [{"prompt": [{"role": "user", "content": "hi"}], "goal": "g"}]
+    settings = ["train.stage=rl", "reward.weights={token_amount: -1}", "user.model=openai/gpt-4o-mini"]
+    line = refused(capsys, *given(tmp_path, model, rows, *settings))
+    assert "user.model=openai/gpt-4o-mini: OPENAI_API_KEY is not set; export it" in line
+
+
 def test_a_metric_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
     line = refused(capsys, "experiment=booking", "reward.weights.helpfulness=1")
     assert "reward.weights=helpfulness: no such name" in line and "interactivity" in line
+
+
+PAIR = {"prompt": "hi", "chosen": "hello", "rejected": "no"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["reward.weights={accuracy: 1}"], "reward.weights.accuracy=1: data.train={}: none of its tasks has an answer"),
+        (["reward.weights={accuracy: 0.5, asks: 1}"], "reward.weights.accuracy=0.5: data.train={}: none of its tasks"),
+        (["reward.weights={pass_rate: 1}"], "reward.weights.pass_rate=1: data.train={}: none of its tasks has tests"),
+        (
+            ["reward.weights={bleu: 1, accuracy: 0}", "reward.metrics.bleu.extract=false"],
+            "reward.weights.bleu=1: data.train={}: none of its tasks has an answer",
+        ),
+        (["reward.weights={asks: 1}", "user.name=feedback"], "data.train={}: none of its tasks has an answer, which"),
+        (
+            ["reward.weights={asks: 1}", "users={strict: {class: feedback}}"],
+            "data.train={}: none of its tasks has an answer, which its user needs",
+        ),
+    ],
+)
+def test_a_metric_or_a_user_for_whom_no_task_is_fit(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path, settings: list[str], said: str
+) -> None:
+    user = [] if any("user" in setting for setting in settings) else ["user.name=replay"]
+    line = refused(capsys, *given(tmp_path, model, [PAIR, PAIR], "train.stage=rl", *settings, *user))
+    assert said.format(tmp_path / "data.jsonl") in line
 
 
 def test_a_reward_of_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path) -> None:

@@ -20,6 +20,11 @@ from tests.helpers import make_model
 METRIC = "reward.weights={token_amount: 1}"
 
 
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "dummy")
+
+
 @pytest.fixture
 def tasks(tmp_path: Path) -> Path:
     file = tmp_path / "tasks.jsonl"
@@ -73,6 +78,11 @@ def test_an_assistant_behind_litellm_needs_no_model_and_no_server(tmp_path: Path
     assert serving.rollout.server.replicas == 0
     assert (serving.rollout.turn.max_new_tokens, serving.rollout.future.temperature) == (300, 1.0)
     assert serving.rollout.context_length > 4 * 900, "the model has a limit of its own"
+    own = evaluation.load([*arguments, "assistant.temperature=null", "assistant.model=openai/gpt-5"])
+    evaluation.prepared(own)
+    assert own.rollout.turn.temperature == 1.0 and own.assistant.temperature is None
+    budget = ["assistant.max_tokens=null", "assistant.extra={max_completion_tokens: 70}"]
+    assert evaluation.load([*arguments, *budget]).rollout.turn.max_new_tokens == 70
     greedy = evaluation.load([*arguments, "assistant.temperature=0"])
     assert greedy.rollout.turn.temperature == greedy.rollout.future.temperature == 0.0
 
@@ -92,12 +102,18 @@ def test_an_assistant_behind_litellm_needs_no_model_and_no_server(tmp_path: Path
         ),
         (["users={a: {model: policy}}"], "user a: policy: no server samples from it beside assistant.model=openai/m"),
         (["assistant.model=policy"], "assistant.model=policy: the policy is evaluated as model.path; remove it"),
-        (["assistant.model=openai/gpt-5", "assistant.temperature=0"], "model's default_reasoning_effort); remove it"),
+        (["assistant.model=openai/gpt-5", "assistant.temperature=0"], "; set assistant.temperature=null, and it is"),
+        (
+            ["assistant.temperature=null", "data.eval=[{source: tasks.jsonl, name: a, temperature: 0.5}]"],
+            "data.eval[a]: temperature=0.5, and assistant.temperature=null sends none; remove one",
+        ),
+        (["assistant.max_tokens=null"], "assistant.max_tokens=null: answers need a budget; set assistant.extra.max_c"),
         (
             ["assistant.model=openai/gpt-5", "data.eval=[{source: tasks.jsonl, name: a, temperature: 0.5}]"],
             "data.eval[a].temperature=0.5: openai/gpt-5 does not take it",
         ),
-        (["users={a: {model: m, personas: none.txt}}"], "user a: personas=none.txt: no such file, or it has no lines"),
+        (["users={a: {model: m, personas: none.txt}}"], "users.a.personas=none.txt: no such file"),
+        (["user.prompt=none.j2"], "user.prompt={}/none.j2: no such file"),
         (["reward.weights.token_amount=0"], "no metric has a weight"),
     ],
 )
@@ -105,7 +121,7 @@ def test_what_cannot_be_evaluated(
     tmp_path: Path, tasks: Path, more: list[str], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert said in refused(given(tmp_path, tasks, "assistant.model=openai/m", *more))
+    assert said.format(tmp_path) in refused(given(tmp_path, tasks, "assistant.model=openai/m", *more))
 
 
 def test_models_that_are_not_there(tmp_path: Path, tasks: Path) -> None:
@@ -230,8 +246,17 @@ CONVERSATIONS = (
 TRAINING = ("train.steps=3", "optim.lr=0.5", "llm.budget_usd=5", "rollout.futures=6", "reward.workers=9", "run.seed=8")
 
 
+@pytest.fixture
+def people(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file that CONVERSATIONS name, in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "people.txt"
+    file.write_text("A nurse.\n")
+    return file
+
+
 def test_a_checkpoint_is_evaluated_in_the_conversations_of_its_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, people: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = ran(tmp_path / "run", *CONVERSATIONS, *TRAINING)
     config, trained = taken(run), compose([f"run.dir={run}", "model.path=m", "data.train=t", *CONVERSATIONS])
@@ -247,7 +272,9 @@ def test_a_checkpoint_is_evaluated_in_the_conversations_of_its_run(
     assert "reward.weights" in line and "futures" not in line and "llm" not in line
 
 
-def test_what_is_given_is_not_taken_from_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_given_is_not_taken_from_the_run(
+    tmp_path: Path, people: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = ran(tmp_path / "run", *CONVERSATIONS)
     config = taken(
         run, "rollout.tools=[]", "rollout.max_user_turns=1", "reward.weights.asks=0", "data.eval=other.jsonl"
@@ -278,18 +305,16 @@ def test_of_a_supervised_run_the_prompt_is_taken_and_its_conversations_are_no_ta
         taken(run, "reward.weights.asks=1")
 
 
-def test_what_of_a_run_is_gone_is_said_with_where_it_is_from(
-    tmp_path: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_what_of_a_run_is_gone_is_said_with_where_it_is_from(tmp_path: Path, tasks: Path, people: Path) -> None:
     model = make_model(tmp_path / "model")
-    people = "users={a: {class: llm, model: openai/a, personas: people.txt}}"
+    users = "users={a: {class: llm, model: openai/a, personas: people.txt}}"
     short = [f"rollout.{part}.max_new_tokens=64" for part in ("turn", "future")]
-    settings = (f"model.path={model}", METRIC, people, "rollout.context_length=256", *short)
+    settings = (f"model.path={model}", METRIC, users, "rollout.context_length=256", *short)
     run = ran(tmp_path / "run", "data.eval=held_out.jsonl", *settings)
     given = ["run.dir=out", f"model.path={run}@10", "launch.device=cpu"]
     said = f"is taken from {run}/config.json, unless it is given)"
     assert refused(given) == f"data.eval=held_out.jsonl: no such file (data.eval {said}"
+    people.unlink()
     gone = refused([*given, f"data.eval={tasks}"])
     assert "personas=people.txt: no such file" in gone and gone.endswith(f"(users.a.personas {said}")
     (run / "config.json").write_text("{}")

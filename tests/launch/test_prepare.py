@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_collab.config import ConfigError, compose
+from megatron_collab.config import Config, ConfigError, compose
+from megatron_collab.data.datasets import write_jsonl
 from megatron_collab.data.survey import Survey
 from megatron_collab.launch import prepare
 from megatron_collab.runtime import process
+from tests.helpers import byte_level_tokenizer
 
 
 def test_several_nodes_need_torchrun_on_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,3 +85,29 @@ def test_a_name_that_only_other_programs_know_asks_for_no_user_of_that_name() ->
 
     assert users() == {"": "data.train, task 7", "calm": "data.train, task 8"}
     assert set(users(collabllm={"weight": 0})) == {"collabllm", "calm"}
+
+
+def test_each_metric_picks_its_tasks_from_the_sources_and_its_share_is_said(tmp_path: Path) -> None:
+    """Weights are shared by all sources; what decides is a part of what a survey is kept under."""
+    byte_level_tokenizer(300).save_pretrained(tmp_path / "model")
+    row = {"prompt": [{"role": "user", "content": "hi"}], "goal": "g", "user": "replay"}
+    write_jsonl(tmp_path / "some.jsonl", [{**row, "answer": answer} for answer in ("1", "", "2")])
+    write_jsonl(tmp_path / "none.jsonl", [row, row])
+    config = Config()
+    config.run.dir, config.model.path, config.train.stage = f"{tmp_path}/run", f"{tmp_path}/model", "rl"
+    config.data.train = [f"{tmp_path}/some.jsonl", f"{tmp_path}/none.jsonl"]
+    config.data.eval = f"{tmp_path}/none.jsonl"
+    config.reward.weights = {"asks": 1.0}
+    (train, _) = prepare.read_data(config, ())
+    assert not any("reward.weights" in line for line in train.lines())
+    config.reward.weights = {"asks": 1.0, "accuracy": 1.0}
+    (train, held_out) = prepare.read_data(config, ())
+    some, none = train.lines()
+    assert some.endswith("; reward.weights.accuracy: for 2 of 3 rows (1 lack an answer)")
+    assert none.endswith("; reward.weights.accuracy: for 0 of 2 rows (2 lack an answer)")
+    assert held_out.lines()[0].endswith("for 0 of 2 rows (2 lack an answer)")
+    config.user.name = "feedback"
+    with pytest.raises(
+        ConfigError, match=r"data\.train=.*none\.jsonl: none of its tasks has an answer, which its user"
+    ):
+        prepare.read_data(config, ())

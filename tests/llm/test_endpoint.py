@@ -1,18 +1,24 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
 from typing import Any
 
 import pytest
 from aiohttp import web
 
 from megatron_collab import patches
-from megatron_collab.config import ConfigError, EndpointConfig
+from megatron_collab.config import ConfigError, EndpointConfig, SamplingConfig
+from megatron_collab.inference.assistant import LlmAssistant
 from megatron_collab.llm.answer import Field, LlmError, json_schema
 from megatron_collab.llm.client import LlmClient, key_of
-from megatron_collab.llm.endpoint import check_settings, check_support, identity
-from tests.llm.endpoint import Endpoint, says
+from megatron_collab.llm.endpoint import check_access, check_settings, check_support, identity
+from megatron_collab.types import Message
+from tests.llm.endpoint import Endpoint, fails, says
 
+BASE = "http://127.0.0.1:9/v1"
+KEYS = re.compile("_(API_KEY|API_BASE|BASE_URL|TOKEN)$")
 SCORE = [Field("score", float, 0.0, 1.0)]
 QUESTION = [{"role": "user", "content": "How good is this?"}]
 
@@ -36,13 +42,16 @@ def test_everything_that_is_set_is_sent_and_nothing_else(monkeypatch: pytest.Mon
                 headers={"X-Team": "blue", "X-Gateway-Key": "os.environ/GATEWAY"},
                 extra={"seed": 7, "chat_template_kwargs": {"enable_thinking": False}},
             )
+            newer = endpoint.config(temperature=None, max_tokens=None, extra={"max_completion_tokens": 70})
             client = LlmClient()
-            for each in (plain, full):
+            for each in (plain, full, newer):
                 await client.ask(each, QUESTION, SCORE)
-            assert client.took["tokens"] == 240 and client.took["unpriced"] == 2, "of m, which has no price"
+            assert client.took["tokens"] == 360 and client.took["unpriced"] == 3, "of m, which has no price"
             return endpoint.requests
 
-    plain, full = asyncio.run(play())
+    plain, full, newer = asyncio.run(play())
+    assert {**newer, "max_tokens": plain["max_tokens"]} == {**plain, "max_completion_tokens": 70}
+    assert "max_tokens" not in newer
     assert set(plain) == {"model", "messages", "max_tokens", "response_format"}
     assert {name: value for name, value in full.items() if name not in plain} == {
         "temperature": 0.3,
@@ -53,6 +62,39 @@ def test_everything_that_is_set_is_sent_and_nothing_else(monkeypatch: pytest.Mon
     }
     assert (headers[1]["X-Team"], headers[1]["X-Gateway-Key"]) == ("blue", "from the environment")
     assert "X-Team" not in headers[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "settings", "out"),
+    [
+        (
+            "Unsupported value: 'temperature' does not support 0.0, only the default (1)",
+            {},
+            "; set temperature=null in reward.judge, and it is not sent",
+        ),
+        (
+            "Unsupported parameter: 'max_tokens'. Use 'max_completion_tokens' instead.",
+            {},
+            "; set max_tokens=null and extra.max_completion_tokens=2048 in reward.judge",
+        ),
+        ("seed is not supported", {"extra": {"seed": 1}}, "; remove extra.seed from reward.judge"),
+        ("top_p is not supported", {}, ""),
+        ("max_tokens is too large", {}, ""),
+    ],
+)
+def test_what_a_server_does_not_take_is_said_with_the_setting(
+    words: str, settings: dict[str, Any], out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "dummy")
+
+    async def play() -> str:
+        async with Endpoint(fails(400, words)) as endpoint:
+            with pytest.raises(LlmError) as error:
+                await LlmClient().ask(endpoint.config(**settings), QUESTION, SCORE)
+            return str(error.value)
+
+    said = asyncio.run(play())
+    assert words in said and said.endswith(out or words)
 
 
 def test_a_variable_that_a_worker_does_not_have_is_a_failure_of_the_call() -> None:
@@ -90,6 +132,12 @@ def test_the_key_of_an_answer_has_every_setting_that_changes_it_and_earlier_keys
     ("settings", "said"),
     [
         ({"extra": {"temperature": 1}}, "reward.judge.extra.temperature: is not passed on; set temperature itself"),
+        ({"max_tokens": None}, "reward.judge.max_tokens=null: answers need a budget; set reward.judge.extra.max_com"),
+        ({"extra": {"max_completion_tokens": 5}}, "reward.judge.extra.max_completion_tokens: max_tokens is sent alr"),
+        (
+            {"max_tokens": None, "extra": {"max_completion_tokens": "many"}},
+            "reward.judge.extra.max_completion_tokens=many: must be a whole number of at least 1",
+        ),
         ({"extra": {"stream": True}}, "reward.judge.extra.stream: is not passed on; each call sets it itself"),
         ({"extra": {"api_key": "abc"}}, "reward.judge.extra.api_key: holds a key; set reward.judge.headers.NAME=os."),
         ({"extra": {"extra_body": {"token": "abc"}}}, "reward.judge.extra.extra_body.token: holds a key; set reward."),
@@ -142,3 +190,59 @@ def test_litellm_says_before_a_run_what_a_model_does_not_take(settings: dict[str
         refused = str(error)
     assert (refused is None) == (said is None), refused
     assert refused is None or (refused.startswith(str(said)) and "\n" not in refused and "; " in refused)
+
+
+@pytest.mark.parametrize(
+    ("settings", "variables", "said"),
+    [
+        ({"model": "openai/m"}, {}, "openai/m: OPENAI_API_KEY is not set; export it"),
+        ({"model": "gpt-4o-mini"}, {}, "gpt-4o-mini: OPENAI_API_KEY is not set; export it"),
+        ({"model": "openai/m", "api_base": BASE}, {}, "openai/m: OPENAI_API_KEY is not set; for a server that asks"),
+        ({"model": "anthropic/claude-sonnet-4-5"}, {}, "anthropic/claude-sonnet-4-5: ANTHROPIC_API_KEY is not set"),
+        ({"model": "gemini/gemini-2.5-pro"}, {}, "gemini/gemini-2.5-pro: GOOGLE_API_KEY or GEMINI_API_KEY is not set"),
+        ({"model": "groq/m"}, {}, "groq/m: GROQ_API_KEY is not set"),
+        ({"model": "hosted_vllm/m"}, {}, "hosted_vllm/m: is on a server of your own, whose address is not known; set "),
+        ({"model": "openai/m"}, {"OPENAI_API_KEY": "k"}, None),
+        ({"model": "anthropic/claude-sonnet-4-5"}, {"ANTHROPIC_AUTH_TOKEN": "t"}, None),
+        ({"model": "together_ai/m"}, {"TOGETHER_API_KEY": "k"}, None),
+        ({"model": "groq/m", "api_base": BASE}, {}, None),
+        ({"model": "groq/m", "headers": {"X-Team": "blue"}}, {}, None),
+        ({"model": "hosted_vllm/m", "api_base": BASE}, {}, None),
+        ({"model": "hosted_vllm/m"}, {"HOSTED_VLLM_API_BASE": BASE}, None),
+        *(({"model": f"{cloud}/m"}, {}, None) for cloud in ("azure", "bedrock", "vertex_ai", "sagemaker", "ollama")),
+        ({"model": "policy"}, {}, None),
+    ],
+    ids=str,
+)
+def test_a_model_that_nobody_can_reach_is_refused_and_no_other(
+    settings: dict[str, Any], variables: dict[str, str], said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patches.apply("litellm")
+    for name in [name for name in os.environ if KEYS.search(name)]:
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    try:
+        check_access(EndpointConfig(**settings), "reward.judge.model", "reward.judge")
+        refused = None
+    except ConfigError as error:
+        refused = str(error)
+    assert (refused is None) == (said is None), refused
+    assert refused is None or refused.startswith(f"reward.judge.model={said}")
+
+
+def test_an_assistant_sends_no_temperature_and_its_budget_by_the_name_that_is_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "dummy")
+
+    async def play() -> dict[str, Any]:
+        async with Endpoint(says("hello")) as endpoint:
+            own = endpoint.config(temperature=None, max_tokens=None, extra={"max_completion_tokens": 70})
+            sampling, said = SamplingConfig(30, temperature=0.5), [Message("user", "hi")]
+            playing = LlmAssistant(own, LlmClient())
+            await playing.generate((), messages=said, max_new_tokens=30, sampling=sampling, seed=0, affinity="")
+            return endpoint.requests[0]
+
+    sent = asyncio.run(play())
+    assert sent.keys() == {"model", "messages", "max_completion_tokens"} and sent["max_completion_tokens"] == 30

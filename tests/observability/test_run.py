@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -110,6 +111,13 @@ def test_a_transcript_has_messages_scores_and_reasons(tmp_path: Path) -> None:
     assert row["reward"] is None and row["ending"] == "user_done"
 
 
+def test_an_evaluation_without_a_score_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    missing = group(Missing("judge is down"))
+    with opened(tmp_path) as run:
+        run.evaluation("before", "", 0, {"score/booking_right": math.nan}, [missing])
+    assert capsys.readouterr().out == "evaluation before (1 tasks): no rollout has a score; the first: judge is down\n"
+
+
 def test_the_result_compares_the_evaluations(tmp_path: Path) -> None:
     before = {"score/ask_when_missing": 0.25, "score/booking_right": 0.5, "reward": math.nan}
     after = {"score/ask_when_missing": 1.0, "score/booking_right": 0.75, "score/ask_when_complete": 0.0}
@@ -161,6 +169,7 @@ def test_a_resumed_run_repeats_no_evaluation_that_is_recorded(tmp_path: Path) ->
     settings.train.steps, settings.train.eval_every = 8, 2
     with Run(settings, 0, {}, {}) as run:
         assert [evaluate(run, "", step, 0.5) for step in (0, 1, 2, 4)] == ["before", None, "step_2", "step_4"]
+    time.sleep(1.0)  # TensorBoard reads its files by name, in which the second comes before a number of this process
     with Run(settings, 2, {}, {}) as run:  # from the checkpoint of step 2: that of step 4 is trained again
         assert not (tmp_path / "eval_step_4.jsonl").exists()
         assert [evaluate(run, "", step, 0.25) for step in (2, 3, 4, 8)] == [None, None, "step_4", "after"]

@@ -7,7 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from megatron_collab.rollout.summary import evaluated, refuse_missing, summary
+from megatron_collab.rollout import summary as numbers
+from megatron_collab.rollout.summary import refuse_missing
 from megatron_collab.runtime.process import RunStopped
 from megatron_collab.types import (
     Conversation,
@@ -24,7 +25,20 @@ from megatron_collab.types import (
     Turn,
 )
 
+CHAT = Task("chat", (Message("user", "hi"),), "goal", "", "scripted/booking")
 TASK = Task("t", (Message("user", "hi"),), "goal", "answer", "scripted/booking")
+
+
+def applying(task: Task) -> list[str]:
+    return ["right"] if task.answer else []
+
+
+def summary(groups: list[Group]) -> dict[str, float]:
+    return numbers.summary(groups, applying)
+
+
+def evaluated(groups: list[Group]) -> dict[str, float]:
+    return numbers.evaluated(groups, applying)
 
 
 def rollout(value: Score, length: int = 2, missing: int = 0) -> Rollout:
@@ -74,9 +88,10 @@ def test_every_rollout_counts_once_and_a_malformed_one_is_not_left_out() -> None
     assert shown["reward"] == pytest.approx(0.97 - 0.03)
 
 
-def test_of_a_task_whose_rollouts_are_all_malformed_no_metric_is_known() -> None:
-    shown = summary([Group(TASK, (played(), played())), Group(TASK, (played(0.5), played(0.5)))])
-    assert shown["score/right"] == 0.5 and shown["ending/malformed"] == 0.5
+@pytest.mark.parametrize(("task", "right"), [(TASK, 0.25), (CHAT, 0.5)], ids=["applies", "does not apply"])
+def test_a_task_whose_rollouts_are_all_malformed_counts_where_a_metric_applies_to_it(task: Task, right: float) -> None:
+    shown = summary([Group(task, (played(), played())), Group(TASK, (played(0.5), played(0.5)))])
+    assert shown["score/right"] == right and shown["ending/malformed"] == 0.5
 
 
 def test_a_rollout_of_several_futures_weighs_as_much_as_one_of_a_single_future() -> None:

@@ -235,7 +235,7 @@ def test_a_run_that_stops_ends_with_its_code(submit: Callable[..., Job]) -> None
     """Users that nobody can reach: too many rollouts have no reward."""
     supervised = submit("sft", *SFT, "train.steps=2")
     assert supervised.code() == 0, supervised.log()
-    users = ["user.name=llm", "user.model=openai/nobody", "user.api_base=http://127.0.0.1:9/v1", "user.deadline=5"]
+    users = ["user.name=llm", "user.model=hosted_vllm/nobody", "user.api_base=http://127.0.0.1:9/v1", "user.deadline=5"]
     job = submit("stopped", *RL, "train.steps=2", f"model.path={supervised.run}/hf", *users)
     assert job.code() == EXIT_STOPPED, job.log()
     check_nothing_left(job)

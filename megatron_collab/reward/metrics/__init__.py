@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron_collab.config import (
@@ -71,6 +72,11 @@ class Metric(Extension):
         """A model that the run serves for these options, where their `model` names one."""
         return None
 
+    @classmethod
+    def lacks(cls, options: Any, task: Task) -> str | None:
+        """What the task lacks without which the metric cannot apply, as "an answer"; asked before a run starts."""
+        return None
+
     async def score(self, task: Task, conversation: Conversation) -> Score | None:
         """The score of the whole conversation, the policy's last reply included; the trained turn is its first.
 
@@ -110,6 +116,14 @@ def served_models(reward: RewardConfig) -> dict[str, ScoringModel]:
     """By metric of reward.weights, the models that the run serves. Raises ConfigError as `split`."""
     kinds = {name: split(name, reward.metrics.get(name, {})) for name in reward.weights}
     return {name: model for name, (kind, options) in kinds.items() if (model := kind.served(options))}
+
+
+def lacks(reward: RewardConfig) -> dict[str, Callable[[Task], str | None]]:
+    """`Metric.lacks` by metric of reward.weights, of those that do not apply to every task. Raises ConfigError."""
+    kinds = {name: split(name, reward.metrics.get(name, {})) for name in reward.weights}
+    every = Metric.lacks.__func__  # type: ignore[attr-defined]  # of a class method
+    asked = {name: of for name, of in kinds.items() if of[0].lacks.__func__ is not every}  # type: ignore[attr-defined]
+    return {name: partial(kind.lacks, options) for name, (kind, options) in asked.items()}
 
 
 class Judge:

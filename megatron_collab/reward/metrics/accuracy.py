@@ -94,8 +94,12 @@ class Accuracy(Metric):
     def judged(cls, options: Any) -> bool:
         return options.judge
 
+    @classmethod
+    def lacks(cls, options: Any, task: Task) -> str | None:
+        return None if task.answer else "an answer"
+
     async def score(self, task: Task, conversation: Conversation) -> Score | None:
-        if not task.answer:
+        if self.lacks(self.options, task):
             return None
         verdict: Verdict | Missing | None = None
         if self.options.verify:

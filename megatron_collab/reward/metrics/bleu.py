@@ -34,8 +34,12 @@ class Bleu(Metric):
     def judged(cls, options: Any) -> bool:
         return options.extract
 
+    @classmethod
+    def lacks(cls, options: Any, task: Task) -> str | None:
+        return None if task.answer else "an answer"
+
     async def score(self, task: Task, conversation: Conversation) -> Score | None:
-        if not task.answer:
+        if self.lacks(self.options, task):
             return None
         document = conversation.replies[-1] if conversation.replies else ""
         if self.options.extract:

@@ -57,8 +57,12 @@ class PassRate(Metric):
     def unavailable(cls, options: Any) -> str | None:
         return sandbox.unavailable()
 
+    @classmethod
+    def lacks(cls, options: Any, task: Task) -> str | None:
+        return None if task.metadata.get("test") or task.metadata.get("tests") else "tests in its metadata"
+
     async def score(self, task: Task, conversation: Conversation) -> Score | None:
-        if not (task.metadata.get("test") or task.metadata.get("tests")):
+        if self.lacks(self.options, task):
             return None
         if _CHECK.search(task.metadata.get("test") or "") and not task.metadata.get("entry_point"):
             return Missing(f"task {task.id}: its metadata has test, but no entry_point to hand to check(candidate)")

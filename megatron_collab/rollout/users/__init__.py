@@ -69,6 +69,11 @@ class User(Extension):
         """The language model that these users ask, which is checked before a run starts; None where they ask none."""
         return None
 
+    @classmethod
+    def lacks(cls, task: Task) -> str | None:
+        """What the task lacks without which these users cannot play it, as "an answer"; asked before a run starts."""
+        return None
+
     async def start(self, conversation: Conversation) -> None:
         """Called once, before the first reply, with the conversation so far. Raises UserError."""
 

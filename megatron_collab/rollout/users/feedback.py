@@ -40,8 +40,12 @@ class FeedbackUser(User):
             return str(error)
         return super().unavailable(argument, config)
 
+    @classmethod
+    def lacks(cls, task: Task) -> str | None:
+        return None if task.answer.strip() else "an answer"
+
     async def start(self, conversation: Conversation) -> None:
-        if not self.task.answer.strip():
+        if self.lacks(self.task):
             raise UserError(f"user feedback: task {self.task.id} has no answer to check against")
 
     async def reply(self, conversation: Conversation) -> UserReply:

@@ -108,9 +108,9 @@ class LlmUser(User):
         return [replace(config, model=f"policy/{self.sample}", api_base=api_base) for api_base in engine]
 
 
-def users_prompt(config: UserConfig) -> Prompt:
-    """The template of the setting `prompt`, or ours. Raises ConfigError."""
-    return read_prompt("prompt", config.prompt, "user", VARIABLES)
+def users_prompt(config: UserConfig, setting: str = "prompt") -> Prompt:
+    """The template that `setting` names, or ours. Raises ConfigError."""
+    return read_prompt(setting, config.prompt, "user", VARIABLES)
 
 
 def system_prompt(config: UserConfig, task: Task, persona: str = "") -> str:
