@@ -66,8 +66,10 @@ class RunFolder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         if self.leader:
+            for writer in self._writers:
+                writer.close(failed=kind is not None)
             self._lock.release()
 
     def evaluation_due(self, one: str, step: int) -> str | None:

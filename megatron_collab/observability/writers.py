@@ -22,6 +22,9 @@ class Writer(Protocol):
     def conversations(self, step: int, name: str, rows: Rows) -> None:
         """Some conversations of the evaluation of the set `name` at `step`."""
 
+    def close(self, failed: bool) -> None:
+        """The run ends, or `failed`; returns once all is written."""
+
 
 def writers(config: Config, start: int) -> Iterator[Writer]:
     """TensorBoard's, and where it is on that of Weights & Biases, for a run that goes on at step `start`."""
@@ -48,6 +51,9 @@ class TensorBoard:
             said = "\n\n".join(f"**{message['role']}:** {message['content']}" for message in row["messages"])
             self._writer.add_text(f"{name}/{row['task']}", f"{said}\n\n{_scores(row)} ({row['ending']})", step)
         self._writer.flush()
+
+    def close(self, failed: bool) -> None:
+        self._writer.close()
 
 
 class WeightsAndBiases:
@@ -76,12 +82,15 @@ class WeightsAndBiases:
         self._wandb.log(dict(metrics), step=step)
 
     def conversations(self, step: int, name: str, rows: Rows) -> None:
-        columns = ["step", "task", "conversation", "ending", "reward", "scores"]
+        columns: list[str | int] = ["step", "task", "conversation", "ending", "reward", "scores"]
         table = self._wandb.Table(columns=columns)
         for row in rows:
             said = "\n\n".join(f"{message['role']}: {message['content']}" for message in row["messages"])
             table.add_data(step, row["task"], said, str(row["ending"]), row["reward"], _scores(row))
         self._wandb.log({f"{name}/conversations": table}, step=step)
+
+    def close(self, failed: bool) -> None:
+        self._wandb.finish(exit_code=int(failed))
 
 
 def _scores(row: Mapping[str, Any]) -> str:

@@ -110,10 +110,10 @@ async def _evaluated(
         return endpoint.requests
 
 
-def test_a_model_behind_litellm_is_the_assistant(root: Path, tmp_path: Path) -> None:
+def test_a_model_behind_litellm_is_the_assistant(tmp_path: Path) -> None:
     """It is given messages; no server is started and no model read."""
-    requests = asyncio.run(_evaluated(arguments(root, "api", "assistant.temperature=0.5"), tmp_path / "log"))
-    run = root / "api"
+    requests = asyncio.run(_evaluated(arguments(tmp_path, "api", "assistant.temperature=0.5"), tmp_path / "log"))
+    run = tmp_path / "api"
     greedy, sampled = lines(run / "eval_greedy_model.jsonl"), lines(run / "eval_sampled_model.jsonl")
     assert (len(greedy), len(sampled)) == (6, 12)
     for row in [*greedy, *sampled]:
@@ -129,7 +129,7 @@ def test_a_model_behind_litellm_is_the_assistant(root: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_reward_model_whose_server_is_killed_scores_all_the_same(root: Path, tmp_path: Path) -> None:
+def test_a_reward_model_whose_server_is_killed_scores_all_the_same(tmp_path: Path) -> None:
     """It is started again and waited for, and what it could not score is played once more."""
     model = make_reward_model(tmp_path / "model", positions=256)
 
@@ -142,7 +142,7 @@ def test_a_reward_model_whose_server_is_killed_scores_all_the_same(root: Path, t
 
     scored = ["reward.weights.reward_model=1", f"reward.metrics.reward_model.model={model}"]
     log = tmp_path / "log"
-    asyncio.run(_evaluated(arguments(root, "scored", *scored), log, (5, kill)))
-    rows = [row for one in ("greedy", "sampled") for row in lines(root / "scored" / f"eval_{one}_model.jsonl")]
+    asyncio.run(_evaluated(arguments(tmp_path, "scored", *scored), log, (5, kill)))
+    rows = [row for one in ("greedy", "sampled") for row in lines(tmp_path / "scored" / f"eval_{one}_model.jsonl")]
     assert len(rows) == 18 and "the server 0 of reward_model is started again" in log.read_text()
     assert all(isinstance(row["scores"]["reward_model"], float) for row in rows)

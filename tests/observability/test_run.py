@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import json
 import math
-import sys
+import struct
 import time
-import types
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -254,41 +255,62 @@ def test_another_rank_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not (tmp_path / "run").exists()
 
 
+def recorded_by_wandb(file: Path) -> list[Any]:
+    """What W&B would upload. In blocks of 32 KiB come pieces of records: checksum, size, and 1 or 4 for a last one."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, whole, found = file.read_bytes(), 7, b"", []
+    while at + 7 <= len(data):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        size, kind = struct.unpack("<HB", data[at + 4 : at + 7])
+        at, whole = at + 7 + size, whole + data[at + 7 : at + 7 + size]
+        if kind in (1, 4):
+            found.append(Record.FromString(whole))
+            whole = b""
+    return found
+
+
+@pytest.mark.processes
 def test_weights_and_biases_gets_one_run_over_all_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started, logged = [], []
-
-    class Table:
-        def __init__(self, columns: list[str]) -> None:
-            self.columns, self.data = columns, list[dict]()
-
-        def add_data(self, *values: object) -> None:
-            self.data.append(dict(zip(self.columns, values, strict=True)))
-
-    wandb = types.SimpleNamespace(
-        init=lambda **settings: started.append(settings),
-        log=lambda metrics, step: logged.append((step, metrics)),
-        Table=Table,
-    )
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    monkeypatch.setenv("WANDB_API_KEY", "key")
-    with_project = config(tmp_path)
-    with_project.run.wandb_project, with_project.run.wandb_name = "p", "first evening"
-    with_project.run.wandb_group, with_project.run.wandb_tags = "g", ["a", "b"]
+    for name, value in {"API_KEY": "0" * 40, "MODE": "offline", "SILENT": "true"}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    settings = config(tmp_path)
+    settings.run.wandb_project, settings.run.wandb_name = "p", "first evening"
+    settings.run.wandb_group, settings.run.wandb_tags = "g", ["a", "b"]
     for start in (0, 1):
-        with Run(with_project, start, {}, {}) as run:
+        with suppress(ZeroDivisionError), Run(settings, start, {}, {}) as run:
+            evaluate(run, "math", start, 0.5)
             run.record(start, METRICS)
-    assert logged == [(0, METRICS), (1, METRICS)]
-    assert [settings["project"] for settings in started] == ["p", "p"]
-    assert started[0]["id"] == started[1]["id"]
-    assert [started[0][name] for name in ("name", "group", "tags")] == ["first evening", "g", ["a", "b"]]
-    logged.clear()
-    with Run(with_project, 0, {}, {}) as run:
-        evaluate(run, "math", 0, 0.5)
-    (_, scalars), (step, conversations) = logged
-    assert scalars["eval/math/right"] == 0.5 and scalars["eval/math/right_se"] == 0.125
-    (row,) = conversations["eval/math/conversations"].data
-    assert (step, row["step"], row["task"], row["reward"]) == (0, 0, "t-1", 0.5)
-    assert row["conversation"].endswith("assistant: which day ?") and "booking_right 0.5" in row["scores"]
+            _ = 1 / start  # the first start fails
+    (tables, scalars), ids, codes = ([], {}), set(), []
+    for file in sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"), key=lambda file: file.stat().st_mtime):
+        for record in recorded_by_wandb(file):
+            if (kind := record.WhichOneof("record_type")) == "run":
+                ids.add(record.run.run_id)
+                assert [record.run.project, record.run.display_name, record.run.run_group] == [
+                    "p",
+                    "first evening",
+                    "g",
+                ]
+                assert list(record.run.tags) == ["a", "b"]
+            elif kind == "history":
+                items = {
+                    item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item
+                }
+                scalars[items["_step"]] = items
+            elif kind == "exit":
+                codes.append(record.exit.exit_code)
+        tables += [json.loads(table.read_text()) for table in file.parent.glob("files/media/table/eval/math/*.json")]
+    assert len(ids) == 1 and codes == [1, 0]
+    assert all(METRICS.items() <= scalars[step].items() for step in (0, 1))
+    assert (scalars[0]["eval/math/right"], scalars[0]["eval/math/right_se"]) == (0.5, 0.125)
+    (table,) = tables
+    assert table["columns"] == ["step", "task", "conversation", "ending", "reward", "scores"]
+    (row,) = table["data"]
+    assert row[:2] == [0, "t-1"] and row[4] == 0.5
+    assert row[2].endswith("assistant: which day ?") and "booking_right 0.5" in row[5]
 
 
 def test_a_line_shows_what_is_there() -> None:

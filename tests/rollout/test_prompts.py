@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from megatron_collab.config import ConfigError
+from megatron_collab.config import Config, ConfigError
 from megatron_collab.config.prompt import PROMPTS
 from megatron_collab.config.schema import UserConfig
+from megatron_collab.data import chat_template
 from megatron_collab.reward import metrics
 from megatron_collab.rollout.users.llm import system_prompt
 from megatron_collab.types import Conversation, Message, Missing, Task
@@ -91,6 +92,18 @@ def test_a_rubric_without_the_conversation_is_refused(tmp_path: Path, name: str)
         metrics.split(name, {"prompt": str(file)})
 
 
+def test_the_prompts_of_the_published_setting_are_named_without_a_folder() -> None:
+    described = Task("t", BEGUN, 'find "it"', "", "llm", {"task_desc": "write an article"})
+    told = system_prompt(UserConfig(prompt="user_published.j2", stop="BYE"), described, "a nurse")
+    for said in ('{"goal": "find \\"it\\""}', "are about: write an article", "Who you are: a nurse", "put BYE into"):
+        assert said in told
+    assert "Be vague at first" in told and "Make a mistake now and then" in told
+    config = Config()
+    config.rollout.system_prompt = "collaborator.j2"
+    assert chat_template.system_prompt(config) == (PROMPTS / "collaborator.j2").read_text().rstrip("\n")
+
+
 def test_every_prompt_is_tested() -> None:
     there = {file.stem for file in PROMPTS.iterdir()}
-    assert there == {"accuracy", "bleu", "feedback", "interactivity_holistic", "interactivity_parts", "user"}
+    users = {"user", "user_published", "feedback"}
+    assert there == {"accuracy", "bleu", "interactivity_holistic", "interactivity_parts", "collaborator"} | users

@@ -78,7 +78,7 @@ def steps_a_second(workers: list[Any], folder: Path, staleness: int, steps: int)
     write_jsonl(folder / "tasks.jsonl", [task_row(TASK)])
     run: Any = SimpleNamespace(transcripts=lambda step, groups: None)
     pool = SimpleNamespace(lost_all=lambda: False, recover=lambda: None)
-    servers: Any = SimpleNamespace(workers=Workers(workers, [], workers[0]), pool=pool)
+    servers: Any = SimpleNamespace(workers=Workers(workers, [], workers[0]), pool=pool, lost_all=pool.lost_all)
     rollouts = RolloutManager(config, servers, SimpleNamespace(), run, {})  # type: ignore[arg-type]
     trained, dropped = 0, 0.0
     began = time.monotonic()
