@@ -1,6 +1,6 @@
 """Prompts: Jinja templates, ours in megatron_collab/prompts or a file that a setting names as FILE.j2.
-Others of ours are named in the same way, without a folder, as collaborator.j2.
 
+Others of ours are named in the same way, without a folder, as collaborator.j2.
 They are sandboxed, and nothing is escaped. Only the file is template code: what stands in a value, as in a
 conversation, is text.
 """

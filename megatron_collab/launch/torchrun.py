@@ -38,8 +38,9 @@ def main(arguments: list[str]) -> int:
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    with ScratchFolder() as logs:  # its own choice it would leave behind
-        options = run.parse_args([f"--log-dir={logs}", *arguments])
+    with ScratchFolder() as scratch:
+        os.environ["TMPDIR"] = str(scratch)  # what libraries of a killed rank leave there goes with it
+        options = run.parse_args([f"--log-dir={scratch}", *arguments])
         try:
             store = _store(options)
         except ValueError as error:

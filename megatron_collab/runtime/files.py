@@ -49,6 +49,8 @@ def replace(file: Path, text: str) -> None:
 class ScratchFolder:
     """A new folder `path` below the temporary folder, or /tmp where that one's path is too long for sockets.
 
+    Where the temporary folder is itself one, it is made beside it.
+
     Its process holds a lock on it. The next one of any run removes folders without a lock, left by killed processes.
     """
 
@@ -98,5 +100,7 @@ def remove_abandoned() -> None:
 
 
 def _root() -> Path:
-    root = tempfile.gettempdir()
-    return Path(root if len(root) <= _ROOT_LENGTH else "/tmp")
+    root = Path(tempfile.gettempdir())
+    if root.name.startswith(_PREFIX):
+        root = root.parent
+    return root if len(str(root)) <= _ROOT_LENGTH else Path("/tmp")

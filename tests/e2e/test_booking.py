@@ -55,8 +55,8 @@ class Program:
                 env={**os.environ, **environment, "MEGATRON_COLLAB_TEST": self.mark},
             )
 
-    def wait(self, timeout: float = 300) -> int:
-        return self.process.wait(timeout)
+    def wait(self) -> int:
+        return self.process.wait(300)
 
     def finish(self) -> None:
         """Wait for the end, which has to be a good one."""
@@ -275,7 +275,7 @@ def test_pipeline_parallel_trains_the_same_and_ctrl_c_leaves_no_process_behind(
     program = start([*rl(root, "pp2"), "train.eval_tasks=0", "parallel.tp=1", "parallel.pp=2"])
     program.when(lambda: steps_done(run) >= 2)
     os.killpg(program.process.pid, signal.SIGINT)
-    assert program.wait(60) != 0
+    assert program.wait() != 0
     assert program.gone() == []
     for ours, theirs in zip(lines(run / "metrics.jsonl")[:2], lines(trained / "metrics.jsonl")[:2], strict=True):
         assert ours["mismatch/max_abs"] <= 1e-4
@@ -318,7 +318,7 @@ def test_nothing_is_left_in_the_temporary_folder_and_no_shared_memory(
 def test_a_finished_run_is_not_trained_again(trained: Path, root: Path, start: Callable[[list[str]], Program]) -> None:
     before = (trained / "metrics.jsonl").stat().st_mtime_ns
     program = start(rl(root, "rl"))
-    assert program.wait(60) == 0
+    assert program.wait() == 0
     assert "all 4 steps are done" in program.log.read_text()
     assert (trained / "metrics.jsonl").stat().st_mtime_ns == before
 

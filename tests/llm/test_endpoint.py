@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -159,6 +160,14 @@ def test_what_is_no_matter_of_extra_and_keys_are_refused(settings: dict[str, Any
     assert str(refused.value).startswith(said)
 
 
+def refusal(check: Callable[[EndpointConfig, str, str], None], settings: dict[str, Any]) -> str | None:
+    try:
+        check(EndpointConfig(**settings), "reward.judge.model", "reward.judge")
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -183,11 +192,7 @@ def test_what_is_no_matter_of_extra_and_keys_are_refused(settings: dict[str, Any
 )
 def test_litellm_says_before_a_run_what_a_model_does_not_take(settings: dict[str, Any], said: str | None) -> None:
     patches.apply("litellm")
-    try:
-        check_support(EndpointConfig(**settings), "reward.judge.model", "reward.judge")
-        refused = None
-    except ConfigError as error:
-        refused = str(error)
+    refused = refusal(check_support, settings)
     assert (refused is None) == (said is None), refused
     assert refused is None or (refused.startswith(str(said)) and "\n" not in refused and "; " in refused)
 
@@ -222,11 +227,7 @@ def test_a_model_that_nobody_can_reach_is_refused_and_no_other(
         monkeypatch.delenv(name)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    try:
-        check_access(EndpointConfig(**settings), "reward.judge.model", "reward.judge")
-        refused = None
-    except ConfigError as error:
-        refused = str(error)
+    refused = refusal(check_access, settings)
     assert (refused is None) == (said is None), refused
     assert refused is None or refused.startswith(f"reward.judge.model={said}")
 

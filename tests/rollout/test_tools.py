@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,14 +12,10 @@ from typing import Any
 import pytest
 
 from megatron_collab.config import ConfigError, RolloutConfig
-from megatron_collab.config.extension import NoOptions
 from megatron_collab.inference.client import UnreadableCall
-from megatron_collab.rollout import tools
 from megatron_collab.rollout.conversation import Player
-from megatron_collab.rollout.tools import ToolError, ToolFailure
-from megatron_collab.rollout.tools.calculator import Calculator
+from megatron_collab.rollout.tools import ToolFailure
 from megatron_collab.rollout.tools.toolbox import Toolbox, check_call, find_tool, make_tools, schemas
-from megatron_collab.runtime.process import wait_for
 from megatron_collab.types import Ending, Group, Message, Task, ToolCall
 from tests.rollout.fakes import CharacterRenderer, FakePolicy, FakeUsers, config
 
@@ -147,37 +142,6 @@ def mine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("tools") / "mine.py"
     file.write_text(MINE)
     return file
-
-
-def compute(expression: str) -> str:
-    return asyncio.run(Calculator(NoOptions()).call(TASK, expression=expression)).content
-
-
-@pytest.mark.parametrize(
-    ("expression", "value"),
-    [("1 + 2 * 3", "7"), ("(12 + 4) * 1.5", "24"), ("-2 ** 2", "-4"), ("1/3", "0.333333333333")],
-)
-def test_the_calculator_computes(expression: str, value: str) -> None:
-    assert compute(expression) == value
-
-
-@pytest.mark.parametrize(
-    "expression",
-    [
-        "__import__('os')",
-        "1/0",
-        "9 ** 9 ** 9",
-        "(-8) ** 0.5",
-        "1 +",
-        "x",
-        "True + 1",
-        "1" * 300,
-        "1e308 * 10 ** 64 - 'a'",
-    ],
-)
-def test_the_calculator_refuses_what_is_no_arithmetic(expression: str) -> None:
-    with pytest.raises(ToolError):
-        compute(expression)
 
 
 def answer(text: str, *names: str, timeout: float = 60.0) -> tuple[list[Message], Toolbox]:
@@ -399,65 +363,6 @@ def test_tools_that_are_not_async_delay_nobody(mine: Path) -> None:
         return asyncio.get_running_loop().time() - began
 
     assert asyncio.run(together()) < 20 * 0.5 / 2
-
-
-BLOCKED = """
-import threading
-
-ends = threading.Event()
-
-def block(wait: bool) -> str:
-    \"\"\"Waits.
-
-    Args:
-        wait: whether it does
-    \"\"\"
-    if wait:
-        ends.wait()
-    return "ended"
-"""
-
-
-def test_calls_that_hang_delay_no_other_and_beyond_a_limit_are_failures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They would take threads without end; once they return, tools work again."""
-    monkeypatch.setattr(tools, "HUNG", 3)
-    (tmp_path / "blocked.py").write_text(BLOCKED)
-    spec = f"{tmp_path}/blocked.py:block"
-    box = Toolbox(RolloutConfig(tools=[spec], tool_timeout=0.2), FakePolicy(lambda prompt, seed: ""))
-
-    async def calls() -> list[str]:
-        told = []
-        async with box.open(TASK) as own:
-            for wait in (True, True, False, True):
-                told.append((await own.answer(f'call block {{"wait": {str(wait).lower()}}}'))[0][0].content)
-            with pytest.raises(ToolFailure, match="3 calls of tools have timed out and still hang in their threads"):
-                await own.answer('call block {"wait": false}')
-            find_tool(spec).function.__globals__["ends"].set()  # type: ignore[attr-defined]
-            assert wait_for(lambda: not any(thread.is_alive() for thread in tools._hung), 10)
-            told.append((await own.answer('call block {"wait": true}'))[0][0].content)
-        return told
-
-    late = "error: block timed out"
-    assert asyncio.run(calls()) == [late, late, "ended", late, "ended"]
-    assert box.counters == {"tool_calls": 6, "tool_timeouts": 3, "tool_failures": 1}
-
-
-HANGS = """
-import asyncio, time
-from megatron_collab.rollout.tools import run
-try:
-    asyncio.run(asyncio.wait_for(run(time.sleep, 600), 0.1))
-except TimeoutError:
-    print("late", flush=True)
-"""
-
-
-@pytest.mark.processes
-def test_a_call_that_hangs_does_not_hold_the_process_at_its_end() -> None:
-    done = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout) == (0, "late\n"), done.stderr
 
 
 def test_the_tools_of_the_how_to_work(tmp_path: Path) -> None:

@@ -69,3 +69,14 @@ def test_where_sockets_would_have_too_long_a_path_it_is_elsewhere(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("long" * 8)))
     with ScratchFolder() as folder:
         assert folder.parent == Path("/tmp")
+
+
+def test_one_of_a_process_whose_temporary_folder_is_one_lies_beside_it(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its path would grow, and the next start would not find it after a SIGKILL."""
+    with ScratchFolder() as launcher:
+        monkeypatch.setattr(tempfile, "tempdir", str(launcher))
+        with ScratchFolder() as folder:
+            assert folder.parent == root
+    assert not list(root.iterdir())
