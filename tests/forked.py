@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron_collab import patches
 from megatron_collab.runtime.process import die_with_parent
+from megatron_collab.trainer.megatron.te_cpu.install import install
 from tests.helpers import free_port
 
 Ended = tuple[int | None, Any]  # exit code, -N: by signal N, None: it was stopped; what its function returned, if 0
@@ -52,12 +53,17 @@ def fork(function: Callable[..., Any], ranks: int, *arguments: Any) -> list[Ende
     return ended
 
 
-def main(call: Path) -> None:
-    """Fork what the file `call` says, a pickled function with its ranks and arguments, and write there how it ended."""
+def main(call: Path, engine: str = "") -> None:
+    """Fork what the file `call` says, a pickled function with its ranks and arguments, and write there how it ended.
+
+    With `engine` the ranks have TransformerEngine over reference kernels.
+    """
+    if engine:
+        install()
     patches.apply("megatron", "litellm")
     function, ranks, arguments = pickle.loads(call.read_bytes())
     call.write_bytes(pickle.dumps(fork(function, ranks, *arguments)))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

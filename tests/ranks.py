@@ -41,9 +41,9 @@ HF = {
 }
 
 
-def run_ranks(function: Callable[..., Any], ranks: int, *arguments: Any) -> list[Any]:
+def run_ranks(function: Callable[..., Any], ranks: int, *arguments: Any, engine: bool = False) -> list[Any]:
     """What `function(*arguments)` returns on each of so many ranks, which are processes; all of them must return."""
-    ended = end_ranks(function, ranks, *arguments)
+    ended = end_ranks(function, ranks, *arguments, engine=engine)
     codes = [code for code, _ in ended]
     assert codes == [0] * ranks, f"exit codes {codes}"
     return [found for _, found in ended]
@@ -66,15 +66,16 @@ def _run_case(function: Callable[..., Any], places: Sequence[tuple[str, dict[str
     return function(case, *arguments)
 
 
-def end_ranks(function: Callable[..., Any], ranks: int, *arguments: Any) -> list[Ended]:
+def end_ranks(function: Callable[..., Any], ranks: int, *arguments: Any, engine: bool = False) -> list[Ended]:
     """How `function(*arguments)` ends on each of so many ranks, whose output is that of the test.
 
-    Ranks import the module of `function` in the place of the test's, so that one file holds a test and its ranks.
+    With `engine` they have TransformerEngine over the reference kernels of te_cpu. Ranks import the module of
+    `function` in the place of the test's, so that one file holds a test and its ranks.
     """
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
     with tempfile.NamedTemporaryFile() as call:
         Path(call.name).write_bytes(pickle.dumps((function, ranks, arguments)))
-        command = [sys.executable, "-m", "tests.forked", call.name]
+        command = [sys.executable, "-m", "tests.forked", call.name, *(["engine"] if engine else [])]
         subprocess.run(command, cwd=REPOSITORY, env=environment, check=True, timeout=TIMEOUT)  # ranks end with it
         return pickle.loads(Path(call.name).read_bytes())
 

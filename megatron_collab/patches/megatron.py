@@ -22,14 +22,20 @@ from megatron_collab.patches import DISTRIBUTED_OPTIMIZER, Patch
 
 CPU = torch.device("cpu")
 # Without a driver the import of some raises OSError, and Megatron is prepared for ImportError only.
+_ENGINE = ("transformer_engine", "transformer_engine_torch")
 _CUDA_ONLY = (
-    *("transformer_engine", "transformer_engine_torch", "apex", "amp_C", "fused_weight_gradient_mlp_cuda"),
+    *("apex", "amp_C", "fused_weight_gradient_mlp_cuda"),
     *("flash_attn", "flash_attn_3", "flashattn_hopper", "flash_mla", "deep_ep", "grouped_gemm"),
 )
 
 
 def without_cuda() -> bool:
     return not torch.cuda.is_available()
+
+
+def with_reference_kernels() -> bool:
+    """Whether trainer/megatron/te_cpu has put reference kernels in the place of TransformerEngine's compiled part."""
+    return hasattr(sys.modules.get("transformer_engine_torch"), "REFERENCE")
 
 
 def refuse_visible_cuda(device_type: str) -> None:
@@ -44,7 +50,7 @@ def _silence_warnings() -> None:
     warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
 
 
-class _CudaMeansCpu(TorchFunctionMode):
+class CudaMeansCpu(TorchFunctionMode):
     """`device="cuda"` makes a CPU tensor, `tensor.cuda()` is the tensor, and `tensor.type()` names the CUDA type.
 
     A mode sees the calls without touching the functions: code that compares or wraps them is not disturbed.
@@ -102,12 +108,20 @@ def _importable(module: str, name: str) -> bool:
         return False
 
 
+def _hide_libraries() -> None:
+    """The import of one then raises ModuleNotFoundError."""
+    hidden = _CUDA_ONLY if with_reference_kernels() else (*_ENGINE, *_CUDA_ONLY)
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
+
+
 def with_transformer_engine() -> bool:
-    return not without_cuda() and _importable("transformer_engine.pytorch", "Linear")
+    return (with_reference_kernels() or not without_cuda()) and _importable("transformer_engine.pytorch", "Linear")
 
 
 def without_fused_adam() -> bool:
     optimizers = ("transformer_engine.pytorch.optimizers", "apex.optimizers")
+    if with_reference_kernels():
+        return False
     return without_cuda() or not any(_importable(module, "FusedAdam") for module in optimizers)
 
 
@@ -131,11 +145,22 @@ def _unshare_step(load_state_dict: Callable[..., None]) -> Callable[..., None]:
     return load_and_unshare
 
 
-def reduce_experts(policy: torch.nn.Module) -> None:
-    """Mark the experts' parameters, so that their gradients are summed over all ranks that hold them."""
+def mark_experts(policy: torch.nn.Module) -> None:
+    """Mark the experts' parameters: gradients are summed over all ranks that hold them, and count in the norm."""
+    from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+
     for name, parameter in policy.named_parameters():
         if ".experts." in name:
             parameter.allreduce = False
+            if not hasattr(parameter, "tensor_model_parallel"):
+                set_tensor_model_parallel_attributes(parameter, True, int("linear_fc2" in name), 1)
+
+
+def _split_no_state(split: Callable[[Any, torch.Tensor], list[torch.Tensor]]) -> Callable[..., list[torch.Tensor]]:
+    def split_state(self: Any, state: torch.Tensor) -> list[torch.Tensor]:
+        return split(self, state) if state.numel() else [state] * self.num_gemms
+
+    return split_state
 
 
 def count_padding(model: Any) -> None:
@@ -178,8 +203,7 @@ PATCHES = (
         why="Megatron uses TransformerEngine, apex and others wherever they are installed, also where no device is.",
         upstream="megatron/core/optimizer/__init__.py, megatron/core/extensions/transformer_engine.py",
         test="tests/patches/test_cpu.py::test_training_on_a_cpu_leaves_transformer_engine_alone",
-        # An import of one then raises ModuleNotFoundError.
-        apply=lambda: sys.modules.update(dict.fromkeys(_CUDA_ONLY)),  # type: ignore[arg-type]
+        apply=_hide_libraries,
     ),
     _megatron(
         "no torch.compile in Megatron",
@@ -196,7 +220,7 @@ PATCHES = (
         why='Megatron makes tensors with device="cuda", calls tensor.cuda(), and its optimizers ask tensor.type().',
         upstream="megatron/core/tensor_parallel/layers.py, megatron/core/optimizer/optimizer.py",
         test="tests/patches/test_cpu.py::test_device_names_reach_the_device",
-        apply=_CudaMeansCpu().__enter__,  # for the life of the process
+        apply=CudaMeansCpu().__enter__,  # for the life of the process
     ),
     _on_cpu(
         "torch",
@@ -289,6 +313,24 @@ PATCHES = (
         upstream="megatron/core/distributed/distributed_data_parallel.py:122 (parameter.allreduce)",
         until="experts are marked whatever ep is",
         test="tests/trainer/megatron/test_model.py::test_every_expert_is_reduced_over_the_ranks_that_hold_it",
+    ),
+    _megatron(
+        "experts of TransformerEngine in the norm",
+        why="TransformerEngine leaves its grouped weights unmarked, and Megatron counts unmarked gradients on the "
+        "first tensor-parallel rank only: with tp > 1 the norm, and what is clipped by it, would silently be wrong.",
+        upstream="transformer_engine/pytorch/module/grouped_linear.py:1993 (set_tensor_parallel_attributes)",
+        until="GroupedLinear marks its weights",
+        test="tests/trainer/megatron/test_te_cpu.py::test_norms_count_every_expert",
+    ),
+    _megatron(
+        "checkpoints of experts in FP8",
+        why="Only delayed scaling has a state to save. For the other recipes TransformerEngine gives an empty one, "
+        "which Megatron splits among the experts: TypeError at the first checkpoint.",
+        upstream="megatron/core/extensions/transformer_engine.py:1698",
+        until="_split_extra_state passes an empty state on",
+        test="tests/trainer/megatron/test_te_cpu.py::test_every_recipe_has_checkpoints_of_the_same_weights",
+        wraps={"megatron.core.extensions.transformer_engine.TEGroupedLinear._split_extra_state": _split_no_state},
+        when=with_transformer_engine,
     ),
     _megatron(
         "padding between gradient buckets",

@@ -118,7 +118,13 @@ def hugging_face(folder: Path, micro_batches: np.ndarray) -> Reference:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The models, the tokens, and below out/ what the ranks found in every layout."""
-    folder = tmp_path_factory.mktemp("parity")
+    folder = prepare(tmp_path_factory.mktemp("parity"))
+    run_ranks(measure_every_layout, RANKS, folder)
+    return folder
+
+
+def prepare(folder: Path) -> Path:
+    """Write the models and the tokens."""
     for seed, (name, settings) in enumerate(MODELS.items()):
         make_model(folder / name, seed=seed, vocab=VOCAB, hidden=32, ffn=48, head_dim=8, **settings)
     rng = np.random.default_rng(0)
@@ -126,7 +132,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in range(4):
         packed[number] = [rng.integers(3, VOCAB, length) for length in rng.integers(3, 24, size=3)]
     np.savez(folder / "tokens.npz", micro_batches=packed)
-    run_ranks(measure_every_layout, RANKS, folder)
     return folder
 
 

@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_collab.config import Config
 from megatron_collab.models.hf_config import Experts, ModelShape
 from megatron_collab.models.parallel_layout import stage_layers
+from megatron_collab.patches.megatron import with_reference_kernels
 from megatron_collab.runtime import device
 from megatron_collab.trainer.megatron import layers
 
@@ -104,7 +105,7 @@ def _experts(experts: Experts | None, count: int) -> dict[str, Any]:
 
 def _engine(dtype: torch.dtype) -> bool:
     """Whether the layers are TransformerEngine's: its fused attention takes 16 bits, else it keeps all scores."""
-    return dtype is torch.bfloat16 and device.probe("transformer_engine").found
+    return dtype is torch.bfloat16 and (with_reference_kernels() or device.probe("transformer_engine").found)
 
 
 def _fusions(dtype: torch.dtype, experts: bool) -> dict[str, bool]:

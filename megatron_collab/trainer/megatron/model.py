@@ -94,7 +94,7 @@ def _build(config: TransformerConfig, shape: ModelShape, where: torch.device) ->
     stages = range(config.virtual_pipeline_model_parallel_size or 0)
     policies = [PolicyModel(config, shape, vp_stage=stage) for stage in stages or [None]]
     for policy in policies:
-        megatron.reduce_experts(policy)
+        megatron.mark_experts(policy)
         policy.to(where)
     return [_BFloat16(config, policy) if config.bf16 else policy for policy in policies]
 

@@ -1,0 +1,105 @@
+"""The stand-in for TransformerEngine's compiled module: its enumerations, the kernels, a refusal for any other name."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from enum import IntEnum
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+from megatron_collab.trainer.megatron.te_cpu import attention, layers, optimizer, quantize
+
+EXTENSION = "transformer_engine_torch"
+
+# As in the headers of TransformerEngine 2.20 (transformer_engine.h, fused_attn.h, comm_gemm_overlap.h), which its
+# wheel does not have. Only the numbers of DType, some of which are left out, ever reach a file.
+_DTYPE = {"kByte": 0, "kInt32": 2, "kFloat32": 4, "kFloat16": 5, "kBFloat16": 6}
+_DTYPE |= {"kFloat8E4M3": 7, "kFloat8E5M2": 8, "kFloat4E2M1": 10}
+_ENUMS = {  # name: (what its members begin with, members in order)
+    "NVTE_Bias_Type": ("NVTE_", "NO_BIAS PRE_SCALE_BIAS POST_SCALE_BIAS ALIBI"),
+    "NVTE_Mask_Type": (
+        "NVTE_",
+        "NO_MASK PADDING_MASK CAUSAL_MASK PADDING_CAUSAL_MASK CAUSAL_BOTTOM_RIGHT_MASK "
+        "PADDING_CAUSAL_BOTTOM_RIGHT_MASK",
+    ),
+    "NVTE_Softmax_Type": ("NVTE_", "VANILLA_SOFTMAX OFF_BY_ONE_SOFTMAX LEARNABLE_SOFTMAX"),
+    "NVTE_Fused_Attn_Backend": ("NVTE_", "F16_arbitrary_seqlen FP8 No_Backend"),
+    "NVTE_QKV_Format": ("NVTE_", "BSHD SBHD THD SBHD_2BSHD BSHD_2SBHD THD_2BSHD THD_2SBHD BHSD QKV_Format_NOT_SET"),
+    "NVTE_QKV_Layout": (
+        "NVTE_",
+        "SB3HD SBH3D SBHD_SB2HD SBHD_SBH2D SBHD_SBHD_SBHD BS3HD BSH3D BSHD_BS2HD BSHD_BSH2D BSHD_BSHD_BSHD "
+        "T3HD TH3D THD_T2HD THD_TH2D THD_THD_THD SBHD_BSHD_BSHD BSHD_SBHD_SBHD THD_BSHD_BSHD THD_SBHD_SBHD "
+        "Paged_KV_BSHD_BSHD_BSHD Paged_KV_BSHD_SBHD_SBHD Paged_KV_SBHD_BSHD_BSHD Paged_KV_SBHD_SBHD_SBHD "
+        "Paged_KV_THD_BSHD_BSHD Paged_KV_THD_SBHD_SBHD BHSD_BHSD_BHSD QKV_Layout_NOT_SET",
+    ),
+    "NVTEScalingMode": (
+        "NVTE_",
+        "DELAYED_TENSOR_SCALING MXFP8_1D_SCALING BLOCK_SCALING_1D BLOCK_SCALING_2D NVFP4_1D_SCALING INVALID_SCALING",
+    ),
+    "NVTERoutingMapFormat": ("", "BYTEMAP BITMAP_U8"),
+    "NVTEQBHistogramMode": ("", "TWO_KERNEL FUSED_ATOMIC"),
+    "Float8BlockScaleTensorFormat": ("", "GEMM_READY COMPACT INVALID"),
+    "FP8FwdTensors": (
+        "",
+        " ".join(f"GEMM{number}_{role}" for number in (1, 2, 3) for role in ("INPUT", "WEIGHT", "OUTPUT")),
+    ),
+    "FP8BwdTensors": (
+        "",
+        " ".join(f"{role}{number}" for number in (1, 2, 3) for role in ("GRAD_OUTPUT", "GRAD_INPUT")),
+    ),
+    "CommOverlapType": ("", "RS AG"),
+    "CommOverlapAlgo": (
+        "",
+        "BULK_OVERLAP_AG BULK_OVERLAP_RS SPLIT_PIPELINED_AG_P2P SPLIT_PIPELINED_RS SPLIT_PIPELINED_RS_P2P "
+        "ATOMIC_GEMM_RS ATOMIC_GEMM_AG_P2P ATOMIC_GEMM_RS_P2P EXTERNAL_BULK_OVERLAP_AG",
+    ),
+}
+_HOOKS = ("flash_attention", "get_attention_backend")  # asked for as what a vendor's own extension may add
+CUBLAS, CUDNN = 130100, 92400  # the versions of CUDA 13.1, as these libraries write them
+
+
+def kernels() -> dict[str, Any]:
+    """The reference kernels by the names of the compiled ones."""
+    return {
+        name: kernel
+        for room in (layers, attention, quantize, optimizer)
+        for name, kernel in vars(room).items()
+        if getattr(kernel, "__module__", None) == room.__name__ and not name.startswith("_")
+    }
+
+
+def module() -> ModuleType:
+    """A new `transformer_engine_torch`."""
+    found = ModuleType(EXTENSION, __doc__)
+    members = {"DType": _DTYPE} | {
+        name: {prefix + member: number for number, member in enumerate(listed.split())}
+        for name, (prefix, listed) in _ENUMS.items()
+    }
+    vars(found).update({name: IntEnum(name, numbers, module=EXTENSION) for name, numbers in members.items()})
+    vars(found).update({name: _missing(name) for name in _asked_for()})
+    vars(found).update(kernels())
+    vars(found).update(
+        REFERENCE=True, get_cublasLt_version=lambda: CUBLAS, get_cudnn_version=lambda: CUDNN, __getattr__=_missing
+    )
+    return found
+
+
+def _asked_for() -> set[str]:
+    """The names of the compiled module that TransformerEngine's Python writes: it copies them by `import *`."""
+    spec = importlib.util.find_spec("transformer_engine")
+    assert spec is not None and spec.origin is not None
+    files = (Path(spec.origin).parent / "pytorch").rglob("*.py")
+    return {name for file in files for name in re.findall(r"\btex\.([a-z]\w+)", file.read_text())} - set(_HOOKS)
+
+
+def _missing(name: str) -> type:
+    """What stands for a name that has no reference kernel: TransformerEngine may name it, not use it."""
+    if name in _HOOKS or name.startswith("__"):
+        raise AttributeError(f"{EXTENSION}.{name}")
+
+    def refuse(cls: type, *_: Any, **__: Any) -> NoReturn:
+        raise NotImplementedError(f"{EXTENSION}.{name}: no reference kernel in megatron_collab/trainer/megatron/te_cpu")
+
+    return type(name, (), {"__new__": refuse, "__module__": EXTENSION})

@@ -1,0 +1,107 @@
+"""Putting the reference kernels in the place of the compiled ones, and the pretence of a GPU that goes with them."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from megatron_collab.patches.megatron import CudaMeansCpu, with_reference_kernels
+from megatron_collab.trainer.megatron.te_cpu import extension, imports, permutation
+
+HOPPER = (9, 0)  # the compute capability that TransformerEngine finds
+
+
+def install() -> None:
+    """Import TransformerEngine over the reference kernels, for the life of the process; before Megatron is imported.
+
+    TransformerEngine and Megatron then believe that there is one Hopper GPU, and all tensors say that they are on it.
+    RuntimeError where there is a GPU, which has kernels of its own, or where Megatron was imported already;
+    ModuleNotFoundError where the distribution transformer-engine is missing.
+    """
+    if with_reference_kernels():
+        return
+    if torch.cuda.is_available():
+        raise RuntimeError("the reference kernels are for machines without a GPU; set CUDA_VISIBLE_DEVICES= (empty)")
+    early = [name for name in ("megatron.core", "transformer_engine") if name in sys.modules]
+    if early:
+        raise RuntimeError(f"te_cpu's install must be called before the first import of {early[0]}")
+    if importlib.util.find_spec("transformer_engine") is None:
+        raise ModuleNotFoundError("transformer-engine: not installed; it is in requirements/dev.lock")
+    _pretend_to_be_a_gpu()
+    imports.import_over(extension.module())
+    permutation.replace_kernels()
+    _accept_a_cpu()
+
+
+def _pretend_to_be_a_gpu() -> None:
+    """What TransformerEngine asks torch about its device, and has no other answer to than a GPU's."""
+    found = SimpleNamespace(name="reference kernels", major=HOPPER[0], minor=HOPPER[1], multi_processor_count=132)
+    torch.version.cuda = "13.1"
+    torch.cuda.get_device_capability = lambda *_: HOPPER
+    torch.cuda.get_device_properties = lambda *_: found
+    torch.cuda.is_current_stream_capturing = lambda: False
+    torch.cuda.stream = _on_stream
+    torch.distributed._coalescing_manager = _one_by_one
+    torch.Tensor.is_cuda = property(lambda self: True)
+
+
+@contextmanager
+def _one_by_one(*_: Any, **__: Any) -> Iterator[Any]:
+    """Collectives inside run one by one, which gloo cannot do together; there is nothing to wait for."""
+    yield SimpleNamespace(wait=lambda: None)
+
+
+@contextmanager
+def _on_stream(stream: Any) -> Iterator[None]:
+    yield
+
+
+def _on_cpu(backward: Any) -> Any:
+    """`backward` with a CPU for CUDA, as patches.megatron has it everywhere else: autograd leaves out its mode."""
+
+    def run(*arguments: Any) -> Any:
+        with CudaMeansCpu():
+            return backward(*arguments)
+
+    return run
+
+
+class _Float32ForFloat16(ModuleType):
+    """torch as the module sees it that asserts that its tensors are of float16 or bfloat16."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, "float32" if name == "float16" else name)
+
+
+def _accept_a_cpu() -> None:
+    """Its layers may be built, though torch sees no GPU, and its fused attention also takes float32.
+
+    With float32 the path that bfloat16 takes on a GPU can be compared without rounding; a GPU would take another one.
+    """
+    from transformer_engine.pytorch.attention.dot_product_attention import backends, utils
+    from transformer_engine.pytorch.module import base
+
+    build, choose = base.TransformerEngineBaseModule.__init__, utils.get_attention_backend
+
+    def build_anywhere(self: Any, name: str | None = None) -> None:
+        with patch.object(torch.cuda, "is_available", lambda: True):
+            build(self, name)
+
+    def choose_as_for_bfloat16(params: Any) -> Any:
+        wide = params.qkv_dtype is torch.float32
+        return choose(replace(params, qkv_dtype=torch.bfloat16) if wide else params)
+
+    base.TransformerEngineBaseModule.__init__ = build_anywhere
+    for function in torch.autograd.Function.__subclasses__():
+        if function.__module__.startswith("transformer_engine.") and "backward" in vars(function):
+            function.backward = staticmethod(_on_cpu(function.backward))
+    utils.get_attention_backend = choose_as_for_bfloat16
+    backends.torch = _Float32ForFloat16("torch")

@@ -1,0 +1,157 @@
+"""Reference kernels of the layers: RMS norm (arXiv 1910.07467) and products, of one matrix or of one for each expert.
+
+Each computes in float32 and rounds once, at the end. A tensor may be quantised: then what it stands for is used.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_collab.trainer.megatron.te_cpu.quantize import dtype_of, quantize, value, wide
+
+
+def rmsnorm_fwd(
+    input: Tensor,
+    weight: Tensor,
+    eps: float,
+    ln_out: Tensor | None,
+    quantizer: Any,
+    otype: int,
+    sm_margin: int,
+    zero_centered_gamma: bool,
+) -> list[Any]:
+    """[the normalised input [n, h], None, its reciprocal root mean squares float32 [n]]."""
+    x = wide(input)
+    rsigma = torch.rsqrt(x.square().mean(-1) + eps)
+    normed = (x * rsigma[:, None] * _gain(weight, zero_centered_gamma)).to(dtype_of(otype))
+    if quantizer is not None:
+        return [quantize(normed, quantizer, ln_out), None, rsigma]
+    return [normed if ln_out is None else ln_out.copy_(normed), None, rsigma]
+
+
+def rmsnorm_bwd(
+    dz: Tensor, x: Tensor, rsigma: Tensor, gamma: Tensor, sm_margin: int, zero_centered_gamma: bool
+) -> list[Tensor]:
+    """[gradient of the input, gradient of the weight]."""
+    normed, upstream = wide(x) * rsigma[:, None], wide(dz.reshape(x.shape))
+    scaled = upstream * _gain(gamma, zero_centered_gamma)
+    dx = rsigma[:, None] * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
+    return [dx.to(x.dtype), (upstream * normed).sum(0).to(gamma.dtype)]
+
+
+def _gain(weight: Tensor, zero_centered: bool) -> Tensor:
+    return wide(weight) + 1 if zero_centered else wide(weight)
+
+
+def generic_gemm(
+    A: Any,
+    transA: bool,
+    B: Any,
+    transB: bool,
+    D: Tensor | None,
+    quantizer: Any,
+    output_dtype: int | None,
+    bias: Tensor | None,
+    bias_type: int,
+    gelu: bool,
+    gelu_in: Tensor | None,
+    grad: bool,
+    workspace: Tensor,
+    workspace_size: int,
+    accumulate: bool,
+    use_split_accumulator: bool,
+    comm_overlap: Any = None,
+    comm_type: Any = None,
+    extra_output: Tensor | None = None,
+    bulk_overlap: bool = False,
+    alpha: float = 1.0,
+    beta: float | None = None,
+) -> tuple[Any, Tensor | None, None, None]:
+    """op(B) op(A), as cuBLAS counts: (product, gradient of the bias, None, None).
+
+    The dimensions of B but the last are kept where B is not transposed. With `grad` the bias is not added: its gradient
+    is the sum over the rows of B. The product is written to D if given, added to it with `accumulate`.
+    """
+    if gelu or comm_overlap is not None or extra_output is not None or alpha != 1.0:
+        raise NotImplementedError("generic_gemm: fused GELU, overlapped communication, alpha have no reference kernel")
+    left, right = value(B, rowwise=not transB), value(A, rowwise=transA)
+    kept = () if transB else left.shape[:-1]
+    left, right = left.reshape(-1, left.shape[-1]), right.reshape(-1, right.shape[-1])
+    product = (left.t() if transB else left) @ (right.t() if transA else right)
+    bias_gradient = left.sum(0).to(dtype_of(bias_type)) if bias is not None and grad else None
+    if bias is not None and not grad:
+        product = product + wide(bias)
+    product = product.reshape(*kept, product.shape[-1]) if kept else product
+    if D is not None:
+        product = product.reshape(D.shape)
+        return (D.add_(product) if accumulate else D.copy_(product)), bias_gradient, None, None
+    assert output_dtype is not None
+    product = product.to(dtype_of(output_dtype))
+    return (product if quantizer is None else quantize(product, quantizer)), bias_gradient, None, None
+
+
+def te_general_grouped_gemm(
+    A: list[Any],
+    transa: bool,
+    B: list[Any],
+    transb: bool,
+    D: list[Tensor],
+    D_type: int,
+    m_splits: list[int],
+    bias: list[Tensor],
+    bias_type: int,
+    single_output: bool,
+    pre_gelu_out: list[Tensor],
+    grad: bool,
+    workspace: list[Tensor],
+    workspace_size: int,
+    accumulate: bool,
+    use_split_accumulator: bool,
+    math_sm_count: int,
+) -> list[Tensor]:
+    """op(B) op(A) of each pair, written to D, or with `single_output` to consecutive rows of its one tensor.
+
+    The biases, or their gradients, are empty where there are none.
+    """
+    if any(tensor.numel() for tensor in (*bias, *pre_gelu_out)):
+        raise NotImplementedError("te_general_grouped_gemm: fused GELU and biases have no reference kernel")
+    outputs = D[0].split(m_splits) if single_output else D
+    for a, b, out in zip(A, B, outputs, strict=True):
+        left, right = value(b, rowwise=not transb), value(a, rowwise=transa)
+        product = (left.t() if transb else left) @ (right.t() if transa else right)
+        if accumulate:
+            out.add_(product.view(out.shape))
+        else:
+            out.copy_(product.view(out.shape))
+    return bias
+
+
+def fused_multi_row_padding(
+    input: Tensor, output: Tensor, input_row_list: list[int], padded_input_row_list: list[int]
+) -> None:
+    """Consecutive parts of the rows of `input`, each with zeros behind it, to `output`."""
+    parts, places = input.split(input_row_list), output.split(padded_input_row_list)
+    for part, place in zip(parts, places, strict=True):
+        place.copy_(F.pad(part, (0, 0, 0, len(place) - len(part))))
+
+
+def fused_multi_row_unpadding(
+    input: Tensor, output: Tensor, input_row_list: list[int], unpadded_input_row_list: list[int]
+) -> None:
+    """The first rows of each part of `input`, one after the other, to `output`."""
+    parts, places = input.split(input_row_list), output.split(unpadded_input_row_list)
+    for part, place in zip(parts, places, strict=True):
+        place.copy_(part[: len(place)])
+
+
+def get_num_cublas_streams() -> int:
+    return 4
+
+
+def swap_first_dims(tensor: Tensor, *, out: Tensor | None = None) -> Tensor:
+    swapped = tensor.transpose(0, 1).contiguous()
+    return swapped if out is None else out.copy_(swapped)

@@ -1,0 +1,240 @@
+"""Reference kernels of FP8: tensors with one scale (delayed or current scaling) and with one for each block of 128.
+
+A quantised tensor has its numbers by rows, by columns (transposed) or both, each for the products that read it so.
+They are rounded to the nearest, ties to even, and saturate, as on a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+
+def is_fake(x: Any) -> bool:
+    """Whether x has a shape only: then kernels give the shapes and dtypes of their results, and allocate no more."""
+    return isinstance(x, FakeTensor)
+
+
+def wide(x: Tensor) -> Tensor:
+    """x in float32, in which kernels compute."""
+    return x if is_fake(x) else x.float()
+
+
+def dtype_of(tag: int) -> torch.dtype:
+    """torch's dtype for one of TransformerEngine's DType."""
+    from transformer_engine.pytorch.constants import DType, TE_DType_To_Torch
+
+    return TE_DType_To_Torch[DType.cast(tag)]
+
+
+def value(x: Any, rowwise: bool) -> Tensor:
+    """What x, which may be quantised, stands for: float32, in x's own shape, from its rows or its columns.
+
+    RuntimeError where a product asks for numbers that x does not have: a GPU would fail there too.
+    """
+    if not hasattr(x, "_fp8_dtype"):
+        return wide(x)
+    blocked = hasattr(x, "_is_2D_scaled")
+    if blocked:
+        data, scale = (
+            (x._rowwise_data, x._rowwise_scale_inv) if rowwise else (x._columnwise_data, x._columnwise_scale_inv)
+        )
+    else:
+        data, scale = (x._data if rowwise else None if x._transpose_invalid else x._transpose), x._scale_inv
+    if data is None:
+        raise RuntimeError(f"a product reads the {'rows' if rowwise else 'columns'} of an FP8 tensor that lacks them")
+    if is_fake(data):
+        return data.new_empty(tuple(x.size()), dtype=x._dtype)
+    found = data.view(dtype_of(x._fp8_dtype)).float()
+    if blocked:
+        flat = found.reshape(-1, found.shape[-1]) if rowwise else found.reshape(len(found), -1)
+        found = (flat * _spread(scale, flat.shape, x._is_2D_scaled)).view(found.shape)
+    else:
+        found = found * scale
+    return found if rowwise else found.movedim(0, -1)
+
+
+def _spread(scale: Tensor, shape: torch.Size, squares: bool) -> Tensor:
+    """The scale of each number [m, k] from `scale` as it is stored: [m / 128, k / 128] or [k / 128, m], padded."""
+    rows, columns = shape
+    by_block = scale.repeat_interleave(128, 0)[:rows] if squares else scale.t()[:rows]
+    return by_block.repeat_interleave(128, 1)[:, :columns]
+
+
+def create_empty_quantized_tensor(
+    quantizer: Any, shape: list[int], dtype: torch.dtype, device: torch.device, pin_memory: bool
+) -> Any:
+    """A tensor as `quantizer` makes them, which stands for one of `shape` and `dtype`, with any numbers in it."""
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
+    from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
+
+    found = {
+        name: torch.empty(size, dtype=kind, device=device) for name, (size, kind) in _buffers(quantizer, shape).items()
+    }
+    options: dict[str, Any]
+    if hasattr(quantizer, "block_len"):
+        names = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
+        options = {name: found.get(f"_{name}") for name in names}
+        cls = quantizer.storage_metadata(dtype)["cls"]
+        options |= {"fp8_dtype": quantizer.dtype, "quantizer": quantizer}
+        options["is_2D_scaled"] = quantizer.block_scaling_dim == 2
+    elif hasattr(quantizer, "amax_epsilon") or hasattr(quantizer, "scale"):
+        options = {"data": found.get("_data"), "data_transpose": found.get("_transpose")}
+        cls = Float8TensorStorage if quantizer.internal else Float8Tensor
+        options |= {"fp8_scale_inv": found["_scale_inv"], "fp8_dtype": quantizer.dtype, "quantizer": quantizer}
+    else:
+        raise NotImplementedError(f"{type(quantizer).__name__}: no reference kernel")
+    if quantizer.internal:
+        return cls(**options, fake_dtype=dtype)
+    return cls(shape=list(shape), dtype=dtype, requires_grad=False, device=device, **options)
+
+
+def _buffers(quantizer: Any, shape: list[int]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of each part of a quantised tensor, by the name of its attribute."""
+    if hasattr(quantizer, "block_len"):
+        found = quantizer.inner_tensor_specs(tuple(shape))
+        assert isinstance(found, dict)
+        return found
+    found = {"_scale_inv": ((1,), torch.float32)}
+    if quantizer.rowwise_usage:
+        found["_data"] = (tuple(shape), torch.uint8)
+    if quantizer.columnwise_usage:
+        found["_transpose"] = ((shape[-1], *shape[:-1]), torch.uint8)
+    return found
+
+
+def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | None = None) -> Any:
+    """`tensor` in FP8, in `output` if given; nothing is changed where `noop` is 1."""
+    if output is None:
+        output = create_empty_quantized_tensor(quantizer, list(tensor.shape), tensor.dtype, tensor.device, False)
+    else:
+        _complete(output, quantizer, list(tensor.shape), tensor.device)
+    if is_fake(tensor) or not tensor.numel() or (noop is not None and bool(noop)):
+        return output
+    x = tensor.detach().float()
+    if hasattr(quantizer, "block_len"):
+        _fill_blocks(x.reshape(-1, x.shape[-1]), quantizer, output)
+        return output
+    scale = _scale(x, quantizer)
+    data = _cast(x * scale, dtype_of(quantizer.dtype))
+    if output._data is not None:
+        output._data.copy_(data)
+    if output._transpose is not None:
+        output._transpose.copy_(data.movedim(-1, 0))
+        output._transpose_invalid = False
+    output._scale_inv.copy_((1 / scale).reshape(1))
+    return output
+
+
+def _complete(output: Any, quantizer: Any, shape: list[int], device: torch.device) -> None:
+    """Give `output` the parts that `quantizer` wants now, and no others."""
+    wanted = _buffers(quantizer, shape)
+    names = ("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv")
+    for name in names if hasattr(quantizer, "block_len") else ("_data", "_transpose"):
+        if name not in wanted:
+            setattr(output, name, None)
+        elif getattr(output, name) is None:
+            size, kind = wanted[name]
+            setattr(output, name, torch.empty(size, dtype=kind, device=device))
+    if hasattr(output, "_transpose"):
+        output._transpose_invalid = output._transpose is None
+
+
+def _scale(x: Tensor, quantizer: Any) -> Tensor:
+    """float32 scalar by which x is multiplied: that of the history (delayed), or of x itself (current scaling)."""
+    if hasattr(quantizer, "scale") and hasattr(quantizer, "amax"):
+        quantizer.amax.copy_(torch.maximum(quantizer.amax, x.abs().amax()))
+        return quantizer.scale.reshape(())
+    largest = x.abs().amax()
+    if quantizer.with_amax_reduction:
+        torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, quantizer.amax_reduction_group)
+    return _scale_of(largest, quantizer)
+
+
+def _scale_of(largest: Tensor, quantizer: Any) -> Tensor:
+    """The scales that take `largest`, absolute values, to the largest number of FP8; 1 where there is none."""
+    limit = torch.finfo(dtype_of(quantizer.dtype)).max
+    floored = largest.clamp(min=quantizer.amax_epsilon)
+    scale = (limit / floored).clamp(max=torch.finfo(torch.float32).max)
+    scale = torch.where(floored.isfinite() & (floored > 0), scale, torch.ones_like(scale))
+    return torch.exp2(scale.log2().floor()) if quantizer.force_pow_2_scales else scale
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """uint8: x in FP8; what is larger than its largest number becomes that."""
+    limit = torch.finfo(dtype).max
+    return x.clamp(-limit, limit).to(dtype).view(torch.uint8)
+
+
+def _fill_blocks(x: Tensor, quantizer: Any, output: Any) -> None:
+    for columns, matrix in ((False, x), (True, x.t())):
+        data = output._columnwise_data if columns else output._rowwise_data
+        if data is None:
+            continue
+        found, scale_inv = _blocks(matrix, quantizer)
+        data.copy_(found.view(data.shape))
+        stored = output._columnwise_scale_inv if columns else output._rowwise_scale_inv
+        stored.zero_()
+        stored[: len(scale_inv), : scale_inv.shape[1]] = scale_inv
+
+
+def _blocks(x: Tensor, quantizer: Any) -> tuple[Tensor, Tensor]:
+    """x float32 [m, k] -> FP8 as uint8 [m, k], and the inverse scales of its blocks, as they are stored."""
+    size, squares = quantizer.block_len, quantizer.block_scaling_dim == 2
+    rows, columns = x.shape
+    height = size if squares else 1
+    tiles = F.pad(x, (0, -columns % size, 0, -rows % height))
+    tiles = tiles.view(math.ceil(rows / height), height, math.ceil(columns / size), size)
+    scale = _scale_of(tiles.abs().amax((1, 3)), quantizer)
+    data = _cast(tiles * scale[:, None, :, None], dtype_of(quantizer.dtype))
+    data = data.view(tiles.shape[0] * height, -1)[:rows, :columns]
+    return data, (1 / scale if squares else 1 / scale.t())
+
+
+def dequantize(input: Any, otype: int) -> Tensor:
+    """What a tensor with one scale stands for, from its rows."""
+    return value(input, rowwise=True).to(dtype_of(otype))
+
+
+def fp8_transpose(input: Tensor, dtype: int, *, out: Tensor | None = None) -> Tensor:
+    """uint8 [..., k] -> [k, ...]."""
+    transposed = input.movedim(-1, 0)
+    return transposed.contiguous() if out is None else out.copy_(transposed)
+
+
+def split_quantize(
+    tensor: Tensor, split_sections: list[int], quantizer_list: list[Any], disable_bulk_allocation: bool = False
+) -> list[Any]:
+    """Consecutive rows of `tensor`, each part by a quantizer of its own."""
+    parts = tensor.split(split_sections)
+    return [quantize(part, quantizer) for part, quantizer in zip(parts, quantizer_list, strict=True)]
+
+
+def bgrad_quantize(input: Tensor, quantizer: Any) -> tuple[Tensor, Any]:
+    """(the sum over the rows, which is the gradient of a bias, the quantised tensor)."""
+    return wide(input).reshape(-1, input.shape[-1]).sum(0).to(input.dtype), quantize(input, quantizer)
+
+
+def fused_amax_and_scale_update_after_reduction(
+    amax_reduction_buffer: Tensor,
+    amax_histories: list[Tensor],
+    scales: list[Tensor],
+    amax_compute_algo: str,
+    fp8_dtype: int,
+    margin: float,
+) -> None:
+    """Delayed scaling's step: histories [steps, n] take the newest values, scales [n] follow from the histories."""
+    limit = torch.finfo(dtype_of(fp8_dtype)).max * 2.0**-margin
+    newest = amax_reduction_buffer.split([history.shape[1] for history in amax_histories])
+    for history, scale, last in zip(amax_histories, scales, newest, strict=True):
+        history[0] = last
+        history.copy_(history.roll(-1, 0))
+        largest = history.amax(0) if amax_compute_algo == "max" else last
+        found = (limit / largest).clamp(max=torch.finfo(torch.float32).max)
+        scale.copy_(torch.where(largest.isfinite() & (largest > 0), found, scale))
+        history[0] = 0

@@ -1,0 +1,197 @@
+"""TransformerEngine's own Python over reference kernels against the local layers, tensor and sequence parallel.
+
+In float32 nothing hides in rounding: the two must agree to 1e-5. In bfloat16 and FP8 the error of each is measured
+against the local layers in float32, with the same weights. tests/trainer/test_te_parity.py has every layout, against
+Hugging Face.
+"""
+
+from __future__ import annotations
+
+from importlib import metadata
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from megatron_collab.checkpoint import hf
+from megatron_collab.config import Config
+from megatron_collab.models.hf_config import ModelShape
+from megatron_collab.patches.megatron import with_reference_kernels
+from megatron_collab.trainer.megatron import config as megatron_config
+from megatron_collab.trainer.megatron import model as policies
+from megatron_collab.trainer.megatron import parallel
+from megatron_collab.trainer.megatron.te_cpu.install import install
+from megatron_collab.trainer.network import Trainable
+from tests.ranks import run_ranks
+from tests.trainer.shapes import QWEN3
+
+pytestmark = pytest.mark.processes
+
+RANKS = 2
+LENGTHS = [60, 80, 116]  # 128 tokens a rank, as blocks need
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4}
+WIDE |= {"head_dim": 32, "num_hidden_layers": 2, "max_position_embeddings": 512}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"rope_scaling": YARN},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {},
+    "qwen3_moe": EXPERTS,
+}
+FP8 = {"delayed": "hybrid", "tensorwise": "hybrid", "blockwise": "e4m3"}
+
+
+class Found(NamedTuple):
+    """What one model does: hidden states, gradients, their norm, weights after a step, keys of its checkpoint."""
+
+    hidden: torch.Tensor
+    gradients: dict[str, torch.Tensor]
+    norm: float
+    trained: dict[str, torch.Tensor]
+    keys: set[str]
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, Any]]:
+    return run_ranks(measure, RANKS, engine=True)
+
+
+def measure() -> dict[str, Any]:
+    """As one of the ranks: by "model engine-or-local precision" what it does."""
+    config = Config()
+    config.launch.device, config.launch.timeout = "cpu", 60.0
+    config.parallel.tp, config.parallel.sequence_parallel = RANKS, True
+    with parallel.init_parallel(config):
+        results = {"refused": refused()}
+        for name in MODELS:
+            for engine in (True, False):
+                results[f"{name} {engine} float32"] = one(config, name, engine, "float32")
+        for name in ("qwen3", "qwen3_moe"):
+            for engine in (True, False):
+                results[f"{name} {engine} bfloat16"] = one(config, name, engine, "bfloat16")
+            for recipe in FP8:
+                results[f"{name} True {recipe}"] = one(config, name, True, "bfloat16", recipe)
+    return results
+
+
+def refused() -> str:
+    import transformer_engine_torch as tex
+
+    with pytest.raises(NotImplementedError) as error:
+        tex.layernorm_fwd(None)
+    return str(error.value)
+
+
+def one(config: Config, name: str, engine: bool, dtype: str, recipe: str | None = None) -> Found:
+    megatron_config._engine = lambda dtype: engine
+    config.model.dtype = dtype
+    config.model.fp8, config.model.fp8_recipe = (FP8[recipe], recipe) if recipe else (None, "delayed")
+    chunks = policies.build(config, ModelShape.from_hf(QWEN3 | WIDE | {"model_type": name} | MODELS[name]))
+    fill(chunks)
+    model = Trainable(config, chunks)
+    for chunk in model.chunks:
+        chunk.zero_grad_buffer()
+    hidden = model.chunks[0](*inputs())
+    weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(2)) / hidden.numel() ** 0.5
+    (hidden.float() * weights).sum().backward()
+    for chunk in model.chunks:
+        chunk.finish_grad_sync()
+    gradients = {name: shard.main_grad.clone() for name, shard in hf.named_shards(model.chunks)}
+    for group in model.optimizer.param_groups:
+        group["lr"] = 1e-2
+    _, norm, _ = model.optimizer.step()
+    trained = {name: shard.detach().float() for name, shard in hf.named_shards(model.chunks)}
+    metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    state = chunks[0].sharded_state_dict(metadata=metadata)
+    keys = {part.key for part in state.values() if "_extra_state" not in part.key}
+    return Found(hidden.detach().float(), gradients, float(norm), trained, keys)
+
+
+def fill(chunks: list[torch.nn.Module]) -> None:
+    """Weights that follow from their names, so that both sets of layers have the same, whatever the order."""
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    for number, (name, shard) in enumerate(sorted(hf.named_shards(chunks), key=lambda pair: pair[0])):
+        whole = "norm" in name or "router" in name or "experts" in name
+        generator = torch.Generator().manual_seed(1000 * number + (0 if whole else rank))
+        values = torch.randn(shard.shape, generator=generator)
+        with torch.no_grad():
+            shard.copy_(1 + 0.1 * values if "norm" in name else 0.08 * values)
+
+
+def inputs() -> tuple[torch.Tensor, torch.Tensor, None, PackedSeqParams]:
+    tokens = torch.randint(0, 50, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    bounds = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return tokens, positions, None, PackedSeqParams("thd", bounds, bounds, max_seqlen_q=116, max_seqlen_kv=116)
+
+
+def error(x: torch.Tensor, y: torch.Tensor) -> float:
+    """Relative; an untied head has no gradient here, which both must agree on."""
+    return float((x - y).norm() / y.norm().clamp(min=1e-30))
+
+
+def gradient_error(x: Found, y: Found) -> float:
+    return error(*(torch.cat([one.gradients[name].flatten() for name in sorted(y.gradients)]) for one in (x, y)))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_in_float32_the_engine_is_the_local_layers(found: list[dict[str, Any]], model: str) -> None:
+    for rank in found:
+        engine, local = rank[f"{model} True float32"], rank[f"{model} False float32"]
+        assert engine.gradients.keys() == local.gradients.keys()  # which are the names that a publish goes by
+        assert error(engine.hidden, local.hidden) < 1e-5
+        assert all(error(engine.gradients[name], local.gradients[name]) < 1e-5 for name in local.gradients)
+        assert all(error(engine.trained[name], local.trained[name]) < 1e-4 for name in local.trained)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_norms_count_every_expert(found: list[dict[str, Any]], model: str) -> None:
+    for rank in found:
+        norm = rank[f"{model} False float32"].norm
+        assert rank[f"{model} True float32"].norm == pytest.approx(norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("model", ["qwen3", "qwen3_moe"])
+def test_in_bfloat16_the_engine_errs_as_the_local_layers_do(found: list[dict[str, Any]], model: str) -> None:
+    for rank in found:
+        exact, engine, local = (
+            rank[f"{model} {kind}"] for kind in ("False float32", "True bfloat16", "False bfloat16")
+        )
+        assert 0 < error(engine.hidden, exact.hidden) < 1.5 * error(local.hidden, exact.hidden)
+        assert 0 < gradient_error(engine, exact) < 1.5 * gradient_error(local, exact)
+
+
+@pytest.mark.parametrize("recipe", FP8)
+@pytest.mark.parametrize("model", ["qwen3", "qwen3_moe"])
+def test_fp8_errs_by_its_own_precision(found: list[dict[str, Any]], model: str, recipe: str) -> None:
+    """Three bits of mantissa: several times the error of bfloat16's seven, and still the same model."""
+    for rank in found:
+        exact, rounded, fp8 = (rank[f"{model} {kind}"] for kind in ("False float32", "True bfloat16", f"True {recipe}"))
+        assert 2 * error(rounded.hidden, exact.hidden) < error(fp8.hidden, exact.hidden) < 0.2
+        assert 2 * gradient_error(rounded, exact) < gradient_error(fp8, exact) < 0.4
+
+
+@pytest.mark.parametrize("model", ["qwen3", "qwen3_moe"])
+def test_every_recipe_has_checkpoints_of_the_same_weights(found: list[dict[str, Any]], model: str) -> None:
+    for rank in found:
+        wanted = rank[f"{model} True bfloat16"].keys
+        assert wanted and all(rank[f"{model} True {recipe}"].keys == wanted for recipe in FP8)
+
+
+def test_a_kernel_that_is_missing_says_so(found: list[dict[str, Any]]) -> None:
+    assert found[0]["refused"].startswith("transformer_engine_torch.layernorm_fwd: no reference kernel")
+
+
+def test_a_run_on_a_cpu_has_no_engine(one_rank: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TransformerEngine's Python is installed here, and Megatron does not see it; the kernels would come too late."""
+    from megatron.core.extensions import transformer_engine
+
+    assert metadata.version("transformer-engine") == "2.20.2"
+    assert not with_reference_kernels() and not transformer_engine.HAVE_TE
+    monkeypatch.setattr(one_rank.model, "dtype", "bfloat16")
+    assert not megatron_config._engine(torch.bfloat16)
+    with pytest.raises(RuntimeError, match=r"before the first import of megatron\.core"):
+        install()
