@@ -65,8 +65,9 @@ def changes(config: Config) -> list[Change]:
         has = after.get(name)
         if had == has or (had is None and _NAMED.fullmatch(name)):
             continue
-        # An entry of an option, as the weight of a metric, may change, but not come or go.
-        found.append(Change(name, had, has, rule.may_change and (alike == owner or None not in (had, has))))
+        # An entry of an option, as the weight of a metric, may change, but mostly not come or go.
+        stays = alike == owner or rule.comes or None not in (had, has)
+        found.append(Change(name, had, has, rule.may_change and stays))
     for name, prompt in _prompts(asdict(config)).items():
         if prompt["sha256"] != prompts.get(name, prompt)["sha256"] and before.get(name) == after[name]:
             had, has = (f"{after[name]} with SHA-256 {each['sha256'][:12]}…" for each in (prompts[name], prompt))

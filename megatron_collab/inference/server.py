@@ -18,7 +18,8 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from megatron_collab.config import Config
-from megatron_collab.inference import KEY_VARIABLE, PARENT_VARIABLE, SCORES_FLAG, STACKS_VARIABLE
+from megatron_collab.inference import CHECK_VARIABLE, KEY_VARIABLE, PARENT_VARIABLE, SCORES_FLAG, STACKS_VARIABLE
+from megatron_collab.inference.server_args import plain, words
 from megatron_collab.models import hf_config
 from megatron_collab.models.parallel_layout import first_gpu, servers_per_node
 from megatron_collab.runtime import device, hub, network, stacks
@@ -41,6 +42,7 @@ _TORCHRUN_VARIABLES = re.compile(r"(LOCAL_|GROUP_|ROLE_|TORCHELASTIC_|MASTER_)|(
 # Of the trainer's allocator; torch-memory-saver, which moves a server's memory, works with none of them.
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "SGLANG_MEMORY_SAVER_CUDA_GRAPH")
 
+_COMMAND = [sys.executable, "-m", "megatron_collab.inference.cpu.serve"]
 _LEFT_BEHIND = re.compile(r"/dev/shm/(?:sgl_shm_mq_|sem\.mp-)\S+")
 
 MEMORY = ("kv_cache", "weights")  # that a server can release, in this order
@@ -94,10 +96,9 @@ class ServerProcess:
             "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": store.as_uri(),
             STACKS_VARIABLE: str(written),
         }
-        command = [sys.executable, "-m", "megatron_collab.inference.cpu.serve"]
         with self._log.open("ab") as output:
             self._process = subprocess.Popen(
-                command + arguments(self._config, self.url, self._index, self._scores),
+                _COMMAND + arguments(self._config, self.url, self._index, self._scores),
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -269,21 +270,38 @@ def arguments(config: Config, url: str, index: int, scores: bool = False) -> lis
     cache_tokens = server.max_total_tokens or (CPU_CACHE_TOKENS if on_cpu else None)
     if cache_tokens is not None:
         options["max-total-tokens"] = cache_tokens
-    flags = ["sleep-on-idle", "skip-server-warmup", *([SCORES_FLAG] if scores else [])]
+    options |= {"sleep-on-idle": True, "skip-server-warmup": True, SCORES_FLAG: scores}
     if on_cpu:
         options |= {"device": "cpu", "attention-backend": "torch_native", "sampling-backend": "pytorch"}
-        flags += ["disable-overlap-schedule", "disable-cuda-graph", "enable-deterministic-inference"]
+        flags = ("disable-overlap-schedule", "disable-cuda-graph", "enable-deterministic-inference")
+        options |= dict.fromkeys(flags, True)
     else:
         options["base-gpu-id"] = first_gpu(config, index)
-        flags += ["enable-memory-saver"] if server.colocated else []
+        options["enable-memory-saver"] = server.colocated
         if not (scores or server.fp8) and hf_config.read(hub.folder(config.model.path) / "config.json").experts:
             # By itself SGLang takes a kernel on Blackwell that wants gate and up in the other order.
             options["moe-runner-backend"] = "triton"
     if server.fp8:  # model.path is not in FP8: the weights come from the trainer
         override = json.dumps({"quantization_config": FP8_BLOCKS})
         options |= {"load-format": "dummy", "json-model-override-args": override}
-    pairs = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    return pairs + [f"--{flag}" for flag in flags]
+    return words(options | plain(server.args))
+
+
+def refusal(config: Config) -> str | None:
+    """Why SGLang refuses rollout.server.args, in the words of a setting; it is asked in a process of its own."""
+    given = config.rollout.server.args
+    with ScratchFolder() as scratch:
+        environment = _environment(config, "", 0) | {
+            "TMPDIR": str(scratch),
+            STACKS_VARIABLE: str(scratch / "stacks"),
+            CHECK_VARIABLE: json.dumps(given),
+        }
+        command = _COMMAND + arguments(config, f"http://{network.HOST}:{network.FIRST_PORT}", 0)
+        asked = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if asked.returncode == 0:
+        return json.loads(asked.stdout.splitlines()[-1])
+    said = redact(asked.stderr).strip().splitlines()[-1:] or [f"it ended with code {asked.returncode}"]
+    return f": SGLang cannot be asked: {said[0]}"
 
 
 def _environment(config: Config, api_key: str, index: int) -> dict[str, str]:

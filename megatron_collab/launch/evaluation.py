@@ -24,7 +24,7 @@ from megatron_collab.config.schema import (
 )
 from megatron_collab.data import sources
 from megatron_collab.data.evaluation import EvaluationSet, evaluation_sets
-from megatron_collab.launch import endpoints, prepare, validate
+from megatron_collab.launch import endpoints, prepare, servers, validate
 from megatron_collab.llm.endpoint import token_budget
 from megatron_collab.models import parallel_layout
 from megatron_collab.observability import evaluations
@@ -130,11 +130,12 @@ def prepared(config: Config) -> tuple[Config, int]:
             server = replace(config.rollout.server, replicas=0)
             return replace(serving, rollout=replace(config.rollout, server=server)), 0
         check_devices(serving)
-        validate.check_servers_on_machine(serving)
+        servers.check_servers_on_machine(serving)
         folder, checkpoint = _model(config)
         serving = replace(serving, model=replace(config.model, path=str(folder)))
         shape = validate.check_model(serving)
-        validate.check_servers_of_model(serving, shape)
+        servers.check_servers_of_model(serving, shape)
+        servers.check_arguments(serving)
         tools = toolbox.make_tools(config.rollout)
         schemas = toolbox.schemas(tools)
         if not under_torchrun():

@@ -20,6 +20,7 @@ from megatron_collab.data import sources
 from megatron_collab.data.evaluation import EvaluationSet, evaluation_sets
 from megatron_collab.launch import endpoints
 from megatron_collab.launch.fork import fork
+from megatron_collab.launch.servers import check_arguments
 from megatron_collab.launch.validate import check_model
 from megatron_collab.reward import metrics
 from megatron_collab.rollout import users
@@ -61,6 +62,7 @@ def prepare(config: Config) -> None:
             return
         check_model(config)
         check_same_run(config)
+        check_arguments(config)
         tools = toolbox.make_tools(config.rollout) if config.train.stage == "rl" else []
         schemas = toolbox.schemas(tools)
         data = read_data(config, schemas)

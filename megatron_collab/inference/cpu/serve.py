@@ -8,13 +8,14 @@ them, and a spawned process imports the main module again: what is done here is 
 from __future__ import annotations
 
 import gc
+import json
 import os
 import signal
 import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_collab.inference import KEY_VARIABLE, PARENT_VARIABLE, SCORES_FLAG, STACKS_VARIABLE
+from megatron_collab.inference import CHECK_VARIABLE, KEY_VARIABLE, PARENT_VARIABLE, SCORES_FLAG, STACKS_VARIABLE
 from megatron_collab.runtime import stacks
 from megatron_collab.runtime.process import die_with_parent, imports_done
 
@@ -75,4 +76,9 @@ imports_done()
 
 
 if __name__ == "__main__":
+    if given := os.environ.pop(CHECK_VARIABLE, None):
+        from megatron_collab.inference.server_args import fault
+
+        print("\n" + json.dumps(fault(json.loads(given), sys.argv[1:])))
+        sys.exit()
     run_server(prepare_server_args([*sys.argv[1:], "--api-key", os.environ.pop(KEY_VARIABLE)]))

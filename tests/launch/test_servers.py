@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_collab.config import Config, ConfigError
-from megatron_collab.launch import validate
+from megatron_collab.launch import servers, validate
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.runtime import device
 
@@ -73,22 +73,22 @@ def refused(check: Any, config: Config, *shape: ModelShape) -> str:
 
 
 def test_colocated_servers_fit_the_gpus_of_the_node(machine: Machine) -> None:
-    validate.check_servers_on_machine(configure(nproc=8, replicas=4, tp=2))
-    said = refused(validate.check_servers_on_machine, configure(nproc=8, replicas=5, tp=2))
+    servers.check_servers_on_machine(configure(nproc=8, replicas=4, tp=2))
+    said = refused(servers.check_servers_on_machine, configure(nproc=8, replicas=5, tp=2))
     assert said.startswith("rollout.server.replicas=5 x rollout.server.tp=2: needs more than the 8 GPUs")
 
 
 def test_colocated_servers_stand_with_as_many_ranks_each(machine: Machine) -> None:
     for fits in ({"nproc": 8, "replicas": 2, "tp": 2}, {"nproc": 1, "replicas": 1, "tp": 2}):
-        validate.check_servers_on_machine(configure(**fits))
+        servers.check_servers_on_machine(configure(**fits))
     for uneven in ({"nproc": 8, "replicas": 3, "tp": 2}, {"nproc": 4, "replicas": 4, "tp": 2}):
-        said = refused(validate.check_servers_on_machine, configure(**uneven))
+        said = refused(servers.check_servers_on_machine, configure(**uneven))
         assert said.startswith(f"rollout.server.replicas={uneven['replicas']}: each colocated server needs as many")
 
 
 def test_servers_of_their_own_need_gpus_beside_the_trainer(machine: Machine) -> None:
-    validate.check_servers_on_machine(configure(nproc=4, replicas=2, tp=2, colocated=False))
-    said = refused(validate.check_servers_on_machine, configure(nproc=5, replicas=2, tp=2, colocated=False))
+    servers.check_servers_on_machine(configure(nproc=4, replicas=2, tp=2, colocated=False))
+    said = refused(servers.check_servers_on_machine, configure(nproc=5, replicas=2, tp=2, colocated=False))
     assert "beside launch.nproc_per_node=5, more than the 8 of this node" in said
 
 
@@ -96,74 +96,74 @@ def test_reward_models_that_the_run_serves_need_gpus_of_their_own(machine: Machi
     config = configure(nproc=6, replicas=3, tp=2)
     config.reward.weights = {"reward_model": 1.0}
     config.reward.metrics = {"reward_model": {"model": "some/folder", "replicas": 2}}
-    validate.check_servers_on_machine(config)
+    servers.check_servers_on_machine(config)
     config.reward.metrics["reward_model"]["tp"] = 2
-    said = refused(validate.check_servers_on_machine, config)
+    said = refused(servers.check_servers_on_machine, config)
     assert said.startswith("reward.metrics.reward_model.replicas x tp: ") and "need 10 GPUs of a node" in said
 
 
 def test_gpus_are_counted_on_a_node(machine: Machine) -> None:
     config = configure(nproc=4, replicas=6, tp=2, colocated=False)
-    assert "more than the 8 of this node" in refused(validate.check_servers_on_machine, config)
+    assert "more than the 8 of this node" in refused(servers.check_servers_on_machine, config)
     config.launch.nodes = 3
-    validate.check_servers_on_machine(config)
-    validate.check_servers(config)
+    servers.check_servers_on_machine(config)
+    servers.check_servers(config)
     config.launch.nodes = 4
-    said = refused(validate.check_servers, config)
+    said = refused(servers.check_servers, config)
     assert said.startswith("rollout.server.replicas=6: is no multiple of launch.nodes=4")
 
 
 def test_colocated_servers_on_gpus_need_the_memory_saver(machine: Machine) -> None:
     machine.saver = False
-    said = refused(validate.check_servers_on_machine, configure())
+    said = refused(servers.check_servers_on_machine, configure())
     assert "needs torch-memory-saver (not installed)" in said and "set rollout.server.colocated=false" in said
-    validate.check_servers_on_machine(configure(colocated=False))
+    servers.check_servers_on_machine(configure(colocated=False))
     machine.gpus = 0
-    validate.check_servers_on_machine(configure())
+    servers.check_servers_on_machine(configure())
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_colocated_servers_on_gpus_get_no_weights_over_the_network(machine: Machine, nodes: int) -> None:
     config = configure()
     config.publish.transport, config.launch.nodes = "network", nodes
-    said = refused(validate.check_servers_on_machine, config)
+    said = refused(servers.check_servers_on_machine, config)
     assert said.startswith("publish.transport=network: ") and "set publish.transport=auto" in said
     config.rollout.server.colocated = False
-    validate.check_servers_on_machine(config)
+    servers.check_servers_on_machine(config)
     for transport in ("auto", "memory", "disk"):
         config.rollout.server.colocated, config.publish.transport = True, transport
-        validate.check_servers_on_machine(config)
+        servers.check_servers_on_machine(config)
     config.publish.transport, machine.gpus = "network", 0
-    validate.check_servers_on_machine(config)
+    servers.check_servers_on_machine(config)
 
 
 def test_memory_on_several_nodes_is_for_colocated_servers() -> None:
     config = configure(colocated=False, replicas=2)
     config.publish.transport = "memory"
-    validate.check_servers(config)
+    servers.check_servers(config)
     config.launch.nodes = 2
-    assert refused(validate.check_servers, config).startswith("publish.transport=memory: on launch.nodes=2 ")
+    assert refused(servers.check_servers, config).startswith("publish.transport=memory: on launch.nodes=2 ")
     config.rollout.server.colocated = True
-    validate.check_servers(config)
+    servers.check_servers(config)
 
 
 def test_colocated_servers_on_several_nodes_fit_the_devices_of_the_trainer() -> None:
     config = configure(nproc=4, replicas=4, tp=2)
     config.launch.nodes = 2
-    validate.check_servers(config)
+    servers.check_servers(config)
     config.rollout.server.tp = 4
-    said = refused(validate.check_servers, config)
+    said = refused(servers.check_servers, config)
     assert said.startswith(
         "rollout.server.replicas=4 x rollout.server.tp=4 / launch.nodes=2: needs 8 devices of a node"
     )
     config.rollout.server.colocated = False
-    validate.check_servers(config)
+    servers.check_servers(config)
 
 
 def test_colocated_servers_on_gpus_do_not_size_their_own_cache(machine: Machine) -> None:
-    said = refused(validate.check_servers_on_machine, configure(max_total_tokens=None))
+    said = refused(servers.check_servers_on_machine, configure(max_total_tokens=None))
     assert said.startswith("rollout.server.max_total_tokens: not set")
-    validate.check_servers_on_machine(configure(max_total_tokens=None, colocated=False))
+    servers.check_servers_on_machine(configure(max_total_tokens=None, colocated=False))
 
 
 @pytest.mark.parametrize(
@@ -173,9 +173,9 @@ def test_colocated_servers_on_gpus_do_not_size_their_own_cache(machine: Machine)
 def test_fp8_needs_a_device_that_multiplies_it(
     machine: Machine, gpus: int, capability: tuple[int, int] | None, said: str
 ) -> None:
-    validate.check_servers_on_machine(configure(fp8=True))
+    servers.check_servers_on_machine(configure(fp8=True))
     machine.gpus, machine.capability = gpus, capability
-    line = refused(validate.check_servers_on_machine, configure(fp8=True))
+    line = refused(servers.check_servers_on_machine, configure(fp8=True))
     assert (
         line.startswith("rollout.server.fp8=true: needs GPUs of compute capability 8.9 to below 10.0") and said in line
     )
@@ -185,16 +185,16 @@ def test_gpus_matter_only_where_servers_run(machine: Machine) -> None:
     config = configure(replicas=9, fp8=True)
     config.train.stage = "sft"
     machine.capability = (8, 0)
-    validate.check_servers_on_machine(config)
+    servers.check_servers_on_machine(config)
 
 
 def test_fp8_needs_bfloat16_and_a_transport_that_quantises() -> None:
     config = configure(fp8=True)
-    validate.check_servers(config)
+    servers.check_servers(config)
     config.publish.transport = "disk"
-    assert refused(validate.check_servers, config).startswith("publish.transport=disk: ")
+    assert refused(servers.check_servers, config).startswith("publish.transport=disk: ")
     config.publish.transport, config.model.dtype = "auto", "float32"
-    assert "needs model.dtype=bfloat16, not float32" in refused(validate.check_servers, config)
+    assert "needs model.dtype=bfloat16, not float32" in refused(servers.check_servers, config)
 
 
 @pytest.mark.parametrize(
@@ -212,12 +212,12 @@ def test_fp8_needs_bfloat16_and_a_transport_that_quantises() -> None:
     ],
 )
 def test_a_model_that_cannot_be_cut_like_that(model: dict[str, Any], settings: dict[str, Any], said: str) -> None:
-    assert said in refused(validate.check_servers_of_model, configure(**settings), ModelShape.from_hf(model))
+    assert said in refused(servers.check_servers_of_model, configure(**settings), ModelShape.from_hf(model))
 
 
 def test_models_that_can_be_cut() -> None:
-    validate.check_servers_of_model(configure(tp=2, fp8=True), ModelShape.from_hf(WIDE))
-    validate.check_servers_of_model(configure(tp=2, ep=2, fp8=True), ModelShape.from_hf(EXPERTS | {"head_dim": 128}))
+    servers.check_servers_of_model(configure(tp=2, fp8=True), ModelShape.from_hf(WIDE))
+    servers.check_servers_of_model(configure(tp=2, ep=2, fp8=True), ModelShape.from_hf(EXPERTS | {"head_dim": 128}))
 
 
 def test_a_supervised_run_has_no_server_to_fit(tmp_path: Path) -> None:
