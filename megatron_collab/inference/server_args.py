@@ -99,7 +99,7 @@ def decided(arguments: Mapping[str, Any], group: str, on_cpu: bool, model: str =
 
 
 def fault(arguments: Mapping[str, Any], command: Sequence[str]) -> str | None:
-    """Why SGLang refuses an argument of the settings, as ".NAME…: …", in a `command` that has them; None if it does not.
+    """Why SGLang refuses an argument of the settings, as ".NAME…: …", in a `command` with them; None if it does not.
 
     In a process with a server's imports, which takes seconds; resolving the arguments leaves traces in it.
     """
