@@ -145,6 +145,20 @@ class ServerConfig:
 
 
 @dataclass
+class ServedConfig:
+    """One of `servers`: a model beside the policy."""
+
+    model: str = option("", "model: Hugging Face folder, or OWNER/NAME[@REVISION] of the Hub")
+    replicas: int = mutable(1, "SGLang servers of it, all on the first node", ge=1, le=10_000)
+    tp: int = mutable(1, "tensor parallel size of a server", ge=1)
+    ep: int = mutable(1, "expert parallel size of a server; divides tp", ge=1)
+    colocated: bool = mutable(False, "share the trainer's devices in turn with it; false: devices of their own")
+    max_running_requests: int = mutable(256, "requests a server decodes at once", ge=1)
+    max_total_tokens: int | None = mutable(None, "tokens in a KV cache; required where colocated on GPUs", ge=1)
+    args: dict[str, Any] = mutable({}, "other arguments of SGLang, as in rollout.server.args", comes=True)
+
+
+@dataclass
 class SamplingConfig:
     max_new_tokens: int = option(2048, "token budget of one turn", ge=1)
     temperature: float = option(1.0, "sampling temperature, in training and evaluation", gt=0)
@@ -289,6 +303,9 @@ class Config:
     user: UserConfig = field(default_factory=UserConfig)
     users: dict[str, dict[str, Any]] = option(
         {}, "users by names of yours: class, weight and settings of user; a task names one, or draws one by weight"
+    )
+    servers: dict[str, dict[str, Any]] = option(
+        {}, "models beside the policy that the run serves, by names of yours; served/NAME is their name to LiteLLM"
     )
     assistant: AssistantConfig = field(default_factory=AssistantConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from enum import Enum
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any, Protocol
@@ -54,6 +55,14 @@ class ServerError(RunStopped):
     """A server could not be started, has ended, or has not done what it was asked; the message says which, and why."""
 
 
+class Serves(Enum):
+    """What a server gives; POLICY alone receives weights of the trainer."""
+
+    POLICY = 0
+    TEXT = 1
+    SCORES = 2
+
+
 class ServerProcess:
     """Server number `index` of the run, on this machine; it ends with the thread that started it, however that ends.
 
@@ -61,14 +70,11 @@ class ServerProcess:
     """
 
     def __init__(
-        self, config: Config, log: Path, index: int, api_key: str, port: int = 0, *, scores: bool = False
+        self, config: Config, log: Path, index: int, api_key: str, port: int = 0, *, serves: Serves = Serves.POLICY
     ) -> None:
-        """Start it; its output goes to `log`. `port`: of an earlier start. ServerError where it is busy.
-
-        `scores`: the model gives a score of a text (inference/scoring.py), and receives no weights.
-        """
+        """Start it; its output goes to `log`. `port`: of an earlier start. ServerError where it is busy."""
         self._config, self._log, self._index, self._api_key = config, log, index, api_key
-        self._scores = scores
+        self._serves = serves
         first = config.rollout.server.port
         host, parts = network.address(config), servers_per_node(config)
         port = port or (first + index if first else 0)
@@ -98,7 +104,7 @@ class ServerProcess:
         }
         with self._log.open("ab") as output:
             self._process = subprocess.Popen(
-                _COMMAND + arguments(self._config, self.url, self._index, self._scores),
+                _COMMAND + arguments(self._config, self.url, self._index, self._serves),
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -250,8 +256,8 @@ class SGLangServer:
         return text
 
 
-def arguments(config: Config, url: str, index: int, scores: bool = False) -> list[str]:
-    """SGLang's command-line arguments for server number `index` of the run, at `url`; `scores`: see ServerProcess."""
+def arguments(config: Config, url: str, index: int, serves: Serves = Serves.POLICY) -> list[str]:
+    """SGLang's command-line arguments for server number `index` of the run, at `url`."""
     server, address = config.rollout.server, urlsplit(url)
     options: dict[str, Any] = {
         "model-path": hub.folder(config.model.path),
@@ -270,7 +276,7 @@ def arguments(config: Config, url: str, index: int, scores: bool = False) -> lis
     cache_tokens = server.max_total_tokens or (CPU_CACHE_TOKENS if on_cpu else None)
     if cache_tokens is not None:
         options["max-total-tokens"] = cache_tokens
-    options |= {"sleep-on-idle": True, "skip-server-warmup": True, SCORES_FLAG: scores}
+    options |= {"sleep-on-idle": True, "skip-server-warmup": True, SCORES_FLAG: serves is Serves.SCORES}
     if on_cpu:
         options |= {"device": "cpu", "attention-backend": "torch_native", "sampling-backend": "pytorch"}
         flags = ("disable-overlap-schedule", "disable-cuda-graph", "enable-deterministic-inference")
@@ -278,7 +284,13 @@ def arguments(config: Config, url: str, index: int, scores: bool = False) -> lis
     else:
         options["base-gpu-id"] = first_gpu(config, index)
         options["enable-memory-saver"] = server.colocated
-        if not (scores or server.fp8) and hf_config.read(hub.folder(config.model.path) / "config.json").experts:
+        # Weights of their own come back with the memory.
+        options["enable-weights-cpu-backup"] = server.colocated and serves is not Serves.POLICY
+        if (
+            serves is Serves.POLICY
+            and not server.fp8
+            and hf_config.read(hub.folder(config.model.path) / "config.json").experts
+        ):
             # By itself SGLang takes a kernel on Blackwell that wants gate and up in the other order.
             options["moe-runner-backend"] = "triton"
     if server.fp8:  # model.path is not in FP8: the weights come from the trainer
@@ -287,7 +299,7 @@ def arguments(config: Config, url: str, index: int, scores: bool = False) -> lis
     return words(options | plain(server.args))
 
 
-def refusal(config: Config) -> str | None:
+def refusal(config: Config, serves: Serves = Serves.POLICY) -> str | None:
     """Why SGLang refuses rollout.server.args, in the words of a setting; it is asked in a process of its own."""
     given = config.rollout.server.args
     with ScratchFolder() as scratch:
@@ -296,7 +308,7 @@ def refusal(config: Config) -> str | None:
             STACKS_VARIABLE: str(scratch / "stacks"),
             CHECK_VARIABLE: json.dumps(given),
         }
-        command = _COMMAND + arguments(config, f"http://{network.HOST}:{network.FIRST_PORT}", 0)
+        command = _COMMAND + arguments(config, f"http://{network.HOST}:{network.FIRST_PORT}", 0, serves)
         asked = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if asked.returncode == 0:
         return json.loads(asked.stdout.splitlines()[-1])

@@ -22,14 +22,13 @@ _BY_SETTING = {
     "max-running-requests": "GROUP.max_running_requests",
     "max-total-tokens": "GROUP.max_total_tokens",
     "enable-memory-saver enable-weights-cpu-backup": "GROUP.colocated",
-    "dtype": "model.dtype",
     "random-seed": "run.seed",
     "device": "launch.device",
     "host": "launch.interface",
     "base-gpu-id gpu-id-step": "launch.nproc_per_node",
-    "context-length allow-auto-truncate": "rollout.context_length",
     "port nccl-port dist-init-addr nccl-init-addr nnodes node-rank": "rollout.server.port",
 }
+_BY_SETTING_OF_POLICY = {"dtype": "model.dtype", "context-length allow-auto-truncate": "rollout.context_length"}
 # What the run relies on in any server: its processes and address, its key, the answers that its clients read.
 _OF_THE_RUN = (
     "config api-key admin-api-key ssl-* enable-ssl-refresh *grpc* use-ray *sidecar* is-embedding skip-tokenizer-init "
@@ -83,7 +82,7 @@ def decided(arguments: Mapping[str, Any], group: str, on_cpu: bool, model: str =
     """
     for name in plain(arguments):
         said, remove = f"{group}.args.{name}: ", "remove it"
-        for names, setting in _BY_SETTING.items():
+        for names, setting in (_BY_SETTING | ({} if model else _BY_SETTING_OF_POLICY)).items():
             if _among(name, names):
                 owner = setting.replace("GROUP", group).replace("MODEL", model or "model.path")
                 return f"{said}{owner} decides it; set that"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from megatron_collab.config.schema import (
 )
 from megatron_collab.data import sources
 from megatron_collab.data.evaluation import EvaluationSet, evaluation_sets
+from megatron_collab.inference import served
 from megatron_collab.launch import endpoints, prepare, servers, validate
 from megatron_collab.llm.endpoint import token_budget
 from megatron_collab.models import parallel_layout
@@ -71,6 +72,7 @@ def load(arguments: Sequence[str], defaults: Mapping[str, Any] = {}) -> Config:
         train=TrainConfig(eval_tasks=config.train.eval_tasks),
         rollout=replace(rollout, server=server, train_turns="first", max_staleness=0),
         publish=PublishConfig(),
+        servers={name: {**asdict(model), "colocated": False} for name, model in served.named(config).items()},
     )
     require(config.data.eval is not None, "data.eval: not set; give the tasks that are evaluated")
     require(bool(evaluation_sets(config)), "train.eval_tasks=0: nothing is evaluated; set it to 1 or more")
@@ -102,7 +104,7 @@ def pin(config: Config) -> None:
         raise ConfigError(" ".join(str(error).split())) from error
     sources.check_exists(config.data.eval, "data.eval", EvaluationSet)
     config.data.eval = sources.pinned(config.data.eval, "data.eval", run_dir)
-    prepare.fetch_reward_models(config)
+    prepare.fetch_served_models(config)
     given = Path(config.model.path)
     run = storage.run_of(given)
     if config.assistant.model or run is None:

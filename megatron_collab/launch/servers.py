@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 
-from megatron_collab.config import Config, require
-from megatron_collab.inference import scoring, server_args
-from megatron_collab.inference.server import refusal
+from megatron_collab.config import Config, nearest, require
+from megatron_collab.inference import server_args
+from megatron_collab.inference.served import config_of, devices, first_device, gives_text, score_fault
+from megatron_collab.inference.server import Serves, refusal
+from megatron_collab.llm.endpoint import SERVED
 from megatron_collab.models import parallel_layout
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.reward import metrics
@@ -40,9 +42,8 @@ def check_servers(config: Config) -> None:
     message = "<publish.transport>: carries no FP8, which <rollout.server.fp8> needs; set publish.transport=auto"
     check(not server.fp8 or transport != "disk", message)
     in_turn = config.rollout.max_staleness == 0
-    on_cpu = config.launch.device == "cpu"
-    fault = server_args.decided(server.args, "rollout.server", on_cpu)
-    require(fault is None, fault or "")
+    _check_decided(config, on_cpu=config.launch.device == "cpu")
+    _check_served(config)
     message = "<rollout.max_staleness>: servers need devices of their own; set rollout.server.colocated=false, or 0"
     check(in_turn or not server.colocated, message)
     message = "<rollout.max_staleness>: needs an importance correction; set algo.correction=truncated, or 0"
@@ -66,11 +67,7 @@ def check_servers_on_machine(config: Config) -> None:
     if not on_gpus:
         return
     server, gpus = config.rollout.server, device.count()
-    served = metrics.served_models(config.reward)
-    needed = scoring.first_device(config) + sum(model.replicas * model.tp for model in served.values())
-    message = f"with the trainer and the policy's servers they need {needed} GPUs of a node, and there are {gpus}"
-    names = ", ".join(f"reward.metrics.{name}.replicas x tp" for name in served)
-    require(not served or needed <= gpus, f"{names}: {message}; lower one of them, or give url")
+    _check_served_on_gpus(config, gpus)
     here = parallel_layout.servers_per_node(config) * server.tp
     nodes = " / <launch.nodes>" if config.launch.nodes > 1 else ""
     servers = f"<rollout.server.replicas> x <rollout.server.tp>{nodes}"
@@ -108,10 +105,59 @@ def check_servers_of_model(config: Config, shape: ModelShape) -> None:
 
 def check_arguments(config: Config) -> None:
     """What SGLang says itself of the arguments that it is given for a model on this machine; takes seconds."""
-    if not config.rollout.server.args or config.train.stage != "rl" or not first_on_node():
+    if config.train.stage != "rl" or not first_on_node():
         return
     on_cpu = device.select(config.launch.device).type == "cpu"
-    fault = server_args.decided(config.rollout.server.args, "rollout.server", on_cpu)
-    require(fault is None, fault or "")
-    fault = refusal(config)
+    _check_decided(config, on_cpu)
+    fault = refusal(config) if config.rollout.server.args and config.rollout.server.replicas else None
     require(fault is None, f"rollout.server.args{fault}")
+    for group, model in metrics.served_models(config).values():
+        serves = Serves.TEXT if gives_text(model.model) else Serves.SCORES
+        fault = refusal(config_of(config, model, 0), serves) if model.args else None
+        require(fault is None, f"{group}.args{fault}")
+
+
+def _check_decided(config: Config, on_cpu: bool) -> None:
+    faults = [server_args.decided(config.rollout.server.args, "rollout.server", on_cpu)]
+    for group, model in metrics.served_models(config).values():
+        faults.append(server_args.decided(model.args, group, on_cpu, f"{group}.model"))
+    fault = next(filter(None, faults), None)
+    require(fault is None, fault or "")
+
+
+def _check_served(config: Config) -> None:
+    """The models beside the policy, without this machine."""
+    models = metrics.served_models(config)
+    for group, model in models.values():
+        message = f"{group}.ep={model.ep}: does not divide {group}.tp={model.tp}; choose a divisor"
+        require(model.tp % model.ep == 0, message)
+        message = f"{group}.colocated=true: <rollout.max_staleness> samples while the trainer trains; set it to false"
+        require(not model.colocated or config.rollout.max_staleness == 0, message, config)
+        here = model.replicas * model.tp
+        message = f"{group}.replicas x {group}.tp: {here} devices, and of the trainer there are <launch.nproc_per_node>"
+        fits = not model.colocated or here <= config.launch.nproc_per_node
+        require(fits, f"{message}; lower one of them, or set {group}.colocated=false", config)
+    for metric, name in metrics.scorers(config.reward).items():
+        if name in models and models[name][0] == f"reward.metrics.{metric}":  # its own
+            continue
+        said = f"reward.metrics.{metric}.model={SERVED}{name}"
+        out = f"give one of {', '.join(config.servers)}" if config.servers else f"set servers.{name}.model"
+        require(name in config.servers, f"{said}: servers has no {name}; {out}{nearest(name, config.servers)}")
+        fault = score_fault(str(config.servers[name]["model"]))
+        require(fault is None, f"{said}: {fault}")
+
+
+def _check_served_on_gpus(config: Config, gpus: int) -> None:
+    served = dict(metrics.served_models(config).values())
+    needed = first_device(config) + sum(map(devices, served.values()))
+    message = f"with the trainer and the policy's servers they need {needed} GPUs of a node, and there are {gpus}"
+    names = ", ".join(f"{group}.replicas x tp" for group, model in served.items() if devices(model))
+    out = "lower one of them, or set colocated=true where they are of servers"
+    require(not names or needed <= gpus, f"{names}: {message}; {out}")
+    for group, model in served.items():
+        if model.colocated:
+            message = "not set, and colocated servers would take the memory of the trainer; set what there is room for"
+            require(model.max_total_tokens is not None, f"{group}.max_total_tokens: {message}")
+            saver = device.probe("memory_saver")
+            message = f"needs torch-memory-saver ({saver.detail}); install it, or set {group}.colocated=false"
+            require(saver.found, f"{group}.colocated=true: {message}")

@@ -158,6 +158,7 @@ def _check_budget(config: Config) -> None:
     """A budget holds only where the prices are known; the run's own model and scripted users cost nothing."""
     users = [*config.users, *(["llm"] if config.user.model else [])]
     asked = [*endpoints.of_users(config, users), *endpoints.of_judges(config), *endpoints.of_assistant(config)]
+    endpoints.check_served(config, asked)
     endpoints.check_prices(config, asked)
 
 

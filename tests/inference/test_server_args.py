@@ -88,7 +88,12 @@ def test_sglangs_own_parser_knows_the_names() -> None:
     options, faults = json.loads(printed.splitlines()[-1])
     for found, (_, said) in zip(faults, FAULTS, strict=True):
         assert found.startswith(said)
-    groups = [*server_args._BY_SETTING, server_args._OF_THE_RUN, server_args._OF_THE_WEIGHTS]
+    groups = [
+        *server_args._BY_SETTING,
+        *server_args._BY_SETTING_OF_POLICY,
+        server_args._OF_THE_RUN,
+        server_args._OF_THE_WEIGHTS,
+    ]
     groups += [server_args._OF_THE_SAMPLES, server_args._OF_CPU]
     for pattern in " ".join(groups).split():
         assert any(server_args._among(name, pattern) for names in options for name in names), pattern

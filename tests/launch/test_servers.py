@@ -13,6 +13,7 @@ from megatron_collab.config import Config, ConfigError
 from megatron_collab.launch import servers, validate
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.runtime import device
+from tests import helpers
 
 DENSE = {
     "model_type": "qwen3",
@@ -228,3 +229,69 @@ def test_a_supervised_run_has_no_server_to_fit(tmp_path: Path) -> None:
     assert "layer 0 has no experts" in refused(validate.check_model, config)
     config.train.stage = "sft"
     assert validate.check_model(config).experts is not None
+
+
+JUDGED = ("reward.weights.accuracy=1", "reward.metrics.accuracy.judge=true")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["servers={judge: {modle: x}}"], "servers.judge.modle: no such setting; the nearest is model; there are mod"),
+        (["servers={judge: {tp: 2}}"], "servers.judge.model: not set; give a Hugging Face folder, or OWNER/NAME"),
+        (["servers={judge: {model: x, tp: 3, ep: 2}}"], "servers.judge.ep=2: does not divide servers.judge.tp=3;"),
+        (
+            ["servers={judge: {model: x, replicas: 2, colocated: true}}"],
+            "servers.judge.replicas x servers.judge.tp: 2 devices, and of the trainer there are launch.nproc_per_node",
+        ),
+        (
+            ["servers={judge: {model: x, args: {tp_size: 2}}}"],
+            "servers.judge.args.tp-size: servers.judge.tp decides it; set that",
+        ),
+        (
+            ["servers={judge: {model: x}}", "user.model=served/juge"],
+            "user.model=served/juge: servers has no juge; there are judge; the nearest is judge",
+        ),
+        (
+            [*JUDGED, "reward.judge.model=served/judge"],
+            "reward.judge.model=served/judge: servers has no judge; set servers.judge.model to the model that the run",
+        ),
+        (
+            ["reward.weights.good=1", "reward.metrics.good={metric: reward_model, model: served/rm}"],
+            "reward.metrics.good.model=served/rm: servers has no rm; set servers.rm.model",
+        ),
+        (
+            ["reward.weights.reward_model=1", "reward.metrics.reward_model.model=served/reward_model"],
+            "reward.metrics.reward_model.model=served/reward_model: servers has no reward_model; set servers.",
+        ),
+    ],
+)
+def test_models_beside_the_policy_that_cannot_be(settings: list[str], said: str) -> None:
+    assert helpers.refused(*settings).startswith(said)
+
+
+def test_a_model_that_gives_scores_answers_nothing_and_one_that_gives_text_scores_nothing(tmp_path: Path) -> None:
+    for name, kind in (("rm", "Qwen2ForRewardModel"), ("chat", "Qwen2ForCausalLM")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"architectures": [kind]}))
+    served = f"servers={{rm: {{model: {tmp_path}/rm}}, chat: {{model: {tmp_path}/chat}}}}"
+    said = helpers.refused(served, *JUDGED, "reward.judge.model=served/rm")
+    assert f"servers.rm.model={tmp_path}/rm gives scores and no text; choose another" in said
+    metric = "reward.metrics.good={metric: reward_model, model: served/%s}"
+    said = helpers.refused(served, "reward.weights.good=1", metric % "chat")
+    assert said.startswith("reward.metrics.good.model=served/chat: ") and "gives no score" in said
+
+
+def test_models_beside_the_policy_have_gpus_of_their_own_or_the_trainers(machine: Machine) -> None:
+    config = configure(nproc=4, replicas=2, tp=2)
+    config.servers = {"judge": {"model": "x", "tp": 4}}
+    servers.check_servers_on_machine(config)
+    config.servers["user"] = {"model": "y"}
+    said = refused(servers.check_servers_on_machine, config)
+    assert said.startswith("servers.judge.replicas x tp, servers.user.replicas x tp: ") and "they need 9 GPUs" in said
+    config.servers["user"]["colocated"] = True
+    assert "servers.user.max_total_tokens: not set" in refused(servers.check_servers_on_machine, config)
+    config.servers["user"]["max_total_tokens"] = 4096
+    servers.check_servers_on_machine(config)
+    config.rollout.max_staleness, config.rollout.server.colocated = 1, False
+    assert refused(servers.check_servers, config).startswith("servers.user.colocated=true: rollout.max_staleness=1 ")
