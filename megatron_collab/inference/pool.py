@@ -35,6 +35,7 @@ class ServerPool:
         """
         self.servers, self.options, self._tell = servers, options, tell
         self._of, self._prefix = (f" of {model}", f"{model}_") if model else ("", "")
+        self._setting = f"servers.{model}.max_total_tokens" if model else "rollout.server.max_total_tokens"
         self._announced: list[int] = []
         self._lacked = False
         self._hopeless = ""  # why a server cannot be kept alive; raised where all ranks wait, in `ready`
@@ -47,10 +48,10 @@ class ServerPool:
         """Wait for all servers; ServerError if one cannot be had, since a first start that fails is no accident."""
         for server in self.servers:
             server.wait_healthy(self.options.start_timeout)
-            wanted = self.options.max_total_tokens
-            if wanted and (found := server.cache_tokens()) < 0.99 * wanted:  # it is rounded to pages
-                short = f"has a KV cache of {found} tokens, not of rollout.server.max_total_tokens={wanted}"
-                print(f"engine: {self._name(server)} {short}: its GPU has no more memory", flush=True)
+            found, wanted = server.cache_tokens(), self.options.max_total_tokens
+            fewer = f", not of {self._setting}={wanted}: its GPU has no more memory"
+            short = wanted is not None and found < 0.99 * wanted  # it is rounded to pages
+            print(f"engine: {self._name(server)} has a KV cache of {found} tokens{fewer if short else ''}", flush=True)
         self._present = list(self.servers)
         self._announced = [server.index for server in self.servers]
         self._release()

@@ -128,11 +128,13 @@ def prepared(config: Config) -> tuple[Config, int]:
         # The rank of each node takes no device from the servers.
         serving = replace(config, launch=replace(config.launch, nproc_per_node=0))
         if config.assistant.model:
-            prepare.read_data(config, (), trains=False)
-            server = replace(config.rollout.server, replicas=0)
-            return replace(serving, rollout=replace(config.rollout, server=server)), 0
+            serving.rollout = replace(config.rollout, server=replace(config.rollout.server, replicas=0))
         check_devices(serving)
         servers.check_servers_on_machine(serving)
+        if config.assistant.model:
+            servers.check_arguments(serving)
+            prepare.read_data(config, (), trains=False)
+            return serving, 0
         folder, checkpoint = _model(config)
         serving = replace(serving, model=replace(config.model, path=str(folder)))
         shape = validate.check_model(serving)

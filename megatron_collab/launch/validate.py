@@ -109,7 +109,7 @@ def check_settings(config: Config) -> None:
         _check_algo(config)
         check_servers(config)
         endpoints.check_settings(config)
-        _check_budget(config)
+        _check_asked_models(config)
 
 
 def check_files_of_users(config: Config) -> None:
@@ -154,8 +154,8 @@ def _check_reward(config: Config) -> None:
     reward_function(reward)
 
 
-def _check_budget(config: Config) -> None:
-    """A budget holds only where the prices are known; the run's own model and scripted users cost nothing."""
+def _check_asked_models(config: Config) -> None:
+    """What is said of users, judges and assistant before the tasks are read, some of which may name other users."""
     users = [*config.users, *(["llm"] if config.user.model else [])]
     asked = [*endpoints.of_users(config, users), *endpoints.of_judges(config), *endpoints.of_assistant(config)]
     endpoints.check_served(config, asked)

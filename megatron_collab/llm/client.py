@@ -27,9 +27,9 @@ from openai import OpenAIError
 
 from megatron_collab.config import EndpointConfig
 from megatron_collab.llm.answer import Field, LlmError, MalformedAnswer, json_schema, parse
-from megatron_collab.llm.endpoint import POLICY, SERVED, arguments, identity, token_budget, way_out
+from megatron_collab.llm.endpoint import SERVED, arguments, identity, token_budget, way_out
 from megatron_collab.llm.limiter import Ended, Line, Wish
-from megatron_collab.llm.served import Balance, ServedModel, unconnected
+from megatron_collab.llm.served import OwnServers, ServedModel, unconnected
 from megatron_collab.patches.litellm import be_quiet
 from megatron_collab.runtime.redact import redact
 
@@ -50,7 +50,6 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds
 _CHARACTERS_PER_TOKEN = 4
 _GRACE = 10.0  # seconds after its timeout when a call has ended for certain
 _LONGEST_REASON = 400  # characters
-_POLICY = f"{POLICY}/"  # the trained model, on the run's SGLang servers: no rate limit and no price
 _REFUSED = (400, 422)  # status of a server that does not support an argument, as response_format
 _supports_schema = cache(litellm.supports_response_schema)
 
@@ -99,8 +98,7 @@ class LlmClient:
         """
         be_quiet()
         self.took: dict[str, float] = {"tokens": 0, "usd": 0.0, "unpriced": 0}  # all calls so far
-        self._keys = keys
-        self._served = {name: Balance(model) for name, model in served.items()}
+        self._own = OwnServers(keys, served)
         self._line = None if limiter is None else Line(limiter)
         self._cache = cache
         self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -123,9 +121,7 @@ class LlmClient:
         """
         if sample is None or self._cache is None:
             return await self._ask(endpoint, messages, fields, others)
-        asked = identity(endpoint)
-        if str(endpoint.model).startswith(SERVED):  # its name says nothing outside of the run
-            asked["model"] = SERVED + self._served[str(endpoint.model).split("/")[1]].model.path
+        asked = {**identity(endpoint), "model": self._own.model(endpoint)}
         key = key_of({**asked, "messages": messages, "schema": json_schema(fields), "sample": sample})
         lock = self._asking.setdefault(key, asyncio.Lock())
         async with lock:  # concurrent callers with the same question find the answer in the cache
@@ -194,10 +190,10 @@ class LlmClient:
         self, endpoint: EndpointConfig, messages: Messages, fields: Sequence[Field], allowance: _Allowance
     ) -> Reply:
         """The raw answer, constrained to the JSON schema where the endpoint supports that."""
-        model = str(endpoint.model)
-        served = model.startswith(SERVED)
-        name = ("/".join(model.split("/")[:2]) if served else model, endpoint.api_base)
-        if name in self._unconstrained or not (served or endpoint.api_base or _supports_schema(endpoint.model)):
+        model = self._own.model(endpoint)
+        name = (model, endpoint.api_base)
+        supports = model.startswith(SERVED) or endpoint.api_base or _supports_schema(model)
+        if name in self._unconstrained or not supports:
             return await self._call(endpoint, messages, allowance)
         schema = {"name": "answer", "schema": json_schema(fields), "strict": True}
         form = {"type": "json_schema", "json_schema": schema}
@@ -212,32 +208,17 @@ class LlmClient:
 
     async def _call(self, endpoint: EndpointConfig, messages: Messages, allowance: _Allowance, **options: Any) -> Reply:
         """One request: the answer, once the limiter admits it."""
-        given = {**arguments(endpoint), **options}
-        with self._place(endpoint, messages) as place:
-            line = None if "seed" in place else self._line  # the run's own servers have no limits
-            return await self._ask_at({**given, **place}, line, endpoint, messages, allowance)
+        given = {**arguments(endpoint), "model": endpoint.model, "api_base": endpoint.api_base, **options}
+        with self._own.server(endpoint, messages) as own:  # which has no limits
+            return await self._request(endpoint, messages, allowance, None if own else self._line, {**given, **own})
 
-    @contextmanager
-    def _place(self, endpoint: EndpointConfig, messages: Messages) -> Iterator[dict[str, Any]]:
-        """LiteLLM's arguments that say which model, and where; on the run's own servers with the seed of the answer."""
-        model, api_base = str(endpoint.model), endpoint.api_base
-        if model.startswith(_POLICY):
-            sample = model.removeprefix(_POLICY)
-            yield _on_server(str(api_base), self._keys[str(api_base)], sample, messages)
-        elif model.startswith(SERVED):
-            name, _, sample = model.removeprefix(SERVED).partition("/")
-            with self._served[name].server(messages[0]["content"]) as (url, key):
-                yield _on_server(f"{url}/v1", key, sample, messages)
-        else:
-            yield {"model": endpoint.model, "api_base": api_base}
-
-    async def _ask_at(
+    async def _request(
         self,
-        options: dict[str, Any],
-        line: Line | None,
         endpoint: EndpointConfig,
         messages: Messages,
         allowance: _Allowance,
+        line: Line | None,
+        options: dict[str, Any],
     ) -> Reply:
         prompt = sum(len(message["content"]) for message in messages) // _CHARACTERS_PER_TOKEN
         wish = Wish(prompt + token_budget(endpoint), endpoint.timeout + _GRACE)
@@ -248,11 +229,7 @@ class LlmClient:
         try:
             with allowance.spending():
                 async with asyncio.timeout(seconds):
-                    answer = await litellm.acompletion(
-                        messages=messages,
-                        max_retries=0,
-                        **options,
-                    )
+                    answer = await litellm.acompletion(messages=messages, max_retries=0, **options)
             # Where the endpoint reports no tokens, LiteLLM gives 0, or no usage at all.
             usage = getattr(answer, "usage", None)
             tokens = (usage.total_tokens or None) if usage else None
@@ -291,13 +268,6 @@ def _correction(text: str, error: MalformedAnswer) -> Messages:
     said = [{"role": "assistant", "content": shown}] if shown.strip() else []
     wrong = f"This answer cannot be used: {error}. Answer again, with one JSON object as described and nothing else."
     return [*said, {"role": "user", "content": wrong}]
-
-
-def _on_server(api_base: str, key: str, sample: str, messages: Messages) -> dict[str, Any]:
-    """SAMPLE and the messages determine the seed, and with a deterministic server the answer."""
-    drawn = json.dumps([sample, messages]).encode()
-    seed = int.from_bytes(hashlib.blake2b(drawn, digest_size=4).digest()) >> 1
-    return {"model": "hosted_vllm/default", "api_base": api_base, "api_key": key, "seed": seed}
 
 
 def retry_after(error: Exception) -> float:

@@ -1,15 +1,20 @@
-"""The run's own servers of a model: which of them is asked, in a process that asks."""
+"""The run's own servers, as a process asks them: which of them, and with which seed."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
+
+from megatron_collab.config import EndpointConfig
+from megatron_collab.llm.endpoint import POLICY, SERVED
 
 # A server with more than this times the mean of the requests in flight gets no new conversations.
 LOAD_FACTOR = 1.25
@@ -63,6 +68,48 @@ class Balance:
             raise
         finally:
             self._in_flight[at] -= 1
+
+
+class OwnServers:
+    """Those of the policy, called policy/SAMPLE, and of models beside it: served/NAME, or served/NAME/SAMPLE.
+
+    SAMPLE tells apart the answers to the same messages.
+    """
+
+    def __init__(self, keys: Mapping[str, str], served: Mapping[str, ServedModel]) -> None:
+        """`keys`: by api_base, of the policy's servers; `served`: by NAME."""
+        self._keys = keys
+        self.balances = {name: Balance(model) for name, model in served.items()}
+
+    def model(self, endpoint: EndpointConfig) -> str:
+        """The endpoint's model by a name that lasts: where the run serves it, NAME says nothing outside of the run."""
+        model = str(endpoint.model)
+        return SERVED + self._balance(model).model.path if model.startswith(SERVED) else model
+
+    @contextmanager
+    def server(self, endpoint: EndpointConfig, messages: Sequence[Mapping[str, str]]) -> Iterator[dict[str, Any]]:
+        """LiteLLM's arguments for a call, which is made within, of one of the run's own servers; else none.
+
+        SAMPLE and the messages determine the seed, and with a deterministic server the answer.
+        """
+        model, api_base = str(endpoint.model), str(endpoint.api_base)
+        if model.startswith(f"{POLICY}/"):
+            yield _arguments(api_base, self._keys[api_base], model.removeprefix(f"{POLICY}/"), messages)
+        elif model.startswith(SERVED):
+            sample = model.removeprefix(SERVED).partition("/")[2]
+            with self._balance(model).server(messages[0]["content"]) as (url, key):
+                yield _arguments(f"{url}/v1", key, sample, messages)
+        else:
+            yield {}
+
+    def _balance(self, model: str) -> Balance:
+        return self.balances[model.removeprefix(SERVED).partition("/")[0]]
+
+
+def _arguments(api_base: str, key: str, sample: str, messages: Sequence[Mapping[str, str]]) -> dict[str, Any]:
+    drawn = json.dumps([sample, messages]).encode()
+    seed = int.from_bytes(hashlib.blake2b(drawn, digest_size=4).digest()) >> 1
+    return {"model": "hosted_vllm/default", "api_base": api_base, "api_key": key, "seed": seed}
 
 
 def unconnected(error: BaseException | None) -> bool:

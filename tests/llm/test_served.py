@@ -76,7 +76,7 @@ def test_a_server_without_connection_is_left_alone_while_another_answers(monkeyp
             client = LlmClient(served=model(gone, endpoint.port))
             for number in range(8):
                 assert await ask(client, about=str(number)) == {"score": 1}
-            balance = client._served["judge"]
+            balance = client._own.balances["judge"]
             assert balance._away[0] > 0 and balance._in_flight == [0, 0]
             late = LlmClient(served=model(gone))
             waiting = asyncio.create_task(ask(late))
