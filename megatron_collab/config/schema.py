@@ -132,6 +132,7 @@ class TrainConfig:
 class ServerConfig:
     tp: int = mutable(1, "tensor parallel size of an SGLang server", ge=1)
     ep: int = mutable(1, "expert parallel size of an SGLang server, over which experts are spread; divides tp", ge=1)
+    nnodes: int = mutable(1, "nodes over which the ranks of an SGLang server are spread", ge=1)
     fp8: bool = option(False, "servers hold the linear layers in FP8 (blocks of 128 x 128), quantised by the trainer")
     colocated: bool = mutable(True, "servers share the trainer's devices in turn with it; false: devices of their own")
     replicas: int = mutable(1, "SGLang servers; the conversations of a prompt stay on one of them", ge=1, le=10_000)

@@ -13,7 +13,7 @@ from megatron_collab.config import Config, ServedConfig, build, require
 from megatron_collab.inference.pool import ServerPool
 from megatron_collab.inference.server import ServerProcess, Serves, SGLangServer
 from megatron_collab.llm.served import ServedModel
-from megatron_collab.models.parallel_layout import servers_per_node
+from megatron_collab.models.parallel_layout import server_ranks_per_node, servers_per_node
 from megatron_collab.runtime import hub
 
 _SCORES = ("ForRewardModel", "ForSequenceClassification")  # how architectures end that give no text
@@ -42,7 +42,7 @@ def config_of(config: Config, model: ServedConfig, first_device: int) -> Config:
         config.rollout.server, tp=model.tp, ep=model.ep, replicas=model.replicas, colocated=model.colocated, fp8=False
     )
     options.max_running_requests, options.max_total_tokens = model.max_running_requests, model.max_total_tokens
-    options.args, options.port = model.args, 0
+    options.args, options.port, options.nnodes = model.args, 0, 1
     ranks = config.launch.nproc_per_node if model.colocated else first_device
     launch = replace(config.launch, nodes=1, nproc_per_node=ranks)
     found = replace(config, launch=launch, rollout=replace(config.rollout, server=options))
@@ -120,5 +120,5 @@ class ModelServers(ExitStack):
 
 def first_device(config: Config) -> int:
     """The first device of a node that neither the trainer nor the policy's servers use."""
-    server = config.rollout.server
-    return config.launch.nproc_per_node + (0 if server.colocated else servers_per_node(config) * server.tp)
+    own = 0 if config.rollout.server.colocated else servers_per_node(config) * server_ranks_per_node(config)
+    return config.launch.nproc_per_node + own

@@ -15,7 +15,7 @@ from contextlib import suppress
 from enum import Enum
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 from megatron_collab.config import Config
@@ -63,14 +63,30 @@ class Serves(Enum):
     SCORES = 2
 
 
+class Part(NamedTuple):
+    """Of a server over several nodes, what one node has: `node` counts them, `store` is where all its ranks meet."""
+
+    node: int
+    store: str
+
+
 class ServerProcess:
     """Server number `index` of the run, on this machine; it ends with the thread that started it, however that ends.
 
-    It listens at `url` on launch.interface (loopback where none is set) and requires `api_key`.
+    It listens at `url` on launch.interface (loopback where none is set) and requires `api_key`. Where the server is
+    over several nodes, this is the `part` of one; that of the first answers requests.
     """
 
     def __init__(
-        self, config: Config, log: Path, index: int, api_key: str, port: int = 0, *, serves: Serves = Serves.POLICY
+        self,
+        config: Config,
+        log: Path,
+        index: int,
+        api_key: str,
+        port: int = 0,
+        *,
+        serves: Serves = Serves.POLICY,
+        part: Part | None = None,
     ) -> None:
         """Start it; its output goes to `log`. `port`: of an earlier start. ServerError where it is busy."""
         self._config, self._log, self._index, self._api_key = config, log, index, api_key
@@ -84,27 +100,27 @@ class ServerProcess:
             raise ServerError(str(error)) from error
         self.url = f"http://{host}:{self._port}"
         log.parent.mkdir(parents=True, exist_ok=True)
-        self.start()
+        self.start(part)
 
     @property
     def pid(self) -> int:
         """Of the first process, the leader of their process group."""
         return self._process.pid
 
-    def start(self) -> None:
+    def start(self, part: Part | None = None) -> None:
         """Start it again, at the same address."""
         self._scratch = ScratchFolder()  # SGLang leaves sockets and files in the temporary folder
-        # The rendezvous of its ranks. A TCP store would listen on all interfaces without authentication.
-        store = self._scratch.path / "store"
+        # The rendezvous of its ranks. SGLang's own store would listen on all interfaces.
+        store = part.store if part else (self._scratch.path / "store").as_uri()
         written = (self._log.parent / stacks.FOLDER / self._log.stem).resolve()
         environment = _environment(self._config, self._api_key, self._index) | {
             "TMPDIR": str(self._scratch.path),
-            "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": store.as_uri(),
+            "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": store,
             STACKS_VARIABLE: str(written),
         }
         with self._log.open("ab") as output:
             self._process = subprocess.Popen(
-                _COMMAND + arguments(self._config, self.url, self._index, self._serves),
+                _COMMAND + arguments(self._config, self.url, self._index, self._serves, part),
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -129,7 +145,7 @@ class ServerProcess:
 
 
 class Process(Protocol):
-    """The processes of a server on this machine (ServerProcess) or another (remote.RemoteProcess)."""
+    """The processes of a server: on this machine (ServerProcess), another (remote.RemoteProcess), or several."""
 
     @property
     def url(self) -> str: ...
@@ -256,8 +272,10 @@ class SGLangServer:
         return text
 
 
-def arguments(config: Config, url: str, index: int, serves: Serves = Serves.POLICY) -> list[str]:
-    """SGLang's command-line arguments for server number `index` of the run, at `url`."""
+def arguments(
+    config: Config, url: str, index: int, serves: Serves = Serves.POLICY, part: Part | None = None
+) -> list[str]:
+    """SGLang's command-line arguments for server number `index` of the run, or for a part of it, at `url`."""
     server, address = config.rollout.server, urlsplit(url)
     options: dict[str, Any] = {
         "model-path": hub.folder(config.model.path),
@@ -296,6 +314,8 @@ def arguments(config: Config, url: str, index: int, serves: Serves = Serves.POLI
     if server.fp8:  # model.path is not in FP8: the weights come from the trainer
         override = json.dumps({"quantization_config": FP8_BLOCKS})
         options |= {"load-format": "dummy", "json-model-override-args": override}
+    if part:
+        options |= {"nnodes": server.nnodes, "node-rank": part.node}
     return words(options | plain(server.args))
 
 
@@ -320,6 +340,7 @@ def _environment(config: Config, api_key: str, index: int) -> dict[str, str]:
     place = index % servers_per_node(config)
     inherited = {name: value for name, value in os.environ.items() if not _TORCHRUN_VARIABLES.match(name)}
     settings = network.variables(config) | {
+        "SGLANG_HOST_IP": network.address(config),  # where ranks of a server over several nodes listen for each other
         KEY_VARIABLE: api_key,
         PARENT_VARIABLE: str(os.getpid()),
         "HF_HUB_OFFLINE": "1",  # the model is a folder

@@ -26,7 +26,8 @@ _BY_SETTING = {
     "device": "launch.device",
     "host": "launch.interface",
     "base-gpu-id gpu-id-step": "launch.nproc_per_node",
-    "port nccl-port dist-init-addr nccl-init-addr nnodes node-rank": "rollout.server.port",
+    "nnodes node-rank": "rollout.server.nnodes",
+    "port nccl-port dist-init-addr nccl-init-addr": "rollout.server.port",
 }
 _BY_SETTING_OF_POLICY = {"dtype": "model.dtype", "context-length allow-auto-truncate": "rollout.context_length"}
 # What the run relies on in any server: its processes and address, its key, the answers that its clients read.

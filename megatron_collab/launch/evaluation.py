@@ -175,8 +175,7 @@ def done(config: Config) -> bool:
 
 def check_devices(config: Config) -> None:
     """The servers have all GPUs of their node to themselves."""
-    server = config.rollout.server
-    here = parallel_layout.servers_per_node(config) * server.tp
+    here = parallel_layout.servers_per_node(config) * parallel_layout.server_ranks_per_node(config)
     if device.select(config.launch.device).type == device.GPU:
         message = f"needs more than the {device.count()} GPUs of this node; lower one of them"
         require(

@@ -25,9 +25,17 @@ def check_servers(config: Config) -> None:
     last = server.port + server.replicas - 1
     message = f"<rollout.server.port>: the last of <rollout.server.replicas> servers would have port {last}; lower it"
     check(server.port == 0 or last <= 65535, message)
+    check(
+        server.tp % server.nnodes == 0, "<rollout.server.nnodes>: does not divide <rollout.server.tp>; choose a divisor"
+    )
+    check(nodes % server.nnodes == 0, "<rollout.server.nnodes>: does not divide <launch.nodes>; choose a divisor")
     message = "<rollout.server.replicas>: is no multiple of <launch.nodes>, and every node has as many; choose one"
-    check(server.replicas % nodes == 0, message)
-    here = parallel_layout.servers_per_node(config) * server.tp
+    check(server.nnodes > 1 or server.replicas % nodes == 0, message)
+    message = (
+        "<rollout.server.replicas> x <rollout.server.nnodes>: is no multiple of <launch.nodes>; change one of them"
+    )
+    check(server.replicas * server.nnodes % nodes == 0, message)
+    here = parallel_layout.servers_per_node(config) * parallel_layout.server_ranks_per_node(config)
     check(
         nodes == 1 or not server.colocated or here <= config.launch.nproc_per_node,
         f"<rollout.server.replicas> x <rollout.server.tp> / <launch.nodes>: needs {here} devices of a node, and with "
@@ -68,7 +76,8 @@ def check_servers_on_machine(config: Config) -> None:
         return
     server, gpus = config.rollout.server, device.count()
     _check_served_on_gpus(config, gpus)
-    here = parallel_layout.servers_per_node(config) * server.tp
+    servers_here, ranks_here = parallel_layout.servers_per_node(config), parallel_layout.server_ranks_per_node(config)
+    here = servers_here * ranks_here
     nodes = " / <launch.nodes>" if config.launch.nodes > 1 else ""
     servers = f"<rollout.server.replicas> x <rollout.server.tp>{nodes}"
     if not server.colocated:
@@ -79,10 +88,10 @@ def check_servers_on_machine(config: Config) -> None:
         )
         return
     check(here <= gpus, f"{servers}: needs more than the {gpus} GPUs of this node; lower one of them")
-    alone = server.replicas <= config.launch.nodes  # then it may have devices without ranks
-    own, rest = (0, 0) if alone else divmod(config.launch.nproc_per_node, parallel_layout.servers_per_node(config))
+    alone = servers_here <= 1  # then it may have devices without ranks
+    own, rest = (0, 0) if alone else divmod(config.launch.nproc_per_node, servers_here)
     message = "each colocated server needs as many ranks of <launch.nproc_per_node>, and <rollout.server.tp> at least"
-    check(alone or (rest == 0 and server.tp <= own), f"<rollout.server.replicas>: {message}; change one of them")
+    check(alone or (rest == 0 and ranks_here <= own), f"<rollout.server.replicas>: {message}; change one of them")
     message = "<publish.transport>: NCCL joins no two ranks on one GPU, which are colocated; set publish.transport=auto"
     check(config.publish.transport == "disk" or plan.uses_memory(config), message)
     saver = device.probe("memory_saver")

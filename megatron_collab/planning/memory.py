@@ -38,7 +38,14 @@ from megatron_collab.inference import served
 from megatron_collab.launch import validate
 from megatron_collab.models import hf_config, hf_to_megatron, hf_to_sglang
 from megatron_collab.models.hf_config import ModelShape
-from megatron_collab.models.parallel_layout import first_gpu, ranks, servers_per_node, stage_layers, stages
+from megatron_collab.models.parallel_layout import (
+    first_gpu,
+    ranks,
+    server_ranks_per_node,
+    servers_per_node,
+    stage_layers,
+    stages,
+)
 from megatron_collab.runtime import device, hub
 from megatron_collab.trainer import logprobs
 from megatron_collab.trainer.megatron.config import DTYPES
@@ -142,8 +149,8 @@ def plan_memory(config: Config, shape: ModelShape) -> list[list[MemoryPart]]:
 
 def _serving(config: Config) -> set[int]:
     """The devices of a node that servers compute on."""
-    tp = config.rollout.server.tp
-    return {first_gpu(config, server) + own for server in range(servers_per_node(config)) for own in range(tp)}
+    here, ranks_here = servers_per_node(config), server_ranks_per_node(config)
+    return {first_gpu(config, server) + own for server in range(here) for own in range(ranks_here)}
 
 
 def network_parts(config: Config, shape: ModelShape, rank: int, critic: bool = False) -> list[MemoryPart]:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
 from megatron_collab.config import Config
 from megatron_collab.inference.pool import ServerPool
-from megatron_collab.inference.remote import Machines, RemoteProcess
+from megatron_collab.inference.remote import Machines, RemoteProcess, SpreadProcess
 from megatron_collab.inference.served import ModelServers, devices, first_device
-from megatron_collab.inference.server import SGLangServer
-from megatron_collab.models.parallel_layout import servers_per_node
+from megatron_collab.inference.server import Process, ServerProcess, SGLangServer
+from megatron_collab.models.parallel_layout import server_nodes, servers_per_node
 from megatron_collab.reward import metrics
 from megatron_collab.rollout.scheduler import answers
 from megatron_collab.rollout.workers import Workers, start_workers
@@ -55,8 +56,8 @@ class Servers(ExitStack):
         logs = [Path(config.run.dir) / f"sglang-{index}.log" for index in range(options.replicas)]
         sglang = f"SGLang (log: {', '.join(map(str, logs))}) and " if logs else ""  # none where another model is asked
         print(f"engine: starting {sglang}the Ray workers", flush=True)
-        here = servers_per_node(config)
-        servers = [stack.enter_context(SGLangServer(config, logs[index], index)) for index in range(here)]
+        alone = servers_per_node(config) if options.nnodes == 1 else 0  # others need Ray to start
+        servers = [stack.enter_context(SGLangServer(config, logs[index], index)) for index in range(alone)]
         device = first_device(config)
         for name, (_, model) in metrics.served_models(config).items():
             self.served.append(stack.enter_context(ModelServers(config, name, model, device)))
@@ -64,9 +65,14 @@ class Servers(ExitStack):
         stack.enter_context(ray_session(config))
         if config.launch.nodes > 1:
             addresses, machines = network.meet(config, run_store()[0]), Machines(config)
-            for index in range(here, options.replicas):
-                remote = partial(RemoteProcess, machines, addresses[index // here])
-                servers.append(stack.enter_context(SGLangServer(config, logs[index], index, remote)))
+            store = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            for index in range(alone, options.replicas):
+                places: list[Callable[..., ServerProcess | RemoteProcess]] = [
+                    partial(RemoteProcess, machines, addresses[node]) if node else ServerProcess
+                    for node in server_nodes(config, index)
+                ]
+                start: Callable[..., Process] = places[0] if len(places) == 1 else partial(SpreadProcess, places, store)
+                servers.append(stack.enter_context(SGLangServer(config, logs[index], index, start)))
         keys = [(server.url, server.api_key) for server in servers]
         self.workers = start_workers(config, keys, {each.name: each.model for each in self.served})
         self.pool = ServerPool(servers, options, self._use)

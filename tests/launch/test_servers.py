@@ -114,6 +114,25 @@ def test_gpus_are_counted_on_a_node(machine: Machine) -> None:
     assert said.startswith("rollout.server.replicas=6: is no multiple of launch.nodes=4")
 
 
+def test_a_server_over_several_nodes_has_as_many_ranks_on_each(machine: Machine) -> None:
+    config = configure(nproc=8, replicas=2, tp=16, nnodes=2)
+    config.launch.nodes = 4
+    servers.check_servers(config)
+    servers.check_servers_on_machine(config)
+    config.rollout.server.replicas = 3
+    said = refused(servers.check_servers, config)
+    assert said.startswith("rollout.server.replicas=3 x rollout.server.nnodes=2: is no multiple of launch.nodes=4; ")
+    config.rollout.server.replicas, config.rollout.server.tp = 2, 32
+    said = refused(servers.check_servers, config)
+    assert "rollout.server.tp=32 / launch.nodes=4: needs 16 devices of a node" in said
+    config.rollout.server.nnodes = 3
+    assert refused(servers.check_servers, config).startswith(
+        "rollout.server.nnodes=3: does not divide rollout.server.tp"
+    )
+    config.rollout.server.nnodes = 8
+    assert refused(servers.check_servers, config).startswith("rollout.server.nnodes=8: does not divide launch.nodes=4")
+
+
 def test_colocated_servers_on_gpus_need_the_memory_saver(machine: Machine) -> None:
     machine.saver = False
     said = refused(servers.check_servers_on_machine, configure())
@@ -241,8 +260,8 @@ JUDGED = ("reward.weights.accuracy=1", "reward.metrics.accuracy.judge=true")
         (["servers={judge: {tp: 2}}"], "servers.judge.model: not set; give a Hugging Face folder, or OWNER/NAME"),
         (["servers={judge: {model: x, tp: 3, ep: 2}}"], "servers.judge.ep=2: does not divide servers.judge.tp=3;"),
         (
-            ["servers={judge: {model: x, replicas: 2, colocated: true}}"],
-            "servers.judge.replicas x servers.judge.tp: 2 devices, and of the trainer there are launch.nproc_per_node",
+            ["servers={judge: {model: x, replicas: 3, colocated: true}}"],
+            "servers.judge.replicas x servers.judge.tp: 3 devices, and of the trainer there are launch.nproc_per_node",
         ),
         (
             ["servers={judge: {model: x, args: {tp_size: 2}}}"],
