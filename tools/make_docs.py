@@ -13,6 +13,7 @@ from omegaconf import MISSING
 
 from megatron_collab.config import CONF, Config, groups
 from megatron_collab.config.option import Declared, declared
+from megatron_collab.config.schema import ServedConfig
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.data.sources import TrainingSource
 from megatron_collab.reward import metrics
@@ -55,6 +56,13 @@ Of each set where `data.eval` is a list; see [Evaluate](../howto/evaluate.md).
 
 """
 
+_SERVERS = """
+## Entries of `servers`
+
+Models beside the policy that the run serves, by names of yours; see [Servers](../howto/servers.md).
+
+"""
+
 _METRICS = """
 ## Settings of metrics
 
@@ -71,7 +79,7 @@ _USERS = """
 
 
 def options_page() -> str:
-    """docs/reference/options.md: options by their groups, the groups of conf/, sources, sets, metrics and users."""
+    """docs/reference/options.md: options by their groups, the groups of conf/, and what has settings of its own."""
     page = _INTRODUCTION
     by_group = itertools.groupby(declared(Config), key=lambda option: option[0].partition(".")[0])
     for group, options in by_group:
@@ -81,6 +89,7 @@ def options_page() -> str:
         page += "".join(_row(f"`{group}={name}`", _comment(group, name)) for name in names)
     page += _SOURCES + _table(declared(TrainingSource))
     page += _EVALUATION + _table(declared(EvaluationSet))
+    page += _SERVERS + _table(declared(ServedConfig))
     page += _METRICS
     for name in sorted(metrics.METRICS):
         if settings := list(declared(metrics.find_metric(name).Options)):

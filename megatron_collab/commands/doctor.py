@@ -214,9 +214,9 @@ async def _call(endpoint: EndpointConfig) -> tuple[tuple[str, str, str], str | N
     """Seconds, tokens and price of one call in the form of those of a run, and what failed."""
     from megatron_collab.llm.answer import Field, LlmError
     from megatron_collab.llm.client import LlmClient
-    from megatron_collab.llm.endpoint import POLICY
+    from megatron_collab.llm.endpoint import of_run
 
-    if endpoint.model == POLICY:
+    if of_run(endpoint.model):
         return ("-", "-", "the run's own servers"), None
     client, began, fault = LlmClient(), time.monotonic(), None
     question = [{"role": "user", "content": 'Answer with this JSON object and nothing else: {"answer": "yes"}'}]

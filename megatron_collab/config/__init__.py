@@ -16,6 +16,7 @@ from megatron_collab.config.schema import (
     RewardConfig,
     RolloutConfig,
     SamplingConfig,
+    ServedConfig,
     ServerConfig,
     UserConfig,
     uses_wandb,

@@ -15,11 +15,12 @@ from omegaconf import MISSING
 from megatron_collab.config.load import leaves
 from megatron_collab.config.option import ConfigError, declared
 from megatron_collab.config.prompt import SUFFIX
-from megatron_collab.config.schema import Config
+from megatron_collab.config.schema import Config, ServedConfig
 
 # Earlier versions found every metric by its name alone; a run of them goes on with the same metric from another module.
 _NAMED = re.compile(r"reward\.metrics\.\w+\.metric")
 _OF_USERS = re.compile(r"^users\.[^.]+\.")
+_OF_SERVERS = re.compile(r"^servers\.[^.]+\.")
 SETTINGS = "config.json"  # in run.dir: the settings that the run was last started with
 _PROMPTS = "prompts"  # in it: the prompts that the settings name, with their text
 
@@ -52,11 +53,13 @@ def changes(config: Config) -> list[Change]:
     after = _flat(asdict(config))
     if credit := re.fullmatch(r"reward_to_go\((.+)\)", str(before.get("reward.turn_credit"))):  # of earlier versions
         before |= {"reward.turn_credit": "reward_to_go", "reward.turn_gamma": float(credit[1])}
-    rules = {name: (default, rule) for name, default, rule in declared(Config)}
+    rules = {f"servers.NAME.{name}": (default, rule) for name, default, rule in declared(ServedConfig)}
+    rules |= {name: (default, rule) for name, default, rule in declared(Config)}
     found = []
     for name in sorted(before.keys() | after.keys()):
-        alike = _OF_USERS.sub("user.", name)  # settings of a named user may change where those of `user` may
-        owner = alike if alike in rules else _owner(name, rules)
+        # Settings of a named user may change where those of `user` may.
+        alike = _OF_SERVERS.sub("servers.NAME.", _OF_USERS.sub("user.", name))
+        owner = alike if alike in rules else _owner(alike, rules) or _owner(name, rules)
         if owner is None:
             continue  # an option that is gone
         default, rule = rules[owner]
@@ -65,8 +68,9 @@ def changes(config: Config) -> list[Change]:
         has = after.get(name)
         if had == has or (had is None and _NAMED.fullmatch(name)):
             continue
-        # An entry of an option, as the weight of a metric, may change, but not come or go.
-        found.append(Change(name, had, has, rule.may_change and (alike == owner or None not in (had, has))))
+        # An entry of an option, as the weight of a metric, may change, but mostly not come or go.
+        stays = alike == owner or rule.comes or None not in (had, has)
+        found.append(Change(name, had, has, rule.may_change and stays))
     for name, prompt in _prompts(asdict(config)).items():
         if prompt["sha256"] != prompts.get(name, prompt)["sha256"] and before.get(name) == after[name]:
             had, has = (f"{after[name]} with SHA-256 {each['sha256'][:12]}…" for each in (prompts[name], prompt))

@@ -46,7 +46,7 @@ class Declared:
     """What an option may be. Of an option that is a dict or a list, every entry.
 
     `choices` are the allowed values; where it is `extensible`, so is `package.module:Class`. Numbers keep to the
-    bounds, and are finite. `may_change`: a run may go on with another value.
+    bounds, and are finite. `may_change`: a run may go on with another value; `comes`: with more or fewer entries too.
     """
 
     help: str
@@ -57,6 +57,7 @@ class Declared:
     le: float | None = None
     lt: float | None = None
     may_change: bool = False
+    comes: bool = False
 
     def allowed(self, separator: str = " | ") -> str:
         """The allowed values in words, as "at least 0 and below 1"; empty where every value of the type is."""

@@ -132,6 +132,7 @@ class TrainConfig:
 class ServerConfig:
     tp: int = mutable(1, "tensor parallel size of an SGLang server", ge=1)
     ep: int = mutable(1, "expert parallel size of an SGLang server, over which experts are spread; divides tp", ge=1)
+    nnodes: int = mutable(1, "nodes over which the ranks of an SGLang server are spread", ge=1)
     fp8: bool = option(False, "servers hold the linear layers in FP8 (blocks of 128 x 128), quantised by the trainer")
     colocated: bool = mutable(True, "servers share the trainer's devices in turn with it; false: devices of their own")
     replicas: int = mutable(1, "SGLang servers; the conversations of a prompt stay on one of them", ge=1, le=10_000)
@@ -139,6 +140,23 @@ class ServerConfig:
     max_running_requests: int = mutable(256, "requests a server decodes at once", ge=1)
     max_total_tokens: int | None = mutable(None, "tokens in a KV cache; required by colocated servers on GPUs", ge=1)
     start_timeout: float = mutable(600.0, "seconds until the servers must be healthy", gt=0)
+    args: dict[str, Any] = mutable(
+        {}, "other arguments of SGLang, as {schedule-policy: lpm}; true: no value", comes=True
+    )
+
+
+@dataclass
+class ServedConfig:
+    """One of `servers`: a model beside the policy."""
+
+    model: str = option("", "model: Hugging Face folder, or OWNER/NAME[@REVISION] of the Hub")
+    replicas: int = mutable(1, "SGLang servers of it, all on the first node", ge=1, le=10_000)
+    tp: int = mutable(1, "tensor parallel size of a server", ge=1)
+    ep: int = mutable(1, "expert parallel size of a server; divides tp", ge=1)
+    colocated: bool = mutable(False, "share the trainer's devices in turn with it; false: devices of their own")
+    max_running_requests: int = mutable(256, "requests a server decodes at once", ge=1)
+    max_total_tokens: int | None = mutable(None, "tokens in a KV cache; required where colocated on GPUs", ge=1)
+    args: dict[str, Any] = mutable({}, "other arguments of SGLang, as in rollout.server.args", comes=True)
 
 
 @dataclass
@@ -286,6 +304,9 @@ class Config:
     user: UserConfig = field(default_factory=UserConfig)
     users: dict[str, dict[str, Any]] = option(
         {}, "users by names of yours: class, weight and settings of user; a task names one, or draws one by weight"
+    )
+    servers: dict[str, dict[str, Any]] = option(
+        {}, "models beside the policy that the run serves, by names of yours; served/NAME is their name to LiteLLM"
     )
     assistant: AssistantConfig = field(default_factory=AssistantConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)

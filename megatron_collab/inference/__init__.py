@@ -2,5 +2,7 @@
 
 KEY_VARIABLE = "MEGATRON_COLLAB_SERVER_KEY"  # the API key: command-line arguments are visible to every user of the node
 PARENT_VARIABLE = "MEGATRON_COLLAB_SERVER_PARENT"  # id of the process whose end ends the server
+CHECK_VARIABLE = "MEGATRON_COLLAB_SERVER_CHECK"  # JSON of the settings' arguments: they are checked, nothing is served
 STACKS_VARIABLE = "MEGATRON_COLLAB_SERVER_STACKS"  # folder and name of the files with the stacks of its processes
 SCORES_FLAG = "is-embedding"  # SGLang's argument for models that give no tokens, as reward models
+MEETING = "megatron-collab"  # before :// of where the ranks of a server over several nodes meet

@@ -14,7 +14,7 @@ from megatron_collab.config import EndpointConfig, SamplingConfig
 from megatron_collab.inference.client import EngineError
 from megatron_collab.llm.answer import LlmError
 from megatron_collab.llm.client import LlmClient
-from megatron_collab.llm.endpoint import with_token_budget
+from megatron_collab.llm.endpoint import SERVED, with_token_budget
 from megatron_collab.types import Finish, Message, ToolCall, Turn
 
 UNKNOWN = -1  # the id of a token of which only the number is known
@@ -82,8 +82,10 @@ class LlmAssistant:
         seed: int,
         affinity: str,
     ) -> Turn:
-        """As Assistant says; the seed is not sent, since few endpoints know one."""
+        """As Assistant says; the seed is sent to the run's own servers alone, since few endpoints know one."""
         endpoint = with_token_budget(self.endpoint, max_new_tokens)
+        if str(endpoint.model).startswith(SERVED):
+            endpoint = replace(endpoint, model=f"{endpoint.model}/{seed}")
         if endpoint.temperature is not None:  # else it is not sent
             endpoint = replace(endpoint, temperature=sampling.temperature)
         try:

@@ -23,11 +23,20 @@ class ServerPool:
     """On rank 0. Servers are started and ended on one thread only: a server ends with the thread that started it."""
 
     def __init__(
-        self, servers: Sequence[SGLangServer], options: ServerConfig, tell: Callable[[Sequence[int]], None]
+        self,
+        servers: Sequence[SGLangServer],
+        options: ServerConfig,
+        tell: Callable[[Sequence[int]], None],
+        model: str = "",
     ) -> None:
-        """`servers` are starting. `tell` is called with the numbers of those that get requests from now on."""
+        """`servers` are starting. `tell` is called with the numbers of those that get requests from now on.
+
+        `model`: the name of theirs, where it is not the policy.
+        """
         self.servers, self.options, self._tell = servers, options, tell
-        self._announced = [server.index for server in servers]
+        self._of, self._prefix = (f" of {model}", f"{model}_") if model else ("", "")
+        self._setting = f"servers.{model}.max_total_tokens" if model else "rollout.server.max_total_tokens"
+        self._announced: list[int] = []
         self._lacked = False
         self._hopeless = ""  # why a server cannot be kept alive; raised where all ranks wait, in `ready`
         self._present: list[SGLangServer] = []
@@ -39,11 +48,12 @@ class ServerPool:
         """Wait for all servers; ServerError if one cannot be had, since a first start that fails is no accident."""
         for server in self.servers:
             server.wait_healthy(self.options.start_timeout)
-            wanted, found = self.options.max_total_tokens or 0, server.cache_tokens()
-            if found < 0.99 * wanted:  # it is rounded to pages
-                short = f"has a KV cache of {found} tokens, not of rollout.server.max_total_tokens={wanted}"
-                print(f"engine: SGLang server {server.index} {short}: its GPU has no more memory", flush=True)
+            found, wanted = server.cache_tokens(), self.options.max_total_tokens
+            fewer = f", not of {self._setting}={wanted}: its GPU has no more memory"
+            short = wanted is not None and found < 0.99 * wanted  # it is rounded to pages
+            print(f"engine: {self._name(server)} has a KV cache of {found} tokens{fewer if short else ''}", flush=True)
         self._present = list(self.servers)
+        self._announced = [server.index for server in self.servers]
         self._release()
 
     def present(self) -> list[SGLangServer]:
@@ -59,7 +69,7 @@ class ServerPool:
                 del self._deadlines[server.index]
                 self._present.append(server)
                 self._counts["back"] += 1
-                print(f"engine: SGLang server {server.index} is back (start {server.generation + 1})", flush=True)
+                print(f"engine: {self._name(server)} is back (start {server.generation + 1})", flush=True)
             elif time.monotonic() > self._deadlines[server.index]:
                 timeout = self.options.start_timeout
                 self._start_again(server, f"it was not healthy after rollout.server.start_timeout={timeout:g} s")
@@ -120,6 +130,16 @@ class ServerPool:
         self.serve()
         self.recover()
 
+    def wake(self) -> None:
+        """Have servers that are `ready`, and keep weights of their own, take all their memory and generate again."""
+
+        def go_on(server: SGLangServer) -> None:
+            if server.released:
+                server.resume("kv_cache")
+                server.ask("/continue_generation", {})
+
+        self._each(go_on, self.lost)
+
     def rest(self) -> None:
         """After a phase: have colocated servers that are present give their memory back."""
         for server in self._present:
@@ -148,7 +168,7 @@ class ServerPool:
 
     def take_counters(self) -> dict[str, float]:
         """How many servers were lost and came back since the last call, as metrics of a step."""
-        return {f"servers/{name}": float(self._counts.pop(name, 0)) for name in ("lost", "back")}
+        return {f"servers/{self._prefix}{name}": float(self._counts.pop(name, 0)) for name in ("lost", "back")}
 
     def _release(self) -> None:
         if self.options.colocated:
@@ -167,7 +187,7 @@ class ServerPool:
     def _start_again(self, server: SGLangServer, reason: str) -> None:
         self._failures[server.index] += 1
         self._deadlines.pop(server.index, None)
-        name = f"SGLang server {server.index}"
+        name = self._name(server)
         if self._failures[server.index] > STARTS:
             self._hopeless = f"{name} failed after {STARTS} new starts too: {reason}; {server.log_end()}"
             server.stop()
@@ -175,6 +195,9 @@ class ServerPool:
         print(f"engine: {name} is left out and started again: {reason}", flush=True)
         server.restart()
         self._deadlines[server.index] = time.monotonic() + self.options.start_timeout
+
+    def _name(self, server: SGLangServer) -> str:
+        return f"SGLang server {server.index}{self._of}"
 
     def _announce(self, servers: list[int]) -> None:
         self._announced = servers

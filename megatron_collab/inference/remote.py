@@ -1,9 +1,11 @@
-"""Servers on the other nodes of a run: a Ray actor on each node starts, watches and ends its server process."""
+"""Servers on other nodes of a run, or over several: a Ray actor on each node starts, watches and ends a process."""
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +17,8 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megatron_collab.config import Config
-from megatron_collab.inference.server import ServerError, ServerProcess
+from megatron_collab.inference import MEETING
+from megatron_collab.inference.server import Part, ServerError, ServerProcess
 from megatron_collab.runtime import device, network
 from megatron_collab.runtime.process import POLL_SECONDS, wait_for
 
@@ -59,14 +62,24 @@ class RemoteProcess:
     It ends with its actor, which ends with this process; where that machine has no Ray node it has ended at once.
     """
 
-    def __init__(self, machines: Machines, address: str, config: Config, log: Path, index: int, api_key: str) -> None:
+    def __init__(
+        self,
+        machines: Machines,
+        address: str,
+        config: Config,
+        log: Path,
+        index: int,
+        api_key: str,
+        *,
+        part: Part | None = None,
+    ) -> None:
         self._machines, self._address, self._timeout = machines, address, config.rollout.server.start_timeout
         # Else a machine without a driver would take its CPU where the others have GPUs.
         launch = replace(config.launch, device=device.select(config.launch.device).type)
         self._arguments = replace(config, launch=launch), log.resolve(), index, api_key
         self._nowhere = f"no node of the Ray cluster is on {address}, the address of its machine"
         self._url = ""
-        self.start()
+        self.start(part)
 
     @property
     def url(self) -> str:
@@ -84,11 +97,12 @@ class RemoteProcess:
                 raise ServerError(f"{where}: {_reason(error)}") from error
         return self._url
 
-    def start(self) -> None:
+    def start(self, part: Part | None = None) -> None:
         self._actor: Any = None
         if node := self._machines.node(self._address):
             self._actor = ray.remote(Keeper).options(num_cpus=0, max_restarts=0, **_on(node)).remote()
-            self._started = self._actor.start.remote(*self._arguments, urlsplit(self._url).port or 0)
+            port = urlsplit(self._url).port or 0
+            self._started = self._actor.start.remote(*self._arguments, port, part)
             self._end = self._actor.ended.remote(self._started)
 
     def ended(self) -> str | None:
@@ -108,11 +122,55 @@ class RemoteProcess:
             ray.kill(self._actor)  # which ends the server, too
 
 
+class SpreadProcess:
+    """A server over several nodes: its part on each of them. They start anew together, once one has ended."""
+
+    def __init__(
+        self,
+        places: Sequence[Callable[..., ServerProcess | RemoteProcess]],
+        address: str,
+        config: Config,
+        log: Path,
+        index: int,
+        api_key: str,
+    ) -> None:
+        """`places` start the process of each node, the first of which answers; `address`: HOST:PORT of a store."""
+        self._meetings = f"{MEETING}://{address}/server-{index}"
+        self._logs = [log, *(log.with_stem(f"{log.stem}-node{node}") for node in range(1, len(places)))]
+        self._parts = [
+            place(config, log, index, api_key, part=part)
+            for place, log, part in zip(places, self._logs, self._next(len(places)), strict=True)
+        ]
+
+    @property
+    def url(self) -> str:
+        return self._parts[0].url
+
+    def start(self) -> None:
+        for process, part in zip(self._parts, self._next(len(self._parts)), strict=True):
+            process.start(part)
+
+    def ended(self) -> str | None:
+        for node, (process, log) in enumerate(zip(self._parts, self._logs, strict=True)):
+            if how := process.ended():
+                return f"node {node} of its {len(self._parts)} (log: {log}): {how}"
+        return None
+
+    def stop(self) -> None:
+        for process in self._parts:
+            process.stop()
+
+    def _next(self, count: int) -> list[Part]:
+        """Of the next start, which reads nothing of what an earlier one has left in the store."""
+        meeting = f"{self._meetings}/{secrets.token_hex(8)}"
+        return [Part(node, meeting) for node in range(count)]
+
+
 class Keeper:
     """Ray actor that owns a server process; the server ends with the actor's only thread."""
 
-    async def start(self, config: Config, log: Path, index: int, api_key: str, port: int) -> str:
-        self._process = ServerProcess(config, log, index, api_key, port)
+    async def start(self, config: Config, log: Path, index: int, api_key: str, port: int, part: Part | None) -> str:
+        self._process = ServerProcess(config, log, index, api_key, port, part=part)
         return self._process.url
 
     async def ended(self, started: str) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
@@ -11,29 +9,12 @@ from typing import Any, TypeVar
 from megatron_collab.config import RolloutConfig, SamplingConfig
 from megatron_collab.inference.client import ServerGone, SGLangClient
 from megatron_collab.inference.server import UNPUBLISHED
+from megatron_collab.llm.served import choose
 from megatron_collab.types import Message, ToolCall, Turn
 
-# A server with more than this times the mean of the requests in flight gets no new conversations.
-LOAD_FACTOR = 1.25
 REMEMBERED = 100_000  # affinities; enough for many steps of a run
 
 _Answer = TypeVar("_Answer")
-
-
-def choose(affinity: str, in_flight: Sequence[int], gone: Collection[int] = ()) -> int:
-    """The server (an index, not in `gone`) for new conversations of `affinity`.
-
-    Rendezvous hashing (Thaler and Ravishankar, 1998), so that a lost server moves only its own conversations, with
-    bounded loads (Mirrokni, Thorup and Zadimoghaddam, arXiv 1608.01350).
-    """
-
-    def weight(server: int) -> bytes:
-        return hashlib.blake2b(f"{server}/{affinity}".encode(), digest_size=8).digest()
-
-    alive = [server for server in range(len(in_flight)) if server not in gone]
-    share = (sum(in_flight[server] for server in alive) + 1) / len(alive)
-    ranked = sorted(alive, key=weight, reverse=True)
-    return next(server for server in ranked if in_flight[server] < math.ceil(LOAD_FACTOR * share))
 
 
 class Router:

@@ -12,13 +12,15 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from enum import Enum
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 from megatron_collab.config import Config
-from megatron_collab.inference import KEY_VARIABLE, PARENT_VARIABLE, SCORES_FLAG, STACKS_VARIABLE
+from megatron_collab.inference import CHECK_VARIABLE, KEY_VARIABLE, PARENT_VARIABLE, SCORES_FLAG, STACKS_VARIABLE
+from megatron_collab.inference.server_args import plain, words
 from megatron_collab.models import hf_config
 from megatron_collab.models.parallel_layout import first_gpu, servers_per_node
 from megatron_collab.runtime import device, hub, network, stacks
@@ -41,6 +43,7 @@ _TORCHRUN_VARIABLES = re.compile(r"(LOCAL_|GROUP_|ROLE_|TORCHELASTIC_|MASTER_)|(
 # Of the trainer's allocator; torch-memory-saver, which moves a server's memory, works with none of them.
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "SGLANG_MEMORY_SAVER_CUDA_GRAPH")
 
+_COMMAND = [sys.executable, "-m", "megatron_collab.inference.cpu.serve"]
 _LEFT_BEHIND = re.compile(r"/dev/shm/(?:sgl_shm_mq_|sem\.mp-)\S+")
 
 MEMORY = ("kv_cache", "weights")  # that a server can release, in this order
@@ -52,21 +55,42 @@ class ServerError(RunStopped):
     """A server could not be started, has ended, or has not done what it was asked; the message says which, and why."""
 
 
+class Serves(Enum):
+    """What a server gives; POLICY alone receives weights of the trainer."""
+
+    POLICY = 0
+    TEXT = 1
+    SCORES = 2
+
+
+class Part(NamedTuple):
+    """Of a server over several nodes, what one node has: `node` counts them, `store` is where all its ranks meet."""
+
+    node: int
+    store: str
+
+
 class ServerProcess:
     """Server number `index` of the run, on this machine; it ends with the thread that started it, however that ends.
 
-    It listens at `url` on launch.interface (loopback where none is set) and requires `api_key`.
+    It listens at `url` on launch.interface (loopback where none is set) and requires `api_key`. Where the server is
+    over several nodes, this is the `part` of one; that of the first answers requests.
     """
 
     def __init__(
-        self, config: Config, log: Path, index: int, api_key: str, port: int = 0, *, scores: bool = False
+        self,
+        config: Config,
+        log: Path,
+        index: int,
+        api_key: str,
+        port: int = 0,
+        *,
+        serves: Serves = Serves.POLICY,
+        part: Part | None = None,
     ) -> None:
-        """Start it; its output goes to `log`. `port`: of an earlier start. ServerError where it is busy.
-
-        `scores`: the model gives a score of a text (inference/scoring.py), and receives no weights.
-        """
+        """Start it; its output goes to `log`. `port`: of an earlier start. ServerError where it is busy."""
         self._config, self._log, self._index, self._api_key = config, log, index, api_key
-        self._scores = scores
+        self._serves = serves
         first = config.rollout.server.port
         host, parts = network.address(config), servers_per_node(config)
         port = port or (first + index if first else 0)
@@ -76,28 +100,27 @@ class ServerProcess:
             raise ServerError(str(error)) from error
         self.url = f"http://{host}:{self._port}"
         log.parent.mkdir(parents=True, exist_ok=True)
-        self.start()
+        self.start(part)
 
     @property
     def pid(self) -> int:
         """Of the first process, the leader of their process group."""
         return self._process.pid
 
-    def start(self) -> None:
+    def start(self, part: Part | None = None) -> None:
         """Start it again, at the same address."""
         self._scratch = ScratchFolder()  # SGLang leaves sockets and files in the temporary folder
-        # The rendezvous of its ranks. A TCP store would listen on all interfaces without authentication.
-        store = self._scratch.path / "store"
+        # The rendezvous of its ranks. SGLang's own store would listen on all interfaces.
+        store = part.store if part else (self._scratch.path / "store").as_uri()
         written = (self._log.parent / stacks.FOLDER / self._log.stem).resolve()
         environment = _environment(self._config, self._api_key, self._index) | {
             "TMPDIR": str(self._scratch.path),
-            "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": store.as_uri(),
+            "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": store,
             STACKS_VARIABLE: str(written),
         }
-        command = [sys.executable, "-m", "megatron_collab.inference.cpu.serve"]
         with self._log.open("ab") as output:
             self._process = subprocess.Popen(
-                command + arguments(self._config, self.url, self._index, self._scores),
+                _COMMAND + arguments(self._config, self.url, self._index, self._serves, part),
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -122,7 +145,7 @@ class ServerProcess:
 
 
 class Process(Protocol):
-    """The processes of a server on this machine (ServerProcess) or another (remote.RemoteProcess)."""
+    """The processes of a server: on this machine (ServerProcess), another (remote.RemoteProcess), or several."""
 
     @property
     def url(self) -> str: ...
@@ -249,8 +272,10 @@ class SGLangServer:
         return text
 
 
-def arguments(config: Config, url: str, index: int, scores: bool = False) -> list[str]:
-    """SGLang's command-line arguments for server number `index` of the run, at `url`; `scores`: see ServerProcess."""
+def arguments(
+    config: Config, url: str, index: int, serves: Serves = Serves.POLICY, part: Part | None = None
+) -> list[str]:
+    """SGLang's command-line arguments for server number `index` of the run, or for a part of it, at `url`."""
     server, address = config.rollout.server, urlsplit(url)
     options: dict[str, Any] = {
         "model-path": hub.folder(config.model.path),
@@ -269,27 +294,53 @@ def arguments(config: Config, url: str, index: int, scores: bool = False) -> lis
     cache_tokens = server.max_total_tokens or (CPU_CACHE_TOKENS if on_cpu else None)
     if cache_tokens is not None:
         options["max-total-tokens"] = cache_tokens
-    flags = ["sleep-on-idle", "skip-server-warmup", *([SCORES_FLAG] if scores else [])]
+    options |= {"sleep-on-idle": True, "skip-server-warmup": True, SCORES_FLAG: serves is Serves.SCORES}
     if on_cpu:
         options |= {"device": "cpu", "attention-backend": "torch_native", "sampling-backend": "pytorch"}
-        flags += ["disable-overlap-schedule", "disable-cuda-graph", "enable-deterministic-inference"]
+        flags = ("disable-overlap-schedule", "disable-cuda-graph", "enable-deterministic-inference")
+        options |= dict.fromkeys(flags, True)
     else:
         options["base-gpu-id"] = first_gpu(config, index)
-        flags += ["enable-memory-saver"] if server.colocated else []
-        if not (scores or server.fp8) and hf_config.read(hub.folder(config.model.path) / "config.json").experts:
+        options["enable-memory-saver"] = server.colocated
+        # Weights of their own come back with the memory.
+        options["enable-weights-cpu-backup"] = server.colocated and serves is not Serves.POLICY
+        if (
+            serves is Serves.POLICY
+            and not server.fp8
+            and hf_config.read(hub.folder(config.model.path) / "config.json").experts
+        ):
             # By itself SGLang takes a kernel on Blackwell that wants gate and up in the other order.
             options["moe-runner-backend"] = "triton"
     if server.fp8:  # model.path is not in FP8: the weights come from the trainer
         override = json.dumps({"quantization_config": FP8_BLOCKS})
         options |= {"load-format": "dummy", "json-model-override-args": override}
-    pairs = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    return pairs + [f"--{flag}" for flag in flags]
+    if part:
+        options |= {"nnodes": server.nnodes, "node-rank": part.node}
+    return words(options | plain(server.args))
+
+
+def refusal(config: Config, serves: Serves = Serves.POLICY) -> str | None:
+    """Why SGLang refuses rollout.server.args, in the words of a setting; it is asked in a process of its own."""
+    given = config.rollout.server.args
+    with ScratchFolder() as scratch:
+        environment = _environment(config, "", 0) | {
+            "TMPDIR": str(scratch),
+            STACKS_VARIABLE: str(scratch / "stacks"),
+            CHECK_VARIABLE: json.dumps(given),
+        }
+        command = _COMMAND + arguments(config, f"http://{network.HOST}:{network.FIRST_PORT}", 0, serves)
+        asked = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if asked.returncode == 0:
+        return json.loads(asked.stdout.splitlines()[-1])
+    said = redact(asked.stderr).strip().splitlines()[-1:] or [f"it ended with code {asked.returncode}"]
+    return f": SGLang cannot be asked: {said[0]}"
 
 
 def _environment(config: Config, api_key: str, index: int) -> dict[str, str]:
     place = index % servers_per_node(config)
     inherited = {name: value for name, value in os.environ.items() if not _TORCHRUN_VARIABLES.match(name)}
     settings = network.variables(config) | {
+        "SGLANG_HOST_IP": network.address(config),  # where ranks of a server over several nodes listen for each other
         KEY_VARIABLE: api_key,
         PARENT_VARIABLE: str(os.getpid()),
         "HF_HUB_OFFLINE": "1",  # the model is a folder

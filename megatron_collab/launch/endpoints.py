@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_collab import patches
-from megatron_collab.config import Config, EndpointConfig, require
+from megatron_collab.config import Config, EndpointConfig, nearest, require
 from megatron_collab.data.evaluation import evaluation_sets
+from megatron_collab.inference import served
 from megatron_collab.llm import endpoint as endpoints
 from megatron_collab.reward import metrics
 from megatron_collab.rollout import users
@@ -74,8 +75,24 @@ def check_settings(config: Config) -> None:
         endpoints.check_settings(endpoint, group)
 
 
+def check_served(config: Config, asked: Sequence[AskedModel]) -> None:
+    """ConfigError for served/NAME where no model of `servers` has the name, or it is one that gives no text."""
+    for each in asked:
+        model = str(each.endpoint.model)
+        if not model.startswith(endpoints.SERVED):
+            continue
+        name, said = model.removeprefix(endpoints.SERVED), f"{each.setting}={model}"
+        there = f"there are {', '.join(config.servers)}{nearest(name, config.servers)}"
+        out = there if config.servers else f"set servers.{name}.model to the model that the run is to serve"
+        require(name in config.servers, f"{said}: servers has no {name}; {out}")
+        path = served.named(config)[name].model
+        require(
+            served.gives_text(path), f"{said}: servers.{name}.model={path} gives scores and no text; choose another"
+        )
+
+
 def check_prices(config: Config, asked: Sequence[AskedModel]) -> None:
-    """ConfigError where a budget would not hold, since a price is not known; the run's own model costs nothing."""
+    """ConfigError where a budget would not hold, since a price is not known; the run's own models cost nothing."""
     if config.llm.budget_usd is None:
         return
     patches.apply("litellm")
@@ -84,7 +101,7 @@ def check_prices(config: Config, asked: Sequence[AskedModel]) -> None:
     for each in asked:
         model = str(each.endpoint.model)
         message = f"LiteLLM has no pricing for {each.setting}={model}; choose another model, or set llm.budget_usd=null"
-        priced = model == endpoints.POLICY or model in model_cost or model.partition("/")[2] in model_cost
+        priced = endpoints.of_run(model) or model in model_cost or model.partition("/")[2] in model_cost
         require(priced, f"llm.budget_usd={config.llm.budget_usd:g}: {message}")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ from megatron_collab.config.schema import (
 )
 from megatron_collab.data import sources
 from megatron_collab.data.evaluation import EvaluationSet, evaluation_sets
-from megatron_collab.launch import endpoints, prepare, validate
+from megatron_collab.inference import served
+from megatron_collab.launch import endpoints, prepare, servers, validate
 from megatron_collab.llm.endpoint import token_budget
 from megatron_collab.models import parallel_layout
 from megatron_collab.observability import evaluations
@@ -71,6 +72,7 @@ def load(arguments: Sequence[str], defaults: Mapping[str, Any] = {}) -> Config:
         train=TrainConfig(eval_tasks=config.train.eval_tasks),
         rollout=replace(rollout, server=server, train_turns="first", max_staleness=0),
         publish=PublishConfig(),
+        servers={name: {**asdict(model), "colocated": False} for name, model in served.named(config).items()},
     )
     require(config.data.eval is not None, "data.eval: not set; give the tasks that are evaluated")
     require(bool(evaluation_sets(config)), "train.eval_tasks=0: nothing is evaluated; set it to 1 or more")
@@ -102,7 +104,7 @@ def pin(config: Config) -> None:
         raise ConfigError(" ".join(str(error).split())) from error
     sources.check_exists(config.data.eval, "data.eval", EvaluationSet)
     config.data.eval = sources.pinned(config.data.eval, "data.eval", run_dir)
-    prepare.fetch_reward_models(config)
+    prepare.fetch_served_models(config)
     given = Path(config.model.path)
     run = storage.run_of(given)
     if config.assistant.model or run is None:
@@ -126,15 +128,18 @@ def prepared(config: Config) -> tuple[Config, int]:
         # The rank of each node takes no device from the servers.
         serving = replace(config, launch=replace(config.launch, nproc_per_node=0))
         if config.assistant.model:
-            prepare.read_data(config, (), trains=False)
-            server = replace(config.rollout.server, replicas=0)
-            return replace(serving, rollout=replace(config.rollout, server=server)), 0
+            serving.rollout = replace(config.rollout, server=replace(config.rollout.server, replicas=0))
         check_devices(serving)
-        validate.check_servers_on_machine(serving)
+        servers.check_servers_on_machine(serving)
+        if config.assistant.model:
+            servers.check_arguments(serving)
+            prepare.read_data(config, (), trains=False)
+            return serving, 0
         folder, checkpoint = _model(config)
         serving = replace(serving, model=replace(config.model, path=str(folder)))
         shape = validate.check_model(serving)
-        validate.check_servers_of_model(serving, shape)
+        servers.check_servers_of_model(serving, shape)
+        servers.check_arguments(serving)
         tools = toolbox.make_tools(config.rollout)
         schemas = toolbox.schemas(tools)
         if not under_torchrun():
@@ -170,8 +175,7 @@ def done(config: Config) -> bool:
 
 def check_devices(config: Config) -> None:
     """The servers have all GPUs of their node to themselves."""
-    server = config.rollout.server
-    here = parallel_layout.servers_per_node(config) * server.tp
+    here = parallel_layout.servers_per_node(config) * parallel_layout.server_ranks_per_node(config)
     if device.select(config.launch.device).type == device.GPU:
         message = f"needs more than the {device.count()} GPUs of this node; lower one of them"
         require(

@@ -19,7 +19,7 @@ from megatron_collab.config.load import leaves
 from megatron_collab.runtime.process import LAUNCHER, global_rank
 
 _TAKEN = (
-    *("model.chat_template_args", "model.dtype", "user", "users"),
+    *("model.chat_template_args", "model.dtype", "user", "users", "servers"),
     *("rollout.max_user_turns", "rollout.max_assistant_turns", "rollout.turn", "rollout.future"),
     *("rollout.context_length", "rollout.deadline", "rollout.system_prompt", "rollout.tools", "rollout.tool_options"),
     *("rollout.mcp_servers", "rollout.tool_timeout", "rollout.tool_parser", "rollout.max_tool_calls"),

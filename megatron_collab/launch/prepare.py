@@ -8,7 +8,6 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -18,8 +17,10 @@ from megatron_collab.config import SETTINGS, Config, ConfigError, changes, requi
 from megatron_collab.config.extension import NoOptions
 from megatron_collab.data import sources
 from megatron_collab.data.evaluation import EvaluationSet, evaluation_sets
+from megatron_collab.inference.served import score_fault
 from megatron_collab.launch import endpoints
 from megatron_collab.launch.fork import fork
+from megatron_collab.launch.servers import check_arguments
 from megatron_collab.launch.validate import check_model
 from megatron_collab.reward import metrics
 from megatron_collab.rollout import users
@@ -61,6 +62,7 @@ def prepare(config: Config) -> None:
             return
         check_model(config)
         check_same_run(config)
+        check_arguments(config)
         tools = toolbox.make_tools(config.rollout) if config.train.stage == "rl" else []
         schemas = toolbox.schemas(tools)
         data = read_data(config, schemas)
@@ -111,6 +113,7 @@ def read_data(config: Config, schemas: Sequence[Mapping[str, Any]], trains: bool
         if first_on_node():  # LiteLLM is slow to import
             asked = [*endpoints.of_users(config, examples), *endpoints.of_judges(config)]
             asked += endpoints.of_assistant(config)
+            endpoints.check_served(config, asked)
             endpoints.check_prices(config, asked)
             endpoints.check_support(asked)
     return data
@@ -194,20 +197,19 @@ def _pin(config: Config) -> None:
     run_dir, data = Path(config.run.dir), config.data
     config.model.path = hub.fetched(config.model.path, "model.path", run_dir)
     if config.train.stage == "rl":
-        fetch_reward_models(config)
+        fetch_served_models(config)
     data.train = sources.pinned(data.train, "data.train", run_dir)
     data.eval = sources.pinned(data.eval, "data.eval", run_dir) if data.eval else data.eval
 
 
-def fetch_reward_models(config: Config) -> None:
-    """As `_pin`, for the models that the run serves for metrics. ConfigError for one that gives no score."""
-    for name, model in metrics.served_models(config.reward).items():
-        setting = f"reward.metrics.{name}.model"
-        path = hub.fetched(model.path, setting, Path(config.run.dir))
-        given = config.reward.metrics.get(name, {})
-        given.update({key: path for key, value in given.items() if value == model.path})
-        fault = replace(model, path=path).fault()
-        require(fault is None, f"{setting}={fault}")
+def fetch_served_models(config: Config) -> None:
+    """As `_pin`, for the models beside the policy that the run serves. ConfigError for one that gives no score."""
+    for name, (group, model) in metrics.served_models(config).items():
+        path = hub.fetched(model.model, f"{group}.model", Path(config.run.dir))
+        given = config.servers[name] if name in config.servers else config.reward.metrics.get(name, {})
+        given.update({key: path for key, value in given.items() if value == model.model})
+        fault = None if name in config.servers else score_fault(path)
+        require(fault is None, f"{group}.model={fault}")
 
 
 def check_users(config: Config, examples: Mapping[str, str]) -> None:

@@ -25,8 +25,8 @@ from megatron_collab.config import (
 from megatron_collab.config.extension import make, make_absolute
 from megatron_collab.data import sources
 from megatron_collab.data.evaluation import EvaluationSet, evaluation_sets
-from megatron_collab.inference import scoring
 from megatron_collab.launch import endpoints
+from megatron_collab.launch.servers import check_servers, check_servers_of_model, check_servers_on_machine
 from megatron_collab.models import hf_config, parallel_layout
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.reward import metrics
@@ -36,7 +36,6 @@ from megatron_collab.rollout.users import DEFAULT, split_user
 from megatron_collab.rollout.users.llm import users_prompt
 from megatron_collab.rollout.users.named import user_settings
 from megatron_collab.runtime import device, hub, network, redact
-from megatron_collab.weight_sync import plan
 
 # recipe: first compute capability that TransformerEngine 2.20 runs it on, the first that it does not, and why
 _FP8_DEVICES: dict[str, tuple[tuple[int, int], tuple[int, int], str]] = {
@@ -110,7 +109,7 @@ def check_settings(config: Config) -> None:
         _check_algo(config)
         check_servers(config)
         endpoints.check_settings(config)
-        _check_budget(config)
+        _check_asked_models(config)
 
 
 def check_files_of_users(config: Config) -> None:
@@ -155,10 +154,11 @@ def _check_reward(config: Config) -> None:
     reward_function(reward)
 
 
-def _check_budget(config: Config) -> None:
-    """A budget holds only where the prices are known; the run's own model and scripted users cost nothing."""
+def _check_asked_models(config: Config) -> None:
+    """What is said of users, judges and assistant before the tasks are read, some of which may name other users."""
     users = [*config.users, *(["llm"] if config.user.model else [])]
     asked = [*endpoints.of_users(config, users), *endpoints.of_judges(config), *endpoints.of_assistant(config)]
+    endpoints.check_served(config, asked)
     endpoints.check_prices(config, asked)
 
 
@@ -312,91 +312,3 @@ def check_layout_of_model(config: Config, shape: ModelShape) -> None:
     for setting in ("fp8_skip_first", "fp8_skip_last"):
         message = f"<model.{setting}>: a pipeline stage has {most} layers; choose at most {most}"
         check(getattr(model, setting) <= most, message)
-
-
-def check_servers(config: Config) -> None:
-    """What can be said without the model and without this machine."""
-    check = partial(require, config=config)
-    server, transport, nodes = config.rollout.server, config.publish.transport, config.launch.nodes
-    check(server.tp % server.ep == 0, "<rollout.server.ep>: does not divide <rollout.server.tp>; choose a divisor")
-    last = server.port + server.replicas - 1
-    message = f"<rollout.server.port>: the last of <rollout.server.replicas> servers would have port {last}; lower it"
-    check(server.port == 0 or last <= 65535, message)
-    message = "<rollout.server.replicas>: is no multiple of <launch.nodes>, and every node has as many; choose one"
-    check(server.replicas % nodes == 0, message)
-    here = parallel_layout.servers_per_node(config) * server.tp
-    check(
-        nodes == 1 or not server.colocated or here <= config.launch.nproc_per_node,
-        f"<rollout.server.replicas> x <rollout.server.tp> / <launch.nodes>: needs {here} devices of a node, and with "
-        "<rollout.server.colocated> there are <launch.nproc_per_node>; lower one of them",
-    )
-    message = "<parallel.offload>: makes room for colocated servers; set parallel.offload=false"
-    check(server.colocated or not config.parallel.offload, message)
-    message = "<publish.transport>: on <launch.nodes> needs rollout.server.colocated=true; set one of them"
-    check(transport != "memory" or nodes == 1 or server.colocated, message)
-    message = f"<rollout.server.fp8>: needs model.dtype=bfloat16, not {config.model.dtype}; set one of them"
-    check(not server.fp8 or config.model.dtype == "bfloat16", message)
-    message = "<publish.transport>: carries no FP8, which <rollout.server.fp8> needs; set publish.transport=auto"
-    check(not server.fp8 or transport != "disk", message)
-    in_turn = config.rollout.max_staleness == 0
-    message = "<rollout.max_staleness>: servers need devices of their own; set rollout.server.colocated=false, or 0"
-    check(in_turn or not server.colocated, message)
-    message = "<rollout.max_staleness>: needs an importance correction; set algo.correction=truncated, or 0"
-    check(in_turn or config.algo.correction != "none", message)
-
-
-def check_servers_on_machine(config: Config) -> None:
-    """The devices and libraries that the servers need."""
-    check = partial(require, config=config)
-    if config.train.stage != "rl":
-        return
-    on_gpus = device.select(config.launch.device).type == device.GPU
-    if config.rollout.server.fp8:
-        # Before Ada SGLang repacks FP8 weights for a kernel without FP8 units; from Blackwell on it changes scales.
-        found = device.capability() if on_gpus else None
-        shown = "one of {}.{}".format(*found) if found else "none"
-        check(
-            found is not None and (8, 9) <= found < (10, 0),
-            f"<rollout.server.fp8>: needs GPUs of compute capability 8.9 to below 10.0, here is {shown}; turn it off",
-        )
-    if not on_gpus:
-        return
-    server, gpus = config.rollout.server, device.count()
-    served = metrics.served_models(config.reward)
-    needed = scoring.first_device(config) + sum(model.replicas * model.tp for model in served.values())
-    message = f"with the trainer and the policy's servers they need {needed} GPUs of a node, and there are {gpus}"
-    names = ", ".join(f"reward.metrics.{name}.replicas x tp" for name in served)
-    require(not served or needed <= gpus, f"{names}: {message}; lower one of them, or give url")
-    here = parallel_layout.servers_per_node(config) * server.tp
-    nodes = " / <launch.nodes>" if config.launch.nodes > 1 else ""
-    servers = f"<rollout.server.replicas> x <rollout.server.tp>{nodes}"
-    if not server.colocated:
-        check(
-            config.launch.nproc_per_node + here <= gpus,
-            f"{servers}: with <rollout.server.colocated> they need GPUs beside <launch.nproc_per_node>, more than the "
-            f"{gpus} of this node; lower one of them, or set rollout.server.colocated=true",
-        )
-        return
-    check(here <= gpus, f"{servers}: needs more than the {gpus} GPUs of this node; lower one of them")
-    alone = server.replicas <= config.launch.nodes  # then it may have devices without ranks
-    own, rest = (0, 0) if alone else divmod(config.launch.nproc_per_node, parallel_layout.servers_per_node(config))
-    message = "each colocated server needs as many ranks of <launch.nproc_per_node>, and <rollout.server.tp> at least"
-    check(alone or (rest == 0 and server.tp <= own), f"<rollout.server.replicas>: {message}; change one of them")
-    message = "<publish.transport>: NCCL joins no two ranks on one GPU, which are colocated; set publish.transport=auto"
-    check(config.publish.transport == "disk" or plan.uses_memory(config), message)
-    saver = device.probe("memory_saver")
-    message = f"needs torch-memory-saver ({saver.detail}); install it, or set rollout.server.colocated=false"
-    check(saver.found, f"<rollout.server.colocated>: {message}")
-    message = "not set, and colocated servers would take the memory of the trainer; set what doctor --plan has room for"
-    check(server.max_total_tokens is not None, f"rollout.server.max_total_tokens: {message}")
-
-
-def check_servers_of_model(config: Config, shape: ModelShape) -> None:
-    """The sizes of the model against the layout of a server."""
-    check = partial(require, config=config)
-    message = f"<rollout.context_length>: the model has {shape.max_positions} positions; choose at most as many"
-    check(config.rollout.context_length <= shape.max_positions, message)
-    layout = plan.server_layout(config)
-    check(layout.ep == 1 or shape.experts is not None, "<rollout.server.ep>: the model has no experts; set 1")
-    fault = plan.layout_fault(shape, plan.trainer_layout(config), layout)
-    require(fault is None, fault or "")

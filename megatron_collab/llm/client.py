@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
-import httpx
 import litellm
 from filelock import FileLock
 from litellm._internal_context import is_internal_call
@@ -28,8 +27,9 @@ from openai import OpenAIError
 
 from megatron_collab.config import EndpointConfig
 from megatron_collab.llm.answer import Field, LlmError, MalformedAnswer, json_schema, parse
-from megatron_collab.llm.endpoint import POLICY, arguments, identity, token_budget, way_out
+from megatron_collab.llm.endpoint import SERVED, arguments, identity, token_budget, way_out
 from megatron_collab.llm.limiter import Ended, Line, Wish
+from megatron_collab.llm.served import OwnServers, ServedModel, unconnected
 from megatron_collab.patches.litellm import be_quiet
 from megatron_collab.runtime.redact import redact
 
@@ -50,7 +50,6 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds
 _CHARACTERS_PER_TOKEN = 4
 _GRACE = 10.0  # seconds after its timeout when a call has ended for certain
 _LONGEST_REASON = 400  # characters
-_POLICY = f"{POLICY}/"  # the trained model, on the run's SGLang servers: no rate limit and no price
 _REFUSED = (400, 422)  # status of a server that does not support an argument, as response_format
 _supports_schema = cache(litellm.supports_response_schema)
 
@@ -86,11 +85,20 @@ def key_of(question: dict[str, Any]) -> str:
 class LlmClient:
     """Asks language models as `limiter` admits, one a process; answers to questions with a `sample` are in `cache`."""
 
-    def __init__(self, limiter: Any = None, cache: Cache | None = None, keys: Mapping[str, str] = {}) -> None:
-        """`limiter`: the handle of a Limiter; none: no limits. `keys`: by api_base, of the servers of policy/SAMPLE."""
+    def __init__(
+        self,
+        limiter: Any = None,
+        cache: Cache | None = None,
+        keys: Mapping[str, str] = {},
+        served: Mapping[str, ServedModel] = {},
+    ) -> None:
+        """`limiter`: the handle of a Limiter; none: no limits. `keys`: by api_base, of the servers of policy/SAMPLE.
+
+        `served`: by NAME, the models called served/NAME, or served/NAME/SAMPLE where answers to the same differ.
+        """
         be_quiet()
         self.took: dict[str, float] = {"tokens": 0, "usd": 0.0, "unpriced": 0}  # all calls so far
-        self._keys = keys
+        self._own = OwnServers(keys, served)
         self._line = None if limiter is None else Line(limiter)
         self._cache = cache
         self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -113,7 +121,8 @@ class LlmClient:
         """
         if sample is None or self._cache is None:
             return await self._ask(endpoint, messages, fields, others)
-        key = key_of({**identity(endpoint), "messages": messages, "schema": json_schema(fields), "sample": sample})
+        asked = {**identity(endpoint), "model": self._own.model(endpoint)}
+        key = key_of({**asked, "messages": messages, "schema": json_schema(fields), "sample": sample})
         lock = self._asking.setdefault(key, asyncio.Lock())
         async with lock:  # concurrent callers with the same question find the answer in the cache
             answer = self._cache.get(key)
@@ -165,7 +174,7 @@ class LlmClient:
                 # Timeouts, lost connections, rate limits and faults of the server may pass.
                 if status is not None and status < 500 and status not in (408, 409, 429):
                     break
-                tries -= _away(error) and not others
+                tries -= unconnected(error) and not others
                 pause = retry_after(error) + random.uniform(0, longest)
             longest = min(_LONGEST_PAUSE, 2 * longest)
             if tries == endpoint.attempts or pause >= allowance.left:
@@ -181,8 +190,10 @@ class LlmClient:
         self, endpoint: EndpointConfig, messages: Messages, fields: Sequence[Field], allowance: _Allowance
     ) -> Reply:
         """The raw answer, constrained to the JSON schema where the endpoint supports that."""
-        name = (str(endpoint.model), endpoint.api_base)
-        if name in self._unconstrained or not (endpoint.api_base or _supports_schema(endpoint.model)):
+        model = self._own.model(endpoint)
+        name = (model, endpoint.api_base)
+        supports = model.startswith(SERVED) or endpoint.api_base or _supports_schema(model)
+        if name in self._unconstrained or not supports:
             return await self._call(endpoint, messages, allowance)
         schema = {"name": "answer", "schema": json_schema(fields), "strict": True}
         form = {"type": "json_schema", "json_schema": schema}
@@ -197,13 +208,18 @@ class LlmClient:
 
     async def _call(self, endpoint: EndpointConfig, messages: Messages, allowance: _Allowance, **options: Any) -> Reply:
         """One request: the answer, once the limiter admits it."""
-        line, options = self._line, {**arguments(endpoint), "model": endpoint.model, **options}
-        if str(endpoint.model).startswith(_POLICY):
-            # SAMPLE and the messages determine the seed, and with a deterministic server the answer.
-            drawn = json.dumps([str(endpoint.model)[len(_POLICY) :], messages]).encode()
-            seed = int.from_bytes(hashlib.blake2b(drawn, digest_size=4).digest()) >> 1
-            key = self._keys[str(endpoint.api_base)]
-            line, options = None, {**options, "model": "hosted_vllm/default", "api_key": key, "seed": seed}
+        given = {**arguments(endpoint), "model": endpoint.model, "api_base": endpoint.api_base, **options}
+        with self._own.server(endpoint, messages) as own:  # which has no limits
+            return await self._request(endpoint, messages, allowance, None if own else self._line, {**given, **own})
+
+    async def _request(
+        self,
+        endpoint: EndpointConfig,
+        messages: Messages,
+        allowance: _Allowance,
+        line: Line | None,
+        options: dict[str, Any],
+    ) -> Reply:
         prompt = sum(len(message["content"]) for message in messages) // _CHARACTERS_PER_TOKEN
         wish = Wish(prompt + token_budget(endpoint), endpoint.timeout + _GRACE)
         number = await line.begin(wish) if line else 0
@@ -213,12 +229,7 @@ class LlmClient:
         try:
             with allowance.spending():
                 async with asyncio.timeout(seconds):
-                    answer = await litellm.acompletion(
-                        messages=messages,
-                        api_base=endpoint.api_base,
-                        max_retries=0,
-                        **options,
-                    )
+                    answer = await litellm.acompletion(messages=messages, max_retries=0, **options)
             # Where the endpoint reports no tokens, LiteLLM gives 0, or no usage at all.
             usage = getattr(answer, "usage", None)
             tokens = (usage.total_tokens or None) if usage else None
@@ -257,13 +268,6 @@ def _correction(text: str, error: MalformedAnswer) -> Messages:
     said = [{"role": "assistant", "content": shown}] if shown.strip() else []
     wrong = f"This answer cannot be used: {error}. Answer again, with one JSON object as described and nothing else."
     return [*said, {"role": "user", "content": wrong}]
-
-
-def _away(error: BaseException | None) -> bool:
-    """Whether the connection failed, which LiteLLM reports as a server error."""
-    while error is not None and not isinstance(error, httpx.ConnectError):
-        error = error.__cause__ or error.__context__
-    return error is not None
 
 
 def retry_after(error: Exception) -> float:

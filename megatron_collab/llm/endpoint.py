@@ -16,6 +16,7 @@ from megatron_collab.patches.litellm import be_quiet
 
 ENVIRONMENT = "os.environ/"  # before the name of a variable, as in LiteLLM's own settings
 POLICY = "policy"  # the trained model, on the run's SGLang servers
+SERVED = "served/"  # before the name of one of `servers`, models that the run serves beside it
 
 _SAMPLING = ("temperature", "top_p", "reasoning_effort")  # not sent where they are null
 _TAKEN = {  # of LiteLLM's arguments, those that are no matter of `extra`, and what is
@@ -36,6 +37,11 @@ _KEYED = (  # public services that let nobody in without a key
 _KEYED_EVERYWHERE = ("anthropic", "gemini", "openai")  # for which LiteLLM sends nothing to any address without a key
 _KEY = re.compile(r"KEY|TOKEN")
 _SECRET = re.compile(r"((?<!cache[_-])key|token|secret|password|authorization|cookie|credentials)$", re.IGNORECASE)
+
+
+def of_run(model: str | None) -> bool:
+    """Whether the run itself serves the model called so: without keys, rate limits and prices."""
+    return model is not None and (model == POLICY or model.startswith(SERVED))
 
 
 def arguments(endpoint: EndpointConfig) -> dict[str, Any]:
@@ -111,7 +117,7 @@ def check_support(endpoint: EndpointConfig, setting: str, group: str) -> None:
 
     It needs no network: LiteLLM translates the arguments as it will for each call, with its own table of models.
     """
-    if endpoint.model == POLICY:
+    if of_run(endpoint.model):
         return
     from litellm.utils import get_optional_params  # which takes seconds
 
@@ -141,7 +147,7 @@ def check_access(endpoint: EndpointConfig, setting: str, group: str) -> None:
     A key is asked for only where there is no other way in. Clouds (Azure, Bedrock, Vertex AI, …) know users by their
     machine too, and a server at api_base, or headers, may do without one, unless LiteLLM sends nothing without a key.
     """
-    if endpoint.model == POLICY:
+    if of_run(endpoint.model):
         return
     from litellm import validate_environment
 

@@ -27,19 +27,31 @@ def ranks(config: Config) -> int:
 
 
 def servers_per_node(config: Config) -> int:
-    """SGLang servers on each node; server i is on node i // this."""
-    return config.rollout.server.replicas // config.launch.nodes
+    """SGLang servers that each node has, or has a part of."""
+    return config.rollout.server.replicas * config.rollout.server.nnodes // config.launch.nodes
+
+
+def server_nodes(config: Config, server: int) -> range:
+    """The nodes of server `server`, in the order of its ranks; as many servers as a node has share them."""
+    count = config.rollout.server.nnodes
+    first = server // servers_per_node(config) * count
+    return range(first, first + count)
+
+
+def server_ranks_per_node(config: Config) -> int:
+    """Ranks of a server on each of its nodes."""
+    return config.rollout.server.tp // config.rollout.server.nnodes
 
 
 def first_gpu(config: Config, server: int) -> int:
-    """The device, of its node, of rank 0 of server `server`, whose other ranks have those that follow.
+    """The device, of each of its nodes, of the first rank that server `server` has there; others have the next ones.
 
     Colocated servers are spread over the devices of the trainer, so that each stands with as many of its ranks.
     """
     here, launch, options = servers_per_node(config), config.launch, config.rollout.server
     if options.colocated:
         return server % here * (launch.nproc_per_node // here)
-    return launch.nproc_per_node + server % here * options.tp
+    return launch.nproc_per_node + server % here * server_ranks_per_node(config)
 
 
 def alignment(config: Config) -> tuple[int, int]:

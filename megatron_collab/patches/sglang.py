@@ -201,7 +201,7 @@ PATCHES = (
         why="Their heads have a bias that no checkpoint fills: scores are off by a constant, another in each server.",
         upstream="sglang/srt/models/qwen3_classification.py, qwen2_classification.py",
         until="SGLang makes them without a bias, as transformers does",
-        test="tests/inference/test_scoring.py::test_every_server_scores_as_transformers_does",
+        test="tests/inference/test_served.py::test_every_server_scores_as_transformers_does",
         uses=(
             "sglang.srt.models.qwen2_classification.Qwen2ForSequenceClassification.load_weights",
             "sglang.srt.models.qwen3_classification.Qwen3ForSequenceClassification.load_weights",

@@ -28,16 +28,24 @@ Korthikanti et al. 2022 (arXiv:2205.05198), section 4, count the same way for a 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
 from megatron_collab.config import CONF, Config, ConfigError, compose
+from megatron_collab.inference import served
 from megatron_collab.launch import validate
-from megatron_collab.models import hf_to_megatron, hf_to_sglang
+from megatron_collab.models import hf_config, hf_to_megatron, hf_to_sglang
 from megatron_collab.models.hf_config import ModelShape
-from megatron_collab.models.parallel_layout import first_gpu, ranks, servers_per_node, stage_layers, stages
+from megatron_collab.models.parallel_layout import (
+    first_gpu,
+    ranks,
+    server_ranks_per_node,
+    servers_per_node,
+    stage_layers,
+    stages,
+)
 from megatron_collab.runtime import device, hub
 from megatron_collab.trainer import logprobs
 from megatron_collab.trainer.megatron.config import DTYPES
@@ -69,18 +77,34 @@ def read_run(overrides: Sequence[str]) -> tuple[Config, ModelShape]:
     """
     config = compose(overrides)
     validate.check_settings(config)
-    path = config.model.path
+    return config, validate.check_model(config, _description(config.model.path, "model.path"))
+
+
+def _description(path: str, setting: str) -> Path:
+    """The config.json of a model: in its folder, in conf/shapes or, of a name in neither, from the Hub. ConfigError."""
     name = Path(path).name.partition("@")[0]
     for file in (hub.folder(path) / "config.json", CONF / "shapes" / f"{name}.json"):
         if file.is_file():
-            return config, validate.check_model(config, file)
+            return file
     if hub.named(path):
-        file = hub.download(path, "model.path", patterns=["config.json"]) / "config.json"
-        return config, validate.check_model(config, file)
+        return hub.download(path, setting, patterns=["config.json"]) / "config.json"
     raise ConfigError(
-        f"model.path={path}: neither {path}/config.json nor conf/shapes/{name}.json exists; give the folder of a "
+        f"{setting}={path}: neither {path}/config.json nor conf/shapes/{name}.json exists; give the folder of a "
         "Hugging Face model or a name of the Hub, or save its config.json in conf/shapes"
     )
+
+
+def _beside(config: Config) -> Iterator[tuple[str, Config, ModelShape]]:
+    """Models of `servers` on the trainer's devices: name, settings as if it were the policy, shape. ConfigError."""
+    for name, model in served.named(config).items():
+        if not model.colocated:
+            continue
+        try:
+            shape = hf_config.read(_description(model.model, f"servers.{name}.model"))
+        except ValueError as error:
+            setting = f"servers.{name}.model={model.model}"
+            raise ConfigError(f"{setting}: cannot be counted: {error}; plan without servers.{name}") from error
+        yield name, served.config_of(config, model, 0), shape
 
 
 def plan_memory(config: Config, shape: ModelShape) -> list[list[MemoryPart]]:
@@ -90,6 +114,7 @@ def plan_memory(config: Config, shape: ModelShape) -> list[list[MemoryPart]]:
     """
     parallel = config.parallel
     gpus, sampling = ranks(config), config.train.stage == "rl"
+    beside = list(_beside(config)) if sampling else []
     # On a context parallel rank; a sequence above the budget is a micro-batch of its own.
     longest = -(-config.rollout.context_length // parallel.cp) if sampling else 0
     tokens = max(config.train.tokens_per_micro_batch, longest)
@@ -106,8 +131,7 @@ def plan_memory(config: Config, shape: ModelShape) -> list[list[MemoryPart]]:
         # Pipeline stages take a node's devices in order: all ranks of the first, then the second.
         launch, server = config.launch, config.rollout.server
         taken = {rank * gpus // parallel.pp % launch.nproc_per_node + own for own in range(gpus // parallel.pp)}
-        serving = {first_gpu(config, one) + own for one in range(servers_per_node(config)) for own in range(server.tp)}
-        if sampling and server.colocated and taken & serving:
+        if sampling and server.colocated and taken & _serving(config):
             weights = server_weights(config, shape)
             buckets = sync_buckets(config, weights)
             parts += [
@@ -115,8 +139,18 @@ def plan_memory(config: Config, shape: ModelShape) -> list[list[MemoryPart]]:
                 MemoryPart("server: KV cache", 0.0, kv_cache(config, shape)),
                 MemoryPart("weight sync buckets", buckets, buckets),
             ]
+        for name, theirs, its in beside if rank * gpus // parallel.pp < launch.nproc_per_node else ():  # first node
+            if taken & _serving(theirs):
+                parts.append(MemoryPart(f"{name}: weights", 0.0, server_weights(theirs, its)))
+                parts.append(MemoryPart(f"{name}: KV cache", 0.0, kv_cache(theirs, its)))
         found.append(parts)
     return found
+
+
+def _serving(config: Config) -> set[int]:
+    """The devices of a node that servers compute on."""
+    here, ranks_here = servers_per_node(config), server_ranks_per_node(config)
+    return {first_gpu(config, server) + own for server in range(here) for own in range(ranks_here)}
 
 
 def network_parts(config: Config, shape: ModelShape, rank: int, critic: bool = False) -> list[MemoryPart]:

@@ -11,7 +11,7 @@ from math import prod
 from megatron_collab.config import Config
 from megatron_collab.models import hf_to_megatron
 from megatron_collab.models.hf_config import ModelShape
-from megatron_collab.models.parallel_layout import first_gpu, ranks, servers_per_node
+from megatron_collab.models.parallel_layout import first_gpu, ranks, server_nodes, server_ranks_per_node
 from megatron_collab.weight_sync.node_routing import places_of
 from megatron_collab.weight_sync.plan import Slice, SyncPlan, uses_memory
 
@@ -66,8 +66,8 @@ def sync_cost(config: Config, shape: ModelShape, plan: SyncPlan, bandwidths: Map
         for target, bucket in enumerate(row):
             cuts = [Sharding.SAME if _block(target, piece) in same else Sharding.OTHER for piece in bucket.slices]
             for server in servers:
-                device, place = _device(config, server, target), places.of_server(server)
-                first = place * places.servers
+                device, place = _device(config, server, target), places.of_server(server, target)
+                first = places.first_server(place)
                 copied = _device(config, first, target) if uses_memory(config) and server != first else None
                 sizes: Counter[tuple[int, Sharding]] = Counter()
                 for piece, cut in zip(bucket.slices, cuts, strict=True):
@@ -92,8 +92,9 @@ def _device(config: Config, server: int, rank: int) -> int:
     options = config.rollout.server
     if not options.colocated:
         return ranks(config) + server * options.tp + rank
-    node = server // servers_per_node(config)
-    return node * config.launch.nproc_per_node + first_gpu(config, server) + rank
+    part, own = divmod(rank, server_ranks_per_node(config))
+    node = server_nodes(config, server)[part]
+    return node * config.launch.nproc_per_node + first_gpu(config, server) + own
 
 
 def _link(config: Config, source: int, device: int) -> Bandwidth:

@@ -16,6 +16,7 @@ from ray.exceptions import RayActorError
 
 from megatron_collab import patches
 from megatron_collab.config import Config, RewardConfig
+from megatron_collab.llm.served import ServedModel
 from megatron_collab.reward import metrics
 from megatron_collab.runtime import stacks
 from megatron_collab.types import Conversation, Ending, Missing, Score, Task
@@ -42,12 +43,10 @@ _Jobs = dict[asyncio.Future[Scores], Job]
 class RewardWorker:
     """Applies the metrics of `reward.weights`; runs as a Ray actor."""
 
-    def __init__(
-        self, config: Config, name: str | None = None, servers: Mapping[str, Sequence[tuple[str, str]]] | None = None
-    ) -> None:
+    def __init__(self, config: Config, name: str | None = None, served: Mapping[str, ServedModel] = {}) -> None:
         """`name`: of the file with this process's stacks; None where the worker shares a process.
 
-        `servers`: by metric, address and key of each server of its model.
+        `served`: by name, the models that the run serves.
         """
         if name:
             stacks.register(Path(config.run.dir) / stacks.FOLDER, name)
@@ -63,11 +62,12 @@ class RewardWorker:
             from megatron_collab.llm.client import Cache, LlmClient
 
             folder = Path(config.llm.cache) if config.llm.cache else Path(config.run.dir) / "llm_cache"
-            judge = metrics.Judge(LlmClient(ray.get_actor(limiter.NAME), Cache(folder)), reward.judge)
+            client = LlmClient(ray.get_actor(limiter.NAME), Cache(folder), served=served)
+            judge = metrics.Judge(client, reward.judge)
         self.timeout = reward.timeout
         self.metrics = {name: kind(options, judge) for name, (kind, options) in kinds.items()}
-        for metric, addresses in (servers or {}).items():
-            self.metrics[metric].servers = addresses
+        for metric, model in metrics.scorers(reward).items() if served else ():
+            self.metrics[metric].servers = served[model].addresses
         # Per metric: a slow one delays no other.
         self._places = {name: asyncio.Semaphore(reward.concurrency) for name in kinds}
 

@@ -126,7 +126,7 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
 
     def _restore(self) -> None:
         """No server is left: wait for some, and give them the weights of the version that they had; collective."""
-        self.servers.wait_for_scores()
+        self.servers.wait_for_served()
         if from_leader(lambda: self._pool.lost_all()):
             assert self.weights.version is not None
             self.weights.sync(self.weights.version)

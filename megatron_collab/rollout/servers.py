@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
 from megatron_collab.config import Config
 from megatron_collab.inference.pool import ServerPool
-from megatron_collab.inference.remote import Machines, RemoteProcess
-from megatron_collab.inference.scoring import ScoringServers, first_device
-from megatron_collab.inference.server import SGLangServer
-from megatron_collab.models.parallel_layout import servers_per_node
+from megatron_collab.inference.remote import Machines, RemoteProcess, SpreadProcess
+from megatron_collab.inference.served import ModelServers, devices, first_device
+from megatron_collab.inference.server import Process, ServerProcess, SGLangServer
+from megatron_collab.models.parallel_layout import server_nodes, servers_per_node
 from megatron_collab.reward import metrics
 from megatron_collab.rollout.scheduler import answers
 from megatron_collab.rollout.workers import Workers, start_workers
@@ -37,7 +38,7 @@ class Servers(ExitStack):
         self.config = config
         self.pool: ServerPool | None = None
         self.workers: Workers | None = None
-        self.scoring: list[ScoringServers] = []
+        self.served: list[ModelServers] = []
 
     def __enter__(self) -> Servers:
         """RunStopped where servers, Ray nodes or the ranks of other nodes do not start in time."""
@@ -55,24 +56,28 @@ class Servers(ExitStack):
         logs = [Path(config.run.dir) / f"sglang-{index}.log" for index in range(options.replicas)]
         sglang = f"SGLang (log: {', '.join(map(str, logs))}) and " if logs else ""  # none where another model is asked
         print(f"engine: starting {sglang}the Ray workers", flush=True)
-        here = servers_per_node(config)
-        servers = [stack.enter_context(SGLangServer(config, logs[index], index)) for index in range(here)]
+        alone = servers_per_node(config) if options.nnodes == 1 else 0  # others need Ray to start
+        servers = [stack.enter_context(SGLangServer(config, logs[index], index)) for index in range(alone)]
         device = first_device(config)
-        for name, model in metrics.served_models(config.reward).items():
-            self.scoring.append(stack.enter_context(ScoringServers(config, name, model, device)))
-            device += model.replicas * model.tp
+        for name, (_, model) in metrics.served_models(config).items():
+            self.served.append(stack.enter_context(ModelServers(config, name, model, device)))
+            device += devices(model)
         stack.enter_context(ray_session(config))
         if config.launch.nodes > 1:
             addresses, machines = network.meet(config, run_store()[0]), Machines(config)
-            for index in range(here, options.replicas):
-                remote = partial(RemoteProcess, machines, addresses[index // here])
-                servers.append(stack.enter_context(SGLangServer(config, logs[index], index, remote)))
+            store = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            for index in range(alone, options.replicas):
+                places: list[Callable[..., ServerProcess | RemoteProcess]] = [
+                    partial(RemoteProcess, machines, addresses[node]) if node else ServerProcess
+                    for node in server_nodes(config, index)
+                ]
+                start: Callable[..., Process] = places[0] if len(places) == 1 else partial(SpreadProcess, places, store)
+                servers.append(stack.enter_context(SGLangServer(config, logs[index], index, start)))
         keys = [(server.url, server.api_key) for server in servers]
-        self.workers = start_workers(config, keys, {each.name: each.addresses for each in self.scoring})
+        self.workers = start_workers(config, keys, {each.name: each.model for each in self.served})
         self.pool = ServerPool(servers, options, self._use)
-        self.pool.begin()
-        for scoring in self.scoring:
-            scoring.wait_healthy()
+        for pool in self._pools():
+            pool.begin()
         urls = f" ({', '.join(server.url for server in servers)})" if servers else ""
         print(f"engine: ready after {time.monotonic() - began:.0f} s{urls}", flush=True)
 
@@ -84,24 +89,19 @@ class Servers(ExitStack):
         answers(asked, self.config.launch.timeout / 2)
 
     def lost_all(self) -> bool:
-        """Whether there was a time when the policy, since `recover`, or a reward model had no server left; on rank 0.
+        """Whether there was a time when the policy, since `recover`, or another model had no server left; on rank 0.
 
         Servers that have ended are started again. Cheap.
         """
-        assert self.pool
-        for scoring in self.scoring:
-            scoring.watch()
-        return self.pool.lost_all() or any(scoring.lost_all for scoring in self.scoring)
+        return any([pool.lost_all() for pool in self._pools()])  # all of them are looked at
 
-    def wait_for_scores(self) -> None:
-        """Return once a server of every reward model scores, those started again that have ended; collective."""
-        for scoring in self.scoring:
-            scoring.watch()
-        wait_until(lambda: all(scoring.ready(self.config.launch.timeout / 4) for scoring in self.scoring))
+    def wait_for_served(self) -> None:
+        """Return once a server of every model beside the policy answers, with its memory; collective."""
+        wait_until(lambda: all(model.ready(self.config.launch.timeout / 4) for model in self.served))
 
     def serve_loaded(self, version: int) -> None:
         """Sample from the weights that the servers loaded from model.path, as `version`, once one is up; collective."""
-        self.wait_for_scores()
+        self.wait_for_served()
         if self.config.rollout.server.replicas:
             wait_until(lambda: self.pool is None or self.pool.ready(self.config.launch.timeout / 4))
             from_leader(lambda: self.pool.serve_loaded(version) if self.pool else None)
@@ -111,21 +111,28 @@ class Servers(ExitStack):
         """Within it the servers may take memory and sample; collective.
 
         On exit colocated servers have released their memory. With rollout.max_staleness > 0 servers go on sampling.
-        One server of each reward model is waited for.
+        One server of each model beside the policy is waited for.
         """
-        self.wait_for_scores()
         try:
+            self.wait_for_served()
             yield
             beat("the end of sampling")
-            from_leader(lambda: self.pool.rest() if self.pool else None)
+            from_leader(self._rest)
             # The other ranks wait in a collective meanwhile.
-            wait_until(lambda: self.pool is None or self.pool.rested(self.config.launch.timeout / 4))
+            wait_until(lambda: all(pool.rested(self.config.launch.timeout / 4) for pool in self._pools()))
         except Exception:
-            if self.pool:
-                self.pool.give_up()
+            for pool in self._pools():
+                pool.give_up()
             raise
 
     def take_counters(self) -> dict[str, float]:
         """Counts of lost and restarted servers since the last call, as metrics of a step; on rank 0."""
-        counted = self.pool.take_counters() if self.pool else {}
-        return counted | {name: n for scoring in self.scoring for name, n in scoring.take_counters().items()}
+        return {name: count for pool in self._pools() for name, count in pool.take_counters().items()}
+
+    def _rest(self) -> None:
+        for pool in self._pools():
+            pool.rest()
+
+    def _pools(self) -> list[ServerPool]:
+        """That of the policy, then those of the other models; none on ranks other than 0."""
+        return [*([self.pool] if self.pool else []), *(model.pool for model in self.served)]

@@ -22,6 +22,7 @@ from megatron_collab.types import Group, Task
 
 if TYPE_CHECKING:
     from megatron_collab.inference.assistant import Assistant, Renderer
+    from megatron_collab.llm.served import ServedModel
     from megatron_collab.rollout.conversation import Player
 
 _GARBAGE = 50_000  # objects made and not yet gone, after which Python looks for cycles
@@ -30,8 +31,18 @@ _GARBAGE = 50_000  # objects made and not yet gone, after which Python looks for
 class ConversationWorker:
     """Players with connections of their own to the SGLang servers; runs as a Ray actor."""
 
-    def __init__(self, config: Config, servers: list[tuple[str, str]], reward_workers: list[str], name: str) -> None:
-        """`servers`: address and key of each SGLang server; `reward_workers`: names of the Ray actors that score."""
+    def __init__(
+        self,
+        config: Config,
+        servers: list[tuple[str, str]],
+        reward_workers: list[str],
+        name: str,
+        served: Mapping[str, ServedModel],
+    ) -> None:
+        """`servers`: address and key of each SGLang server of the policy; `reward_workers`: Ray actors that score.
+
+        `served`: by name, the models beside the policy that the run serves.
+        """
         stacks.register(Path(config.run.dir) / stacks.FOLDER, name)
         patches.apply("litellm")
         # Imported here: the process that starts the workers needs neither LiteLLM nor the tokenizer.
@@ -43,7 +54,7 @@ class ConversationWorker:
 
         keys = {f"{url}/v1": key for url, key in servers}
         self.config, self.endpoints = config, list(keys)
-        self.client = LlmClient(ray.get_actor(limiter.NAME), keys=keys)
+        self.client = LlmClient(ray.get_actor(limiter.NAME), keys=keys, served=served)
         self.policy: Assistant
         self.renderer: Renderer
         if config.assistant.model:
@@ -107,20 +118,18 @@ class Workers:
             ray.kill(worker)
 
 
-def start_workers(
-    config: Config, servers: list[tuple[str, str]], scoring: Mapping[str, Sequence[tuple[str, str]]]
-) -> Workers:
+def start_workers(config: Config, servers: list[tuple[str, str]], served: Mapping[str, ServedModel]) -> Workers:
     """The run's workers, spread over the nodes, and its limiter; does not wait for them.
 
-    Address and key of each server: `servers` of the policy, `scoring` by metric.
+    `servers`: address and key of each of the policy; `served`: by name, the models beside it that the run serves.
     """
     from megatron_collab.llm import limiter
 
     bound = limiter.start_limiter(config.llm, Path(config.run.dir) / "spend.json")
     names = [f"reward-{i}" for i in range(config.reward.workers)]
-    rewards = [start_actor(RewardWorker, config, name, scoring, name=name) for name in names]
+    rewards = [start_actor(RewardWorker, config, name, served, name=name) for name in names]
     players = [
-        start_actor(ConversationWorker, config, servers, names, f"conversation-{i}")
+        start_actor(ConversationWorker, config, servers, names, f"conversation-{i}", served)
         for i in range(config.rollout.workers)
     ]
     return Workers(players, rewards, bound)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # the launcher, which checks the interface, does without
 
 LOOPBACK = "lo"
 HOST = "127.0.0.1"
-_FIRST_PORT = 20_000
+FIRST_PORT = 20_000
 _TRIES = 100
 _KERNEL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
@@ -68,11 +68,11 @@ def bindable(setting: str, port: int, host: str = HOST, part: int = 0, parts: in
     candidates = [port]
     if not port:
         kernel = int(_KERNEL_PORTS.read_text().split()[0])
-        unassigned = range(_FIRST_PORT + part, kernel, parts)
+        unassigned = range(FIRST_PORT + part, kernel, parts)
         if not unassigned:
             raise ValueError(
                 f"{setting}=0: the kernel's ephemeral ports begin at {kernel} (net.ipv4.ip_local_port_range), and free "
-                f"ports are taken from {_FIRST_PORT} up to there; set a port, or raise the beginning of that range"
+                f"ports are taken from {FIRST_PORT} up to there; set a port, or raise the beginning of that range"
             )
         candidates = random.SystemRandom().sample(unassigned, min(_TRIES, len(unassigned)))
     for candidate in candidates:

@@ -6,7 +6,8 @@ another device into its own memory, which torch-memory-saver maps for its own de
     a slice that a rank of the place holds:   that rank ------------------------> the place's segment
     one that none of them holds:              its source in the plan -- once --> the segment's keeper, a rank there
 
-All servers of a place read the same segments. Pure functions of numbers.
+All servers of a place read the same segments. A server over several nodes has ranks in a place of each of them, and a
+place has the segments of these ranks alone. Pure functions of numbers.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from functools import cache
 from typing import NamedTuple
 
 from megatron_collab.config import Config
-from megatron_collab.models.parallel_layout import ranks, servers_per_node
+from megatron_collab.models.parallel_layout import ranks, server_ranks_per_node, servers_per_node
 from megatron_collab.weight_sync.plan import Bucket, Slice, SyncPlan, uses_memory
 
 Item = tuple[int, Slice]  # with the server rank that it is for
@@ -25,23 +26,37 @@ Item = tuple[int, Slice]  # with the server rank that it is for
 
 @dataclass(frozen=True)
 class Places:
-    """`count` places of `ranks` trainer ranks and `servers` servers each, both counted place by place.
+    """`count` places of `ranks` trainer ranks and (parts of) `servers` servers each, both counted place by place.
 
-    `colocated`: rank t of a place's first server stands on the device of the place's trainer rank t.
+    `colocated`: the n-th rank there of a place's first server stands on the device of its n-th trainer rank. Servers
+    have `width` ranks on each of `span` nodes, which have `each` places.
     """
 
     count: int
     ranks: int
     servers: int
+    width: int
     colocated: bool = False
+    span: int = 1
+    each: int = 1
 
     def of_rank(self, rank: int) -> int:
         """The place of a trainer rank."""
         return rank // self.ranks
 
-    def of_server(self, server: int) -> int:
-        """The place of a server."""
-        return server // self.servers
+    def of_server(self, server: int, target: int) -> int:
+        """The place of rank `target` of a server."""
+        block, own = divmod(server, self.each * self.servers)
+        return (block * self.span + target // self.width) * self.each + own // self.servers
+
+    def first_server(self, place: int) -> int:
+        """The first of the servers that have ranks in a place."""
+        node, own = divmod(place, self.each)
+        return (node // self.span * self.each + own) * self.servers
+
+    def has(self, place: int, target: int) -> bool:
+        """Whether rank `target` of a place's servers is there."""
+        return place // self.each % self.span == target // self.width
 
     def members(self, place: int) -> range:
         """The trainer ranks of a place."""
@@ -49,7 +64,7 @@ class Places:
 
     def keeper(self, place: int, target: int) -> int:
         """The trainer rank that owns the segments of server rank `target` in a place, and receives into them."""
-        return place * self.ranks + target % self.ranks
+        return place * self.ranks + target % self.width % self.ranks
 
     def origin(self, place: int, target: int, piece: Slice) -> int:
         """The rank that a place gets a slice from: the keeper, else a holder there in turn, else the slice's source."""
@@ -79,21 +94,26 @@ def places_of(config: Config, on_gpus: bool) -> Places:
     """The places of a run. Over the network every rank reaches every server, as if all were in one."""
     launch, server = config.launch, config.rollout.server
     if not uses_memory(config):
-        return Places(1, ranks(config), server.replicas)
+        return Places(1, ranks(config), server.replicas, server.tp)
+    here, width = servers_per_node(config), server_ranks_per_node(config)
     if on_gpus and server.colocated:
-        return Places(server.replicas, ranks(config) // server.replicas, 1, colocated=True)
-    return Places(launch.nodes, launch.nproc_per_node, servers_per_node(config), server.colocated)
+        return Places(launch.nodes * here, launch.nproc_per_node // here, 1, width, True, server.nnodes, here)
+    return Places(launch.nodes, launch.nproc_per_node, here, width, server.colocated, server.nnodes)
 
 
 def written(plan: SyncPlan, places: Places, rank: int) -> list[list[Item]]:
     """By round, what a rank writes into the segments of its place."""
     place = places.of_rank(rank)
-    return _items(plan, lambda target, piece: rank in piece.holders and places.origin(place, target, piece) == rank)
+
+    def writes(target: int, piece: Slice) -> bool:
+        return places.has(place, target) and rank in piece.holders and places.origin(place, target, piece) == rank
+
+    return _items(plan, writes)
 
 
 def sent(plan: SyncPlan, places: Places, rank: int) -> list[list[Item]]:
     """By round, what a rank sends to other places, to one or to several."""
-    return _items(plan, lambda _, piece: piece.source == rank and bool(lacking(places, piece.holders)))
+    return _items(plan, lambda target, piece: piece.source == rank and bool(lacking(places, target, piece.holders)))
 
 
 def _items(plan: SyncPlan, chosen: Callable[[int, Slice], bool]) -> list[list[Item]]:
@@ -114,7 +134,7 @@ def _crossing(target: int, bucket: Bucket, places: Places) -> Iterator[Hop]:
     """Adjacent slices with the same source and keeper form one hop."""
     under_way: dict[int, tuple[int, Hop]] = {}  # by place, the hop with the number of its last slice
     for number, piece in enumerate(bucket.slices):
-        for place in lacking(places, piece.holders):
+        for place in lacking(places, target, piece.holders):
             stop = piece.offset + piece.size
             before, hop = under_way.get(place, (-1, None))
             if hop is not None and before == number - 1 and hop.source == piece.source:
@@ -133,6 +153,7 @@ def _both(holders: range, members: range) -> list[int]:
 
 
 @cache
-def lacking(places: Places, holders: range) -> tuple[int, ...]:
-    """The places where no rank holds it."""
-    return tuple(place for place in range(places.count) if not _both(holders, places.members(place)))
+def lacking(places: Places, target: int, holders: range) -> tuple[int, ...]:
+    """The places that have this rank of their servers, and no trainer rank that holds it."""
+    needs = (place for place in range(places.count) if places.has(place, target))
+    return tuple(place for place in needs if not _both(holders, places.members(place)))

@@ -22,11 +22,11 @@ class Sender:
     def __init__(
         self,
         rounds: Sequence[Sequence[Item]],
-        takers: Callable[[Slice], Iterable[int]],
+        takers: Callable[[int, Slice], Iterable[int]],
         shards: Mapping[str, torch.nn.Parameter],
         dtype: torch.dtype,
     ) -> None:
-        """`takers`: the places whose servers get a slice from this rank."""
+        """`takers`: the places whose servers get a slice for this server rank from this trainer rank."""
         self._takers, self._shards, self._dtype = takers, shards, dtype
         # parts[k][t]: [start, stop) of the k-th bucket of server rank t that they lie in
         self.parts = [spans((t, piece.offset, piece.size) for t, piece in items) for items in rounds]
@@ -68,7 +68,7 @@ class Sender:
                 held = views(self._data(number, (target, piece), parts), shape, self._dtype, piece.quantised)
                 belongs = placed(piece.target, piece.target_index, piece.quantised)
                 found = sum(checksum(block, *place) for block, place in zip(held, belongs, strict=True))
-                for taker in self._takers(piece):
+                for taker in self._takers(target, piece):
                     sums[taker, target] += found
 
     def _converts(self, item: Item) -> bool:

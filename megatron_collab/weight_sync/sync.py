@@ -28,7 +28,7 @@ from megatron_collab.inference.pool import ServerPool
 from megatron_collab.inference.server import ServerError
 from megatron_collab.models import hf_to_sglang
 from megatron_collab.models.hf_to_megatron import ModelShape
-from megatron_collab.models.parallel_layout import first_gpu
+from megatron_collab.models.parallel_layout import first_gpu, server_ranks_per_node
 from megatron_collab.runtime import device, hang_detector, hub
 from megatron_collab.runtime.process import RunStopped, beat
 from megatron_collab.runtime.rank0 import from_leader, shared, wait_until
@@ -89,12 +89,13 @@ class WeightSync:
         self._before: SyncStore | None = None  # of the last publish
         shards, places = dict(named_shards(self._chunks)), self._places
         place, home = places.of_rank(rank), next(iter(shards.values())).device
-        writer = Sender(written(self._plan, places, rank), lambda piece: [place], shards, dtype)
+        writer = Sender(written(self._plan, places, rank), lambda target, piece: [place], shards, dtype)
         if not uses_memory(config):
             return NetworkTransport(writer, self._address, self._prefix, home, self._idle_timeout)
-        away = Sender(sent(self._plan, places, rank), lambda piece: lacking(places, piece.holders), shards, dtype)
+        crosses = sent(self._plan, places, rank)
+        away = Sender(crosses, lambda target, piece: lacking(places, target, piece.holders), shards, dtype)
         relay = Relay(away, hops(self._plan, places), home, config.launch.timeout)
-        devices = _devices(config, place * places.servers)
+        devices = _devices(config, places.first_server(place))
         return SharedMemoryTransport(self._plan, places, writer, relay, devices, self._idle_timeout)
 
     def __enter__(self) -> WeightSync:
@@ -213,7 +214,7 @@ class WeightSync:
 
     def _attach(self, server: int, rank: int) -> dict[str, Any]:
         """Arguments of a server rank's Receiver."""
-        place = self._places.of_server(server)
+        place = self._places.of_server(server, rank)
         dtype = self._config.model.dtype
 
         def row(piece: Slice) -> Row:
@@ -246,8 +247,8 @@ class WeightSync:
         every: list[Sums] = [Counter()] * dist.get_world_size()
         dist.all_gather_object(every, sums)
         for call in calls.left():
-            place = self._places.of_server(call.server.index)
             for rank, held in enumerate(found[call]):
+                place = self._places.of_server(call.server.index, rank)
                 expected = sum(own[place, rank] for own in every) % MODULUS
                 if held != expected:
                     calls.failures[call] = (
@@ -257,9 +258,9 @@ class WeightSync:
 
 
 def _devices(config: Config, server: int) -> list[torch.device]:
-    """Where the ranks of this server, of this node, compute."""
-    tp = config.rollout.server.tp
+    """Where the ranks of this server compute, each on its node."""
+    tp, here = config.rollout.server.tp, server_ranks_per_node(config)
     if device.select(config.launch.device).type == "cpu":
         return [torch.device("cpu")] * tp
     first = first_gpu(config, server)
-    return [torch.device(device.GPU, first + rank) for rank in range(tp)]
+    return [torch.device(device.GPU, first + rank % here) for rank in range(tp)]

@@ -144,3 +144,23 @@ def test_a_prompt_that_was_edited_is_another_setting(tmp_path: Path) -> None:
         check_same_run(config)
     (tmp_path / SETTINGS).write_text(json.dumps(asdict(config)))
     assert changes(config) == [], "a run of an earlier version, which recorded none"
+
+
+def test_servers_may_change_but_not_what_they_serve(tmp_path: Path) -> None:
+    judge = "servers={judge: {model: /models/a, replicas: 1, args: {page-size: 1}}}"
+    (tmp_path / SETTINGS).write_text(json.dumps(asdict(compose([f"run.dir={tmp_path}", "experiment=gsm8k", judge]))))
+
+    def goes_on(*overrides: str) -> dict[str, bool]:
+        config = compose([f"run.dir={tmp_path}", "experiment=gsm8k", *overrides])
+        return {change.setting: change.allowed for change in changes(config)}
+
+    assert goes_on(judge, "rollout.server.args={page-size: 8}") == {"rollout.server.args.page-size": True}
+    other = "servers={judge: {model: /models/b, replicas: 2, tp: 2, args: {log-level: info}}}"
+    assert goes_on(other) == {
+        "servers.judge.args.log-level": True,
+        "servers.judge.args.page-size": True,
+        "servers.judge.model": False,
+        "servers.judge.replicas": True,
+        "servers.judge.tp": True,
+    }
+    assert goes_on()["servers.judge.model"] is False

@@ -144,5 +144,5 @@ def test_a_reward_model_whose_server_is_killed_scores_all_the_same(tmp_path: Pat
     log = tmp_path / "log"
     asyncio.run(_evaluated(arguments(tmp_path, "scored", *scored), log, (5, kill)))
     rows = [row for one in ("greedy", "sampled") for row in lines(tmp_path / "scored" / f"eval_{one}_model.jsonl")]
-    assert len(rows) == 18 and "the server 0 of reward_model is started again" in log.read_text()
+    assert len(rows) == 18 and "SGLang server 0 of reward_model is left out and started again" in log.read_text()
     assert all(isinstance(row["scores"]["reward_model"], float) for row in rows)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import subprocess
 import sys
@@ -226,17 +227,27 @@ def test_a_ray_node_that_is_killed(root: Path, undisturbed: Path, nodes: Nodes, 
 
 
 @pytest.mark.slow
-def test_two_hosts_train_what_one_trains(root: Path, undisturbed: Path, tmp_path: Path) -> None:
-    """Each a network of its own, with a torchrun agent, a Ray node and an SGLang server: seeds decide the samples,
-    whichever server gives them, and the two ranks compute the same."""
+@pytest.mark.parametrize(
+    ("name", "servers", "addresses"),
+    [
+        ("one each", ["rollout.server.replicas=2"], ["10.77.0.1", "10.77.0.2"]),
+        ("one over both", ["rollout.server.tp=2", "rollout.server.nnodes=2", "publish.verify=1"], ["10.77.0.1"]),
+    ],
+)
+def test_two_hosts_train_what_one_trains(
+    name: str, servers: list[str], addresses: list[str], root: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    """Each a network of its own, with a torchrun agent, a Ray node and an SGLang server, or a part of the only one:
+    seeds decide the samples, whichever server gives them, and the two ranks compute the same."""
     script = [*NAMESPACES, "--kill-child", "bash", str(Path(__file__).with_name("two_hosts.sh")), str(tmp_path)]
     environment = os.environ | {"PYTHON": sys.executable, "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    command = [*script, *rl(root, "two_hosts"), "rollout.server.replicas=2"]
+    command = [*script, *rl(root, name), *servers]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     logs = "\n".join(log.read_text()[-2000:] for log in sorted(tmp_path.glob("*.log")))
     assert done.returncode == 0, f"{done.stderr}\n{logs}"
     console = (tmp_path / "host0.log").read_text()
     ready = next(line for line in console.splitlines() if line.startswith("engine: ready"))
-    assert "(http://10.77.0.1:" in ready and ", http://10.77.0.2:" in ready
-    same(root / "two_hosts", undisturbed)
+    assert re.findall(r"http://([\d.]+):", ready) == addresses
+    assert len(list((root / name).glob("sglang-*.log"))) == 2, "one of each host"
+    same(root / name, undisturbed)
     assert parameters(undisturbed) != (root / "world" / "model" / "model.safetensors").read_bytes()

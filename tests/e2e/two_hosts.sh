@@ -14,7 +14,9 @@ for interface in lo fab0; do
     ip link set "$interface" up
     ip -n other link set "$interface" up
 done
-second() { nsenter --net=/run/netns/other "$@"; }
+mkdir /run/shm # what processes of one host share, those of the other do not see
+# shellcheck disable=SC2016
+second() { nsenter --net=/run/netns/other unshare --mount sh -c 'mount --bind /run/shm /dev/shm && exec "$@"' sh "$@"; }
 
 export RAY_ADDRESS=10.77.0.1:6379 RAY_AUTH_MODE=token
 export RAY_raylet_start_wait_time_s=300

@@ -7,20 +7,23 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
 import pytest
 import ray
+from torch.distributed import TCPStore
 
 from megatron_collab.config import Config
-from megatron_collab.inference.remote import Machines, RemoteProcess
-from megatron_collab.inference.server import ServerError
+from megatron_collab.inference.remote import Machines, RemoteProcess, SpreadProcess
+from megatron_collab.inference.server import ServerError, ServerProcess, SGLangServer
 from megatron_collab.runtime.network import HOST
 from megatron_collab.runtime.ray_cluster import ray_session
 from tests.conftest import serving_config
 from tests.helpers import make_model
+from tests.inference.test_server import PROMPTS, sample
 
 pytestmark = pytest.mark.processes
 
@@ -106,3 +109,22 @@ def test_a_machine_that_is_not_in_the_cluster(config: Config, machines: Machines
     with pytest.raises(ServerError, match="no node of the Ray cluster is on 192"):
         _ = process.url
     process.stop()
+
+
+def test_a_server_over_two_nodes_samples_and_starts_anew_with_both_parts(config: Config, tmp_path: Path) -> None:
+    store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    server_options = replace(config.rollout.server, tp=2, nnodes=2)
+    config = replace(config, rollout=replace(config.rollout, server=server_options))
+    start = partial(SpreadProcess, [ServerProcess, ServerProcess], f"{HOST}:{store.port}")
+    with SGLangServer(config, tmp_path / "sglang-0.log", 0, start) as server:
+        server.wait_healthy(400.0)
+        said = sample(server, [(prompt, seed) for seed, prompt in enumerate(PROMPTS[:4])], at_once=True)
+        first, second = server.process._parts  # type: ignore[attr-defined]
+        assert server.url == first.url
+        os.killpg(second.pid, signal.SIGKILL)
+        wait_until(server.process.ended)
+        log = tmp_path / "sglang-0-node1.log"
+        assert server.process.ended() == f"node 1 of its 2 (log: {log}): it ended with code -9"
+        server.restart()
+        server.wait_healthy(400.0)
+        assert sample(server, [(prompt, seed) for seed, prompt in enumerate(PROMPTS[:4])], at_once=True) == said

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from megatron_collab.config import RolloutConfig, SamplingConfig
 from megatron_collab.inference import client
 from megatron_collab.inference.client import EngineError, ServerGone
-from megatron_collab.inference.router import LOAD_FACTOR, Router, choose
+from megatron_collab.inference.router import Router
+from megatron_collab.llm.served import LOAD_FACTOR, choose
 from megatron_collab.types import Turn
 from tests.inference.test_client import ANSWER, stream, stream_turn
 

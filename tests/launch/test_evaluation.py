@@ -13,7 +13,7 @@ from megatron_collab.config import Config, ConfigError, compose
 from megatron_collab.config.schema import AlgoConfig, ParallelConfig
 from megatron_collab.evaluate import prepared
 from megatron_collab.inference import server
-from megatron_collab.launch import evaluation, inherited, validate
+from megatron_collab.launch import evaluation, inherited, servers
 from megatron_collab.runtime import device
 from tests.helpers import make_model
 
@@ -53,15 +53,15 @@ def test_settings_of_training_are_left_out() -> None:
 
 def test_servers_have_all_devices(tmp_path: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model(tmp_path / "model")
-    servers = ["rollout.server.replicas=2", "rollout.server.tp=2", "rollout.context_length=512"]
+    options = ["rollout.server.replicas=2", "rollout.server.tp=2", "rollout.context_length=512"]
     budgets = [f"rollout.{part}.max_new_tokens=64" for part in ("turn", "future")]
-    config = evaluation.load(given(tmp_path, tasks, f"model.path={model}", "launch.device=cpu", *servers, *budgets))
+    config = evaluation.load(given(tmp_path, tasks, f"model.path={model}", "launch.device=cpu", *options, *budgets))
     serving, step = evaluation.prepared(config)
     assert (step, serving.model.path) == (0, str(model))
     serving.launch.device = "cuda"
     monkeypatch.setattr(device, "probe", lambda name: SimpleNamespace(found=True, detail=""))
     monkeypatch.setattr(device, "count", lambda: 4)
-    validate.check_servers_on_machine(serving)
+    servers.check_servers_on_machine(serving)
     found = [server.arguments(serving, "http://127.0.0.1:1", index) for index in range(2)]
     assert [row[row.index("--base-gpu-id") + 1] for row in found] == ["0", "2"]
     assert "--enable-memory-saver" not in found[0]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_collab.config import CONF, Config, compose
+from megatron_collab.config import CONF, Config, ConfigError, compose
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.planning import memory
 from megatron_collab.trainer import logprobs
@@ -229,6 +229,22 @@ def test_buckets_of_new_weights_stand_beside_a_server() -> None:
     assert memory.sync_buckets(config, 1000.0) == 1000.0
     config.launch.nodes = 2
     assert memory.sync_buckets(config, 2.0 * memory.GIB) == 1.5 * memory.GIB
+
+
+def test_models_beside_the_policy_count_where_they_share_its_devices(tmp_path: Path) -> None:
+    judge = "servers={judge: {model: Llama-3.1-8B-Instruct, tp: 2, max_total_tokens: 65536, colocated: %s}}"
+    shape = shape_of("Llama-3.3-70B-Instruct")
+    stages = memory.plan_memory(compose([*ON_ONE_NODE, judge % "true"]), shape)
+    found = {part.name: part.sampling / memory.GIB for part in stages[0] if part.name.startswith("judge")}
+    # 8.03 billion parameters in bfloat16, and 32 layers of 4 heads of keys and values of 128 on each of two GPUs.
+    assert found == {"judge: weights": pytest.approx(7.48, abs=0.01), "judge: KV cache": 4.0}
+    assert not any("judge" in part.name for stage in stages[1:] for part in stage), "it is on the first two GPUs"
+    apart = memory.plan_memory(compose([*ON_ONE_NODE, judge % "false"]), shape)
+    assert apart[0] == [part for part in stages[0] if not part.name.startswith("judge")]
+    (tmp_path / "config.json").write_text('{"model_type": "other"}')
+    with pytest.raises(ConfigError, match=r"servers.judge.model=.*unknown model family .*; plan without servers.judge"):
+        other = f"servers={{judge: {{model: {tmp_path}, colocated: true}}}}"
+        memory.plan_memory(compose([*ON_ONE_NODE, other]), shape)
 
 
 def test_train_70b_fits_128_gpus_of_80_gib_with_room() -> None:

@@ -63,3 +63,13 @@ def test_each_server_takes_from_the_other_node_what_that_node_holds() -> None:
     assert bytes_by_link[Bandwidth.MEMORY] == pytest.approx(4 * BYTES / 2, rel=1e-3)
     assert bytes_by_link[Bandwidth.NODE] == 0
     assert found.seconds == pytest.approx(BYTES / 2 / 2 / 10e9, rel=0.02)  # two devices of a server receive it
+
+
+def test_a_server_over_two_nodes_takes_from_the_other_one_the_layers_of_its_stage() -> None:
+    """An eighth of the model to each of eight ranks, half of which the ranks of the same node hold."""
+    servers = ["rollout.server.tp=8", "rollout.server.nnodes=2"]
+    found = planned(2, 4, "parallel.tp=4", "parallel.pp=2", *servers)
+    bytes_by_link = {link: sum(size for (_, own), size in found.paths.items() if own is link) for link in Bandwidth}
+    assert bytes_by_link[Bandwidth.NETWORK] == pytest.approx(BYTES / 2, rel=1e-3)
+    assert bytes_by_link[Bandwidth.MEMORY] + bytes_by_link[Bandwidth.NODE] == pytest.approx(BYTES / 2, rel=1e-3)
+    assert set(found.received) == {(0, target) for target in range(8)}

@@ -146,7 +146,7 @@ class World:
             workers=_Workers([actor], [], actor) if leader else None,
             pool=SimpleNamespace(lost_all=lambda: self._gone, recover=self._recover) if leader else None,
             lost_all=self._lost_all,
-            wait_for_scores=self._wait_for_scores,
+            wait_for_served=self._wait_for_served,
         )
         weights: Any = SimpleNamespace(version=0, sync=self._sync)
         self.evaluations = Evaluations(folder, 0, config.train.steps)
@@ -199,7 +199,7 @@ class World:
         self._gone_scoring = self._gone_scoring or self.looks == self.scoring_outage
         return self._gone or self._gone_scoring
 
-    def _wait_for_scores(self) -> None:
+    def _wait_for_served(self) -> None:
         self._gone_scoring = False
 
     def _sync(self, version: int) -> None:

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron_collab.config import Config
+from megatron_collab.config import Config, ServedConfig
 from megatron_collab.inference.pool import ServerPool
+from megatron_collab.inference.served import ModelServers
 from megatron_collab.inference.server import ServerError
 from megatron_collab.rollout.servers import Servers
 from megatron_collab.runtime.process import RunStopped
@@ -60,6 +61,7 @@ class Stage:
         config.rollout.server.colocated, config.rollout.max_staleness = colocated, staleness
         config.rollout.server.start_timeout = 20.0
         self.servers = [Recorded(config, folder, index, self.events) for index in range(replicas)]
+        self.others: list[Recorded] = []  # of models beside the policy
         self.of_run = Servers(config)
         self.pool = self.of_run.pool = ServerPool(self.servers, config.rollout.server, self.tell)
         self.weights = Recording(config, self.pool, self.events)
@@ -94,32 +96,66 @@ def stage(tmp_path: Path, alone: None) -> Iterator[Callable[..., Stage]]:
 
     yield make
     for made in stages:
-        for server in made.servers:
+        for server in [*made.servers, *made.others]:
             server.stop()
 
 
-class Scoring:
-    """The servers of a reward model, which were lost and score again at the second look."""
-
-    lost_all, looks = True, 0
-
-    def watch(self) -> None:
-        """They have been started again."""
-
-    def ready(self, seconds: float) -> bool:
-        self.looks += 1
-        self.lost_all = self.looks < 2
-        return not self.lost_all
+def beside(run: Stage, tmp_path: Path, colocated: bool) -> Recorded:
+    """The one server of a model called judge, which records; `run` has it from now on."""
+    model = ModelServers(run.of_run.config, "judge", ServedConfig("judge", colocated=colocated), 1)
+    server = Recorded(model.config, tmp_path / "judge", 7, run.events)
+    model.servers.append(server)
+    run.others.append(server)
+    run.of_run.served = [model]
+    model.pool.begin()
+    run.events.clear()
+    return server
 
 
-def test_reward_models_that_are_lost_are_noticed_in_a_phase_and_waited_for(stage: Callable[..., Stage]) -> None:
+def test_a_model_beside_the_policy_that_is_lost_is_noticed_in_a_phase_and_waited_for(
+    stage: Callable[..., Stage], tmp_path: Path
+) -> None:
     run = stage()
     run.begin()
+    judge = beside(run, tmp_path, colocated=False)
     assert not run.of_run.lost_all()
-    run.of_run.scoring = [Scoring()]  # type: ignore[list-item]
+    judge.die()
     assert run.of_run.lost_all() and not run.pool.lost_all()
     run.of_run.serve_loaded(3)
     assert not run.of_run.lost_all(), "also where nothing is trained"
+    assert run.of_run.take_counters() == {
+        "servers/lost": 0.0,
+        "servers/back": 0.0,
+        "servers/judge_lost": 1.0,
+        "servers/judge_back": 1.0,
+    }
+    judge.starts = False
+    judge.die()
+    with pytest.raises(ServerError, match="SGLang server 7 of judge failed after 3 new starts too"):
+        run.phase(0)
+
+
+def test_a_colocated_model_beside_the_policy_has_its_memory_only_in_a_phase(
+    stage: Callable[..., Stage], tmp_path: Path
+) -> None:
+    """It takes it with its own weights, and nobody gives it others."""
+    run = stage()
+    run.begin()
+    judge = beside(run, tmp_path, colocated=True)
+    assert judge.released == {"kv_cache", "weights"}
+    taken = ["/resume_memory_occupation weights", "/resume_memory_occupation kv_cache", "/continue_generation"]
+    for version in (0, 1):
+        told = run.phase(version, lambda: run.events.append("played"))
+        of_judge = [event.removeprefix("server 7: ") for event in told if "server 7" in event or event == "played"]
+        assert of_judge == [*taken, "played", *RELEASE]
+        assert f"publish {version} to [0]" in told
+
+    def stop() -> None:
+        raise RunStopped("the budget is used up")
+
+    with pytest.raises(RunStopped, match="budget"):
+        run.phase(2, stop)
+    assert judge.alive() and judge.released == {"kv_cache", "weights"}
 
 
 def test_colocated_servers_have_their_memory_only_while_they_sample(stage: Callable[..., Stage]) -> None:

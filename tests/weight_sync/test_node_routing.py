@@ -12,7 +12,7 @@ import pytest
 from megatron_collab.config import CONF, compose
 from megatron_collab.models import hf_config
 from megatron_collab.models.hf_to_sglang import ServerLayout
-from megatron_collab.models.parallel_layout import TrainerLayout, first_gpu
+from megatron_collab.models.parallel_layout import TrainerLayout, first_gpu, server_nodes
 from megatron_collab.runtime import device
 from megatron_collab.weight_sync import plan
 from megatron_collab.weight_sync.node_routing import Places, hops, places_of, sent, written
@@ -61,7 +61,12 @@ def carried(found: SyncPlan, places: Places, node: int) -> tuple[SyncPlan, Count
                 crossed.add(place)
     rounds = tuple(
         tuple(
-            replace(bucket, slices=tuple(replace(piece, source=came[k, t, n]) for n, piece in enumerate(bucket.slices)))
+            replace(
+                bucket,
+                slices=tuple(
+                    replace(piece, source=came.get((k, t, n), piece.source)) for n, piece in enumerate(bucket.slices)
+                ),
+            )
             for t, bucket in enumerate(row)
         )
         for k, row in enumerate(found)
@@ -76,7 +81,9 @@ def test_every_node_gets_every_element_once(seed: int) -> None:
     count = rng.choice([2, 3, 4])
     if trainer.ranks % count:  # else its ranks are dealt out as they are: a tensor parallel group may be on two nodes
         trainer = replace(trainer, ranks=trainer.ranks * count)
-    places = Places(count, trainer.ranks // count, rng.choice([1, 2]), rng.random() < 0.5)
+    span = rng.choice([one for one in range(1, count + 1) if count % one == 0 and server.tp % one == 0])
+    parts, colocated = rng.choice([1, 2]), rng.random() < 0.5
+    places = Places(count, trainer.ranks // count, parts, server.tp // span, colocated, span)
     shards = trainer_shards(shape, trainer)
     found = plan.plan_sync(shape, trainer, server, ITEM, 8192)
     every = {
@@ -89,12 +96,15 @@ def test_every_node_gets_every_element_once(seed: int) -> None:
     for place, piece in every.items():
         holders = [rank for rank, own in enumerate(shards) if holds(own, piece, blocks[place])]
         assert holders == list(piece.holders)
+    gets: Counter[Place] = Counter()
     for node in range(count):
         there, times, crossed = carried(found, places, node)
-        assert times == Counter(every.keys())
+        here = {place: piece for place, piece in every.items() if places.has(node, place[1])}
+        assert times == Counter(here.keys())
+        gets.update(here.keys())
         run(there, shards, shape, server)
         members = places.members(node)
-        for place, piece in every.items():
+        for place, piece in here.items():
             near = any(holds(shards[rank], piece, blocks[place]) for rank in members)
             assert (place in crossed) == (not near)
             k, t, n = place
@@ -102,13 +112,14 @@ def test_every_node_gets_every_element_once(seed: int) -> None:
             assert places.writer(node, t, piece) == (source if near else places.keeper(node, t))
             if places.colocated and holds(shards[places.keeper(node, t)], piece, blocks[place]):
                 assert source == places.keeper(node, t)
+    assert gets == Counter(dict.fromkeys(every, count // span)), "each part of a server is on one of its nodes"
 
 
 def test_on_one_node_ranks_of_the_targets_devices_write_what_they_hold_and_nothing_crosses() -> None:
     """Trainer of TP2, PP2, DP2, servers of TP4: of stage 0 rank 3 has what server rank 3 needs, rank 1 has no part."""
     shape, trainer = draw(0)[0], TrainerLayout(tp=2, pp=2, ranks=8)
     shape = replace(shape, layers=4, kv_heads=4, heads=8, ffn=8, vocab=256, experts=None)
-    found, places = plan.plan_sync(shape, trainer, ServerLayout(4), ITEM), Places(1, 8, 1, colocated=True)
+    found, places = plan.plan_sync(shape, trainer, ServerLayout(4), ITEM), Places(1, 8, 1, 4, colocated=True)
     assert not any(hops(found, places))
     holders = {0: {0, 2}, 1: {0, 2}, 2: {1, 3}, 3: {1, 3}}
     for rank in range(4):
@@ -127,7 +138,7 @@ def test_of_a_70b_model_every_link_carries_the_same() -> None:
     shape = hf_config.read(CONF / "shapes" / "Llama-3.3-70B-Instruct.json")
     found = plan.plan_sync(shape, plan.trainer_layout(config), plan.server_layout(config), 2)
     places = places_of(config, on_gpus=True)
-    assert places == Places(16, 8, 1, colocated=True)
+    assert places == Places(16, 8, 1, 8, colocated=True)
     for buckets, row in zip(found, hops(found, places), strict=True):
         out, into = Counter[int](), Counter[int]()
         for hop in row:
@@ -149,6 +160,8 @@ def test_of_a_70b_model_every_link_carries_the_same() -> None:
         ["experiment=train_8b", "parallel.tp=4", "rollout.server.replicas=2", "rollout.server.tp=2"],
         ["experiment=train_8b", "launch.nodes=2", "launch.interface=ib0", "rollout.server.replicas=8"],
         ["experiment=train_70b"],
+        ["experiment=train_70b", "rollout.server.replicas=8", "rollout.server.tp=16", "rollout.server.nnodes=2"],
+        ["experiment=train_70b", "rollout.server.replicas=16", "rollout.server.tp=8", "rollout.server.nnodes=2"],
     ],
     ids=" ".join,
 )
@@ -159,13 +172,18 @@ def test_on_gpus_a_colocated_server_reads_memory_of_its_own_device(
     monkeypatch.setattr(device, "select", lambda setting: device.Device("cuda", "nccl"))
     config = compose(options)
     places, here = places_of(config, on_gpus=True), config.launch.nproc_per_node
+    users: Counter[tuple[int, int]] = Counter()
     for server in range(config.rollout.server.replicas):
         segments = [segment.index for segment in _devices(config, server)]
-        assert segments == [first_gpu(config, server) + t for t in range(config.rollout.server.tp)]
-        place = places.of_server(server)
-        assert segments == [places.keeper(place, t) % here for t in range(config.rollout.server.tp)]
-        node = server * config.launch.nodes // config.rollout.server.replicas
-        assert {rank // here for rank in places.members(place)} == {node}
+        width = config.rollout.server.tp // config.rollout.server.nnodes
+        assert segments == [first_gpu(config, server) + t % width for t in range(config.rollout.server.tp)]
+        for t, segment in enumerate(segments):
+            place = places.of_server(server, t)
+            assert places.has(place, t) and places.first_server(place) == server
+            assert segment == places.keeper(place, t) % here
+            assert {rank // here for rank in places.members(place)} == {server_nodes(config, server)[t // width]}
+            users[server_nodes(config, server)[t // width], segment] += 1
+    assert users == Counter(dict.fromkeys(users, 1)), "no two servers share a device"
 
 
 def test_over_the_network_all_servers_are_alike() -> None:

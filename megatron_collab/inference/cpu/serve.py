@@ -8,13 +8,24 @@ them, and a spawned process imports the main module again: what is done here is 
 from __future__ import annotations
 
 import gc
+import json
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl, urlsplit
 
-from megatron_collab.inference import KEY_VARIABLE, PARENT_VARIABLE, SCORES_FLAG, STACKS_VARIABLE
+from megatron_collab.inference import (
+    CHECK_VARIABLE,
+    KEY_VARIABLE,
+    MEETING,
+    PARENT_VARIABLE,
+    SCORES_FLAG,
+    STACKS_VARIABLE,
+)
 from megatron_collab.runtime import stacks
 from megatron_collab.runtime.process import die_with_parent, imports_done
 
@@ -36,6 +47,15 @@ def _exact_attention(runner: Any) -> Any:
     from megatron_collab.inference.cpu.backend import ExactAttentionBackend
 
     return ExactAttentionBackend(runner)
+
+
+def _meet(url: str, timeout: timedelta = timedelta(minutes=30), **_: Any) -> Iterator[tuple[Store, int, int]]:
+    """The part of the run's store with the name in `url`; other ranks of the server open the same."""
+    at = urlsplit(url)
+    query = dict(parse_qsl(at.query))
+    store = TCPStore(str(at.hostname), int(at.port or 0), is_master=False, timeout=timeout)
+    yield PrefixStore(at.path, store), int(query["rank"]), int(query["world_size"])
+    raise RuntimeError("the ranks of a server meet once")
 
 
 if __name__ == "__main__":
@@ -67,7 +87,9 @@ if on_cpu():  # its processes are forked
 from sglang.launch_server import run_server
 from sglang.srt.entrypoints import engine as engine  # brings what the spawned processes run
 from sglang.srt.server_args import prepare_server_args
+from torch.distributed import PrefixStore, Store, TCPStore, register_rendezvous_handler
 
+register_rendezvous_handler(MEETING, _meet)  # of the ranks of a server over several nodes
 keep_loads_in_temporary_folder()
 if f"--{SCORES_FLAG}" in sys.argv:
     zero_biases_of_heads()
@@ -75,4 +97,9 @@ imports_done()
 
 
 if __name__ == "__main__":
+    if given := os.environ.pop(CHECK_VARIABLE, None):
+        from megatron_collab.inference.server_args import fault
+
+        print("\n" + json.dumps(fault(json.loads(given), sys.argv[1:])))
+        sys.exit()
     run_server(prepare_server_args([*sys.argv[1:], "--api-key", os.environ.pop(KEY_VARIABLE)]))

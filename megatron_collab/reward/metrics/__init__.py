@@ -13,19 +13,22 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron_collab.config import (
+    Config,
     EndpointConfig,
     Extension,
     Prompt,
     PromptError,
     RewardConfig,
+    ServedConfig,
     build,
     lookup,
     read_prompt,
     require,
 )
 from megatron_collab.data.transcript import render
-from megatron_collab.inference.scoring import ScoringModel
+from megatron_collab.inference import served as served_by_run
 from megatron_collab.llm.answer import Field, LlmError
+from megatron_collab.llm.endpoint import SERVED
 from megatron_collab.types import Conversation, Missing, Score, Task
 
 if TYPE_CHECKING:  # LiteLLM takes a second to import, and checking the settings needs none of it
@@ -68,8 +71,8 @@ class Metric(Extension):
         return False
 
     @classmethod
-    def served(cls, options: Any) -> ScoringModel | None:
-        """A model that the run serves for these options, where their `model` names one."""
+    def served(cls, options: Any) -> ServedConfig | None:
+        """A model that the run serves for these options, where their `model` names one, or one of `servers`."""
         return None
 
     @classmethod
@@ -112,15 +115,37 @@ def split(name: str, settings: Mapping[str, Any]) -> tuple[type[Metric], Any]:
     return kind, build(kind.Options, settings, f"reward.metrics.{name}.")
 
 
-def served_models(reward: RewardConfig) -> dict[str, ScoringModel]:
-    """By metric of reward.weights, the models that the run serves. Raises ConfigError as `split`."""
-    kinds = {name: split(name, reward.metrics.get(name, {})) for name in reward.weights}
-    return {name: model for name, (kind, options) in kinds.items() if (model := kind.served(options))}
+def served_models(config: Config) -> dict[str, tuple[str, ServedConfig]]:
+    """The models beside the policy that the run serves, by name, each with the group of its settings.
+
+    Those of `servers`, and by metric of reward.weights its own. Raises ConfigError as `split`.
+    """
+    found = {name: (f"servers.{name}", model) for name, model in served_by_run.named(config).items()}
+    for name, (kind, options) in _kinds(config.reward).items():
+        if (model := kind.served(options)) and not model.model.startswith(SERVED):
+            message = f"servers.{name}: the metric {name} has servers of this name; choose another name"
+            require(name not in found, message)
+            found[name] = f"reward.metrics.{name}", model
+    return found
+
+
+def scorers(reward: RewardConfig) -> dict[str, str]:
+    """By metric of reward.weights, the name of the served model that gives its scores. Raises as `split`."""
+    models = {name: kind.served(options) for name, (kind, options) in _kinds(reward).items()}
+    return {
+        name: model.model.removeprefix(SERVED) if model.model.startswith(SERVED) else name
+        for name, model in models.items()
+        if model
+    }
+
+
+def _kinds(reward: RewardConfig) -> dict[str, tuple[type[Metric], Any]]:
+    return {name: split(name, reward.metrics.get(name, {})) for name in reward.weights}
 
 
 def lacks(reward: RewardConfig) -> dict[str, Callable[[Task], str | None]]:
     """`Metric.lacks` by metric of reward.weights, of those that do not apply to every task. Raises ConfigError."""
-    kinds = {name: split(name, reward.metrics.get(name, {})) for name in reward.weights}
+    kinds = _kinds(reward)
     every = Metric.lacks.__func__  # type: ignore[attr-defined]  # of a class method
     asked = {name: of for name, of in kinds.items() if of[0].lacks.__func__ is not every}  # type: ignore[attr-defined]
     return {name: partial(kind.lacks, options) for name, (kind, options) in asked.items()}

@@ -20,9 +20,10 @@ from typing import Any
 
 import aiohttp
 
-from megatron_collab.config import option
+from megatron_collab.config import ServedConfig, option
 from megatron_collab.inference.client import EngineError, ServerGone, TransientError, post
-from megatron_collab.inference.scoring import ScoringModel
+from megatron_collab.inference.served import score_fault
+from megatron_collab.llm.endpoint import SERVED
 from megatron_collab.reward.metrics import Judge, Metric
 from megatron_collab.types import Conversation, Message, Missing, Score, Task
 
@@ -40,7 +41,8 @@ class RewardModel(Metric):
     @dataclass(frozen=True)
     class Options:
         model: str = option(
-            "", "reward model, which the run serves: Hugging Face folder, or OWNER/NAME[@REVISION] of the Hub"
+            "",
+            "reward model, which the run serves: Hugging Face folder, OWNER/NAME[@REVISION] of the Hub, or served/NAME",
         )
         replicas: int = option(1, "servers of model, over which conversations are spread", ge=1)
         tp: int = option(1, "tensor parallel size of a server of model", ge=1)
@@ -63,12 +65,11 @@ class RewardModel(Metric):
 
     @classmethod
     def unavailable(cls, options: Any) -> str | None:
-        model = cls.served(options)
-        return model.fault() if model else None
+        return score_fault(options.model) if options.model and not options.model.startswith(SERVED) else None
 
     @classmethod
-    def served(cls, options: Any) -> ScoringModel | None:
-        return ScoringModel(options.model, options.replicas, options.tp) if options.model else None
+    def served(cls, options: Any) -> ServedConfig | None:
+        return ServedConfig(options.model, options.replicas, options.tp) if options.model else None
 
     async def score(self, task: Task, conversation: Conversation) -> Score | None:
         left, why = dict(self.servers), "no server of the reward model"

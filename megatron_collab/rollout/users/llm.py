@@ -17,7 +17,7 @@ from typing import Any
 from megatron_collab.config import Config, ConfigError, EndpointConfig, Prompt, PromptError, UserConfig, read_prompt
 from megatron_collab.data.transcript import render
 from megatron_collab.llm.answer import Field, LlmError, MalformedAnswer
-from megatron_collab.llm.endpoint import POLICY
+from megatron_collab.llm.endpoint import POLICY, SERVED
 from megatron_collab.rollout.users import User, UserError, UserReply, Users
 from megatron_collab.rollout.users.guardrails import COMPLAINTS, refusal
 from megatron_collab.types import Conversation, Task
@@ -96,7 +96,8 @@ class LlmUser(User):
         """The endpoints to try, in this order; for user.model=policy the servers in use, the next where one fails."""
         config = self.users.config.user
         if self.model != POLICY:
-            return [replace(config, model=self.model)]
+            own = str(self.model).startswith(SERVED)
+            return [replace(config, model=f"{self.model}/{self.sample}" if own else self.model)]
 
         def rank(api_base: str) -> float:
             """By task, whose conversations share a prefix: one server holds it for all of them while it is alive."""

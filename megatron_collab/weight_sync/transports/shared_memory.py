@@ -95,7 +95,7 @@ class SharedMemoryTransport:
         devices: Sequence[torch.device],
         timeout: float,
     ) -> None:
-        """Collective. `devices[t]`: of rank t of this place's first server.
+        """Collective. `devices[t]`: of rank t of this place's first server, on its node.
 
         A server that has not read a bucket `timeout` seconds after it was written is abandoned.
         """
@@ -106,7 +106,7 @@ class SharedMemoryTransport:
         self._own = {
             t: [Segment(max(buckets[t].size for buckets in plan), device) for _ in range(count)]
             for t, device in enumerate(devices)
-            if places.keeper(self._place, t) == self._rank
+            if places.has(self._place, t) and places.keeper(self._place, t) == self._rank
         }
         others = [rank for rank in places.members(self._place) if rank != self._rank]
         # By rank, which segments of others it writes to; what comes from other places goes into its own.
@@ -119,16 +119,15 @@ class SharedMemoryTransport:
         """Arguments of a Receiver, by server of `peers` and by its rank; collective."""
         if not peers:
             return {}
-        offers = _gathered({(peer.server, t): self._handles(t) for peer in self._near(peers) for t in self._own})
+        offers = _gathered({(p.server, t): self._handles(t) for t in self._own for p in self._near(peers, t)})
         return {peer.server: [{"memory": offers[peer.server, t]} for t in range(peer.tp)] for peer in peers}
 
     def carry(self, store: SyncStore, peers: Sequence[Peer], sums: Sums | None) -> None:
         """Write all buckets, each once all `peers` have read what its segment held; for `sums` see Sender.write."""
-        near = self._near(peers)
         for number, parts in enumerate(self._writer.parts):
             targets = sorted(parts.keys() | self._relay.receives(number))
             if number >= 2:
-                self._wait_read(store, number - 2, near, targets)
+                self._wait_read(store, number - 2, peers, targets)
             segments = {t: self._segments[t][number % 2] for t in targets}
             with self._relay.crossing(number, segments, sums):
                 self._writer.write(number, {t: segments[t][slice(*part)] for t, part in parts.items()}, sums)
@@ -143,14 +142,14 @@ class SharedMemoryTransport:
             segment.close()
         self._segments.clear()
 
-    def _near(self, peers: Sequence[Peer]) -> list[Peer]:
-        """The servers of this place."""
-        return [peer for peer in peers if self._places.of_server(peer.server) == self._place]
+    def _near(self, peers: Sequence[Peer], t: int) -> list[Peer]:
+        """The servers whose rank t is in this place."""
+        return [peer for peer in peers if self._places.of_server(peer.server, t) == self._place]
 
     def _wait_read(self, store: SyncStore, number: int, peers: Sequence[Peer], targets: Sequence[int]) -> None:
-        """Wait until all servers of this place have read a bucket; those that do not are abandoned."""
+        """Wait until these ranks of the servers here have read a bucket; servers where one does not are abandoned."""
         store.wait_written(number, self._places.members(self._place))  # else a trainer rank may hold servers up
-        late = store.late(number, [(peer.server, t) for peer in peers for t in targets], self._timeout)
+        late = store.late(number, [(peer.server, t) for t in targets for peer in self._near(peers, t)], self._timeout)
         for peer in peers:
             if peer.server in late:
                 store.abandon(peer.server, peer.tp, len(self._writer.parts))

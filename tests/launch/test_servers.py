@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from megatron_collab.config import Config, ConfigError
-from megatron_collab.launch import validate
+from megatron_collab.launch import servers, validate
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.runtime import device
+from tests import helpers
 
 DENSE = {
     "model_type": "qwen3",
@@ -73,22 +74,22 @@ def refused(check: Any, config: Config, *shape: ModelShape) -> str:
 
 
 def test_colocated_servers_fit_the_gpus_of_the_node(machine: Machine) -> None:
-    validate.check_servers_on_machine(configure(nproc=8, replicas=4, tp=2))
-    said = refused(validate.check_servers_on_machine, configure(nproc=8, replicas=5, tp=2))
+    servers.check_servers_on_machine(configure(nproc=8, replicas=4, tp=2))
+    said = refused(servers.check_servers_on_machine, configure(nproc=8, replicas=5, tp=2))
     assert said.startswith("rollout.server.replicas=5 x rollout.server.tp=2: needs more than the 8 GPUs")
 
 
 def test_colocated_servers_stand_with_as_many_ranks_each(machine: Machine) -> None:
     for fits in ({"nproc": 8, "replicas": 2, "tp": 2}, {"nproc": 1, "replicas": 1, "tp": 2}):
-        validate.check_servers_on_machine(configure(**fits))
+        servers.check_servers_on_machine(configure(**fits))
     for uneven in ({"nproc": 8, "replicas": 3, "tp": 2}, {"nproc": 4, "replicas": 4, "tp": 2}):
-        said = refused(validate.check_servers_on_machine, configure(**uneven))
+        said = refused(servers.check_servers_on_machine, configure(**uneven))
         assert said.startswith(f"rollout.server.replicas={uneven['replicas']}: each colocated server needs as many")
 
 
 def test_servers_of_their_own_need_gpus_beside_the_trainer(machine: Machine) -> None:
-    validate.check_servers_on_machine(configure(nproc=4, replicas=2, tp=2, colocated=False))
-    said = refused(validate.check_servers_on_machine, configure(nproc=5, replicas=2, tp=2, colocated=False))
+    servers.check_servers_on_machine(configure(nproc=4, replicas=2, tp=2, colocated=False))
+    said = refused(servers.check_servers_on_machine, configure(nproc=5, replicas=2, tp=2, colocated=False))
     assert "beside launch.nproc_per_node=5, more than the 8 of this node" in said
 
 
@@ -96,74 +97,93 @@ def test_reward_models_that_the_run_serves_need_gpus_of_their_own(machine: Machi
     config = configure(nproc=6, replicas=3, tp=2)
     config.reward.weights = {"reward_model": 1.0}
     config.reward.metrics = {"reward_model": {"model": "some/folder", "replicas": 2}}
-    validate.check_servers_on_machine(config)
+    servers.check_servers_on_machine(config)
     config.reward.metrics["reward_model"]["tp"] = 2
-    said = refused(validate.check_servers_on_machine, config)
+    said = refused(servers.check_servers_on_machine, config)
     assert said.startswith("reward.metrics.reward_model.replicas x tp: ") and "need 10 GPUs of a node" in said
 
 
 def test_gpus_are_counted_on_a_node(machine: Machine) -> None:
     config = configure(nproc=4, replicas=6, tp=2, colocated=False)
-    assert "more than the 8 of this node" in refused(validate.check_servers_on_machine, config)
+    assert "more than the 8 of this node" in refused(servers.check_servers_on_machine, config)
     config.launch.nodes = 3
-    validate.check_servers_on_machine(config)
-    validate.check_servers(config)
+    servers.check_servers_on_machine(config)
+    servers.check_servers(config)
     config.launch.nodes = 4
-    said = refused(validate.check_servers, config)
+    said = refused(servers.check_servers, config)
     assert said.startswith("rollout.server.replicas=6: is no multiple of launch.nodes=4")
+
+
+def test_a_server_over_several_nodes_has_as_many_ranks_on_each(machine: Machine) -> None:
+    config = configure(nproc=8, replicas=2, tp=16, nnodes=2)
+    config.launch.nodes = 4
+    servers.check_servers(config)
+    servers.check_servers_on_machine(config)
+    config.rollout.server.replicas = 3
+    said = refused(servers.check_servers, config)
+    assert said.startswith("rollout.server.replicas=3 x rollout.server.nnodes=2: is no multiple of launch.nodes=4; ")
+    config.rollout.server.replicas, config.rollout.server.tp = 2, 32
+    said = refused(servers.check_servers, config)
+    assert "rollout.server.tp=32 / launch.nodes=4: needs 16 devices of a node" in said
+    config.rollout.server.nnodes = 3
+    assert refused(servers.check_servers, config).startswith(
+        "rollout.server.nnodes=3: does not divide rollout.server.tp"
+    )
+    config.rollout.server.nnodes = 8
+    assert refused(servers.check_servers, config).startswith("rollout.server.nnodes=8: does not divide launch.nodes=4")
 
 
 def test_colocated_servers_on_gpus_need_the_memory_saver(machine: Machine) -> None:
     machine.saver = False
-    said = refused(validate.check_servers_on_machine, configure())
+    said = refused(servers.check_servers_on_machine, configure())
     assert "needs torch-memory-saver (not installed)" in said and "set rollout.server.colocated=false" in said
-    validate.check_servers_on_machine(configure(colocated=False))
+    servers.check_servers_on_machine(configure(colocated=False))
     machine.gpus = 0
-    validate.check_servers_on_machine(configure())
+    servers.check_servers_on_machine(configure())
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_colocated_servers_on_gpus_get_no_weights_over_the_network(machine: Machine, nodes: int) -> None:
     config = configure()
     config.publish.transport, config.launch.nodes = "network", nodes
-    said = refused(validate.check_servers_on_machine, config)
+    said = refused(servers.check_servers_on_machine, config)
     assert said.startswith("publish.transport=network: ") and "set publish.transport=auto" in said
     config.rollout.server.colocated = False
-    validate.check_servers_on_machine(config)
+    servers.check_servers_on_machine(config)
     for transport in ("auto", "memory", "disk"):
         config.rollout.server.colocated, config.publish.transport = True, transport
-        validate.check_servers_on_machine(config)
+        servers.check_servers_on_machine(config)
     config.publish.transport, machine.gpus = "network", 0
-    validate.check_servers_on_machine(config)
+    servers.check_servers_on_machine(config)
 
 
 def test_memory_on_several_nodes_is_for_colocated_servers() -> None:
     config = configure(colocated=False, replicas=2)
     config.publish.transport = "memory"
-    validate.check_servers(config)
+    servers.check_servers(config)
     config.launch.nodes = 2
-    assert refused(validate.check_servers, config).startswith("publish.transport=memory: on launch.nodes=2 ")
+    assert refused(servers.check_servers, config).startswith("publish.transport=memory: on launch.nodes=2 ")
     config.rollout.server.colocated = True
-    validate.check_servers(config)
+    servers.check_servers(config)
 
 
 def test_colocated_servers_on_several_nodes_fit_the_devices_of_the_trainer() -> None:
     config = configure(nproc=4, replicas=4, tp=2)
     config.launch.nodes = 2
-    validate.check_servers(config)
+    servers.check_servers(config)
     config.rollout.server.tp = 4
-    said = refused(validate.check_servers, config)
+    said = refused(servers.check_servers, config)
     assert said.startswith(
         "rollout.server.replicas=4 x rollout.server.tp=4 / launch.nodes=2: needs 8 devices of a node"
     )
     config.rollout.server.colocated = False
-    validate.check_servers(config)
+    servers.check_servers(config)
 
 
 def test_colocated_servers_on_gpus_do_not_size_their_own_cache(machine: Machine) -> None:
-    said = refused(validate.check_servers_on_machine, configure(max_total_tokens=None))
+    said = refused(servers.check_servers_on_machine, configure(max_total_tokens=None))
     assert said.startswith("rollout.server.max_total_tokens: not set")
-    validate.check_servers_on_machine(configure(max_total_tokens=None, colocated=False))
+    servers.check_servers_on_machine(configure(max_total_tokens=None, colocated=False))
 
 
 @pytest.mark.parametrize(
@@ -173,9 +193,9 @@ def test_colocated_servers_on_gpus_do_not_size_their_own_cache(machine: Machine)
 def test_fp8_needs_a_device_that_multiplies_it(
     machine: Machine, gpus: int, capability: tuple[int, int] | None, said: str
 ) -> None:
-    validate.check_servers_on_machine(configure(fp8=True))
+    servers.check_servers_on_machine(configure(fp8=True))
     machine.gpus, machine.capability = gpus, capability
-    line = refused(validate.check_servers_on_machine, configure(fp8=True))
+    line = refused(servers.check_servers_on_machine, configure(fp8=True))
     assert (
         line.startswith("rollout.server.fp8=true: needs GPUs of compute capability 8.9 to below 10.0") and said in line
     )
@@ -185,16 +205,16 @@ def test_gpus_matter_only_where_servers_run(machine: Machine) -> None:
     config = configure(replicas=9, fp8=True)
     config.train.stage = "sft"
     machine.capability = (8, 0)
-    validate.check_servers_on_machine(config)
+    servers.check_servers_on_machine(config)
 
 
 def test_fp8_needs_bfloat16_and_a_transport_that_quantises() -> None:
     config = configure(fp8=True)
-    validate.check_servers(config)
+    servers.check_servers(config)
     config.publish.transport = "disk"
-    assert refused(validate.check_servers, config).startswith("publish.transport=disk: ")
+    assert refused(servers.check_servers, config).startswith("publish.transport=disk: ")
     config.publish.transport, config.model.dtype = "auto", "float32"
-    assert "needs model.dtype=bfloat16, not float32" in refused(validate.check_servers, config)
+    assert "needs model.dtype=bfloat16, not float32" in refused(servers.check_servers, config)
 
 
 @pytest.mark.parametrize(
@@ -212,12 +232,12 @@ def test_fp8_needs_bfloat16_and_a_transport_that_quantises() -> None:
     ],
 )
 def test_a_model_that_cannot_be_cut_like_that(model: dict[str, Any], settings: dict[str, Any], said: str) -> None:
-    assert said in refused(validate.check_servers_of_model, configure(**settings), ModelShape.from_hf(model))
+    assert said in refused(servers.check_servers_of_model, configure(**settings), ModelShape.from_hf(model))
 
 
 def test_models_that_can_be_cut() -> None:
-    validate.check_servers_of_model(configure(tp=2, fp8=True), ModelShape.from_hf(WIDE))
-    validate.check_servers_of_model(configure(tp=2, ep=2, fp8=True), ModelShape.from_hf(EXPERTS | {"head_dim": 128}))
+    servers.check_servers_of_model(configure(tp=2, fp8=True), ModelShape.from_hf(WIDE))
+    servers.check_servers_of_model(configure(tp=2, ep=2, fp8=True), ModelShape.from_hf(EXPERTS | {"head_dim": 128}))
 
 
 def test_a_supervised_run_has_no_server_to_fit(tmp_path: Path) -> None:
@@ -228,3 +248,69 @@ def test_a_supervised_run_has_no_server_to_fit(tmp_path: Path) -> None:
     assert "layer 0 has no experts" in refused(validate.check_model, config)
     config.train.stage = "sft"
     assert validate.check_model(config).experts is not None
+
+
+JUDGED = ("reward.weights.accuracy=1", "reward.metrics.accuracy.judge=true")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["servers={judge: {modle: x}}"], "servers.judge.modle: no such setting; the nearest is model; there are mod"),
+        (["servers={judge: {tp: 2}}"], "servers.judge.model: not set; give a Hugging Face folder, or OWNER/NAME"),
+        (["servers={judge: {model: x, tp: 3, ep: 2}}"], "servers.judge.ep=2: does not divide servers.judge.tp=3;"),
+        (
+            ["servers={judge: {model: x, replicas: 3, colocated: true}}"],
+            "servers.judge.replicas x servers.judge.tp: 3 devices, and of the trainer there are launch.nproc_per_node",
+        ),
+        (
+            ["servers={judge: {model: x, args: {tp_size: 2}}}"],
+            "servers.judge.args.tp-size: servers.judge.tp decides it; set that",
+        ),
+        (
+            ["servers={judge: {model: x}}", "user.model=served/juge"],
+            "user.model=served/juge: servers has no juge; there are judge; the nearest is judge",
+        ),
+        (
+            [*JUDGED, "reward.judge.model=served/judge"],
+            "reward.judge.model=served/judge: servers has no judge; set servers.judge.model to the model that the run",
+        ),
+        (
+            ["reward.weights.good=1", "reward.metrics.good={metric: reward_model, model: served/rm}"],
+            "reward.metrics.good.model=served/rm: servers has no rm; set servers.rm.model",
+        ),
+        (
+            ["reward.weights.reward_model=1", "reward.metrics.reward_model.model=served/reward_model"],
+            "reward.metrics.reward_model.model=served/reward_model: servers has no reward_model; set servers.",
+        ),
+    ],
+)
+def test_models_beside_the_policy_that_cannot_be(settings: list[str], said: str) -> None:
+    assert helpers.refused(*settings).startswith(said)
+
+
+def test_a_model_that_gives_scores_answers_nothing_and_one_that_gives_text_scores_nothing(tmp_path: Path) -> None:
+    for name, kind in (("rm", "Qwen2ForRewardModel"), ("chat", "Qwen2ForCausalLM")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"architectures": [kind]}))
+    served = f"servers={{rm: {{model: {tmp_path}/rm}}, chat: {{model: {tmp_path}/chat}}}}"
+    said = helpers.refused(served, *JUDGED, "reward.judge.model=served/rm")
+    assert f"servers.rm.model={tmp_path}/rm gives scores and no text; choose another" in said
+    metric = "reward.metrics.good={metric: reward_model, model: served/%s}"
+    said = helpers.refused(served, "reward.weights.good=1", metric % "chat")
+    assert said.startswith("reward.metrics.good.model=served/chat: ") and "gives no score" in said
+
+
+def test_models_beside_the_policy_have_gpus_of_their_own_or_the_trainers(machine: Machine) -> None:
+    config = configure(nproc=4, replicas=2, tp=2)
+    config.servers = {"judge": {"model": "x", "tp": 4}}
+    servers.check_servers_on_machine(config)
+    config.servers["user"] = {"model": "y"}
+    said = refused(servers.check_servers_on_machine, config)
+    assert said.startswith("servers.judge.replicas x tp, servers.user.replicas x tp: ") and "they need 9 GPUs" in said
+    config.servers["user"]["colocated"] = True
+    assert "servers.user.max_total_tokens: not set" in refused(servers.check_servers_on_machine, config)
+    config.servers["user"]["max_total_tokens"] = 4096
+    servers.check_servers_on_machine(config)
+    config.rollout.max_staleness, config.rollout.server.colocated = 1, False
+    assert refused(servers.check_servers, config).startswith("servers.user.colocated=true: rollout.max_staleness=1 ")

@@ -1,4 +1,4 @@
-"""Reward models that the run serves: every server gives the score of transformers, also after its end."""
+"""Models beside the policy: every server of a reward model gives the score of transformers, also after its end."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_collab.config import Config
-from megatron_collab.inference import scoring
-from megatron_collab.inference.scoring import ScoringModel, ScoringServers, first_device
+from megatron_collab.config import Config, ServedConfig
+from megatron_collab.inference import served
+from megatron_collab.inference.served import ModelServers, config_of, devices, first_device, score_fault
 from megatron_collab.inference.server import ServerError
+from megatron_collab.models.parallel_layout import first_gpu
 from megatron_collab.runtime.process import wait_for
 from megatron_collab.types import Conversation, Message
 from tests.conftest import serving_config
@@ -38,11 +39,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def servers(folder: Path) -> Iterator[ScoringServers]:
+def servers(folder: Path) -> Iterator[ModelServers]:
     config = serving_config(folder)
     config.model.path, config.run.dir = "/the/policy", str(folder / "run")
-    with ScoringServers(config, "reward_model", ScoringModel(str(folder), replicas=2), 0) as servers:
-        servers.wait_healthy()
+    with ModelServers(config, "reward_model", ServedConfig(str(folder), replicas=2), 0) as servers:
+        servers.pool.begin()
         yield servers
 
 
@@ -71,13 +72,13 @@ def long_one(system: bool) -> Conversation:
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_every_server_scores_as_transformers_does(servers: ScoringServers, folder: Path) -> None:
+def test_every_server_scores_as_transformers_does(servers: ModelServers, folder: Path) -> None:
     """Overlong ones without their first turns, and the system message, where there is one, kept."""
     conversations = [PLAYED, PLAYED.add_messages([Message("user", "thanks")], ()), long_one(False), long_one(True)]
     cut = [[*long_one(True).messages[:1], *long_one(True).messages[begin:]] for begin in range(3, 13, 2)]
     wanted = expected(folder, *(list(c.messages) for c in conversations[:2]))
     assert abs(wanted[0] - wanted[1]) > 0.01
-    for address in servers.addresses:
+    for address in servers.model.addresses:
         scorer = metric("reward_model", model=str(folder), replicas=2)
         scorer.servers = [address]
         found = [asyncio.run(scorer.score(TASK, conversation)) for conversation in conversations]
@@ -90,10 +91,10 @@ def test_every_server_scores_as_transformers_does(servers: ScoringServers, folde
 @pytest.mark.processes
 @pytest.mark.slow
 def test_a_server_that_ends_is_started_again_and_the_other_scores_meanwhile(
-    servers: ScoringServers, folder: Path
+    servers: ModelServers, folder: Path
 ) -> None:
     scorer = metric("reward_model", model=str(folder), replicas=2)
-    scorer.servers = servers.addresses
+    scorer.servers = servers.model.addresses
     (wanted,) = expected(folder, list(PLAYED.messages))
     first = servers.servers[0]
     os.killpg(first.process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
@@ -103,78 +104,33 @@ def test_a_server_that_ends_is_started_again_and_the_other_scores_meanwhile(
         return await asyncio.gather(*(scorer.score(TASK, PLAYED) for _ in range(4)))
 
     assert asyncio.run(several()) == pytest.approx([wanted] * 4, abs=1e-4)
-    servers.watch()
-    servers.wait_healthy()
-    assert servers.take_counters() == {"servers/reward_model_lost": 1.0}
-    scorer.servers = servers.addresses[:1]
+    assert servers.ready(60.0), "the other one answers"
+    assert wait_for(lambda: len(servers.pool.present()) == 2, 400)
+    assert servers.pool.take_counters() == {"servers/reward_model_lost": 1.0, "servers/reward_model_back": 1.0}
+    scorer.servers = servers.model.addresses[:1]
     assert asyncio.run(scorer.score(TASK, PLAYED)) == pytest.approx(wanted, abs=1e-4), "no bias of its own"
-
-
-class Loading:
-    """A server that is healthy at every third look, the first time not."""
-
-    def __init__(self, config: Config, log: Path, index: int, start: Any) -> None:
-        self.index, self.looks, self.over, self.process = index, 0, False, self
-
-    def __enter__(self) -> Loading:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def ended(self) -> str | None:
-        return "it was killed" if self.over else None
-
-    def alive(self) -> bool:
-        return not self.over
-
-    def healthy(self) -> bool:
-        self.looks += 1
-        return not self.over and self.looks % 3 == 0
-
-    def restart(self) -> None:
-        self.over, self.looks = False, 0
-
-    def log_end(self) -> str:
-        return "its log"
-
-
-def test_a_step_waits_where_no_server_of_a_model_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """And only then: without it, all scores were missing while the only server loads."""
-    monkeypatch.setattr(scoring, "SGLangServer", Loading)
-    config = serving_config(tmp_path)
-    with ScoringServers(config, "good", ScoringModel(str(tmp_path)), 0) as servers:
-        (one,) = servers.servers
-        servers.watch()
-        assert servers.ready(0.0) and one.looks == 0, "nothing was lost, and nothing is asked"
-        one.over = True
-        servers.watch()
-        assert servers.lost_all
-        assert not servers.ready(-1.0) and one.looks == 1
-        assert servers.ready(5.0) and one.looks == 3 and not servers.lost_all
-        one.over = True
-        servers.watch()
-        one.over = True
-        with pytest.raises(ServerError, match=r"the servers of good: none was healthy again .*; its log"):
-            servers.ready(-1.0)
 
 
 def test_servers_that_are_started_end_where_another_one_does_not_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    begun: list[Loading] = []
+    begun: list[Any] = []
 
-    class Busy(Loading):
+    class Busy:
         def __init__(self, config: Config, log: Path, index: int, start: Any) -> None:
             if index == 2:
                 raise ServerError("port 30002 is in use")
-            super().__init__(config, log, index, start)
+            self.over = False
             begun.append(self)
+
+        def __enter__(self) -> Busy:
+            return self
 
         def __exit__(self, *_: object) -> None:
             self.over = True
 
-    monkeypatch.setattr(scoring, "SGLangServer", Busy)
-    given = ScoringServers(serving_config(tmp_path), "good", ScoringModel(str(tmp_path), replicas=3), 0)
+    monkeypatch.setattr(served, "SGLangServer", Busy)
+    given = ModelServers(serving_config(tmp_path), "good", ServedConfig(str(tmp_path), replicas=3), 0)
     assert begun == [], "they are started once it is entered"
     with pytest.raises(ServerError, match="30002"), given:
         raise AssertionError("entered")
@@ -198,7 +154,7 @@ def test_servers_that_are_started_end_where_another_one_does_not_start(
 def test_a_model_without_one_output_is_refused(tmp_path: Path, described: dict | None, why: str | None) -> None:
     if described is not None:
         (tmp_path / "config.json").write_text(json.dumps(described))
-    fault = ScoringModel(str(tmp_path)).fault()
+    fault = score_fault(str(tmp_path))
     assert fault == why if why is None else why in str(fault)
 
 
@@ -216,8 +172,8 @@ try:
     else:
         config = evaluation.load(sys.argv[2:])
         evaluation.pin(config)
-    (model,) = metrics.served_models(config.reward).values()
-    print(model.path, *sorted(file.name for file in hub.folder(model.path).iterdir()))
+    ((_, model),) = metrics.served_models(config).values()
+    print(model.model, *sorted(file.name for file in hub.folder(model.model).iterdir()))
 except ConfigError as error:
     print(error)
 """
@@ -265,3 +221,6 @@ def test_devices_come_after_those_of_the_policy() -> None:
     assert first_device(config) == 2
     config.rollout.server.colocated = False
     assert first_device(config) == 6
+    own, shared = (ServedConfig("judge", replicas=1, tp=2, colocated=colocated) for colocated in (False, True))
+    assert (devices(own), devices(shared)) == (2, 0)
+    assert [first_gpu(config_of(config, model, 6), 0) for model in (own, shared)] == [6, 0]

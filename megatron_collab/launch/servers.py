@@ -1,0 +1,172 @@
+"""Servers that cannot run, by their settings, on this machine, with this model: one line each, before any start."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from megatron_collab.config import Config, nearest, require
+from megatron_collab.inference import server_args
+from megatron_collab.inference.served import config_of, devices, first_device, gives_text, score_fault
+from megatron_collab.inference.server import Serves, refusal
+from megatron_collab.llm.endpoint import SERVED
+from megatron_collab.models import parallel_layout
+from megatron_collab.models.hf_config import ModelShape
+from megatron_collab.reward import metrics
+from megatron_collab.runtime import device
+from megatron_collab.runtime.process import first_on_node
+from megatron_collab.weight_sync import plan
+
+
+def check_servers(config: Config) -> None:
+    """What can be said without the model and without this machine."""
+    check = partial(require, config=config)
+    server, transport, nodes = config.rollout.server, config.publish.transport, config.launch.nodes
+    check(server.tp % server.ep == 0, "<rollout.server.ep>: does not divide <rollout.server.tp>; choose a divisor")
+    last = server.port + server.replicas - 1
+    message = f"<rollout.server.port>: the last of <rollout.server.replicas> servers would have port {last}; lower it"
+    check(server.port == 0 or last <= 65535, message)
+    check(
+        server.tp % server.nnodes == 0, "<rollout.server.nnodes>: does not divide <rollout.server.tp>; choose a divisor"
+    )
+    check(nodes % server.nnodes == 0, "<rollout.server.nnodes>: does not divide <launch.nodes>; choose a divisor")
+    message = "<rollout.server.replicas>: is no multiple of <launch.nodes>, and every node has as many; choose one"
+    check(server.nnodes > 1 or server.replicas % nodes == 0, message)
+    message = (
+        "<rollout.server.replicas> x <rollout.server.nnodes>: is no multiple of <launch.nodes>; change one of them"
+    )
+    check(server.replicas * server.nnodes % nodes == 0, message)
+    here = parallel_layout.servers_per_node(config) * parallel_layout.server_ranks_per_node(config)
+    check(
+        nodes == 1 or not server.colocated or here <= config.launch.nproc_per_node,
+        f"<rollout.server.replicas> x <rollout.server.tp> / <launch.nodes>: needs {here} devices of a node, and with "
+        "<rollout.server.colocated> there are <launch.nproc_per_node>; lower one of them",
+    )
+    message = "<parallel.offload>: makes room for colocated servers; set parallel.offload=false"
+    check(server.colocated or not config.parallel.offload, message)
+    message = "<publish.transport>: on <launch.nodes> needs rollout.server.colocated=true; set one of them"
+    check(transport != "memory" or nodes == 1 or server.colocated, message)
+    message = f"<rollout.server.fp8>: needs model.dtype=bfloat16, not {config.model.dtype}; set one of them"
+    check(not server.fp8 or config.model.dtype == "bfloat16", message)
+    message = "<publish.transport>: carries no FP8, which <rollout.server.fp8> needs; set publish.transport=auto"
+    check(not server.fp8 or transport != "disk", message)
+    in_turn = config.rollout.max_staleness == 0
+    _check_decided(config, on_cpu=config.launch.device == "cpu")
+    _check_served(config)
+    message = "<rollout.max_staleness>: servers need devices of their own; set rollout.server.colocated=false, or 0"
+    check(in_turn or not server.colocated, message)
+    message = "<rollout.max_staleness>: needs an importance correction; set algo.correction=truncated, or 0"
+    check(in_turn or config.algo.correction != "none", message)
+
+
+def check_servers_on_machine(config: Config) -> None:
+    """The devices and libraries that the servers need."""
+    check = partial(require, config=config)
+    if config.train.stage != "rl":
+        return
+    on_gpus = device.select(config.launch.device).type == device.GPU
+    if config.rollout.server.fp8:
+        # Before Ada SGLang repacks FP8 weights for a kernel without FP8 units; from Blackwell on it changes scales.
+        found = device.capability() if on_gpus else None
+        shown = "one of {}.{}".format(*found) if found else "none"
+        check(
+            found is not None and (8, 9) <= found < (10, 0),
+            f"<rollout.server.fp8>: needs GPUs of compute capability 8.9 to below 10.0, here is {shown}; turn it off",
+        )
+    if not on_gpus:
+        return
+    server, gpus = config.rollout.server, device.count()
+    _check_served_on_gpus(config, gpus)
+    servers_here, ranks_here = parallel_layout.servers_per_node(config), parallel_layout.server_ranks_per_node(config)
+    here = servers_here * ranks_here
+    nodes = " / <launch.nodes>" if config.launch.nodes > 1 else ""
+    servers = f"<rollout.server.replicas> x <rollout.server.tp>{nodes}"
+    if not server.colocated:
+        check(
+            config.launch.nproc_per_node + here <= gpus,
+            f"{servers}: with <rollout.server.colocated> they need GPUs beside <launch.nproc_per_node>, more than the "
+            f"{gpus} of this node; lower one of them, or set rollout.server.colocated=true",
+        )
+        return
+    check(here <= gpus, f"{servers}: needs more than the {gpus} GPUs of this node; lower one of them")
+    alone = servers_here <= 1  # then it may have devices without ranks
+    own, rest = (0, 0) if alone else divmod(config.launch.nproc_per_node, servers_here)
+    message = "each colocated server needs as many ranks of <launch.nproc_per_node>, and <rollout.server.tp> at least"
+    check(alone or (rest == 0 and ranks_here <= own), f"<rollout.server.replicas>: {message}; change one of them")
+    message = "<publish.transport>: NCCL joins no two ranks on one GPU, which are colocated; set publish.transport=auto"
+    check(config.publish.transport == "disk" or plan.uses_memory(config), message)
+    saver = device.probe("memory_saver")
+    message = f"needs torch-memory-saver ({saver.detail}); install it, or set rollout.server.colocated=false"
+    check(saver.found, f"<rollout.server.colocated>: {message}")
+    message = "not set, and colocated servers would take the memory of the trainer; set what doctor --plan has room for"
+    check(server.max_total_tokens is not None, f"rollout.server.max_total_tokens: {message}")
+
+
+def check_servers_of_model(config: Config, shape: ModelShape) -> None:
+    """The sizes of the model against the layout of a server."""
+    check = partial(require, config=config)
+    message = f"<rollout.context_length>: the model has {shape.max_positions} positions; choose at most as many"
+    check(config.rollout.context_length <= shape.max_positions, message)
+    layout = plan.server_layout(config)
+    check(layout.ep == 1 or shape.experts is not None, "<rollout.server.ep>: the model has no experts; set 1")
+    fault = plan.layout_fault(shape, plan.trainer_layout(config), layout)
+    require(fault is None, fault or "")
+
+
+def check_arguments(config: Config) -> None:
+    """What SGLang says itself of the arguments that it is given for a model on this machine; takes seconds."""
+    if config.train.stage != "rl" or not first_on_node():
+        return
+    on_cpu = device.select(config.launch.device).type == "cpu"
+    _check_decided(config, on_cpu)
+    fault = refusal(config) if config.rollout.server.args and config.rollout.server.replicas else None
+    require(fault is None, f"rollout.server.args{fault}")
+    for group, model in metrics.served_models(config).values():
+        serves = Serves.TEXT if gives_text(model.model) else Serves.SCORES
+        fault = refusal(config_of(config, model, 0), serves) if model.args else None
+        require(fault is None, f"{group}.args{fault}")
+
+
+def _check_decided(config: Config, on_cpu: bool) -> None:
+    faults = [server_args.decided(config.rollout.server.args, "rollout.server", on_cpu)]
+    for group, model in metrics.served_models(config).values():
+        faults.append(server_args.decided(model.args, group, on_cpu, f"{group}.model"))
+    fault = next(filter(None, faults), None)
+    require(fault is None, fault or "")
+
+
+def _check_served(config: Config) -> None:
+    """The models beside the policy, without this machine."""
+    models = metrics.served_models(config)
+    for group, model in models.values():
+        message = f"{group}.ep={model.ep}: does not divide {group}.tp={model.tp}; choose a divisor"
+        require(model.tp % model.ep == 0, message)
+        message = f"{group}.colocated=true: <rollout.max_staleness> samples while the trainer trains; set it to false"
+        require(not model.colocated or config.rollout.max_staleness == 0, message, config)
+        here = model.replicas * model.tp
+        message = f"{group}.replicas x {group}.tp: {here} devices, and of the trainer there are <launch.nproc_per_node>"
+        fits = not model.colocated or here <= config.launch.nproc_per_node
+        require(fits, f"{message}; lower one of them, or set {group}.colocated=false", config)
+    for metric, name in metrics.scorers(config.reward).items():
+        if name in models and models[name][0] == f"reward.metrics.{metric}":  # its own
+            continue
+        said = f"reward.metrics.{metric}.model={SERVED}{name}"
+        out = f"give one of {', '.join(config.servers)}" if config.servers else f"set servers.{name}.model"
+        require(name in config.servers, f"{said}: servers has no {name}; {out}{nearest(name, config.servers)}")
+        fault = score_fault(str(config.servers[name]["model"]))
+        require(fault is None, f"{said}: {fault}")
+
+
+def _check_served_on_gpus(config: Config, gpus: int) -> None:
+    served = dict(metrics.served_models(config).values())
+    needed = first_device(config) + sum(map(devices, served.values()))
+    message = f"with the trainer and the policy's servers they need {needed} GPUs of a node, and there are {gpus}"
+    names = ", ".join(f"{group}.replicas x tp" for group, model in served.items() if devices(model))
+    out = "lower one of them, or set colocated=true where they are of servers"
+    require(not names or needed <= gpus, f"{names}: {message}; {out}")
+    for group, model in served.items():
+        if model.colocated:
+            message = "not set, and colocated servers would take the memory of the trainer; set what there is room for"
+            require(model.max_total_tokens is not None, f"{group}.max_total_tokens: {message}")
+            saver = device.probe("memory_saver")
+            message = f"needs torch-memory-saver ({saver.detail}); install it, or set {group}.colocated=false"
+            require(saver.found, f"{group}.colocated=true: {message}")

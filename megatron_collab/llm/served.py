@@ -1,0 +1,119 @@
+"""The run's own servers, as a process asks them: which of them, and with which seed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from megatron_collab.config import EndpointConfig
+from megatron_collab.llm.endpoint import POLICY, SERVED
+
+# A server with more than this times the mean of the requests in flight gets no new conversations.
+LOAD_FACTOR = 1.25
+AWAY_SECONDS = 10.0  # that a server without connection is left alone, while others answer; it is being started again
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """`path`: a folder, or a name of the Hub; `addresses`: URL and key of each server."""
+
+    path: str
+    addresses: tuple[tuple[str, str], ...]
+
+
+def choose(affinity: str, in_flight: Sequence[int], gone: Collection[int] = ()) -> int:
+    """The server (an index, not in `gone`) for new conversations of `affinity`.
+
+    Rendezvous hashing (Thaler and Ravishankar, 1998), so that a lost server moves only its own conversations, with
+    bounded loads (Mirrokni, Thorup and Zadimoghaddam, arXiv 1608.01350).
+    """
+
+    def weight(server: int) -> bytes:
+        return hashlib.blake2b(f"{server}/{affinity}".encode(), digest_size=8).digest()
+
+    alive = [server for server in range(len(in_flight)) if server not in gone]
+    share = (sum(in_flight[server] for server in alive) + 1) / len(alive)
+    ranked = sorted(alive, key=weight, reverse=True)
+    return next(server for server in ranked if in_flight[server] < math.ceil(LOAD_FACTOR * share))
+
+
+class Balance:
+    """Spreads the calls of a process over the servers of `model`; those with the same beginning go to the same one."""
+
+    def __init__(self, model: ServedModel) -> None:
+        self.model = model
+        self._in_flight = [0] * len(model.addresses)
+        self._away = [0.0] * len(model.addresses)  # until when (monotonic)
+
+    @contextmanager
+    def server(self, beginning: str) -> Iterator[tuple[str, str]]:
+        """URL and key of the server for a call, which is made within; where it has no connection it is left alone."""
+        now = time.monotonic()
+        gone = {server for server, until in enumerate(self._away) if until > now}
+        at = choose(beginning, self._in_flight, gone if len(gone) < len(self._away) else ())
+        self._in_flight[at] += 1
+        try:
+            yield self.model.addresses[at]
+        except Exception as error:
+            if unconnected(error):
+                self._away[at] = time.monotonic() + AWAY_SECONDS
+            raise
+        finally:
+            self._in_flight[at] -= 1
+
+
+class OwnServers:
+    """Those of the policy, called policy/SAMPLE, and of models beside it: served/NAME, or served/NAME/SAMPLE.
+
+    SAMPLE tells apart the answers to the same messages.
+    """
+
+    def __init__(self, keys: Mapping[str, str], served: Mapping[str, ServedModel]) -> None:
+        """`keys`: by api_base, of the policy's servers; `served`: by NAME."""
+        self._keys = keys
+        self.balances = {name: Balance(model) for name, model in served.items()}
+
+    def model(self, endpoint: EndpointConfig) -> str:
+        """The endpoint's model by a name that lasts: where the run serves it, NAME says nothing outside of the run."""
+        model = str(endpoint.model)
+        return SERVED + self._balance(model).model.path if model.startswith(SERVED) else model
+
+    @contextmanager
+    def server(self, endpoint: EndpointConfig, messages: Sequence[Mapping[str, str]]) -> Iterator[dict[str, Any]]:
+        """LiteLLM's arguments for a call, which is made within, of one of the run's own servers; else none.
+
+        SAMPLE and the messages determine the seed, and with a deterministic server the answer.
+        """
+        model, api_base = str(endpoint.model), str(endpoint.api_base)
+        if model.startswith(f"{POLICY}/"):
+            yield _arguments(api_base, self._keys[api_base], model.removeprefix(f"{POLICY}/"), messages)
+        elif model.startswith(SERVED):
+            sample = model.removeprefix(SERVED).partition("/")[2]
+            with self._balance(model).server(messages[0]["content"]) as (url, key):
+                yield _arguments(f"{url}/v1", key, sample, messages)
+        else:
+            yield {}
+
+    def _balance(self, model: str) -> Balance:
+        return self.balances[model.removeprefix(SERVED).partition("/")[0]]
+
+
+def _arguments(api_base: str, key: str, sample: str, messages: Sequence[Mapping[str, str]]) -> dict[str, Any]:
+    drawn = json.dumps([sample, messages]).encode()
+    seed = int.from_bytes(hashlib.blake2b(drawn, digest_size=4).digest()) >> 1
+    return {"model": "hosted_vllm/default", "api_base": api_base, "api_key": key, "seed": seed}
+
+
+def unconnected(error: BaseException | None) -> bool:
+    """Whether the connection failed, which LiteLLM reports as a server error."""
+    while error is not None and not isinstance(error, httpx.ConnectError):
+        error = error.__cause__ or error.__context__
+    return error is not None

@@ -1,0 +1,85 @@
+"""A training whose user and judge are a model that the run serves itself, on the trainer's devices in turn with it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers import make_model
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+LOGIT = 5.0  # of a quote, beside 0 for the other 511 tokens: texts end after some three tokens
+
+
+def make_talker(folder: Path) -> Path:
+    """A model that draws every token alike, whatever it is told, but the quote more often: its JSON comes to an end."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    make_model(folder, layers=1)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    (quote,) = tokenizer('"', add_special_tokens=False)["input_ids"]
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight", "lm_head.weight")):
+                weight.zero_()
+        model.model.embed_tokens.weight.fill_(1.0)
+        last = model.model.norm.weight
+        model.lm_head.weight[quote] = LOGIT * last / last.square().sum()
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_a_model_of_the_runs_own_is_user_and_judge(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": [{"role": "user", "content": f"hi {i}"}], "goal": "a table", "answer": "a blue one", "id": str(i)}
+        for i in range(4)
+    ]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = tmp_path / "run"
+    settings = [
+        f"run.dir={run}",
+        f"data.train={tmp_path}/tasks.jsonl",
+        f"model.path={make_model(tmp_path / 'policy')}",
+        "model.dtype=float32",
+        "launch.device=cpu",
+        f"servers={{helper: {{model: {make_talker(tmp_path / 'talker')}, colocated: true, "
+        "args: {constrained-json-disable-any-whitespace: true}}}",
+        "user.name=llm",
+        "user.model=served/helper",
+        "user.max_tokens=120",
+        "user.attempts=6",
+        "reward.judge.model=served/helper",
+        "reward.judge.temperature=1",
+        "reward.judge.max_tokens=120",
+        "reward.weights={accuracy: 1}",
+        "reward.metrics.accuracy.judge=true",
+        "train.steps=2",
+        "train.prompts_per_step=2",
+        "train.rollouts_per_prompt=2",
+        "rollout.futures=1",
+        "rollout.max_user_turns=1",
+        "rollout.turn.max_new_tokens=8",
+        "rollout.future.max_new_tokens=8",
+        "rollout.context_length=900",
+        "reward.malformed=null",  # the random policy never ends a turn by itself
+        "llm.requests_per_minute=1",  # which holds for others alone
+    ]
+    command = [sys.executable, "-m", "megatron_collab.train", *settings]
+    with (tmp_path / "console.log").open("w") as log:
+        code = subprocess.run(command, cwd=tmp_path, stdout=log, stderr=log, timeout=550).returncode
+    assert code == 0, (tmp_path / "console.log").read_text()[-5000:]
+
+    transcripts = [json.loads(line) for line in (run / "transcripts.jsonl").read_text().splitlines()]
+    assert len(transcripts) == 2 * 2 * 2
+    assert {row["scores"]["accuracy"] for row in transcripts} <= {0, 1}
+    said = {row["messages"][2]["content"] for row in transcripts}
+    assert len(said) > 4 and all(said), "the user's sample is in its seed"
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["servers/helper_lost"] for line in metrics] == [0, 0]
+    assert (run / "sglang-helper-0.log").exists()
