@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from megatron_collab.config import Config
 from megatron_collab.trainer import logprobs
 from megatron_collab.trainer.logprobs import head_log_probs
 from megatron_collab.trainer.megatron import parallel
-from tests.helpers import free_port
 from tests.ranks import make_config, run_ranks
 
 TOKENS, HIDDEN, VOCAB, PADDED = 7, 6, 13, 20  # the second of two ranks has 3 real entries and 7 of padding
@@ -209,20 +208,9 @@ def test_full_logits_are_never_made(one_rank: Config, monkeypatch: pytest.Monkey
     assert largest.elements == head.numel(), "nothing is larger than the gradient of the head"
 
 
-@pytest.fixture
-def one_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": free_port()}.items():
-        monkeypatch.setenv(name, str(value))
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    config = Config()
-    config.launch.device = "cuda"
-    with parallel.init_parallel(config):
-        yield
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_a_gpu(given: dict, one_gpu: None, dtype: torch.dtype) -> None:
+def test_on_a_gpu(given: dict, one_gpu: Config, dtype: torch.dtype) -> None:
     rounded = {name: array for name, array in given.items()}
     for name in ("hidden", "head"):
         rounded[name] = torch.from_numpy(given[name]).to(dtype).float().numpy()
