@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
@@ -45,6 +47,10 @@ _FP8_DEVICES: dict[str, tuple[tuple[int, int], tuple[int, int], str]] = {
     "blockwise": ((9, 0), (100, 0), "scales by block came with Hopper"),
     "mxfp8": ((10, 0), (12, 0), "MXFP8 is a format of Blackwell's data centre devices, below 12.0"),
 }
+
+
+# torch's allocator then maps memory piece by piece, which a plain handle of CUDA IPC cannot pass on.
+_EXPANDABLE = re.compile(r"expandable_segments\s*:\s*true", re.IGNORECASE)
 
 
 def load(overrides: Sequence[str]) -> Config:
@@ -361,6 +367,12 @@ def check_servers_on_machine(config: Config) -> None:
         )
     if not on_gpus:
         return
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        given, message = (
+            os.environ.get(name, ""),
+            "the servers open memory of the trainer, which this forbids; unset it",
+        )
+        require(not (plan.uses_memory(config) and _EXPANDABLE.search(given)), f"{name}={given}: {message}")
     server, gpus = config.rollout.server, device.count()
     served = metrics.served_models(config.reward)
     needed = scoring.first_device(config) + sum(model.replicas * model.tp for model in served.values())
