@@ -368,11 +368,11 @@ def check_servers_on_machine(config: Config) -> None:
     if not on_gpus:
         return
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        given, message = (
-            os.environ.get(name, ""),
-            "the servers open memory of the trainer, which this forbids; unset it",
+        given = os.environ.get(name, "")
+        require(
+            not (plan.uses_memory(config) and _EXPANDABLE.search(given)),
+            f"{name}={given}: the servers open memory of the trainer, which this forbids; unset it",
         )
-        require(not (plan.uses_memory(config) and _EXPANDABLE.search(given)), f"{name}={given}: {message}")
     server, gpus = config.rollout.server, device.count()
     served = metrics.served_models(config.reward)
     needed = scoring.first_device(config) + sum(model.replicas * model.tp for model in served.values())
