@@ -186,6 +186,21 @@ def test_without_gradients(given: dict, one_rank: Config) -> None:
         np.testing.assert_allclose(result, expected(given, 0.7)[name], atol=1e-5)
 
 
+class Unread(TorchDispatchMode):
+    """No number is read: on a GPU the host would wait for it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_host_waits_for_no_number(given: dict, one_rank: Config) -> None:
+    hidden, head = (torch.from_numpy(given[name]).requires_grad_() for name in ("hidden", "head"))
+    with Unread():
+        log_probs, entropy = head_log_probs(hidden, head, torch.from_numpy(given["labels"]), 0.7, VOCAB)
+        (log_probs + entropy).sum().backward()
+
+
 class Largest(TorchDispatchMode):
     """The most elements that a tensor made under this mode has."""
 
