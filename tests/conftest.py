@@ -68,10 +68,20 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Serv
 @pytest.fixture(scope="module")
 def one_rank() -> Iterator[Config]:
     """The configuration of a single fp32 rank on CPU, inside its process group."""
+    yield from _single_rank("cpu")
+
+
+@pytest.fixture(scope="module")
+def one_gpu() -> Iterator[Config]:
+    """As `one_rank`, on a GPU, for tests that are marked `gpu`."""
+    yield from _single_rank("cuda")
+
+
+def _single_rank(device: str) -> Iterator[Config]:
     from megatron_collab.trainer.megatron import parallel
 
     config = Config()
-    config.launch.device = "cpu"
+    config.launch.device = device
     config.model.dtype = "float32"
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": free_port()}.items():

@@ -8,12 +8,14 @@ import runpy
 import shutil
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 import setuptools
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -104,6 +106,19 @@ def test_extras_are_requirements_and_gpu_pins_its_set(monkeypatch: pytest.Monkey
     assert {name: str(gpu[name].specifier) for name in pins} == pins
     assert gpu["transformer-engine"].extras == {"pytorch", "core_cu13"}
     assert "megatron_collab" in given["packages"] and "tests" not in given["packages"]
+
+
+@pytest.mark.parametrize("lock", ["cpu.lock", "gpu.lock"])
+def test_rays_agent_is_the_same_everywhere(lock: str) -> None:
+    """Without its extra `default` it starts without a part of its services, another program than in the tests."""
+    wanted = map(Requirement, metadata.requires("ray") or [])
+    extra = {
+        canonicalize_name(each.name) for each in wanted if each.marker and each.marker.evaluate({"extra": "default"})
+    }
+    pinned = {
+        canonicalize_name(line.split("==")[0]) for line in (ROOT / "requirements" / lock).read_text().splitlines()
+    }
+    assert len(extra) > 8 and extra <= pinned
 
 
 @pytest.mark.processes

@@ -205,8 +205,9 @@ def values(shard: torch.nn.Parameter) -> torch.Tensor:
 
 
 def load_hf(chunks: Sequence[torch.nn.Module], folder: Path) -> None:
-    """Fill this rank's parameters from `folder`; only the rank's own slices are read.
+    """Fill this rank's parameters from `folder`; collective. Only its own slices are read, by one replica of each.
 
+    The replicas take turns: else every data parallel rank would read the model from what the nodes share.
     ValueError if the folder lacks a tensor, has one too many or one of another shape. The padding of the
     vocabulary becomes zero.
     """
@@ -214,14 +215,23 @@ def load_hf(chunks: Sequence[torch.nn.Module], folder: Path) -> None:
     shape = unwrap(chunks[0]).shape
     tensors = HFTensors(folder, shape)
     entries = {entry.megatron: entry for entry in hf_to_megatron.table(shape)}
+    dense = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    experts = parallel_state.get_expert_data_parallel_group()
     with torch.no_grad():
-        for name, parameter in named_shards(chunks):
+        for number, (name, parameter) in enumerate(named_shards(chunks)):
             beat()
             entry = entries[name]
             if parameter.shape != (wanted := hf_to_megatron.shard_shape(entry, tp)):
                 raise ValueError(f"{name} has shape {tuple(parameter.shape)}, the table says {wanted}")
             # Made in full before it is copied: FP8 parameters are scaled as a whole.
-            loaded = tensors.shard(entry, shape, tp, tp_rank, parameter.dtype)
+            replicas = experts if entry.expert else dense
+            reader = number % replicas.size()
+            if replicas.rank() == reader:
+                loaded = tensors.shard(entry, shape, tp, tp_rank, parameter.dtype).to(parameter.device)
+            else:
+                loaded = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+            if replicas.size() > 1:
+                dist.broadcast(loaded, group=replicas, group_src=reader)
             parameter.copy_(loaded)
             # Beside an FP8 parameter TransformerEngine keeps, on the host, what the optimizer's master begins with.
             if hasattr(parameter, "get_high_precision_init_val"):

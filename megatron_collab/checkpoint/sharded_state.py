@@ -9,19 +9,25 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.dict_utils import (
+    dict_list_map_inplace,
+    extract_matching_values,
+    merge,
+    nested_values,
+)
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory, is_main_replica
 from megatron.core.dist_checkpointing.strategies.torch import MCoreLoadPlanner
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding, force_all_tensors_to_non_fp8
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import ReadItem, WriteItem, WriteItemType
 
@@ -32,6 +38,7 @@ from megatron_collab.runtime.process import beat
 
 MAIN = "policy"  # its keys in a checkpoint have no prefix
 _SHARDING = "fully_reshardable"
+_EXTRA = "_extra_state"  # of a module: what TransformerEngine keeps beside weights, as the scales of FP8
 
 
 class Checkpointable(Protocol):
@@ -113,7 +120,7 @@ def _stacked(part: ShardedTensor, sizes: Sequence[int], before: int = 1) -> tupl
 
 
 def restore(trainables: Mapping[str, Checkpointable], checkpoint: Path) -> None:
-    """Fill networks and optimizers from `checkpoint`; collective."""
+    """Fill networks and optimizers from `checkpoint`, of a run with TransformerEngine or without; collective."""
     wanted: dict[str, Any] = {}
     for name, trainable in trainables.items():
         for optimizer in trainable.optimizer.chained_optimizers:
@@ -126,11 +133,27 @@ def restore(trainables: Mapping[str, Checkpointable], checkpoint: Path) -> None:
         else:
             add_prefix_for_sharding(parts, f"{name}.")
             wanted[name] = parts
-    loaded = _read(wanted, checkpoint)
+    stored = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    # TransformerEngine's norms have an extra state too, Megatron's local layers have none.
+    loaded = _read(wanted, checkpoint, lambda entry: entry.key.endswith(_EXTRA) and entry.unique_key not in stored)
     for name, trainable in trainables.items():
         parts = loaded if name == MAIN else loaded[name]
         _load(trainable.chunks, parts)
+        _complete_groups(trainable.optimizer, parts["optimizer"])
         trainable.optimizer.load_state_dict(parts["optimizer"])
+
+
+def _complete_groups(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> None:
+    """Give parameter groups that another Adam has saved (torch's, TransformerEngine's) the settings they lack.
+
+    And the number of steps as an integer, as TransformerEngine's kernel takes it; torch's was a float.
+    """
+    parts = optimizer.chained_optimizers
+    for number, part in enumerate(parts):
+        for group in (state if len(parts) == 1 else state[number])["optimizer"]["param_groups"]:
+            group |= part.optimizer.defaults | group
+            if "step" in group:
+                group["step"] = int(group["step"])
 
 
 def load_weights(chunks: Sequence[torch.nn.Module], checkpoint: Path) -> None:
@@ -138,11 +161,7 @@ def load_weights(chunks: Sequence[torch.nn.Module], checkpoint: Path) -> None:
 
     What TransformerEngine keeps beside weights (scales of FP8) stays as it is: a converted checkpoint has none.
     """
-    wanted, kept = _sharded_chunks(chunks), {}
-    for key, parts in wanted.items():
-        kept[key] = {name: parts.pop(name).data for name in list(parts) if isinstance(parts[name], ShardedObject)}
-    loaded = _read(wanted, checkpoint)
-    _load(chunks, {key: {**loaded[key], **kept[key]} for key in kept})
+    _load(chunks, _read(_sharded_chunks(chunks), checkpoint, lambda entry: True))
 
 
 class _MovingPlanner(MCoreLoadPlanner):
@@ -153,9 +172,12 @@ class _MovingPlanner(MCoreLoadPlanner):
         return super().resolve_tensor(read_item)
 
 
-def _read(wanted: dict[str, Any], checkpoint: Path) -> Any:
+def _read(wanted: dict[str, Any], checkpoint: Path, kept: Callable[[ShardedObject], bool]) -> Any:
+    """What is `wanted`, from the checkpoint; objects that are `kept` stay what they are."""
+    own, wanted = extract_matching_values(wanted, lambda entry: isinstance(entry, ShardedObject) and kept(entry))
     with load_planner(_MovingPlanner):
-        return dist_checkpointing.load(wanted, str(checkpoint))
+        loaded = dist_checkpointing.load(wanted, str(checkpoint))
+    return merge(loaded, dict_list_map_inplace(lambda entry: entry.data, own))
 
 
 def _load(chunks: Sequence[torch.nn.Module], parts: Mapping[str, Any]) -> None:

@@ -139,7 +139,9 @@ class ServerConfig:
     port: int = mutable(0, "port of the first SGLang server, the others follow; 0: free ones", ge=0, le=65535)
     max_running_requests: int = mutable(256, "requests a server decodes at once", ge=1)
     max_total_tokens: int | None = mutable(None, "tokens in a KV cache; required by colocated servers on GPUs", ge=1)
-    start_timeout: float = mutable(600.0, "seconds until the servers must be healthy", gt=0)
+    start_timeout: float = mutable(
+        600.0, "seconds until the servers must be healthy; on GPUs the first start compiles kernels", gt=0
+    )
     args: dict[str, Any] = mutable(
         {}, "other arguments of SGLang, as {schedule-policy: lpm}; true: no value", comes=True
     )

@@ -358,8 +358,10 @@ def _environment(config: Config, api_key: str, index: int) -> dict[str, str]:
         return dict([COMPILE_CACHE]) | inherited | settings
     for name in _ALLOCATOR_VARIABLES:
         inherited.pop(name, None)
-    # SGLang and flashinfer compile kernels with ninja, which lies beside the interpreter.
-    settings["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), inherited.get("PATH", os.defpath)])
+    # SGLang and flashinfer compile kernels, with ninja and CUDA's compiler.
+    settings["PATH"] = device.programs()
+    if home := device.cuda_home():
+        settings["CUDA_HOME"] = home
     # Of all kernels at once, which no two machines may write to at a time, as they would where they share a home.
     # Without a fast warm-up DeepGEMM first compiles for 10 to 20 minutes by its own log.
     kernels = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from functools import partial
 
 from megatron_collab.config import Config, nearest, require
@@ -15,6 +17,9 @@ from megatron_collab.reward import metrics
 from megatron_collab.runtime import device
 from megatron_collab.runtime.process import first_on_node
 from megatron_collab.weight_sync import plan
+
+# torch's allocator then maps memory piece by piece, which a plain handle of CUDA IPC cannot pass on.
+_EXPANDABLE = re.compile(r"expandable_segments\s*:\s*true", re.IGNORECASE)
 
 
 def check_servers(config: Config) -> None:
@@ -74,6 +79,12 @@ def check_servers_on_machine(config: Config) -> None:
         )
     if not on_gpus:
         return
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        given = os.environ.get(name, "")
+        require(
+            not (plan.uses_memory(config) and _EXPANDABLE.search(given)),
+            f"{name}={given}: the servers open memory of the trainer, which this forbids; unset it",
+        )
     server, gpus = config.rollout.server, device.count()
     _check_served_on_gpus(config, gpus)
     servers_here, ranks_here = parallel_layout.servers_per_node(config), parallel_layout.server_ranks_per_node(config)

@@ -6,10 +6,14 @@ Import-light: torch and the probed libraries are imported only by their probes.
 from __future__ import annotations
 
 import importlib
+import os
 import shutil
 import subprocess
+import sys
+import sysconfig
 from functools import cache
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -72,18 +76,22 @@ _PLACEHOLDER = "0.0.0"
 
 @cache
 def probe(name: str) -> Probe:
-    """Look for `name`: cuda, slurm, or one of _LIBRARIES."""
+    """Look for `name`: cuda, nvcc, ninja, slurm, or one of _LIBRARIES."""
     if name == "cuda":
         return Probe(name, *_cuda(), "training and sampling on GPUs, NCCL", "CPU, gloo")
     if name == "slurm":
         return Probe(name, *_slurm(), "sbatch on a cluster", "torchrun on this machine")
+    if name in _COMPILERS:
+        return Probe(
+            name, *_COMPILERS[name](), "kernels of servers on GPUs, compiled when they start", "servers on CPUs"
+        )
     module, distribution, enables, fallback = _LIBRARIES[name]
     return Probe(name, *_library(module, distribution, name in _CUDA_ONLY), enables, fallback)
 
 
 def probes() -> list[Probe]:
     """Every probe, in the order of the doctor's table."""
-    return [probe(name) for name in ("cuda", *_LIBRARIES, "slurm")]
+    return [probe(name) for name in ("cuda", *_LIBRARIES, *_COMPILERS, "slurm")]
 
 
 def _library(module: str, distribution: str, cuda_only: bool) -> tuple[bool, str]:
@@ -117,6 +125,37 @@ def _slurm() -> tuple[bool, str]:
     if shutil.which("sbatch") is None:
         return False, "not installed"
     return True, subprocess.run(["sbatch", "--version"], capture_output=True, text=True).stdout.strip()
+
+
+def programs() -> str:
+    """PATH with the programs of this environment, which a call of its interpreter alone does not bring."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+
+
+_TOOLKIT = "/usr/local/cuda"  # where CUDA's own installer puts it
+
+
+@cache
+def cuda_home() -> str | None:
+    """The folder of CUDA's compiler: the machine's own, else that of the wheel nvidia-cuda-nvcc; None without one."""
+    on_path = shutil.which("nvcc")
+    given = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), on_path and str(Path(on_path).parents[1])]
+    wheels = sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/cu*"), reverse=True)
+    homes = [*filter(None, given), _TOOLKIT, *map(str, wheels)]
+    return next((home for home in homes if (Path(home) / "bin" / "nvcc").is_file()), None)
+
+
+def _nvcc() -> tuple[bool, str]:
+    home = cuda_home()
+    return home is not None, home or "not in CUDA_HOME or PATH, nor the wheel nvidia-cuda-nvcc"
+
+
+def _ninja() -> tuple[bool, str]:
+    found = shutil.which("ninja", path=programs())
+    return found is not None, found or "not installed"
+
+
+_COMPILERS = {"nvcc": _nvcc, "ninja": _ninja}
 
 
 def count() -> int:
@@ -157,6 +196,8 @@ def variables(config: Config) -> dict[str, str]:
     One hardware queue keeps the order in which Megatron launches a collective and the product that is to run beside it
     (megatron/core/tensor_parallel/layers.py); from Blackwell on it needs no help. Context parallelism over
     FlashAttention wants a second list of lengths, with padding, which packed micro-batches lack; cuDNN's does not.
+    TransformerEngine loads the history of delayed scaling, a pickle, only where it is told that it may: a run's
+    checkpoints are its own.
     """
     if select(config.launch.device).type != GPU:
         return {}
@@ -165,6 +206,8 @@ def variables(config: Config) -> dict[str, str]:
         found["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     if parallel.cp > 1:
         found["NVTE_FLASH_ATTN"] = "0"
+    if config.model.fp8 and config.model.fp8_recipe == "delayed":
+        found["NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"] = "1"
     return found
 
 

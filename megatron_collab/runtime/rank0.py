@@ -8,6 +8,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megatron_collab.runtime.process import Hung, Preempted, RunStopped, beat, raise_if_preempted
@@ -34,6 +35,36 @@ def own_group(timeout: timedelta) -> Iterator[None]:
 def check_preemption() -> None:
     """Raise Preempted on every rank once rank 0 has received a preemption notice; collective."""
     from_leader(lambda: None)
+
+
+class PreemptionWatch:
+    """check_preemption again and again without waiting for rank 0: what one call asks is answered at the next."""
+
+    def __init__(self) -> None:
+        self._asked: tuple[torch.Tensor, dist.Work] | None = None
+
+    def check(self) -> None:
+        """Raise Preempted on every rank where rank 0 had received a notice at the previous call; collective."""
+        self.settle()
+        noticed = torch.zeros(1, dtype=torch.uint8)
+        if dist.get_rank() == 0:
+            try:
+                raise_if_preempted()
+            except Preempted:
+                noticed.fill_(1)
+        work = dist.broadcast(noticed, src=0, group=_group, async_op=True)
+        assert work is not None
+        self._asked = noticed, work
+
+    def settle(self) -> None:
+        """As `check`, and ask nothing more."""
+        asked, self._asked = self._asked, None
+        if asked is None:
+            return
+        noticed, work = asked
+        work.wait()
+        if noticed.item():
+            raise Preempted("rank 0 received a preemption notice")
 
 
 def wait_until(holds: Callable[[], bool]) -> None:

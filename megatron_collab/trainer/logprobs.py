@@ -95,7 +95,7 @@ class _HeadLogProbs(torch.autograd.Function):
             of_log_prob = torch.zeros_like(m)
         # p = exp(x - m) / s has the factor slope (x - m) + constant in the gradient; both hold the 1 / s.
         constant, slope = of_log_prob / s, None
-        if of_entropy is not None and of_entropy.any():
+        if of_entropy is not None:
             constant = (of_log_prob + of_entropy * (entropy - s.log())) / s
             slope = of_entropy / s
         alpha = 1 / ctx.temperature

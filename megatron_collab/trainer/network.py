@@ -23,7 +23,7 @@ from megatron_collab.config import Config, OptimConfig
 from megatron_collab.patches.megatron import count_padding
 from megatron_collab.runtime import device
 from megatron_collab.runtime.process import beat
-from megatron_collab.runtime.rank0 import check_preemption
+from megatron_collab.runtime.rank0 import PreemptionWatch, check_preemption
 from megatron_collab.trainer.megatron.config import DTYPES
 from megatron_collab.trainer.microbatches import Columns, MicroBatch, make_micro_batches
 
@@ -188,22 +188,23 @@ def _schedule(
 
     Where it is `interruptible`, Preempted on every rank once rank 0 received a preemption notice. That check is
     collective: it precedes every micro-batch, of which all ranks have equally many, but only the first with pipeline
-    stages, which are at different ones at a time.
+    stages, which are at different ones at a time. No rank waits for it: hosts that run ahead of their GPUs stay there.
     """
-    staged = parallel_state.get_pipeline_model_parallel_world_size() > 1
-    if interruptible and staged:
+    watched = interruptible and parallel_state.get_pipeline_model_parallel_world_size() == 1
+    watch = PreemptionWatch()
+    if interruptible:
         check_preemption()
 
     def forward(batches: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         beat()
-        if interruptible and not staged:
-            check_preemption()
+        if watched:
+            watch.check()
         micro_batch = next(batches)
         output = chunk(micro_batch.token_ids, micro_batch.position_ids, None, packed_seq_params=micro_batch.packed)
         return output, partial(loss, micro_batch)
 
     batches = [iter(micro_batches) for _ in chunks]
-    return get_forward_backward_func()(
+    reports = get_forward_backward_func()(
         forward_step_func=forward,
         data_iterator=batches,
         model=list(chunks),
@@ -212,3 +213,5 @@ def _schedule(
         micro_batch_size=1,
         **options,
     )
+    watch.settle()
+    return reports

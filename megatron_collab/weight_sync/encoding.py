@@ -12,7 +12,6 @@ bit changes the sum by 2^b times an odd number, which is never 0.
 from __future__ import annotations
 
 import zlib
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from math import prod
 
@@ -25,8 +24,8 @@ FP8_BLOCK = 128
 FP8_LARGEST = 448.0
 _QUANTISED_AT_ONCE = 1 << 24  # elements, so that their float32 copies stay small
 
-# By place and server rank: the sum of the checksums of all that was written for that rank of the place's servers.
-Sums = Counter[tuple[int, int]]
+# By place and server rank: the checksums of all that was written for that rank of the place's servers, added up.
+Sums = dict[tuple[int, int], Tensor]
 
 MODULUS = 1 << 64
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -101,13 +100,27 @@ def read_fp8(data: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
     return quantised, data[start : fp8_nbytes(shape)].view(torch.float32).view(fp8_scales(shape))
 
 
+def alike(places: Sequence[Tensor], slices: Sequence[Tensor]) -> list[tuple[list[Tensor], list[Tensor]]]:
+    """The copies from `slices` to `places` in groups that a GPU makes in a few launches each.
+
+    torch._foreach_copy_ takes a launch for every pair where one tensor of a list is of another dtype, or not dense.
+    """
+    groups: dict[tuple[object, ...], tuple[list[Tensor], list[Tensor]]] = {}
+    for place, piece in zip(places, slices, strict=True):
+        dense = place.is_contiguous() and piece.is_contiguous()
+        into, out_of = groups.setdefault((place.dtype, piece.dtype, dense), ([], []))
+        into.append(place)
+        out_of.append(piece)
+    return list(groups.values())
+
+
 def _scales_at(shape: Sequence[int]) -> int:
     return -(-prod(shape) // 4) * 4
 
 
-def checksum(block: Tensor, name: str, index: Index) -> int:
-    """Of the block at `index` of parameter `name`; from 0 to MODULUS - 1."""
-    total = 0
+def checksum(block: Tensor, name: str, index: Index) -> Tensor:
+    """Of the block at `index` of parameter `name`, int64 [] modulo MODULUS on its device, to be added to others."""
+    total = torch.zeros((), dtype=torch.int64, device=block.device)
     step = max(1, _SUMMED_AT_ONCE // max(1, block[:1].numel()))
     for row in range(0, len(block), step):
         part = block[row : row + step]
@@ -115,8 +128,13 @@ def checksum(block: Tensor, name: str, index: Index) -> int:
         for dimension in reversed(range(part.dim())):
             first = index[dimension].start + (row if dimension == 0 else 0)
             found = (found * _weights(dimension, first, part.shape[dimension], block.device)).sum(-1)
-        total += int(found)
-    return total * (2 * zlib.crc32(name.encode()) + 1) % MODULUS
+        total += found
+    return total * (2 * zlib.crc32(name.encode()) + 1)
+
+
+def read(sums: Iterable[Tensor | int]) -> int:
+    """The sum of checksums, from 0 to MODULUS - 1. A GPU is waited for here, once, and not at each."""
+    return int(sum(sums)) % MODULUS
 
 
 def _weights(dimension: int, start: int, count: int, device: torch.device) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_collab.runtime.device import synchronize
-from megatron_collab.weight_sync.encoding import MODULUS, Index, checksum, placed, spans, views
+from megatron_collab.weight_sync.encoding import Index, alike, checksum, placed, read, spans, views
 from megatron_collab.weight_sync.store_protocol import Address, SyncStore, connect
 from megatron_collab.weight_sync.transports.p2p import NetworkReceiver
 from megatron_collab.weight_sync.transports.shared_memory import Handle, SharedMemoryReceiver
@@ -24,7 +24,7 @@ from megatron_collab.weight_sync.transports.shared_memory import Handle, SharedM
 logger = logging.getLogger(__name__)
 _receiver: Receiver | None = None
 
-Copies = tuple[list[Tensor], list[Tensor]]  # places in parameters, and slices of a bucket
+Copies = list[tuple[list[Tensor], list[Tensor]]]  # places in parameters, and slices of a bucket
 
 
 @torch.no_grad()
@@ -116,12 +116,11 @@ class Receiver:
             for number, bucket in enumerate(self._buckets.each(store)):
                 if number not in self._copies:
                     self._copies[number] = self._plan(parameters, self._rounds[number], bucket)
-                places, slices = self._copies[number]
-                if places:
+                for places, slices in self._copies[number]:
                     torch._foreach_copy_(places, slices)
                 synchronize(bucket)  # the bucket may be written again as soon as the next one is asked for
             blocks = (block for rows in self._rounds for row in rows for block in row.placed(parameters))
-            found = sum(checksum(*block) for block in blocks) % MODULUS if verify else 0
+            found = read(checksum(*block) for block in blocks) if verify else 0
         except Exception as error:
             self._buckets, self._pointers = None, []  # the senders notice
             with suppress(RuntimeError):  # the trainer may have ended
@@ -158,4 +157,4 @@ class Receiver:
             own = [block for block, _, _ in row.placed(parameters)]
             places += own
             slices += views(bucket[row.offset : row.offset + row.size], own[0].shape, self._dtype, row.quantised)
-        return places, slices
+        return alike(places, slices)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_collab.checkpoint.hf import values
 from megatron_collab.runtime.process import beat
-from megatron_collab.weight_sync.encoding import Sums, checksum, placed, spans, views, write_fp8
+from megatron_collab.weight_sync.encoding import Sums, alike, checksum, placed, spans, views, write_fp8
 from megatron_collab.weight_sync.node_routing import Item
 from megatron_collab.weight_sync.plan import Slice
 
@@ -33,7 +33,7 @@ class Sender:
         self._copied = [[item for item in items if not self._converts(item)] for items in rounds]
         # sorted, so that each shard is taken out of FP8 once
         self._converted = [sorted(filter(self._converts, items), key=_shard) for items in rounds]
-        self._copies: dict[int, tuple[list[int], list[Tensor], list[Tensor]]] = {}
+        self._copies: dict[int, tuple[list[int], list[tuple[list[Tensor], list[Tensor]]]]] = {}
 
     @property
     def largest(self) -> int:
@@ -51,8 +51,7 @@ class Sender:
         `sums`, if given, gets the checksum of each slice added for the places that receive it.
         """
         beat()
-        places, blocks = self._planned(number, parts)
-        if places:
+        for places, blocks in self._planned(number, parts):
             torch._foreach_copy_(places, blocks)
         for name, items in groupby(self._converted[number], key=_shard):
             shard = values(self._shards[name])
@@ -67,16 +66,16 @@ class Sender:
                 shape = [cut.stop - cut.start for cut in piece.target_index]
                 held = views(self._data(number, (target, piece), parts), shape, self._dtype, piece.quantised)
                 belongs = placed(piece.target, piece.target_index, piece.quantised)
-                found = sum(checksum(block, *place) for block, place in zip(held, belongs, strict=True))
+                own = [checksum(block, *place) for block, place in zip(held, belongs, strict=True)]
                 for taker in self._takers(target, piece):
-                    sums[taker, target] += found
+                    sums[taker, target] = sum(own, sums.get((taker, target), torch.zeros_like(own[0])))
 
     def _converts(self, item: Item) -> bool:
         """Whether it is in FP8 at one end, which a plain copy cannot convert."""
         _, piece = item
         return piece.quantised or is_float8tensor(self._shards[piece.shard])
 
-    def _planned(self, number: int, parts: Mapping[int, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    def _planned(self, number: int, parts: Mapping[int, Tensor]) -> list[tuple[list[Tensor], list[Tensor]]]:
         """Views of `parts` and of the shards to copy there; cached until an address changes."""
         items = self._copied[number]
         memory = [*parts.values(), *(self._shards[piece.shard] for _, piece in items)]
@@ -87,8 +86,8 @@ class Sender:
                 self._data(number, item, parts).view(self._dtype).view(block.shape)
                 for item, block in zip(items, blocks, strict=True)
             ]
-            self._copies[number] = pointers, places, blocks
-        return self._copies[number][1:]
+            self._copies[number] = pointers, alike(places, blocks)
+        return self._copies[number][1]
 
     def _data(self, number: int, item: Item, parts: Mapping[int, Tensor]) -> Tensor:
         t, piece = item

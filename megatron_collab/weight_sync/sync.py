@@ -13,7 +13,6 @@ import json
 import os
 import secrets
 import shutil
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -33,7 +32,7 @@ from megatron_collab.runtime import device, hang_detector, hub
 from megatron_collab.runtime.process import RunStopped, beat
 from megatron_collab.runtime.rank0 import from_leader, shared, wait_until
 from megatron_collab.trainer.megatron.config import DTYPES
-from megatron_collab.weight_sync.encoding import MODULUS, Sums, fp8_scales
+from megatron_collab.weight_sync.encoding import Sums, fp8_scales, read
 from megatron_collab.weight_sync.http_protocol import ServerCall, ServerCalls
 from megatron_collab.weight_sync.node_routing import hops, lacking, places_of, sent, written
 from megatron_collab.weight_sync.plan import BUCKET_BYTES, Slice, plan_sync, server_layout, trainer_layout, uses_memory
@@ -173,7 +172,7 @@ class WeightSync:
         every = self._config.publish.verify
         verify = every > 0 and self._number % every == 0
         addresses = carrier.addresses(store, [peer for peer in peers if peer.new])
-        sums: Sums | None = Counter() if verify else None
+        sums: Sums | None = {} if verify else None
         found: dict[ServerCall, list[int]] = {}  # by server, the checksums of what its ranks hold
 
         def bring(call: ServerCall) -> None:
@@ -244,12 +243,12 @@ class WeightSync:
 
     def _compare(self, calls: ServerCalls, found: dict[ServerCall, list[int]], sums: Sums) -> None:
         """What every server holds against what was sent to its place; collective."""
-        every: list[Sums] = [Counter()] * dist.get_world_size()
-        dist.all_gather_object(every, sums)
+        every: list[dict[tuple[int, int], int]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(every, {receiver: read([found]) for receiver, found in sums.items()})
         for call in calls.left():
             for rank, held in enumerate(found[call]):
                 place = self._places.of_server(call.server.index, rank)
-                expected = sum(own[place, rank] for own in every) % MODULUS
+                expected = read(own.get((place, rank), 0) for own in every)
                 if held != expected:
                     calls.failures[call] = (
                         f"{call.server.url}: rank {rank}: holds other weights than were sent: "

@@ -9,11 +9,13 @@ import shutil
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_collab.checkpoint import hf, storage, torch_dist
 from megatron_collab.checkpoint.checkpointer import Checkpoints
@@ -22,6 +24,7 @@ from megatron_collab.config import Config
 from megatron_collab.runtime import process
 from megatron_collab.runtime.process import RunStopped
 from megatron_collab.trainer.megatron import parallel
+from megatron_collab.trainer.megatron.layers import RMSNorm
 from megatron_collab.trainer.trainer import PolicyTrainer
 from megatron_collab.types import Batch
 from tests.ranks import learn, make_config, make_model, make_samples, run_ranks
@@ -322,3 +325,46 @@ def test_ranks_move_while_they_save_and_load(copied: tuple, monkeypatch: pytest.
 
 def test_nothing_saved_is_nothing_loaded(copied: tuple, tmp_path: Path) -> None:
     assert open_in(tmp_path / "empty").load_latest(copied[1].trainables) is None
+
+
+class EngineNorm(RMSNorm):
+    """With what TransformerEngine's has beside its weight (its ops/op.py), which no local norm has."""
+
+    loaded: ClassVar[list[torch.Tensor]] = []
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.loaded.append(state)
+
+
+def test_runs_with_transformer_engine_and_without_resume_each_other(copied: tuple) -> None:
+    """Its layers and its Adam (pytorch/optimizers/fused_adam.py) are told apart by what a checkpoint holds of them."""
+    checkpoints, actor = copied
+    norms = [module for module in actor.chunks[0].modules() if type(module) is RMSNorm]
+    inner = actor.policy.optimizer.chained_optimizers[0].optimizer
+    try:
+        for norm in norms:
+            norm.__class__ = EngineNorm
+        inner.defaults["bias_correction"] = True
+        checkpoints.load_latest(actor.trainables)
+        expected = weights(actor)
+        assert len(EngineNorm.loaded) == len(norms) > 2
+        assert all(group["bias_correction"] and type(group["step"]) is int for group in inner.param_groups)
+        for group in inner.param_groups:  # what torch's Adam has and the other has not
+            del group["amsgrad"]
+        checkpoints.save(3, actor.trainables, {"saved": 3})
+        checkpoints.finish()
+    finally:
+        for group in inner.param_groups:
+            group["amsgrad"] = False
+        inner.defaults.pop("bias_correction", None)
+        for norm in norms:
+            norm.__class__ = RMSNorm
+    stored = FileSystemReader(checkpoints.folder / "step_3").read_metadata().state_dict_metadata
+    assert any("final_layernorm._extra_state" in key for key in stored)
+    assert checkpoints.load_latest(actor.trainables) == (3, {"saved": 3})
+    assert not any(group["amsgrad"] for group in inner.param_groups)
+    np.testing.assert_equal(weights(actor), expected)
+    assert learn(actor, Batch(make_samples(4, 3)))["grad_norm"] > 0

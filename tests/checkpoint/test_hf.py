@@ -13,8 +13,11 @@ from safetensors.torch import load_file, save_file
 
 from megatron_collab.checkpoint import hf
 from megatron_collab.config import Config
+from megatron_collab.models import hf_to_megatron
 from megatron_collab.models.hf_to_megatron import ModelShape
 from megatron_collab.trainer.megatron import model as policies
+from megatron_collab.trainer.megatron import parallel
+from tests import ranks
 from tests.helpers import make_model
 
 
@@ -124,3 +127,38 @@ def test_computed_buffers_of_old_checkpoints_are_passed_over(config: Config, dam
     hf.load_hf(model, damaged)
     expected = load_file(damaged / "model.safetensors")["model.norm.weight"]
     assert torch.equal(dict(hf.named_shards(model))["decoder.final_layernorm.weight"], expected)
+
+
+@pytest.mark.processes
+def test_replicas_take_turns_to_read_and_hand_on_what_they_read(tmp_path: Path) -> None:
+    folder = ranks.make_model(tmp_path / "model", experts=True)
+    first, second = ranks.run_ranks(read_in_every_layout, 2, folder)
+    assert len(first) == 2
+    for one, other in zip(first, second, strict=True):
+        tensors = [name for name, _ in one + other]
+        assert set(tensors) == set(load_file(folder / "model.safetensors"))
+        assert len(set(one + other)) == len(one + other), "a slice was read twice"
+        assert min(len(one), len(other)) > 0.4 * len(tensors)
+
+
+def read_in_every_layout(folder: Path) -> list[list[tuple[str, str]]]:
+    """As one of two ranks: the slices that it reads where both hold all, and where each holds half of the experts."""
+    read: list[tuple[str, str]] = []
+    found, real = [], hf.HFTensors.read
+
+    def noted(tensors: hf.HFTensors, name: str, index: hf_to_megatron.Index) -> torch.Tensor:
+        read.append((name, str(index)))
+        return real(tensors, name, index)
+
+    for experts_over in (1, 2):
+        config = ranks.make_config(folder, {"parallel.ep": experts_over})
+        with parallel.init_parallel(config), pytest.MonkeyPatch.context() as patch:
+            read.clear()
+            patch.setattr(hf.HFTensors, "read", noted)
+            chunks = policies.load(config)
+            found.append(list(read))
+            shape, tensors = shape_of(folder), hf.HFTensors(folder, shape_of(folder))
+            entries = {entry.megatron: entry for entry in hf_to_megatron.table(shape)}
+            for name, parameter in hf.named_shards(chunks):
+                assert torch.equal(parameter, tensors.shard(entries[name], shape, 1, 0, parameter.dtype)), name
+    return found

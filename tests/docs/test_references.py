@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from collections.abc import Iterator
@@ -111,6 +112,29 @@ def test_the_file_of_an_algorithm_is_shown_as_it_is() -> None:
     assert shown
     lines = (ROOT / shown[1]).read_text().splitlines(keepends=True)
     assert shown[2] == "".join(line for line in lines if not line.startswith("#"))
+
+
+def test_the_page_of_what_is_unproved_names_every_test_for_a_gpu() -> None:
+    page = (ROOT / "docs/gpu.md").read_text()
+    assert set(re.findall(r"`(tests/[\w/]+\.py::\w+)`", page)) == set(_tests_for_a_gpu())
+
+
+def _tests_for_a_gpu() -> Iterator[str]:
+    """Those marked `gpu`, by a decorator or by their file's pytestmark."""
+    for file in sorted((ROOT / "tests").rglob("test_*.py")):
+        text = file.read_text()
+        if "pytest.mark.gpu" not in text:
+            continue
+        body = ast.parse(text).body
+        given = [
+            node.value for node in body if isinstance(node, ast.Assign) and ast.unparse(node).startswith("pytestm")
+        ]
+        everything = "pytest.mark.gpu" in " ".join(map(ast.unparse, given))
+        for node in body:
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                marks = {ast.unparse(mark) for mark in node.decorator_list}
+                if everything or "pytest.mark.gpu" in marks:
+                    yield f"{file.relative_to(ROOT)}::{node.name}"
 
 
 def test_every_page_is_in_the_navigation() -> None:

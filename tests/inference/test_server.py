@@ -326,7 +326,9 @@ def test_the_environment_on_gpus(on_gpus: Path, monkeypatch: pytest.MonkeyPatch)
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         monkeypatch.setenv(name, "expandable_segments:True")
     monkeypatch.setenv("PATH", "/usr/bin")
+    monkeypatch.setattr(device, "cuda_home", lambda: "/opt/cuda")
     made = server_module._environment(Config(), "key", 0)
+    assert made["CUDA_HOME"] == "/opt/cuda"
     assert not [name for name in made if "ALLOC_CONF" in name]  # torch-memory-saver would refuse to start
     assert made["PATH"] == f"{Path(sys.executable).parent}:/usr/bin"
     assert made["SGLANG_CACHE_DIR"].endswith(socket.gethostname())

@@ -142,6 +142,20 @@ def test_colocated_servers_on_gpus_need_the_memory_saver(machine: Machine) -> No
     servers.check_servers_on_machine(configure())
 
 
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_colocated_servers_open_memory_of_plain_segments(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    config = configure(max_total_tokens=1000)
+    monkeypatch.setenv(name, "max_split_size_mb:512")
+    validate.check_servers_on_machine(config)
+    monkeypatch.setenv(name, "max_split_size_mb:512,expandable_segments:True")
+    with pytest.raises(ConfigError, match=rf"^{name}=max_split_size_mb:512,expandable_segments:True: .*; unset it$"):
+        validate.check_servers_on_machine(config)
+    config.publish.transport = "disk"
+    validate.check_servers_on_machine(config)
+
+
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_colocated_servers_on_gpus_get_no_weights_over_the_network(machine: Machine, nodes: int) -> None:
     config = configure()

@@ -21,9 +21,11 @@ def fresh_probes():
     """Probes are cached for the life of a process; these tests change what is there."""
     device.probe.cache_clear()
     device.capability.cache_clear()
+    device.cuda_home.cache_clear()
     yield
     device.probe.cache_clear()
     device.capability.cache_clear()
+    device.cuda_home.cache_clear()
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, folder: Path, distribution: str, version: str, code: str) -> None:
@@ -119,6 +121,34 @@ def test_a_low_version_is_no_placeholder(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert device.probe("memory_saver").found and device.probe("memory_saver").detail == "0.0.10"
 
 
+def test_the_compiler_is_the_machines_own_or_that_of_a_wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path / "none"))
+    monkeypatch.setattr(device.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(device, "_TOOLKIT", str(tmp_path / "none"))
+    assert not device.probe("nvcc").found
+    assert device.probe("nvcc").detail == "not in CUDA_HOME or PATH, nor the wheel nvidia-cuda-nvcc"
+    for home in ("nvidia/cu13", "toolkit"):
+        (tmp_path / home / "bin").mkdir(parents=True)
+        (tmp_path / home / "bin" / "nvcc").touch()
+    device.cuda_home.cache_clear()
+    assert device.cuda_home() == str(tmp_path / "nvidia/cu13")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "toolkit"))
+    device.cuda_home.cache_clear()
+    device.probe.cache_clear()
+    assert device.probe("nvcc").detail == str(tmp_path / "toolkit")
+
+
+def test_ninja_is_looked_for_beside_the_interpreter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path / "none"))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    assert device.probe("ninja").detail == "not installed"
+    (tmp_path / "ninja").touch(mode=0o755)
+    device.probe.cache_clear()
+    assert device.probe("ninja").detail == str(tmp_path / "ninja")
+
+
 def test_missing_slurm_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert not device.probe("slurm").found
@@ -172,6 +202,7 @@ def test_importing_the_module_imports_no_library() -> None:
         ({"parallel.tp": 2}, (9, 0), {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
         ({"parallel.tp": 2}, (10, 0), {}),
         ({"parallel.cp": 2}, (10, 0), {"NVTE_FLASH_ATTN": "0"}),
+        ({"model.fp8": "hybrid", "model.fp8_recipe": "delayed"}, (9, 0), {"NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "1"}),
         ({"parallel.tp": 2, "launch.device": "cpu"}, (9, 0), {}),
     ],
 )

@@ -171,3 +171,12 @@ def test_with_nccl_the_oldest_open_operation_is_named(one_rank: Config) -> None:
     entries[1:] = []
     assert hang_detector.nccl_operation(dump) == ""
     assert hang_detector.nccl_operation() == ""  # without NCCL
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_operation_that_waits_is_named(one_gpu: Config) -> None:
+    torch.cuda._sleep(10**10)  # cycles
+    dist.all_reduce(torch.zeros(1, device="cuda"))
+    assert hang_detector.nccl_operation().startswith("nccl:all_reduce of ")
+    torch.cuda.synchronize()
+    assert hang_detector.nccl_operation() == ""

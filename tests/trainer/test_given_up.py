@@ -37,7 +37,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def test_an_update_can_be_given_up_at_every_look(found: list[dict[str, Any]]) -> None:
-    """Looks: before every micro-batch, with pipeline stages before every pass, and before the optimizer step."""
+    """Looks: before every pass, without pipeline stages before each of its micro-batches, and before the step."""
     looks = found[0]["looks"]
     assert looks["pp2"] == 4  # log-probs of policy and reference, the gradient, the step
     assert looks["dp2 gae"] > 5 and looks["dp2 sft"] > 2  # values too; several micro-batches a pass

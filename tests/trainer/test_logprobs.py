@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from megatron_collab.config import Config
 from megatron_collab.trainer import logprobs
 from megatron_collab.trainer.logprobs import head_log_probs
 from megatron_collab.trainer.megatron import parallel
-from tests.helpers import free_port
 from tests.ranks import make_config, run_ranks
 
 TOKENS, HIDDEN, VOCAB, PADDED = 7, 6, 13, 20  # the second of two ranks has 3 real entries and 7 of padding
@@ -187,6 +186,21 @@ def test_without_gradients(given: dict, one_rank: Config) -> None:
         np.testing.assert_allclose(result, expected(given, 0.7)[name], atol=1e-5)
 
 
+class Unread(TorchDispatchMode):
+    """No number is read: on a GPU the host would wait for it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_host_waits_for_no_number(given: dict, one_rank: Config) -> None:
+    hidden, head = (torch.from_numpy(given[name]).requires_grad_() for name in ("hidden", "head"))
+    with Unread():
+        log_probs, entropy = head_log_probs(hidden, head, torch.from_numpy(given["labels"]), 0.7, VOCAB)
+        (log_probs + entropy).sum().backward()
+
+
 class Largest(TorchDispatchMode):
     """The most elements that a tensor made under this mode has."""
 
@@ -209,20 +223,9 @@ def test_full_logits_are_never_made(one_rank: Config, monkeypatch: pytest.Monkey
     assert largest.elements == head.numel(), "nothing is larger than the gradient of the head"
 
 
-@pytest.fixture
-def one_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": free_port()}.items():
-        monkeypatch.setenv(name, str(value))
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    config = Config()
-    config.launch.device = "cuda"
-    with parallel.init_parallel(config):
-        yield
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_a_gpu(given: dict, one_gpu: None, dtype: torch.dtype) -> None:
+def test_on_a_gpu(given: dict, one_gpu: Config, dtype: torch.dtype) -> None:
     rounded = {name: array for name, array in given.items()}
     for name in ("hidden", "head"):
         rounded[name] = torch.from_numpy(given[name]).to(dtype).float().numpy()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -67,3 +69,23 @@ def test_training_goes_on_as_if_nothing_had_been_moved(actors: list[PolicyTraine
             assert torch.equal(a, b)
     rows = zip(*(actor.log_probs(actor.chunks, batch) for actor in actors), strict=True)
     assert all(np.array_equal(ours, theirs) for ours, theirs in rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_on_a_gpu(one_gpu: Config, tmp_path: Path, dtype: str) -> None:
+    """Optimizer and gradients are in pinned memory, and come back as the same numbers."""
+    settings = {"launch.device": "cuda", "parallel.offload": True, "model.dtype": dtype, "algo.kl_coef": 0.0}
+    actor = PolicyTrainer(make_config(make_model(tmp_path / "model"), settings))
+    learn(actor, Batch(make_samples(4, seed=1)))
+    for _ in range(2):  # the second time in the memory of the first
+        before, held = [tensor.cpu() for tensor in optimizer_state(actor)], torch.cuda.memory_allocated()
+        with actor.offloaded():
+            assert torch.cuda.memory_allocated() <= held - sum(tensor.nbytes for tensor in before)
+            assert actor.policy._host is not None and actor.policy._host.is_pinned()
+        assert all(torch.equal(was, now.cpu()) for was, now in zip(before, optimizer_state(actor), strict=True))
+
+
+def optimizer_state(actor: PolicyTrainer) -> list[torch.Tensor]:
+    inner = [part.optimizer for part in actor.policy.optimizer.chained_optimizers]
+    return [value for one in inner for state in one.state.values() for value in state.values() if value.dim()]

@@ -11,11 +11,12 @@ import torch
 
 from megatron_collab.weight_sync import encoding
 from megatron_collab.weight_sync.encoding import (
-    MODULUS,
+    alike,
     checksum,
     fp8_nbytes,
     fp8_scales,
     quantise,
+    read,
     read_fp8,
     write_fp8,
 )
@@ -126,10 +127,31 @@ def test_parts_add_up_to_the_whole(seed: int) -> None:
         for down in (slice(0, row), slice(row, rows))
         for across in (slice(0, column), slice(column, columns))
     ]
-    assert sum(parts) % MODULUS == checksum(block, "weight", at(0, block.shape))
+    assert read(parts) == read([checksum(block, "weight", at(0, block.shape))])
 
 
 def test_long_blocks_are_summed_in_steps() -> None:
     block = random_bits(random.Random(0), (5, 1 << 20), torch.bfloat16)
     parts = [checksum(block[row : row + 1], "weight", (slice(row, row + 1), slice(0, 1 << 20))) for row in range(5)]
-    assert sum(parts) % MODULUS == checksum(block, "weight", at(0, block.shape))
+    assert read(parts) == read([checksum(block, "weight", at(0, block.shape))])
+
+
+def test_a_gpu_is_not_waited_for_at_each_checksum() -> None:
+    """A tensor without values cannot be read: no number is taken from it before `read`."""
+    block = torch.empty(5, 1 << 20, dtype=torch.bfloat16, device="meta")
+    found = checksum(block, "weight", at(0, block.shape))
+    assert found.device.type == "meta" and found.dtype == torch.int64 and found.shape == ()
+    assert read([torch.tensor(-1), torch.tensor(3), 5]) == 7 and read([torch.tensor(-1)]) == (1 << 64) - 1
+
+
+def test_copies_are_grouped_by_what_a_gpu_copies_in_one_launch() -> None:
+    bucket = [torch.arange(6, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.float32, torch.float32)]
+    places = [torch.zeros_like(piece) for piece in bucket]
+    places[2] = torch.zeros(6, 2)[:, 0]
+    groups = alike(places, bucket)
+    assert [len(into) for into, _ in groups] == [2, 1, 1]
+    for into, out_of in groups:
+        assert len({(tensor.dtype, tensor.is_contiguous()) for tensor in into}) == 1
+        torch._foreach_copy_(into, out_of)
+    assert all(torch.equal(place, piece) for place, piece in zip(places, bucket, strict=True))
+    assert alike([], []) == []

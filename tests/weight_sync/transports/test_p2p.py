@@ -6,7 +6,10 @@ Over gloo the real thing is in test_receiver.py, test_killed.py and test_hung.py
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -74,3 +77,38 @@ def test_what_a_lost_server_was_sent_is_aborted(nccl: None, one_rank: Any, caplo
         raise RuntimeError("it has died")
     assert group.aborted and abandoned == [7] and not transport._groups
     assert "server 7 is abandoned: it has died" in caplog.text
+
+
+RANK = """
+import os, sys, time, torch
+from megatron_collab.weight_sync.transports import p2p
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+device = torch.device("cuda", rank)
+torch.cuda.set_device(device)
+data = torch.full([4], rank, dtype=torch.uint8, device=device)
+group = p2p._join(("127.0.0.1", port), "group", rank, 2, device, 30.0)
+p2p.finish(group.recv([data], 0, 0) if rank else group.send([data], 1, 0), time.monotonic() + 60, device)
+if rank:
+    assert data.sum() == 0
+    os.kill(os.getpid(), 9)
+try:
+    p2p.finish(group.recv([data], 1, 1), time.monotonic() + 10, device)
+except RuntimeError:
+    group.abort()
+    time.sleep(5)  # for a watchdog to end the process
+    print((torch.ones(3, device=device) * 2).sum().item())
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.processes
+def test_on_two_gpus_a_peer_that_dies_ends_no_one(tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    command = [sys.executable, "-c", RANK]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(store.port)], stdout=subprocess.PIPE, text=True) for rank in (0, 1)
+    ]
+    said = [rank.communicate(timeout=180)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, -9] and said[0] == "6.0\n"

@@ -33,3 +33,22 @@ def test_the_memory_has_no_name() -> None:
     path, _ = segment.handle()
     assert Path(path).readlink().name == "memfd:megatron-collab (deleted)"
     segment.close()
+
+
+WRITE_ON_A_GPU = """
+import sys, torch
+from megatron_collab.weight_sync.transports.shared_memory import opened
+opened((sys.argv[1], 0))[7] = 5
+torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.processes
+def test_on_a_gpu_another_process_writes_what_we_read() -> None:
+    segment = Segment(100_000, torch.device("cuda", 0))
+    text, _ = segment.handle()
+    segment.data.zero_()
+    torch.cuda.synchronize()
+    subprocess.run([sys.executable, "-c", WRITE_ON_A_GPU, text], check=True)
+    assert segment.data[7] == 5 and segment.data.sum() == 5
