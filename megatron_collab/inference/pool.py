@@ -46,12 +46,15 @@ class ServerPool:
 
     def begin(self) -> None:
         """Wait for all servers; ServerError if one cannot be had, since a first start that fails is no accident."""
+        found, wanted = [], self.options.max_total_tokens or 0
         for server in self.servers:
             server.wait_healthy(self.options.start_timeout)
-            found, wanted = server.cache_tokens(), self.options.max_total_tokens
-            fewer = f", not of {self._setting}={wanted}: its GPU has no more memory"
-            short = wanted is not None and found < 0.99 * wanted  # it is rounded to pages
-            print(f"engine: {self._name(server)} has a KV cache of {found} tokens{fewer if short else ''}", flush=True)
+            found.append(server.cache_tokens())
+            if found[-1] < 0.99 * wanted:  # it is rounded to pages
+                short = f"has a KV cache of {found[-1]} tokens, not of {self._setting}={wanted}"
+                print(f"engine: {self._name(server)} {short}: its GPU has no more memory", flush=True)
+        if found:
+            print(f"engine: SGLang servers{self._of} have a KV cache of at least {min(found)} tokens each", flush=True)
         self._present = list(self.servers)
         self._announced = [server.index for server in self.servers]
         self._release()

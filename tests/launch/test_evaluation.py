@@ -70,6 +70,19 @@ def test_servers_have_all_devices(tmp_path: Path, tasks: Path, monkeypatch: pyte
         evaluation.check_devices(serving)
 
 
+def test_a_judge_of_the_runs_own_needs_gpus_whoever_is_evaluated(
+    tmp_path: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = evaluation.load(given(tmp_path, tasks, "assistant.model=openai/m", "launch.device=cpu"))
+    config.launch.device, config.servers = "cuda", {"judge": {"model": str(tmp_path), "tp": 4}}
+    monkeypatch.setattr(device, "probe", lambda name: SimpleNamespace(found=True, detail=""))
+    monkeypatch.setattr(device, "count", lambda: 4)
+    evaluation.prepared(config)
+    monkeypatch.setattr(device, "count", lambda: 3)
+    with pytest.raises(ConfigError, match=r"servers.judge.replicas x tp: .* need 4 GPUs of a node, and there are 3"):
+        evaluation.prepared(config)
+
+
 def test_an_assistant_behind_litellm_needs_no_model_and_no_server(tmp_path: Path, tasks: Path) -> None:
     sets = f"data.eval=[{{source: {tasks}, max_new_tokens: 900, max_assistant_turns: 4}}]"
     arguments = given(tmp_path, tasks, sets, "assistant.model=openai/m", "assistant.max_tokens=300")

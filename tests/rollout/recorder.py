@@ -92,9 +92,11 @@ class Recorded(SGLangServer):
                 self.end_headers()
 
             def do_GET(self) -> None:
+                said = json.dumps({"max_total_num_tokens": 4096} if self.path == "/get_server_info" else {}).encode()
                 self.send_response(200)
-                self.send_header("Content-Length", "0")
+                self.send_header("Content-Length", str(len(said)))
                 self.end_headers()
+                self.wfile.write(said)
 
             def log_message(self, format: str, *args: Any) -> None:
                 """Quiet."""

@@ -371,6 +371,7 @@ def test_a_server_that_does_not_start_any_more_ends_the_run(
 ) -> None:
     run = stage(replicas=2, colocated=False)
     run.begin()
+    assert capsys.readouterr().out == "engine: SGLang servers have a KV cache of at least 4096 tokens each\n"
     run.phase(0)
     run.servers[0].die()
     run.servers[0].starts = False
