@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -111,10 +112,15 @@ def grouped(sizes: Iterable[tuple[_Item, int]], most: int) -> Iterator[list[_Ite
     yield group
 
 
+def partial_of(folder: Path) -> Path:
+    """Where `folder` is while it is being written."""
+    return folder.with_name(f".{folder.name}.partial")
+
+
 @contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
     """An empty folder that takes the place of `folder` at the end of the block; removed where the block fails."""
-    partial, old = (folder.with_name(f".{folder.name}.{state}") for state in ("partial", "old"))
+    partial, old = partial_of(folder), folder.with_name(f".{folder.name}.old")
     for leftover in (partial, old):
         shutil.rmtree(leftover, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -133,13 +139,23 @@ class HFWriter:
     """Writes a model into an empty folder from its shards; each file as soon as its tensors are complete.
 
     Holds the tensors that are begun: one file at most where shards come in the order of `hf_to_megatron.table`.
+    Several may write one model, each the shards of some of its `stages`.
     """
 
-    def __init__(self, folder: Path, shape: ModelShape, dtype: torch.dtype, file_bytes: int) -> None:
-        """Files have at most `file_bytes`, a larger tensor has one of its own."""
+    def __init__(
+        self,
+        folder: Path,
+        shape: ModelShape,
+        dtype: torch.dtype,
+        file_bytes: int,
+        stages: Sequence[Collection[str]] | None = None,
+    ) -> None:
+        """Files have at most `file_bytes`, a larger tensor has one of its own; none has tensors of two stages."""
         self._folder, self._dtype = folder, dtype
         self._shapes = hf_shapes(shape)
-        groups = list(grouped(((n, prod(sides) * dtype.itemsize) for n, sides in self._shapes.items()), file_bytes))
+        sizes = {name: prod(sides) * dtype.itemsize for name, sides in self._shapes.items()}
+        parts = [[item for item in sizes.items() if item[0] in names] for names in stages or [sizes]]
+        groups = [group for part in parts for group in grouped(part, file_bytes)]
         names = [f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
         self._files = dict(zip(names if len(groups) > 1 else [SINGLE], groups, strict=True))
         self._file_of = {name: file for file, names in self._files.items() for name in names}
@@ -159,10 +175,14 @@ class HFWriter:
                 tensors = {name: self._open.pop(name) for name in self._files[file]}
                 save_file(tensors, self._folder / file, {"format": "pt"})
 
-    def finish(self, source: Path) -> None:
-        """Add the index, and all that the folder `source` has beside weights; config.json names the dtype."""
+    def check(self) -> None:
+        """RuntimeError where a tensor was begun and is not complete."""
         if self._open:
             raise RuntimeError(f"{self._folder}: incomplete tensors, the first is {min(self._open)}")
+
+    def finish(self, source: Path) -> None:
+        """Add the index, and all that the folder `source` has beside weights; config.json names the dtype."""
+        self.check()
         for file in source.iterdir():
             if file.is_file() and not _WEIGHT_FILE.fullmatch(file.name):
                 shutil.copy2(file, self._folder)
@@ -241,8 +261,8 @@ def load_hf(chunks: Sequence[torch.nn.Module], folder: Path) -> None:
 def save_hf(chunks: Sequence[torch.nn.Module], folder: Path, source: Path) -> None:
     """Write the model as a Hugging Face folder; collective. `folder` is replaced only once all is written.
 
-    Rank 0 receives the tensors one by one and holds one file of them at a time. config.json, tokenizer and
-    other small files come from `source`.
+    The first rank of each pipeline stage, where one file is enough rank 0 alone, receives the stage's tensors one by
+    one, and holds one file of them at a time. config.json, tokenizer and other small files come from `source`.
     """
     beat(f"exporting to {folder}")
     tp, tp_rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
@@ -253,24 +273,42 @@ def save_hf(chunks: Sequence[torch.nn.Module], folder: Path, source: Path) -> No
     example = next(iter(shards.values()))
     exported = (entry for entry in table if hf_to_megatron.exports(entry, tp_rank, replica, expert_replica))
     offers = {entry.megatron: tp_rank for entry in exported if entry.megatron in shards}
-    offered: list[dict[str, int]] | None = [{}] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(offers, offered)
-    if offered is None:
-        for name in offers:  # in the order of the table, as rank 0 asks for them
-            dist.send(values(shards[name]).contiguous(), 0)
-    else:
-        with replacing(folder) as partial:
-            writer = HFWriter(partial, shape, example.dtype, FILE_BYTES)
-            for entry, rank in product(table, range(len(offered))):
-                if entry.megatron not in offered[rank]:
+    rank, size = dist.get_rank(), sum(map(prod, hf_shapes(shape).values())) * example.dtype.itemsize
+    stage = parallel_state.get_pipeline_model_parallel_rank() if size > FILE_BYTES else 0
+    of_ranks: list[tuple[int, dict[str, int]]] = [(0, {})] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, (stage, offers))
+    peers = {peer: offered for peer, (at, offered) in enumerate(of_ranks) if at == stage}
+    writer_rank = min(peers)
+    with replacing(folder) if rank == 0 else nullcontext(partial_of(folder)) as partial:
+        dist.barrier()  # the folder is there
+        writer = HFWriter(partial, shape, example.dtype, FILE_BYTES, _tensors_of_stages(shape, of_ranks))
+        if rank != writer_rank:
+            for name in offers:  # in the order of the table, as they are asked for
+                dist.send(values(shards[name]).contiguous(), writer_rank)
+        else:
+            for entry, (peer, offered) in product(table, peers.items()):
+                if entry.megatron not in offered:
                     continue
                 beat()
-                if rank == 0:
+                if peer == rank:
                     shard = values(shards[entry.megatron])
                 else:
                     wanted = hf_to_megatron.shard_shape(entry, tp)
                     shard = torch.empty(wanted, dtype=example.dtype, device=example.device)
-                    dist.recv(shard, rank)
-                writer.fill(shard, hf_to_megatron.pieces(entry, shape, tp, offered[rank][entry.megatron]))
+                    dist.recv(shard, peer)
+                writer.fill(shard, hf_to_megatron.pieces(entry, shape, tp, offered[entry.megatron]))
+            writer.check()
+        dist.barrier()  # every stage is written
+        if rank == 0:
             writer.finish(source)
     dist.barrier()
+
+
+def _tensors_of_stages(shape: ModelShape, of_ranks: Sequence[tuple[int, Mapping[str, int]]]) -> list[set[str]]:
+    """The tensors of each pipeline stage, from the stage of each rank and the parameters that it has."""
+    entries = {entry.megatron: entry for entry in hf_to_megatron.table(shape)}
+    found: dict[int, set[str]] = defaultdict(set)
+    for stage, offered in of_ranks:
+        for name in offered:
+            found[stage] |= {piece.hf for piece in hf_to_megatron.pieces(entries[name], shape, 1, 0)}
+    return [found[stage] for stage in sorted(found)]

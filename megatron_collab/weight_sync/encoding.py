@@ -13,16 +13,20 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Sequence
+from itertools import product
 from math import prod
 
 import torch
 from torch import Tensor
 
+from megatron_collab.runtime.device import GPU
+
 Index = tuple[slice, ...]
 
 FP8_BLOCK = 128
 FP8_LARGEST = 448.0
-_QUANTISED_AT_ONCE = 1 << 24  # elements, so that their float32 copies stay small
+# Elements, by device type: their float32 copies stay in a CPU's cache, and small beside a GPU's memory.
+QUANTISED_AT_ONCE = {"cpu": 1 << 18, GPU: 1 << 24}
 
 # By place and server rank: the checksums of all that was written for that rank of the place's servers, added up.
 Sums = dict[tuple[int, int], Tensor]
@@ -66,31 +70,44 @@ def views(data: Tensor, shape: Sequence[int], dtype: torch.dtype, quantised: boo
     return read_fp8(data, shape) if quantised else (data.view(dtype).view(shape),)
 
 
-def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A floating [n, k] as float8_e4m3fn [n, k] and float32 scale_inv [ceil(n / 128), ceil(k / 128)].
+def quantise(weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Floating [..., n, k] as float8_e4m3fn of that shape and float32 scale_inv [..., ceil(n / 128), ceil(k / 128)].
 
     An element is off by at most 2^-4 of itself (3 bits of mantissa) or 2^-10 of its block's scale_inv (half the
     distance of the smallest e4m3 numbers), whichever is more.
     """
-    n, k = weight.shape
-    rows, columns = fp8_scales(weight.shape)
-    blocks = torch.nn.functional.pad(weight.float(), (0, columns * FP8_BLOCK - k, 0, rows * FP8_BLOCK - n))
-    blocks = blocks.view(rows, FP8_BLOCK, columns, FP8_BLOCK)
+    *leading, n, k = weights.shape
+    *_, rows, columns = fp8_scales(weights.shape)
+    blocks = torch.nn.functional.pad(weights.float(), (0, columns * FP8_BLOCK - k, 0, rows * FP8_BLOCK - n))
+    blocks = blocks.view(*leading, rows, FP8_BLOCK, columns, FP8_BLOCK)
     # A block of zeros needs a scale that can be divided by.
-    scale_inv = (blocks.abs().amax(dim=(1, 3)) / FP8_LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
-    quantised = (blocks / scale_inv[:, None, :, None]).to(torch.float8_e4m3fn)
-    return quantised.view(rows * FP8_BLOCK, columns * FP8_BLOCK)[:n, :k], scale_inv
+    scale_inv = (blocks.abs().amax(dim=(-3, -1)) / FP8_LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
+    quantised = (blocks / scale_inv[..., :, None, :, None]).to(torch.float8_e4m3fn)
+    return quantised.view(*leading, rows * FP8_BLOCK, columns * FP8_BLOCK)[..., :n, :k], scale_inv
 
 
-def write_fp8(data: Tensor, weight: Tensor) -> None:
-    """Quantise `weight` [n, k] into `data`, uint8 [fp8_nbytes] at a multiple of 4 bytes: elements, then scales."""
-    n, k = weight.shape
-    quantised, scale_inv = read_fp8(data, weight.shape)
-    step = max(1, _QUANTISED_AT_ONCE // (FP8_BLOCK * k)) * FP8_BLOCK
-    for row in range(0, n, step):
-        part, own = quantise(weight[row : row + step])
-        quantised[row : row + step].copy_(part)
-        scale_inv[row // FP8_BLOCK : row // FP8_BLOCK + len(own)].copy_(own)
+def write_fp8(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Quantise into the first of each pair, uint8 [fp8_nbytes] at a multiple of 4 bytes, the second, a weight [n, k].
+
+    There lie elements, then scales. Small weights of one shape are taken together: a GPU launches a dozen kernels for
+    each lot, and a model may have ten thousand matrices of experts.
+    """
+    by_shape: dict[torch.Size, list[tuple[Tensor, Tensor]]] = {}
+    for data, weight in pairs:
+        by_shape.setdefault(weight.shape, []).append((data, weight))
+    for (n, k), same in by_shape.items():
+        at_once = QUANTISED_AT_ONCE[same[0][0].device.type]
+        count, step = max(1, at_once // (n * k)), max(1, at_once // (FP8_BLOCK * k)) * FP8_BLOCK
+        for first, row in product(range(0, len(same), count), range(0, n, step)):
+            lot = same[first : first + count]
+            parts = [weight[row : row + step] for _, weight in lot]
+            quantised, scales = quantise(parts[0][None] if len(parts) == 1 else torch.stack(parts))
+            held = [read_fp8(data, (n, k)) for data, _ in lot]
+            down = slice(row // FP8_BLOCK, row // FP8_BLOCK + scales.shape[1])
+            # As bytes, which are copied together; FP8 would be one by one.
+            rows = [elements[row : row + step].view(torch.uint8) for elements, _ in held]
+            torch._foreach_copy_(rows, list(quantised.view(torch.uint8)))
+            torch._foreach_copy_([own[down] for _, own in held], list(scales))
 
 
 def read_fp8(data: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,16 @@ from torch import Tensor
 
 from megatron_collab.checkpoint.hf import values
 from megatron_collab.runtime.process import beat
-from megatron_collab.weight_sync.encoding import Sums, alike, checksum, placed, spans, views, write_fp8
+from megatron_collab.weight_sync.encoding import (
+    QUANTISED_AT_ONCE,
+    Sums,
+    alike,
+    checksum,
+    placed,
+    spans,
+    views,
+    write_fp8,
+)
 from megatron_collab.weight_sync.node_routing import Item
 from megatron_collab.weight_sync.plan import Slice
 
@@ -53,14 +62,19 @@ class Sender:
         beat()
         for places, blocks in self._planned(number, parts):
             torch._foreach_copy_(places, blocks)
+        waiting: list[tuple[Tensor, Tensor]] = []  # places, and what is still to be quantised there
         for name, items in groupby(self._converted[number], key=_shard):
             shard = values(self._shards[name])
             for item in items:
                 data, block = self._data(number, item, parts), shard[item[1].shard_index]
                 if item[1].quantised:
-                    write_fp8(data, block)
+                    waiting.append((data, block))
                 else:
                     data.view(self._dtype).view(block.shape).copy_(block)
+            if sum(block.numel() for _, block in waiting) >= QUANTISED_AT_ONCE[shard.device.type]:
+                write_fp8(waiting)
+                waiting.clear()
+        write_fp8(waiting)
         if sums is not None:
             for target, piece in self._copied[number] + self._converted[number]:
                 shape = [cut.stop - cut.start for cut in piece.target_index]

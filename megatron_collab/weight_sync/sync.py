@@ -14,7 +14,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,8 @@ class WeightSync:
         # be silence, or a look for servers, while the other ranks wait in a collective.
         self._timeout, self._idle_timeout = config.launch.timeout / 2, config.launch.timeout / 4
         self._callers = ThreadPoolExecutor(config.rollout.server.replicas)
+        self._clearer = ThreadPoolExecutor(1)
+        self._clearing: Future[None] | None = None
         self._number = 0
         self._known: dict[int, int] = {}  # by index, the generation of a server that has been given weights
         self._carrier: SharedMemoryTransport | NetworkTransport | None = None
@@ -82,10 +84,11 @@ class WeightSync:
         self._plan = plan_sync(self._shape, trainer_layout(config), self._server, dtype.itemsize, bucket_bytes)
         self._prefix = f"publish/{shared(lambda: secrets.token_hex(8))}"
         self._address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        # Two connections: one waits for buckets while rank 0's calls are under way on the other.
+        # Three connections: one waits for buckets while rank 0's calls are under way on the second; by the third keys
+        # are removed, thousands in a large model, while the servers sample.
         limit = hang_detector.collective_timeout(config.launch.timeout).total_seconds()
-        self._store, self._calls_store = (connect(self._address, self._prefix, limit) for _ in range(2))
-        self._before: SyncStore | None = None  # of the last publish
+        connections = (connect(self._address, self._prefix, limit) for _ in range(3))
+        self._store, self._calls_store, self._clearing_store = connections
         shards, places = dict(named_shards(self._chunks)), self._places
         place, home = places.of_rank(rank), next(iter(shards.values())).device
         writer = Sender(written(self._plan, places, rank), lambda target, piece: [place], shards, dtype)
@@ -104,6 +107,7 @@ class WeightSync:
         if self._carrier is not None:
             self._carrier.close()
         self._callers.shutdown(wait=False)  # a call that hangs ends with the server
+        self._clearer.shutdown(wait=False)
 
     def sync(self, version: int) -> None:
         """Give the servers the present weights as `version`, and have the workers ask those that have it; collective.
@@ -199,9 +203,6 @@ class WeightSync:
 
         calls.start(bring)
         carrier.carry(store, peers, sums)
-        if dist.get_rank() == 0 and self._before is not None:  # while the last buckets are read
-            self._before.clear()  # every rank was through with it when that publish ended
-        self._before = store
         calls.settle()
         dist.barrier()  # every rank has said whom it has abandoned, and waits for nothing on the store
         for call in calls.left():
@@ -210,6 +211,11 @@ class WeightSync:
         if sums is not None:
             self._compare(calls, found, sums)
         calls.each(commit)
+        if dist.get_rank() == 0:
+            if self._clearing is not None:
+                self._clearing.result()  # long done
+            # Of the publish before: a server that was left out of this one may still read.
+            self._clearing = self._clearer.submit(SyncStore(self._clearing_store, self._number - 1).clear)
 
     def _attach(self, server: int, rank: int) -> dict[str, Any]:
         """Arguments of a server rank's Receiver."""

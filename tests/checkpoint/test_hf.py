@@ -162,3 +162,35 @@ def read_in_every_layout(folder: Path) -> list[list[tuple[str, str]]]:
             for name, parameter in hf.named_shards(chunks):
                 assert torch.equal(parameter, tensors.shard(entries[name], shape, 1, 0, parameter.dtype)), name
     return found
+
+
+@pytest.mark.processes
+def test_every_stage_writes_its_own_files(tmp_path: Path) -> None:
+    """As large as they may be, numbered as one writer would, and nothing is left of a folder that one has begun."""
+    folder = ranks.make_model(tmp_path / "model", tied=False)
+    written = ranks.run_ranks(write_in_stages, 2, folder, tmp_path / "out")
+    assert min(len(own) for own in written) > 1 and not set(written[0]) & set(written[1])
+    names = sorted(written[0] + written[1])
+    assert names == [f"model-{n:05d}-of-{len(names):05d}.safetensors" for n in range(1, len(names) + 1)]
+    index = json.loads((tmp_path / "out" / hf.INDEX).read_text())["weight_map"]
+    expected = load_file(folder / "model.safetensors")
+    found = {name: tensor for file in names for name, tensor in load_file(tmp_path / "out" / file).items()}
+    assert found.keys() == expected.keys() == index.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
+
+
+def write_in_stages(folder: Path, out: Path) -> list[str]:
+    """As one of two stages: the files that it writes."""
+    written, real = [], hf.save_file
+
+    def noted(tensors: dict[str, torch.Tensor], file: Path, *metadata: dict[str, str]) -> None:
+        written.append(file.name)
+        real(tensors, file, *metadata)
+
+    config = ranks.make_config(folder, {"parallel.pp": 2})
+    with parallel.init_parallel(config), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hf, "FILE_BYTES", 20_000)
+        patch.setattr(hf, "save_file", noted)
+        hf.save_hf(policies.load(config), out, folder)
+    return written

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_collab.weight_sync import encoding
 from megatron_collab.weight_sync.encoding import (
@@ -75,16 +77,43 @@ def test_the_largest_element_is_kept_and_zeros_stay_zeros() -> None:
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_write_leaves_what_quantise_makes(n: int, k: int, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is quantised at once; read gives views, and those of an expert have its dimension."""
-    monkeypatch.setattr(encoding, "_QUANTISED_AT_ONCE", step)
+    monkeypatch.setitem(encoding.QUANTISED_AT_ONCE, "cpu", step)
     weight = weights(n, k)
     data = torch.full((fp8_nbytes((n, k)) + 64,), 170, dtype=torch.uint8)
-    write_fp8(data[:-64], weight)
+    write_fp8([(data[:-64], weight)])
     assert (data[-64:] == 170).all()
     quantised, scale_inv = read_fp8(data[:-64], (1, n, k))
     expected, scales = quantise(weight)
     assert torch.equal(quantised[0].view(torch.uint8), expected.contiguous().view(torch.uint8))
     assert torch.equal(scale_inv[0], scales)
     assert fp8_nbytes((1, n, k)) == fp8_nbytes((n, k)) >= n * k + 4 * scales.numel()
+
+
+class Calls(TorchDispatchMode):
+    """How many operations a GPU would get."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def test_experts_are_quantised_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each as it would be alone, in as many operations as one; in lots, where they are large."""
+    monkeypatch.setitem(encoding.QUANTISED_AT_ONCE, "cpu", 16 * 130 * 127)
+    count = {}
+    for experts in (1, 2, 16, 40):
+        given = [weights(130, 127) * (1 + number) for number in range(experts)] + [weights(300, 5)]
+        data = [torch.zeros(fp8_nbytes(weight.shape), dtype=torch.uint8) for weight in given]
+        with Calls() as calls:
+            write_fp8(list(zip(data, given, strict=True)))
+        count[experts] = calls.count
+        for place, weight in zip(data, given, strict=True):
+            alone = torch.zeros_like(place)
+            write_fp8([(alone, weight)])
+            assert torch.equal(place, alone)
+    assert count[2] == count[16] <= count[1] + 1 and count[40] < 3 * count[16]
 
 
 def random_bits(rng: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

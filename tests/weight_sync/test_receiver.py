@@ -221,6 +221,8 @@ def test_all_of_it_arrives_every_time(
                 assert_holds(server, layout, shards, shape)
                 scales = [value for name, value in server.models[1].named_parameters() if name.endswith("v_scale")]
                 assert scales == [1.0] * (shape.layers if shape is LLAMA else 0)
+            assert sender._clearing is not None
+            sender._clearing.result()  # while servers sample
             keys.append(store.num_keys())
             if version == 2:  # a new process, which knows nothing
                 fleet.servers[0] = Served(0, layout, shape)
