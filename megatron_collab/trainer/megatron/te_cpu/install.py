@@ -23,8 +23,9 @@ def install() -> None:
     """Import TransformerEngine over the reference kernels, for the life of the process; before Megatron is imported.
 
     TransformerEngine and Megatron then believe that there is one Hopper GPU, and all tensors say that they are on it.
-    RuntimeError where there is a GPU, which has kernels of its own, or where Megatron was imported already;
-    ModuleNotFoundError where the distribution transformer-engine is missing.
+    Where the compiled part is installed and no GPU visible, as on a login node, the reference kernels take its place
+    in this process too. RuntimeError where there is a GPU, which has kernels of its own, or where Megatron was
+    imported already; ModuleNotFoundError where the distribution transformer-engine is missing.
     """
     if with_reference_kernels():
         return
