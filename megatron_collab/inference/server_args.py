@@ -7,7 +7,8 @@ value, false and null leave it out, also where the run would give it by itself.
 from __future__ import annotations
 
 import json
-from argparse import ArgumentError, ArgumentParser, BooleanOptionalAction
+import re
+from argparse import ArgumentError, ArgumentParser
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
 from typing import Any
@@ -107,12 +108,12 @@ def fault(arguments: Mapping[str, Any], command: Sequence[str]) -> str | None:
 
     parser = ArgumentParser(exit_on_error=False, allow_abbrev=False)
     ServerArgs.add_cli_args(parser)
-    known = {name: action for action in parser._actions for name in action.option_strings}
     given = plain(arguments)
     for name, value in given.items():
-        if f"--{name}" not in known:
-            return f".{name}: SGLang has no such argument{nearest(name, (each.lstrip('-') for each in known))}"
-        if value is False and isinstance(known[f"--{name}"], BooleanOptionalAction):
+        if not _takes(parser, command, f"--{name}"):
+            named = re.findall(r"--([\w-]+)", parser.format_help())
+            return f".{name}: SGLang has no such argument{nearest(name, named)}"
+        if value is False and _takes(parser, command, f"--no-{name}"):
             return f".{name}=false: is left out; set no-{name}: true"
     try:
         parser.parse_args(command)
@@ -126,6 +127,13 @@ def fault(arguments: Mapping[str, Any], command: Sequence[str]) -> str | None:
     except Exception as error:  # whatever a library raises for settings that do not go together
         return f": SGLang refuses them: {type(error).__name__}: {' '.join(str(error).split())[:400]}"
     return None
+
+
+def _takes(parser: ArgumentParser, command: Sequence[str], argument: str) -> bool:
+    try:
+        return argument not in parser.parse_known_args([*command, argument])[1]
+    except ArgumentError:  # it, or one before it, wants another value
+        return True
 
 
 def _among(name: str, patterns: str) -> bool:

@@ -44,7 +44,7 @@ def test_what_cannot_work_names_the_setting_and_the_way_out(overrides: list[str]
 
 
 def test_gspo_does_not_cut_sequences() -> None:
-    config = compose(["experiment=gsm8k", "algo.loss=gspo", "parallel.tp=1", "parallel.cp=2"])
+    config = compose(["experiment=gsm8k", "algo.loss=gspo", "model.dtype=bfloat16", "parallel.tp=1", "parallel.cp=2"])
     with pytest.raises(ConfigError, match=r"algo\.loss=gspo: needs whole sequences .* set parallel\.cp=1"):
         validate.check_settings(config)
 
