@@ -207,16 +207,24 @@ def values(shard: torch.nn.Parameter) -> torch.Tensor:
 def load_hf(chunks: Sequence[torch.nn.Module], folder: Path) -> None:
     """Fill this rank's parameters from `folder`; only the rank's own slices are read.
 
-    ValueError if the folder lacks a tensor, has one too many or one of another shape. The padding of the
-    vocabulary becomes zero.
+    ConfigError if the folder lacks a tensor, has one too many or one of another shape.
+    """
+    fill(chunks, HFTensors(folder, unwrap(chunks[0]).shape))
+
+
+def fill(chunks: Sequence[torch.nn.Module], tensors: HFTensors) -> None:
+    """Fill this rank's parameters; ValueError for one that the table does not have, or has in another shape.
+
+    The padding of the vocabulary becomes zero.
     """
     tp, tp_rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
     shape = unwrap(chunks[0]).shape
-    tensors = HFTensors(folder, shape)
     entries = {entry.megatron: entry for entry in hf_to_megatron.table(shape)}
     with torch.no_grad():
         for name, parameter in named_shards(chunks):
             beat()
+            if name not in entries:
+                raise ValueError(f"{name}: the table of weights has no such parameter")
             entry = entries[name]
             if parameter.shape != (wanted := hf_to_megatron.shard_shape(entry, tp)):
                 raise ValueError(f"{name} has shape {tuple(parameter.shape)}, the table says {wanted}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -112,8 +112,8 @@ def _stacked(part: ShardedTensor, sizes: Sequence[int], before: int = 1) -> tupl
     return (before,) * part.prepend_axis_num + tuple(sizes)
 
 
-def restore(trainables: Mapping[str, Checkpointable], checkpoint: Path) -> None:
-    """Fill networks and optimizers from `checkpoint`; collective."""
+def restore(trainables: Mapping[str, Checkpointable], read: Callable[[dict[str, Any]], Any]) -> None:
+    """Fill networks and optimizers with what `read` makes of the sharded state that they want; collective."""
     wanted: dict[str, Any] = {}
     for name, trainable in trainables.items():
         for optimizer in trainable.optimizer.chained_optimizers:
@@ -126,7 +126,7 @@ def restore(trainables: Mapping[str, Checkpointable], checkpoint: Path) -> None:
         else:
             add_prefix_for_sharding(parts, f"{name}.")
             wanted[name] = parts
-    loaded = _read(wanted, checkpoint)
+    loaded = read(wanted)
     for name, trainable in trainables.items():
         parts = loaded if name == MAIN else loaded[name]
         _load(trainable.chunks, parts)
@@ -141,7 +141,7 @@ def load_weights(chunks: Sequence[torch.nn.Module], checkpoint: Path) -> None:
     wanted, kept = _sharded_chunks(chunks), {}
     for key, parts in wanted.items():
         kept[key] = {name: parts.pop(name).data for name in list(parts) if isinstance(parts[name], ShardedObject)}
-    loaded = _read(wanted, checkpoint)
+    loaded = read_sharded(checkpoint, wanted)
     _load(chunks, {key: {**loaded[key], **kept[key]} for key in kept})
 
 
@@ -153,7 +153,8 @@ class _MovingPlanner(MCoreLoadPlanner):
         return super().resolve_tensor(read_item)
 
 
-def _read(wanted: dict[str, Any], checkpoint: Path) -> Any:
+def read_sharded(checkpoint: Path, wanted: dict[str, Any]) -> Any:
+    """The sharded state `wanted`, with its values in `checkpoint`; collective."""
     with load_planner(_MovingPlanner):
         return dist_checkpointing.load(wanted, str(checkpoint))
 

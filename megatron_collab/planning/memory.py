@@ -37,7 +37,7 @@ from megatron_collab.config import CONF, Config, ConfigError, compose
 from megatron_collab.launch import validate
 from megatron_collab.models import hf_to_megatron, hf_to_sglang
 from megatron_collab.models.hf_config import ModelShape
-from megatron_collab.models.parallel_layout import first_gpu, ranks, servers_per_node, stage_layers, stages
+from megatron_collab.models.parallel_layout import ranks, serving, stage_layers, stages
 from megatron_collab.runtime import device, hub
 from megatron_collab.trainer import logprobs
 from megatron_collab.trainer.megatron.config import DTYPES
@@ -69,14 +69,18 @@ def read_run(overrides: Sequence[str]) -> tuple[Config, ModelShape]:
     """
     config = compose(overrides)
     validate.check_settings(config)
+    return config, validate.check_model(config, described(config))
+
+
+def described(config: Config) -> Path:
+    """The config.json of the model; ConfigError where there is none."""
     path = config.model.path
     name = Path(path).name.partition("@")[0]
     for file in (hub.folder(path) / "config.json", CONF / "shapes" / f"{name}.json"):
         if file.is_file():
-            return config, validate.check_model(config, file)
+            return file
     if hub.named(path):
-        file = hub.download(path, "model.path", patterns=["config.json"]) / "config.json"
-        return config, validate.check_model(config, file)
+        return hub.download(path, "model.path", patterns=["config.json"]) / "config.json"
     raise ConfigError(
         f"model.path={path}: neither {path}/config.json nor conf/shapes/{name}.json exists; give the folder of a "
         "Hugging Face model or a name of the Hub, or save its config.json in conf/shapes"
@@ -90,9 +94,7 @@ def plan_memory(config: Config, shape: ModelShape) -> list[list[MemoryPart]]:
     """
     parallel = config.parallel
     gpus, sampling = ranks(config), config.train.stage == "rl"
-    # On a context parallel rank; a sequence above the budget is a micro-batch of its own.
-    longest = -(-config.rollout.context_length // parallel.cp) if sampling else 0
-    tokens = max(config.train.tokens_per_micro_batch, longest)
+    tokens = micro_batch_tokens(config)
     found = []
     for rank in range(parallel.pp):
         parts = network_parts(config, shape, rank)
@@ -106,8 +108,7 @@ def plan_memory(config: Config, shape: ModelShape) -> list[list[MemoryPart]]:
         # Pipeline stages take a node's devices in order: all ranks of the first, then the second.
         launch, server = config.launch, config.rollout.server
         taken = {rank * gpus // parallel.pp % launch.nproc_per_node + own for own in range(gpus // parallel.pp)}
-        serving = {first_gpu(config, one) + own for one in range(servers_per_node(config)) for own in range(server.tp)}
-        if sampling and server.colocated and taken & serving:
+        if sampling and server.colocated and taken & serving(config):
             weights = server_weights(config, shape)
             buckets = sync_buckets(config, weights)
             parts += [
@@ -117,6 +118,12 @@ def plan_memory(config: Config, shape: ModelShape) -> list[list[MemoryPart]]:
             ]
         found.append(parts)
     return found
+
+
+def micro_batch_tokens(config: Config) -> int:
+    """Tokens of the largest micro-batch on a rank; a sequence above the budget is one of its own."""
+    longest = -(-config.rollout.context_length // config.parallel.cp) if config.train.stage == "rl" else 0
+    return max(config.train.tokens_per_micro_batch, longest)
 
 
 def network_parts(config: Config, shape: ModelShape, rank: int, critic: bool = False) -> list[MemoryPart]:
