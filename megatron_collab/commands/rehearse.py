@@ -32,6 +32,9 @@ def main(arguments: Sequence[str]) -> int:
     began = time.monotonic()
     config, shape = read_run(given.options)
     hf = json.loads(described(config).read_text())
+    if config.model.fp8:  # only TransformerEngine's layers, which need a GPU, compute in it
+        config.model.fp8 = None
+        print("The trainer's layers are those of a CPU, in bfloat16: copies of the weights in FP8 are left out.\n")
     plan, count = plan_memory(config, shape), 0
     for one in rehearse(config, shape, hf, every=given.ranks == "all"):
         print(compare.table(one, plan[one.kind.stage]), end="\n\n", flush=True)

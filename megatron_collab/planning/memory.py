@@ -1,7 +1,8 @@
 """GPU memory of a run, estimated from its settings and the model's shape alone; nothing is allocated.
 
 Counted is what the program allocates and keeps; not CUDA contexts, NCCL's buffers, CUDA graphs and workspaces of
-SGLang, fragmentation, and temporaries within a pass: about half of what a layer keeps, measured on a CPU.
+SGLang, fragmentation, and temporaries within a pass: about half of what a layer keeps, measured on a CPU. A rehearsal
+(planning/rehearsal/) counts the same from tensors, and those temporaries too.
 
 Activations are what autograd saves of the layers of trainer/megatron/layers.py, each tensor once, with the fused SwiGLU
 that GPUs use. TransformerEngine's layers keep the same or less.
@@ -42,7 +43,9 @@ from megatron_collab.runtime import device, hub
 from megatron_collab.trainer import logprobs
 from megatron_collab.trainer.megatron.config import DTYPES
 from megatron_collab.weight_sync.encoding import fp8_nbytes
-from megatron_collab.weight_sync.plan import BUCKET_BYTES, server_layout, trainer_layout
+from megatron_collab.weight_sync.node_routing import Item, places_of, sent, written
+from megatron_collab.weight_sync.plan import SyncPlan, plan_sync, server_layout, trainer_layout, uses_memory
+from megatron_collab.weight_sync.transports.shared_memory import segment_sizes
 
 GIB = float(1 << 30)
 
@@ -95,6 +98,10 @@ def plan_memory(config: Config, shape: ModelShape) -> list[list[MemoryPart]]:
     parallel = config.parallel
     gpus, sampling = ranks(config), config.train.stage == "rl"
     tokens = micro_batch_tokens(config)
+    publishes: SyncPlan = ()
+    if sampling and config.publish.transport != "disk":
+        item = DTYPES[config.model.dtype].itemsize
+        publishes = plan_sync(shape, trainer_layout(config), server_layout(config), item)
     found = []
     for rank in range(parallel.pp):
         parts = network_parts(config, shape, rank)
@@ -107,15 +114,16 @@ def plan_memory(config: Config, shape: ModelShape) -> list[list[MemoryPart]]:
             parts.append(MemoryPart("head", head(config, shape, tokens), 0.0))
         # Pipeline stages take a node's devices in order: all ranks of the first, then the second.
         launch, server = config.launch, config.rollout.server
-        taken = {rank * gpus // parallel.pp % launch.nproc_per_node + own for own in range(gpus // parallel.pp)}
+        own_ranks = range(rank * gpus // parallel.pp, (rank + 1) * gpus // parallel.pp)
+        taken = {own % launch.nproc_per_node for own in own_ranks}
         if sampling and server.colocated and taken & serving(config):
-            weights = server_weights(config, shape)
-            buckets = sync_buckets(config, weights)
             parts += [
-                MemoryPart("server: weights", 0.0, weights),
+                MemoryPart("server: weights", 0.0, server_weights(config, shape)),
                 MemoryPart("server: KV cache", 0.0, kv_cache(config, shape)),
-                MemoryPart("weight sync buckets", buckets, buckets),
             ]
+        if publishes:
+            buckets = max(sync_buckets(config, publishes, own) for own in own_ranks)
+            parts.append(MemoryPart("weight sync buckets", buckets, buckets))
         found.append(parts)
     return found
 
@@ -179,11 +187,13 @@ def _counts(config: Config, shape: ModelShape, rank: int, critic: bool) -> tuple
 def head(config: Config, shape: ModelShape, tokens: int) -> float:
     """Bytes of the log-probs (trainer/logprobs.py) on the last stage, where every one of `tokens` is trained.
 
-    Two float32 tiles of logits; hidden states, whole and selected; the gradient of the latter in float32 and the dtype.
+    Two float32 tiles of logits, and the gradient of one in the dtype; hidden states of the trained tokens, and their
+    gradient in float32 and the dtype.
     """
-    item = DTYPES[config.model.dtype].itemsize
+    item, tile = DTYPES[config.model.dtype].itemsize, logprobs.TILE[device.GPU]
     narrow = item if item < 4 else 0
-    return 2 * 4 * logprobs.TILE[device.GPU] + tokens * shape.hidden * (2 * item + 4 + narrow)
+    logits = min(tile, tokens * -(-shape.vocab // config.parallel.tp))
+    return 2 * 4 * tile + narrow * logits + tokens * shape.hidden * (item + 4 + narrow)
 
 
 def server_weights(config: Config, shape: ModelShape) -> float:
@@ -205,12 +215,22 @@ def kv_cache(config: Config, shape: ModelShape) -> float:
     return 2 * shape.layers * heads * shape.head_dim * DTYPES[config.model.dtype].itemsize * tokens
 
 
-def sync_buckets(config: Config, weights: float) -> float:
-    """Bytes of the weight sync's buckets on a server's GPU, which stay allocated; at most the server's `weights`.
+def sync_buckets(config: Config, plan: SyncPlan, rank: int) -> float:
+    """Bytes on the device of trainer rank `rank` through which weights go to servers, and which stay allocated.
 
-    One is written while the server reads the other; on several nodes a third holds what is sent to other nodes.
+    Through memory two buckets for the server's rank on the same device, one of which is written while the server reads
+    the other, and what is sent to other places in a round; over the network what is sent in two rounds.
     """
-    return min(weights, (2 if config.launch.nodes == 1 else 3) * BUCKET_BYTES)
+    places = places_of(config, on_gpus=True)
+    if not uses_memory(config):
+        return min(2, len(plan)) * _largest(written(plan, places, rank))
+    kept = segment_sizes(plan, places, rank).values() if config.rollout.server.colocated else ()
+    return sum(map(sum, kept)) + _largest(sent(plan, places, rank))
+
+
+def _largest(rounds: Sequence[Sequence[Item]]) -> int:
+    """Bytes of the largest round."""
+    return max(sum(piece.size for _, piece in items) for items in rounds)
 
 
 def layer_activations(config: Config, shape: ModelShape, number: int, tokens: int) -> tuple[float, float]:

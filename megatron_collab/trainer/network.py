@@ -19,6 +19,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
+from megatron_collab.checkpoint.hf import unwrap
 from megatron_collab.config import Config, OptimConfig
 from megatron_collab.patches.megatron import count_padding
 from megatron_collab.runtime import device
@@ -208,7 +209,7 @@ def _schedule(
         return output, partial(loss, micro_batch)
 
     batches = [iter(micro_batches) for _ in chunks]
-    return get_forward_backward_func()(
+    reports = get_forward_backward_func()(
         forward_step_func=forward,
         data_iterator=batches,
         model=list(chunks),
@@ -217,3 +218,6 @@ def _schedule(
         micro_batch_size=1,
         **options,
     )
+    for chunk in chunks:
+        unwrap(chunk).set_input_tensor(None)  # else what came with the last micro-batch stays through the sampling
+    return reports

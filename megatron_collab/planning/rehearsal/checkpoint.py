@@ -8,6 +8,7 @@ from typing import Any
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, merge, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factory_merges
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+from megatron.core.dist_checkpointing.utils import extract_sharded_base
 
 from megatron_collab.checkpoint.sharded_state import restore, snapshot
 from megatron_collab.planning.rehearsal.ledger import HOST, Ledger
@@ -44,7 +45,8 @@ def save_and_load(trainer: PolicyTrainer, rank: int, contents: Contents, ledger:
             contents.written[item.index.fqn] = tuple(item.tensor_data.size)
 
     def read(wanted: dict[str, Any]) -> Any:
-        sharded, kept, factories = load_preprocess(wanted)
+        prepared, kept, factories = load_preprocess(wanted)
+        sharded, _ = extract_sharded_base(prepared)
         for entry in nested_values(sharded):
             if isinstance(entry, ShardedTensor):
                 contents.read.setdefault(entry.key, (tuple(entry.global_shape), rank))

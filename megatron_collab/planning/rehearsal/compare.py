@@ -6,10 +6,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_collab.planning.memory import GIB, MemoryPart
+from megatron_collab.planning.rehearsal.ledger import PASSING
+from megatron_collab.planning.rehearsal.rank import GATHERED
 from megatron_collab.planning.rehearsal.run import Rehearsed
 
 _PHASES = ("training", "sampling", "host")
 _NOTHING = 1 << 20  # bytes: what is less is not compared
+_NOT_PLANNED = {PASSING, GATHERED}  # see planning/memory.py
 
 
 @dataclass(frozen=True)
@@ -23,8 +26,8 @@ class Line:
 
     @property
     def ratio(self) -> float | None:
-        """Planned over counted; None where neither is worth it."""
-        if max(self.planned, self.counted) < _NOTHING:
+        """Planned over counted; None where neither is worth it, or no plan has it."""
+        if self.part in _NOT_PLANNED or max(self.planned, self.counted) < _NOTHING:
             return None
         return self.planned / max(self.counted, 1.0)
 

@@ -9,6 +9,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from megatron.core import parallel_state
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
@@ -29,6 +30,7 @@ from megatron_collab.trainer.trainer import PolicyTrainer
 from megatron_collab.types import Batch, Sample, Scored
 
 ACTIVATIONS, HEAD = "activations", "head"
+GATHERED = "gathered sequence"  # one buffer for all layers: Megatron's of sequence parallelism, not TransformerEngine's
 
 
 class PaperTensors(HFTensors):
@@ -67,7 +69,7 @@ def one_batch(config: Config, shape: ModelShape, micro_batches: int) -> Batch:
     groups = ranks(config) // (parallel.tp * parallel.pp * parallel.cp)
     length = micro_batch_tokens(config) * parallel.cp + 1
     mask = (np.arange(length) > 0).astype(np.float32)
-    ids = np.resize(np.arange(shape.vocab), length)
+    ids: np.ndarray = np.arange(length) % shape.vocab
     samples = (Sample(ids, mask, np.zeros(length, np.float32)),) * (micro_batches * groups)
     if config.train.stage == "sft":
         return Batch(samples)
@@ -110,6 +112,7 @@ def activations_booked(ledger: Ledger, trainable: Trainable) -> Iterator[None]:
         last = policy.post_process and output.requires_grad
         if last:
             ledger.claim(HEAD, [output], booked=PASSING)
+        ledger.claim(GATHERED, parallel_state.get_global_memory_buffer().buffer.values())
         ledger.claim_all(ACTIVATIONS, booked=PASSING)
         if last:
             ledger.part = HEAD

@@ -41,7 +41,7 @@ def rehearse(config: Config, shape: ModelShape, hf: Mapping[str, Any], every: bo
         publish = publishing.Publishing.of(config, shape)
         served = _servers(publish, dict(hf))
     contents = checkpoint.Contents()
-    for kind, members in classes(config, shape, publish and publish.places).items():
+    for kind, members in classes(config, shape, publish.places if publish else None).items():
         for rank in members if every else members[:1]:
             try:
                 found = _one(config, shape, kind, rank, publish, contents)
@@ -79,11 +79,11 @@ def _one(
 ) -> Rehearsed:
     with rank_on_paper(config, rank, sent_shape(config, shape)) as ledger:
         trainer = make_trainer(config, shape, ledger)
-        if publish is not None:
-            publish.write(rank, trainer.chunks, ledger)
+        buckets = publish.write(rank, trainer.chunks, ledger) if publish else []
         batch = one_batch(config, shape, passes(config, kind.stage))
         step(trainer, batch, ledger)
         peak = ledger.held.peak
         parts = parts_of(trainer, ledger)
+        buckets.clear()
         snapshot = checkpoint.save_and_load(trainer, rank, contents, ledger)
     return Rehearsed(kind, [rank], rank, parts, peak, snapshot)

@@ -18,11 +18,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 
 from megatron_collab.models.hf_to_sglang import ServerLayout
 from megatron_collab.weight_sync.receiver import Row, check_parameters, planned_copies
+
+# Class by model_type, where config.json does not name it.
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
 
 
 @dataclass(frozen=True)
@@ -71,21 +81,15 @@ def serve(order: Order, place: Place, folder: Path) -> Served:
     """Build a rank's model and cache, and put every bucket into it."""
     from sglang.srt.layers.quantization.fp8 import Fp8Config
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-    from sglang.srt.models import llama, qwen2, qwen3, qwen3_moe
+    from sglang.srt.models.registry import ModelRegistry
     from transformers import AutoConfig
 
-    models = {
-        "llama": llama.LlamaForCausalLM,
-        "mistral": llama.LlamaForCausalLM,
-        "qwen2": qwen2.Qwen2ForCausalLM,
-        "qwen3": qwen3.Qwen3ForCausalLM,
-        "qwen3_moe": qwen3_moe.Qwen3MoeForCausalLM,
-    }
     dtype, fp8 = getattr(torch, order.dtype), order.layout.fp8
     quantisation = Fp8Config(True, "dynamic", weight_block_size=[128, 128]) if fp8 else None
     config = AutoConfig.from_pretrained(folder)
+    model_class, _ = ModelRegistry.resolve_model_cls(config.architectures)
     with as_rank(folder, order, place.rank), torch.no_grad(), torch.device("meta"):
-        model = models[order.hf["model_type"]](config, quantisation)
+        model = model_class(config, quantisation)
         parameters = dict(model.named_parameters())
         check_parameters(parameters, place.parameters)
         for size, rows in place.buckets:
@@ -94,7 +98,8 @@ def serve(order: Order, place: Place, folder: Path) -> Served:
         heads = max(1, config.num_key_value_heads // order.layout.tp)
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         layers = config.num_hidden_layers
-        pool = MHATokenToKVPool(order.tokens, 1, dtype, heads, size, layers, "meta", False)
+        with mock.patch.object(torch, "get_device_module"):  # there is none of "meta"
+            pool = MHATokenToKVPool(order.tokens, 1, dtype, heads, size, layers, "meta", False)
         held = [*model.parameters(), *model.buffers()]
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in held}
         cache = sum(tensor.nbytes for tensor in [*pool.k_buffer, *pool.v_buffer])
@@ -144,7 +149,8 @@ def main(file: str) -> None:
     found = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "config.json").write_text(json.dumps(order.hf))
+        architecture = _ARCHITECTURES[order.hf["model_type"]]
+        (folder / "config.json").write_text(json.dumps({"architectures": [architecture], **order.hf}))
         for place in order.places:
             try:
                 found.append(vars(serve(order, place, folder)))
