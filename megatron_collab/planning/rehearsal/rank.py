@@ -55,6 +55,8 @@ def make_trainer(config: Config, shape: ModelShape, ledger: Ledger) -> PolicyTra
     trainer = PolicyTrainer(config, load)
     for name, trainable in trainer.trainables.items():
         prefix = "" if name == "policy" else f"{name}: "
+        for optimizer in trainable.optimizer.chained_optimizers:
+            optimizer._init_optimizer_states_with_dummy_values()  # else the first step would be without moments
         ledger.claim(f"{prefix}parameters", (p for chunk in trainable.chunks for p in chunk.parameters()))
         ledger.claim(f"{prefix}gradients", trainable.gradients())
         ledger.claim(f"{prefix}optimizer", trainable.optimizer_storages())

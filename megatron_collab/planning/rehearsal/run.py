@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_collab.config import Config, ConfigError
+from megatron_collab.config import Config, ConfigError, require
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.planning.memory import MemoryPart
 from megatron_collab.planning.rehearsal import checkpoint, publishing, servers
@@ -36,6 +36,12 @@ def rehearse(config: Config, shape: ModelShape, hf: Mapping[str, Any], every: bo
 
     ConfigError with the first rank where something does not fit, which names the tensor.
     """
+    message = "<parallel.cp>: only TransformerEngine's layers have it, which are not rehearsed; set parallel.cp=1"
+    require(config.parallel.cp == 1, message, config)
+    message = (
+        "<model.path>: a model with experts is not rehearsed: what each gets follows from values; see doctor --plan"
+    )
+    require(shape.experts is None, message, config)
     served, publish = list[MemoryPart](), None
     if config.train.stage == "rl":
         publish = publishing.Publishing.of(config, shape)
