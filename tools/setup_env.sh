@@ -13,7 +13,8 @@ VENV=${VENV:-.venv}
 LOG=$VENV/setup.log
 STAMP=$VENV/setup.stamp
 SET_FILE=$VENV/setup.set # which set it is: cpu or gpu
-COMPILED=transformer-engine-torch # exists as source only
+ENGINE=transformer-engine
+COMPILED=$ENGINE-torch # exists as source only
 GB_PER_JOB=4 # of memory, which the compiler needs for one of its files
 
 fail() {
@@ -92,7 +93,7 @@ fingerprint() {
 step() {
     local number=$1 what=$2
     shift 2
-    echo "setup [$number/$STEPS] $what"
+    echo "setup [$number/5] $what"
     "$@" >>$LOG 2>&1 || explain
 }
 
@@ -137,8 +138,16 @@ pin() {
 
 # Everything else is pinned and taken without dependencies; only wheels, but for one small package of pure Python.
 install_locks() {
-    grep -hvE "^$COMPILED==" "${LOCKS[@]}" >$VENV/tmp/packages.lock
+    local aside=$COMPILED
+    [ $SET = gpu ] || aside=$ENGINE
+    grep -hvE "^$aside==" "${LOCKS[@]}" >$VENV/tmp/packages.lock
     pip_install --no-deps --only-binary=:all: --no-binary=antlr4-python3-runtime -r $VENV/tmp/packages.lock
+}
+
+# TransformerEngine's Python in a folder of its own, where te_cpu finds it: in the environment it would be half an
+# installation, over which Megatron's import stumbles in every process.
+install_engine() {
+    pip_install --no-deps --only-binary=:all: --upgrade --target $VENV/$ENGINE "$(grep -E "^$ENGINE==" requirements/dev.lock)"
 }
 
 # Compiled once for this torch, with the headers that came as wheels. Not through pip's cache, which would give what was
@@ -169,16 +178,16 @@ check_compiler
 check_disk
 mkdir -p $VENV/tmp
 : >$LOG
-STEPS=4
-[ $SET = cpu ] || STEPS=5
 step 1 "environment in $VENV" make_venv
 # torch first, with what it depends on: which packages those are differs between its CPU and its CUDA build.
 step 2 "$(pin torch) and its dependencies" pip_install "$(pin torch)" "$(pin setuptools)"
 step 3 "$(cat "${LOCKS[@]}" | grep -c '==') pinned packages" install_locks
 if [ $SET = gpu ]; then
     step 4 "$(pin $COMPILED), compiled where build/wheels does not have it (20 minutes on two cores)" install_compiled
+else
+    step 4 "the Python of $ENGINE, for tests" install_engine
 fi
-step $STEPS "megatron-collab" pip_install --no-deps --no-build-isolation -e .
+step 5 "megatron-collab" pip_install --no-deps --no-build-isolation -e .
 rm -rf $VENV/tmp
 fingerprint >$STAMP
 echo "setup: done; python is $VENV/bin/python, what was found: $VENV/bin/python tools/doctor.py"

@@ -16,7 +16,7 @@ _NOT_PLANNED = {PASSING, GATHERED}  # see planning/memory.py
 
 
 @dataclass(frozen=True)
-class Line:
+class Comparison:
     """A part in a phase of a class of ranks, in bytes; `counted` or `planned` is 0 where only the other has it."""
 
     part: str
@@ -32,12 +32,12 @@ class Line:
         return self.planned / max(self.counted, 1.0)
 
 
-def lines(planned: Sequence[MemoryPart], counted: Sequence[MemoryPart]) -> Iterator[Line]:
+def lines(planned: Sequence[MemoryPart], counted: Sequence[MemoryPart]) -> Iterator[Comparison]:
     """Every part of either in every phase."""
     plan, found = ({part.name: part for part in parts} for parts in (planned, counted))
     for name in [*plan, *(name for name in found if name not in plan)]:
         for phase in _PHASES:
-            yield Line(name, phase, getattr(plan.get(name), phase, 0.0), getattr(found.get(name), phase, 0.0))
+            yield Comparison(name, phase, getattr(plan.get(name), phase, 0.0), getattr(found.get(name), phase, 0.0))
 
 
 def ratios(every: Iterable[tuple[Rehearsed, Sequence[MemoryPart]]]) -> list[float]:

@@ -22,6 +22,7 @@ from unittest import mock
 
 import torch
 
+from megatron_collab import patches
 from megatron_collab.models.hf_to_sglang import ServerLayout
 from megatron_collab.weight_sync.receiver import Row, check_parameters, planned_copies
 
@@ -70,7 +71,7 @@ def rehearse(order: Order) -> list[Served]:
     with tempfile.NamedTemporaryFile() as file:
         Path(file.name).write_bytes(pickle.dumps(order))
         environment = os.environ | {"SGLANG_USE_CPU_ENGINE": "1"}
-        command = [sys.executable, "-m", __spec__.name if __name__ == "__main__" else __name__, file.name]
+        command = [sys.executable, "-m", __name__, file.name]
         run = subprocess.run(command, env=environment, capture_output=True, text=True)
     if run.returncode:
         raise RuntimeError(f"SGLang on paper ended with {run.returncode}: {run.stderr[-2000:]}")
@@ -142,8 +143,6 @@ def as_rank(folder: Path, order: Order, rank: int) -> Iterator[None]:
 
 def main(file: str) -> None:
     """Every place of an order; a fault is an answer, not an error."""
-    from megatron_collab import patches
-
     patches.apply("torchvision", "sglang")
     order: Order = pickle.loads(Path(file).read_bytes())
     torch.set_default_dtype(getattr(torch, order.dtype))
@@ -161,6 +160,4 @@ def main(file: str) -> None:
 
 
 if __name__ == "__main__":
-    from megatron_collab.planning.rehearsal import servers  # pickled orders name this module, not __main__
-
-    servers.main(sys.argv[1])
+    main(sys.argv[1])
