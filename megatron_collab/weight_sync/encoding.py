@@ -19,7 +19,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from megatron_collab.runtime.device import GPU
+from megatron_collab.runtime.device import GPU, kind
 
 Index = tuple[slice, ...]
 
@@ -96,7 +96,7 @@ def write_fp8(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     for data, weight in pairs:
         by_shape.setdefault(weight.shape, []).append((data, weight))
     for (n, k), same in by_shape.items():
-        at_once = QUANTISED_AT_ONCE[same[0][0].device.type]
+        at_once = QUANTISED_AT_ONCE[kind(same[0][0])]
         count, step = max(1, at_once // (n * k)), max(1, at_once // (FP8_BLOCK * k)) * FP8_BLOCK
         for first, row in product(range(0, len(same), count), range(0, n, step)):
             lot = same[first : first + count]

@@ -10,6 +10,7 @@ from megatron.core.fp8_utils import is_float8tensor
 from torch import Tensor
 
 from megatron_collab.checkpoint.hf import values
+from megatron_collab.runtime.device import kind
 from megatron_collab.runtime.process import beat
 from megatron_collab.weight_sync.encoding import (
     QUANTISED_AT_ONCE,
@@ -71,7 +72,7 @@ class Sender:
                     waiting.append((data, block))
                 else:
                     data.view(self._dtype).view(block.shape).copy_(block)
-            if sum(block.numel() for _, block in waiting) >= QUANTISED_AT_ONCE[shard.device.type]:
+            if sum(block.numel() for _, block in waiting) >= QUANTISED_AT_ONCE[kind(shard)]:
                 write_fp8(waiting)
                 waiting.clear()
         write_fp8(waiting)

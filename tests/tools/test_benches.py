@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BENCHES = sorted(file.stem for file in (ROOT / "tools" / "bench").glob("*.py"))
 # More than a quarter of a minute: they start servers, train, or import in many processes.
 SLOW = {"async_steps", "booking", "in_flight", "judge_outage", "layouts", "logprob", "preemption", "prefix", "publish"}
-SLOW |= {"step", "train_turns"}
+SLOW |= {"rehearse", "step", "train_turns"}
 # No order beats the bounds that the benches divide by, and nothing may be lost, read wrongly or played again.
 HOLDS: dict[str, Callable[[dict[str, float]], bool]] = {
     "futures": lambda values: values["makespan_over_bound"] >= 1 and values["serial_over_ours"] >= 1,
@@ -23,6 +23,7 @@ HOLDS: dict[str, Callable[[dict[str, float]], bool]] = {
     "judge_outage": lambda values: values["wrong_scores"] == values["zero_by_failure"] == values["away_wrong"] == 0,
     "judge_parse": lambda values: values["crashes"] == values["wrong_type"] == values["wrong_value"] == 0,
     "preemption": lambda values: (values["saved"], values["equal"], values["played_again"]) == (values["of"], 1, 0),
+    "rehearse": lambda values: values["failed"] == 0 and values["rank_classes"] > 0,
     "reward_loop": lambda values: values["time_over_ideal"] >= 1,
 }
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_collab.checkpoint.hf import named_shards
 from megatron_collab.config import Config
@@ -42,33 +43,43 @@ class Publishing:
 
     @torch.no_grad()
     def write(self, rank: int, chunks: Sequence[torch.nn.Module], ledger: Ledger) -> list[Tensor]:
-        """Write all rounds of a trainer rank into its segments and buffer, which stay allocated: give them back."""
-        shards, dtype, plan = dict(named_shards(chunks)), DTYPES[self.config.model.dtype], self.plan
-        places, place = self.places, self.places.of_rank(rank)
-        own = Sender(written(plan, places, rank), lambda target, piece: [place], shards, dtype)
-        if not uses_memory(self.config):
-            with ledger.booking(BUCKETS):
-                buffers = [torch.zeros(own.largest, dtype=torch.uint8) for _ in plan[:2]]
-            for number in range(len(plan)):
-                own.write(number, own.packed(number, buffers[number % 2]))
-            return buffers
-        away = Sender(
-            sent(plan, places, rank), lambda target, piece: lacking(places, target, piece.holders), shards, dtype
-        )
+        """Write all rounds of a trainer rank; its segments and buffers, which stay allocated: give them back.
+
+        What is written has shapes alone, on the meta device: with tensors that the ledger counts it takes five times as
+        long.
+        """
+        plan, places, dtype = self.plan, self.places, DTYPES[self.config.model.dtype]
+        place = places.of_rank(rank)
+        with _disable_current_modes(), torch.device("meta"):
+            shards: Any = {name: torch.empty(shard.shape, dtype=shard.dtype) for name, shard in named_shards(chunks)}
+            own = Sender(written(plan, places, rank), lambda target, piece: [place], shards, dtype)
+            if uses_memory(self.config):
+                kept, buffers = self._through_memory(rank, own, shards)
+            else:
+                kept, buffers = [], [own.largest] * min(2, len(plan))
+                _write_packed(own)
         with ledger.booking(BUCKETS if self.config.rollout.server.colocated else HOST):
-            kept = {
-                t: [torch.empty(size, dtype=torch.uint8) for size in sizes]
-                for t, sizes in segment_sizes(plan, places, rank).items()
-            }
+            segments = [_bytes(size) for size in kept]
         with ledger.booking(BUCKETS):
-            buffer = torch.zeros(away.largest, dtype=torch.uint8)
-        with ledger.booking(HOST):  # of other ranks, on their devices
-            other = torch.empty(max(bucket.size for row in plan for bucket in row), dtype=torch.uint8)
+            return [*segments, *(_bytes(size) for size in buffers)]
+
+    def _through_memory(self, rank: int, own: Sender, shards: Any) -> tuple[list[int], list[int]]:
+        """Bytes of the segments that a rank owns, and of the buffer from which it sends to other places."""
+        plan, places = self.plan, self.places
+        crosses = sent(plan, places, rank)
+        away = Sender(
+            crosses,
+            lambda target, piece: lacking(places, target, piece.holders),
+            shards,
+            DTYPES[self.config.model.dtype],
+        )
+        _write_packed(away)
+        sizes = segment_sizes(plan, places, rank)
+        of_others = max(bucket.size for row in plan for bucket in row)
         for number, parts in enumerate(own.parts):
-            segments = {t: kept[t][number % len(kept[t])] if t in kept else other for t in parts}
+            segments = {t: _bytes(sizes[t][0] if t in sizes else of_others) for t in parts}
             own.write(number, {t: segments[t][slice(*part)] for t, part in parts.items()})
-            away.write(number, away.packed(number, buffer))
-        return [buffer, *chain(*kept.values())]
+        return list(chain(*sizes.values())), [away.largest]
 
     def order(self, hf: dict[str, Any]) -> Order:
         """The distinct ranks of a server, with what each is sent; `hf`: the model's config.json."""
@@ -85,3 +96,13 @@ class Publishing:
         if tokens is None:
             tokens = self.config.rollout.server.max_running_requests * self.config.rollout.context_length
         return Order(hf, layout, dtype, tokens, list(found.values()))
+
+
+def _bytes(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8)
+
+
+def _write_packed(sender: Sender) -> None:
+    buffer = _bytes(sender.largest)
+    for number in range(len(sender.parts)):
+        sender.write(number, sender.packed(number, buffer))

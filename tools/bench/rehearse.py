@@ -1,0 +1,50 @@
+"""How long a rehearsal takes, and how near `doctor --plan` is to what it counts: train_70b on 128 GPUs.
+
+`python tools/bench/rehearse.py [--smoke]`: planned over counted, the most and the least of all parts of all classes of
+ranks, and seconds. --smoke: supervised training on two stages, without servers. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+
+from megatron_collab import patches
+from megatron_collab.config import ConfigError
+
+SMOKE = ["train.stage=sft", "model.path=models/Llama-3.1-8B-Instruct", "parallel.pp=2", "launch.nodes=2"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--smoke", action="store_true", help="a smaller run: shows that it works, no figures")
+    smoke = parser.parse_args().smoke
+    patches.apply("megatron")
+    from megatron_collab.planning.memory import described, plan_memory, read_run
+    from megatron_collab.planning.rehearsal.compare import ratios
+    from megatron_collab.planning.rehearsal.run import rehearse
+
+    began = time.monotonic()
+    layers = ["model.fp8=null", "model.fp8_recipe=delayed"]  # those of a CPU
+    config, shape = read_run(["experiment=train_70b", *layers, *(SMOKE if smoke else [])])
+    plan, found, failed = plan_memory(config, shape), [], 0
+    try:
+        for one in rehearse(config, shape, json.loads(described(config.model.path).read_text())):
+            found.append((one, plan[one.kind.stage]))
+    except ConfigError as error:
+        print(error)
+        failed = 1
+    every = ratios(found)
+    values = {
+        "rank_classes": len(found),
+        "failed": failed,
+        "plan_over_counted_max": round(max(every, default=0.0), 4),
+        "plan_over_counted_min": round(min(every, default=0.0), 4),
+        "seconds": round(time.monotonic() - began, 1),
+    }
+    print(json.dumps({"name": "rehearse", "values": values}))
+
+
+if __name__ == "__main__":
+    main()
