@@ -64,8 +64,8 @@ def start(act: Callable[[IO[bytes]], None], ranks: int) -> list[Ended]:
 def main(call: Path, *words: str) -> None:
     """Do what the file `call` says, a pickled function and its arguments, on so many ranks; write there how it ended.
 
-    `engine`: the ranks have TransformerEngine over reference kernels. `spawn`: each is an interpreter of its own, called
-    with the number of the file for what it returns.
+    `engine`: the ranks have TransformerEngine over reference kernels. `spawn`: each is an interpreter of its own, which
+    is given the number of the file for what it returns.
     """
     ranks, what = pickle.loads(call.read_bytes())
     if words == ("spawn",):

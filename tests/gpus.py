@@ -17,7 +17,7 @@ HOPPER = (9, 0)  # FP8 in blocks, for the trainer's layers and the servers'
 
 
 def lacking(devices: int = 1, capability: tuple[int, int] = (0, 0), engine: bool = False) -> str:
-    """What of this a machine lacks: so many GPUs, of this compute capability, with TransformerEngine; '' for nothing."""
+    """What this machine lacks of so many GPUs, this compute capability and TransformerEngine; '' for nothing."""
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if found < devices:
         return f"needs {devices} GPU{'s' * (devices > 1)}, {found} here"

@@ -1,4 +1,4 @@
-"""A checkpoint in bfloat16 is read to the bit, by the layers that wrote it and by the others: TransformerEngine's or ours.
+"""A checkpoint in bfloat16 is read to the bit by the layers that wrote it and by others: TransformerEngine's or ours.
 
 On a CPU the engine's kernels are the reference ones of te_cpu.
 """

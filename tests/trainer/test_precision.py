@@ -1,7 +1,7 @@
 """What 16 bits, FP8 and ranks of TransformerEngine's layers change in an update, against our own layers in float32.
 
-The unit is what our own layers in bfloat16 change, on a CPU: `errors` are multiples of it. On a CPU the engine's kernels
-are the reference ones of te_cpu; tests/trainer/megatron/test_te_cpu.py looks at single layers.
+The unit is what our own layers in bfloat16 change, on a CPU: `errors` are multiples of it. On a CPU the engine has the
+reference kernels of te_cpu; tests/trainer/megatron/test_te_cpu.py looks at single layers.
 """
 
 from __future__ import annotations
