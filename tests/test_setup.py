@@ -19,15 +19,24 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# A Python that is asked for its version, for pip's version and for installations, and notes the latter.
+# A Python that is asked for its version, its headers, pip's version and for installations, and notes the latter.
 STUB = """#!/bin/sh
 case "$*" in
+    -c*sysconfig*) echo {include} ;;
     -c*) echo {version} ;;
     *"pip --version"*) echo pip ;;
-    *"pip install"*) echo "$@" >> {calls}; {install} ;;
+    *"pip install"* | *"pip wheel"*) echo "$@" >> {calls}; {install} ;;
     *) exit 1 ;;
 esac
 """
+
+
+# What stands for pip: it keeps the list of packages, and makes an empty wheel where one is asked for.
+WHEEL = "build/wheels/torch==2.14.1/transformer_engine_torch-2.20.2-cp311-cp311-linux_x86_64.whl"
+PIP = f"""case "$*" in
+    *"pip wheel"*) mkdir -p $(dirname {WHEEL}); touch {WHEEL} ;;
+    *.lock*) cp .venv/tmp/packages.lock packages ;;
+esac"""
 
 
 class Place:
@@ -42,8 +51,10 @@ class Place:
         for name in ("setup.py", "tools/setup_env.sh"):
             shutil.copy(ROOT / name, self.folder / name)
         self.python("true")
-        self.stub(self.bin / "python3.11", STUB.format(version="3.11", calls=self.calls, install="true"))
-        self.stub(self.bin / "cc", "#!/bin/sh\n")
+        shutil.copy(self.folder / ".venv" / "bin" / "python", self.bin / "python3.11")
+        for compiler in ("cc", "c++"):
+            self.stub(self.bin / compiler, "#!/bin/sh\n")
+        (folder / "Python.h").touch()
         self.disk(100 * 1024 * 1024)
 
     def stub(self, path: Path, text: str) -> None:
@@ -52,7 +63,7 @@ class Place:
 
     def python(self, install: str, version: str = "3.11") -> None:
         """The environment's Python; `install` is the shell command that stands for pip install."""
-        text = STUB.format(version=version, calls=self.calls, install=install)
+        text = STUB.format(version=version, include=self.folder.parent, calls=self.calls, install=install)
         self.stub(self.folder / ".venv" / "bin" / "python", text)
 
     def disk(self, free_kb: int) -> None:
@@ -61,6 +72,7 @@ class Place:
 
     def run(self, **variables: str) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "PATH": f"{self.bin}:{os.environ['PATH']}", "PYTHON": "python3.11", "CC": "cc"}
+        environment.pop("GPU", None)  # of the make that runs the tests
         command = ["tools/setup_env.sh"]
         return subprocess.run(
             command, cwd=self.folder, env={**environment, **variables}, capture_output=True, text=True, timeout=60
@@ -69,6 +81,10 @@ class Place:
     def installed(self) -> list[str]:
         """The pip calls so far."""
         return self.calls.read_text().splitlines() if self.calls.exists() else []
+
+    def packages(self) -> set[str]:
+        """The lines of the last list of packages that was installed; where PIP stands for pip."""
+        return set((self.folder / "packages").read_text().splitlines())
 
 
 @pytest.fixture
@@ -123,13 +139,17 @@ def test_rays_agent_is_the_same_everywhere(lock: str) -> None:
 
 @pytest.mark.processes
 def test_torch_comes_first_then_the_locks_without_dependencies_then_the_project(place: Place) -> None:
+    place.python(PIP)
     done = place.run()
     assert done.returncode == 0, done.stderr
-    torch, locks, project = place.installed()
+    torch, locks, engine, project = place.installed()
     assert "torch==2.13.0" in torch and "--no-deps" not in torch
-    assert "--no-deps" in locks and "cpu.lock" in locks and "dev.lock" in locks
+    assert "--no-deps" in locks and {"sglang==0.5.23", "pytest==9.2.0"} <= place.packages()
+    # Without its compiled part it must not be where every process finds it.
+    assert "transformer-engine==2.20.2" not in place.packages()
+    assert engine.endswith("--target .venv/transformer-engine transformer-engine==2.20.2")
     assert project.endswith("--no-deps --no-build-isolation -e .")
-    assert [line.split("]")[0] for line in done.stdout.splitlines()[:4]] == [f"setup [{n}/4" for n in (1, 2, 3, 4)]
+    assert [line.split("]")[0] for line in done.stdout.splitlines()[:5]] == [f"setup [{n}/5" for n in range(1, 6)]
 
 
 @pytest.mark.processes
@@ -141,7 +161,7 @@ def test_again_installs_nothing_and_a_changed_lock_installs(place: Place) -> Non
     with (place.folder / "requirements" / "cpu.lock").open("a") as lock:
         lock.write("another==1.0\n")
     assert place.run().returncode == 0
-    assert len(place.installed()) == 3
+    assert len(place.installed()) == 4
 
 
 @pytest.mark.processes
@@ -151,6 +171,84 @@ def test_a_half_finished_set_up_goes_on(place: Place) -> None:
     assert not (place.folder / ".venv" / "setup.stamp").exists()
     place.python("true")
     assert place.run().returncode == 0
+
+
+@pytest.mark.processes
+def test_the_set_for_gpus_is_compiled_once(place: Place) -> None:
+    """In an environment made anew, as on another node that has the same folder, the wheel is taken."""
+    place.python(PIP)
+    done = place.run(GPU="1", MAX_JOBS="3")
+    assert done.returncode == 0, done.stderr
+    assert [line.split("]")[0] for line in done.stdout.splitlines()[:5]] == [f"setup [{n}/5" for n in (1, 2, 3, 4, 5)]
+    torch, _, wheel, engine, project = place.installed()
+    assert "torch==2.14.1" in torch and "--no-deps" not in torch
+    assert {"sglang-kernel==0.4.10", "pytest==9.2.0", "transformer-engine-cu13==2.20.2"} <= place.packages()
+    assert "transformer-engine-torch==2.20.2" not in place.packages()  # of which there is no wheel
+    assert wheel.endswith("--wheel-dir build/wheels/torch==2.14.1 transformer-engine-torch==2.20.2")
+    assert "--no-build-isolation" in wheel and "--no-cache-dir" in wheel
+    assert "--no-index --find-links build/wheels/torch==2.14.1" in engine
+    assert project.endswith("--no-deps --no-build-isolation -e .")
+    (place.folder / ".venv" / "setup.stamp").unlink()
+    place.calls.unlink()
+    assert place.run(GPU="1").returncode == 0
+    assert not any("pip wheel" in call for call in place.installed())
+
+
+@pytest.mark.processes
+def test_an_environment_keeps_its_set(place: Place) -> None:
+    """`make test` after `make setup GPU=1` tests the set for GPUs, and does not install the other over it."""
+    place.python(PIP)
+    place.run(GPU="1")
+    place.calls.unlink()
+    kept = place.run()
+    assert (kept.returncode, kept.stdout, place.installed()) == (0, "", [])
+    said = ".venv holds the set for GPUs; remove .venv and run make setup again"
+    assert said in refused(place.run(GPU="0"))
+    with (place.folder / "requirements" / "gpu.lock").open("a") as lock:
+        lock.write("another==1.0\n")
+    assert place.run().returncode == 0
+    assert "another==1.0" in place.packages()
+
+
+@pytest.mark.processes
+def test_the_set_for_gpus_does_not_replace_the_one_for_cpus(place: Place) -> None:
+    place.run()
+    said = ".venv holds the set for CPUs; remove .venv and run make setup GPU=1 again"
+    assert said in refused(place.run(GPU="1"))
+    assert "GPU=yes is neither 1, the set for GPUs, nor 0" in refused(place.run(GPU="yes"))
+
+
+@pytest.mark.processes
+def test_what_the_set_for_gpus_needs_is_seen_before_anything_is_installed(place: Place) -> None:
+    place.disk(20 * 1024 * 1024)
+    assert "24 GB are needed; free some space and run make setup GPU=1 again" in refused(place.run(GPU="1"))
+    place.disk(100 * 1024 * 1024)
+    assert "no C++ compiler" in refused(place.run(GPU="1", CXX="c++-nowhere"))
+    (place.folder.parent / "Python.h").unlink()
+    assert "python3.11 has no headers" in refused(place.run(GPU="1"))
+    assert place.installed() == []
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("output", "said"),
+    [
+        (
+            "c++: fatal error: Killed signal terminated program cc1plus",
+            "memory ran out while transformer-engine-torch was compiled; fewer files at a time need less: make setup "
+            "GPU=1 MAX_JOBS=1",
+        ),
+        (
+            "cast.cpp:7:10: fatal error: cudnn.h: No such file or directory",
+            "transformer-engine-torch was not compiled: cast.cpp:7:10: fatal error: cudnn.h: No such file",
+        ),
+    ],
+)
+def test_what_the_compiler_stumbled_over_is_one_line(place: Place, output: str, said: str) -> None:
+    (place.folder / "output").write_text(f"{output}\n  ERROR: Failed building wheel for transformer-engine-torch\n")
+    place.python(f'case "$*" in *"pip wheel"*) cat {place.folder}/output; exit 1 ;; esac')
+    assert said in refused(place.run(GPU="1"))
+    assert len(place.installed()) == 3
 
 
 @pytest.mark.processes

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from megatron_collab.checkpoint import storage
-from megatron_collab.checkpoint.sharded_state import MAIN, Checkpointable, load_weights, restore, snapshot
+from megatron_collab.checkpoint.sharded_state import MAIN, Checkpointable, load_weights, read_sharded, restore, snapshot
 from megatron_collab.checkpoint.torch_dist import CheckpointWriter, SaveItems, Written
 from megatron_collab.runtime import hang_detector
 from megatron_collab.runtime.process import RunStopped, beat
@@ -168,7 +168,7 @@ def _load(
         load_weights(policy.chunks, checkpoint)
         policy.optimizer.reload_model_params()
     else:
-        restore(trainables, checkpoint)
+        restore(trainables, partial(read_sharded, checkpoint))
     if saved["ranks"] == dist.get_world_size():
         states = pickle.loads(_random_file(checkpoint).read_bytes())
         for name, (_, restore_state) in _generators().items():

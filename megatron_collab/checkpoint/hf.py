@@ -227,19 +227,27 @@ def values(shard: torch.nn.Parameter) -> torch.Tensor:
 def load_hf(chunks: Sequence[torch.nn.Module], folder: Path) -> None:
     """Fill this rank's parameters from `folder`; collective. Only its own slices are read, by one replica of each.
 
-    The replicas take turns: else every data parallel rank would read the model from what the nodes share.
-    ValueError if the folder lacks a tensor, has one too many or one of another shape. The padding of the
-    vocabulary becomes zero.
+    ConfigError if the folder lacks a tensor, has one too many or one of another shape.
+    """
+    fill(chunks, HFTensors(folder, unwrap(chunks[0]).shape))
+
+
+def fill(chunks: Sequence[torch.nn.Module], tensors: HFTensors) -> None:
+    """Fill this rank's parameters; collective. ValueError for one that the table lacks, or has in another shape.
+
+    The replicas take turns: else every data parallel rank would read the model from what the nodes share. The padding
+    of the vocabulary becomes zero.
     """
     tp, tp_rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
     shape = unwrap(chunks[0]).shape
-    tensors = HFTensors(folder, shape)
     entries = {entry.megatron: entry for entry in hf_to_megatron.table(shape)}
     dense = parallel_state.get_data_parallel_group(with_context_parallel=True)
     experts = parallel_state.get_expert_data_parallel_group()
     with torch.no_grad():
         for number, (name, parameter) in enumerate(named_shards(chunks)):
             beat()
+            if name not in entries:
+                raise ValueError(f"{name}: the table of weights has no such parameter")
             entry = entries[name]
             if parameter.shape != (wanted := hf_to_megatron.shard_shape(entry, tp)):
                 raise ValueError(f"{name} has shape {tuple(parameter.shape)}, the table says {wanted}")

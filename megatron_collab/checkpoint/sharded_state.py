@@ -119,8 +119,8 @@ def _stacked(part: ShardedTensor, sizes: Sequence[int], before: int = 1) -> tupl
     return (before,) * part.prepend_axis_num + tuple(sizes)
 
 
-def restore(trainables: Mapping[str, Checkpointable], checkpoint: Path) -> None:
-    """Fill networks and optimizers from `checkpoint`, of a run with TransformerEngine or without; collective."""
+def restore(trainables: Mapping[str, Checkpointable], read: Callable[[dict[str, Any]], Any]) -> None:
+    """Fill networks and optimizers with what `read` makes of the sharded state that they want; collective."""
     wanted: dict[str, Any] = {}
     for name, trainable in trainables.items():
         for optimizer in trainable.optimizer.chained_optimizers:
@@ -133,9 +133,7 @@ def restore(trainables: Mapping[str, Checkpointable], checkpoint: Path) -> None:
         else:
             add_prefix_for_sharding(parts, f"{name}.")
             wanted[name] = parts
-    stored = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-    # TransformerEngine's norms have an extra state too, Megatron's local layers have none.
-    loaded = _read(wanted, checkpoint, lambda entry: entry.key.endswith(_EXTRA) and entry.unique_key not in stored)
+    loaded = read(wanted)
     for name, trainable in trainables.items():
         parts = loaded if name == MAIN else loaded[name]
         _load(trainable.chunks, parts)
@@ -170,6 +168,16 @@ class _MovingPlanner(MCoreLoadPlanner):
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         beat()
         return super().resolve_tensor(read_item)
+
+
+def read_sharded(checkpoint: Path, wanted: dict[str, Any]) -> Any:
+    """The sharded state `wanted`, with its values in `checkpoint`, of a run with TransformerEngine or without.
+
+    Collective.
+    """
+    stored = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    # TransformerEngine's norms have an extra state too, Megatron's local layers have none.
+    return _read(wanted, checkpoint, lambda entry: entry.key.endswith(_EXTRA) and entry.unique_key not in stored)
 
 
 def _read(wanted: dict[str, Any], checkpoint: Path, kept: Callable[[ShardedObject], bool]) -> Any:

@@ -17,6 +17,7 @@ COMMANDS = {
     "quickstart": "the booking world, supervised and then with GRPO, on two CPU cores",
     "doctor": "what this machine provides; --plan: GPU memory of a run; --data: rows; --llm: calls its models",
     "prepare-data": "rows to train on from published data, split by conversation",
+    "rehearse": "a run on paper, rank by rank: what each holds, and the first that does not fit",
     "plan-sync": "how a run would sync its weights: bytes by path, rounds, seconds",
     "convert": "convert a checkpoint to a Hugging Face folder, or the other way round",
     "report": "rewrite report.html of a run",

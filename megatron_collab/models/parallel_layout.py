@@ -54,6 +54,12 @@ def first_gpu(config: Config, server: int) -> int:
     return launch.nproc_per_node + server % here * server_ranks_per_node(config)
 
 
+def serving(config: Config) -> set[int]:
+    """The devices of a node that have a rank of a server."""
+    here, width = range(servers_per_node(config)), range(server_ranks_per_node(config))
+    return {first_gpu(config, server) + own for server in here for own in width}
+
+
 def alignment(config: Config) -> tuple[int, int]:
     """(tokens, tokens): what the length of every packed sequence, and of a micro-batch, must be a multiple of.
 

@@ -138,6 +138,16 @@ _INTERFACES = {
         "torch exports it",
         "tests/runtime/test_hang_detector.py::test_with_nccl_the_oldest_open_operation_is_named",
     ),
+    "torch.ops.aten._local_scalar_dense": (
+        "planning/rehearsal/ledger.py answers it for tensors without values; FakeTensorMode refuses, or makes a symbol",
+        "FakeTensorMode takes a number to answer with",
+        "tests/planning/rehearsal/test_ledger.py::test_numbers_are_never_read_off_the_device",
+    ),
+    "torch.utils._python_dispatch._disable_current_modes": (
+        "planning/rehearsal makes the batch of real numbers, in the midst of tensors without values",
+        "torch exports it",
+        "tests/planning/rehearsal/test_run.py::test_every_class_holds_what_the_plan_says",
+    ),
     "sglang._platform_stubs": (
         "patches/sglang.py uses the modules that SGLang makes for machines without triton",
         "SGLang installs them wherever triton is missing",

@@ -1,7 +1,8 @@
 """GPU memory of a run, estimated from its settings and the model's shape alone; nothing is allocated.
 
 Counted is what the program allocates and keeps; not CUDA contexts, NCCL's buffers, CUDA graphs and workspaces of
-SGLang, fragmentation, and temporaries within a pass: about half of what a layer keeps, measured on a CPU.
+SGLang, fragmentation, and temporaries within a pass: about half of what a layer keeps, measured on a CPU. A rehearsal
+(planning/rehearsal/) counts the same from tensors, and those temporaries too.
 
 Activations are what autograd saves of the layers of trainer/megatron/layers.py, each tensor once, with the fused SwiGLU
 that GPUs use. TransformerEngine's layers keep the same or less.
@@ -38,19 +39,14 @@ from megatron_collab.inference import served
 from megatron_collab.launch import validate
 from megatron_collab.models import hf_config, hf_to_megatron, hf_to_sglang
 from megatron_collab.models.hf_config import ModelShape
-from megatron_collab.models.parallel_layout import (
-    first_gpu,
-    ranks,
-    server_ranks_per_node,
-    servers_per_node,
-    stage_layers,
-    stages,
-)
+from megatron_collab.models.parallel_layout import ranks, serving, stage_layers, stages
 from megatron_collab.runtime import device, hub
 from megatron_collab.trainer import logprobs
 from megatron_collab.trainer.megatron.config import DTYPES
 from megatron_collab.weight_sync.encoding import fp8_nbytes
-from megatron_collab.weight_sync.plan import BUCKET_BYTES, server_layout, trainer_layout
+from megatron_collab.weight_sync.node_routing import Item, places_of, sent, written
+from megatron_collab.weight_sync.plan import SyncPlan, plan_sync, server_layout, trainer_layout, uses_memory
+from megatron_collab.weight_sync.transports.shared_memory import segment_sizes
 
 GIB = float(1 << 30)
 
@@ -77,10 +73,10 @@ def read_run(overrides: Sequence[str]) -> tuple[Config, ModelShape]:
     """
     config = compose(overrides)
     validate.check_settings(config)
-    return config, validate.check_model(config, _description(config.model.path, "model.path"))
+    return config, validate.check_model(config, described(config.model.path))
 
 
-def _description(path: str, setting: str) -> Path:
+def described(path: str, setting: str = "model.path") -> Path:
     """The config.json of a model: in its folder, in conf/shapes or, of a name in neither, from the Hub. ConfigError."""
     name = Path(path).name.partition("@")[0]
     for file in (hub.folder(path) / "config.json", CONF / "shapes" / f"{name}.json"):
@@ -100,7 +96,7 @@ def _beside(config: Config) -> Iterator[tuple[str, Config, ModelShape]]:
         if not model.colocated:
             continue
         try:
-            shape = hf_config.read(_description(model.model, f"servers.{name}.model"))
+            shape = hf_config.read(described(model.model, f"servers.{name}.model"))
         except ValueError as error:
             setting = f"servers.{name}.model={model.model}"
             raise ConfigError(f"{setting}: cannot be counted: {error}; plan without servers.{name}") from error
@@ -115,9 +111,11 @@ def plan_memory(config: Config, shape: ModelShape) -> list[list[MemoryPart]]:
     parallel = config.parallel
     gpus, sampling = ranks(config), config.train.stage == "rl"
     beside = list(_beside(config)) if sampling else []
-    # On a context parallel rank; a sequence above the budget is a micro-batch of its own.
-    longest = -(-config.rollout.context_length // parallel.cp) if sampling else 0
-    tokens = max(config.train.tokens_per_micro_batch, longest)
+    tokens = micro_batch_tokens(config)
+    publishes: SyncPlan = ()
+    if sampling and config.publish.transport != "disk":
+        item = DTYPES[config.model.dtype].itemsize
+        publishes = plan_sync(shape, trainer_layout(config), server_layout(config), item)
     found = []
     for rank in range(parallel.pp):
         parts = network_parts(config, shape, rank)
@@ -130,27 +128,28 @@ def plan_memory(config: Config, shape: ModelShape) -> list[list[MemoryPart]]:
             parts.append(MemoryPart("head", head(config, shape, tokens), 0.0))
         # Pipeline stages take a node's devices in order: all ranks of the first, then the second.
         launch, server = config.launch, config.rollout.server
-        taken = {rank * gpus // parallel.pp % launch.nproc_per_node + own for own in range(gpus // parallel.pp)}
-        if sampling and server.colocated and taken & _serving(config):
-            weights = server_weights(config, shape)
-            buckets = sync_buckets(config, weights)
+        own_ranks = range(rank * gpus // parallel.pp, (rank + 1) * gpus // parallel.pp)
+        taken = {own % launch.nproc_per_node for own in own_ranks}
+        if sampling and server.colocated and taken & serving(config):
             parts += [
-                MemoryPart("server: weights", 0.0, weights),
+                MemoryPart("server: weights", 0.0, server_weights(config, shape)),
                 MemoryPart("server: KV cache", 0.0, kv_cache(config, shape)),
-                MemoryPart("weight sync buckets", buckets, buckets),
             ]
-        for name, theirs, its in beside if rank * gpus // parallel.pp < launch.nproc_per_node else ():  # first node
-            if taken & _serving(theirs):
+        for name, theirs, its in beside if own_ranks[0] < launch.nproc_per_node else ():  # on the first node
+            if taken & serving(theirs):
                 parts.append(MemoryPart(f"{name}: weights", 0.0, server_weights(theirs, its)))
                 parts.append(MemoryPart(f"{name}: KV cache", 0.0, kv_cache(theirs, its)))
+        if publishes:
+            buckets = max(sync_buckets(config, publishes, own) for own in own_ranks)
+            parts.append(MemoryPart("weight sync buckets", buckets, buckets))
         found.append(parts)
     return found
 
 
-def _serving(config: Config) -> set[int]:
-    """The devices of a node that servers compute on."""
-    here, ranks_here = servers_per_node(config), server_ranks_per_node(config)
-    return {first_gpu(config, server) + own for server in range(here) for own in range(ranks_here)}
+def micro_batch_tokens(config: Config) -> int:
+    """Tokens of the largest micro-batch on a rank; a sequence above the budget is one of its own."""
+    longest = -(-config.rollout.context_length // config.parallel.cp) if config.train.stage == "rl" else 0
+    return max(config.train.tokens_per_micro_batch, longest)
 
 
 def network_parts(config: Config, shape: ModelShape, rank: int, critic: bool = False) -> list[MemoryPart]:
@@ -206,11 +205,13 @@ def _counts(config: Config, shape: ModelShape, rank: int, critic: bool) -> tuple
 def head(config: Config, shape: ModelShape, tokens: int) -> float:
     """Bytes of the log-probs (trainer/logprobs.py) on the last stage, where every one of `tokens` is trained.
 
-    Two float32 tiles of logits; hidden states, whole and selected; the gradient of the latter in float32 and the dtype.
+    Two float32 tiles of logits, and the gradient of one in the dtype; hidden states of the trained tokens, and their
+    gradient in float32 and the dtype.
     """
-    item = DTYPES[config.model.dtype].itemsize
+    item, tile = DTYPES[config.model.dtype].itemsize, logprobs.TILE[device.GPU]
     narrow = item if item < 4 else 0
-    return 2 * 4 * logprobs.TILE[device.GPU] + tokens * shape.hidden * (2 * item + 4 + narrow)
+    logits = min(tile, tokens * -(-shape.vocab // config.parallel.tp))
+    return 2 * 4 * tile + narrow * logits + tokens * shape.hidden * (item + 4 + narrow)
 
 
 def server_weights(config: Config, shape: ModelShape) -> float:
@@ -232,12 +233,22 @@ def kv_cache(config: Config, shape: ModelShape) -> float:
     return 2 * shape.layers * heads * shape.head_dim * DTYPES[config.model.dtype].itemsize * tokens
 
 
-def sync_buckets(config: Config, weights: float) -> float:
-    """Bytes of the weight sync's buckets on a server's GPU, which stay allocated; at most the server's `weights`.
+def sync_buckets(config: Config, plan: SyncPlan, rank: int) -> float:
+    """Bytes on the device of trainer rank `rank` through which weights go to servers, and which stay allocated.
 
-    One is written while the server reads the other; on several nodes a third holds what is sent to other nodes.
+    Through memory two buckets for the server's rank on the same device, one of which is written while the server reads
+    the other, and what is sent to other places in a round; over the network what is sent in two rounds.
     """
-    return min(weights, (2 if config.launch.nodes == 1 else 3) * BUCKET_BYTES)
+    places = places_of(config, on_gpus=True)
+    if not uses_memory(config):
+        return min(2, len(plan)) * _largest(written(plan, places, rank))
+    kept = segment_sizes(plan, places, rank).values() if config.rollout.server.colocated else ()
+    return sum(map(sum, kept)) + _largest(sent(plan, places, rank))
+
+
+def _largest(rounds: Sequence[Sequence[Item]]) -> int:
+    """Bytes of the largest round."""
+    return max(sum(piece.size for _, piece in items) for items in rounds)
 
 
 def layer_activations(config: Config, shape: ModelShape, number: int, tokens: int) -> tuple[float, float]:

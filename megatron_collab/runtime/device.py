@@ -11,6 +11,8 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -72,6 +74,28 @@ _NOT_IMPORTED = ("megatron.core", "sglang")  # on CPU they can be imported only 
 # Version of a package that only reserves its name; an unpinned transformer-engine may resolve to one. Compared as a
 # whole: the releases of torch-memory-saver begin with 0.0 too.
 _PLACEHOLDER = "0.0.0"
+_on_paper = False
+
+
+@contextmanager
+def on_paper() -> Iterator[None]:
+    """Within it this machine counts as one with a GPU whose tensors those of the CPU stand for.
+
+    For a rehearsal, which takes the paths of a GPU and computes nothing.
+    """
+    global _on_paper
+    _on_paper = True
+    probe.cache_clear()
+    try:
+        yield
+    finally:
+        _on_paper = False
+        probe.cache_clear()
+
+
+def kind(tensor: torch.Tensor | torch.UntypedStorage) -> str:
+    """The type of device that it is on, or stands for."""
+    return GPU if _on_paper else tensor.device.type
 
 
 @cache
@@ -112,6 +136,8 @@ def _library(module: str, distribution: str, cuda_only: bool) -> tuple[bool, str
 
 
 def _cuda() -> tuple[bool, str]:
+    if _on_paper:
+        return True, "one on paper"
     if not probe("torch").found:
         return False, "torch is missing"
     import torch
@@ -212,7 +238,12 @@ def variables(config: Config) -> dict[str, str]:
 
 
 def select(setting: str) -> Device:
-    """The device for launch.device: auto takes CUDA where it is visible. ValueError for cuda where there is none."""
+    """The device for launch.device: auto takes CUDA where it is visible. ValueError for cuda where there is none.
+
+    On paper the CPU, whatever it stands for.
+    """
+    if _on_paper:
+        return Device("cpu", "fake")
     found = setting != "cpu" and probe("cuda").found
     if setting == "cuda" and not found:
         raise ValueError("launch.device=cuda: no CUDA device is visible; use launch.device=cpu")

@@ -25,8 +25,8 @@ class Critic(Trainable):
     It starts as model.path with a head of zeros, in the policy's layout, and has an optimizer of its own.
     """
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config, _with_value_head(model.load(config)))
+    def __init__(self, config: Config, load: model.Load = model.load) -> None:
+        super().__init__(config, _with_value_head(load(config)))
 
     def values(self, columns: Columns) -> list[np.ndarray]:
         """The value of each trained token, 0 elsewhere, float32 [S] for each sample on every rank; collective."""

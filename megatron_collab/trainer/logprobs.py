@@ -29,11 +29,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_collab.runtime.device import GPU
+from megatron_collab.runtime import device
 
 # Logits of a tile, by device type; two buffers hold as many float32. A CPU wants them in its cache (4 MB
 # each), a GPU wants few launches (64 MB each).
-TILE = {"cpu": 1 << 20, GPU: 1 << 24}
+TILE = {"cpu": 1 << 20, device.GPU: 1 << 24}
 _LOG2_E = 1.0 / math.log(2.0)
 
 
@@ -125,7 +125,7 @@ def _tiles(hidden: Tensor, entries: int) -> Iterator[tuple[slice, slice, Tensor,
 
     And two matrices of a tile's shape, in memory that all tiles share: a CPU's first touch of a page is expensive.
     """
-    tokens, size = len(hidden), TILE[hidden.device.type]
+    tokens, size = len(hidden), TILE[device.kind(hidden)]
     if tokens == 0:
         return
     buffers = torch.empty(2, size, device=hidden.device)
@@ -141,7 +141,7 @@ def _tiles(hidden: Tensor, entries: int) -> Iterator[tuple[slice, slice, Tensor,
 
 def _operand(matrix: Tensor) -> Tensor:
     """For a product: a CPU cannot multiply bfloat16 into a float32 result."""
-    return matrix.float() if matrix.device.type == "cpu" else matrix
+    return matrix.float() if device.kind(matrix) == "cpu" else matrix
 
 
 def _product(out: Tensor, left: Tensor, right: Tensor, *, alpha: float, beta: float) -> None:

@@ -19,6 +19,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
+from megatron_collab.checkpoint.hf import unwrap
 from megatron_collab.config import Config, OptimConfig
 from megatron_collab.patches.megatron import count_padding
 from megatron_collab.runtime import device
@@ -96,11 +97,11 @@ class Trainable:
         if not self.config.parallel.offload:
             yield
             return
-        moved = list(self._optimizer_storages())
+        moved = list(self.optimizer_storages())
         sizes = [storage.nbytes() for storage in moved]
         if self._host is None or len(self._host) != sum(sizes):
             self._host = None  # before the next is made
-            on_gpu = any(storage.device.type == device.GPU for storage in moved)
+            on_gpu = any(device.kind(storage) == device.GPU for storage in moved)
             # Pinned, since pageable memory is copied in small pieces, each of which the host waits for.
             self._host = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=on_gpu)
         copies = self._host.split(sizes)
@@ -120,7 +121,12 @@ class Trainable:
             for chunk in self.chunks:
                 chunk.restore_grad_buffers()
 
-    def _optimizer_storages(self) -> Iterator[torch.UntypedStorage]:
+    def gradients(self) -> Iterator[Tensor]:
+        """The buffers of all gradients, flat."""
+        for chunk in self.chunks:
+            yield from (buffer.grad_data for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers])
+
+    def optimizer_storages(self) -> Iterator[torch.UntypedStorage]:
         """Storages of the states and parameters of the inner optimizers, each once, without those of the model."""
         buffers = [buffer for chunk in self.chunks for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]]
         seen = {buffer.param_data.untyped_storage()._cdata for buffer in buffers}
@@ -214,4 +220,6 @@ def _schedule(
         **options,
     )
     watch.settle()
+    for chunk in chunks:
+        unwrap(chunk).set_input_tensor(None)  # else what came with the last micro-batch stays through the sampling
     return reports

@@ -39,13 +39,13 @@ class PolicyTrainer:
     `reference` is the frozen first policy, needed where algo.kl_coef > 0 in rl; `critic` where algo.advantage=gae.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, load: model.Load = model.load) -> None:
         """Load the networks that config.train.stage and config.algo need; collective."""
         self.config = config
         self.supervised = config.train.stage == "sft"
-        self.chunks = model.load(config)
+        self.chunks = load(config)
         self.reference = None if self.supervised or config.algo.kl_coef == 0 else model.frozen_copy(self.chunks)
-        self.critic = None if self.supervised or config.algo.advantage != "gae" else Critic(config)
+        self.critic = None if self.supervised or config.algo.advantage != "gae" else Critic(config, load)
         self.policy = Trainable(config, self.chunks)
         self.temperature = 1.0 if self.supervised else config.rollout.turn.temperature
         self.device = next(self.chunks[0].parameters()).device

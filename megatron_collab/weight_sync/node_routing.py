@@ -66,6 +66,11 @@ class Places:
         """The trainer rank that owns the segments of server rank `target` in a place, and receives into them."""
         return place * self.ranks + target % self.width % self.ranks
 
+    def keeps(self, rank: int, target: int) -> bool:
+        """Whether a trainer rank owns segments of server rank `target`."""
+        place = self.of_rank(rank)
+        return self.has(place, target) and self.keeper(place, target) == rank
+
     def origin(self, place: int, target: int, piece: Slice) -> int:
         """The rank that a place gets a slice from: the keeper, else a holder there in turn, else the slice's source."""
         keeper = self.keeper(place, target)

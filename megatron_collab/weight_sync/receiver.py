@@ -106,7 +106,7 @@ class Receiver:
         try:
             parameters = dict(model.named_parameters())
             if self._buckets is None:
-                self._check(parameters)
+                check_parameters(parameters, self._parameters)
                 self._buckets = self._open(store, next(iter(parameters.values())).device)
             pointers = [parameter.data_ptr() for parameter in parameters.values()]
             if pointers != self._pointers:  # SGLang may make others after it has taken weights
@@ -129,14 +129,6 @@ class Receiver:
             raise
         store.answer(self._server, self._rank, {"checksum": found})
 
-    def _check(self, parameters: Mapping[str, Tensor]) -> None:
-        """ValueError for a parameter that is not in the plan or differs from it: it would keep old weights."""
-        found = {name: f"{str(tensor.dtype)[6:]} {tuple(tensor.shape)}" for name, tensor in parameters.items()}
-        for name in sorted(found.keys() | self._parameters.keys()):
-            here, planned = found.get(name, "missing"), self._parameters.get(name, "no such parameter")
-            if here != planned:
-                raise ValueError(f"the server's parameter {name} is {here}; the trainer's plan has {planned}")
-
     def _open(self, store: SyncStore, device: torch.device) -> SharedMemoryReceiver | NetworkReceiver:
         parts = [spans((row.source, row.offset, row.size) for row in rows) for rows in self._rounds]
         if self._memory is not None:
@@ -151,10 +143,24 @@ class Receiver:
 
     def _plan(self, parameters: Mapping[str, Tensor], rows: Sequence[Row], bucket: Tensor) -> Copies:
         """Made once: in a small model these views would take a tenth of the time of the copies."""
-        places: list[Tensor] = []
-        slices: list[Tensor] = []
-        for row in rows:
-            own = [block for block, _, _ in row.placed(parameters)]
-            places += own
-            slices += views(bucket[row.offset : row.offset + row.size], own[0].shape, self._dtype, row.quantised)
-        return alike(places, slices)
+        return planned_copies(parameters, rows, bucket, self._dtype)
+
+
+def check_parameters(parameters: Mapping[str, Tensor], planned: Mapping[str, str]) -> None:
+    """ValueError for a parameter that is not in the plan or differs from it: it would keep old weights."""
+    found = {name: f"{str(tensor.dtype)[6:]} {tuple(tensor.shape)}" for name, tensor in parameters.items()}
+    for name in sorted(found.keys() | planned.keys()):
+        here, there = found.get(name, "missing"), planned.get(name, "no such parameter")
+        if here != there:
+            raise ValueError(f"the server's parameter {name} is {here}; the trainer's plan has {there}")
+
+
+def planned_copies(parameters: Mapping[str, Tensor], rows: Sequence[Row], bucket: Tensor, dtype: torch.dtype) -> Copies:
+    """What to copy from a bucket, uint8, once it is written; `dtype`: of the slices."""
+    places: list[Tensor] = []
+    slices: list[Tensor] = []
+    for row in rows:
+        own = [block for block, _, _ in row.placed(parameters)]
+        places += own
+        slices += views(bucket[row.offset : row.offset + row.size], own[0].shape, dtype, row.quantised)
+    return alike(places, slices)

@@ -27,6 +27,7 @@ from megatron_collab.inference.pool import ServerPool
 from megatron_collab.inference.server import ServerError
 from megatron_collab.models import hf_to_sglang
 from megatron_collab.models.hf_to_megatron import ModelShape
+from megatron_collab.models.hf_to_sglang import ServerLayout
 from megatron_collab.models.parallel_layout import first_gpu, server_ranks_per_node
 from megatron_collab.runtime import device, hang_detector, hub
 from megatron_collab.runtime.process import RunStopped, beat
@@ -223,18 +224,9 @@ class WeightSync:
         dtype = self._config.model.dtype
 
         def row(piece: Slice) -> Row:
-            bounds = [(cut.start, cut.stop) for cut in piece.target_index]
-            source = self._places.writer(place, rank, piece)
-            return Row(source, piece.target, bounds, piece.offset, piece.size, piece.quantised)
+            return row_of(piece, self._places.writer(place, rank, piece))
 
-        table = hf_to_sglang.table(self._shape, self._server, rank)
-        constants = {entry.name: entry.constant for entry in table if entry.constant is not None}
-        parameters: dict[str, str] = {}
-        for entry in table:
-            kind = "float8_e4m3fn" if entry.quantised else "float32" if entry.name in constants else dtype
-            parameters[entry.name] = f"{kind} {entry.shape}"
-            if entry.quantised:
-                parameters[f"{entry.name}_scale_inv"] = f"float32 {fp8_scales(entry.shape)}"
+        parameters, constants = parameters_of(self._shape, self._server, rank, dtype)
         return {
             "store": self._address,
             "prefix": self._prefix,
@@ -260,6 +252,27 @@ class WeightSync:
                         f"{call.server.url}: rank {rank}: holds other weights than were sent: "
                         f"checksum {held:x}, not {expected:x}"
                     )
+
+
+def row_of(piece: Slice, source: int) -> Row:
+    """A slice as a server's rank is told of it; `source`: the rank that announces it."""
+    bounds = [(cut.start, cut.stop) for cut in piece.target_index]
+    return Row(source, piece.target, bounds, piece.offset, piece.size, piece.quantised)
+
+
+def parameters_of(
+    shape: ModelShape, server: ServerLayout, rank: int, dtype: str
+) -> tuple[dict[str, str], dict[str, float]]:
+    """Dtype and shape of every parameter that a server's rank must have; the numbers that some are filled with."""
+    table = hf_to_sglang.table(shape, server, rank)
+    constants = {entry.name: entry.constant for entry in table if entry.constant is not None}
+    parameters: dict[str, str] = {}
+    for entry in table:
+        kind = "float8_e4m3fn" if entry.quantised else "float32" if entry.name in constants else dtype
+        parameters[entry.name] = f"{kind} {entry.shape}"
+        if entry.quantised:
+            parameters[f"{entry.name}_scale_inv"] = f"float32 {fp8_scales(entry.shape)}"
+    return parameters, constants
 
 
 def _devices(config: Config, server: int) -> list[torch.device]:

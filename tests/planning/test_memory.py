@@ -64,7 +64,8 @@ def layout(settings: Mapping[str, object]) -> Config:
 
 
 def planned(config: Config, hf: dict[str, object], stage: int = 0) -> dict[str, float]:
-    config.rollout.server.colocated = False  # SGLang has no model of which some layers only have experts
+    # SGLang has no model of which some layers only have experts.
+    config.rollout.server.colocated, config.publish.transport = False, "disk"
     parts = memory.plan_memory(config, ModelShape.from_hf(hf))[stage]
     return {part.name: part.training for part in parts}
 
@@ -138,8 +139,9 @@ def test_the_head(one_rank: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     weight.main_grad = torch.zeros_like(weight)
     micro_batch = SimpleNamespace(positions=torch.arange(tokens), labels=torch.randint(0, shape.vocab, (tokens,)))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        hidden = torch.randn(1, tokens, shape.hidden, requires_grad=True)
-        log_probs, _ = apply_head(SimpleNamespace(head=weight), 1.0, shape.vocab, micro_batch, hidden)
+        # As in a schedule, nobody keeps the hidden states themselves.
+        given = [torch.randn(1, 1, shape.hidden, requires_grad=True).repeat(1, tokens, 1)]
+        log_probs, _ = apply_head(SimpleNamespace(head=weight), 1.0, shape.vocab, micro_batch, given.pop())
         log_probs.sum().backward()
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     most = max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
@@ -245,18 +247,22 @@ def test_servers_stand_on_the_first_gpus() -> None:
 
 
 def test_buckets_of_new_weights_stand_beside_a_server() -> None:
-    """On the GPUs that have one: two, and a third where there are other nodes; less where the weights are less."""
+    """On the GPUs that have one: two of 512 MiB at most, and what is sent to other nodes or servers in a round."""
     config, shape = compose(ON_ONE_NODE), shape_of("Llama-3.3-70B-Instruct")
-    sizes = [
-        sum(part.training for part in stage if part.name == "weight sync buckets")
-        for stage in memory.plan_memory(config, shape)
-    ]
-    assert sizes == [memory.GIB, 0, 0, 0]
+
+    def sizes() -> list[float]:
+        return [
+            sum(part.training for part in stage if part.name == "weight sync buckets") / memory.GIB
+            for stage in memory.plan_memory(config, shape)
+        ]
+
+    first, *others = sizes()
+    assert 0.9 < first < 1.1 and max(others) < 0.1  # the other stages only send
     config.rollout.server.colocated = False
-    assert not any("server" in part.name or "publish" in part.name for part in memory.plan_memory(config, shape)[0])
-    assert memory.sync_buckets(config, 1000.0) == 1000.0
-    config.launch.nodes = 2
-    assert memory.sync_buckets(config, 2.0 * memory.GIB) == 1.5 * memory.GIB
+    assert max(sizes()) == 0  # they are on the servers' own GPUs
+    assert not any("server" in part.name for part in memory.plan_memory(config, shape)[0])
+    config.publish.transport = "network"
+    assert 0 < max(sizes()) <= 1  # two of what a rank sends in a round
 
 
 def test_models_beside_the_policy_count_where_they_share_its_devices(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ def rotated(packing: PackedSeqParams, positions: Tensor, inverse_frequencies: Te
     """`packing` with the rotation to `positions` int64 [1, t]; made once for all layers."""
     angles = positions.reshape(-1, 1, 1) * inverse_frequencies.to(positions.device)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    lengths = packing.cu_seqlens_q.diff().tolist()
+    lengths = [stop - start for start, stop in pairwise(packing.cu_seqlens_q.tolist())]
     return Rotated(**vars(packing), lengths=lengths, cos=torch.cat((cos, cos), -1), sin=torch.cat((-sin, sin), -1))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ from megatron_collab.runtime import device, hub
 from megatron_collab.runtime.process import beat
 from megatron_collab.trainer.megatron.config import backend_spec, transformer_config
 from megatron_collab.trainer.megatron.layers import inverse_frequencies, rotated
+
+Load = Callable[[Config], list[torch.nn.Module]]  # gives this rank's chunks of a new network
 
 
 class PolicyModel(GPTModel):

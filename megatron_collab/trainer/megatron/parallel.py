@@ -61,6 +61,13 @@ def init_parallel(config: Config) -> Iterator[None]:
     # A prefix of its own: what an earlier group of this process left in the store must not be read again.
     store = dist.PrefixStore(f"parallel/{next(_GROUPS)}", store)
     dist.init_process_group(chosen.backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
+    with groups(config, timeout):
+        yield
+
+
+@contextmanager
+def groups(config: Config, timeout: timedelta) -> Iterator[None]:
+    """The groups of the layout and the seeds, within torch's default group, which ends with them."""
     with rank0.own_group(timeout):
         try:
             parallel_state.initialize_model_parallel(

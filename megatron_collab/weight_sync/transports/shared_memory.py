@@ -83,6 +83,12 @@ def _mapped(file: int, size: int) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
+def segment_sizes(plan: SyncPlan, places: Places, rank: int) -> dict[int, list[int]]:
+    """Bytes of the segments that a trainer rank makes, by the server rank that they are for."""
+    targets = range(len(plan[0]))
+    return {t: [max(buckets[t].size for buckets in plan)] * min(2, len(plan)) for t in targets if places.keeps(rank, t)}
+
+
 class SharedMemoryTransport:
     """The trainer's end, on every rank."""
 
@@ -102,12 +108,8 @@ class SharedMemoryTransport:
         self._places, self._writer, self._relay, self._timeout = places, writer, relay, timeout
         self._rank = dist.get_rank()
         self._place = places.of_rank(self._rank)
-        count = min(2, len(plan))
-        self._own = {
-            t: [Segment(max(buckets[t].size for buckets in plan), device) for _ in range(count)]
-            for t, device in enumerate(devices)
-            if places.has(self._place, t) and places.keeper(self._place, t) == self._rank
-        }
+        own = segment_sizes(plan, places, self._rank)
+        self._own = {t: [Segment(size, devices[t]) for size in sizes] for t, sizes in own.items()}
         others = [rank for rank in places.members(self._place) if rank != self._rank]
         # By rank, which segments of others it writes to; what comes from other places goes into its own.
         needs = _gathered({self._rank: {t for parts in writer.parts for t in parts} - self._own.keys()})

@@ -7,7 +7,6 @@ Hugging Face.
 
 from __future__ import annotations
 
-from importlib import metadata
 from typing import Any, NamedTuple
 
 import pytest
@@ -186,10 +185,9 @@ def test_a_kernel_that_is_missing_says_so(found: list[dict[str, Any]]) -> None:
 
 
 def test_a_run_on_a_cpu_has_no_engine(one_rank: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TransformerEngine's Python is installed here, and Megatron does not see it; the kernels would come too late."""
+    """TransformerEngine's Python is not where Megatron would find it; the kernels would come too late."""
     from megatron.core.extensions import transformer_engine
 
-    assert metadata.version("transformer-engine") == "2.20.2"
     assert not with_reference_kernels() and not transformer_engine.HAVE_TE
     monkeypatch.setattr(one_rank.model, "dtype", "bfloat16")
     assert not megatron_config._engine(torch.bfloat16)

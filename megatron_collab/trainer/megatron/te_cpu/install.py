@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -17,6 +18,8 @@ from megatron_collab.patches.megatron import CudaMeansCpu, with_reference_kernel
 from megatron_collab.trainer.megatron.te_cpu import extension, imports, permutation
 
 HOPPER = (9, 0)  # the compute capability that TransformerEngine finds
+# Its Python in the set for CPUs (tools/setup_env.sh); the set for GPUs has all of it.
+FOLDER = Path(sys.prefix, "transformer-engine")
 
 
 def install() -> None:
@@ -35,7 +38,9 @@ def install() -> None:
     if early:
         raise RuntimeError(f"te_cpu's install must be called before the first import of {early[0]}")
     if importlib.util.find_spec("transformer_engine") is None:
-        raise ModuleNotFoundError("transformer-engine: not installed; it is in requirements/dev.lock")
+        sys.path.append(str(FOLDER))
+    if importlib.util.find_spec("transformer_engine") is None:
+        raise ModuleNotFoundError(f"transformer-engine: not installed, neither in {FOLDER}; run make setup")
     _pretend_to_be_a_gpu()
     imports.import_over(extension.module())
     permutation.replace_kernels()

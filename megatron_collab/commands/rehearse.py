@@ -1,0 +1,50 @@
+"""A run on paper, rank by rank: built, loaded, stepped, published and saved by its own code, on no device at all.
+
+    megatron-collab rehearse experiment=train_70b [option=value …] [--ranks all] [--gpu-gib 80]
+
+Takes the options of train. It needs neither GPU nor data nor weights: the model's shape is read from model.path, else
+from conf/shapes. Ranks that hold the same are one class, of which one is taken. A table shows what was counted in every
+part of the memory beside what `doctor --plan` says. Exit code 2 with the first rank and tensor that does not fit.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+
+from megatron_collab import patches
+from megatron_collab.commands import ArgumentParser, positive
+from megatron_collab.config import ConfigError
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = ArgumentParser("rehearse", __doc__)
+    parser.add_argument("options", nargs="+", metavar="OPTION=VALUE", help="settings of the run, as for train")
+    parser.add_argument("--ranks", choices=("distinct", "all"), default="distinct", help="one of a class, or all")
+    parser.add_argument("--gpu-gib", type=positive, default=80.0, help="memory of a GPU in GiB [80]")
+    given = parser.parse_args(arguments)
+    patches.apply("megatron")
+    from megatron_collab.planning.memory import GIB, described, plan_memory, read_run
+    from megatron_collab.planning.rehearsal import compare
+    from megatron_collab.planning.rehearsal.run import rehearse
+
+    began = time.monotonic()
+    config, shape = read_run(given.options)
+    hf = json.loads(described(config.model.path).read_text())
+    if config.model.fp8:  # only TransformerEngine's layers, which need a GPU, compute in it
+        config.model.fp8 = None
+        print("The trainer's layers are those of a CPU, in bfloat16: copies of the weights in FP8 are left out.\n")
+    plan, count = plan_memory(config, shape), 0
+    for one in rehearse(config, shape, hf, every=given.ranks == "all"):
+        print(compare.table(one, plan[one.kind.stage]), end="\n\n", flush=True)
+        count += 1
+        needed = max(one.peak, sum(part.sampling for part in one.parts))
+        if needed > given.gpu_gib * GIB:
+            largest = max(one.parts, key=lambda part: max(part.training, part.sampling)).name
+            raise ConfigError(
+                f"rank {one.rank} needs {needed / GIB:.1f} GiB, and a GPU has {given.gpu_gib:g}; the largest part is "
+                f"{largest}"
+            )
+    print(f"{count} {'ranks' if given.ranks == 'all' else 'classes of ranks'}, {time.monotonic() - began:.0f} s.")
+    return 0

@@ -1,0 +1,61 @@
+"""A checkpoint on paper: what a rank would write, and what it would read back into its networks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, merge, nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factory_merges
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+from megatron.core.dist_checkpointing.utils import extract_sharded_base
+
+from megatron_collab.checkpoint.sharded_state import restore, snapshot
+from megatron_collab.planning.rehearsal.ledger import HOST, Ledger
+from megatron_collab.trainer.trainer import PolicyTrainer
+
+
+@dataclass
+class Contents:
+    """Shapes of the global tensors, by key: those that ranks write, and those that ranks read, with one such rank."""
+
+    written: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    read: dict[str, tuple[tuple[int, ...], int]] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """ValueError for what a rank would look for in vain."""
+        for key, (shape, rank) in self.read.items():
+            found = self.written.get(key)
+            if found != shape:
+                raise ValueError(f"checkpoint: rank {rank} reads {key} as {list(shape)}, of which {_what(found)}")
+
+
+def _what(found: tuple[int, ...] | None) -> str:
+    return "no rank writes anything" if found is None else f"ranks write {list(found)}"
+
+
+def save_and_load(trainer: PolicyTrainer, rank: int, contents: Contents, ledger: Ledger) -> int:
+    """Take a snapshot of the networks and fill them from their own; bytes of the snapshot in host memory."""
+    before = ledger.held.now[HOST]
+    with ledger.booking(HOST):
+        items, common = snapshot(trainer.trainables)
+    size = ledger.held.now[HOST] - before
+    for item, _ in items:
+        if item.tensor_data is not None:
+            contents.written[item.index.fqn] = tuple(item.tensor_data.size)
+
+    def read(wanted: dict[str, Any]) -> Any:
+        prepared, kept, factories = load_preprocess(wanted)
+        sharded, _ = extract_sharded_base(prepared)
+        for entry in nested_values(sharded):
+            if isinstance(entry, ShardedTensor):
+                contents.read.setdefault(entry.key, (tuple(entry.global_shape), rank))
+        loaded = merge(merge(dict(common), kept), dict_list_map_outplace(_value, sharded))
+        return apply_factory_merges(loaded, factories)
+
+    restore(trainer.trainables, read)
+    return size
+
+
+def _value(entry: Any) -> Any:
+    return entry.data if isinstance(entry, ShardedTensor | ShardedObject) else entry

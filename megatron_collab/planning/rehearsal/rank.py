@@ -1,0 +1,168 @@
+"""What one rank of a run does before and in a step, by the run's own code, and what it holds meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _disable_current_modes
+
+from megatron_collab.checkpoint.hf import HFTensors, fill, unwrap
+from megatron_collab.config import Config
+from megatron_collab.models import hf_to_megatron
+from megatron_collab.models.hf_config import ModelShape
+from megatron_collab.models.hf_to_megatron import Index
+from megatron_collab.models.parallel_layout import ranks
+from megatron_collab.planning.memory import MemoryPart, micro_batch_tokens
+from megatron_collab.planning.rehearsal.ledger import HOST, PASSING, Ledger
+from megatron_collab.trainer import trainer as trainers
+from megatron_collab.trainer.megatron import model
+from megatron_collab.trainer.microbatches import MicroBatch, make_micro_batches
+from megatron_collab.trainer.network import Trainable
+from megatron_collab.trainer.trainer import PolicyTrainer
+from megatron_collab.types import Batch, Sample, Scored
+
+ACTIVATIONS, HEAD = "activations", "head"
+GATHERED = "gathered sequence"  # one buffer for all layers: Megatron's of sequence parallelism, not TransformerEngine's
+
+
+class PaperTensors(HFTensors):
+    """A Hugging Face folder of this shape, whose tensors are read as any others and hold nothing."""
+
+    def __init__(self, shape: ModelShape, dtype: torch.dtype) -> None:
+        self._shapes, self._dtype = hf_to_megatron.hf_shapes(shape), dtype
+
+    def read(self, tensor: str, index: Index) -> Tensor:
+        return torch.empty(self._shapes[tensor], dtype=self._dtype)[index]
+
+
+def make_trainer(config: Config, shape: ModelShape, ledger: Ledger) -> PolicyTrainer:
+    """The trainer of a run, with everything loaded, and its memory booked by part."""
+
+    def load(config: Config) -> list[torch.nn.Module]:
+        chunks = model.build(config, shape)
+        with ledger.booking(HOST):
+            fill(chunks, PaperTensors(shape, next(chunks[0].parameters()).dtype))
+        return chunks
+
+    trainer = PolicyTrainer(config, load)
+    for name, trainable in trainer.trainables.items():
+        prefix = "" if name == "policy" else f"{name}: "
+        for optimizer in trainable.optimizer.chained_optimizers:
+            optimizer._init_optimizer_states_with_dummy_values()  # else the first step would be without moments
+        ledger.claim(f"{prefix}parameters", (p for chunk in trainable.chunks for p in chunk.parameters()))
+        ledger.claim(f"{prefix}gradients", trainable.gradients())
+        ledger.claim(f"{prefix}optimizer", trainable.optimizer_storages())
+    for chunk in trainer.reference or ():
+        ledger.claim("reference", chunk.parameters())
+    return trainer
+
+
+def one_batch(config: Config, shape: ModelShape, micro_batches: int) -> Batch:
+    """As many full micro-batches for every data parallel rank, each one sequence of which every token is trained."""
+    parallel = config.parallel
+    groups = ranks(config) // (parallel.tp * parallel.pp * parallel.cp)
+    length = micro_batch_tokens(config) * parallel.cp + 1
+    mask = (np.arange(length) > 0).astype(np.float32)
+    ids: np.ndarray = np.arange(length) % shape.vocab
+    samples = (Sample(ids, mask, np.zeros(length, np.float32)),) * (micro_batches * groups)
+    if config.train.stage == "sft":
+        return Batch(samples)
+    rows = [sample.log_probs for sample in samples]
+    values = rows if config.algo.advantage == "gae" else None
+    return Scored(
+        samples,
+        old_log_probs=rows if config.algo.mini_batches > 1 else None,
+        reference_log_probs=rows if config.algo.kl_coef > 0 else None,
+        values=values,
+        advantages=rows,
+        returns=values,
+    )
+
+
+def sent_shape(config: Config, shape: ModelShape) -> list[int]:
+    """What a pipeline stage sends to the next for a micro-batch."""
+    rows = micro_batch_tokens(config) // (config.parallel.tp if config.parallel.sequence_parallel else 1)
+    return [rows, 1, shape.hidden]
+
+
+def passes(config: Config, stage: int) -> int:
+    """The fewest micro-batches with which a pipeline stage has as many under way as with any number of them."""
+    parallel = config.parallel
+    return parallel.pp - stage if parallel.vpp == 1 else 2 * parallel.pp
+
+
+@contextmanager
+def activations_booked(ledger: Ledger, trainable: Trainable) -> Iterator[None]:
+    """Within it what autograd saves, and what is left of a forward pass, is booked as activations.
+
+    The last stage's hidden states, and what is made from them until their gradient is there, as the head's.
+    """
+
+    def saved(tensor: Tensor) -> Tensor:
+        ledger.claim(ACTIVATIONS, [tensor], booked=PASSING)
+        return tensor
+
+    def passed(policy: torch.nn.Module, inputs: object, output: Tensor) -> None:
+        last = policy.post_process and output.requires_grad
+        if last:
+            ledger.claim(HEAD, [output], booked=PASSING)
+        ledger.claim(GATHERED, parallel_state.get_global_memory_buffer().buffer.values())
+        ledger.claim_all(ACTIVATIONS, booked=PASSING)
+        if last:
+            ledger.part = HEAD
+            output.register_hook(done)
+
+    def done(gradient: Tensor) -> None:
+        ledger.part = PASSING
+
+    hooks = [unwrap(chunk).register_forward_hook(passed) for chunk in trainable.chunks]
+    try:
+        with saved_tensors_hooks(saved, lambda tensor: tensor):
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def step(trainer: PolicyTrainer, batch: Batch, ledger: Ledger) -> None:
+    """One update, of the policy and the critic."""
+
+    def micro_batches(*given: Any) -> list[MicroBatch]:
+        """Of real numbers: the lengths of sequences are read from them."""
+        with _disable_current_modes():
+            return make_micro_batches(*given)
+
+    ledger.reset()
+    with (
+        mock.patch.object(trainers, "make_micro_batches", micro_batches),
+        activations_booked(ledger, trainer.policy),
+    ):
+        trainer.update(batch)
+
+
+def parts_of(trainer: PolicyTrainer, ledger: Ledger) -> list[MemoryPart]:
+    """What the step and the time after it have held, as the plan has it."""
+    for name, trainable in trainer.trainables.items():
+        prefix = "" if name == "policy" else f"{name}: "
+        ledger.claim(f"{prefix}optimizer", trainable.optimizer_storages())
+    training = dict(ledger.held.most)
+    for part in [part for part in ledger.held.now if part.endswith("optimizer")]:
+        training[part] = ledger.held.now[part]
+    before = ledger.held.now[HOST]
+    with trainer.offloaded():
+        sampling: Mapping[str, int] = dict(ledger.resized().now)
+    ledger.resized()
+    host = sampling.get(HOST, 0) - before
+    return [
+        MemoryPart(part, size, sampling.get(part, 0), host if part == "optimizer" else 0.0)
+        for part, size in training.items()
+        if part != HOST
+    ]

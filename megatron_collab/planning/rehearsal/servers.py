@@ -1,0 +1,163 @@
+"""A server of the run on paper: SGLang's own model and cache on the meta device, given every slice of the plan.
+
+`python -m megatron_collab.planning.rehearsal.servers ORDER`, a process of its own: SGLang decides at import that there
+is no GPU, and Megatron's patches are not for it. ORDER is a pickled Order; the last line of the output is JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from megatron_collab import patches
+from megatron_collab.models.hf_to_sglang import ServerLayout
+from megatron_collab.weight_sync.receiver import Row, check_parameters, planned_copies
+
+# Class by model_type, where config.json does not name it.
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank of a server: what it must have by name, and what it is sent, by bucket: its bytes and its rows."""
+
+    rank: int
+    parameters: Mapping[str, str]
+    buckets: Sequence[tuple[int, Sequence[Row]]]
+
+
+@dataclass(frozen=True)
+class Order:
+    """Servers of `layout` for the model of `hf`, its config.json, in `dtype`; `tokens`: of the KV cache."""
+
+    hf: Mapping[str, Any]
+    layout: ServerLayout
+    dtype: str
+    tokens: int
+    places: Sequence[Place]
+
+
+@dataclass(frozen=True)
+class Served:
+    """Bytes on the GPU of a server's rank; `fault`: the first that is wrong there."""
+
+    rank: int
+    weights: int = 0
+    kv_cache: int = 0
+    fault: str = ""
+
+
+def rehearse(order: Order) -> list[Served]:
+    """What each of the places holds."""
+    with tempfile.NamedTemporaryFile() as file:
+        Path(file.name).write_bytes(pickle.dumps(order))
+        environment = os.environ | {"SGLANG_USE_CPU_ENGINE": "1"}
+        command = [sys.executable, "-m", __name__, file.name]
+        run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if run.returncode:
+        raise RuntimeError(f"SGLang on paper ended with {run.returncode}: {run.stderr[-2000:]}")
+    return [Served(**found) for found in json.loads(run.stdout.splitlines()[-1])]
+
+
+def serve(order: Order, place: Place, folder: Path) -> Served:
+    """Build a rank's model and cache, and put every bucket into it."""
+    from sglang.srt.layers.quantization.fp8 import Fp8Config
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+    from sglang.srt.models.registry import ModelRegistry
+    from transformers import AutoConfig
+
+    dtype, fp8 = getattr(torch, order.dtype), order.layout.fp8
+    quantisation = Fp8Config(True, "dynamic", weight_block_size=[128, 128]) if fp8 else None
+    config = AutoConfig.from_pretrained(folder)
+    model_class, _ = ModelRegistry.resolve_model_cls(config.architectures)
+    with as_rank(folder, order, place.rank), torch.no_grad(), torch.device("meta"):
+        model = model_class(config, quantisation)
+        parameters = dict(model.named_parameters())
+        check_parameters(parameters, place.parameters)
+        for size, rows in place.buckets:
+            bucket = torch.empty(size, dtype=torch.uint8)
+            for copies in planned_copies(parameters, rows, bucket, dtype):
+                torch._foreach_copy_(*copies)
+        heads = max(1, config.num_key_value_heads // order.layout.tp)
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        layers = config.num_hidden_layers
+        with mock.patch.object(torch, "get_device_module"):  # there is none of "meta"
+            pool = MHATokenToKVPool(order.tokens, 1, dtype, heads, size, layers, "meta", False)
+        held = [*model.parameters(), *model.buffers()]
+        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in held}
+        cache = sum(tensor.nbytes for tensor in [*pool.k_buffer, *pool.v_buffer])
+    return Served(place.rank, sum(storages.values()), cache)
+
+
+@contextmanager
+def as_rank(folder: Path, order: Order, rank: int) -> Iterator[None]:
+    """As on rank `rank` of a server, of which no other is there: layers ask their groups only for sizes and ranks."""
+    from sglang.srt import runtime_context
+    from sglang.srt.server_args import ServerArgs
+
+    arguments = ServerArgs(
+        model_path=str(folder),
+        device="cpu",
+        tp_size=order.layout.tp,
+        ep_size=order.layout.ep,
+        attention_backend="torch_native",
+        sampling_backend="pytorch",
+        dtype=order.dtype,
+        skip_tokenizer_init=True,
+    )
+    place = runtime_context.SpawnRanks(world_rank=rank, gpu_id=rank, dp_rank=None)
+    runtime_context.publish(arguments, role="scheduler", ranks=place)
+    parallel = runtime_context.get_parallel()
+
+    def group(name: str) -> SimpleNamespace:
+        size, own = getattr(parallel, f"{name}_size"), getattr(parallel, f"{name}_rank")
+        return SimpleNamespace(world_size=size, rank_in_group=own, cpu_group=None)
+
+    groups: dict[str, Any] = {f"{name}_group": group(name) for name in ("tp", "attn_tp", "moe_tp", "moe_ep")}
+    alone = SimpleNamespace(world_size=1, rank_in_group=0, is_first_rank=True, is_last_rank=True)
+    try:
+        with parallel.override(**groups, pp_group=alone):
+            yield
+    finally:
+        runtime_context.reset_context()
+
+
+def main(file: str) -> None:
+    """Every place of an order; a fault is an answer, not an error."""
+    patches.apply("torchvision", "sglang")
+    order: Order = pickle.loads(Path(file).read_bytes())
+    torch.set_default_dtype(getattr(torch, order.dtype))
+    found = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        architecture = _ARCHITECTURES[order.hf["model_type"]]
+        (folder / "config.json").write_text(json.dumps({"architectures": [architecture], **order.hf}))
+        for place in order.places:
+            try:
+                found.append(vars(serve(order, place, folder)))
+            except (ValueError, RuntimeError, AssertionError) as error:
+                found.append(vars(Served(place.rank, fault=" ".join(str(error).split()))))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,67 @@
+"""One rank of a run without the others: process groups that carry nothing, tensors that hold nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import param_and_grad_buffer
+from megatron.core.optimizer import clip_grads
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
+
+from megatron_collab.config import Config
+from megatron_collab.models.parallel_layout import ranks
+from megatron_collab.planning.rehearsal.ledger import Ledger
+from megatron_collab.runtime import device
+from megatron_collab.trainer.megatron import parallel
+
+_new_group = dist.new_group
+
+
+@contextmanager
+def rank_on_paper(config: Config, rank: int, sent: list[int]) -> Iterator[Ledger]:
+    """This process as `rank` of all ranks of the run, on a GPU that does not exist.
+
+    `sent`: the shape of what pipeline stages send to each other, which a stage is told by the other one.
+    """
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks(config))
+    with ExitStack() as stack:
+        for target, name, stand_in in _STAND_INS:
+            stack.enter_context(mock.patch.object(target, name, stand_in))
+        stack.enter_context(mock.patch.object(P2PCommunicator, "_communicate_shapes", lambda *_, **__: (sent, sent)))
+        stack.enter_context(device.on_paper())
+        stack.enter_context(parallel.groups(config, timedelta(seconds=config.launch.timeout)))
+        # A generator's state is a tensor, of which a fake one has no values.
+        stack.enter_context(mock.patch.object(get_cuda_rng_tracker(), "fork", lambda *_: nullcontext()))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        yield stack.enter_context(Ledger())
+
+
+def _gather_objects(gathered: list[Any], own: Any, group: Any = None) -> None:
+    """As if every rank had what this one has."""
+    gathered[:] = [own] * len(gathered)
+
+
+# What would wait for other ranks, or cannot work on tensors without values.
+_STAND_INS: list[tuple[Any, str, Any]] = [
+    (dist, "new_group", lambda *given, **options: _new_group(*given, **options | {"backend": "fake"})),
+    (dist, "all_gather_object", _gather_objects),
+    (dist, "broadcast_object_list", lambda *_, **__: None),
+    # Several collectives as one, which fake tensors do not know: here one after another.
+    (param_and_grad_buffer, "_coalescing_manager", lambda *_, **__: nullcontext(SimpleNamespace(wait=lambda: None))),
+    # A norm without a fused kernel reads one number a tensor; on a GPU it takes no memory to speak of.
+    (clip_grads, "l2_norm_impl", lambda *_: (torch.zeros(1), None)),
+    # A pointer only tells whether memory is still the same.
+    (FakeTensor, "data_ptr", lambda tensor: tensor.untyped_storage()._cdata),
+    # Moving a model to its device would replace fake parameters, which it is refused; they are there already.
+    (torch.nn.Module, "_apply", lambda module, function, recurse=True: module),
+]

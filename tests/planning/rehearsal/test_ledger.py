@@ -1,0 +1,60 @@
+"""Every storage is counted once, while it lives, under the part that it belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megatron_collab.planning.rehearsal.ledger import HOST, PASSING, Ledger
+
+
+@pytest.fixture
+def ledger() -> Iterator[Ledger]:
+    with FakeTensorMode(allow_non_fake_inputs=True), Ledger() as ledger:
+        yield ledger
+
+
+def test_a_storage_counts_once_while_it_lives(ledger: Ledger) -> None:
+    with ledger.booking("weights"):
+        weights = torch.empty(1000)
+    view = weights.view(10, 100).t()
+    assert ledger.held.now["weights"] == ledger.held.total == 4000
+    del weights
+    assert ledger.held.total == 4000
+    del view
+    assert ledger.held.total == 0 and ledger.held.peak == ledger.held.most["weights"] == 4000
+
+
+def test_what_is_claimed_changes_its_part(ledger: Ledger) -> None:
+    first, second = torch.empty(10), torch.empty(20)
+    ledger.claim("kept", [first.view(5, 2)], booked=PASSING)
+    assert (ledger.held.now["kept"], ledger.held.now[PASSING]) == (40, 80)
+    ledger.claim("other", [first], booked=PASSING)  # it is not booked so any more
+    ledger.claim_all("kept", booked=PASSING)
+    assert (ledger.held.now["kept"], ledger.held.now[PASSING]) == (120, 0)
+    del second
+    ledger.reset()
+    assert ledger.held.peak == 40
+
+
+def test_host_memory_is_not_the_devices(ledger: Ledger) -> None:
+    pinned = torch.empty(100, dtype=torch.uint8, pin_memory=True)
+    assert (ledger.held.now[HOST], ledger.held.total) == (100, 0)
+    del pinned
+
+
+def test_a_resized_storage_is_booked_again(ledger: Ledger) -> None:
+    buffer = torch.empty(100)
+    buffer.untyped_storage().resize_(0)
+    assert ledger.held.total == 400
+    assert ledger.resized().total == 0
+    buffer.untyped_storage().resize_(400)
+    assert ledger.resized().total == 400
+
+
+def test_numbers_are_never_read_off_the_device(ledger: Ledger) -> None:
+    found = torch.empty(3)
+    assert found.sum().item() == 1.0 and bool(found.any()) and found.tolist() == [1.0] * 3

@@ -1,0 +1,139 @@
+"""A run on paper: what its ranks hold is what the plan says, and what does not fit is found by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_collab.commands.__main__ import run
+from megatron_collab.config import Config, ConfigError
+from megatron_collab.models import hf_to_megatron
+from megatron_collab.models.hf_config import ModelShape
+from megatron_collab.planning.memory import described, plan_memory, read_run
+from megatron_collab.planning.rehearsal import servers
+from megatron_collab.planning.rehearsal.compare import ratios, table
+from megatron_collab.planning.rehearsal.publishing import Publishing
+from megatron_collab.planning.rehearsal.run import rehearse
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "vocab_size": 2048,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+# train_70b on four GPUs of one node: tensor and pipeline parallel, a server of four ranks on the same.
+SMALL = [
+    "experiment=train_70b",
+    "model.fp8=null",
+    "model.fp8_recipe=delayed",
+    "launch.nodes=1",
+    "launch.nproc_per_node=4",
+    "parallel.tp=2",
+    "parallel.pp=2",
+    "rollout.server.tp=4",
+    "rollout.server.replicas=1",
+    "rollout.server.fp8=false",
+    "rollout.server.max_total_tokens=4096",
+    "rollout.context_length=1024",
+    "rollout.turn.max_new_tokens=256",
+    "rollout.future.max_new_tokens=256",
+    "train.tokens_per_micro_batch=1024",
+]
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> list[str]:
+    return [*SMALL, f"model.path={folder(tmp_path, {})}"]
+
+
+def folder(where: Path, changes: dict[str, Any]) -> Path:
+    """The config.json of a small Llama."""
+    (where / "config.json").write_text(json.dumps({**LLAMA, **changes}))
+    return where
+
+
+def given(options: Sequence[str]) -> tuple[Config, ModelShape, dict[str, Any]]:
+    config, shape = read_run(options)
+    return config, shape, json.loads(described(config.model.path).read_text())
+
+
+@pytest.mark.processes
+def test_every_class_holds_what_the_plan_says(options: list[str]) -> None:
+    config, shape, hf = given(options)
+    found, plan = list(rehearse(config, shape, hf)), plan_memory(config, shape)
+    assert [(one.kind.stage, list(one.ranks)) for one in found] == [(0, [0, 1]), (1, [2, 3])]
+    every = ratios((one, plan[one.kind.stage]) for one in found)
+    assert len(every) > 20 and 0.95 <= min(every) <= max(every) <= 1.05
+    for one in found:
+        parts = {part.name: part for part in one.parts}
+        # Beside the parts there are temporaries; the head's are gone where the most activations are, or the reverse.
+        least = sum(parts[name].training for name in ("parameters", "gradients", "optimizer", "reference"))
+        assert one.peak > least + max(part.training for part in one.parts)
+        assert parts["temporaries"].training > 0 and parts["optimizer"].sampling == 0
+        # Float32 weights and both moments of all, and the weights as they are: 14 bytes a parameter.
+        assert one.snapshot == pytest.approx(parts["parameters"].training / 2 * 14, rel=0.01)
+        assert table(one, plan[one.kind.stage]).startswith(f"ranks {one.rank}-{one.rank + 1} (stage {one.kind.stage})")
+
+
+@pytest.mark.processes
+def test_a_server_that_is_not_as_the_plan_has_it(options: list[str]) -> None:
+    """SGLang's own parameters are compared, and every slice is put into them."""
+    config, shape, hf = given(options)
+    order = Publishing.of(config, shape).order(hf)
+    whole = order.places[0]
+    name = "model.layers.0.mlp.down_proj.weight"
+    less = replace(whole, parameters={key: value for key, value in whole.parameters.items() if key != name})
+    size, rows = whole.buckets[0]
+    beyond = replace(whole, buckets=[(size // 2, rows)])
+    found = servers.rehearse(replace(order, places=[whole, less, beyond]))
+    assert found[0].fault == "" and found[0].weights > 0
+    assert name in found[1].fault and "no such parameter" in found[1].fault
+    assert found[2].fault  # a bucket that is too small for its slices
+
+
+def test_a_parameter_that_the_table_lacks(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    name, entries = "decoder.layers.4.mlp.linear_fc2.weight", hf_to_megatron.table
+    monkeypatch.setattr(
+        hf_to_megatron, "table", lambda shape: [entry for entry in entries(shape) if entry.megatron != name]
+    )
+    config, shape, hf = given([*options, "train.stage=sft"])
+    with pytest.raises(ConfigError, match=f"^rank 2 of the trainer, pipeline stage 1: {name}: the table of weights"):
+        list(rehearse(config, shape, hf))
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "fault"),
+    [
+        ({}, ["rollout.server.tp=5"], "rollout.server"),  # a GPU more than the node has
+        ({}, ["parallel.cp=2", "parallel.tp=1", "parallel.sequence_parallel=false"], "parallel.cp=2"),
+        ({"num_attention_heads": 6, "num_key_value_heads": 3}, [], "parallel.tp"),
+        ({"intermediate_size": 1000}, ["rollout.server.fp8=true"], "rollout.server.fp8"),
+    ],
+)
+def test_settings_that_cannot_work(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    changes: dict[str, Any],
+    settings: list[str],
+    fault: str,
+) -> None:
+    assert run("rehearse", [*SMALL, f"model.path={folder(tmp_path, changes)}", *settings]) == 2
+    assert fault in capsys.readouterr().err
+
+
+def test_a_gpu_that_is_too_small(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("rehearse", [*options, "train.stage=sft", "--gpu-gib", "0.05"]) == 2
+    found = capsys.readouterr()
+    assert "rank 0 needs" in found.err and "activations" in found.err and "ranks 0-1 (stage 0)" in found.out
