@@ -147,6 +147,7 @@ def publish_to_each(root: Path, lines: dict[str, Any], device_type: str, precisi
                     before = free(device_type)
                     server.release()
                     gave = free(device_type) - before
+                    server.resume("weights")  # as the pool does; the cache's memory comes once there are weights
                     publisher.publish(version)
                     assert not server.released
                     rounds.append({"gave": gave, "versions": case.measure()["versions"], **case.update()})
