@@ -36,8 +36,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Marked `gpu`, a test is skipped where what it needs is not here."""
-    if (mark := item.get_closest_marker("gpu")) and (lacking := gpus.lacking(*mark.args, **mark.kwargs)):
-        pytest.skip(lacking)
+    for mark in item.iter_markers("gpu"):
+        if lacking := gpus.lacking(*mark.args, **mark.kwargs):
+            pytest.skip(lacking)
 
 
 def pytest_sessionfinish() -> None:

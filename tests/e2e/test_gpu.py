@@ -25,6 +25,8 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(2400)]
 
 # Sides that are multiples of a block of FP8, which the booking world's own model lacks.
 SIZES = {"vocab": 512, "hidden": 512, "ffn": 1024, "heads": 8, "kv_heads": 4, "head_dim": 64}
+# Each reads segments in memory of its own device.
+TWO = ["launch.nproc_per_node=2", "parallel.tp=2", "rollout.server.replicas=2"]
 CASES = {
     "fp8 servers": ("llama", ["rollout.server.fp8=true"]),
     "masters of fp8 parameters": (
@@ -32,6 +34,7 @@ CASES = {
         ["model.fp8=hybrid", "model.fp8_recipe=tensorwise", "model.fp8_params=true"],
     ),
     "experts": ("qwen3_moe", []),
+    "two servers": ("qwen3", TWO),
 }
 # The part of `nats_apart` that rounding may explain. On a CPU, with transformers and these models: bfloat16 0.0002 to
 # 0.003, linear layers in FP8 with their inputs 0.015 to 0.1, and 0.5 to 0.8 where positions are twice what they are.
@@ -158,7 +161,9 @@ def test_nothing_of_a_run_is_left_on_the_gpu(lived: Lived, record_property: Call
 
 
 @pytest.mark.gpu(1, gpus.HOPPER, engine=True)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.gpu(1 + (case == "two servers"))) for case in CASES]
+)
 def test_what_is_sampled_is_what_is_trained(
     tmp_path: Path, case: str, record_property: Callable[[str, object], None]
 ) -> None:
