@@ -42,7 +42,11 @@ class Report:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Called for set-up, call and tear-down: their seconds are added, and the worst result counts."""
         result, seconds, before = self.found.get(report.nodeid, ("passed", 0.0, ""))
-        why = report.longrepr[2].removeprefix("Skipped: ") if report.skipped and isinstance(report.longrepr, tuple) else ""
+        why = (
+            report.longrepr[2].removeprefix("Skipped: ")
+            if report.skipped and isinstance(report.longrepr, tuple)
+            else ""
+        )
         figures = why or ", ".join(f"{name} {value}" for name, value in report.user_properties) or before
         outcome = result if report.passed else report.outcome
         self.found[report.nodeid] = (outcome, seconds + report.duration, figures)
