@@ -12,7 +12,7 @@ export TOKENIZERS_PARALLELISM := false
 # The set-up leaves byte-compiling to the first import; without a cache every process would compile again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup test-fast test test-exhaustive test-slurm quickstart quickstart-compare lint docs
+.PHONY: setup test-fast test test-exhaustive test-slurm test-gpu quickstart quickstart-compare lint docs
 
 setup:
 	@PYTHON="$(PYTHON)" tools/setup_env.sh
@@ -34,6 +34,10 @@ test-exhaustive: setup
 # Needs root, and the package manager where Slurm is not installed: it starts a cluster of two nodes on this machine.
 test-slurm: setup
 	.venv/bin/python -m pytest -m slurm tests/slurm
+
+# On a node of GPUs, in the environment that is there. What needs more devices than it has is skipped.
+test-gpu:
+	.venv/bin/python -m pytest -m gpu tests --gpu-report build/gpu-report.md
 
 quickstart: setup
 	.venv/bin/python tools/quickstart.py --seed $(SEED)

@@ -16,6 +16,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export RAY_worker_niceness=0 # else 15: workers would starve beside ranks that are busy
 export RAY_raylet_start_wait_time_s=$ray_timeout # else 30, and Ray gives up by itself
 ulimit -n "$(ulimit -Hn)" # a connection a conversation; srun hands the limit on
+ulimit -l "$(ulimit -Hl)" # what NCCL registers with InfiniBand
 
 preempted=75 # of megatron_collab/runtime/process.py
 dry_run=false overrides=()
@@ -33,8 +34,38 @@ refuse() { echo "megatron-collab: $*" >&2; exit 2; }
 
 # --- What runs where ---------------------------------------------------------------------------------------------
 
-[ -x "$python" ] || refuse "no $python in $PWD; call sbatch in the checkout, or set CHECKOUT and VENV"
-settings=$("$python" -m megatron_collab.launch.slurm settings "${overrides[@]}")
+# Every program of ours on a node is a `step`, in a container where one is asked for: by pyxis, which is an option of
+# srun, or by apptainer, which stands before the command (`inside`). What this script itself asks runs `here`. A step
+# gets the whole environment, whatever sbatch was told to export, and shares the nodes with the other steps.
+plain=(srun --export=ALL --overlap --cpu-bind=none --ntasks-per-node=1)
+step=("${plain[@]}") inside=() here=()
+image=${CONTAINER_IMAGE:-${APPTAINER_IMAGE:-}}
+mounts=$PWD:$PWD,/tmp:/tmp${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS} # Ray's sockets and logs are in /tmp
+if [ -n "${CONTAINER_IMAGE:-}" ] && [ -n "${APPTAINER_IMAGE:-}" ]; then
+  refuse "CONTAINER_IMAGE and APPTAINER_IMAGE: one container only; unset the one that is not meant"
+elif [ -n "${CONTAINER_IMAGE:-}" ]; then
+  case $image in
+    /* | ./* | *.sqsh) [ -e "$image" ] || refuse "CONTAINER_IMAGE=$image: no such file; import it with enroot import" ;;
+  esac
+  step+=(--container-image="$image" --container-mounts="$mounts" --container-workdir="$PWD")
+  here=("${step[@]}" --nodes=1 --ntasks=1 --relative=0)
+elif [ -n "${APPTAINER_IMAGE:-}" ]; then
+  [ -e "$image" ] || refuse "APPTAINER_IMAGE=$image: no such file; make it with apptainer build"
+  $dry_run || command -v apptainer >/dev/null || refuse "APPTAINER_IMAGE=$image: apptainer is not in PATH"
+  inside=(apptainer exec --nv --bind "$mounts" --pwd "$PWD" "$image")
+  here=("${inside[@]}")
+elif [ -n "${CONTAINER_MOUNTS:-}" ]; then
+  refuse "CONTAINER_MOUNTS=$CONTAINER_MOUNTS: there is no container; set CONTAINER_IMAGE or APPTAINER_IMAGE"
+fi
+
+# A dry run starts no container.
+if $dry_run || [ -z "$image" ]; then
+  asked=()
+  [ -x "$python" ] || refuse "no $python in $PWD; call sbatch in the checkout, or set CHECKOUT and VENV"
+else
+  asked=("${here[@]}")
+fi
+settings=$("${asked[@]}" "$python" -m megatron_collab.launch.slurm settings "${overrides[@]}")
 { read -r run_dir; read -r node_count; read -r ranks_per_node; read -r ray_cpus; } <<<"$settings"
 
 if [ -n "${SLURM_JOB_ID:-}" ]; then
@@ -54,9 +85,6 @@ attempt=0
 while [ -e "$run_dir/logs/attempt-$attempt" ]; do attempt=$((attempt + 1)); done
 logs=$run_dir/logs/attempt-$attempt
 ray_dir=/tmp/ray-${SLURM_JOB_ID:-JOB} # node i: -i behind it; short, since sockets lie in it
-
-# A step gets the whole environment, whatever sbatch was told to export, and shares the nodes with the other steps.
-step=(srun --export=ALL --overlap --cpu-bind=none --ntasks-per-node=1)
 
 # --- Running, or printing ------------------------------------------------------------------------------------------
 
@@ -90,7 +118,7 @@ until_one_ends() {
 }
 
 # What was killed may write for a moment longer.
-keep_logs=(timeout --kill-after=5 "$log_wait" "${step[@]}" --nodes="$node_count" --ntasks="$node_count" bash -c
+keep_logs=(timeout --kill-after=5 "$log_wait" "${plain[@]}" --nodes="$node_count" --ntasks="$node_count" bash -c
   'dir=$0-$SLURM_NODEID; cp -r "$dir/session_latest/logs" "$1/ray-$SLURM_NODEID"; sleep 2; rm -rf "$dir"'
   "$ray_dir" "$logs")
 requeue=(scontrol requeue "${SLURM_JOB_ID:-JOB}")
@@ -121,7 +149,7 @@ lost_ray() {
 
 # await_ray NODE…: until these are Ray's nodes, and no others.
 await_ray() {
-  local waiting=("$python" -m megatron_collab.launch.slurm wait "${address[0]}:$first_port" "$ray_timeout" "$@")
+  local waiting=("${here[@]}" "$python" -m megatron_collab.launch.slurm wait "${address[0]}:$first_port" "$ray_timeout" "$@")
   if $dry_run; then show "${waiting[@]}"; return; fi
   "${waiting[@]}" & started=$!
   until_one_ends "$started" "${ray[@]}"
@@ -145,8 +173,8 @@ ranks='' ray=() save_until=''
 trap give_back USR1
 if $wanted; then give_back; fi
 
-addresses=("${step[@]}" --nodes="$node_count" --ntasks="$node_count" --label "$python" -m megatron_collab.launch.slurm address
-  "${overrides[@]}")
+addresses=("${step[@]}" --nodes="$node_count" --ntasks="$node_count" --label "${inside[@]}" "$python"
+  -m megatron_collab.launch.slurm address "${overrides[@]}")
 if $dry_run; then
   for ((i = 0; i < node_count; i++)); do address+=("$mark$i"); done
   show mkdir -p "$logs"
@@ -173,7 +201,7 @@ for i in "${!nodes[@]}"; do
     role=(--address="${address[0]}:$first_port")
   fi
   start "$logs/ray-$i.log" "${step[@]}" --nodes=1 --ntasks=1 --nodelist="${nodes[i]}" \
-    "${python%python}ray" start "${role[@]}" --block --disable-usage-stats --log-style=record --num-cpus="$ray_cpus" \
+    "${inside[@]}" "${python%python}ray" start "${role[@]}" --block --disable-usage-stats --log-style=record --num-cpus="$ray_cpus" \
     --node-name="${nodes[i]}" --node-ip-address="${address[i]}" --temp-dir="$ray_dir-$i" \
     --node-manager-port=$((port + 2)) --object-manager-port=$((port + 3)) --runtime-env-agent-port=$((port + 4)) \
     --dashboard-agent-grpc-port=$((port + 5)) --metrics-export-port=$((port + 6)) \
@@ -186,7 +214,7 @@ if ((node_count > 1)); then await_ray "${nodes[@]}"; fi
 # A signal waits until the ranks can heed it. Where the ranks of one node fail alone, the others wait for them in vain.
 start "$logs/ranks.log" "${step[@]}" --nodes="$node_count" --ntasks="$node_count" --wait="$rank_wait" \
   --output="$logs/ranks-%n.log" \
-  env --block-signal=USR1 bash -c \
+  "${inside[@]}" env --block-signal=USR1 bash -c \
   'exec "$0" -m megatron_collab.launch.torchrun --node-rank="$SLURM_NODEID" --log-dir="$1/ranks-$SLURM_NODEID" "${@:2}"' \
   "$python" "$logs" --nnodes="$node_count" --nproc-per-node="$ranks_per_node" --max-restarts=0 \
   --master-addr="${address[0]}" --master-port=$((first_port + 1)) --rdzv-id="${SLURM_JOB_ID:-JOB}" --tee=3 \

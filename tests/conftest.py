@@ -15,6 +15,7 @@ from megatron_collab import patches
 from megatron_collab.config import Config
 from megatron_collab.inference.server import SGLangServer
 from megatron_collab.runtime import files
+from tests import gpus
 from tests.helpers import free_port, make_model
 
 # Ray reads the token once in a process, and tests that set the environment take away what they find new in it.
@@ -22,6 +23,22 @@ os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 os.environ.setdefault(*files.COMPILE_CACHE)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 patches.apply("megatron", "litellm")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--gpu-report", type=Path, help="where to write results, seconds and figures of the tests")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if path := config.getoption("--gpu-report"):
+        config.pluginmanager.register(gpus.Report(path))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Marked `gpu`, a test is skipped where what it needs is not here."""
+    for mark in item.iter_markers("gpu"):
+        if lacking := gpus.lacking(*mark.args, **mark.kwargs):
+            pytest.skip(lacking)
 
 
 def pytest_sessionfinish() -> None:
@@ -42,9 +59,15 @@ class Served:
     folder: Path
 
 
-def serving_config(folder: Path) -> Config:
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device_type(request: pytest.FixtureRequest) -> str:
+    """For tests, and fixtures of their files, that say the same of a CPU and of a GPU."""
+    return str(request.param)
+
+
+def serving_config(folder: Path, device_type: str = "cpu") -> Config:
     config = Config()
-    config.launch.device, config.model.path, config.model.dtype = "cpu", str(folder), "float32"
+    config.launch.device, config.model.path, config.model.dtype = device_type, str(folder), "float32"
     config.rollout.server.max_total_tokens = 32768
     config.rollout.server.start_timeout = 400.0
     return config

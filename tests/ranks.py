@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from safetensors.numpy import save_file
 
 from megatron_collab.algo.advantages import with_advantages
 from megatron_collab.config import Config
 from megatron_collab.models import hf_to_megatron
 from megatron_collab.types import Batch, Credit, Sample
+from tests import gpus
 from tests.forked import Ended
 from tests.helpers import configured, free_port
 
@@ -41,9 +43,11 @@ HF = {
 }
 
 
-def run_ranks(function: Callable[..., Any], ranks: int, *arguments: Any, engine: bool = False) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], ranks: int, *arguments: Any, engine: bool = False, device_type: str = "cpu"
+) -> list[Any]:
     """What `function(*arguments)` returns on each of so many ranks, which are processes; all of them must return."""
-    ended = end_ranks(function, ranks, *arguments, engine=engine)
+    ended = end_ranks(function, ranks, *arguments, engine=engine, device_type=device_type)
     codes = [code for code, _ in ended]
     assert codes == [0] * ranks, f"exit codes {codes}"
     return [found for _, found in ended]
@@ -66,16 +70,29 @@ def _run_case(function: Callable[..., Any], places: Sequence[tuple[str, dict[str
     return function(case, *arguments)
 
 
-def end_ranks(function: Callable[..., Any], ranks: int, *arguments: Any, engine: bool = False) -> list[Ended]:
+def end_ranks(
+    function: Callable[..., Any], ranks: int, *arguments: Any, engine: bool = False, device_type: str = "cpu"
+) -> list[Ended]:
     """How `function(*arguments)` ends on each of so many ranks, whose output is that of the test.
 
-    With `engine` they have TransformerEngine over the reference kernels of te_cpu. Ranks import the module of
-    `function` in the place of the test's, so that one file holds a test and its ranks.
+    With `engine` they have TransformerEngine: on a CPU over the reference kernels of te_cpu, on GPUs the compiled one,
+    which is there for all. Ranks import the module of `function` in the place of the test's, so that one file holds a
+    test and its ranks.
     """
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    words = ["engine"] if engine else []
+    if device_type == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    else:
+        if lacking := gpus.lacking(ranks, engine=engine):
+            pytest.skip(lacking)
+        # What runtime/device.py gives the ranks of a run.
+        environment |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NVTE_FLASH_ATTN": "0"}
+        environment["NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"] = "1"
+        words = ["spawn"]
     with tempfile.NamedTemporaryFile() as call:
-        Path(call.name).write_bytes(pickle.dumps((function, ranks, arguments)))
-        command = [sys.executable, "-m", "tests.forked", call.name, *(["engine"] if engine else [])]
+        Path(call.name).write_bytes(pickle.dumps((ranks, pickle.dumps((function, arguments)))))
+        command = [sys.executable, "-m", "tests.forked", call.name, *words]
         subprocess.run(command, cwd=REPOSITORY, env=environment, check=True, timeout=TIMEOUT)  # ranks end with it
         return pickle.loads(Path(call.name).read_bytes())
 

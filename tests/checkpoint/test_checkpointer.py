@@ -128,7 +128,7 @@ def snapshot(actor: PolicyTrainer) -> dict[str, np.ndarray]:
             for number, state in enumerate(optimizer.optimizer.state.values()):
                 found |= {f"{network} optimizer {index} {number} {name}": value for name, value in state.items()}
     draws = {"python": random.random(), "numpy": np.random.random(), "torch": torch.rand(2).numpy()}
-    return {name: value.detach().float().numpy() for name, value in found.items()} | draws
+    return {name: value.detach().float().cpu().numpy() for name, value in found.items()} | draws
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

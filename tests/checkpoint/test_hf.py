@@ -130,9 +130,10 @@ def test_computed_buffers_of_old_checkpoints_are_passed_over(config: Config, dam
 
 
 @pytest.mark.processes
-def test_replicas_take_turns_to_read_and_hand_on_what_they_read(tmp_path: Path) -> None:
+def test_replicas_take_turns_to_read_and_hand_on_what_they_read(tmp_path: Path, device_type: str) -> None:
+    """Over gloo, and on GPUs over NCCL."""
     folder = ranks.make_model(tmp_path / "model", experts=True)
-    first, second = ranks.run_ranks(read_in_every_layout, 2, folder)
+    first, second = ranks.run_ranks(read_in_every_layout, 2, folder, device_type, device_type=device_type)
     assert len(first) == 2
     for one, other in zip(first, second, strict=True):
         tensors = [name for name, _ in one + other]
@@ -141,7 +142,7 @@ def test_replicas_take_turns_to_read_and_hand_on_what_they_read(tmp_path: Path) 
         assert min(len(one), len(other)) > 0.4 * len(tensors)
 
 
-def read_in_every_layout(folder: Path) -> list[list[tuple[str, str]]]:
+def read_in_every_layout(folder: Path, device_type: str) -> list[list[tuple[str, str]]]:
     """As one of two ranks: the slices that it reads where both hold all, and where each holds half of the experts."""
     read: list[tuple[str, str]] = []
     found, real = [], hf.HFTensors.read
@@ -151,7 +152,7 @@ def read_in_every_layout(folder: Path) -> list[list[tuple[str, str]]]:
         return real(tensors, name, index)
 
     for experts_over in (1, 2):
-        config = ranks.make_config(folder, {"parallel.ep": experts_over})
+        config = ranks.make_config(folder, {"parallel.ep": experts_over, "launch.device": device_type})
         with parallel.init_parallel(config), pytest.MonkeyPatch.context() as patch:
             read.clear()
             patch.setattr(hf.HFTensors, "read", noted)
@@ -160,15 +161,15 @@ def read_in_every_layout(folder: Path) -> list[list[tuple[str, str]]]:
             shape, tensors = shape_of(folder), hf.HFTensors(folder, shape_of(folder))
             entries = {entry.megatron: entry for entry in hf_to_megatron.table(shape)}
             for name, parameter in hf.named_shards(chunks):
-                assert torch.equal(parameter, tensors.shard(entries[name], shape, 1, 0, parameter.dtype)), name
+                assert torch.equal(parameter.cpu(), tensors.shard(entries[name], shape, 1, 0, parameter.dtype)), name
     return found
 
 
 @pytest.mark.processes
-def test_every_stage_writes_its_own_files(tmp_path: Path) -> None:
+def test_every_stage_writes_its_own_files(tmp_path: Path, device_type: str) -> None:
     """As large as they may be, numbered as one writer would, and nothing is left of a folder that one has begun."""
     folder = ranks.make_model(tmp_path / "model", tied=False)
-    written = ranks.run_ranks(write_in_stages, 2, folder, tmp_path / "out")
+    written = ranks.run_ranks(write_in_stages, 2, folder, tmp_path / "out", device_type, device_type=device_type)
     assert min(len(own) for own in written) > 1 and not set(written[0]) & set(written[1])
     names = sorted(written[0] + written[1])
     assert names == [f"model-{n:05d}-of-{len(names):05d}.safetensors" for n in range(1, len(names) + 1)]
@@ -180,7 +181,7 @@ def test_every_stage_writes_its_own_files(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
 
 
-def write_in_stages(folder: Path, out: Path) -> list[str]:
+def write_in_stages(folder: Path, out: Path, device_type: str) -> list[str]:
     """As one of two stages: the files that it writes."""
     written, real = [], hf.save_file
 
@@ -188,7 +189,7 @@ def write_in_stages(folder: Path, out: Path) -> list[str]:
         written.append(file.name)
         real(tensors, file, *metadata)
 
-    config = ranks.make_config(folder, {"parallel.pp": 2})
+    config = ranks.make_config(folder, {"parallel.pp": 2, "launch.device": device_type})
     with parallel.init_parallel(config), pytest.MonkeyPatch.context() as patch:
         patch.setattr(hf, "FILE_BYTES", 20_000)
         patch.setattr(hf, "save_file", noted)

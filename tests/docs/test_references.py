@@ -120,20 +120,26 @@ def test_the_page_of_what_is_unproved_names_every_test_for_a_gpu() -> None:
 
 
 def _tests_for_a_gpu() -> Iterator[str]:
-    """Those marked `gpu`, by a decorator or by their file's pytestmark."""
+    """Those marked `gpu`, by a decorator or by their file's pytestmark, and those for any `device_type`."""
     for file in sorted((ROOT / "tests").rglob("test_*.py")):
         text = file.read_text()
-        if "pytest.mark.gpu" not in text:
+        if "pytest.mark.gpu" not in text and "device_type" not in text:
             continue
         body = ast.parse(text).body
         given = [
             node.value for node in body if isinstance(node, ast.Assign) and ast.unparse(node).startswith("pytestm")
         ]
+        fixtures = {"device_type"} | {
+            node.name
+            for node in body
+            if isinstance(node, ast.FunctionDef) and "device_type" in {one.arg for one in node.args.args}
+        }
         everything = "pytest.mark.gpu" in " ".join(map(ast.unparse, given))
         for node in body:
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
-                marks = {ast.unparse(mark) for mark in node.decorator_list}
-                if everything or "pytest.mark.gpu" in marks:
+                marks = " ".join(map(ast.unparse, node.decorator_list))
+                either = fixtures & {argument.arg for argument in node.args.args}
+                if everything or "pytest.mark.gpu" in marks or either:
                     yield f"{file.relative_to(ROOT)}::{node.name}"
 
 

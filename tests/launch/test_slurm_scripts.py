@@ -156,3 +156,81 @@ def test_ray_is_waited_for(ray_head: str) -> None:
 def test_a_head_that_does_not_come() -> None:
     with pytest.raises(RunStopped, match=r"head does not answer at 127\.0\.0\.1:\d+ after 0\.1 s"):
         slurm.wait(f"127.0.0.1:{free_port()}", 0.1, ["a"])
+
+
+# Both write down what they are called with, and run what asks about settings; Ray waits to be ended, all else is done.
+SRUN = """#!/usr/bin/env bash
+printf 'srun %s\\n' "$*" >>"$RECORD"
+while [[ $1 == --* ]]; do shift; done
+case "$*" in
+  "apptainer "* | *"launch.slurm settings"* | *"launch.slurm address"*) exec "$@" ;;
+  *"ray start"*) exec sleep 100 ;;
+esac
+"""
+APPTAINER = """#!/usr/bin/env bash
+printf 'apptainer %s\\n' "$*" >>"$RECORD"
+while [[ $1 != *.sif ]]; do shift; done
+shift
+case "$*" in
+  *"launch.slurm settings"* | *"launch.slurm address"*) exec "$@" ;;
+  *"ray start"*) exec sleep 100 ;;
+esac
+"""
+
+
+def job_in_a_container(folder: Path, **variables: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """A job of one node, as sbatch would start it, and what was called of srun and apptainer."""
+    programs = {"srun": SRUN, "apptainer": APPTAINER, "scontrol": "#!/usr/bin/env bash\necho node0\n"}
+    for name, text in programs.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "node0", "CHECKOUT": str(ROOT)}
+    job |= {"PATH": f"{folder}:{os.environ['PATH']}", "RECORD": str(folder / "calls")}
+    environment = os.environ | {"VENV": str(Path(sys.executable).parents[1])} | job | variables
+    command = ["bash", str(ROOT / "slurm" / "train_8b.sh"), "experiment=booking", f"run.dir={folder}/run"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    calls = folder / "calls"
+    return done, calls.read_text().splitlines() if calls.exists() else []
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("by", ["CONTAINER_IMAGE", "APPTAINER_IMAGE"])
+def test_everything_of_ours_runs_in_the_container(tmp_path: Path, by: str) -> None:
+    """What moves Ray's logs at the end does not: it needs nothing of ours."""
+    image = tmp_path / ("image.sqsh" if by == "CONTAINER_IMAGE" else "image.sif")
+    image.touch()
+    done, calls = job_in_a_container(tmp_path, **{by: str(image), "CONTAINER_MOUNTS": "/models:/models"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    mounts = f"{ROOT}:{ROOT},/tmp:/tmp,/models:/models"
+    if by == "CONTAINER_IMAGE":
+        contained = f"--container-image={image} --container-mounts={mounts} --container-workdir={ROOT}"
+    else:
+        contained = f"apptainer exec --nv --bind {mounts} --pwd {ROOT} {image} "
+    ours = [call for call in calls if "session_latest" not in call]
+    assert all(contained in call for call in ours) and len(calls) > len(ours)
+    for what in ("slurm settings", "slurm address", "ray start", "slurm wait", "launch.torchrun"):
+        assert any(what in call for call in ours), what
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"CONTAINER_IMAGE": "a", "APPTAINER_IMAGE": "b"}, "CONTAINER_IMAGE and APPTAINER_IMAGE: one container only"),
+        ({"CONTAINER_IMAGE": "/nowhere.sqsh"}, "CONTAINER_IMAGE=/nowhere.sqsh: no such file"),
+        ({"APPTAINER_IMAGE": "nowhere.sif"}, "APPTAINER_IMAGE=nowhere.sif: no such file"),
+        ({"CONTAINER_MOUNTS": "/models"}, "CONTAINER_MOUNTS=/models: there is no container"),
+    ],
+)
+def test_a_container_that_cannot_be_is_refused(tmp_path: Path, variables: dict[str, str], said: str) -> None:
+    done, calls = job_in_a_container(tmp_path, **variables)
+    assert done.returncode == 2 and not calls
+    assert done.stderr.startswith(f"megatron-collab: {said}") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.processes
+def test_a_dry_run_shows_the_container_and_starts_none(tmp_path: Path) -> None:
+    done = dry_run("train_8b.sh", f"run.dir={tmp_path}", CONTAINER_IMAGE="registry#team/image:1")
+    assert done.returncode == 0, done.stderr
+    steps = [line for line in done.stdout.splitlines() if line.startswith("srun")]
+    assert len(steps) == 3 and all(option(line.partition(" >")[0], "--container-image") for line in steps)

@@ -109,7 +109,7 @@ def held(config: Config, hf: dict[str, object], micro_batches: int, critic: bool
         "token_ids": [rng.integers(0, shape.vocab, size=length) for length in lengths],
         "loss_mask": [(np.arange(length) > 0).astype(np.float32) for length in lengths],
     }
-    batches = make_micro_batches(config, columns, torch.device("cpu"))
+    batches = make_micro_batches(config, columns, next(trainable.chunks[0].parameters()).device)
     assert [batch.token_ids.shape[1] for batch in batches] == [tokens] * micro_batches
 
     parameters = [parameter for chunk in trainable.chunks for parameter in chunk.parameters()]

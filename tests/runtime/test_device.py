@@ -212,3 +212,14 @@ def test_the_environment_of_ranks_on_gpus(
     monkeypatch.setattr(device, "probe", lambda name: device.Probe(name, True, "", "", ""))
     monkeypatch.setattr(device, "capability", lambda: capability)
     assert device.variables(configured(Config(), settings)) == wanted
+
+
+@pytest.mark.gpu
+def test_what_torch_keeps_of_freed_tensors_goes_back_to_the_gpu() -> None:
+    """Colocated servers take their memory from what the driver has, not from what torch has free."""
+    import torch
+
+    torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    kept, _ = torch.cuda.mem_get_info()
+    device.free_cache()
+    assert torch.cuda.mem_get_info()[0] >= kept + (1 << 29)

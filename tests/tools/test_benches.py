@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,11 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from megatron_collab.runtime.process import EXIT_BAD_INPUT
+
 ROOT = Path(__file__).resolve().parents[2]
 BENCHES = sorted(file.stem for file in (ROOT / "tools" / "bench").glob("*.py"))
 # More than a quarter of a minute: they start servers, train, or import in many processes.
 SLOW = {"async_steps", "booking", "in_flight", "judge_outage", "layouts", "logprob", "preemption", "prefix", "publish"}
-SLOW |= {"rehearse", "step", "train_turns"}
+SLOW |= {"gpu", "rehearse", "step", "train_turns"}
 # No order beats the bounds that the benches divide by, and nothing may be lost, read wrongly or played again.
 HOLDS: dict[str, Callable[[dict[str, float]], bool]] = {
     "futures": lambda values: values["makespan_over_bound"] >= 1 and values["serial_over_ours"] >= 1,
@@ -38,6 +41,15 @@ def test_a_bench_runs(name: str) -> None:
     assert result["name"] == name
     assert result["values"] and all(math.isfinite(value) for value in result["values"].values())
     assert HOLDS.get(name, lambda values: True)(result["values"]), result["values"]
+
+
+@pytest.mark.processes
+def test_the_bench_of_a_gpu_is_refused_without_one() -> None:
+    """But for --smoke, which runs it on the CPU with TransformerEngine over reference kernels."""
+    command, hidden = [sys.executable, "tools/bench/gpu.py"], os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    run = subprocess.run(command, cwd=ROOT, env=hidden, capture_output=True, text=True, timeout=100)
+    assert run.returncode == EXIT_BAD_INPUT and not run.stdout
+    assert run.stderr.count("\n") == 1 and "needs a GPU" in run.stderr and "--smoke" in run.stderr
 
 
 def test_the_list_of_slow_benches_is_of_this_folder() -> None:

@@ -224,8 +224,9 @@ def test_full_logits_are_never_made(one_rank: Config, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_a_gpu(given: dict, one_gpu: Config, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_a_gpu_gives_log_probs_entropy_and_gradients(given: dict, one_gpu: Config, dtype: torch.dtype) -> None:
+    """Of the head: products of 16 bits into float32, against the formula in float64."""
     rounded = {name: array for name, array in given.items()}
     for name in ("hidden", "head"):
         rounded[name] = torch.from_numpy(given[name]).to(dtype).float().numpy()

@@ -73,8 +73,8 @@ def test_training_goes_on_as_if_nothing_had_been_moved(actors: list[PolicyTraine
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_on_a_gpu(one_gpu: Config, tmp_path: Path, dtype: str) -> None:
-    """Optimizer and gradients are in pinned memory, and come back as the same numbers."""
+def test_optimizer_and_gradients_leave_a_gpu_and_come_back(one_gpu: Config, tmp_path: Path, dtype: str) -> None:
+    """Into pinned memory, and as the same numbers."""
     settings = {"launch.device": "cuda", "parallel.offload": True, "model.dtype": dtype, "algo.kl_coef": 0.0}
     actor = PolicyTrainer(make_config(make_model(tmp_path / "model"), settings))
     learn(actor, Batch(make_samples(4, seed=1)))

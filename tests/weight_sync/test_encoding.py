@@ -89,6 +89,21 @@ def test_write_leaves_what_quantise_makes(n: int, k: int, step: int, monkeypatch
     assert fp8_nbytes((1, n, k)) == fp8_nbytes((n, k)) >= n * k + 4 * scales.numel()
 
 
+def test_every_device_makes_the_same_bytes_and_sums(device_type: str) -> None:
+    """A server's checksum is compared with the trainer's: blocks of FP8 made on a GPU are those of a CPU."""
+    for n, k in SHAPES:
+        weight = weights(n, k)
+        block = random_bits(random.Random(n), (n, k), torch.bfloat16)
+        quantised, scale_inv = quantise(weight)
+        data = torch.zeros(fp8_nbytes((n, k)), dtype=torch.uint8, device=device_type)
+        write_fp8([(data, weight.to(device_type))])
+        found, scales = read_fp8(data, (n, k))
+        assert torch.equal(found.cpu().view(torch.uint8), quantised.contiguous().view(torch.uint8))
+        assert torch.equal(scales.cpu(), scale_inv)
+        here, there = (checksum(one, "weight", at(0, one.shape)) for one in (block, block.to(device_type)))
+        assert read([here]) == read([there])
+
+
 class Calls(TorchDispatchMode):
     """How many operations a GPU would get."""
 

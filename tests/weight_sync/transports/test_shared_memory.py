@@ -39,16 +39,17 @@ WRITE_ON_A_GPU = """
 import sys, torch
 from megatron_collab.weight_sync.transports.shared_memory import opened
 opened((sys.argv[1], 0))[7] = 5
-torch.cuda.synchronize()
+torch.cuda.synchronize(int(sys.argv[2]))
 """
 
 
-@pytest.mark.gpu
 @pytest.mark.processes
-def test_on_a_gpu_another_process_writes_what_we_read() -> None:
-    segment = Segment(100_000, torch.device("cuda", 0))
+@pytest.mark.parametrize("number", [pytest.param(0, marks=pytest.mark.gpu), pytest.param(1, marks=pytest.mark.gpu(2))])
+def test_on_a_gpu_another_process_writes_what_we_read(number: int) -> None:
+    """Through CUDA IPC, in memory of the first device and of the second, as a server's ranks have."""
+    segment = Segment(100_000, torch.device("cuda", number))
     text, _ = segment.handle()
     segment.data.zero_()
-    torch.cuda.synchronize()
-    subprocess.run([sys.executable, "-c", WRITE_ON_A_GPU, text], check=True)
+    torch.cuda.synchronize(number)
+    subprocess.run([sys.executable, "-c", WRITE_ON_A_GPU, text, str(number)], check=True)
     assert segment.data[7] == 5 and segment.data.sum() == 5

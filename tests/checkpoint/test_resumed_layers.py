@@ -1,0 +1,82 @@
+"""A checkpoint in bfloat16 is read to the bit by the layers that wrote it and by others: TransformerEngine's or ours.
+
+On a CPU the engine's kernels are the reference ones of te_cpu.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_collab.checkpoint.checkpointer import Checkpoints
+from megatron_collab.trainer.megatron import config as megatron_config
+from megatron_collab.trainer.megatron import parallel
+from megatron_collab.trainer.trainer import PolicyTrainer
+from megatron_collab.types import Batch
+from tests.checkpoint.test_checkpointer import build, snapshot
+from tests.ranks import learn, make_config, make_model, make_samples, run_ranks
+
+pytestmark = pytest.mark.processes
+
+# NAME: whether TransformerEngine's layers save, and whether they load
+LIVES = {
+    "local to local": (False, False),
+    "engine to engine": (True, True),
+    "engine to local": (True, False),
+    "local to engine": (False, True),
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory, device_type: str) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("layers")
+    make_model(folder / "model")
+    return run_ranks(live_in_both_layers, 1, folder, device_type, engine=True, device_type=device_type)[0]
+
+
+def live_in_both_layers(folder: Path, device_type: str) -> dict[str, Any]:
+    """By the name of LIVES: what was saved and what was loaded, and the next step's metrics of both."""
+    settings = {"launch.device": device_type, "model.dtype": "bfloat16"}
+    found = {}
+    with parallel.init_parallel(make_config(folder, settings)):
+        for name, (saves, loads) in LIVES.items():
+            first = with_layers(saves, folder, settings)
+            with Checkpoints(folder / name.replace(" ", "-"), keep=1, timeout=60.0) as checkpoints:
+                for step in range(2):
+                    learn(first, Batch(make_samples(9, step)))
+                checkpoints.save(2, first.trainables, {})
+                saved = snapshot(first)
+                second = with_layers(loads, folder, settings)
+                second.step, _ = checkpoints.load_latest(second.trainables)
+                loaded = snapshot(second)
+            batch = Batch(make_samples(9, 2))
+            found[name] = {"states": (saved, loaded), "metrics": [learn(actor, batch) for actor in (first, second)]}
+    return found
+
+
+def with_layers(engine: bool, folder: Path, settings: dict[str, Any]) -> PolicyTrainer:
+    megatron_config._engine = lambda dtype: engine
+    return build(folder, settings)
+
+
+@pytest.mark.parametrize("name", LIVES)
+def test_what_was_saved_is_loaded_to_the_bit(found: dict[str, Any], name: str) -> None:
+    """Weights by name; where the layers are the same, the optimizer's state and random draws too."""
+    saved, loaded = found[name]["states"]
+    same = LIVES[name][0] == LIVES[name][1]
+    names = [key for key in saved if same or " model " in key]
+    assert len(names) > 30 and (not same or saved.keys() == loaded.keys())
+    for key in names:
+        np.testing.assert_array_equal(loaded[key], saved[key], err_msg=key)
+
+
+@pytest.mark.parametrize("name", LIVES)
+def test_the_next_step_is_the_one_that_would_have_come(found: dict[str, Any], name: str) -> None:
+    """Between layers that round differently, to the rounding of bfloat16."""
+    undisturbed, resumed = found[name]["metrics"]
+    rel = 1e-5 if LIVES[name][0] == LIVES[name][1] else 2**-6
+    for key in ("loss", "grad_norm", "mismatch/k3", "entropy"):
+        assert resumed[key] == pytest.approx(undisturbed[key], rel=rel, abs=rel), key

@@ -1,0 +1,87 @@
+"""What tests marked `gpu` need, and the report of a session of them (`make test-gpu`)."""
+
+from __future__ import annotations
+
+import time
+from datetime import date
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_collab.runtime import device
+
+VERSIONS = ("torch", "megatron-core", "transformer-engine", "sglang", "torch-memory-saver", "ray")
+HOPPER = (9, 0)  # FP8 in blocks, for the trainer's layers and the servers'
+
+
+def lacking(devices: int = 1, capability: tuple[int, int] = (0, 0), engine: bool = False) -> str:
+    """What this machine lacks of so many GPUs, this compute capability and TransformerEngine; '' for nothing."""
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if found < devices:
+        return f"needs {devices} GPU{'s' * (devices > 1)}, {found} here"
+    if (has := device.capability() or (0, 0)) < capability:
+        return f"needs compute capability {capability[0]}.{capability[1]}, {has[0]}.{has[1]} here"
+    engine_here = device.probe("transformer_engine")
+    return f"needs TransformerEngine: {engine_here.detail}" if engine and not engine_here.found else ""
+
+
+class Report:
+    """A pytest plugin that writes every test's result, seconds and figures (record_property) as a page."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.began = path, time.monotonic()
+        self.said: dict[str, str] = {}  # by test, what it proves: the first line of its docstring
+        self.found: dict[str, tuple[str, float, str]] = {}  # by test: result, seconds, figures or why it was skipped
+
+    def pytest_itemcollected(self, item: pytest.Item) -> None:
+        text = getattr(getattr(item, "obj", None), "__doc__", None) or ""
+        self.said[item.nodeid] = " ".join(text.strip().split("\n\n")[0].split())
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Called for set-up, call and tear-down: their seconds are added, and the worst result counts."""
+        result, seconds, before = self.found.get(report.nodeid, ("passed", 0.0, ""))
+        why = (
+            report.longrepr[2].removeprefix("Skipped: ")
+            if report.skipped and isinstance(report.longrepr, tuple)
+            else ""
+        )
+        figures = why or ", ".join(f"{name} {value}" for name, value in report.user_properties) or before
+        outcome = result if report.passed else report.outcome
+        self.found[report.nodeid] = (outcome, seconds + report.duration, figures)
+
+    def pytest_sessionfinish(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(self.page())
+
+    def page(self) -> str:
+        count = {
+            name: sum(found[0] == name for found in self.found.values()) for name in ("passed", "failed", "skipped")
+        }
+        total = ", ".join(f"{number} {name}" for name, number in count.items())
+        rows = (
+            " | ".join([f"| `{name}`", self.said.get(name, ""), result, f"{seconds:.1f}", f"{figures} |"])
+            for name, (result, seconds, figures) in sorted(self.found.items())
+        )
+        return "\n".join(
+            [
+                f"# Tests on GPUs, {date.today().isoformat()}",
+                "",
+                f"- Device: {device.probe(device.GPU).detail}; CUDA {torch.version.cuda}",
+                f"- {', '.join(map(_version, VERSIONS))}",
+                f"- {total}, in {time.monotonic() - self.began:.0f} s",
+                "",
+                "| test | what it shows | result | seconds | measured |",
+                "|---|---|---|---|---|",
+                *rows,
+                "",
+            ]
+        )
+
+
+def _version(name: str) -> str:
+    try:
+        return f"{name} {metadata.version(name)}"
+    except metadata.PackageNotFoundError:
+        return f"no {name}"

@@ -1,0 +1,67 @@
+"""Tests for GPUs are found and imported where there is none, and say what they lack; their ranks and their report."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import gpus
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.mark.processes
+def test_without_a_gpu_every_test_for_one_says_what_it_lacks(tmp_path: Path) -> None:
+    page = tmp_path / "report.md"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "tests"]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    run = subprocess.run(
+        [*command, "--gpu-report", str(page)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-2000:]
+    rows = [line.split(" | ") for line in page.read_text().splitlines() if line.startswith("| `tests/")]
+    assert len(rows) >= 25
+    assert {row[2] for row in rows} == {"skipped"}
+    assert all(row[4].startswith("needs ") and " GPU" in row[4] for row in rows)
+
+
+def test_the_report_says_what_was_measured(tmp_path: Path) -> None:
+    report = gpus.Report(tmp_path / "new" / "report.md")
+    for when, outcome, seconds in (("setup", "passed", 1.0), ("call", "failed", 2.0), ("teardown", "passed", 0.5)):
+        report.pytest_runtest_logreport(
+            pytest.TestReport(
+                nodeid="tests/a.py::test_b",
+                location=("tests/a.py", 1, "test_b"),
+                keywords={},
+                outcome=outcome,  # type: ignore[arg-type]
+                longrepr=None,
+                when=when,  # type: ignore[arg-type]
+                user_properties=[("GiB", 2.5)] if when == "call" else [],
+                duration=seconds,
+            )
+        )
+    report.pytest_sessionfinish()
+    page = (tmp_path / "new" / "report.md").read_text()
+    assert "| `tests/a.py::test_b` |  | failed | 3.5 | GiB 2.5 |" in page
+    assert "0 passed, 1 failed, 0 skipped" in page
+
+
+@pytest.mark.processes
+def test_ranks_on_gpus_are_interpreters_of_their_own(tmp_path: Path) -> None:
+    call = tmp_path / "call"
+    call.write_bytes(pickle.dumps((2, pickle.dumps((place, (10,))))))
+    subprocess.run([sys.executable, "-m", "tests.forked", str(call), "spawn"], cwd=ROOT, check=True, timeout=300)
+    ended = pickle.loads(call.read_bytes())
+    assert [code for code, _ in ended] == [0, 0]
+    assert [found[0] for _, found in ended] == [10, 11]
+    assert all(command[:-1] == [sys.executable, "-m", "tests.forked", str(call)] for _, (_, command) in ended)
+
+
+def place(more: int) -> tuple[int, list[str]]:
+    """As a rank: its number and `more`, and the command that it is."""
+    return more + int(os.environ["RANK"]), Path("/proc/self/cmdline").read_text().split("\0")[:-1]
