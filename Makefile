@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: setup test-fast test test-exhaustive test-slurm quickstart quickstart-compare lint docs
 
 setup:
-	@PYTHON="$(PYTHON)" tools/setup_env.sh
+	@PYTHON="$(PYTHON)" GPU="$(GPU)" tools/setup_env.sh
 
 PYTEST := .venv/bin/python -m pytest tests --numprocesses 2 --dist loadfile --no-loadscope-reorder
 

@@ -43,6 +43,7 @@ CPU = [
     "tensorboard",
     "tqdm",
     "filelock",
+    "packaging",
 ]
 DEV = ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "import-linter"]
 

@@ -25,7 +25,7 @@ case "$*" in
     -c*sysconfig*) echo {include} ;;
     -c*) echo {version} ;;
     *"pip --version"*) echo pip ;;
-    *"pip install"* | *"pip wheel"*) echo "$@" >> {calls}; {install} ;;
+    *"pip install"* | *"pip wheel"*) echo $NVTE_NO_LOCAL_VERSION "$@" >> {calls}; {install} ;;
     *) exit 1 ;;
 esac
 """
@@ -182,7 +182,7 @@ def test_the_set_for_gpus_is_compiled_once(place: Place) -> None:
     assert {"sglang-kernel==0.4.10", "pytest==9.2.0", "transformer-engine-cu13==2.20.2"} <= place.packages()
     assert "transformer-engine-torch==2.20.2" not in place.packages()  # of which there is no wheel
     assert wheel.endswith("--wheel-dir build/wheels/torch==2.14.1 transformer-engine-torch==2.20.2")
-    assert "--no-build-isolation" in wheel and "--no-cache-dir" in wheel
+    assert wheel.startswith("1 -m pip wheel") and "--no-build-isolation" in wheel and "--no-cache-dir" in wheel
     assert "--no-index --find-links build/wheels/torch==2.14.1" in engine
     assert project.endswith("--no-deps --no-build-isolation -e .")
     (place.folder / ".venv" / "setup.stamp").unlink()
