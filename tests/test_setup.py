@@ -217,8 +217,8 @@ def test_the_set_for_gpus_does_not_replace_the_one_for_cpus(place: Place) -> Non
 
 @pytest.mark.processes
 def test_what_the_set_for_gpus_needs_is_seen_before_anything_is_installed(place: Place) -> None:
-    place.disk(20 * 1024 * 1024)
-    assert "24 GB are needed; free some space and run make setup GPU=1 again" in refused(place.run(GPU="1"))
+    place.disk(12 * 1024 * 1024)
+    assert "16 GB are needed; free some space and run make setup GPU=1 again" in refused(place.run(GPU="1"))
     place.disk(100 * 1024 * 1024)
     assert "no C++ compiler" in refused(place.run(GPU="1", CXX="c++-nowhere"))
     (place.folder.parent / "Python.h").unlink()

@@ -55,7 +55,7 @@ choose_set() {
     esac
     AGAIN="make setup" NEED_GB=6 # installed packages, unpacking, and the CUDA build of torch where the index gives it
     if [ $SET = gpu ]; then
-        AGAIN="make setup GPU=1" NEED_GB=24
+        AGAIN="make setup GPU=1" NEED_GB=16
     fi
     [ $VENV = .venv ] || AGAIN="make test-gpu-set"
     [ "${there:-$SET}" = $SET ] ||
