@@ -89,13 +89,13 @@ def taken(help_text: str) -> list[list[Any]]:
 def test_the_stand_in_has_no_name_of_its_own(engines: Any) -> None:
     compiled, stand_in, kernels = engines
     assert set(stand_in) - set(compiled) == {"REFERENCE"}
-    assert len(kernels) >= 25
+    assert len(kernels) >= 20
 
 
 def test_its_numbers_are_the_compiled_ones(engines: Any) -> None:
     compiled, stand_in, _ = engines
     numbers = {name: value for name, value in stand_in.items() if isinstance(value, dict)}
-    assert len(numbers) >= 15 and numbers == {name: compiled[name] for name in numbers}
+    assert len(numbers) >= 10 and numbers == {name: compiled[name] for name in numbers}
 
 
 def test_its_kernels_take_what_the_compiled_ones_take(engines: Any) -> None:
