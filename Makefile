@@ -12,12 +12,14 @@ export TOKENIZERS_PARALLELISM := false
 # The set-up leaves byte-compiling to the first import; without a cache every process would compile again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup test-fast test test-exhaustive test-slurm test-gpu quickstart quickstart-compare lint docs
+.PHONY: setup test-fast test test-exhaustive test-slurm test-gpu test-gpu-set quickstart quickstart-compare lint docs
 
+# GPU=1: the set for GPUs.
 setup:
-	@PYTHON="$(PYTHON)" tools/setup_env.sh
+	@PYTHON="$(PYTHON)" GPU="$(GPU)" tools/setup_env.sh
 
-PYTEST := .venv/bin/python -m pytest tests --numprocesses 2 --dist loadfile --no-loadscope-reorder
+WORKERS := --numprocesses 2 --dist loadfile --no-loadscope-reorder
+PYTEST := .venv/bin/python -m pytest tests $(WORKERS)
 
 # Unit tests without processes.
 test-fast: setup
@@ -38,6 +40,19 @@ test-slurm: setup
 # On a node of GPUs, in the environment that is there. What needs more devices than it has is skipped.
 test-gpu:
 	.venv/bin/python -m pytest -m gpu tests --gpu-report build/gpu-report.md
+
+# The set for GPUs in an environment of its own, where there is no GPU: what only that set can show, then the tests on
+# CPU. The first time it is installed, and a part of it compiled. With the library that stands in for the driver's.
+GPU_SET := $(CURDIR)/build/gpu-set
+GPU_SET_PYTEST := LD_LIBRARY_PATH=$(GPU_SET) $(GPU_SET)/.venv/bin/python -m pytest
+
+test-gpu-set:
+	@PYTHON="$(PYTHON)" GPU=1 VENV=build/gpu-set/.venv tools/setup_env.sh
+	$(CC) -shared -fPIC -Wl,-soname,libcuda.so.1 -o $(GPU_SET)/libcuda.so.1 tests/gpu_set/libcuda.c
+	$(GPU_SET_PYTEST) tests/gpu_set
+	$(GPU_SET_PYTEST) tests $(WORKERS) -m "not gpu and not slurm and not slow and not processes"
+	$(GPU_SET_PYTEST) tests/trainer tests/weight_sync tests/inference $(WORKERS) \
+		-m "processes and not gpu and not slurm and not slow"
 
 quickstart: setup
 	.venv/bin/python tools/quickstart.py --seed $(SEED)

@@ -43,6 +43,7 @@ CPU = [
     "tensorboard",
     "tqdm",
     "filelock",
+    "packaging",
 ]
 DEV = ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "import-linter"]
 
@@ -83,7 +84,7 @@ setup(
     entry_points={"console_scripts": ["megatron-collab = megatron_collab.commands.__main__:main"]},
     extras_require={
         "cpu": pinned(CPU, "cpu.lock"),
-        "gpu": lines("gpu.in"),  # resolved, never run: see requirements/gpu.in
+        "gpu": lines("gpu.in"),  # no GPU has run them: see requirements/gpu.in
         "dev": pinned(DEV, "dev.lock"),
         "bench": lines("bench.lock"),
     },

@@ -56,7 +56,7 @@ choose_set() {
     esac
     AGAIN="make setup" NEED_GB=6 # installed packages, unpacking, and the CUDA build of torch where the index gives it
     if [ $SET = gpu ]; then
-        AGAIN="make setup GPU=1" NEED_GB=24
+        AGAIN="make setup GPU=1" NEED_GB=16
     fi
     [ $VENV = .venv ] || AGAIN="make test-gpu-set"
     [ "${there:-$SET}" = $SET ] ||
@@ -151,14 +151,15 @@ install_engine() {
 }
 
 # Compiled once for this torch, with the headers that came as wheels. Not through pip's cache, which would give what was
-# compiled for another torch.
+# compiled for another torch. In a git repository, as here, its version would get the repository's commit.
 install_compiled() {
     local wheels name
     wheels=build/wheels/$(pin torch) name=$(pin $COMPILED)
     name=${name//-/_}
     compgen -G "$wheels/${name/==/-}-*.whl" ||
-        PATH=$PWD/$VENV/bin:$PATH NVTE_BUILD_USE_NVIDIA_WHEELS=1 MAX_JOBS=${MAX_JOBS:-$(jobs_at_once)} pip_ wheel \
-            --verbose --no-cache-dir --no-deps --no-build-isolation --wheel-dir $wheels "$(pin $COMPILED)" || return
+        PATH=$PWD/$VENV/bin:$PATH NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_NO_LOCAL_VERSION=1 \
+            MAX_JOBS=${MAX_JOBS:-$(jobs_at_once)} pip_ wheel --verbose --no-cache-dir --no-deps --no-build-isolation \
+            --wheel-dir $wheels "$(pin $COMPILED)" || return
     pip_install --no-deps --no-index --find-links $wheels "$(pin $COMPILED)"
 }
 

@@ -1,7 +1,8 @@
 """What this machine provides, how much GPU memory a run needs, how data is read, or whether users and judges answer.
 
 `megatron-collab doctor` prints one row for each library and device: whether it was found, what it enables and what is
-used without it; a run uses the same probes. Exit code 1 if something required is missing.
+used without it; a run uses the same probes. Of a half-installed set for GPUs it names every part that is missing, of
+another version or broken, with what mends it. Exit code 1 if there is one, or something required is missing.
 
 `megatron-collab doctor --plan experiment=NAME [option=value …]` takes the options of train and prints the memory of the
 fullest GPU by part. It needs neither GPU nor data nor weights: the model's shape is read from model.path, else from
@@ -29,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_collab import patches
 from megatron_collab.commands import ArgumentParser, positive
 from megatron_collab.config import Config, ConfigError, EndpointConfig, compose, make_absolute
-from megatron_collab.runtime import device
+from megatron_collab.runtime import device, gpu_set
 
 if TYPE_CHECKING:
     from megatron_collab.data.sources import Source
@@ -64,10 +65,13 @@ def print_probes() -> int:
     if lacking:
         print(f"\nRequired and missing: {', '.join(lacking)}. Run make setup.")
         return 1
+    faults = gpu_set.faults()
+    for fault in faults:
+        print(f"\n{fault.part} {fault.detail}\n  -> {fault.mend}")
     selected = device.select("auto")
     print(f"\nChanges to libraries in force (megatron_collab/patches):\n{patches.table()}")
     print(f"\nlaunch.device=auto selects {selected.type}, with torch.distributed over {selected.backend}.")
-    return 0
+    return 1 if faults else 0
 
 
 def print_plan(overrides: Sequence[str], gpu_gib: float) -> int:

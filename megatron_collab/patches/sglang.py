@@ -45,7 +45,7 @@ def without_sgl_kernel() -> bool:
     loaded = sys.modules.get("sgl_kernel")
     if loaded is not None:
         return loaded.__name__.startswith(__package__)
-    return importlib.util.find_spec("sgl_kernel") is None
+    return on_cpu() or importlib.util.find_spec("sgl_kernel") is None
 
 
 @cache
@@ -100,6 +100,11 @@ def _stand_in_for_sgl_kernel() -> None:
     from megatron_collab.patches import sgl_kernel
 
     sys.modules["sgl_kernel"] = sgl_kernel
+
+
+def hide_megatron() -> None:
+    """Called by the server before its modules are imported."""
+    sys.modules["megatron.core"] = None  # type: ignore[assignment]
 
 
 def keep_loads_in_temporary_folder() -> None:
@@ -159,7 +164,8 @@ PATCHES = (
     ),
     _sglang(
         "a stand-in for sgl_kernel",
-        why="The two kernels that SGLang calls on CPU, in plain torch; others are imported by name and never called.",
+        why="The two kernels that SGLang calls on CPU, in plain torch; others are imported by name and never called. "
+        "The package for GPUs has neither, and cannot be imported without a driver.",
         upstream="sglang/srt/layers/sampler.py, sglang/srt/mem_cache",
         until="SGLang's CPU engine can be installed without kernels built from source",
         test="tests/patches/test_sglang.py::test_requests_get_their_cache_slots",
@@ -186,6 +192,14 @@ PATCHES = (
         test="tests/patches/test_sglang.py::test_a_server_on_cpu_forks_and_computes_row_by_row",
         sets={"sglang.srt.batch_invariant_ops.enable_batch_invariant_mode": _enable_batch_invariant_mode},
         when=on_cpu,
+    ),
+    _sglang(
+        "no Megatron in servers",
+        why="SGLang's dumper for debugging imports Megatron, and with it TransformerEngine, into every process of a "
+        "server. That takes seconds, and ends it where an import raises anything but ImportError, as without a driver.",
+        upstream="sglang/srt/debug_utils/dumper.py:1824",
+        until="the dumper imports Megatron when it is used",
+        test="tests/patches/test_sglang.py::test_servers_do_not_import_megatron",
     ),
     _sglang(
         "load snapshots in the temporary folder",

@@ -81,16 +81,34 @@ def run_python(code: str, *paths: Path) -> str:
 
 
 @pytest.mark.processes
-def test_a_real_module_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "0")  # real ones are there on GPUs
+@pytest.mark.parametrize(("on_cpu", "real"), [("0", ["True", "True"]), ("1", ["True", "False"])])
+def test_a_real_module_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_cpu: str, real: list[str]) -> None:
+    """But for the kernels of GPUs on a CPU, among which those for CPUs are missing."""
+    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", on_cpu)
     for name in ("triton", "sgl_kernel"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("REAL = True\n")
     code = (
         "from megatron_collab import patches\npatches.apply('torchvision', 'sglang')\n"
-        "import triton, sgl_kernel\nprint(triton.REAL, sgl_kernel.REAL)"
+        "import triton, sgl_kernel\nprint(triton.REAL, 'REAL' in vars(sgl_kernel))"
     )
-    assert run_python(code, tmp_path, REPOSITORY).split() == ["True", "True"]
+    assert run_python(code, tmp_path, REPOSITORY).split() == real
+
+
+@pytest.mark.processes
+def test_servers_do_not_import_megatron(tmp_path: Path) -> None:
+    """An OSError in Megatron's import, as without a driver, would end every process of a server."""
+    (tmp_path / "megatron" / "core").mkdir(parents=True)
+    (tmp_path / "megatron" / "core" / "__init__.py").write_text("raise OSError('libcuda.so.1')\n")
+    code = """
+from megatron_collab import patches
+patches.apply("torchvision", "sglang")
+from megatron_collab.patches.sglang import hide_megatron
+hide_megatron()
+from sglang.srt.debug_utils import dumper
+print(dumper._MegatronPlugin._available)
+"""
+    assert run_python(code, tmp_path, REPOSITORY).split() == ["False"]
 
 
 @pytest.mark.processes

@@ -71,8 +71,14 @@ from megatron_collab import patches
 
 patches.apply("torchvision", "sglang")
 
-from megatron_collab.patches.sglang import keep_loads_in_temporary_folder, on_cpu, zero_biases_of_heads
+from megatron_collab.patches.sglang import (
+    hide_megatron,
+    keep_loads_in_temporary_folder,
+    on_cpu,
+    zero_biases_of_heads,
+)
 
+hide_megatron()
 if on_cpu():  # its processes are forked
     os.register_at_fork(after_in_child=_end_with_parent)
     os.register_at_fork(after_in_child=_register_stacks)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_collab.trainer.megatron.te_cpu.quantize import is_fake
+from megatron_collab.trainer.megatron.te_cpu.tensors import is_fake
 
 _CAUSAL = ("NVTE_CAUSAL_MASK", "NVTE_PADDING_CAUSAL_MASK")
 _MASKS = (*_CAUSAL, "NVTE_NO_MASK", "NVTE_PADDING_MASK")
@@ -83,11 +83,11 @@ def _positions(tokens: int, cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> T
     return index + torch.where(behind, (2 * cp_size - cp_rank - 2) * half, cp_rank * half)
 
 
-def get_fused_attn_backend(params: Any) -> tuple[Any, str]:
+def get_fused_attn_backend(fused_attn_params: Any) -> tuple[Any, str]:
     """(the kernel for 16 bits if the arguments are those of `fused_attn_fwd`, else none, why)."""
     import transformer_engine_torch as tex
 
-    backends = tex.NVTE_Fused_Attn_Backend
+    backends, params = tex.NVTE_Fused_Attn_Backend, fused_attn_params
     if params.qkv_layout.name != "NVTE_THD_THD_THD" or params.attn_mask_type.name not in _MASKS:
         return backends.NVTE_No_Backend, f"no reference kernel for {params.qkv_layout!r}, {params.attn_mask_type!r}"
     return backends.NVTE_F16_arbitrary_seqlen, ""

@@ -91,7 +91,7 @@ def _asked_for() -> set[str]:
     spec = importlib.util.find_spec("transformer_engine")
     assert spec is not None and spec.origin is not None
     files = (Path(spec.origin).parent / "pytorch").rglob("*.py")
-    return {name for file in files for name in re.findall(r"\btex\.([a-z]\w+)", file.read_text())} - set(_HOOKS)
+    return {name for file in files for name in re.findall(r"(?<![\w.])tex\.([a-z]\w+)", file.read_text())} - set(_HOOKS)
 
 
 def _missing(name: str) -> type:

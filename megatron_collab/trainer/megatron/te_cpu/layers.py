@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_collab.trainer.megatron.te_cpu.quantize import dtype_of, quantize, value, wide
+from megatron_collab.trainer.megatron.te_cpu.quantize import quantize
+from megatron_collab.trainer.megatron.te_cpu.tensors import dtype_of, value, wide
 
 
 def rmsnorm_fwd(
@@ -152,6 +153,6 @@ def get_num_cublas_streams() -> int:
     return 4
 
 
-def swap_first_dims(tensor: Tensor, *, out: Tensor | None = None) -> Tensor:
+def swap_first_dims(tensor: Tensor, *, out: Tensor | None) -> Tensor:
     swapped = tensor.transpose(0, 1).contiguous()
     return swapped if out is None else out.copy_(swapped)

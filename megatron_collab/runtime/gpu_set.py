@@ -1,0 +1,101 @@
+"""Which packages for GPUs are missing, of another version or broken where some are installed, and what mends each.
+
+This package, TransformerEngine and SGLang name what they need on GPUs; on a CPU they work without most of it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from typing import NamedTuple
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from megatron_collab.runtime import device
+
+_OWNERS = {"megatron-collab": "gpu", "transformer-engine": "pytorch core-cu13", "sglang": ""}  # with their extras
+_LIFTED = ("openai",)  # requirements/gpu.override has another version
+_COMPILED = "transformer-engine-torch"  # has no wheel
+# Those that a set for CPUs does not have; one of them means that a set for GPUs was begun.
+_SIGNS = (_COMPILED, "transformer-engine-cu13", "sglang-kernel", "flashinfer-python")
+# What is imported, once the versions are right: libraries of another CUDA or torch are found so.
+_MODULES = {
+    "torch": "torch",
+    _COMPILED: "transformer_engine.pytorch",  # which loads it
+    "sglang-kernel": "sgl_kernel",
+    "flashinfer-python": "flashinfer",
+    "torch-memory-saver": "torch_memory_saver",
+}
+_DRIVER = "libcuda.so"  # is not there without a GPU, which is no fault of a package
+
+
+class Fault(NamedTuple):
+    """A distribution, what is wrong with it, and the command that mends it."""
+
+    part: str
+    detail: str
+    mend: str
+
+
+def faults() -> list[Fault]:
+    """Those of a set for GPUs that was begun, by hand or by `make setup GPU=1`; none where there is no such set.
+
+    Where there is a GPU and no such set, that is the only one.
+    """
+    if not any(map(_version, _SIGNS)):
+        seen = device.probe("cuda").found
+        said = "a CUDA device is visible, and none of the packages for GPUs is installed"
+        return [Fault("the set for GPUs", said, "rm -r .venv && make setup GPU=1")] if seen else []
+    found = {fault.part: fault for owner, each in _wanted() if (fault := _by_version(owner, each))}
+    broken = [fault for name in _MODULES if name not in found and (fault := _by_import(name))]
+    return [*found.values(), *broken]
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _wanted() -> Iterator[tuple[str, Requirement]]:
+    for owner, extras in _OWNERS.items():
+        for each in map(Requirement, metadata.requires(owner) or [] if _version(owner) else []):
+            applies = each.marker is None or any(each.marker.evaluate({"extra": extra}) for extra in extras.split(" "))
+            if applies and canonicalize_name(each.name) not in _LIFTED:
+                yield f"{owner} {_version(owner)}", each
+
+
+def _by_version(owner: str, requirement: Requirement) -> Fault | None:
+    name, version = canonicalize_name(requirement.name), _version(requirement.name)
+    if version is not None and requirement.specifier.contains(version, prereleases=True):
+        return None
+    found = f"is {version}" if version else "is not installed"
+    needed = str(requirement.specifier)
+    return Fault(name, f"{found}; {owner} needs {needed or 'it'}", _command(name, needed))
+
+
+def _by_import(name: str) -> Fault | None:
+    try:
+        module = importlib.import_module(_MODULES[name])
+    except Exception as error:  # whatever a library raises that does not fit the others
+        text = " ".join(str(error).split())
+        return None if _DRIVER in text else _broken(name, f"cannot be imported: {text[:160]}")
+    if name == "torch" and module.version.cuda is None:
+        return _broken(name, "is a build for CPUs")
+    return None
+
+
+def _broken(name: str, detail: str) -> Fault:
+    version = str(_version(name)).partition("+")[0]
+    return Fault(name, f"{version} {detail}", _command(name, f"=={version}", "--force-reinstall "))
+
+
+def _command(name: str, specifier: str, again: str = "") -> str:
+    pip = f"{sys.executable} -m pip install {again}--no-deps"
+    if name == _COMPILED:  # for the torch that is here, not from pip's cache
+        pip = f"NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_NO_LOCAL_VERSION=1 {pip} --no-build-isolation --no-cache-dir"
+    return f"{pip} '{name}{specifier}'"

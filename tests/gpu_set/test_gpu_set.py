@@ -1,0 +1,169 @@
+"""What only the set for GPUs can show, on a machine without a GPU: `make test-gpu-set` runs this there.
+
+The compiled part of TransformerEngine has the names, numbers and arguments of its stand-in; SGLang on CUDA takes our
+arguments; a login node, which has the packages and no driver, plans runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_collab.config import Config
+from megatron_collab.inference import SCORES_FLAG
+from megatron_collab.inference import server as server_module
+from megatron_collab.inference.server import Part, Serves
+from megatron_collab.runtime import device
+from tests.ranks import EXPERTS, HF
+
+ROOT = Path(__file__).resolve().parents[2]
+INSTALLED = any(each.name == "sglang-kernel" for each in metadata.distributions())
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(not INSTALLED, reason="the set for GPUs is not installed: make test-gpu-set"),
+]
+
+
+def asked(code: str, *arguments: str) -> Any:
+    """What `code` prints last, as JSON, in a process that no patch has changed."""
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+# Of a module each public name: the numbers of an enumeration, else what its first line of help says.
+DESCRIBED = """
+import inspect, json
+import torch, transformer_engine.pytorch, transformer_engine_torch
+from megatron_collab.trainer.megatron.te_cpu import extension
+
+def described(module):
+    found = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+    members = {name: {key: int(each) for key, each in value.__members__.items()}
+               for name, value in found.items() if hasattr(value, "__members__")}
+    return {name: members.get(name, (value.__doc__ or "").strip()) for name, value in found.items()}
+
+def parameters(kernel):
+    each = inspect.signature(kernel).parameters.values()
+    return [[one.name, one.kind is one.KEYWORD_ONLY, one.default is not one.empty] for one in each]
+
+kernels = {name: parameters(kernel) for name, kernel in extension.kernels().items()}
+print(json.dumps([described(transformer_engine_torch), described(extension.module()), kernels]))
+"""
+
+
+@pytest.fixture(scope="module")
+def engines() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """By name: the compiled module, its stand-in, and what the stand-in's kernels take."""
+    return tuple(asked(DESCRIBED))
+
+
+def taken(help_text: str) -> list[list[Any]]:
+    """The parameters in "name(first: type, *, second: type = None) -> type", as DESCRIBED gives those of Python."""
+    between, depth, parts = help_text.partition("(")[2], 0, [""]
+    for letter in between:
+        depth += (letter in "([{<") - (letter in ")]}")
+        if depth < 0:
+            break
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    found, by_name = [], False
+    for part in filter(None, map(str.strip, parts)):
+        if part == "*":
+            by_name = True
+        else:
+            found.append([re.match(r"\w+", part)[0], by_name, bool(re.search(r" = |\w=", part))])
+    return found
+
+
+def test_the_stand_in_has_no_name_of_its_own(engines: Any) -> None:
+    compiled, stand_in, kernels = engines
+    assert set(stand_in) - set(compiled) == {"REFERENCE"}
+    assert len(kernels) >= 20
+
+
+def test_its_numbers_are_the_compiled_ones(engines: Any) -> None:
+    compiled, stand_in, _ = engines
+    numbers = {name: value for name, value in stand_in.items() if isinstance(value, dict)}
+    assert len(numbers) >= 10 and numbers == {name: compiled[name] for name in numbers}
+
+
+def test_its_kernels_take_what_the_compiled_ones_take(engines: Any) -> None:
+    compiled, _, kernels = engines
+    for name, ours in kernels.items():
+        theirs = taken(compiled[name])
+        unnamed = [each[0] == f"arg{place}" for place, each in enumerate(theirs)]
+        named = [
+            [place[0], *each[1:]] if blank else each for place, each, blank in zip(ours, theirs, unnamed, strict=False)
+        ]
+        assert len(ours) == len(theirs) and ours == named, name
+
+
+# SGLang as on a Hopper GPU: which arguments it has, and what it makes of them, depends on the device.
+ON_CUDA = """
+import json, sys
+from argparse import ArgumentParser
+from types import SimpleNamespace
+import torch
+torch.cuda.is_available = lambda: True
+torch.cuda.device_count = lambda: 8
+torch.cuda.get_device_capability = lambda *_: (9, 0)
+torch.cuda.get_device_name = lambda *_: "NVIDIA H100"
+torch.cuda.get_device_properties = lambda *_: SimpleNamespace(
+    name="NVIDIA H100", major=9, minor=0, total_memory=80 * 2**30, multi_processor_count=132
+)
+from sglang.srt.server_args import ServerArgs
+parser = ArgumentParser()
+ServerArgs.add_cli_args(parser)
+print(json.dumps([parser.parse_known_args(command)[1] for command in json.loads(sys.argv[1])]))
+"""
+
+
+def test_on_cuda_sglang_takes_every_argument_that_we_pass(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(device, "select", lambda setting: device.Device("cuda", "nccl"))
+    (tmp_path / "config.json").write_text(json.dumps(HF | EXPERTS))
+    commands = []
+    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"tp": 4}, {}),
+        ({"fp8": True, "max_total_tokens": 2**18}, {}),
+        ({"colocated": False, "ep": 2}, {}),
+        ({"tp": 8, "nnodes": 2}, {"part": Part(1, "tcp://10.0.0.1:30001")}),
+        ({}, {"serves": Serves.TEXT}),
+        ({}, {"serves": Serves.SCORES}),
+    ]
+    for settings, given in cases:
+        config = Config()
+        config.model.path = str(tmp_path)
+        for name, value in settings.items():
+            setattr(config.rollout.server, name, value)
+        commands.append(server_module.arguments(config, "http://10.0.0.1:30000", 0, **given))
+    passed = {word for command in commands for word in command}
+    assert {"--moe-runner-backend", "--load-format", "--nnodes", f"--{SCORES_FLAG}"} <= passed
+    assert asked(ON_CUDA, json.dumps(commands)) == [[]] * len(commands)
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["doctor"], "launch.device=auto selects cpu"),
+        (["doctor", "--plan", "experiment=train_70b"], "Fits a GPU of 80 GiB"),
+        (["plan-sync", "experiment=train_70b"], "server"),
+    ],
+    ids=" ".join,
+)
+def test_a_login_node_without_a_driver_plans(command: list[str], said: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
+    program = [sys.executable, "-m", "megatron_collab.commands", *command]
+    done = subprocess.run(program, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert said in done.stdout
