@@ -127,12 +127,17 @@ def prepare(folder: Path) -> Path:
     """Write the models and the tokens."""
     for seed, (name, settings) in enumerate(MODELS.items()):
         make_model(folder / name, seed=seed, vocab=VOCAB, hidden=32, ffn=48, head_dim=8, **settings)
+    np.savez(folder / "tokens.npz", micro_batches=random_sequences(VOCAB))
+    return folder
+
+
+def random_sequences(vocab: int) -> np.ndarray:
+    """Four micro-batches of three sequences."""
     rng = np.random.default_rng(0)
     packed = np.empty(4, dtype=object)
     for number in range(4):
-        packed[number] = [rng.integers(3, VOCAB, length) for length in rng.integers(3, 24, size=3)]
-    np.savez(folder / "tokens.npz", micro_batches=packed)
-    return folder
+        packed[number] = [rng.integers(3, vocab, length) for length in rng.integers(3, 24, size=3)]
+    return packed
 
 
 def measure_every_layout(folder: Path) -> None:
@@ -161,8 +166,7 @@ def configure(folder: Path, layout: str) -> Config:
 class Run:
     """The micro-batches of this data-parallel rank through Megatron's schedule."""
 
-    def __init__(self, folder: Path, multiple: int) -> None:
-        packed = np.load(folder / "tokens.npz", allow_pickle=True)["micro_batches"]
+    def __init__(self, packed: np.ndarray, multiple: int) -> None:
         ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
         self.own = range(rank, len(packed), ranks)
         self.micro_batches = [pack(packed[number], multiple) for number in self.own]
@@ -229,7 +233,7 @@ def measure(folder: Path, name: str, layout: str) -> None:
     out = folder / "out" / layout
     chunks = policies.load(config)
     hf.save_hf(chunks, out / name, folder / name)
-    run = Run(folder, config.parallel.tp)
+    run = Run(np.load(folder / "tokens.npz", allow_pickle=True)["micro_batches"], config.parallel.tp)
     twin = policies.frozen_copy(chunks)
     norm = train(chunks, run)  # the twin must hold weights of its own
     assert not any(parameter.requires_grad for chunk in twin for parameter in chunk.parameters())

@@ -58,7 +58,7 @@ def rehearse(config: Config, shape: ModelShape, hf: Mapping[str, Any], every: bo
             own = [rank] if every else members
             yield Rehearsed(kind, own, rank, parts, found.peak, found.snapshot)
     try:
-        contents.check()
+        contents.check_read()
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
