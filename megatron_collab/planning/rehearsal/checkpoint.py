@@ -15,7 +15,6 @@ from megatron_collab.checkpoint.sharded_state import restore, snapshot
 from megatron_collab.planning.rehearsal.ledger import HOST, Ledger
 from megatron_collab.trainer.trainer import PolicyTrainer
 
-
 _OPTIMIZER_STATE = re.compile(r"(.*?)optimizer\.state\.\w+\.(.+)")  # see checkpoint/sharded_state.py
 
 
