@@ -46,7 +46,7 @@ def faults() -> list[Fault]:
     Where there is a GPU and no such set, that is the only one.
     """
     if not any(map(_version, _SIGNS)):
-        seen = device.probe("cuda").found
+        seen = device.probe(device.GPU).found
         said = "a CUDA device is visible, and none of the packages for GPUs is installed"
         return [Fault("the set for GPUs", said, "rm -r .venv && make setup GPU=1")] if seen else []
     found = {fault.part: fault for owner, each in _wanted() if (fault := _by_version(owner, each))}
