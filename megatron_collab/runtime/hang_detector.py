@@ -145,7 +145,7 @@ def nccl_operation(dump: Callable[..., bytes] | None = _NCCL_TRACE) -> str:
 
     With NCCL the host does not stop in torch.distributed, but wherever it next needs a number of the GPU.
     """
-    entries = json.loads(dump(includeCollectives=True, onlyActive=True))["entries"] if dump else []
+    entries = json.loads(dump(includeCollectives=True, onlyActive=True)).get("entries", []) if dump else []
     open_ones = [entry for entry in entries if entry["state"] != "completed"]
     if not open_ones:
         return ""

@@ -170,6 +170,7 @@ def test_with_nccl_the_oldest_open_operation_is_named(one_rank: Config) -> None:
     assert hang_detector.nccl_operation(dump) == "nccl:send of pp"
     entries[1:] = []
     assert hang_detector.nccl_operation(dump) == ""
+    assert hang_detector.nccl_operation(lambda **_: b'{"version": "2.10"}') == ""  # as before the first operation
     assert hang_detector.nccl_operation() == ""  # without NCCL
 
 
