@@ -70,7 +70,9 @@ class ParallelConfig:
     cp: int = option(1, "context parallel size: ranks that share a sequence; needs TransformerEngine", ge=1)
     ep: int = option(1, "expert parallel size: ranks that the experts of a layer are spread over", ge=1)
     sequence_parallel: bool = mutable(False, "split norms and dropout over the tensor parallel ranks; needs tp > 1")
-    recompute: str = mutable("none", "recomputation; selective: attention alone", choices=("none", "selective", "full"))
+    recompute: str = mutable(
+        "none", "recomputation; selective: feed-forward layers alone", choices=("none", "selective", "full")
+    )
     offload: bool = mutable(False, "offload optimizer and gradients to host memory while rollouts are sampled")
 
 

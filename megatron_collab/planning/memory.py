@@ -20,9 +20,8 @@ Per token, with i the bytes of the dtype, h the hidden size, t = parallel.tp, an
     experts instead       k i (h + 3 e) / s: k of n experts of width e, routed evenly
     and their router      (k (20 + i) + n (1 + i)) / s
 
-Selective recompute keeps of the core attention only its inputs, where they are no views; what it recomputes is less
-than what the feed-forward has freed by then. Full recompute keeps only the input of a layer, i h / s (in float32 the
-first norm's), and recomputes one layer at a time.
+Selective recompute keeps nothing of the feed-forward, or the experts and their router, but their input. Full recompute
+keeps only the input of a layer, i h / s (in float32 the first norm's). Both recompute one layer at a time.
 Korthikanti et al. 2022 (arXiv:2205.05198), section 4, count the same way for a layer with dropout and without a gate.
 """
 
@@ -252,7 +251,7 @@ def _largest(rounds: Sequence[Sequence[Item]]) -> int:
 
 
 def layer_activations(config: Config, shape: ModelShape, number: int, tokens: int) -> tuple[float, float]:
-    """Bytes that layer `number` (from 0) keeps from the forward to the backward pass, and that full recompute makes.
+    """Bytes that layer `number` (from 0) keeps from the forward to the backward pass, and that are made again in that.
 
     With a micro-batch of `tokens` on a context parallel rank.
     """
@@ -265,17 +264,17 @@ def layer_activations(config: Config, shape: ModelShape, number: int, tokens: in
     if shape.qk_norm:
         rest += (4 + item) * (queries + keys) + 4 * tokens * (shape.heads + shape.kv_heads) / tp
         rest -= 4 * views if item == 4 else 0
+    rest += item * (2 * queries + keys) + 4 * tokens * shape.heads / tp
     experts = shape.experts
     if experts is None or number not in experts.layers:
-        rest += item * 3 * shape.ffn * tokens / tp
+        feed_forward = item * 3 * shape.ffn * tokens / tp
     else:
-        rest += rows * experts.per_token * item * (shape.hidden + 3 * experts.ffn)
-        rest += rows * (experts.per_token * (20 + item) + experts.count * (1 + item))
-    core = item * (2 * queries + keys) + 4 * tokens * shape.heads / tp
-    core_inputs = item * (queries + keys - (0 if shape.qk_norm else views))
+        feed_forward = rows * experts.per_token * item * (shape.hidden + 3 * experts.ffn)
+        feed_forward += rows * (experts.per_token * (20 + item) + experts.count * (1 + item))
     own_input = rows * item * shape.hidden
-    kept = {"none": rest + core, "selective": rest + core_inputs, "full": own_input}
-    return kept[config.parallel.recompute], rest + core - (own_input if item == 4 else 0)
+    again = {"none": 0.0, "selective": feed_forward, "full": rest + feed_forward - (own_input if item == 4 else 0)}
+    kept = {"none": rest + feed_forward, "selective": rest, "full": own_input}
+    return kept[config.parallel.recompute], again[config.parallel.recompute]
 
 
 def activations(config: Config, shape: ModelShape, rank: int, tokens: int) -> float:
@@ -297,8 +296,7 @@ def activations(config: Config, shape: ModelShape, rank: int, tokens: int) -> fl
         kept += rows * _norm(shape.hidden, item) if last and not full else 0
         kept += rows * item * shape.hidden * ((stage > 0) + (not last))
         chunks.append(kept)
-        if full:
-            recomputed = max(recomputed, *(again for _, again in layers))
+        recomputed = max(recomputed, *(again for _, again in layers))
     return in_flight(chunks, pp, rank) + recomputed
 
 

@@ -23,7 +23,8 @@ from megatron_collab.trainer.megatron import layers
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
-    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    # Not the attention, as is Megatron's default: fused, it keeps little, and is dear to compute again.
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["mlp", "moe"]},
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
 

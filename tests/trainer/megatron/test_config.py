@@ -114,7 +114,10 @@ PLAIN = {
             },
         ),
         ({"parallel.cp": 2}, {"context_parallel_size": 2}),
-        ({"parallel.recompute": "selective"}, {"recompute_granularity": "selective"}),
+        (
+            {"parallel.recompute": "selective"},
+            {"recompute_granularity": "selective", "recompute_modules": ["mlp", "moe"]},
+        ),
         (
             {"parallel.recompute": "full"},
             {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
