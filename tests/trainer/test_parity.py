@@ -68,7 +68,7 @@ DENSE = {
 EXPERTS = {
     "dp4": {},
     "tp2-sp": {"tp": 2, "sequence_parallel": True},
-    "ep2": {"ep": 2},
+    "ep2-selective": {"ep": 2, "recompute": "selective"},
     "tp2-sp-ep4-full": {"tp": 2, "sequence_parallel": True, "ep": 4, "recompute": "full"},
     "pp2-vpp2-ep2": {"pp": 2, "vpp": 2, "ep": 2},
 }

@@ -35,7 +35,6 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2},
@@ -111,8 +110,7 @@ def rank_main(layout: str, out: Path) -> None:
             for chunk in chunks:
                 for parameter in chunk.parameters():
                     parameter.normal_(0, 0.02)
-        with mock.patch.object(policies, "load", return_value=chunks):
-            actor = PolicyTrainer(config)
+        actor = PolicyTrainer(config, lambda _: chunks)
         with counted() as counts:
             actor.update(with_advantages(actor.score(Batch(samples)), config.algo))
         dp = parallel_state.get_data_parallel_world_size()
