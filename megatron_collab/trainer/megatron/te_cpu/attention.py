@@ -173,12 +173,15 @@ def fused_attn_bwd(
     dp_quantizer: Any,
     dqkv_quantizer: Any,
     cuda_graph: bool,
-) -> list[Tensor]:
-    """[gradient of Q, of K, of V]; the first of `Aux_CTX_Tensors` is what the forward kernel returned second."""
+) -> list[Tensor | None]:
+    """[gradient of Q, of K, of V, None for the bias, None for the softmax's offset].
+
+    The first of `Aux_CTX_Tensors` is what the forward kernel returned second.
+    """
     _refuse(p_dropout, attn_mask_type, window_size, softmax_type, bias_type)
     dq, dk, dv = (torch.zeros_like(x) for x in (Q, K, V))
     if is_fake(Q):
-        return [dq, dk, dv]
+        return [dq, dk, dv, None, None]
     lse, heads, groups = Aux_CTX_Tensors[0], Q.shape[1], K.shape[1]
     for q_rows, kv_rows in _sequences(cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded):
         weights = (_scores(Q[q_rows], K[kv_rows], attn_scale, attn_mask_type) - lse[q_rows].permute(1, 0, 2)).exp()
@@ -190,7 +193,7 @@ def fused_attn_bwd(
         for target, left, right in ((dk, scored, q), (dv, weights, upstream)):
             per_head = torch.einsum("nst,snd->tnd", left, right)
             target[kv_rows] = per_head.unflatten(1, (groups, -1)).sum(2).to(target.dtype)
-    return [dq, dk, dv]
+    return [dq, dk, dv, None, None]
 
 
 def _refuse(dropout: float, mask: Any, window: Any, softmax: Any, bias: Any, return_max_logit: bool = False) -> None:

@@ -55,8 +55,12 @@ def _pretend_to_be_a_gpu() -> None:
     torch.cuda.get_device_properties = lambda *_: found
     torch.cuda.is_current_stream_capturing = lambda: False
     torch.cuda.stream = _on_stream
+    torch.cuda.Event = lambda *_, **__: SimpleNamespace(record=_ignore, wait=_ignore, synchronize=_ignore)
     torch.distributed._coalescing_manager = _one_by_one
     torch.Tensor.is_cuda = property(lambda self: True)
+
+
+def _ignore(*_: Any) -> None: ...
 
 
 @contextmanager
@@ -80,6 +84,20 @@ def _on_cpu(backward: Any) -> Any:
     return run
 
 
+def _at_once(exchange: Any) -> Any:
+    """`exchange` done when it returns, with no request left: attention's backward pass waits for the same one twice.
+
+    NCCL's requests allow that; gloo's second wait is for another message, which never comes.
+    """
+
+    def run(*arguments: Any) -> list[Any]:
+        for request in exchange(*arguments):
+            request.wait()
+        return []
+
+    return run
+
+
 class _Float32ForFloat16(ModuleType):
     """torch as the module sees it that asserts that its tensors are of float16 or bfloat16."""
 
@@ -92,7 +110,7 @@ def _accept_a_cpu() -> None:
 
     With float32 the path that bfloat16 takes on a GPU can be compared without rounding; a GPU would take another one.
     """
-    from transformer_engine.pytorch.attention.dot_product_attention import backends, utils
+    from transformer_engine.pytorch.attention.dot_product_attention import backends, context_parallel, utils
     from transformer_engine.pytorch.module import base
 
     build, choose = base.TransformerEngineBaseModule.__init__, utils.get_attention_backend
@@ -109,5 +127,6 @@ def _accept_a_cpu() -> None:
     for function in torch.autograd.Function.__subclasses__():
         if function.__module__.startswith("transformer_engine.") and "backward" in vars(function):
             function.backward = staticmethod(_on_cpu(function.backward))
+    context_parallel.flash_attn_p2p_communicate = _at_once(context_parallel.flash_attn_p2p_communicate)
     utils.get_attention_backend = choose_as_for_bfloat16
     backends.torch = _Float32ForFloat16("torch")

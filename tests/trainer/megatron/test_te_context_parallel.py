@@ -1,0 +1,81 @@
+"""Context parallelism by TransformerEngine's own Python over reference kernels: two ranks together are one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron.core import parallel_state
+
+from megatron_collab.checkpoint import hf
+from megatron_collab.config import Config
+from megatron_collab.config.schema import ParallelConfig
+from megatron_collab.trainer.megatron import parallel
+from megatron_collab.trainer.microbatches import context_slice
+from megatron_collab.trainer.trainer import PolicyTrainer
+from megatron_collab.types import Batch
+from tests.ranks import learn, make_config, make_model, make_samples, run_ranks
+from tests.trainer.megatron import test_te_cpu as engine
+
+pytestmark = pytest.mark.processes
+
+RANKS = 2
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(measure, RANKS, make_model(tmp_path_factory.mktemp("context") / "model"), engine=True)
+
+
+def measure(folder: Path) -> dict[str, Any]:
+    """As one of the ranks: by context size the states and gradients of one pass, log-probs and metrics of two updates.
+
+    Without context parallelism the ranks are data parallel.
+    """
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    config, results = Config(), {}
+    config.launch.device, config.launch.timeout = "cpu", 60.0
+    for cp in (1, RANKS):
+        config.parallel = ParallelConfig(cp=cp)
+        FP8GlobalStateManager.reset()  # it has the groups of the layout before
+        with parallel.init_parallel(config):
+            results[f"pass {cp}"] = one_pass(config)
+            trainer = PolicyTrainer(make_config(folder, {"parallel.cp": cp}))
+            samples = make_samples(11, 1)
+            results[f"scored {cp}"] = trainer.log_probs(trainer.policy.chunks, Batch(samples))
+            results[f"updates {cp}"] = [learn(trainer, Batch(make_samples(11, seed))) for seed in (1, 2)]
+    return results
+
+
+def one_pass(config: Config) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """(the tokens of this rank, their states [1, t, h], its summands of the gradients by name)."""
+    model = engine.build(config, {"model_type": "llama", **engine.MODELS["llama"]}, True, "float32", None)
+    for chunk in model.chunks:
+        chunk.zero_grad_buffer()
+    bounds = np.cumsum([0, *engine.LENGTHS])
+    kept = torch.from_numpy(context_slice(bounds, config.parallel.cp, parallel_state.get_context_parallel_rank()))
+    tokens, positions, mask, packing = engine.inputs()
+    hidden = model.chunks[0](tokens[:, kept], positions[:, kept], mask, packing)
+    upstream = torch.randn((1, bounds[-1], hidden.shape[-1]), generator=torch.Generator().manual_seed(2))
+    (hidden.float() * upstream[:, kept]).sum().backward()
+    return kept, hidden.detach(), {name: shard.main_grad.clone() for name, shard in hf.named_shards(model.chunks)}
+
+
+def test_ranks_together_are_one(found: list[dict[str, Any]]) -> None:
+    _, whole, gradients = found[0]["pass 1"]
+    for rank in found:
+        kept, hidden, _ = rank[f"pass {RANKS}"]
+        assert engine.error(hidden, whole[:, kept]) < 1e-5
+    for name, wanted in gradients.items():
+        assert engine.error(sum(rank[f"pass {RANKS}"][2][name] for rank in found), wanted) < 1e-5, name
+
+
+def test_updates_are_the_same(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        for here, wanted in zip(rank[f"scored {RANKS}"], rank["scored 1"], strict=True):
+            np.testing.assert_allclose(here, wanted, rtol=0, atol=1e-5)
+        assert rank[f"updates {RANKS}"] == [pytest.approx(metrics, rel=1e-5, abs=1e-5) for metrics in rank["updates 1"]]
