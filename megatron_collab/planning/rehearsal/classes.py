@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_collab.config import Config
 from megatron_collab.models.hf_config import ModelShape
@@ -16,14 +16,20 @@ class RankClass:
     """What ranks have in common: no two of them differ in what they build, hold, write or save.
 
     `vocabulary`: real rows of the embedding and the head, `saves`: whether they write their weights to a checkpoint,
-    `serves`: whether a server stands on their device, `segments`: for how many server ranks they keep buckets.
+    and `saves_experts` their experts, `serves`: whether a server stands on their device, `segments`: for how many
+    server ranks they keep buckets.
     """
 
     stage: int
     vocabulary: int
     saves: bool
+    saves_experts: bool
     serves: bool
     segments: int
+
+    def stepping(self) -> RankClass:
+        """The same but for what is saved, in which ranks do not differ while they step."""
+        return replace(self, saves=False, saves_experts=False)
 
 
 def class_of(config: Config, shape: ModelShape, places: Places | None, rank: int) -> RankClass:
@@ -39,6 +45,7 @@ def class_of(config: Config, shape: ModelShape, places: Places | None, rank: int
         stage=stage,
         vocabulary=min(rows, max(0, shape.vocab - tp_rank * rows)) if ends else 0,
         saves=replica == 0,
+        saves_experts=shape.experts is not None and own < parallel.ep,
         serves=keeps and rank % config.launch.nproc_per_node in serving(config),
         segments=sum(places.keeps(rank, t) for t in range(config.rollout.server.tp)) if places else 0,
     )

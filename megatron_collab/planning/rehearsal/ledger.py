@@ -42,12 +42,13 @@ class Ledger(TorchDispatchMode):
     """Within it every tensor's storage is booked under the part that is `part` when it is made.
 
     It goes around a FakeTensorMode, which makes the tensors. Where the program reads a number off one of these, it gets
-    a 1: what decides sizes must not come from there.
+    a 1: what decides sizes must not come from there. Of what it picks by a mask, it gets the share `picked`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, picked: float = 1.0) -> None:
         super().__init__()
         self.held = Held()
+        self._picked = picked
         self.part = PASSING
         self._live: dict[int, _Storage] = {}
 
@@ -57,6 +58,8 @@ class Ledger(TorchDispatchMode):
                 return _one(args[0].dtype)
             with _disable_current_modes():
                 return func(*args)
+        if func is torch.ops.aten.masked_select.default and isinstance(args[0], FakeTensor):
+            func, args = torch.ops.aten.new_empty.default, (args[0], [round(args[0].numel() * self._picked)])
         kwargs = kwargs or {}
         pinned = bool(kwargs.get("pin_memory"))
         if pinned:  # which a machine without a GPU cannot

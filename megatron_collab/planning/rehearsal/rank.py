@@ -87,12 +87,6 @@ def one_batch(config: Config, shape: ModelShape, micro_batches: int) -> Batch:
     )
 
 
-def sent_shape(config: Config, shape: ModelShape) -> list[int]:
-    """What a pipeline stage sends to the next for a micro-batch."""
-    rows = micro_batch_tokens(config) // (config.parallel.tp if config.parallel.sequence_parallel else 1)
-    return [rows, 1, shape.hidden]
-
-
 def passes(config: Config, stage: int) -> int:
     """The fewest micro-batches with which a pipeline stage has as many under way as with any number of them."""
     parallel = config.parallel

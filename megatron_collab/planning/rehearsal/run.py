@@ -11,11 +11,13 @@ from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.planning.memory import MemoryPart
 from megatron_collab.planning.rehearsal import checkpoint, publishing, servers
 from megatron_collab.planning.rehearsal.classes import RankClass, classes
-from megatron_collab.planning.rehearsal.rank import make_trainer, one_batch, parts_of, passes, sent_shape, step
+from megatron_collab.planning.rehearsal.rank import make_trainer, one_batch, parts_of, passes, step
 from megatron_collab.planning.rehearsal.world import rank_on_paper
 
 # What the run's own code and its libraries raise where something does not fit.
 _FAULTS = (ValueError, RuntimeError, AssertionError, KeyError, IndexError)
+
+Counted = tuple[int, Sequence[MemoryPart]]  # in a step: the most bytes at once, and the parts
 
 
 @dataclass(frozen=True)
@@ -34,23 +36,20 @@ class Rehearsed:
 def rehearse(config: Config, shape: ModelShape, hf: Mapping[str, Any], every: bool = False) -> Iterator[Rehearsed]:
     """One rank of every class, or `every` rank, in order; `hf`: the model's config.json.
 
+    Of classes that differ only in what they save, one takes a step for all; `every` rank takes its own.
     ConfigError with the first rank where something does not fit, which names the tensor.
     """
     message = "<parallel.cp>: only TransformerEngine's layers have it, which are not rehearsed; set parallel.cp=1"
     require(config.parallel.cp == 1, message, config)
-    message = (
-        "<model.path>: a model with experts is not rehearsed: what each gets follows from values; see doctor --plan"
-    )
-    require(shape.experts is None, message, config)
     served, publish = list[MemoryPart](), None
     if config.train.stage == "rl":
         publish = publishing.Publishing.of(config, shape)
         served = _servers(publish, dict(hf))
-    contents = checkpoint.Contents()
+    contents, counted = checkpoint.Contents(), dict[RankClass, Counted]()
     for kind, members in classes(config, shape, publish.places if publish else None).items():
         for rank in members if every else members[:1]:
             try:
-                found = _one(config, shape, kind, rank, publish, contents)
+                found = _one(config, shape, kind, rank, publish, contents, {} if every else counted)
             except _FAULTS as error:
                 text = " ".join(str(error).split()) or type(error).__name__
                 raise ConfigError(f"rank {rank} of the trainer, pipeline stage {kind.stage}: {text}") from error
@@ -82,14 +81,16 @@ def _one(
     rank: int,
     publish: publishing.Publishing | None,
     contents: checkpoint.Contents,
+    counted: dict[RankClass, Counted],
 ) -> Rehearsed:
-    with rank_on_paper(config, rank, sent_shape(config, shape)) as ledger:
+    with rank_on_paper(config, shape, rank) as ledger:
         trainer = make_trainer(config, shape, ledger)
         buckets = publish.write(rank, trainer.chunks, ledger) if publish else []
-        batch = one_batch(config, shape, passes(config, kind.stage))
-        step(trainer, batch, ledger)
-        peak = ledger.held.peak
-        parts = parts_of(trainer, ledger)
+        alike = kind.stepping()
+        if alike not in counted:
+            step(trainer, one_batch(config, shape, passes(config, kind.stage)), ledger)
+            counted[alike] = ledger.held.peak, parts_of(trainer, ledger)
+        peak, parts = counted[alike]
         buckets.clear()
         snapshot = checkpoint.save_and_load(trainer, rank, contents, ledger)
     return Rehearsed(kind, [rank], rank, parts, peak, snapshot)

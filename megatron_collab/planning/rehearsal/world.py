@@ -9,30 +9,33 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.optimizer import clip_grads
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
 
 from megatron_collab.config import Config
+from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.parallel_layout import ranks
+from megatron_collab.planning.memory import micro_batch_tokens
 from megatron_collab.planning.rehearsal.ledger import Ledger
-from megatron_collab.runtime import device
+from megatron_collab.runtime import device, rank0
 from megatron_collab.trainer.megatron import parallel
 
 _new_group = dist.new_group
 
 
 @contextmanager
-def rank_on_paper(config: Config, rank: int, sent: list[int]) -> Iterator[Ledger]:
-    """This process as `rank` of all ranks of the run, on a GPU that does not exist.
-
-    `sent`: the shape of what pipeline stages send to each other, which a stage is told by the other one.
-    """
+def rank_on_paper(config: Config, shape: ModelShape, rank: int) -> Iterator[Ledger]:
+    """This process as `rank` of all ranks of the run, on a GPU that does not exist."""
+    sent = _sent_shape(config, shape)  # which a stage is told by the other one
+    experts = shape.experts
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks(config))
     with ExitStack() as stack:
         for target, name, stand_in in _STAND_INS:
@@ -43,7 +46,33 @@ def rank_on_paper(config: Config, rank: int, sent: list[int]) -> Iterator[Ledger
         # A generator's state is a tensor, of which a fake one has no values.
         stack.enter_context(mock.patch.object(get_cuda_rng_tracker(), "fork", lambda *_: nullcontext()))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        yield stack.enter_context(Ledger())
+        yield stack.enter_context(Ledger(picked=experts.per_token / experts.count if experts else 1.0))
+
+
+def _sent_shape(config: Config, shape: ModelShape) -> list[int]:
+    """What a pipeline stage sends to the next for a micro-batch."""
+    rows = micro_batch_tokens(config) // (config.parallel.tp if config.parallel.sequence_parallel else 1)
+    return [rows, 1, shape.hidden]
+
+
+def _routed_evenly(dispatcher: MoEAlltoAllTokenDispatcher, point: str, counts: Any = None) -> Any:
+    """As if the router of every rank had given each expert as many tokens, in place of reading from the GPU how many.
+
+    Returns the tokens of each expert of this rank, from all ranks.
+    """
+    if point != dispatcher.cuda_dtoh_point:
+        return counts
+    each, rest = divmod(dispatcher.num_out_tokens, dispatcher.num_experts)
+    given = each + (np.arange(dispatcher.num_experts) < rest)
+    own = given[dispatcher.local_expert_indices]
+    dispatcher.input_splits = given.reshape(dispatcher.ep_size, -1).sum(1)
+    dispatcher.output_splits = np.full(dispatcher.ep_size, own.sum())
+    dispatcher.num_global_tokens_per_local_expert = np.tile(own, (dispatcher.ep_size, 1))
+    # The order in which the experts' tokens lie, and that in which they came: made as tensors, so without values.
+    chunks = np.arange(dispatcher.num_experts)
+    dispatcher.sort_input_by_local_experts = chunks.reshape(-1, len(own)).T.ravel()
+    dispatcher.restore_output_by_local_experts = chunks.reshape(len(own), -1).T.ravel()
+    return own * dispatcher.ep_size
 
 
 def _gather_objects(gathered: list[Any], own: Any, group: Any = None) -> None:
@@ -56,12 +85,14 @@ _STAND_INS: list[tuple[Any, str, Any]] = [
     (dist, "new_group", lambda *given, **options: _new_group(*given, **options | {"backend": "fake"})),
     (dist, "all_gather_object", _gather_objects),
     (dist, "broadcast_object_list", lambda *_, **__: None),
+    (rank0.PreemptionWatch, "check", lambda watch: None),  # rank 0 would tell of its notice in a tensor
     # Several collectives as one, which fake tensors do not know: here one after another.
     (param_and_grad_buffer, "_coalescing_manager", lambda *_, **__: nullcontext(SimpleNamespace(wait=lambda: None))),
     # A norm without a fused kernel reads one number a tensor; on a GPU it takes no memory to speak of.
     (clip_grads, "l2_norm_impl", lambda *_: (torch.zeros(1), None)),
     # A pointer only tells whether memory is still the same.
     (FakeTensor, "data_ptr", lambda tensor: tensor.untyped_storage()._cdata),
+    (MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", _routed_evenly),
     # Moving a model to its device would replace fake parameters, which it is refused; they are there already.
     (torch.nn.Module, "_apply", lambda module, function, recurse=True: module),
 ]

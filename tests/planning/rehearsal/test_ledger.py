@@ -58,3 +58,12 @@ def test_a_resized_storage_is_booked_again(ledger: Ledger) -> None:
 def test_numbers_are_never_read_off_the_device(ledger: Ledger) -> None:
     found = torch.empty(3)
     assert found.sum().item() == 1.0 and bool(found.any()) and found.tolist() == [1.0] * 3
+
+
+def test_a_mask_picks_its_share() -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True), Ledger(picked=0.25):
+        scores = torch.empty(8, 4, requires_grad=True)
+        picked = scores.masked_select(scores > 0)
+        assert picked.shape == (8,)
+        picked.sum().backward()
+        assert scores.grad is not None and scores.grad.shape == scores.shape
