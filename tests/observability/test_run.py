@@ -284,6 +284,7 @@ def test_weights_and_biases_gets_one_run_over_all_starts(tmp_path: Path, monkeyp
             evaluate(run, "math", start, 0.5)
             run.record(start, METRICS)
             _ = 1 / start  # the first start fails
+        time.sleep(1)  # its folders are named by the second, and a second start within it would have none
     (tables, scalars), ids, codes = ([], {}), set(), []
     for file in sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"), key=lambda file: file.stat().st_mtime):
         for record in recorded_by_wandb(file):
