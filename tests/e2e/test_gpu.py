@@ -47,7 +47,7 @@ MINUTES = 60
 
 
 class Models(NamedTuple):
-    """What is trained, and how many nats another model of its shape is away."""
+    """The model that is trained, and the KL divergence, in nats, of one with other random weights from it."""
 
     folder: Path
     apart: float

@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +15,7 @@ from megatron_collab import patches
 from megatron_collab.models import hf_to_megatron, hf_to_sglang
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.hf_to_sglang import Parameter, ServerLayout
+from megatron_collab.planning.rehearsal.servers import as_rank
 from megatron_collab.weight_sync.encoding import fp8_scales
 from tests.ranks import run_ranks
 
@@ -97,37 +95,6 @@ def compare_all(folder: Path) -> None:
         compare(hf, ServerLayout(**server), folder)
 
 
-@contextmanager
-def ranked(folder: Path, layout: ServerLayout, rank: int) -> Iterator[None]:
-    """As on rank `rank` of a server."""
-    from sglang.srt import runtime_context
-    from sglang.srt.server_args import ServerArgs
-
-    arguments = ServerArgs(
-        model_path=str(folder),
-        device="cpu",
-        tp_size=layout.tp,
-        ep_size=layout.ep,
-        attention_backend="torch_native",
-        sampling_backend="pytorch",
-        dtype="float32",
-        skip_tokenizer_init=True,
-    )
-    place = runtime_context.SpawnRanks(world_rank=rank, gpu_id=rank, dp_rank=None)
-    runtime_context.publish(arguments, role="scheduler", ranks=place)
-    parallel = runtime_context.get_parallel()
-
-    def group(name: str) -> SimpleNamespace:
-        size, own = getattr(parallel, f"{name}_size"), getattr(parallel, f"{name}_rank")
-        return SimpleNamespace(world_size=size, rank_in_group=own, cpu_group=None)
-
-    groups: dict[str, Any] = {f"{name}_group": group(name) for name in ("tp", "attn_tp", "moe_tp", "moe_ep")}
-    alone = SimpleNamespace(world_size=1, rank_in_group=0, is_first_rank=True, is_last_rank=True)
-    with parallel.override(**groups, pp_group=alone):
-        yield
-    runtime_context.reset_context()
-
-
 def numbered(shape: ModelShape) -> dict[str, torch.Tensor]:
     """The tensors of a checkpoint, every element a number of its own."""
     found, start = {}, 1
@@ -155,7 +122,7 @@ def compare(hf: dict[str, Any], layout: ServerLayout, folder: Path) -> None:
     quantisation = Fp8Config(True, "dynamic", weight_block_size=[128, 128]) if layout.fp8 else None
     for rank in range(layout.tp):
         wanted = {parameter.name: parameter for parameter in hf_to_sglang.table(shape, layout, rank)}
-        with ranked(folder, layout, rank), torch.no_grad():
+        with as_rank(folder, layout, "float32", rank), torch.no_grad():
             model = models[hf["model_type"]](AutoConfig.from_pretrained(folder), quantisation)
             held = dict(model.named_parameters())
             scales = {name: held.pop(name) for name in list(held) if name.endswith("_scale_inv")}

@@ -89,7 +89,7 @@ def serve(order: Order, place: Place, folder: Path) -> Served:
     quantisation = Fp8Config(True, "dynamic", weight_block_size=[128, 128]) if fp8 else None
     config = AutoConfig.from_pretrained(folder)
     model_class, _ = ModelRegistry.resolve_model_cls(config.architectures)
-    with as_rank(folder, order, place.rank), torch.no_grad(), torch.device("meta"):
+    with as_rank(folder, order.layout, order.dtype, place.rank), torch.no_grad(), torch.device("meta"):
         model = model_class(config, quantisation)
         parameters = dict(model.named_parameters())
         check_parameters(parameters, place.parameters)
@@ -109,7 +109,7 @@ def serve(order: Order, place: Place, folder: Path) -> Served:
 
 
 @contextmanager
-def as_rank(folder: Path, order: Order, rank: int) -> Iterator[None]:
+def as_rank(folder: Path, layout: ServerLayout, dtype: str, rank: int) -> Iterator[None]:
     """As on rank `rank` of a server, of which no other is there: layers ask their groups only for sizes and ranks."""
     from sglang.srt import runtime_context
     from sglang.srt.server_args import ServerArgs
@@ -117,11 +117,11 @@ def as_rank(folder: Path, order: Order, rank: int) -> Iterator[None]:
     arguments = ServerArgs(
         model_path=str(folder),
         device="cpu",
-        tp_size=order.layout.tp,
-        ep_size=order.layout.ep,
+        tp_size=layout.tp,
+        ep_size=layout.ep,
         attention_backend="torch_native",
         sampling_backend="pytorch",
-        dtype=order.dtype,
+        dtype=dtype,
         skip_tokenizer_init=True,
     )
     place = runtime_context.SpawnRanks(world_rank=rank, gpu_id=rank, dp_rank=None)
