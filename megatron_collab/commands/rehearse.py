@@ -3,7 +3,8 @@
     megatron-collab rehearse experiment=train_70b [option=value …] [--ranks all] [--gpu-gib 80]
 
 Takes the options of train. It needs neither GPU nor data nor weights: the model's shape is read from model.path, else
-from conf/shapes. Ranks that hold the same are one class, of which one is taken. A table shows what was counted in every
+from conf/shapes. The layers are TransformerEngine's own Python over kernels that give shapes alone; with launch.device=cpu
+they are those of a CPU. Ranks that hold the same are one class, of which one is taken. A table shows what was counted in every
 part of the memory beside what `doctor --plan` says. Exit code 2 with the first rank and tensor that does not fit.
 """
 
@@ -15,7 +16,8 @@ from collections.abc import Sequence
 
 from megatron_collab import patches
 from megatron_collab.commands import ArgumentParser, positive
-from megatron_collab.config import ConfigError
+from megatron_collab.config import ConfigError, compose
+from megatron_collab.trainer.megatron.te_cpu.install import install
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -24,6 +26,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--ranks", choices=("distinct", "all"), default="distinct", help="one of a class, or all")
     parser.add_argument("--gpu-gib", type=positive, default=80.0, help="memory of a GPU in GiB [80]")
     given = parser.parse_args(arguments)
+    if compose(given.options).launch.device != "cpu":
+        # Before Megatron is imported: it takes the layers and the optimizer of TransformerEngine, as on a GPU.
+        install()
     patches.apply("megatron")
     from megatron_collab.planning.memory import GIB, described, plan_memory, read_run
     from megatron_collab.planning.rehearsal import compare
@@ -32,9 +37,6 @@ def main(arguments: Sequence[str]) -> int:
     began = time.monotonic()
     config, shape = read_run(given.options)
     hf = json.loads(described(config.model.path).read_text())
-    if config.model.fp8:  # only TransformerEngine's layers, which need a GPU, compute in it
-        config.model.fp8 = None
-        print("The trainer's layers are those of a CPU, in bfloat16: copies of the weights in FP8 are left out.\n")
     plan, count = plan_memory(config, shape), 0
     for one in rehearse(config, shape, hf, every=given.ranks == "all"):
         print(compare.table(one, plan[one.kind.stage]), end="\n\n", flush=True)

@@ -12,6 +12,7 @@ import time
 
 from megatron_collab import patches
 from megatron_collab.config import ConfigError
+from megatron_collab.trainer.megatron.te_cpu.install import install
 
 SMOKE = ["train.stage=sft", "model.path=models/Llama-3.1-8B-Instruct", "parallel.pp=2", "launch.nodes=2"]
 
@@ -20,14 +21,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="a smaller run: shows that it works, no figures")
     smoke = parser.parse_args().smoke
+    install()
     patches.apply("megatron")
     from megatron_collab.planning.memory import described, plan_memory, read_run
     from megatron_collab.planning.rehearsal.compare import ratios
     from megatron_collab.planning.rehearsal.run import rehearse
 
     began = time.monotonic()
-    layers = ["model.fp8=null", "model.fp8_recipe=delayed"]  # those of a CPU
-    config, shape = read_run(["experiment=train_70b", *layers, *(SMOKE if smoke else [])])
+    config, shape = read_run(["experiment=train_70b", *(SMOKE if smoke else [])])
     plan, found, failed = plan_memory(config, shape), [], 0
     try:
         for one in rehearse(config, shape, json.loads(described(config.model.path).read_text())):

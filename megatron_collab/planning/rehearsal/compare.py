@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from megatron_collab.planning.memory import GIB, MemoryPart
 from megatron_collab.planning.rehearsal.ledger import PASSING
-from megatron_collab.planning.rehearsal.rank import GATHERED
+from megatron_collab.planning.rehearsal.rank import GATHERED, WORKSPACES
 from megatron_collab.planning.rehearsal.run import Rehearsed
 
 _PHASES = ("training", "sampling", "host")
 _NOTHING = 1 << 20  # bytes: what is less is not compared
-_NOT_PLANNED = {PASSING, GATHERED}  # see planning/memory.py
+_NOT_PLANNED = {PASSING, GATHERED, WORKSPACES}  # see planning/memory.py
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -20,16 +21,18 @@ from megatron_collab.models import hf_to_megatron
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.hf_to_megatron import Index
 from megatron_collab.models.parallel_layout import ranks
-from megatron_collab.planning.memory import MemoryPart, micro_batch_tokens
+from megatron_collab.planning.activations import micro_batch_tokens
+from megatron_collab.planning.memory import MemoryPart
+from megatron_collab.planning.rehearsal import engine
 from megatron_collab.planning.rehearsal.ledger import HOST, PASSING, Ledger
+from megatron_collab.trainer import network
 from megatron_collab.trainer import trainer as trainers
 from megatron_collab.trainer.megatron import model
 from megatron_collab.trainer.microbatches import MicroBatch, make_micro_batches
-from megatron_collab.trainer.network import Trainable
 from megatron_collab.trainer.trainer import PolicyTrainer
 from megatron_collab.types import Batch, Sample, Scored
 
-ACTIVATIONS, HEAD = "activations", "head"
+ACTIVATIONS, HEAD, WORKSPACES = "activations", "head", "workspaces"
 GATHERED = "gathered sequence"  # one buffer for all layers: Megatron's of sequence parallelism, not TransformerEngine's
 
 
@@ -54,14 +57,16 @@ def make_trainer(config: Config, shape: ModelShape, ledger: Ledger) -> PolicyTra
 
     trainer = PolicyTrainer(config, load)
     for name, trainable in trainer.trainables.items():
-        prefix = "" if name == "policy" else f"{name}: "
+        prefix = _prefix(name)
         for optimizer in trainable.optimizer.chained_optimizers:
             optimizer._init_optimizer_states_with_dummy_values()  # else the first step would be without moments
         ledger.claim(f"{prefix}parameters", (p for chunk in trainable.chunks for p in chunk.parameters()))
+        engine.on_copies(trainable.chunks, partial(ledger.claim, f"{prefix}parameters"))
         ledger.claim(f"{prefix}gradients", trainable.gradients())
         ledger.claim(f"{prefix}optimizer", trainable.optimizer_storages())
     for chunk in trainer.reference or ():
         ledger.claim("reference", chunk.parameters())
+    engine.on_copies(trainer.reference or (), partial(ledger.claim, "reference"))
     return trainer
 
 
@@ -88,14 +93,17 @@ def one_batch(config: Config, shape: ModelShape, micro_batches: int) -> Batch:
 
 
 def passes(config: Config, stage: int) -> int:
-    """The fewest micro-batches with which a pipeline stage has as many under way as with any number of them."""
+    """The fewest micro-batches with which a pipeline stage has as many under way as with any number of them.
+
+    And two at least: recompute may keep copies of weights only from the second on.
+    """
     parallel = config.parallel
-    return parallel.pp - stage if parallel.vpp == 1 else 2 * parallel.pp
+    return max(2, parallel.pp - stage) if parallel.vpp == 1 else 2 * parallel.pp
 
 
 @contextmanager
-def activations_booked(ledger: Ledger, trainable: Trainable) -> Iterator[None]:
-    """Within it what autograd saves, and what is left of a forward pass, is booked as activations.
+def activations_booked(ledger: Ledger, trainer: PolicyTrainer) -> Iterator[None]:
+    """Within it what autograd saves, and what is left of the policy's forward pass, is booked as activations.
 
     The last stage's hidden states, and what is made from them until their gradient is there, as the head's.
     """
@@ -108,7 +116,7 @@ def activations_booked(ledger: Ledger, trainable: Trainable) -> Iterator[None]:
         last = policy.post_process and output.requires_grad
         if last:
             ledger.claim(HEAD, [output], booked=PASSING)
-        ledger.claim(GATHERED, parallel_state.get_global_memory_buffer().buffer.values())
+        claim_lasting(ledger)
         ledger.claim_all(ACTIVATIONS, booked=PASSING)
         if last:
             ledger.part = HEAD
@@ -117,7 +125,7 @@ def activations_booked(ledger: Ledger, trainable: Trainable) -> Iterator[None]:
     def done(gradient: Tensor) -> None:
         ledger.part = PASSING
 
-    hooks = [unwrap(chunk).register_forward_hook(passed) for chunk in trainable.chunks]
+    hooks = [unwrap(chunk).register_forward_hook(passed) for chunk in trainer.policy.chunks]
     try:
         with saved_tensors_hooks(saved, lambda tensor: tensor):
             yield
@@ -126,27 +134,42 @@ def activations_booked(ledger: Ledger, trainable: Trainable) -> Iterator[None]:
             hook.remove()
 
 
-def step(trainer: PolicyTrainer, batch: Batch, ledger: Ledger) -> None:
-    """One update, of the policy and the critic."""
+def claim_lasting(ledger: Ledger) -> None:
+    """Book what a first pass has made for all."""
+    ledger.claim(WORKSPACES, engine.workspaces())
+    ledger.claim(GATHERED, parallel_state.get_global_memory_buffer().buffer.values())
 
-    def micro_batches(*given: Any) -> list[MicroBatch]:
+
+def _prefix(name: str) -> str:
+    """Of the parts of a trained network."""
+    return "" if name == "policy" else f"{name}: "
+
+
+def step(trainer: PolicyTrainer, config: Config, micro_batches: int, ledger: Ledger) -> None:
+    """One step of a run, of so many micro-batches: its batch is scored and learnt from, by the policy and the critic.
+
+    Each micro-batch is full. Only one is scored, as no pass without a gradient keeps anything.
+    """
+
+    def made(*given: Any) -> list[MicroBatch]:
         """Of real numbers: the lengths of sequences are read from them."""
         with _disable_current_modes():
             return make_micro_batches(*given)
 
     ledger.reset()
-    with (
-        mock.patch.object(trainers, "make_micro_batches", micro_batches),
-        activations_booked(ledger, trainer.policy),
-    ):
-        trainer.update(batch)
+    with mock.patch.object(trainers, "make_micro_batches", made), mock.patch.object(network, "make_micro_batches", made):
+        if not trainer.supervised:
+            trainer.score(one_batch(config, trainer.shape, 1))
+        with activations_booked(ledger, trainer):
+            trainer.update(one_batch(config, trainer.shape, micro_batches))
+        claim_lasting(ledger)
+        ledger.claim_all(WORKSPACES, booked=ACTIVATIONS)  # what is left, as the rotary embedding, is kept for the next
 
 
 def parts_of(trainer: PolicyTrainer, ledger: Ledger) -> list[MemoryPart]:
     """What the step and the time after it have held, as the plan has it."""
     for name, trainable in trainer.trainables.items():
-        prefix = "" if name == "policy" else f"{name}: "
-        ledger.claim(f"{prefix}optimizer", trainable.optimizer_storages())
+        ledger.claim(f"{_prefix(name)}optimizer", trainable.optimizer_storages())
     training = dict(ledger.held.most)
     for part in [part for part in ledger.held.now if part.endswith("optimizer")]:
         training[part] = ledger.held.now[part]

@@ -11,7 +11,7 @@ from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.planning.memory import MemoryPart
 from megatron_collab.planning.rehearsal import checkpoint, publishing, servers
 from megatron_collab.planning.rehearsal.classes import RankClass, classes
-from megatron_collab.planning.rehearsal.rank import make_trainer, one_batch, parts_of, passes, step
+from megatron_collab.planning.rehearsal.rank import make_trainer, parts_of, passes, step
 from megatron_collab.planning.rehearsal.world import rank_on_paper
 
 # What the run's own code and its libraries raise where something does not fit.
@@ -39,8 +39,11 @@ def rehearse(config: Config, shape: ModelShape, hf: Mapping[str, Any], every: bo
     Of classes that differ only in what they save, one takes a step for all; `every` rank takes its own.
     ConfigError with the first rank where something does not fit, which names the tensor.
     """
-    message = "<parallel.cp>: only TransformerEngine's layers have it, which are not rehearsed; set parallel.cp=1"
-    require(config.parallel.cp == 1, message, config)
+    if config.launch.device == "cpu":
+        message = "<parallel.cp>: only TransformerEngine's layers have it; rehearse without launch.device=cpu"
+        require(config.parallel.cp == 1, message, config)
+    message = "<model.fp8_params>: weights that are kept in FP8 are not rehearsed; set it to false"
+    require(not config.model.fp8_params, message, config)
     served, publish = list[MemoryPart](), None
     if config.train.stage == "rl":
         publish = publishing.Publishing.of(config, shape)
@@ -88,7 +91,7 @@ def _one(
         buckets = publish.write(rank, trainer.chunks, ledger) if publish else []
         alike = kind.stepping()
         if alike not in counted:
-            step(trainer, one_batch(config, shape, passes(config, kind.stage)), ledger)
+            step(trainer, config, passes(config, kind.stage), ledger)
             counted[alike] = ledger.held.peak, parts_of(trainer, ledger)
         peak, parts = counted[alike]
         buckets.clear()

@@ -23,7 +23,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # registers t
 from megatron_collab.config import Config
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.parallel_layout import ranks
-from megatron_collab.planning.memory import micro_batch_tokens
+from megatron_collab.planning.activations import micro_batch_tokens
+from megatron_collab.planning.rehearsal import engine
 from megatron_collab.planning.rehearsal.ledger import Ledger
 from megatron_collab.runtime import device, rank0
 from megatron_collab.trainer.megatron import parallel
@@ -38,7 +39,8 @@ def rank_on_paper(config: Config, shape: ModelShape, rank: int) -> Iterator[Ledg
     experts = shape.experts
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks(config))
     with ExitStack() as stack:
-        for target, name, stand_in in _STAND_INS:
+        stack.callback(engine.forget)
+        for target, name, stand_in in [*_STAND_INS, *engine.stand_ins()]:
             stack.enter_context(mock.patch.object(target, name, stand_in))
         stack.enter_context(mock.patch.object(P2PCommunicator, "_communicate_shapes", lambda *_, **__: (sent, sent)))
         stack.enter_context(device.on_paper())
@@ -67,6 +69,8 @@ def _routed_evenly(dispatcher: MoEAlltoAllTokenDispatcher, point: str, counts: A
     own = given[dispatcher.local_expert_indices]
     dispatcher.input_splits = given.reshape(dispatcher.ep_size, -1).sum(1)
     dispatcher.output_splits = np.full(dispatcher.ep_size, own.sum())
+    if dispatcher.config.moe_permute_fusion:  # which reads the rest on the GPU
+        return own * dispatcher.ep_size
     dispatcher.num_global_tokens_per_local_expert = np.tile(own, (dispatcher.ep_size, 1))
     # The order in which the experts' tokens lie, and that in which they came: made as tensors, so without values.
     chunks = np.arange(dispatcher.num_experts)
@@ -93,6 +97,7 @@ _STAND_INS: list[tuple[Any, str, Any]] = [
     # A pointer only tells whether memory is still the same.
     (FakeTensor, "data_ptr", lambda tensor: tensor.untyped_storage()._cdata),
     (MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", _routed_evenly),
+    (FakeTensor, "numpy", lambda tensor: np.ones(tensor.shape, np.float32)),  # log-probs and values of a batch
     # Moving a model to its device would replace fake parameters, which it is refused; they are there already.
     (torch.nn.Module, "_apply", lambda module, function, recurse=True: module),
 ]

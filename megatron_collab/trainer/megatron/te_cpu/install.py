@@ -13,6 +13,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron_collab.patches.megatron import CudaMeansCpu, with_reference_kernels
 from megatron_collab.trainer.megatron.te_cpu import extension, imports, permutation
@@ -60,7 +62,7 @@ def _pretend_to_be_a_gpu() -> None:
     torch.Tensor.is_cuda = property(lambda self: True)
 
 
-def _ignore(*_: Any) -> None: ...
+def _ignore(*_: Any, **__: Any) -> None: ...
 
 
 @contextmanager
@@ -106,10 +108,11 @@ class _Float32ForFloat16(ModuleType):
 
 
 def _accept_a_cpu() -> None:
-    """Its layers may be built, though torch sees no GPU, and its fused attention also takes float32.
+    """Its layers may be built, though torch sees no GPU, and its fused attention also takes float32 and fake tensors.
 
     With float32 the path that bfloat16 takes on a GPU can be compared without rounding; a GPU would take another one.
     """
+    from transformer_engine.pytorch import distributed
     from transformer_engine.pytorch.attention.dot_product_attention import backends, context_parallel, utils
     from transformer_engine.pytorch.module import base
 
@@ -119,14 +122,18 @@ def _accept_a_cpu() -> None:
         with patch.object(torch.cuda, "is_available", lambda: True):
             build(self, name)
 
-    def choose_as_for_bfloat16(params: Any) -> Any:
-        wide = params.qkv_dtype is torch.float32
-        return choose(replace(params, qkv_dtype=torch.bfloat16) if wide else params)
+    def choose_as_on_a_gpu(params: Any) -> Any:
+        if params.qkv_dtype is torch.float32:
+            params = replace(params, qkv_dtype=torch.bfloat16)
+        return choose(replace(params, qkv_type=Tensor) if params.qkv_type is FakeTensor else params)
 
     base.TransformerEngineBaseModule.__init__ = build_anywhere
     for function in torch.autograd.Function.__subclasses__():
         if function.__module__.startswith("transformer_engine.") and "backward" in vars(function):
             function.backward = staticmethod(_on_cpu(function.backward))
     context_parallel.flash_attn_p2p_communicate = _at_once(context_parallel.flash_attn_p2p_communicate)
-    utils.get_attention_backend = choose_as_for_bfloat16
+    utils.get_attention_backend = choose_as_on_a_gpu
+    # Of the GPU's random numbers, which nothing here draws, recompute takes the state and sets it again.
+    distributed._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    distributed._set_cuda_rng_state = _ignore
     backends.torch = _Float32ForFloat16("torch")

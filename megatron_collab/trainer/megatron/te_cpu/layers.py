@@ -27,7 +27,7 @@ def rmsnorm_fwd(
 ) -> list[Any]:
     """[the normalised input [n, h], None, its reciprocal root mean squares float32 [n]]."""
     x = wide(input)
-    rsigma = torch.rsqrt(x.square().mean(-1) + eps)
+    rsigma = torch.rsqrt(x.square().mean(-1, dtype=torch.float32) + eps)
     normed = (x * rsigma[:, None] * _gain(weight, zero_centered_gamma)).to(dtype_of(otype))
     if quantizer is not None:
         return [quantize(normed, quantizer, ln_out), None, rsigma]

@@ -1,0 +1,195 @@
+"""What a micro-batch keeps on a rank from its forward to its backward pass: every tensor that autograd saves, once.
+
+On GPUs, in 16 bits, the layers are TransformerEngine's, as the set for GPUs has it; a run without it would keep more.
+Else they are those of trainer/megatron/layers.py, with the fused SwiGLU that GPUs use.
+
+Per token, with i the bytes of the dtype, h the hidden size, t = parallel.tp, and s = t with sequence parallelism, else
+1; Q and K are the widths of queries and of keys, heads (or key/value heads) times their size. What a product of
+TransformerEngine reads again takes q bytes a number: i, in FP8 1, with a scale of 4 for every 128 where they are scaled
+by blocks.
+
+                          TransformerEngine                 layers.py
+    two norms of width h  (i + q) h + 4, over s             (4 + 2 i) h + 4, over s: input in float32, both results
+    queries, keys, values i (Q + 2 K) / t, rotated          i (Q + 2 K) / t, and i (Q + K) / t rotated
+    their norms, if any   (i (Q + K) + 4 heads) / t         (4 + i) (Q + K) / t + 4 heads / t; see _local_layer
+    attention             (i Q + 4 heads) / t               (2 i Q + 4 heads) / t: its output, log-sum-exp
+    projection            Q / t with delayed FP8            (its input is the output of attention)
+    feed-forward          (2 i + q) f / t                   3 i f / t: gate and up, and their product
+    experts instead       k (q h + (2 i + q) e) / s         k i (h + 3 e) / s: k of n experts of width e, routed evenly
+    and their router      (k (20 + i) + n (9 + i) + 4) / s  (k (20 + i) + n (1 + i)) / s
+
+Selective recompute keeps nothing of the feed-forward, or the experts and their router, but their input. Full recompute
+keeps only the input of a layer, i h / s (in float32 layers.py's first norm has the same). Both recompute one layer at a
+time. Korthikanti et al. 2022 (arXiv:2205.05198), section 4, count the same way for a layer with dropout and no gate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from megatron_collab.config import Config
+from megatron_collab.models.hf_config import ModelShape
+from megatron_collab.models.parallel_layout import stage_layers
+from megatron_collab.runtime import device
+from megatron_collab.trainer import logprobs
+from megatron_collab.trainer.megatron.config import DTYPES
+
+
+class _Layer(NamedTuple):
+    """Bytes that a layer keeps: up to the input of its feed-forward, from there on, and of the first its own input."""
+
+    attention: float
+    feed_forward: float
+    own_input: float
+
+
+def micro_batch_tokens(config: Config) -> int:
+    """Tokens of the largest micro-batch on a rank; a sequence above the budget is one of its own."""
+    longest = -(-config.rollout.context_length // config.parallel.cp) if config.train.stage == "rl" else 0
+    return max(config.train.tokens_per_micro_batch, longest)
+
+
+def activations(config: Config, shape: ModelShape, rank: int, tokens: int) -> float:
+    """The most bytes that pipeline rank `rank` holds at once, in a step of many micro-batches of `tokens`."""
+    pp, vpp = config.parallel.pp, config.parallel.vpp
+    counts = stage_layers(shape.layers, pp * vpp)
+    chunks, recomputed = [], 0.0
+    for stage in range(rank, pp * vpp, pp):
+        first = sum(counts[:stage])
+        layers = [layer_activations(config, shape, number, tokens) for number in range(first, first + counts[stage])]
+        kept = sum(layer for layer, _ in layers)
+        chunks.append(kept + _beside_layers(config, shape, tokens, stage == 0, stage == pp * vpp - 1))
+        recomputed = max(recomputed, *(again for _, again in layers))
+    return in_flight(chunks, pp, rank) + recomputed
+
+
+def layer_activations(config: Config, shape: ModelShape, number: int, tokens: int) -> tuple[float, float]:
+    """Bytes that layer `number` (from 0) keeps from the forward to the backward pass, and that are made again in that.
+
+    With a micro-batch of `tokens` on a context parallel rank.
+    """
+    layer = (_engine_layer if engine(config) else _local_layer)(config, shape, number, tokens)
+    everything = layer.attention + layer.feed_forward
+    return {
+        "none": (everything, 0.0),
+        "selective": (layer.attention, layer.feed_forward),
+        "full": (_rows(config, tokens) * _item(config) * shape.hidden, everything - layer.own_input),
+    }[config.parallel.recompute]
+
+
+def engine(config: Config) -> bool:
+    """Whether the plan counts TransformerEngine's layers."""
+    return config.model.dtype == "bfloat16" and config.launch.device != "cpu"
+
+
+def _engine_layer(config: Config, shape: ModelShape, number: int, tokens: int) -> _Layer:
+    item, tp, rows, hidden = _item(config), config.parallel.tp, _rows(config, tokens), shape.hidden
+    read_again = _read_again(config, shape, number)
+    queries, keys = _widths(config, shape, tokens)
+    heads = 4 * tokens / tp
+    attention = rows * ((item + read_again) * hidden + 4)
+    attention += item * 2 * (queries + keys) + heads * shape.heads
+    if shape.qk_norm:
+        attention += item * (queries + keys) + heads * (shape.heads + shape.kv_heads)
+    if read_again < item and config.model.fp8_recipe == "delayed":
+        attention += queries
+    attention += rows * item * hidden
+    own_input, experts = rows * item * hidden, shape.experts
+    if experts is None or number not in experts.layers:
+        feed_forward = rows * (read_again * hidden + 4) + (2 * item + read_again) * shape.ffn * tokens / tp
+        return _Layer(attention, feed_forward, own_input)
+    attention += rows * (item * hidden + 4)
+    each = read_again * hidden + (2 * item + read_again) * experts.ffn
+    router = experts.per_token * (20 + item) + experts.count * (9 + item) + 4
+    return _Layer(attention, rows * (experts.per_token * each + router), own_input)
+
+
+def _read_again(config: Config, shape: ModelShape, number: int) -> float:
+    """Bytes that a number takes which a product of layer `number` reads in both passes."""
+    model = config.model
+    if not model.fp8 or not model.fp8_skip_first <= number < shape.layers - model.fp8_skip_last:
+        return _item(config)
+    return 1 + 4 / 128 if model.fp8_recipe == "blockwise" else 1
+
+
+def _local_layer(config: Config, shape: ModelShape, number: int, tokens: int) -> _Layer:
+    """Keys and values are views of what they are cut from; queries too if every head has its own key.
+
+    Their norms keep the input in float32, but in float32 not that of a view, and not the scaled result.
+    """
+    item, tp, rows = _item(config), config.parallel.tp, _rows(config, tokens)
+    queries, keys = _widths(config, shape, tokens)
+    attention = 2 * rows * (_norm(shape.hidden, item) + item * shape.hidden)
+    attention += item * (queries + 2 * keys) + item * queries
+    views = keys + (queries if shape.heads == shape.kv_heads else 0)
+    if shape.qk_norm:
+        attention += (4 + item) * (queries + keys) + 4 * tokens * (shape.heads + shape.kv_heads) / tp
+        attention -= 4 * views if item == 4 else 0
+    attention += item * (2 * queries + keys) + 4 * tokens * shape.heads / tp
+    own_input, experts = rows * item * shape.hidden if item == 4 else 0.0, shape.experts
+    if experts is None or number not in experts.layers:
+        return _Layer(attention, item * 3 * shape.ffn * tokens / tp, own_input)
+    feed_forward = rows * experts.per_token * item * (shape.hidden + 3 * experts.ffn)
+    feed_forward += rows * (experts.per_token * (20 + item) + experts.count * (1 + item))
+    return _Layer(attention, feed_forward, own_input)
+
+
+def _beside_layers(config: Config, shape: ModelShape, tokens: int, first: bool, last: bool) -> float:
+    """Bytes of a micro-batch beside its layers: token ids, rotary embedding, the final norm, what stages exchange."""
+    item, rows = _item(config), _rows(config, tokens)
+    state = rows * item * shape.hidden
+    if engine(config):  # whose layers keep what a stage received, as their input
+        return tokens * (8 + 4 * shape.head_dim) + state + (4 * rows if last else 0)
+    kept = tokens * (8 + 2 * item * shape.head_dim) + state * ((not first) + (not last))
+    return kept + (rows * _norm(shape.hidden, item) if last and config.parallel.recompute != "full" else 0)
+
+
+def in_flight(chunks: Sequence[float], pp: int, rank: int) -> float:
+    """The most that is held at once if a micro-batch keeps `chunks[c]` in the rank's virtual stage c.
+
+    Megatron's schedules (Narayanan et al. 2021, arXiv:2104.04473, section 2.2): groups of pp micro-batches go forward
+    through one virtual stage and then the next, and backward in the opposite order. After the warm-up of pp - rank - 1
+    passes, or 2 (pp - rank - 1) + (v - 1) pp with v > 1 virtual stages, a backward pass follows each forward pass.
+    """
+    count = len(chunks)
+    order = [chunk for _ in range(3) for chunk in range(count) for _ in range(pp)]  # long enough to repeat
+    warm_up = pp - rank - 1 if count == 1 else 2 * (pp - rank - 1) + (count - 1) * pp
+    held = most = sum(chunks[chunk] for chunk in order[:warm_up])
+    for forward, backward in zip(order[warm_up:], order, strict=False):
+        held += chunks[forward]
+        most = max(most, held)
+        held -= chunks[count - 1 - backward]
+    return most
+
+
+def _rows(config: Config, tokens: int) -> float:
+    """Tokens of a micro-batch on a rank, outside of attention and feed-forward layer."""
+    return tokens / config.parallel.tp if config.parallel.sequence_parallel else tokens
+
+
+def _norm(width: int, item: int) -> float:
+    """Bytes a token that an RMS norm keeps; its output is counted with the consumer."""
+    return (4 + item) * width + 4
+
+
+def head(config: Config, shape: ModelShape, tokens: int) -> float:
+    """Bytes of the log-probs (trainer/logprobs.py) on the last stage, where every one of `tokens` is trained.
+
+    Two float32 tiles of logits, and the gradient of one in the dtype; hidden states of the trained tokens, and their
+    gradient in float32 and the dtype.
+    """
+    item, tile = _item(config), logprobs.TILE[device.GPU]
+    narrow = item if item < 4 else 0
+    logits = min(tile, tokens * -(-shape.vocab // config.parallel.tp))
+    return 2 * 4 * tile + narrow * logits + tokens * shape.hidden * (item + 4 + narrow)
+
+
+def _widths(config: Config, shape: ModelShape, tokens: int) -> tuple[float, float]:
+    """Numbers of the queries and of the keys of `tokens` on a tensor parallel rank."""
+    each = tokens * shape.head_dim / config.parallel.tp
+    return each * shape.heads, each * shape.kv_heads
+
+
+def _item(config: Config) -> int:
+    return DTYPES[config.model.dtype].itemsize
