@@ -147,6 +147,8 @@ class SharedMemoryTransport:
                     self._writer.write(number, {t: segments[t][slice(*part)] for t, part in parts.items()}, sums)
                 synchronize(*segments.values())  # what is copied to another device is ordered by this one's stream
                 keys.set_written(number, self._rank)
+            if self._host:  # others may still wait for a server that is abandoned now
+                keys.wait_written(len(self._writer.parts) - 1, self._places.members(self._place))
 
     def clear(self, number: int) -> None:
         """Remove the keys of a publish from the place's store; by the rank that hosts it."""
