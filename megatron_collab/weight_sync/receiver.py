@@ -19,7 +19,7 @@ from megatron_collab.runtime.device import synchronize
 from megatron_collab.weight_sync.encoding import Index, alike, checksum, placed, read, spans, views
 from megatron_collab.weight_sync.store_protocol import Address, SyncStore, connect
 from megatron_collab.weight_sync.transports.p2p import NetworkReceiver
-from megatron_collab.weight_sync.transports.shared_memory import Handle, SharedMemoryReceiver
+from megatron_collab.weight_sync.transports.shared_memory import SharedMemoryReceiver
 
 logger = logging.getLogger(__name__)
 _receiver: Receiver | None = None
@@ -77,18 +77,19 @@ class Receiver:
         parameters: Mapping[str, str],
         constants: Mapping[str, float],
         rounds: Sequence[Sequence[Sequence[Any]]],
-        memory: Sequence[Handle] | None = None,
+        memory: Mapping[str, Any] | None = None,
         network: Mapping[str, Any] | None = None,
     ) -> None:
         """`store`, `prefix`: see store_protocol.connect; `server`, `rank`: its own; `dtype`: of slices.
 
         `parameters`: dtype and shape of all that the server must have, and no other; `constants`: those of them that
-        are filled with a number instead of being sent; `rounds`: the rows of each bucket. These come through the
-        segments of shared `memory`, or by `network`: NetworkReceiver's arguments `name`, `ranks` and `tp`.
+        are filled with a number instead of being sent; `rounds`: the rows of each bucket. These come through shared
+        `memory`: the `address` of its place's store and the `handles` of its segments; or by `network`:
+        NetworkReceiver's arguments `name`, `ranks` and `tp`.
         """
         self._address: Address = (store[0], store[1])
         self._store = connect(self._address, prefix, timeout)
-        self._timeout, self._server, self._rank = timeout, server, rank
+        self._prefix, self._timeout, self._server, self._rank = prefix, timeout, server, rank
         self._dtype = getattr(torch, dtype)
         self._parameters, self._constants = parameters, constants
         self._rounds = [[Row(*row) for row in rows] for rows in rounds]
@@ -124,7 +125,7 @@ class Receiver:
         except Exception as error:
             self._buckets, self._pointers = None, []  # the senders notice
             with suppress(RuntimeError):  # the trainer may have ended
-                store.give_up(self._server, self._rank, len(self._rounds))
+                store.abandon(self._server, [self._rank])
                 store.answer(self._server, self._rank, {"error": f"{type(error).__name__}: {error}"})
             raise
         store.answer(self._server, self._rank, {"checksum": found})
@@ -132,7 +133,9 @@ class Receiver:
     def _open(self, store: SyncStore, device: torch.device) -> SharedMemoryReceiver | NetworkReceiver:
         parts = [spans((row.source, row.offset, row.size) for row in rows) for rows in self._rounds]
         if self._memory is not None:
-            return SharedMemoryReceiver(self._memory, parts, self._server, self._rank)
+            host, port = self._memory["address"]
+            near = connect((host, port), self._prefix, self._timeout)
+            return SharedMemoryReceiver(near, self._memory["handles"], parts, self._server, self._rank)
         assert self._network is not None
         store.set_ready(self._server, self._rank, True)
         if not store.all_ready(self._server, self._network["tp"], self._timeout):

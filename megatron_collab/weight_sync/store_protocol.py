@@ -1,11 +1,14 @@
 """Store keys that coordinate a weight sync between trainer ranks and servers.
 
-A bucket needs no HTTP request and no collective: a key in the run's store wakes the processes that wait for it.
+A bucket needs no HTTP request and no collective: a key in a store wakes the processes that wait for it. Keys of buckets
+in shared memory, thousands in a large model, are in a store of their place (see node_routing.py): one store for all
+places would need as long as the weights. All others are in the run's store.
 """
 
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -32,12 +35,40 @@ def connect(address: Address, prefix: str, timeout: float) -> dist.Store:
     return dist.PrefixStore(prefix, store)
 
 
-class SyncStore:
-    """The keys of one weight sync; `number` is unique under the store's prefix."""
+def host(prefix: str, timeout: float) -> tuple[Address, dist.Store]:
+    """A store in this process, at a free port of loopback: its address, and a connection as `connect` makes them.
+
+    It has no key, as the run's store has none: any process on the machine may read and write it. It ends with the
+    connection.
+    """
+    listener = socket.create_server(("127.0.0.1", 0))  # torch's own listens on every interface
+    address: Address = listener.getsockname()
+    kind = {"is_master": True, "wait_for_workers": False, "timeout": timedelta(seconds=timeout)}
+    return address, dist.PrefixStore(prefix, dist.TCPStore(*address, **kind, master_listen_fd=listener.detach()))
+
+
+class _Keys:
+    """Keys of one weight sync; `number` is unique under the store's prefix."""
 
     def __init__(self, store: dist.Store, number: int) -> None:
         self.number = number
         self._store = dist.PrefixStore(str(number), store)
+
+    def clear(self) -> None:
+        """Remove all keys, once no process waits for one."""
+        for key in self._store.list_keys():
+            self._store.delete_key(key)
+
+    def _all_set(self, keys: list[str], timeout: float) -> bool:
+        try:
+            self._store.wait(keys, timedelta(seconds=timeout))
+        except dist.DistStoreError:
+            return False
+        return True
+
+
+class PlaceStore(_Keys):
+    """Those in the store of a place: which buckets in its segments are written and read."""
 
     def set_written(self, bucket: int, source: int) -> None:
         """Trainer rank `source` has written its part of every server rank's bucket."""
@@ -56,6 +87,16 @@ class SyncStore:
         if self._all_set(list(keys), timeout):
             return set()
         return {server for key, server in keys.items() if not self._store.check([key])}
+
+    def release(self, peer: Peer, buckets: int) -> None:
+        """End all waits for an abandoned server."""
+        for bucket in range(buckets):
+            for rank in range(peer.tp):
+                self.set_loaded(bucket, peer.server, rank)
+
+
+class SyncStore(_Keys):
+    """Those in the run's store, which all trainer ranks and servers reach."""
 
     def set_sent(self, bucket: int, sources: int) -> None:
         """One of `sources` trainer ranks is sending its part of every server rank's bucket over the network."""
@@ -86,29 +127,14 @@ class SyncStore:
             json.loads(self._store.get(key)) if self._store.check([key]) else {"error": "gave no answer; see its log"}
         )
 
-    def give_up(self, server: int, rank: int, buckets: int) -> None:
-        """Release all waits for that server's rank."""
-        self.set_ready(server, rank, False)
-        for bucket in range(buckets):
-            self.set_loaded(bucket, server, rank)
+    def abandon(self, server: int, ranks: Iterable[int]) -> None:
+        """Nobody is to wait for that server; these ranks of it will not join, where they have not announced it.
 
-    def abandon(self, server: int, tp: int, buckets: int) -> None:
-        """Release all waits for that server. What it reads may be overwritten: its weights stay incomplete."""
-        self._store.set(f"abandoned/{server}", "")  # first: the keys that follow wake writers, which then continue
-        for rank in range(tp):
-            self.give_up(server, rank, buckets)
+        What it reads may be overwritten: its weights stay incomplete.
+        """
+        self._store.set(f"abandoned/{server}", "")  # first: the keys that follow wake senders, which then look
+        for rank in ranks:
+            self.set_ready(server, rank, False)
 
     def abandoned(self, server: int) -> bool:
         return self._store.check([f"abandoned/{server}"])
-
-    def clear(self) -> None:
-        """Remove all keys, once no process waits for one."""
-        for key in self._store.list_keys():
-            self._store.delete_key(key)
-
-    def _all_set(self, keys: list[str], timeout: float) -> bool:
-        try:
-            self._store.wait(keys, timedelta(seconds=timeout))
-        except dist.DistStoreError:
-            return False
-        return True

@@ -85,11 +85,9 @@ class WeightSync:
         self._plan = plan_sync(self._shape, trainer_layout(config), self._server, dtype.itemsize, bucket_bytes)
         self._prefix = f"publish/{shared(lambda: secrets.token_hex(8))}"
         self._address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        # Three connections: one waits for buckets while rank 0's calls are under way on the second; by the third keys
-        # are removed, thousands in a large model, while the servers sample.
+        # Two connections: one waits for buckets while rank 0's calls are under way on the other.
         limit = hang_detector.collective_timeout(config.launch.timeout).total_seconds()
-        connections = (connect(self._address, self._prefix, limit) for _ in range(3))
-        self._store, self._calls_store, self._clearing_store = connections
+        self._store, self._calls_store = (connect(self._address, self._prefix, limit) for _ in range(2))
         shards, places = dict(named_shards(self._chunks)), self._places
         place, home = places.of_rank(rank), next(iter(shards.values())).device
         writer = Sender(written(self._plan, places, rank), lambda target, piece: [place], shards, dtype)
@@ -99,7 +97,8 @@ class WeightSync:
         away = Sender(crosses, lambda target, piece: lacking(places, target, piece.holders), shards, dtype)
         relay = Relay(away, hops(self._plan, places), home, config.launch.timeout)
         devices = _devices(config, places.first_server(place))
-        return SharedMemoryTransport(self._plan, places, writer, relay, devices, self._idle_timeout)
+        timeout = self._idle_timeout
+        return SharedMemoryTransport(self._plan, places, writer, relay, devices, timeout, self._prefix, limit)
 
     def __enter__(self) -> WeightSync:
         return self
@@ -195,7 +194,7 @@ class WeightSync:
                     raise ServerError(f"{call.server.url}: {'; '.join(errors)}")
                 found[call] = [answer["checksum"] for answer in answers]
             except ServerError:
-                of_calls.abandon(index, tp, len(self._plan))
+                of_calls.abandon(index, range(tp))
                 raise
 
         def commit(call: ServerCall) -> None:
@@ -212,11 +211,16 @@ class WeightSync:
         if sums is not None:
             self._compare(calls, found, sums)
         calls.each(commit)
+        if self._clearing is not None:
+            self._clearing.result()  # long done
+        # Of the publish before: a server that was left out of this one may still read.
+        self._clearing = self._clearer.submit(self._clear, self._number - 1, carrier)
+
+    def _clear(self, number: int, carrier: SharedMemoryTransport | NetworkTransport) -> None:
+        """Remove the keys of a publish, thousands in a large model, while the servers sample."""
         if dist.get_rank() == 0:
-            if self._clearing is not None:
-                self._clearing.result()  # long done
-            # Of the publish before: a server that was left out of this one may still read.
-            self._clearing = self._clearer.submit(SyncStore(self._clearing_store, self._number - 1).clear)
+            SyncStore(self._calls_store, number).clear()
+        carrier.clear(number)
 
     def _attach(self, server: int, rank: int) -> dict[str, Any]:
         """Arguments of a server rank's Receiver."""

@@ -20,7 +20,7 @@ from megatron_collab.inference.server import SGLangServer
 from megatron_collab.trainer.megatron import parallel
 from megatron_collab.trainer.trainer import PolicyTrainer
 from megatron_collab.types import Batch, Credit, Sample, Turn
-from megatron_collab.weight_sync.store_protocol import SyncStore
+from megatron_collab.weight_sync.store_protocol import PlaceStore, SyncStore
 from megatron_collab.weight_sync.sync import PublishError, WeightSync
 from megatron_collab.weight_sync.transports.shared_memory import SharedMemoryTransport
 from tests.conftest import Served, serving_config
@@ -345,7 +345,7 @@ def note_makers() -> list[list[int]]:
     def note(memory: SharedMemoryTransport, store: SyncStore, peers: Any) -> Any:
         found = addresses(memory, store, peers)
         for ranks in found.values():
-            paths = {path for address in ranks for path, _ in address["memory"]}
+            paths = {path for address in ranks for path, _ in address["memory"]["handles"]}
             makers.append(sorted({processes.index(int(path.split("/")[2])) for path in paths}))
         SharedMemoryTransport.addresses = addresses
         return found
@@ -356,11 +356,11 @@ def note_makers() -> list[list[int]]:
 
 def kill_at_bucket(number: int, group: int) -> None:
     """From now on: rank 0 ends all processes of a server when it has written that bucket."""
-    written = SyncStore.set_written
+    written = PlaceStore.set_written
 
-    def kill(store: SyncStore, bucket: int, source: int) -> None:
+    def kill(store: PlaceStore, bucket: int, source: int) -> None:
         written(store, bucket, source)
         if bucket == number and source == 0:
             os.killpg(group, signal.SIGKILL)
 
-    SyncStore.set_written = kill  # type: ignore[method-assign]
+    PlaceStore.set_written = kill  # type: ignore[method-assign]

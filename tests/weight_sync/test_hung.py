@@ -17,7 +17,7 @@ from megatron_collab.models import hf_to_megatron
 from megatron_collab.weight_sync import sync
 from megatron_collab.weight_sync.http_protocol import ServerCall
 from megatron_collab.weight_sync.receiver import Receiver
-from megatron_collab.weight_sync.store_protocol import SyncStore
+from megatron_collab.weight_sync.store_protocol import PlaceStore, SyncStore
 from megatron_collab.weight_sync.sync import PublishError, WeightSync
 from megatron_collab.weight_sync.transports import shared_memory
 from megatron_collab.weight_sync.transports.p2p import NetworkTransport
@@ -33,6 +33,8 @@ HANGING = {
     for transport in ("memory", "network")
     for moment in ("pause", "receive", "read")
 } | {"nodes-read": (4, 2, "memory", "read", True)}
+# name: nodes of each server, where server 1 of two nodes refuses what it is sent
+REFUSING = {"refused on its node": 1, "refused on both nodes": 2}
 TIMEOUT = 32.0  # launch.timeout: servers have half of it
 SLOW, SLOW_RANKS = "slow-rank", 2
 DEAD, DEAD_RANKS = "dead-rank", 4
@@ -41,8 +43,8 @@ DEAD, DEAD_RANKS = "dead-rank", 4
 @pytest.fixture(scope="module")
 def ended() -> dict[str, list[Ended]]:
     """How every rank of every case ended, and what it found."""
-    cases = {name: case[0] for name, case in HANGING.items()} | {SLOW: SLOW_RANKS, DEAD: DEAD_RANKS}
-    return run_side_by_side(run, cases)
+    cases = {name: case[0] for name, case in HANGING.items()} | dict.fromkeys(REFUSING, 4)
+    return run_side_by_side(run, cases | {SLOW: SLOW_RANKS, DEAD: DEAD_RANKS})
 
 
 def found_by(ranks: list[Ended]) -> list[dict[str, Any]]:
@@ -58,6 +60,27 @@ def test_a_server_that_hangs_is_left_out_and_the_other_has_the_version(
     found = found_by(ended[name])
     assert [own["version"] for own in found] == [1] * HANGING[name][0]
     assert list(found[0]["reasons"]) == ["1"]
+
+
+@pytest.mark.parametrize("name", REFUSING)
+def test_a_server_that_fails_holds_up_no_rank_of_its_nodes(ended: dict[str, list[Ended]], name: str) -> None:
+    """Rank 0 notices; the other node's ranks, whose store it does not reach, are released before they lose patience."""
+    found = found_by(ended[name])
+    assert [own["version"] for own in found] == [1] * 4 and found[0]["reasons"] == {"1": "it takes nothing"}
+    assert [own["abandoned"] for own in found] == [[1], [], [], []]
+
+
+@pytest.mark.parametrize("name", ["nodes-read", *REFUSING])
+def test_keys_of_buckets_are_in_the_store_of_their_node(ended: dict[str, list[Ended]], name: str) -> None:
+    found = found_by(ended[name])
+    assert {kind for own in found for kind in own["run"]} == {"answer", "abandoned", "ready"}
+    for node, ranks in enumerate((found[:2], found[2:])):
+        assert ranks[0]["node"] == ranks[1]["node"]
+        keys = [key.split("/") for key in ranks[0]["node"]]
+        assert {int(key[2]) for key in keys if key[0] == "written"} == {2 * node, 2 * node + 1}
+        servers = {0, 1} if name == "refused on both nodes" else {node}
+        assert {int(key[2]) for key in keys if key[0] == "loaded"} == servers
+        assert {key[0] for key in keys} == {"written", "loaded"}
 
 
 def test_a_failed_publish_is_left_when_the_slowest_rank_is_through(ended: dict[str, list[Ended]]) -> None:
@@ -80,7 +103,10 @@ def run(name: str) -> dict[str, Any]:
     dist.init_process_group("gloo")
     if name == DEAD:
         return lose_a_rank()
-    found = be_slow() if name == SLOW else hang(*HANGING[name])
+    if name in REFUSING:
+        found = hang(4, 2, "memory", "refuse", False, span=REFUSING[name])
+    else:
+        found = be_slow() if name == SLOW else hang(*HANGING[name])
     dist.barrier()  # the store is rank 0's
     return found
 
@@ -100,6 +126,8 @@ class HangingCall(fakes.ThreadCall):
             super()._post(path, **body)
 
     def receive(self, orders: Any, version: int) -> None:
+        if self._hangs("refuse"):
+            raise ServerError("it takes nothing")
         if self._hangs("receive"):
             ServerCall.receive(self, orders, version)
         else:
@@ -132,11 +160,21 @@ def note_makers() -> Callable[[], set[int]]:
     return lambda: {processes.index(int(path.split("/")[2])) for path in paths}
 
 
-def hang(ranks: int, nodes: int, transport: str, moment: str, quantised: bool) -> dict[str, Any]:
-    """As a rank: publish to a server that hangs and to one that does not; of two nodes each has one, and a stage."""
+def note_abandoned() -> list[int]:
+    """From now on: the servers that this rank abandons."""
+    abandon, servers = SyncStore.abandon, list[int]()
+    SyncStore.abandon = lambda store, server, ranks: (servers.append(server), abandon(store, server, ranks))[1]
+    return servers
+
+
+def hang(ranks: int, nodes: int, transport: str, moment: str, quantised: bool, span: int = 1) -> dict[str, Any]:
+    """As a rank: publish to a server that hangs and to one that does not.
+
+    Of two nodes each has a server, or with `span` 2 a rank of both servers, and a stage.
+    """
     config = fakes.configure(transport, quantised)
     config.launch.timeout, config.launch.nproc_per_node, config.publish.verify = TIMEOUT, ranks // nodes, 0
-    config.launch.nodes = config.parallel.pp = nodes
+    config.launch.nodes, config.parallel.pp, config.rollout.server.nnodes = nodes, nodes, span
     HangingCall.moment, sync.ServerCall = moment, HangingCall
     if moment == "read":
         plan = Receiver._plan
@@ -156,8 +194,13 @@ def hang(ranks: int, nodes: int, transport: str, moment: str, quantised: bool) -
         into = set() if transport == "network" else {places.keeper(node, t) for own in parts for t in own}
         assert makers() == into - {dist.get_rank()}  # it opens what it writes to, which is on its node
         assert into <= set(places.members(node))
+        abandoned = note_abandoned()
         sender.publish(1)
-        found: dict[str, Any] = {"version": sender.version}
+        found: dict[str, Any] = {"version": sender.version, "abandoned": abandoned}
+        found["run"] = sorted({key.split("/")[0] for key in SyncStore(sender._store, 1)._store.list_keys()})
+        if transport == "memory":
+            found["node"] = sorted(PlaceStore(sender._carrier._store, 1)._store.list_keys())
+        dist.barrier()  # the store is the first rank's
         if fleet:
             found["reasons"] = {str(index): reason for index, reason in fleet.reasons.items()}
             fakes.assert_holds(fleet.servers[0], sync.server_layout(config), shards)
@@ -208,14 +251,14 @@ def be_slow() -> dict[str, Any]:
 
 def lose_a_rank() -> dict[str, Any]:
     """As a rank of four on two nodes: publish while the last one is killed. `said`: the error of the others."""
-    written = SyncStore.set_written
+    written = PlaceStore.set_written
 
-    def die(store: SyncStore, bucket: int, source: int) -> None:
+    def die(store: PlaceStore, bucket: int, source: int) -> None:
         if bucket == 2 and source == DEAD_RANKS - 1:
             os.kill(os.getpid(), signal.SIGKILL)
         written(store, bucket, source)
 
-    SyncStore.set_written = die
+    PlaceStore.set_written = die
     try:
         hang(DEAD_RANKS, 2, "memory", "", False)
         return {"said": ""}

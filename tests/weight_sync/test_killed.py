@@ -16,7 +16,7 @@ from megatron_collab.checkpoint.hf import unwrap
 from megatron_collab.trainer.megatron import model as policies
 from megatron_collab.trainer.megatron import parallel
 from megatron_collab.weight_sync.http_protocol import ServerCall
-from megatron_collab.weight_sync.store_protocol import SyncStore
+from megatron_collab.weight_sync.store_protocol import PlaceStore
 from megatron_collab.weight_sync.sync import WeightSync
 from tests.conftest import Served
 from tests.forked import fork
@@ -111,15 +111,15 @@ def kill_at(moment: str, rank: int) -> None:
 
     what, _, number = moment.partition(" ")
     if what == "bucket":
-        written = SyncStore.set_written
+        written = PlaceStore.set_written
 
-        def write_and_die(store: SyncStore, bucket: int, source: int) -> None:
+        def write_and_die(store: PlaceStore, bucket: int, source: int) -> None:
             written(store, bucket, source)
             if bucket == int(number) and source == rank == bucket % 2:
                 assert not store.late(bucket, [(0, 0)], 60)
                 die()
 
-        SyncStore.set_written = write_and_die  # type: ignore[method-assign]
+        PlaceStore.set_written = write_and_die  # type: ignore[method-assign]
     else:
         setattr(ServerCall, what, lambda link: die())
 

@@ -12,9 +12,10 @@ import base64
 import io
 import mmap
 import os
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from itertools import chain
 from multiprocessing.reduction import ForkingPickler
@@ -26,7 +27,7 @@ import torch.multiprocessing  # registers CUDA tensors with ForkingPickler
 from torch import Tensor
 
 from megatron_collab.runtime.device import synchronize
-from megatron_collab.weight_sync.store_protocol import Peer, SyncStore
+from megatron_collab.weight_sync.store_protocol import Address, Peer, PlaceStore, SyncStore, connect, host
 from megatron_collab.weight_sync.transports.p2p import finish
 
 if TYPE_CHECKING:  # the servers do without the trainer's libraries
@@ -37,6 +38,8 @@ if TYPE_CHECKING:  # the servers do without the trainer's libraries
 
 # How another process opens a segment: a path with a size, or a pickle of torch's.
 Handle = tuple[str, int]
+
+_LOOK_SECONDS = 0.5  # between looks for abandoned servers
 
 
 class Segment:
@@ -100,14 +103,20 @@ class SharedMemoryTransport:
         relay: Relay,
         devices: Sequence[torch.device],
         timeout: float,
+        prefix: str,
+        limit: float,
     ) -> None:
         """Collective. `devices[t]`: of rank t of this place's first server, on its node.
 
-        A server that has not read a bucket `timeout` seconds after it was written is abandoned.
+        A server that has not read a bucket `timeout` seconds after it was written is abandoned. `prefix` and `limit`
+        are those of connections to the place's store (see store_protocol.connect), which its first rank hosts.
         """
         self._places, self._writer, self._relay, self._timeout = places, writer, relay, timeout
         self._rank = dist.get_rank()
         self._place = places.of_rank(self._rank)
+        self._host = Host(prefix, limit) if self._rank == places.members(self._place)[0] else None
+        self._address: Address = _gathered({self._place: self._host.address} if self._host else {})[self._place]
+        self._store = connect(self._address, prefix, limit)
         own = segment_sizes(plan, places, self._rank)
         self._own = {t: [Segment(size, devices[t]) for size in sizes] for t, sizes in own.items()}
         others = [rank for rank in places.members(self._place) if rank != self._rank]
@@ -121,25 +130,37 @@ class SharedMemoryTransport:
         """Arguments of a Receiver, by server of `peers` and by its rank; collective."""
         if not peers:
             return {}
-        offers = _gathered({(p.server, t): self._handles(t) for t in self._own for p in self._near(peers, t)})
+        offers = _gathered({(p.server, t): self._offer(t) for t in self._own for p in self._near(peers, t)})
         return {peer.server: [{"memory": offers[peer.server, t]} for t in range(peer.tp)] for peer in peers}
 
     def carry(self, store: SyncStore, peers: Sequence[Peer], sums: Sums | None) -> None:
         """Write all buckets, each once all `peers` have read what its segment held; for `sums` see Sender.write."""
-        for number, parts in enumerate(self._writer.parts):
-            targets = sorted(parts.keys() | self._relay.receives(number))
-            if number >= 2:
-                self._wait_read(store, number - 2, peers, targets)
-            segments = {t: self._segments[t][number % 2] for t in targets}
-            with self._relay.crossing(number, segments, sums):
-                self._writer.write(number, {t: segments[t][slice(*part)] for t, part in parts.items()}, sums)
-            synchronize(*segments.values())  # what is copied to another device is ordered by this one's stream
-            store.set_written(number, self._rank)
+        keys = PlaceStore(self._store, store.number)
+        near = [peer for peer in peers if any(self._near([peer], t) for t in range(peer.tp))]
+        with self._host.releasing(store, near, len(self._writer.parts)) if self._host else nullcontext():
+            for number, parts in enumerate(self._writer.parts):
+                targets = sorted(parts.keys() | self._relay.receives(number))
+                if number >= 2:
+                    self._wait_read(store, keys, number - 2, peers, targets)
+                segments = {t: self._segments[t][number % 2] for t in targets}
+                with self._relay.crossing(number, segments, sums):
+                    self._writer.write(number, {t: segments[t][slice(*part)] for t, part in parts.items()}, sums)
+                synchronize(*segments.values())  # what is copied to another device is ordered by this one's stream
+                keys.set_written(number, self._rank)
+            if self._host:  # others may still wait for a server that is abandoned now
+                keys.wait_written(len(self._writer.parts) - 1, self._places.members(self._place))
+
+    def clear(self, number: int) -> None:
+        """Remove the keys of a publish from the place's store; by the rank that hosts it."""
+        if self._host:
+            self._host.clear(number)
 
     def drop(self, server: int) -> None:
         """Nothing to forget of a server that failed."""
 
     def close(self) -> None:
+        if self._host:
+            self._host.close()
         for segment in chain(*self._own.values()):
             segment.close()
         self._segments.clear()
@@ -148,16 +169,64 @@ class SharedMemoryTransport:
         """The servers whose rank t is in this place."""
         return [peer for peer in peers if self._places.of_server(peer.server, t) == self._place]
 
-    def _wait_read(self, store: SyncStore, number: int, peers: Sequence[Peer], targets: Sequence[int]) -> None:
+    def _wait_read(
+        self, store: SyncStore, keys: PlaceStore, number: int, peers: Sequence[Peer], targets: Sequence[int]
+    ) -> None:
         """Wait until these ranks of the servers here have read a bucket; servers where one does not are abandoned."""
-        store.wait_written(number, self._places.members(self._place))  # else a trainer rank may hold servers up
-        late = store.late(number, [(peer.server, t) for t in targets for peer in self._near(peers, t)], self._timeout)
+        keys.wait_written(number, self._places.members(self._place))  # else a trainer rank may hold servers up
+        late = keys.late(number, [(peer.server, t) for t in targets for peer in self._near(peers, t)], self._timeout)
         for peer in peers:
             if peer.server in late:
-                store.abandon(peer.server, peer.tp, len(self._writer.parts))
+                store.abandon(peer.server, range(peer.tp))
+
+    def _offer(self, t: int) -> dict[str, Any]:
+        """Arguments of one SharedMemoryReceiver, for rank t of a server."""
+        return {"address": self._address, "handles": self._handles(t)}
 
     def _handles(self, t: int) -> list[Handle]:
         return [segment.handle() for segment in self._own[t]]
+
+
+class Host:
+    """The store of a place, at the first rank there; other processes of its node connect to `address`."""
+
+    def __init__(self, prefix: str, limit: float) -> None:
+        """For `prefix` and `limit` see store_protocol.connect."""
+        self.address, store = host(prefix, limit)
+        self._store: dist.Store | None = store
+
+    @contextmanager
+    def releasing(self, store: SyncStore, peers: Sequence[Peer], buckets: int) -> Iterator[None]:
+        """Of `peers`, the servers here, those that are abandoned during the block hold up no rank.
+
+        Rank 0, which notices that one has died, does not reach the stores of other nodes.
+        """
+        over = threading.Event()
+        looks = threading.Thread(target=self._look, args=(over, store, list(peers), buckets), daemon=True)
+        looks.start()
+        try:
+            yield
+        finally:
+            over.set()
+            looks.join()
+
+    def _look(self, over: threading.Event, store: SyncStore, peers: list[Peer], buckets: int) -> None:
+        try:
+            while not over.wait(_LOOK_SECONDS):
+                for peer in [peer for peer in peers if store.abandoned(peer.server)]:
+                    assert self._store is not None
+                    peers.remove(peer)
+                    PlaceStore(self._store, store.number).release(peer, buckets)
+        except dist.DistError:  # the run's store has ended: so does this one, which ends the waits on it
+            self.close()
+
+    def clear(self, number: int) -> None:
+        """Remove the keys of a publish."""
+        if self._store is not None:
+            PlaceStore(self._store, number).clear()
+
+    def close(self) -> None:
+        self._store = None  # which has no other user in this process
 
 
 class Relay:
@@ -222,16 +291,21 @@ class Relay:
 class SharedMemoryReceiver:
     """A server rank's end. `sources[k]`: the ranks that write its k-th bucket."""
 
-    def __init__(self, handles: Sequence[Handle], sources: Sequence[Iterable[int]], server: int, rank: int) -> None:
+    def __init__(
+        self, store: dist.Store, handles: Sequence[Handle], sources: Sequence[Iterable[int]], server: int, rank: int
+    ) -> None:
+        """`store`: a connection to the place's; `handles`: of its segments."""
+        self._store = store
         self._segments = [opened(handle) for handle in handles]
         self._sources, self._server, self._rank = sources, server, rank
 
     def each(self, store: SyncStore) -> Iterator[Tensor]:
         """The buckets of a publish, uint8, as they become complete; each may change when the next one is asked for."""
+        keys = PlaceStore(self._store, store.number)
         for number, sources in enumerate(self._sources):
-            store.wait_written(number, sources)
+            keys.wait_written(number, sources)
             yield self._segments[number % 2]
-            store.set_loaded(number, self._server, self._rank)
+            keys.set_loaded(number, self._server, self._rank)
 
 
 def _gathered(own: Mapping[Any, Any]) -> dict[Any, Any]:

@@ -67,14 +67,14 @@ def test_what_a_lost_server_was_sent_is_aborted(nccl: None, one_rank: Any, caplo
         number=1,
         all_ready=lambda *_: True,
         abandoned=lambda server: False,
-        abandon=lambda server, tp, rounds: abandoned.append(server),
+        abandon=lambda server, ranks: abandoned.append((server, *ranks)),
     )
     peer = Peer(7, 1, True)
     transport._meet(store, peer, 0.0)
     group: Any = transport._groups[7]
     with transport._losing(store, peer):
         raise RuntimeError("it has died")
-    assert group.aborted and abandoned == [7] and not transport._groups
+    assert group.aborted and abandoned == [(7, 0)] and not transport._groups
     assert "server 7 is abandoned: it has died" in caplog.text
 
 

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from megatron_collab.weight_sync.transports.shared_memory import Segment, opened
+from megatron_collab.weight_sync.node_routing import Places
+from megatron_collab.weight_sync.plan import Bucket
+from megatron_collab.weight_sync.store_protocol import Peer, PlaceStore, SyncStore, connect, host
+from megatron_collab.weight_sync.transports.shared_memory import Segment, SharedMemoryTransport, opened
 
 WRITE = "import sys; file = open(sys.argv[1], 'r+b'); file.seek(7); file.write(bytes([5]))"
 
@@ -53,3 +60,22 @@ def test_on_a_gpu_another_process_writes_what_we_read(number: int) -> None:
     torch.cuda.synchronize(number)
     subprocess.run([sys.executable, "-c", WRITE_ON_A_GPU, text, str(number)], check=True)
     assert segment.data[7] == 5 and segment.data.sum() == 5
+
+
+def test_an_abandoned_server_is_released_until_the_last_rank_has_written(one_rank: Any) -> None:
+    """The rank that hosts the place's store is through, another one there is not."""
+    writer: Any = SimpleNamespace(parts=[{}], write=lambda *_: None)
+    relay: Any = SimpleNamespace(receives=lambda _: set(), crossing=lambda *_: nullcontext())
+    devices = [torch.device("cpu")]
+    transport = SharedMemoryTransport([[Bucket((), 1)]], Places(1, 1, 1, 1), writer, relay, devices, 60.0, "", 60.0)
+    transport._places = Places(1, 2, 1, 1)
+    run = SyncStore(host("", 60.0)[1], 1)
+    place = PlaceStore(connect(transport._address, "", 60.0), 1)
+    with ThreadPoolExecutor(1) as threads:
+        carried = threads.submit(transport.carry, run, [Peer(0, 1, False)], None)
+        place.wait_written(0, [0])
+        run.abandon(0, [0])
+        assert place.late(0, [(0, 0)], 30.0) == set() and not carried.done()
+        place.set_written(0, 1)
+        carried.result(30)
+    transport.close()
