@@ -8,16 +8,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
-
-# AutoTokenizer would import the models too, for several seconds in every process.
-from transformers import PreTrainedTokenizerFast
 
 from megatron_collab.config import Config, nearest, read_prompt, require
 from megatron_collab.runtime import hub
 from megatron_collab.types import Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 _OURS = ("messages", "tools", "add_generation_prompt", "continue_final_message")  # what templates get from us
 # Stands in for a sampled reply when the template is asked what follows it.
@@ -167,6 +167,9 @@ def tokenizer_files(folder: Path) -> tuple[tuple[str, int], ...]:
 
 @lru_cache(maxsize=1)  # a large one takes a second, and every reader of the data has a renderer
 def _tokenizer(folder: Path, files: tuple[tuple[str, int], ...]) -> PreTrainedTokenizerFast:
+    # It takes seconds to import, which ranks that render nothing need not wait for; with AutoTokenizer even more.
+    from transformers import PreTrainedTokenizerFast
+
     return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
 
 

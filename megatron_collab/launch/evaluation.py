@@ -22,7 +22,7 @@ from megatron_collab.config.schema import (
     SamplingConfig,
     TrainConfig,
 )
-from megatron_collab.data import sources
+from megatron_collab.data import chat_template, sources
 from megatron_collab.data.evaluation import EvaluationSet, evaluation_sets
 from megatron_collab.inference import served
 from megatron_collab.launch import endpoints, prepare, servers, validate
@@ -121,8 +121,6 @@ def prepared(config: Config) -> tuple[Config, int]:
 
     Checks all that can be checked before anything is started, and converts a checkpoint. Raises ConfigError.
     """
-    from megatron_collab.data import chat_template
-
     try:
         network.address(config)
         # The rank of each node takes no device from the servers.

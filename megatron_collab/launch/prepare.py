@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from megatron_collab import environments
 from megatron_collab.config import SETTINGS, Config, ConfigError, changes, require
 from megatron_collab.config.extension import NoOptions
-from megatron_collab.data import sources
+from megatron_collab.data import chat_template, sources
 from megatron_collab.data.evaluation import EvaluationSet, evaluation_sets
 from megatron_collab.inference.served import score_fault
 from megatron_collab.launch import endpoints
@@ -49,9 +49,6 @@ def prepare(config: Config) -> None:
 
     ConfigError before anything is started.
     """
-    # transformers takes seconds to import, which refused settings need not wait for.
-    from megatron_collab.data import chat_template
-
     check_nodes(config, "megatron_collab.train")
     message = "is evaluated by `megatron-collab evaluate`, and not trained; remove it"
     require(config.assistant.model is None, f"assistant.model={config.assistant.model}: {message}")

@@ -31,12 +31,13 @@ _AGAIN = 1.0  # seconds; a rank that is started after the signal has to have it 
 
 
 def main(arguments: list[str]) -> int:
-    process.block_preemption_signal()
+    process.imports_begin()  # the one below takes seconds, in which the signal has to wait already
     os.environ.setdefault(*COMPILE_CACHE)
     threading.Thread(target=_forward, name="preemption", daemon=True).start()
-    # Imported here: it takes seconds, in which the signal has to wait already.
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    process.imports_done()
 
     with ScratchFolder() as scratch:
         os.environ["TMPDIR"] = str(scratch)  # what libraries of a killed rank leave there goes with it

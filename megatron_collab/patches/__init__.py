@@ -19,6 +19,7 @@ _ENTRIES = {
     "sglang": f"{__name__}.sglang:PATCHES",
     "torchvision": f"{__name__}.sglang:TORCHVISION",
     "litellm": f"{__name__}.litellm:PATCHES",
+    "ray": f"{__name__}.ray:PATCHES",
 }
 VERSIONS = {  # of the distributions, in the lock files
     "torch": ("2.13.0", "2.14.1"),
@@ -26,6 +27,7 @@ VERSIONS = {  # of the distributions, in the lock files
     "megatron-core": ("0.16.1",),
     "sglang": ("0.5.23",),
     "litellm": ("1.106.2",),
+    "ray": ("2.60.0",),
 }
 _applied: set[str] = set()
 
@@ -61,7 +63,7 @@ class Patch:
 
 
 def apply(*libraries: str) -> None:
-    """Change `libraries` (megatron, sglang, torchvision, litellm) as this machine needs it, once in a process.
+    """Change `libraries` (megatron, sglang, torchvision, litellm, ray) as this machine needs it, once in a process.
 
     RuntimeError where one has been imported already: some changes would then come too late, without an error.
     """

@@ -27,6 +27,7 @@ _CUDA_ONLY = (
     *("apex", "amp_C", "fused_weight_gradient_mlp_cuda"),
     *("flash_attn", "flash_attn_3", "flashattn_hopper", "flash_mla", "deep_ep", "grouped_gemm"),
 )
+_LOGGERS = ("wandb", "torch.utils.tensorboard")
 
 
 def without_cuda() -> bool:
@@ -83,17 +84,21 @@ class _Stream:
         return self
 
 
-def _import_without_compilation() -> None:
-    """Import Megatron with its `jit_fuser`, which is torch.compile, bound to the identity."""
+def _import_lightly() -> None:
+    """Import Megatron with its `jit_fuser`, which is torch.compile, bound to the identity, and without loggers."""
 
     def identity(function: Callable[..., Any] | None = None, **_: Any) -> Callable[..., Any]:
         return function if function is not None else identity
 
+    hidden = [name for name in _LOGGERS if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
     compiler, torch.compile = torch.compile, identity
     try:
         import megatron.core  # noqa: F401
     finally:
         torch.compile = compiler
+        for name in hidden:  # the run may use them
+            del sys.modules[name]
 
 
 def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -206,12 +211,13 @@ PATCHES = (
         apply=_hide_libraries,
     ),
     _megatron(
-        "no torch.compile in Megatron",
-        why="Compiling its small functions for a CPU takes seconds in every process and gains nothing.",
-        upstream="megatron/core/jit.py",
-        until="Megatron-Core has a switch for jit_fuser",
+        "no torch.compile and no loggers in Megatron",
+        why="Compiling its small functions for a CPU takes seconds in every process and gains nothing; importing "
+        "Weights & Biases and TensorBoard, for parts of it that no run uses, takes half a second.",
+        upstream="megatron/core/jit.py, megatron/core/timers.py, megatron/core/inference/contexts/dynamic_context.py",
+        until="Megatron-Core has a switch for jit_fuser, and imports loggers where it logs",
         test="tests/patches/test_cpu.py::test_megatron_is_not_compiled_on_a_cpu",
-        apply=_import_without_compilation,
+        apply=_import_lightly,
         when=without_cuda,
     ),
     _on_cpu(

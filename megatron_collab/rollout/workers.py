@@ -17,6 +17,7 @@ from megatron_collab.data.evaluation import EvaluationSet, settings_of
 from megatron_collab.reward.workers import RewardClient, RewardWorker
 from megatron_collab.rollout.tools.toolbox import make_tools, schemas
 from megatron_collab.runtime import stacks
+from megatron_collab.runtime.process import imports_done
 from megatron_collab.runtime.ray_cluster import start_actor
 from megatron_collab.types import Group, Task
 
@@ -44,6 +45,7 @@ class ConversationWorker:
         `served`: by name, the models beside the policy that the run serves.
         """
         stacks.register(Path(config.run.dir) / stacks.FOLDER, name)
+        gc.disable()  # imports make no garbage, and looking for it takes a quarter of their time
         patches.apply("litellm")
         # Imported here: the process that starts the workers needs neither LiteLLM nor the tokenizer.
         from megatron_collab.data import chat_template
@@ -68,7 +70,7 @@ class ConversationWorker:
         self.players: dict[EvaluationSet | None, Player] = {}
         self._player(None)  # with what it imports
         # Neither what the imports made nor conversations are garbage: traversing them often costs a third of the time.
-        gc.freeze()
+        imports_done()
         gc.set_threshold(_GARBAGE)
 
     async def play(self, task: Task, stream: str, one: EvaluationSet | None = None) -> Group:

@@ -13,6 +13,7 @@ import psutil
 import ray
 
 from megatron_collab.config import Config
+from megatron_collab.patches.ray import start_without_monitors
 from megatron_collab.runtime.files import ScratchFolder
 from megatron_collab.runtime.process import RunStopped, beat, raise_if_preempted, wait_for
 
@@ -47,6 +48,7 @@ def ray_session(config: Config) -> Iterator[None]:
 
 def _start_ray(**options: Any) -> None:
     """Start Ray on this machine; RunStopped after STARTS failures: its own limit of 30 s is short on a busy machine."""
+    start_without_monitors()
     others = set(psutil.Process().children())
     for left in reversed(range(STARTS)):
         beat()

@@ -38,10 +38,14 @@ def test_fused_gradient_accumulation_needs_no_apex(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.processes
 def test_importing_megatron_prints_nothing() -> None:
+    """And leaves out its loggers, which can be imported afterwards."""
     program = """
 from megatron_collab import patches
 patches.apply("megatron")
 import megatron_collab.trainer.trainer
+import sys
+assert not {"wandb", "torch.utils.tensorboard"} & sys.modules.keys()
+import torch.utils.tensorboard, wandb
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

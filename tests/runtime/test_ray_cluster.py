@@ -8,6 +8,7 @@ import subprocess
 from contextlib import nullcontext
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import ray
 
@@ -47,3 +48,12 @@ def test_a_start_of_ray_that_fails_is_tried_again_and_leaves_no_process(
 def test_workers_have_the_priority_of_the_process_that_started_ray() -> None:
     with ray_cluster.ray_session(Config(reward=RewardConfig(workers=1))):
         assert ray.get(ray.remote(lambda: os.nice(0)).options(num_cpus=0).remote()) == os.nice(0)
+
+
+def test_ray_starts_without_monitors() -> None:
+    """No autoscaler, no copier of logs, no dashboard: only what an actor needs."""
+    with ray_cluster.ray_session(Config(reward=RewardConfig(workers=1))):
+        ours = psutil.Process().children(recursive=True)
+        commands = " ".join(word for process in ours for word in process.cmdline())
+    assert "gcs_server" in commands and "dashboard/agent.py" in commands
+    assert [file for file in ("monitor.py", "log_monitor.py", "dashboard/dashboard.py") if file in commands] == []

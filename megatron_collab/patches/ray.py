@@ -1,0 +1,33 @@
+"""Ray: a cluster that ends with its run starts without the processes that serve long-lived clusters."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from megatron_collab.patches import Patch
+
+
+def start_without_monitors() -> None:
+    """Called before Ray is started on this machine, and again without harm."""
+    from ray._private.node import Node
+
+    def nothing(*_: Any, **__: Any) -> None: ...
+
+    for name in ("start_monitor", "start_log_monitor", "start_api_server"):
+        setattr(Node, name, nothing)
+
+
+_ray = partial(Patch, "ray")
+
+PATCHES = (
+    _ray(
+        "no monitors and no dashboard",
+        why="The autoscaler, the copier of logs and the dashboard's server, of which a run uses none: three processes, "
+        "2 s of CPU and half of the seconds that Ray takes to start.",
+        upstream="ray/_private/node.py:1643 (start_head_processes, start_ray_processes)",
+        until="ray.init has options for them, as the RayParams that it makes have",
+        test="tests/runtime/test_ray_cluster.py::test_ray_starts_without_monitors",
+        uses=tuple(f"ray._private.node.Node.start_{name}" for name in ("monitor", "log_monitor", "api_server")),
+    ),
+)
