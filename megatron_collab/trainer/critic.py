@@ -64,7 +64,8 @@ def _with_value_head(chunks: Sequence[torch.nn.Module]) -> Sequence[torch.nn.Mod
     last = unwrap(chunks[-1])
     if last.post_process:
         example = next(last.parameters())
-        last.value_head = torch.nn.Linear(last.config.hidden_size, 1, bias=False).to(example)
+        like = {"device": example.device, "dtype": example.dtype}
+        last.value_head = torch.nn.Linear(last.config.hidden_size, 1, bias=False, **like)
         torch.nn.init.zeros_(last.value_head.weight)
         if not last.shape.tied:
             last.output_layer.requires_grad_(False)

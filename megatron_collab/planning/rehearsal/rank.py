@@ -103,7 +103,7 @@ def passes(config: Config, stage: int) -> int:
 
 @contextmanager
 def activations_booked(ledger: Ledger, trainer: PolicyTrainer) -> Iterator[None]:
-    """Within it what autograd saves, and what is left of the policy's forward pass, is booked as activations.
+    """Within it what autograd saves, and what is left of a forward pass, is booked as activations.
 
     The last stage's hidden states, and what is made from them until their gradient is there, as the head's.
     """
@@ -125,7 +125,8 @@ def activations_booked(ledger: Ledger, trainer: PolicyTrainer) -> Iterator[None]
     def done(gradient: Tensor) -> None:
         ledger.part = PASSING
 
-    hooks = [unwrap(chunk).register_forward_hook(passed) for chunk in trainer.policy.chunks]
+    chunks = [chunk for trainable in trainer.trainables.values() for chunk in trainable.chunks]
+    hooks = [unwrap(chunk).register_forward_hook(passed) for chunk in chunks]
     try:
         with saved_tensors_hooks(saved, lambda tensor: tensor):
             yield
@@ -177,9 +178,10 @@ def parts_of(trainer: PolicyTrainer, ledger: Ledger) -> list[MemoryPart]:
     with trainer.offloaded():
         sampling: Mapping[str, int] = dict(ledger.resized().now)
     ledger.resized()
-    host = sampling.get(HOST, 0) - before
+    left = {part: size - sampling.get(part, 0) for part, size in training.items() if part.endswith("optimizer")}
+    share = (sampling.get(HOST, 0) - before) / max(sum(left.values()), 1)  # of what has left that the host has got
     return [
-        MemoryPart(part, size, sampling.get(part, 0), host if part == "optimizer" else 0.0)
+        MemoryPart(part, size, sampling.get(part, 0), share * left.get(part, 0))
         for part, size in training.items()
         if part != HOST
     ]

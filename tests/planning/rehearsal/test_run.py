@@ -47,8 +47,6 @@ EXPERTS = {
 # train_70b on four GPUs of one node: tensor and pipeline parallel, a server of four ranks on the same.
 SMALL = [
     "experiment=train_70b",
-    "model.fp8=null",
-    "model.fp8_recipe=delayed",
     "launch.nodes=1",
     "launch.nproc_per_node=4",
     "parallel.tp=2",
@@ -62,11 +60,13 @@ SMALL = [
     "rollout.future.max_new_tokens=256",
     "train.tokens_per_micro_batch=1024",
 ]
+# In this process Megatron is there already, without TransformerEngine: test_engine.py has its layers.
+LOCAL = [*SMALL, "launch.device=cpu", "model.fp8=null", "model.fp8_recipe=delayed"]
 
 
 @pytest.fixture
 def options(tmp_path: Path) -> list[str]:
-    return [*SMALL, f"model.path={folder(tmp_path, {})}"]
+    return [*LOCAL, f"model.path={folder(tmp_path, {})}"]
 
 
 def folder(where: Path, changes: dict[str, Any]) -> Path:
@@ -83,7 +83,7 @@ def given(options: Sequence[str]) -> tuple[Config, ModelShape, dict[str, Any]]:
 @pytest.mark.processes
 @pytest.mark.parametrize(("changes", "settings"), [({}, []), (EXPERTS, ["parallel.ep=2"])], ids=["dense", "experts"])
 def test_every_class_holds_what_the_plan_says(tmp_path: Path, changes: dict[str, Any], settings: list[str]) -> None:
-    config, shape, hf = given([*SMALL, f"model.path={folder(tmp_path, changes)}", *settings])
+    config, shape, hf = given([*LOCAL, f"model.path={folder(tmp_path, changes)}", *settings])
     found, plan = list(rehearse(config, shape, hf)), plan_memory(config, shape)
     assert [(one.kind.stage, list(one.ranks)) for one in found] == [(0, [0, 1]), (1, [2, 3])]
     every = ratios((one, plan[one.kind.stage]) for one in found)
@@ -102,7 +102,7 @@ def test_every_class_holds_what_the_plan_says(tmp_path: Path, changes: dict[str,
 def test_classes_that_differ_in_what_they_save_share_a_step(tmp_path: Path) -> None:
     path = folder(tmp_path, EXPERTS | {"num_hidden_layers": 2, "num_experts": 8})
     layout = ["parallel.tp=1", "parallel.pp=1", "parallel.sequence_parallel=false", "parallel.ep=2"]
-    config, shape, hf = given([*SMALL, f"model.path={path}", "train.stage=sft", *layout])
+    config, shape, hf = given([*LOCAL, f"model.path={path}", "train.stage=sft", *layout])
     with mock.patch.object(rehearsal, "step", wraps=rehearsal.step) as steps:
         found = list(rehearse(config, shape, hf))
         assert [list(one.ranks) for one in found] == [[0], [1], [2, 3]]  # all weights, experts alone, neither
@@ -148,6 +148,7 @@ def test_a_parameter_that_the_table_lacks(options: list[str], monkeypatch: pytes
     [
         ({}, ["rollout.server.tp=5"], "rollout.server"),  # a GPU more than the node has
         ({}, ["parallel.cp=2", "parallel.tp=1", "parallel.sequence_parallel=false"], "parallel.cp=2"),
+        ({}, ["model.fp8=hybrid", "model.fp8_params=true"], "model.fp8"),
         ({"num_attention_heads": 6, "num_key_value_heads": 3}, [], "parallel.tp"),
         ({"intermediate_size": 1000}, ["rollout.server.fp8=true"], "rollout.server.fp8"),
     ],
@@ -159,7 +160,7 @@ def test_settings_that_cannot_work(
     settings: list[str],
     fault: str,
 ) -> None:
-    assert run("rehearse", [*SMALL, f"model.path={folder(tmp_path, changes)}", *settings]) == 2
+    assert run("rehearse", [*LOCAL, f"model.path={folder(tmp_path, changes)}", *settings]) == 2
     assert fault in capsys.readouterr().err
 
 

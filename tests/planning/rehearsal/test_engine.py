@@ -1,0 +1,71 @@
+"""Rehearsals of TransformerEngine's layers: what they keep, in 16 bits and in FP8, is what the plan says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from megatron_collab.planning.memory import plan_memory
+from megatron_collab.planning.rehearsal.compare import Comparison, lines
+from megatron_collab.planning.rehearsal.run import rehearse
+from tests.planning.rehearsal.test_run import EXPERTS, SMALL, folder, given
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.processes
+
+QWEN3 = {"model_type": "qwen3", "tie_word_embeddings": True, "hidden_size": 512}
+BFLOAT16 = ["model.fp8=null", "model.fp8_recipe=delayed"]
+NO_SERVERS = "train.stage=sft"
+# name: (what differs from the small Llama, settings)
+CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "bfloat16": (QWEN3, [*BFLOAT16, "parallel.recompute=full", NO_SERVERS]),
+    "blocks": ({}, ["model.fp8=hybrid", "model.fp8_recipe=blockwise", "parallel.recompute=selective"]),
+    "tensors": ({}, ["model.fp8=hybrid", "model.fp8_recipe=tensorwise", "algo.advantage=gae"]),
+    "experts": (
+        EXPERTS | {"num_experts": 8},
+        ["model.fp8=hybrid", "model.fp8_recipe=delayed", "parallel.ep=2", NO_SERVERS],
+    ),
+    "contexts": (
+        {},
+        [*BFLOAT16, "parallel.cp=2", "parallel.tp=1", "parallel.sequence_parallel=false", NO_SERVERS],
+    ),
+}
+
+
+class Held(NamedTuple):
+    """A class of ranks: its pipeline stage, bytes by part in training, and what the plan has otherwise."""
+
+    stage: int
+    parts: dict[str, float]
+    ratios: list[float]
+    apart: list[Comparison]
+
+
+def test_every_class_holds_what_the_plan_says(tmp_path: Path) -> None:
+    [found] = run_ranks(rehearse_all, 1, tmp_path, engine=True)
+    for case, classes in found.items():
+        assert [held.stage for held in classes] == [0, 1], case
+        for held in classes:
+            assert len(held.ratios) >= 6 and held.parts["workspaces"] > 0
+            assert 0.95 <= min(held.ratios) <= max(held.ratios) <= 1.05, (case, held.apart)
+    # A copy in FP8 by rows and one by columns beside bfloat16; a pass without gradient makes the first alone.
+    for case in ("blocks", "tensors"):
+        parts = found[case][0].parts
+        assert parts["parameters"] > 1.25 * parts["reference"] > 1.5 * parts["gradients"] / 2
+
+
+def rehearse_all(where: Path) -> dict[str, list[Held]]:
+    """Every class of every case."""
+    found = {}
+    for case, (changes, settings) in CASES.items():
+        config, shape, hf = given([*SMALL, *settings, f"model.path={folder(where, changes)}"])
+        plan = plan_memory(config, shape)
+        found[case] = []
+        for one in rehearse(config, shape, hf):
+            compared = list(lines(plan[one.kind.stage], one.parts))
+            ratios = [line.ratio for line in compared if line.ratio is not None]
+            apart = [line for line in compared if line.ratio is not None and abs(line.ratio - 1) > 0.05]
+            found[case].append(Held(one.kind.stage, {part.name: part.training for part in one.parts}, ratios, apart))
+    return found
