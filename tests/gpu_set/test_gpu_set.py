@@ -158,12 +158,13 @@ def test_on_cuda_sglang_takes_every_argument_that_we_pass(monkeypatch: pytest.Mo
         (["doctor"], "launch.device=auto selects cpu"),
         (["doctor", "--plan", "experiment=train_70b"], "Fits a GPU of 80 GiB"),
         (["plan-sync", "experiment=train_70b"], "server"),
+        (["rehearse", "experiment=train_70b"], "classes of ranks, "),  # minutes
     ],
     ids=" ".join,
 )
 def test_a_login_node_without_a_driver_plans(command: list[str], said: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
     program = [sys.executable, "-m", "megatron_collab.commands", *command]
-    done = subprocess.run(program, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(program, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert said in done.stdout
