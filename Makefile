@@ -44,11 +44,12 @@ test-gpu:
 # The set for GPUs in an environment of its own, where there is no GPU: what only that set can show, then the tests on
 # CPU. The first time it is installed, and a part of it compiled. With the library that stands in for the driver's.
 GPU_SET := $(CURDIR)/build/gpu-set
-GPU_SET_PYTEST := LD_LIBRARY_PATH=$(GPU_SET) $(GPU_SET)/.venv/bin/python -m pytest
+GPU_SET_PYTEST := LD_LIBRARY_PATH=$(GPU_SET) LIBRARY_PATH=$(GPU_SET) $(GPU_SET)/.venv/bin/python -m pytest
 
 test-gpu-set:
 	@PYTHON="$(PYTHON)" GPU=1 VENV=build/gpu-set/.venv tools/setup_env.sh
 	$(CC) -shared -fPIC -Wl,-soname,libcuda.so.1 -o $(GPU_SET)/libcuda.so.1 tests/gpu_set/libcuda.c
+	ln -sf libcuda.so.1 $(GPU_SET)/libcuda.so
 	$(GPU_SET_PYTEST) tests/gpu_set
 	$(GPU_SET_PYTEST) tests $(WORKERS) -m "not gpu and not slurm and not slow and not processes"
 	$(GPU_SET_PYTEST) tests/trainer tests/weight_sync tests/inference $(WORKERS) \

@@ -171,7 +171,8 @@ jobs_at_once() {
 
 choose_set
 LOCKS=(requirements/$SET.lock requirements/dev.lock)
-if [ -f $STAMP ] && [ "$(cat $STAMP)" = "$(fingerprint)" ]; then
+WANTED=$(fingerprint) # now: what changes meanwhile is not what is installed
+if [ -f $STAMP ] && [ "$(cat $STAMP)" = "$WANTED" ]; then
     exit 0
 fi
 check_python
@@ -190,5 +191,5 @@ else
 fi
 step 5 "megatron-collab" pip_install --no-deps --no-build-isolation -e .
 rm -rf $VENV/tmp
-fingerprint >$STAMP
+echo "$WANTED" >$STAMP
 echo "setup: done; python is $VENV/bin/python, what was found: $VENV/bin/python tools/doctor.py"

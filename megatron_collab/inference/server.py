@@ -358,17 +358,15 @@ def _environment(config: Config, api_key: str, index: int) -> dict[str, str]:
         return dict([COMPILE_CACHE]) | inherited | settings
     for name in _ALLOCATOR_VARIABLES:
         inherited.pop(name, None)
-    # SGLang and flashinfer compile kernels, with ninja and CUDA's compiler.
-    settings["PATH"] = device.programs()
-    if home := device.cuda_home():
-        settings["CUDA_HOME"] = home
-    # Of all kernels at once, which no two machines may write to at a time, as they would where they share a home.
-    # Without a fast warm-up DeepGEMM first compiles for 10 to 20 minutes by its own log.
+    # Compiled kernels, which no two machines may write to at a time, as they would where they share a home.
+    cache = CACHE / "megatron-collab" / socket.gethostname()
     kernels = {
-        "SGLANG_CACHE_DIR": str(CACHE / "megatron-collab" / socket.gethostname()),
-        "SGLANG_JIT_DEEPGEMM_FAST_WARMUP": "1",
+        "SGLANG_CACHE_DIR": str(cache),
+        "SGLANG_JIT_CACHE_DIR": str(cache / "jit"),
+        "FLASHINFER_WORKSPACE_BASE": str(cache),
+        "SGLANG_JIT_DEEPGEMM_FAST_WARMUP": "1",  # else it first compiles for 10 to 20 minutes by its own log
     }
-    return kernels | inherited | settings
+    return kernels | inherited | settings | device.compilers(cache / "lib")
 
 
 def _left_behind(group: int) -> set[Path]:

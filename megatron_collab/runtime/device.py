@@ -163,12 +163,32 @@ _TOOLKIT = "/usr/local/cuda"  # where CUDA's own installer puts it
 
 @cache
 def cuda_home() -> str | None:
-    """The folder of CUDA's compiler: the machine's own, else that of the wheel nvidia-cuda-nvcc; None without one."""
+    """The folder of CUDA's compiler: the one that is set, the wheels', the machine's own; None without one.
+
+    The wheels' is of the CUDA that torch was built with. Another one's kernels want another runtime library, and nvcc
+    in PATH may be a script that calls one elsewhere.
+    """
     on_path = shutil.which("nvcc")
-    given = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), on_path and str(Path(on_path).parents[1])]
     wheels = sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/cu*"), reverse=True)
-    homes = [*filter(None, given), _TOOLKIT, *map(str, wheels)]
-    return next((home for home in homes if (Path(home) / "bin" / "nvcc").is_file()), None)
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), *map(str, wheels)]
+    homes += [on_path and str(Path(on_path).parents[1]), _TOOLKIT]
+    return next((home for home in filter(None, homes) if (Path(home) / "bin" / "nvcc").is_file()), None)
+
+
+def compilers(folder: Path) -> dict[str, str]:
+    """The environment in which libraries compile kernels: with ninja, CUDA's compiler and its runtime library.
+
+    CUDA's wheels have that library by its full name only, for which no linker looks: `folder` gets a link to it.
+    """
+    found = {"PATH": programs()}
+    if home := cuda_home():
+        found["CUDA_HOME"] = home
+        for runtime in Path(home).glob("lib/libcudart.so.*"):
+            folder.mkdir(parents=True, exist_ok=True)
+            (link := folder / str(os.getpid())).symlink_to(runtime)
+            link.replace(folder / "libcudart.so")  # at once, for servers that start together
+            found["LIBRARY_PATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("LIBRARY_PATH")]))
+    return found
 
 
 def _nvcc() -> tuple[bool, str]:

@@ -79,6 +79,9 @@ def _by_version(owner: str, requirement: Requirement) -> Fault | None:
 
 
 def _by_import(name: str) -> Fault | None:
+    package = _MODULES[name].partition(".")[0]
+    if sys.modules.get(package, package) is None:  # hidden in this process, which trains on a CPU
+        return None
     try:
         module = importlib.import_module(_MODULES[name])
     except Exception as error:  # whatever a library raises that does not fit the others

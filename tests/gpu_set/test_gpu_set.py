@@ -1,7 +1,7 @@
 """What only the set for GPUs can show, on a machine without a GPU: `make test-gpu-set` runs this there.
 
 The compiled part of TransformerEngine has the names, numbers and arguments of its stand-in; SGLang on CUDA takes our
-arguments; a login node, which has the packages and no driver, plans runs.
+arguments, and compiles its kernels; a login node, which has the packages and no driver, plans runs.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ pytestmark = [
 ]
 
 
-def asked(code: str, *arguments: str) -> Any:
+def asked(code: str, *arguments: str, environment: dict[str, str] | None = None) -> Any:
     """What `code` prints last, as JSON, in a process that no patch has changed."""
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=300)
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -109,28 +110,44 @@ def test_its_kernels_take_what_the_compiled_ones_take(engines: Any) -> None:
         assert len(ours) == len(theirs) and ours == named, name
 
 
-# SGLang as on a Hopper GPU: which arguments it has, and what it makes of them, depends on the device.
-ON_CUDA = """
+# As on a Hopper GPU: which arguments SGLang has, and which kernels, depends on the device.
+HOPPER = """
 import json, sys
 from argparse import ArgumentParser
 from types import SimpleNamespace
 import torch
 torch.cuda.is_available = lambda: True
 torch.cuda.device_count = lambda: 8
+torch.cuda.current_device = lambda: 0
 torch.cuda.get_device_capability = lambda *_: (9, 0)
 torch.cuda.get_device_name = lambda *_: "NVIDIA H100"
 torch.cuda.get_device_properties = lambda *_: SimpleNamespace(
     name="NVIDIA H100", major=9, minor=0, total_memory=80 * 2**30, multi_processor_count=132
 )
+"""
+ARGUMENTS = """
 from sglang.srt.server_args import ServerArgs
 parser = ArgumentParser()
 ServerArgs.add_cli_args(parser)
 print(json.dumps([parser.parse_known_args(command)[1] for command in json.loads(sys.argv[1])]))
 """
+# One of SGLang's kernels, and one of FlashInfer's with the headers of CUDA that take no other compiler.
+KERNELS = """
+from flashinfer.jit.quantization import gen_quantization_module
+from sglang.kernels.ops.activation.activation import activation_module
+activation_module(torch.bfloat16)
+gen_quantization_module().build_and_load()
+print(json.dumps("loaded"))
+"""
 
 
-def test_on_cuda_sglang_takes_every_argument_that_we_pass(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.fixture
+def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "select", lambda setting: device.Device("cuda", "nccl"))
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_on_cuda_sglang_takes_every_argument_that_we_pass(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(HF | EXPERTS))
     commands = []
     cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -149,21 +166,32 @@ def test_on_cuda_sglang_takes_every_argument_that_we_pass(monkeypatch: pytest.Mo
         commands.append(server_module.arguments(config, "http://10.0.0.1:30000", 0, **given))
     passed = {word for command in commands for word in command}
     assert {"--moe-runner-backend", "--load-format", "--nnodes", f"--{SCORES_FLAG}"} <= passed
-    assert asked(ON_CUDA, json.dumps(commands)) == [[]] * len(commands)
+    assert asked(HOPPER + ARGUMENTS, json.dumps(commands)) == [[]] * len(commands)
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_servers_compile_their_kernels_with_what_the_set_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without a toolkit of the machine's own; the driver's library is the stand-in."""
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    given = server_module._environment(Config(), "", 0)
+    assert Path(given["CUDA_HOME"]).is_relative_to(sys.prefix)
+    given |= dict.fromkeys(("SGLANG_JIT_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE"), str(tmp_path))
+    assert asked(HOPPER + KERNELS, environment=given | {"FLASHINFER_CUDA_ARCH_LIST": "9.0a"}) == "loaded"
 
 
 @pytest.mark.parametrize(
     ("command", "said"),
-    [
-        (["doctor"], "launch.device=auto selects cpu"),
-        (["doctor", "--plan", "experiment=train_70b"], "Fits a GPU of 80 GiB"),
-        (["plan-sync", "experiment=train_70b"], "server"),
-    ],
-    ids=" ".join,
+    {
+        "doctor": "launch.device=auto selects cpu",
+        "doctor --plan experiment=train_70b": "Fits a GPU of 80 GiB",
+        "plan-sync experiment=train_70b": "server",
+        "rehearse experiment=train_70b": "classes of ranks, ",  # minutes
+    }.items(),
 )
-def test_a_login_node_without_a_driver_plans(command: list[str], said: str) -> None:
+def test_a_login_node_without_a_driver_plans(command: str, said: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
-    program = [sys.executable, "-m", "megatron_collab.commands", *command]
-    done = subprocess.run(program, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    program = [sys.executable, "-m", "megatron_collab.commands", *command.split()]
+    done = subprocess.run(program, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert said in done.stdout

@@ -331,7 +331,8 @@ def test_the_environment_on_gpus(on_gpus: Path, monkeypatch: pytest.MonkeyPatch)
     assert made["CUDA_HOME"] == "/opt/cuda"
     assert not [name for name in made if "ALLOC_CONF" in name]  # torch-memory-saver would refuse to start
     assert made["PATH"] == f"{Path(sys.executable).parent}:/usr/bin"
-    assert made["SGLANG_CACHE_DIR"].endswith(socket.gethostname())
+    for name in ("SGLANG_CACHE_DIR", "SGLANG_JIT_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE"):
+        assert socket.gethostname() in Path(made[name]).parts
     monkeypatch.setenv("SGLANG_CACHE_DIR", "/scratch")
     assert server_module._environment(Config(), "key", 0)["SGLANG_CACHE_DIR"] == "/scratch"
 

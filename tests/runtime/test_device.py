@@ -121,7 +121,7 @@ def test_a_low_version_is_no_placeholder(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert device.probe("memory_saver").found and device.probe("memory_saver").detail == "0.0.10"
 
 
-def test_the_compiler_is_the_machines_own_or_that_of_a_wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_compiler_is_the_one_that_is_set_or_a_wheels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path / "none"))
@@ -134,10 +134,27 @@ def test_the_compiler_is_the_machines_own_or_that_of_a_wheel(monkeypatch: pytest
         (tmp_path / home / "bin" / "nvcc").touch()
     device.cuda_home.cache_clear()
     assert device.cuda_home() == str(tmp_path / "nvidia/cu13")
+    monkeypatch.setattr(device, "_TOOLKIT", str(tmp_path / "toolkit"))
+    device.cuda_home.cache_clear()
+    assert device.cuda_home() == str(tmp_path / "nvidia/cu13")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "toolkit"))
     device.cuda_home.cache_clear()
     device.probe.cache_clear()
     assert device.probe("nvcc").detail == str(tmp_path / "toolkit")
+
+
+def test_kernels_are_linked_with_the_runtime_of_a_wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LIBRARY_PATH", "/opt/lib")
+    (wheels := tmp_path / "cu13").mkdir()
+    monkeypatch.setattr(device, "cuda_home", lambda: str(wheels))
+    assert device.compilers(tmp_path / "lib") == {"PATH": device.programs(), "CUDA_HOME": str(wheels)}
+    (wheels / "lib").mkdir()
+    (wheels / "lib" / "libcudart.so.13").write_text("the runtime")
+    for _ in range(2):
+        assert device.compilers(tmp_path / "lib")["LIBRARY_PATH"] == f"{tmp_path / 'lib'}:/opt/lib"
+        assert [(each.name, each.read_text()) for each in (tmp_path / "lib").iterdir()] == [
+            ("libcudart.so", "the runtime")
+        ]
 
 
 def test_ninja_is_looked_for_beside_the_interpreter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

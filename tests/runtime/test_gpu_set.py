@@ -134,6 +134,12 @@ def test_a_missing_driver_is_no_fault_of_a_package(put: Put) -> None:
     assert faults() == {}
 
 
+def test_what_a_training_on_a_cpu_hides_is_no_fault(put: Put, monkeypatch: pytest.MonkeyPatch) -> None:
+    put()
+    monkeypatch.setitem(sys.modules, gpu_set._MODULES["transformer-engine-torch"], None)
+    assert faults() == {}
+
+
 def test_a_gpu_without_any_of_it(put: Put, monkeypatch: pytest.MonkeyPatch) -> None:
     put(**dict.fromkeys(name.replace("-", "_") for name in gpu_set._SIGNS))
     for cuda in (True, False):

@@ -13,11 +13,10 @@ from megatron_collab.trainer.megatron.te_cpu import attention, context_parallel,
 
 EXTENSION = "transformer_engine_torch"
 
-# As in the headers of TransformerEngine 2.20 (transformer_engine.h, fused_attn.h, comm_gemm_overlap.h), which its
-# wheel does not have. Only the numbers of DType, some of which are left out, ever reach a file.
-_DTYPE = {"kByte": 0, "kInt32": 2, "kFloat32": 4, "kFloat16": 5, "kBFloat16": 6}
-_DTYPE |= {"kFloat8E4M3": 7, "kFloat8E5M2": 8, "kFloat4E2M1": 10}
-_ENUMS = {  # name: (what its members begin with, members in order)
+# As in the headers of TransformerEngine 2.20 (transformer_engine.h, fused_attn.h, fused_router.h, comm_gemm_overlap.h),
+# which its wheel does not have. Only the numbers of DType, some of which are left out, ever reach a file.
+_ENUMS = {  # name: (what its members begin with, members that count on from zero or from the number that one is given)
+    "DType": ("k", "Byte Int32=2 Float32=4 Float16 BFloat16 Float8E4M3 Float8E5M2 Float4E2M1=10"),
     "NVTE_Bias_Type": ("NVTE_", "NO_BIAS PRE_SCALE_BIAS POST_SCALE_BIAS ALIBI"),
     "NVTE_Mask_Type": (
         "NVTE_",
@@ -25,8 +24,8 @@ _ENUMS = {  # name: (what its members begin with, members in order)
         "PADDING_CAUSAL_BOTTOM_RIGHT_MASK",
     ),
     "NVTE_Softmax_Type": ("NVTE_", "VANILLA_SOFTMAX OFF_BY_ONE_SOFTMAX LEARNABLE_SOFTMAX"),
-    "NVTE_Fused_Attn_Backend": ("NVTE_", "F16_arbitrary_seqlen FP8 No_Backend"),
-    "NVTE_QKV_Format": ("NVTE_", "BSHD SBHD THD SBHD_2BSHD BSHD_2SBHD THD_2BSHD THD_2SBHD BHSD QKV_Format_NOT_SET"),
+    "NVTE_Fused_Attn_Backend": ("NVTE_", "No_Backend=-1 F16_arbitrary_seqlen=1 FP8"),
+    "NVTE_QKV_Format": ("NVTE_", "SBHD BSHD THD BSHD_2SBHD SBHD_2BSHD THD_2BSHD THD_2SBHD BHSD QKV_Format_NOT_SET"),
     "NVTE_QKV_Layout": (
         "NVTE_",
         "SB3HD SBH3D SBHD_SB2HD SBHD_SBH2D SBHD_SBHD_SBHD BS3HD BSH3D BSHD_BS2HD BSHD_BSH2D BSHD_BSHD_BSHD "
@@ -36,7 +35,8 @@ _ENUMS = {  # name: (what its members begin with, members in order)
     ),
     "NVTEScalingMode": (
         "NVTE_",
-        "DELAYED_TENSOR_SCALING MXFP8_1D_SCALING BLOCK_SCALING_1D BLOCK_SCALING_2D NVFP4_1D_SCALING INVALID_SCALING",
+        "DELAYED_TENSOR_SCALING MXFP8_1D_SCALING BLOCK_SCALING_1D BLOCK_SCALING_2D NVFP4_1D_SCALING "
+        "INVALID_SCALING=100",
     ),
     "NVTERoutingMapFormat": ("", "BYTEMAP BITMAP_U8"),
     "NVTEQBHistogramMode": ("", "TWO_KERNEL FUSED_ATOMIC"),
@@ -73,16 +73,22 @@ def kernels() -> dict[str, Any]:
 def module() -> ModuleType:
     """A new `transformer_engine_torch`."""
     found = ModuleType(EXTENSION, __doc__)
-    members = {"DType": _DTYPE} | {
-        name: {prefix + member: number for number, member in enumerate(listed.split())}
-        for name, (prefix, listed) in _ENUMS.items()
-    }
-    vars(found).update({name: IntEnum(name, numbers, module=EXTENSION) for name, numbers in members.items()})
+    vars(found).update({name: IntEnum(name, _numbers(*of), module=EXTENSION) for name, of in _ENUMS.items()})
     vars(found).update({name: _missing(name) for name in _asked_for()})
     vars(found).update(kernels())
     vars(found).update(
         REFERENCE=True, get_cublasLt_version=lambda: CUBLAS, get_cudnn_version=lambda: CUDNN, __getattr__=_missing
     )
+    return found
+
+
+def _numbers(prefix: str, members: str) -> dict[str, int]:
+    """The numbers that C gives the members of an enumeration."""
+    found, following = {}, 0
+    for member in members.split():
+        name, _, number = member.partition("=")
+        found[prefix + name] = int(number or following)
+        following = found[prefix + name] + 1
     return found
 
 

@@ -56,7 +56,7 @@ def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: list[li
 
 
 def multi_tensor_l2norm(
-    chunk_size: int, noop_flag: Tensor, tensor_lists: list[list[Tensor]], per_tensor: bool = False
+    chunk_size: int, noop_flag: Tensor, tensor_lists: list[list[Tensor]], per_tensor: bool
 ) -> tuple[Tensor, Tensor]:
     """float32 [1], the norm of all tensors together, and [n], that of each if asked for."""
     norms = torch.stack([tensor.float().norm() for tensor in tensor_lists[0]])
