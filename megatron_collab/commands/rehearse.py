@@ -3,9 +3,10 @@
     megatron-collab rehearse experiment=train_70b [option=value …] [--ranks all] [--gpu-gib 80]
 
 Takes the options of train. It needs neither GPU nor data nor weights: the model's shape is read from model.path, else
-from conf/shapes. The layers are TransformerEngine's own Python over kernels that give shapes alone; with launch.device=cpu
-they are those of a CPU. Ranks that hold the same are one class, of which one is taken. A table shows what was counted in every
-part of the memory beside what `doctor --plan` says. Exit code 2 with the first rank and tensor that does not fit.
+from conf/shapes. The layers are TransformerEngine's own Python over kernels that give shapes alone; with
+launch.device=cpu they are those of a CPU. Ranks that hold the same are one class, of which one is taken. A table shows
+what was counted in every part of the memory beside what `doctor --plan` says. Exit code 2 with the first rank and
+tensor that does not fit.
 """
 
 from __future__ import annotations

@@ -158,7 +158,10 @@ def step(trainer: PolicyTrainer, config: Config, micro_batches: int, ledger: Led
             return make_micro_batches(*given)
 
     ledger.reset()
-    with mock.patch.object(trainers, "make_micro_batches", made), mock.patch.object(network, "make_micro_batches", made):
+    with (
+        mock.patch.object(trainers, "make_micro_batches", made),
+        mock.patch.object(network, "make_micro_batches", made),
+    ):
         if not trainer.supervised:
             trainer.score(one_batch(config, trainer.shape, 1))
         with activations_booked(ledger, trainer):
