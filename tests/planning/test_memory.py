@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron_collab.config import CONF, Config, ConfigError, compose
 from megatron_collab.models.hf_config import ModelShape
-from megatron_collab.planning import memory
+from megatron_collab.planning import activations, memory
 from megatron_collab.trainer import logprobs
 from megatron_collab.trainer.losses import apply_head
 from megatron_collab.trainer.megatron import parallel
@@ -145,7 +145,7 @@ def test_the_head(one_rank: Config, monkeypatch: pytest.MonkeyPatch) -> None:
         log_probs.sum().backward()
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     most = max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
-    assert memory.head(layout({}), shape, tokens) == pytest.approx(most, rel=TENTH)
+    assert activations.head(layout({}), shape, tokens) == pytest.approx(most, rel=TENTH)
 
 
 @pytest.mark.processes
@@ -172,12 +172,12 @@ def hold_every_layout() -> dict[str, dict[str, int]]:
 
 
 def test_micro_batches_under_way() -> None:
-    assert [memory.in_flight([1.0], 4, rank) for rank in range(4)] == [4, 3, 2, 1]
-    assert memory.in_flight([1.0], 1, 0) == 1
+    assert [activations.in_flight([1.0], 4, rank) for rank in range(4)] == [4, 3, 2, 1]
+    assert activations.in_flight([1.0], 1, 0) == 1
     # 2 (p - r - 1) + (v - 1) p + 1 of the schedule's own count
-    assert [memory.in_flight([1.0, 1.0], 4, rank) for rank in range(4)] == [11, 9, 7, 5]
+    assert [activations.in_flight([1.0, 1.0], 4, rank) for rank in range(4)] == [11, 9, 7, 5]
     # Two virtual stages of different sizes: three passes of the first and two of the second are under way.
-    assert memory.in_flight([1.0, 10.0], 2, 0) == 2 + 2 * 10 + 1
+    assert activations.in_flight([1.0, 10.0], 2, 0) == 2 + 2 * 10 + 1
 
 
 def test_the_server_takes_what_sglang_takes() -> None:

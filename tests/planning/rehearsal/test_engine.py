@@ -22,7 +22,7 @@ NO_SERVERS = "train.stage=sft"
 CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "bfloat16": (QWEN3, [*BFLOAT16, "parallel.recompute=full", NO_SERVERS]),
     "blocks": ({}, ["model.fp8=hybrid", "model.fp8_recipe=blockwise", "parallel.recompute=selective"]),
-    "tensors": ({}, ["model.fp8=hybrid", "model.fp8_recipe=tensorwise", "algo.advantage=gae"]),
+    "tensors": ({}, ["model.fp8=hybrid", "model.fp8_recipe=tensorwise", NO_SERVERS]),
     "experts": (
         EXPERTS | {"num_experts": 8},
         ["model.fp8=hybrid", "model.fp8_recipe=delayed", "parallel.ep=2", NO_SERVERS],
@@ -51,9 +51,8 @@ def test_every_class_holds_what_the_plan_says(tmp_path: Path) -> None:
             assert len(held.ratios) >= 6 and held.parts["workspaces"] > 0
             assert 0.95 <= min(held.ratios) <= max(held.ratios) <= 1.05, (case, held.apart)
     # A copy in FP8 by rows and one by columns beside bfloat16; a pass without gradient makes the first alone.
-    for case in ("blocks", "tensors"):
-        parts = found[case][0].parts
-        assert parts["parameters"] > 1.25 * parts["reference"] > 1.5 * parts["gradients"] / 2
+    parts = found["blocks"][0].parts
+    assert parts["parameters"] > 1.25 * parts["reference"] > 1.5 * parts["gradients"] / 2
 
 
 def rehearse_all(where: Path) -> dict[str, list[Held]]:

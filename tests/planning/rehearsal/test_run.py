@@ -81,9 +81,8 @@ def given(options: Sequence[str]) -> tuple[Config, ModelShape, dict[str, Any]]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("changes", "settings"), [({}, []), (EXPERTS, ["parallel.ep=2"])], ids=["dense", "experts"])
-def test_every_class_holds_what_the_plan_says(tmp_path: Path, changes: dict[str, Any], settings: list[str]) -> None:
-    config, shape, hf = given([*LOCAL, f"model.path={folder(tmp_path, changes)}", *settings])
+def test_every_class_holds_what_the_plan_says(options: list[str]) -> None:
+    config, shape, hf = given(options)
     found, plan = list(rehearse(config, shape, hf)), plan_memory(config, shape)
     assert [(one.kind.stage, list(one.ranks)) for one in found] == [(0, [0, 1]), (1, [2, 3])]
     every = ratios((one, plan[one.kind.stage]) for one in found)
