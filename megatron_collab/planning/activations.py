@@ -61,7 +61,20 @@ def activations(config: Config, shape: ModelShape, rank: int, tokens: int) -> fl
         kept = sum(layer for layer, _ in layers)
         chunks.append(kept + _beside_layers(config, shape, tokens, stage == 0, stage == pp * vpp - 1))
         recomputed = max(recomputed, *(again for _, again in layers))
-    return in_flight(chunks, pp, rank) + recomputed
+    return in_flight(chunks, pp, rank) + recomputed + _once(config, shape, rank, tokens)
+
+
+def _once(config: Config, shape: ModelShape, rank: int, tokens: int) -> float:
+    """Bytes that a rank holds once for all micro-batches: TransformerEngine's rotary embedding, what stages exchange.
+
+    Of each neighbour a gradient, and what it was made from: until the next pass ends. With recompute they have left
+    when the most is held, but for the gradient of what a stage received.
+    """
+    pp, vpp = config.parallel.pp, config.parallel.vpp
+    before, behind = (rank > 0 or vpp > 1, rank < pp - 1 or vpp > 1) if pp > 1 else (False, False)
+    states = 2 * (before + behind) if config.parallel.recompute == "none" else before
+    rotary = 4 * shape.head_dim * tokens if engine(config) else 0
+    return rotary + states * _rows(config, tokens) * _item(config) * shape.hidden
 
 
 def layer_activations(config: Config, shape: ModelShape, number: int, tokens: int) -> tuple[float, float]:
@@ -136,11 +149,15 @@ def _local_layer(config: Config, shape: ModelShape, number: int, tokens: int) ->
 
 
 def _beside_layers(config: Config, shape: ModelShape, tokens: int, first: bool, last: bool) -> float:
-    """Bytes of a micro-batch beside its layers: token ids, rotary embedding, the final norm, what stages exchange."""
+    """Bytes of a micro-batch beside its layers: token ids, the final norm, a stage's result; layers.py's rotations.
+
+    With recompute the most is held when the last stage is past its final norm.
+    """
     item, rows = _item(config), _rows(config, tokens)
     state = rows * item * shape.hidden
     if engine(config):  # whose layers keep what a stage received, as their input
-        return tokens * (8 + 4 * shape.head_dim) + state + (4 * rows if last else 0)
+        normed = 0.0 if config.parallel.recompute != "none" else state + 4 * rows
+        return 8 * tokens + (normed if last else state)
     kept = tokens * (8 + 2 * item * shape.head_dim) + state * ((not first) + (not last))
     return kept + (rows * _norm(shape.hidden, item) if last and config.parallel.recompute != "full" else 0)
 

@@ -93,12 +93,12 @@ def one_batch(config: Config, shape: ModelShape, micro_batches: int) -> Batch:
 
 
 def passes(config: Config, stage: int) -> int:
-    """The fewest micro-batches with which a pipeline stage has as many under way as with any number of them.
+    """The fewest micro-batches with which a pipeline stage holds as much as with any number of them.
 
-    And two at least: recompute may keep copies of weights only from the second on.
+    As many as it has under way, and one after a backward pass, whose gradients stages still exchange.
     """
     parallel = config.parallel
-    return max(2, parallel.pp - stage) if parallel.vpp == 1 else 2 * parallel.pp
+    return parallel.pp - stage + 1 if parallel.vpp == 1 else 2 * parallel.pp
 
 
 @contextmanager
