@@ -53,10 +53,10 @@ class Models(NamedTuple):
     apart: float
 
 
-def make_models(root: Path, family: str) -> Models:
-    more: dict[str, Any] = {"moe_intermediate_size": 256} if family == "qwen3_moe" else {}
+def make_models(root: Path, family: str, **sizes: Any) -> Models:
+    more = {"moe_intermediate_size": 256} if family == "qwen3_moe" else {}
     one, other = (
-        make_model(root / name, family=family, seed=seed, **SIZES, **more) for seed, name in enumerate(["one", "other"])
+        make_model(root / name, family=family, seed=seed, **sizes, **more) for seed, name in enumerate(["one", "other"])
     )
     return Models(one, nats_apart(one, other))
 
@@ -86,7 +86,8 @@ class Lived(NamedTuple):
 @pytest.fixture(scope="module")
 def lived(tmp_path_factory: pytest.TempPathFactory, device_type: str) -> Lived:
     root = tmp_path_factory.mktemp("lived")
-    models, run, steps = make_models(root, "qwen3"), root / "run", STEPS[device_type]
+    models = make_models(root, "qwen3", **(SIZES if device_type == "cuda" else {}))
+    run, steps = root / "run", STEPS[device_type]
     given = arguments(root, models, device_type, f"train.steps={steps}", "train.checkpoint_every=5")
     before = free(device_type)
     first = Program(given, root / "first.log")
@@ -169,7 +170,7 @@ def test_what_is_sampled_is_what_is_trained(
 ) -> None:
     """Every step proves by checksums what the server holds, and compares its log-probs with the trainer's."""
     family, settings = CASES[case]
-    models = make_models(tmp_path, family)
+    models = make_models(tmp_path, family, **SIZES)
     program = Program(arguments(tmp_path, models, "cuda", "train.steps=3", *settings), tmp_path / "console.log")
     try:
         assert program.process.wait(20 * MINUTES) == 0, program.log.read_text()[-5000:]

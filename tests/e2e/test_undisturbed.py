@@ -89,12 +89,18 @@ def same(run: Path, undisturbed: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_finished_run_trains_on(root: Path, undisturbed: Path, start: Callable[..., Program]) -> None:
-    """With more steps, and other settings that leave its results as they are."""
-    run = root / "longer"
-    start([*rl(root, "longer"), "train.steps=2", "train.keep_checkpoints=1"]).finish()
+def test_a_finished_run_trains_on_whatever_the_clock_says(
+    root: Path, undisturbed: Path, start: Callable[..., Program]
+) -> None:
+    """With more steps, and other settings that leave its results as they are; the clock jumps all the time."""
+    run, clock = root / "longer", root / "clock"
+    clock.mkdir()
+    (clock / "sitecustomize.py").write_text(JUMPING)
+    jumping = {"PYTHONPATH": f"{clock}:{os.environ.get('PYTHONPATH', '')}"}
+    start([*rl(root, "longer"), "train.steps=2", "train.keep_checkpoints=1"], **jumping).finish()
+    assert len(list(clock.glob("jumps-*"))) >= 5  # torchrun, two ranks, at least two workers
     assert (run / "result.json").is_file() and not (run / "history.jsonl").exists()
-    start([*rl(root, "longer"), "rollout.workers=2", "rollout.deadline=800"]).finish()
+    start([*rl(root, "longer"), "rollout.workers=2", "rollout.deadline=800"], **jumping).finish()
     same(run, undisturbed)
     changed = [(line["step"], line["setting"], line["before"], line["after"]) for line in lines(run / "history.jsonl")]
     assert changed == [
@@ -167,15 +173,6 @@ def test_a_preemption_notice(root: Path, undisturbed: Path, start: Callable[...,
     assert lines(run / "metrics.jsonl")[learned]["count/from_journal"] == len(found)
     assert (run / "transcripts.jsonl").read_text() == (undisturbed / "transcripts.jsonl").read_text()
     same(run, undisturbed)
-
-
-@pytest.mark.slow
-def test_a_clock_that_jumps_changes_nothing(root: Path, undisturbed: Path, start: Callable[..., Program]) -> None:
-    (root / "clock").mkdir()
-    (root / "clock" / "sitecustomize.py").write_text(JUMPING)
-    start(rl(root, "jumps"), PYTHONPATH=f"{root}/clock:{os.environ.get('PYTHONPATH', '')}").finish()
-    same(root / "jumps", undisturbed)
-    assert len(list((root / "clock").glob("jumps-*"))) >= 5  # torchrun, two ranks, at least two workers
 
 
 Nodes = tuple[str, psutil.Process, dict[str, str]]

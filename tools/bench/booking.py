@@ -2,7 +2,7 @@
 
 `python tools/bench/booking.py [--seeds 0 1 2] [--root runs/quickstart] [--smoke]` runs what is not there yet, writes
 docs/figures/booking.svg, prints a Markdown table and, last, one JSON object with the worst value over the seeds.
---smoke: one seed of a few steps in a temporary folder, the picture too.
+--smoke: one seed of a few steps on one rank in a temporary folder, the picture too.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ SMOKE: tuple[str, ...] = (
     "train.eval_tasks=4",
 )
 SMOKE += ("rollout.futures=2", "optim.warmup_steps=1", "reward.malformed=null")
+SMOKE += ("launch.nproc_per_node=1", "parallel.tp=1")
 # key of result.json: (the bound, whether larger is better, what it is)
 BOUNDS = {
     "ask_when_missing_before": (0.45, False, "asks when something is missing, after SFT"),

@@ -5,7 +5,8 @@ supervised model on tasks that all begin with the user's first message, so that 
 Both runs sample the same number of conversations under the same budgets. `right_once_told`: of the conversations whose
 first reply asks for exactly what is missing, the share that ends with the right booking: how good the turns after the
 first are. Prints a table and, last, one JSON object with the means over the seeds.
---smoke: one seed of two steps in a temporary folder, where no question may be the right one yet: `booking_right` alone.
+--smoke: one seed of two steps on one rank in a temporary folder, of all turns alone, where no question may be the right
+one yet: `booking_right` alone.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ SMOKE: tuple[str, ...] = (
     "rollout.futures=2",
 )
 SMOKE += ("optim.warmup_steps=1", "train.eval_tasks=4", "reward.malformed=null")
+SMOKE += ("launch.nproc_per_node=1", "parallel.tp=1")
+TURNS = ("first", "all")
 METRICS = ("ask_when_missing", "right_once_told", "booking_right")
 
 
@@ -38,13 +41,18 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.smoke:
         with TemporaryDirectory() as folder:
-            measure(arguments.seeds[:1], 2, Path(folder), ["booking_right"], SMOKE)
+            measure(arguments.seeds[:1], 2, Path(folder), ["all"], ["booking_right"], SMOKE)
     else:
-        measure(arguments.seeds, arguments.steps, arguments.root, METRICS)
+        measure(arguments.seeds, arguments.steps, arguments.root, TURNS, METRICS)
 
 
 def measure(
-    seeds: Sequence[int], steps: int, folder: Path, metrics: Sequence[str], overrides: Sequence[str] = ()
+    seeds: Sequence[int],
+    steps: int,
+    folder: Path,
+    trained: Sequence[str],
+    metrics: Sequence[str],
+    overrides: Sequence[str] = (),
 ) -> None:
     values: dict[str, list[float]] = {}
     for seed in seeds:
@@ -52,7 +60,7 @@ def measure(
         common = [f"run.seed={seed}", f"data.dir={root}/world", *overrides]
         train("experiment=booking_sft", f"run.dir={root}/sft", *common)
         first_only(root / "world" / "train.jsonl", root / "first_messages.jsonl")
-        for turns in ("first", "all"):
+        for turns in trained:
             train(
                 "experiment=booking",
                 *common,
