@@ -351,6 +351,7 @@ def _environment(config: Config, api_key: str, index: int) -> dict[str, str]:
     if device.select(config.launch.device).type == "cpu":
         # Compiling takes seconds and is no faster at this size.
         settings |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
+        settings["SGLANG_NCCL_SO_PATH"] = os.devnull  # ranks of a server would take the NCCL of a torch for CUDA
         cores, tp = sorted(os.sched_getaffinity(0)), config.rollout.server.tp
         if tp > 1:
             bind = [str(cores[(place * tp + rank) % len(cores)]) for rank in range(tp)]
