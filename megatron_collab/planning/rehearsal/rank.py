@@ -23,11 +23,11 @@ from megatron_collab.models.hf_to_megatron import Index
 from megatron_collab.models.parallel_layout import ranks
 from megatron_collab.planning.activations import micro_batch_tokens
 from megatron_collab.planning.memory import MemoryPart
-from megatron_collab.planning.rehearsal import engine
 from megatron_collab.planning.rehearsal.ledger import HOST, PASSING, Ledger
 from megatron_collab.trainer import network
 from megatron_collab.trainer import trainer as trainers
 from megatron_collab.trainer.megatron import model
+from megatron_collab.trainer.megatron.te_cpu import paper
 from megatron_collab.trainer.microbatches import MicroBatch, make_micro_batches
 from megatron_collab.trainer.trainer import PolicyTrainer
 from megatron_collab.types import Batch, Sample, Scored
@@ -61,12 +61,12 @@ def make_trainer(config: Config, shape: ModelShape, ledger: Ledger) -> PolicyTra
         for optimizer in trainable.optimizer.chained_optimizers:
             optimizer._init_optimizer_states_with_dummy_values()  # else the first step would be without moments
         ledger.claim(f"{prefix}parameters", (p for chunk in trainable.chunks for p in chunk.parameters()))
-        engine.on_copies(trainable.chunks, partial(ledger.claim, f"{prefix}parameters"))
+        paper.on_copies(trainable.chunks, partial(ledger.claim, f"{prefix}parameters"))
         ledger.claim(f"{prefix}gradients", trainable.gradients())
         ledger.claim(f"{prefix}optimizer", trainable.optimizer_storages())
     for chunk in trainer.reference or ():
         ledger.claim("reference", chunk.parameters())
-    engine.on_copies(trainer.reference or (), partial(ledger.claim, "reference"))
+    paper.on_copies(trainer.reference or (), partial(ledger.claim, "reference"))
     return trainer
 
 
@@ -137,7 +137,7 @@ def activations_booked(ledger: Ledger, trainer: PolicyTrainer) -> Iterator[None]
 
 def claim_lasting(ledger: Ledger) -> None:
     """Book what a first pass has made for all."""
-    ledger.claim(WORKSPACES, engine.workspaces())
+    ledger.claim(WORKSPACES, paper.workspaces())
     ledger.claim(GATHERED, parallel_state.get_global_memory_buffer().buffer.values())
 
 

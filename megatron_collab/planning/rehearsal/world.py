@@ -24,10 +24,10 @@ from megatron_collab.config import Config
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.parallel_layout import ranks
 from megatron_collab.planning.activations import micro_batch_tokens
-from megatron_collab.planning.rehearsal import engine
 from megatron_collab.planning.rehearsal.ledger import Ledger
 from megatron_collab.runtime import device, rank0
 from megatron_collab.trainer.megatron import parallel
+from megatron_collab.trainer.megatron.te_cpu import paper
 
 _new_group = dist.new_group
 
@@ -39,8 +39,8 @@ def rank_on_paper(config: Config, shape: ModelShape, rank: int) -> Iterator[Ledg
     experts = shape.experts
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks(config))
     with ExitStack() as stack:
-        stack.callback(engine.forget)
-        for target, name, stand_in in [*_STAND_INS, *engine.stand_ins()]:
+        stack.callback(paper.forget)
+        for target, name, stand_in in [*_STAND_INS, *paper.stand_ins()]:
             stack.enter_context(mock.patch.object(target, name, stand_in))
         stack.enter_context(mock.patch.object(P2PCommunicator, "_communicate_shapes", lambda *_, **__: (sent, sent)))
         stack.enter_context(device.on_paper())

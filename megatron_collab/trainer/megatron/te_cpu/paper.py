@@ -1,6 +1,6 @@
 """TransformerEngine's layers on tensors without values: what its Python reads from them, and what it keeps.
 
-Its compiled part are the reference kernels of trainer/megatron/te_cpu, which give shapes alone.
+For a rehearsal. Its compiled part are the reference kernels, which give shapes alone.
 """
 
 from __future__ import annotations
