@@ -19,6 +19,7 @@ from megatron_collab.planning import activations, memory
 from megatron_collab.trainer import logprobs
 from megatron_collab.trainer.losses import apply_head
 from megatron_collab.trainer.megatron import parallel
+from tests import gpus
 from tests.planning.held import held
 from tests.ranks import make_config, run_ranks
 
@@ -105,6 +106,8 @@ def test_a_gpu_allocates_what_is_planned(
     one_gpu: Config, family: str, recompute: str, record_property: Callable[[str, object], None]
 ) -> None:
     """In bfloat16; by torch's own account a quarter more at most, for what kernels need for a moment."""
+    if lacking := gpus.lacking(engine=True):
+        pytest.skip(lacking)
     sizes = {"train.tokens_per_micro_batch": 8192, "rollout.context_length": 8192, "launch.nproc_per_node": 1}
     on = {"launch.device": "cuda", "model.dtype": "bfloat16", "parallel.recompute": recompute}
     hf = SHAPES[family] | LARGE | ({"moe_intermediate_size": 768} if family == "qwen3_moe" else {})
