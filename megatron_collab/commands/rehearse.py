@@ -29,7 +29,10 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     if compose(given.options).launch.device != "cpu":
         # Before Megatron is imported: it takes the layers and the optimizer of TransformerEngine, as on a GPU.
-        install()
+        try:
+            install()
+        except (RuntimeError, ModuleNotFoundError) as error:
+            raise ConfigError(str(error)) from error
     patches.apply("megatron")
     from megatron_collab.planning.memory import GIB, described, plan_memory, read_run
     from megatron_collab.planning.rehearsal import compare

@@ -167,3 +167,9 @@ def test_a_gpu_that_is_too_small(options: list[str], capsys: pytest.CaptureFixtu
     assert run("rehearse", [*options, "train.stage=sft", "--gpu-gib", "0.05"]) == 2
     found = capsys.readouterr()
     assert "rank 0 needs" in found.err and "activations" in found.err and "ranks 0-1 (stage 0)" in found.out
+
+
+def test_a_gpu_is_to_be_hidden(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert run("rehearse", ["experiment=train_70b"]) == 2
+    assert "set CUDA_VISIBLE_DEVICES= (empty)" in capsys.readouterr().err
