@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import shutil
 import sys
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from megatron_collab.runtime import process
+from megatron_collab.runtime import process, signals
 
 if __name__ == "__main__":
+    signals.begin()
     process.imports_begin()  # those below take seconds
 
 from megatron_collab import patches
 from megatron_collab.config import Config
-from megatron_collab.launch import evaluation, inherited, program
+from megatron_collab.launch import evaluation, inherited, prepare, program
 
 # Imported in the function: what needs Megatron, Ray or SGLang, which only a rank does.
 
@@ -52,10 +54,14 @@ def evaluate(config: Config, serving: Config, step: int) -> None:
             shutil.rmtree(Path(config.run.dir) / evaluation.FOLDER, ignore_errors=True)
 
 
-def prepared(arguments: list[str]) -> program.Prepared | str:
-    """The settings of an evaluation and what its ranks do, all checked; or that it is done. Raises ConfigError."""
+def prepared(arguments: list[str], held: ExitStack) -> program.Prepared | str:
+    """The settings of an evaluation and what its ranks do, all checked; or that it is done. Raises ConfigError.
+
+    `held` then has run.dir's lock.
+    """
     with inherited.settings(arguments) as defaults:
         config = evaluation.load(arguments, defaults)
+        held.enter_context(prepare.locked(config))
         evaluation.pin(config)
         if evaluation.done(config):
             what = config.assistant.model or config.model.path

@@ -7,11 +7,13 @@ Checks the configuration, starts itself under torchrun unless torchrun started i
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from functools import partial
 
-from megatron_collab.runtime import process
+from megatron_collab.runtime import process, signals
 
 if __name__ == "__main__":
+    signals.begin()
     process.imports_begin()  # those below take seconds
 
 from megatron_collab import patches
@@ -108,9 +110,13 @@ def train_sft(config: Config) -> None:
         session.finish(trainer)
 
 
-def prepared(arguments: list[str]) -> program.Prepared | str:
-    """The settings of a run and what its ranks do, all checked; or that it is done already. Raises ConfigError."""
+def prepared(arguments: list[str], held: ExitStack) -> program.Prepared | str:
+    """The settings of a run and what its ranks do, all checked; or that it is done already. Raises ConfigError.
+
+    `held` then has run.dir's lock.
+    """
     config = load(arguments)
+    held.enter_context(prepare.locked(config))
     prepare.prepare(config)
     if done := prepare.finished(config):
         return f"{config.run.dir}: all {done} steps are done; raise train.steps to train on, or choose another run.dir"

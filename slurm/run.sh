@@ -131,7 +131,7 @@ finish() {
   kill "${processes[@]}" 2>/dev/null || true
   while ((SECONDS < deadline)) && kill -0 "${processes[@]}" 2>/dev/null; do sleep 0.2; done # true while any is there
   "${keep_logs[@]}" || true
-  if [ "$1" = "$preempted" ]; then
+  if [ "$1" = "$preempted" ] && $wanted; then # else it was SIGTERM, by someone who ends the job
     say "preempted: job $SLURM_JOB_ID goes back into the queue"
     "${requeue[@]}" && sleep infinity # Slurm ends this script
   fi

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -9,13 +10,17 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import psutil
 import pytest
 import torch
+from safetensors.numpy import save_file
 
 from megatron_collab import patches
 from megatron_collab.config import Config, ConfigError
 from megatron_collab.launch.validate import load
+from megatron_collab.models.hf_config import ModelShape
+from megatron_collab.models.hf_to_megatron import hf_shapes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast  # which takes seconds to import
@@ -125,6 +130,13 @@ def make_model(
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)
     return folder
+
+
+def write_weights(folder: Path) -> None:
+    """Give the folder with this config.json its weights: zeros."""
+    config = json.loads((folder / "config.json").read_text())
+    shapes = hf_shapes(ModelShape.from_hf(config))
+    save_file({name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, folder / "model.safetensors")
 
 
 def nats_apart(one: Path, other: Path) -> float:

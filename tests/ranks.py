@@ -106,9 +106,9 @@ EXPERTS = {
 }
 
 
-def make_model(folder: Path, seed: int = 0, tied: bool = True, experts: bool = False) -> Path:
-    """Write a random Hugging Face folder, weights only."""
-    hf = HF | {"tie_word_embeddings": tied} | (EXPERTS if experts else {})
+def make_model(folder: Path, seed: int = 0, tied: bool = True, experts: bool = False, **sizes: int) -> Path:
+    """Write a random Hugging Face folder, weights only; `sizes` are fields of its config.json."""
+    hf = HF | {"tie_word_embeddings": tied} | (EXPERTS if experts else {}) | sizes
     rng = np.random.default_rng(seed)
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(hf))

@@ -15,6 +15,7 @@ from megatron_collab import train
 from megatron_collab.config import Config
 from megatron_collab.launch import prepare
 from megatron_collab.llm.limiter import BudgetSpent
+from megatron_collab.runtime import signals
 from megatron_collab.runtime.process import Hung, RunStopped
 from megatron_collab.runtime.rank0 import from_leader
 from megatron_collab.trainer.megatron import parallel
@@ -60,7 +61,7 @@ def test_a_stopped_run_says_why_in_one_line(
 
     monkeypatch.setattr(train, "train_sft", stopped)
     monkeypatch.setattr(train.process, "die_with_parent", lambda parent: None)
-    monkeypatch.setattr(train.process, "take_signals", lambda rank: None)
+    monkeypatch.setattr(signals, "keep_notices", lambda rank, grace: None)
     monkeypatch.setattr(prepare, "prepare", lambda config: None)
     monkeypatch.setattr(train.process, "under_torchrun", lambda: True)
     code = train.main(["experiment=booking_sft", f"run.dir={tmp_path}/run", f"data.dir={tmp_path}/world"])

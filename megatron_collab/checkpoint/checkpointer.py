@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -31,6 +32,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from megatron_collab.checkpoint import storage
+from megatron_collab.checkpoint.hf import unwrap
 from megatron_collab.checkpoint.sharded_state import MAIN, Checkpointable, load_weights, read_sharded, restore, snapshot
 from megatron_collab.checkpoint.torch_dist import CheckpointWriter, SaveItems, Written
 from megatron_collab.runtime import hang_detector
@@ -74,7 +76,8 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         beat(f"saving step {step}")
         items, common = snapshot(trainables)
         generators = pickle.dumps({name: get() for name, (get, _) in _generators().items()})
-        self._writing = self._thread.submit(self._write, step, items, common, generators, json.dumps(state))
+        told = {"state": state, "model": asdict(unwrap(trainables[MAIN].chunks[0]).shape)}
+        self._writing = self._thread.submit(self._write, step, items, common, generators, json.dumps(told))
 
     def finish(self) -> None:
         """Wait until the last save is on disk; RunStopped if it failed, with its files removed."""
@@ -122,7 +125,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         Returns what is on disk then. An error of one rank is raised on all of them.
         """
         ranks = _DistWrapper(self._group, use_dist=True, coordinator_rank=0)
-        temporary, state = self.folder / f"step_{step}.tmp", json.loads(text)
+        temporary, state = self.folder / f"step_{step}.tmp", json.loads(text)["state"]
 
         def write_rest() -> storage.Files:
             """What is not a tensor; the checksums of all files of this rank."""
@@ -134,7 +137,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             return storage.checksums(file for file in temporary.iterdir() if _owner(file.name) == rank)
 
         def commit(files: list[storage.Files]) -> None:
-            saved = {"step": step, "ranks": len(files), "state": state}
+            saved = {"step": step, "ranks": len(files), **json.loads(text)}
             storage.commit(temporary, saved, {name: sums for some in files for name, sums in some.items()})
             storage.discard(self.folder, step, self._keep)
 

@@ -1,75 +1,77 @@
 """Converts a training checkpoint to a Hugging Face folder and back, in one process, without ranks or a GPU.
 
 One parameter after the other is read, taken apart or put together by the pieces of `hf_to_megatron.table`, and
-written: the model as a whole is never in memory.
+written: the model as a whole is never in memory. What is written is read again, and compared with what it is from.
 """
 
 from __future__ import annotations
 
-import re
+import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from itertools import product
+from dataclasses import asdict
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from safetensors import SafetensorError
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, LoadPlan, SavePlan
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_global_save_plan
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint import FileSystemWriter, SavePlan
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.planner import WriteItem
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron_collab.checkpoint import hf, storage
 from megatron_collab.checkpoint.hf import HFTensors
+from megatron_collab.checkpoint.stored import FUSED, METADATA, Location, Stored, locate
 from megatron_collab.checkpoint.torch_dist import SaveItems, write_item
 from megatron_collab.config import ConfigError
 from megatron_collab.models import hf_to_megatron
-from megatron_collab.models.hf_to_megatron import LAYER, ModelShape, Shape, TensorCut, WeightEntry
+from megatron_collab.models.hf_to_megatron import LAYER, ModelShape, TensorCut, WeightEntry
 
-METADATA = ".metadata"  # of torch.distributed.checkpoint: which tensor lies where
 EMBEDDING = "embedding.word_embeddings.weight"
-FUSED = {norm: fused for fused, norm in hf_to_megatron.FUSED_NAMES.items()}
-_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(.+)")
-
-Location = tuple[str, tuple[int, ...]]
+_WAY_OUT = "give the model that the run started from"
 
 
 def to_hf(checkpoint: Path, folder: Path, source: Path, dtype: torch.dtype | None, file_bytes: int) -> None:
     """Write the weights of `checkpoint` (a step_N folder) as a Hugging Face folder; all other files come from `source`.
 
     Files have at most `file_bytes`; `dtype` is that of the checkpoint unless given. ConfigError where `folder`
-    exists, the checkpoint is damaged or it holds another model than `source` describes. Memory: one file, one
-    Megatron parameter and one stored part of it.
+    exists, the checkpoint is damaged, it holds another model than `source` describes, or what was written is not what
+    was read. Memory: one file, one Megatron parameter and one stored part of it.
     """
     if folder.exists():
         raise ConfigError(f"{folder}: exists; give another folder, or remove it")
-    damage = storage.damage(checkpoint, storage.read_state(checkpoint))
+    saved = storage.read_state(checkpoint)
+    damage = storage.damage(checkpoint, saved)
     if not damage and not (checkpoint / METADATA).is_file():
         damage = [f"{METADATA} is missing"]
     if damage:
         raise ConfigError(f"{checkpoint}: is damaged ({'; '.join(damage)}); give another checkpoint")
     shape, stored = hf.read_shape(source), Stored(checkpoint)
+    _check_described((saved or {}).get("model"), shape, source)
     _check_model(stored, shape, source)
+    dtype = dtype or stored.dtype(EMBEDDING)
     with _refusing(folder), hf.replacing(folder) as partial:
-        writer = hf.HFWriter(partial, shape, dtype or stored.dtype(EMBEDDING), file_bytes)
+        writer = hf.HFWriter(partial, shape, dtype, file_bytes)
         for entry in _exported(shape):
             writer.fill(stored.read(entry.megatron), hf_to_megatron.pieces(entry, shape, tp=1, tp_rank=0))
         writer.finish(source)
+        _check_written(stored, HFTensors(partial, shape), shape, dtype)
 
 
 def to_checkpoint(source: Path, folder: Path, dtype: torch.dtype | None, file_bytes: int) -> None:
     """Write the Hugging Face folder `source` as a folder of checkpoints that a run can start from at step 0.
 
     It holds weights alone. `dtype` is that of `source` unless given. ConfigError where `folder` exists or `source`
-    is not a whole model. Memory: one file of at most `file_bytes` and two parameters.
+    is not a whole model, or what was written is not what was read. Memory: one file of at most `file_bytes` and two
+    parameters.
     """
     if folder.exists():
         raise ConfigError(f"{folder}: exists; give another folder, or remove it")
     shape = hf.read_shape(source)
-    planner = _Convert(HFTensors(source, shape), shape, dtype)
+    tensors = HFTensors(source, shape)
+    planner = _Convert(tensors, shape, dtype)
 
     with _refusing(folder), hf.replacing(folder) as partial:
         step = storage.begin(partial, 0)
@@ -81,27 +83,56 @@ def to_checkpoint(source: Path, folder: Path, dtype: torch.dtype | None, file_by
         writer.finish(metadata, results)
         torch.save({}, step / "common.pt")
         save_config(CheckpointingConfig("torch_dist"), str(step))
-        state = {"step": 0, "ranks": 0, "state": {}, "weights_only": True}
+        state = {"step": 0, "ranks": 0, "state": {}, "weights_only": True, "model": asdict(shape)}
         storage.commit(step, state, storage.checksums(step.iterdir()))
+        _check_written(Stored(storage.find_checkpoint(partial)), tensors, shape, planner.dtype)
 
 
 def _exported(shape: ModelShape) -> list[WeightEntry]:
     return [entry for entry in hf_to_megatron.table(shape) if entry.exported]
 
 
+def _check_described(trained: Any, shape: ModelShape, source: Path) -> None:
+    """`trained`: the shape of the model in the checkpoint; those of earlier versions have tensors alone."""
+    if trained is None:
+        return
+    given = json.loads(json.dumps(asdict(shape)))
+    for name in given:
+        before = trained.get(name) if isinstance(trained, dict) else None
+        if given[name] != before:
+            said = f"has {name}={given[name]}, and the model in the checkpoint {name}={before}"
+            raise ConfigError(f"--model={source}: {said}; {_WAY_OUT}")
+
+
 def _check_model(stored: Stored, shape: ModelShape, source: Path) -> None:
-    way_out = "give the model that the run started from"
+    """Each has the tensors of the other, in the same shapes."""
     for entry in _exported(shape):
         found, wanted = stored.shape(entry.megatron), hf_to_megatron.shard_shape(entry, tp=1)
         if entry.cut is TensorCut.VOCABULARY and found and found[0] > wanted[0]:
-            found = (wanted[0], *found[1:])  # the rest is padding
+            padded = not stored.read(entry.megatron)[wanted[0] :].any()
+            found = (wanted[0], *found[1:]) if padded else found
         if found != wanted:
             there = f"has shape {found}" if found else "is missing"
             raise ConfigError(
-                f"--model={source}: {entry.megatron} has shape {wanted}; in the checkpoint it {there}; {way_out}"
+                f"--model={source}: {entry.megatron} has shape {wanted}; in the checkpoint it {there}; {_WAY_OUT}"
             )
+        if not (dtype := stored.dtype(entry.megatron)).is_floating_point:
+            raise ConfigError(f"{stored.folder}: {entry.megatron} has dtype {dtype}, and weights are floating numbers")
     if stored.shape(f"decoder.layers.{shape.layers}.input_layernorm.weight"):
-        raise ConfigError(f"--model={source}: has {shape.layers} layers, the checkpoint has more; {way_out}")
+        raise ConfigError(f"--model={source}: has {shape.layers} layers, the checkpoint has more; {_WAY_OUT}")
+    if others := stored.beside(entry.megatron for entry in _exported(shape)):
+        raise ConfigError(f"--model={source}: has no {others[0]}, or less of it, than the checkpoint; {_WAY_OUT}")
+
+
+def _check_written(stored: Stored, tensors: HFTensors, shape: ModelShape, dtype: torch.dtype) -> None:
+    """Both hold the same numbers in `dtype`, the one that was written: to the last bit."""
+    for entry in _exported(shape):
+        parameter = stored.read(entry.megatron)
+        for piece in hf_to_megatron.pieces(entry, shape, tp=1, tp_rank=0):
+            blocks = parameter[piece.shard_index], tensors.read(piece.hf, piece.hf_index)
+            one, other = (block.to(dtype).contiguous().view(torch.uint8) for block in blocks)
+            if not torch.equal(one, other):
+                raise ConfigError(f"{piece.hf}: what was written is not what was read; check this host's memory")
 
 
 @contextmanager
@@ -122,16 +153,16 @@ class _Convert(SaveItems):
 
     def __init__(self, tensors: HFTensors, shape: ModelShape, dtype: torch.dtype | None) -> None:
         self._tensors, self._shape = tensors, shape
-        self._dtype = dtype or tensors.read(next(iter(hf_to_megatron.hf_shapes(shape))), (slice(1),)).dtype
+        self.dtype = dtype or tensors.read(next(iter(hf_to_megatron.hf_shapes(shape))), (slice(1),)).dtype
         super().__init__(list(self._requests()))
 
     def plans(self, file_bytes: int) -> Iterator[SavePlan]:
         """The parameters in files of at most `file_bytes`, a larger one alone."""
-        sizes = (prod(item.tensor_data.chunk.sizes) * self._dtype.itemsize for item in self._items)
+        sizes = (prod(item.tensor_data.chunk.sizes) * self.dtype.itemsize for item in self._items)
         return map(SavePlan, hf.grouped(zip(self._items, sizes, strict=True), file_bytes))
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-        parameter = self._tensors.shard(super().resolve_data(write_item), self._shape, 1, 0, self._dtype)
+        parameter = self._tensors.shard(super().resolve_data(write_item), self._shape, 1, 0, self.dtype)
         return parameter.view(write_item.tensor_data.chunk.sizes)
 
     def _requests(self) -> Iterator[tuple[WriteItem, WeightEntry]]:
@@ -145,7 +176,7 @@ class _Convert(SaveItems):
             shard = hf_to_megatron.shard_shape(entry, tp=1)
             offsets, sizes = (*index, *(0 for _ in shard)), (*(1 for _ in index), *shard)
             whole = (*(last + 1 for last in stacks[key]), *shard)
-            yield write_item(key, whole, offsets, sizes, self._dtype), entry
+            yield write_item(key, whole, offsets, sizes, self.dtype), entry
 
 
 def _locations(names: Iterable[str]) -> dict[str, Location]:
@@ -162,89 +193,3 @@ def _locations(names: Iterable[str]) -> dict[str, Location]:
         return match is not None and f"{FUSED.get(match[2], '').rpartition('.')[0]}.weight" in layers[match[1]]
 
     return {name: locate(name, apart, fused(name)) for name in names}
-
-
-def locate(name: str, apart: bool, fused: bool) -> Location:
-    """Key of a parameter in a checkpoint, and its index there: layer, expert, as far as they are stacked.
-
-    `apart`: layers are not stacked, as Megatron-Core does it where they are not alike. `fused`: a norm goes by
-    the name of the linear layer that it precedes, as all of Megatron-Core's dense layers have it.
-    """
-    layer = LAYER.fullmatch(name)
-    if not layer:
-        return name, ()
-    number, local = int(layer[1]), layer[2]
-    expert = _EXPERT.fullmatch(local)
-    index: tuple[int, ...] = ()
-    if expert:
-        index, local = (int(expert[1]),), f"mlp.experts.experts.{expert[2]}"
-    if fused:
-        local = FUSED.get(local, local)
-    return (f"decoder.layers.{number}.{local}", index) if apart else (f"decoder.layers.{local}", (number, *index))
-
-
-class Stored:
-    """The parameters of the main network in the step_N folder `checkpoint`, read one by one.
-
-    A checkpoint holds global tensors, whatever layout wrote it. What `hf_to_megatron.table` calls a parameter on one
-    tensor-parallel rank is such a tensor, or a slice of one where Megatron-Core stacks layers or experts.
-    """
-
-    def __init__(self, checkpoint: Path) -> None:
-        self._reader = FileSystemReader(checkpoint)
-        metadata = self._reader.read_metadata()
-        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
-        self._tensors = {
-            key: found
-            for key, found in metadata.state_dict_metadata.items()
-            if isinstance(found, TensorStorageMetadata)
-        }
-        self._parts: dict[str, dict[tuple[int, ...], list[ChunkStorageMetadata]]] = {}
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._tensors[self._locate(name)[0]].properties.dtype
-
-    def shape(self, name: str) -> Shape | None:
-        """Shape of a parameter as on one tensor-parallel rank, the vocabulary padded; None where there is none."""
-        key, index = self._locate(name)
-        if key not in self._tensors:
-            return None
-        stack, size = self._tensors[key].size[: len(index)], self._tensors[key].size[len(index) :]
-        return tuple(size) if all(i < n for i, n in zip(index, stack, strict=True)) else None
-
-    def read(self, name: str) -> torch.Tensor:
-        """A parameter as a whole."""
-        key, index = self._locate(name)
-        tensor = self._tensors[key]
-        beyond = tensor.size[len(index) :]
-        wanted = ChunkStorageMetadata(
-            torch.Size((*index, *(0 for _ in beyond))), torch.Size((*(1 for _ in index), *beyond))
-        )
-        parts = TensorStorageMetadata(tensor.properties, tensor.size, self._parts_at(key, index))
-        target = torch.empty(wanted.sizes, dtype=tensor.properties.dtype)
-        plan = LoadPlan(create_read_items_for_chunk_list(key, parts, [wanted]))
-        self._reader.read_data(plan, _Into(target)).wait()
-        return target[(0,) * len(index)]
-
-    def _locate(self, name: str) -> Location:
-        options = [locate(name, apart, fused) for apart, fused in product((False, True), repeat=2)]
-        return next((found for found in options if found[0] in self._tensors), options[0])
-
-    def _parts_at(self, key: str, index: tuple[int, ...]) -> list[ChunkStorageMetadata]:
-        """The stored parts of one slice; grouped once per key, which has as many as layers x experts."""
-        if key not in self._parts:
-            found = self._parts[key] = {}
-            for part in self._tensors[key].chunks:
-                found.setdefault(tuple(part.offsets[: len(index)]), []).append(part)
-        return self._parts[key][index]
-
-
-class _Into(DefaultLoadPlanner):
-    """Reads into one tensor."""
-
-    def __init__(self, target: torch.Tensor) -> None:
-        super().__init__()
-        self._target = target
-
-    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        return self._target

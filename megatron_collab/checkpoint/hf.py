@@ -24,15 +24,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megatron_collab.config import ConfigError
-from megatron_collab.models import hf_config, hf_to_megatron
+from megatron_collab.models import hf_config, hf_to_megatron, hf_weights
 from megatron_collab.models.hf_to_megatron import Index, ModelShape, Piece, WeightEntry, hf_shapes
+from megatron_collab.models.hf_weights import INDEX, SINGLE
 from megatron_collab.runtime.process import beat
 
 FILE_BYTES = 4 << 30
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-# Buffers that old checkpoints hold; every implementation computes them anew.
-_COMPUTED = re.compile(r".*rotary_emb\.inv_freq$")
 _WEIGHT_FILE = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|h5|msgpack|index\.json)$")
 # local_experts.N.linear_fc1.weight, or with TransformerEngine's grouped GEMM linear_fc1.weightN
 _EXPERT = re.compile(
@@ -56,36 +53,14 @@ class HFTensors:
     """The tensors of a Hugging Face folder, read without mapping files into memory."""
 
     def __init__(self, folder: Path, shape: ModelShape) -> None:
-        """ConfigError for a missing file, and a tensor that is missing, unexpected or not of config.json's shape."""
-        index, names = folder / INDEX, [SINGLE]
-        if index.is_file():
-            try:
-                names = sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ConfigError(
-                    f"{folder}: {INDEX} has no valid weight_map; give a complete folder of safetensors"
-                ) from error
-        self._file_of: dict[str, safe_open] = {}
-        for name in names:
-            if not (folder / name).is_file():
-                raise ConfigError(f"{folder}: {name} is missing; give a complete folder of safetensors")
-            try:
-                opened = safe_open(folder / name, framework="pt", device="cpu", backend="pread")
-            except SafetensorError as error:
-                raise ConfigError(f"{folder}: {name} is corrupt ({error}); give a complete folder") from error
-            self._file_of |= dict.fromkeys(opened.keys(), opened)
-        expected = hf_shapes(shape)
-        extra = {name for name in self._file_of.keys() - expected.keys() if not _COMPUTED.fullmatch(name)}
-        if shape.tied:
-            extra.discard("lm_head.weight")  # the same tensor, written out a second time
-        if extra:
-            raise ConfigError(f"{folder}: {min(extra)} is unexpected; give a folder that fits its config.json")
-        for tensor, wanted in expected.items():
-            if tensor not in self._file_of:
-                raise ConfigError(f"{folder}: {tensor} is missing; give a complete folder of safetensors")
-            found = tuple(self._file_of[tensor].get_slice(tensor).get_shape())
-            if found != wanted:
-                raise ConfigError(f"{folder}: {tensor} has shape {found}, config.json asks for {wanted}")
+        """ConfigError for a file or a tensor that is missing, or not what models/hf_weights.py takes for one."""
+        try:
+            stored = hf_weights.of_model(folder, shape)
+            files = {tensor.file for tensor in stored.values()}
+            opened = {file: safe_open(folder / file, framework="pt", device="cpu", backend="pread") for file in files}
+        except (ValueError, SafetensorError) as error:
+            raise ConfigError(f"{folder}: {error}") from error
+        self._file_of = {name: opened[tensor.file] for name, tensor in stored.items()}
 
     def read(self, tensor: str, index: Index) -> torch.Tensor:
         """The block of the tensor at `index`; no more of it is read."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,14 +25,15 @@ from megatron.core.dist_checkpointing.dict_utils import (
 )
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory, is_main_replica
 from megatron.core.dist_checkpointing.strategies.torch import MCoreLoadPlanner
-from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding, force_all_tensors_to_non_fp8
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import ReadItem, WriteItem, WriteItemType
 
-from megatron_collab.checkpoint.hf import unwrap
+from megatron_collab.checkpoint.hf import unwrap, values
 from megatron_collab.checkpoint.torch_dist import Written, rectangles, write_item
 from megatron_collab.patches.megatron import load_planner
 from megatron_collab.runtime.process import beat
@@ -62,9 +64,8 @@ def snapshot(trainables: Mapping[str, Checkpointable]) -> tuple[list[Written], d
         optimizers = trainable.optimizer.chained_optimizers
         for optimizer in optimizers:
             items.extend(_optimizer_blocks(optimizer, shards, prefix))
-        force_all_tensors_to_non_fp8(chunks)
         for entry in nested_values(chunks):
-            parts = [] if isinstance(entry, ShardedObject) else _parts(entry)
+            parts = [] if isinstance(entry, ShardedObject) else _parts(entry, values(entry.data))
             for part in (part for part in parts if is_main_replica(part.replica_id)):
                 tensor = part.data.detach().to("cpu", copy=True).reshape(_stacked(part, part.local_shape))
                 items.append(_block(prefix + part.key, part, part.global_offset, tensor))
@@ -89,7 +90,8 @@ def _optimizer_blocks(
     """This rank's part of the float32 weights and the moments: a range of elements of each parameter's shard."""
     buckets = [bucket for buffer in optimizer.gbuf_ranges for one_dtype in buffer.values() for bucket in one_dtype]
     for parameter, ranges in ((parameter, r) for bucket in buckets for parameter, r in bucket["param_map"].items()):
-        *replica, _ = shards[parameter].replica_id  # the last counts data parallel ranks: each has another range
+        entry, sizes_alone = shards[parameter], torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        *replica, _ = entry.replica_id  # the last counts data parallel ranks: each has another range
         if not is_main_replica(tuple(replica)):
             continue
         start, end = ranges["param"].start, ranges["param"].end
@@ -98,7 +100,7 @@ def _optimizer_blocks(
                 continue
             copied = state.detach().to("cpu", torch.float32, copy=True)
             done = 0  # elements of the shard in the parts before
-            for part in _parts(shards[parameter]):
+            for part in _parts(entry, sizes_alone):
                 size = part.data.numel()
                 first, last = (min(max(at - done, 0), size) for at in (start, end))
                 for offsets, sizes in rectangles(first, last, part.local_shape):
@@ -109,8 +111,12 @@ def _optimizer_blocks(
                 done += size
 
 
-def _parts(entry: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
-    """The global tensors that a parameter consists of, in the order of its rows: gate and up are separate."""
+def _parts(entry: ShardedTensor | ShardedTensorFactory, tensor: Tensor) -> list[ShardedTensor]:
+    """The global tensors that a parameter consists of, in the order of its rows: gate and up are separate.
+
+    They have the data of `tensor`, in the place of the parameter, which may be in FP8.
+    """
+    entry = replace(entry, data=tensor)
     return entry.build() if isinstance(entry, ShardedTensorFactory) else [entry]
 
 
@@ -127,7 +133,7 @@ def restore(trainables: Mapping[str, Checkpointable], read: Callable[[dict[str, 
             optimizer._init_optimizer_states_with_dummy_values()  # there must be state for the load to fill
         chunks = _sharded_chunks(trainable.chunks)
         optimizer_state = trainable.optimizer.sharded_state_dict(chunks, is_loading=True, metadata=_metadata())
-        parts = {**chunks, "optimizer": optimizer_state}
+        parts = {**_with_room(chunks), "optimizer": optimizer_state}
         if name == MAIN:
             wanted |= parts
         else:
@@ -159,7 +165,7 @@ def load_weights(chunks: Sequence[torch.nn.Module], checkpoint: Path) -> None:
 
     What TransformerEngine keeps beside weights (scales of FP8) stays as it is: a converted checkpoint has none.
     """
-    _load(chunks, _read(_sharded_chunks(chunks), checkpoint, lambda entry: True))
+    _load(chunks, _read(_with_room(_sharded_chunks(chunks)), checkpoint, lambda entry: True))
 
 
 class _MovingPlanner(MCoreLoadPlanner):
@@ -195,6 +201,14 @@ def _load(chunks: Sequence[torch.nn.Module], parts: Mapping[str, Any]) -> None:
 
 def _sharded_chunks(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
     return {key: model.sharded_state_dict(metadata=_metadata()) for key, model in _models(chunks).items()}
+
+
+def _with_room(wanted: dict[str, Any]) -> dict[str, Any]:
+    """`wanted`, to be read into tensors in the place of parameters that are kept in FP8."""
+    for entry in nested_values(wanted):
+        if is_float8tensor(entry.data):
+            entry.data = torch.empty(entry.data.shape, dtype=entry.data.dtype, device=entry.data.device)
+    return wanted
 
 
 def _models(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Module]:

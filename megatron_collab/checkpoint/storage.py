@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_collab.config import require
+from megatron_collab.config import ConfigError, require
 from megatron_collab.runtime.files import replace
 from megatron_collab.runtime.process import BEST, beat
 
@@ -22,6 +22,8 @@ LATEST = "latest"
 STATE = "state.json"
 _FOLDER = re.compile(r"step_(\d+)")
 _READ_BYTES = 1 << 20
+
+_PARTS = {"step": int, "ranks": int, "state": dict}  # what every state.json has
 
 Files = dict[str, tuple[int, int]]
 
@@ -68,9 +70,12 @@ def discard(folder: Path, step: int, keep: int) -> None:
 
 
 def best(run: Path) -> int | None:
-    """The step whose checkpoint train.keep_best keeps."""
+    """The step whose checkpoint train.keep_best keeps. ConfigError where the file does not say it."""
     file = run / BEST
-    return int(json.loads(file.read_text())["step"]) if file.is_file() else None
+    try:
+        return int(json.loads(file.read_text())["step"]) if file.is_file() else None
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{file}: names no step; remove it: the run writes it again, or give RUN@STEP") from error
 
 
 def find_checkpoint(given: Path) -> Path:
@@ -113,17 +118,19 @@ def run_of(given: Path) -> Path | None:
 def candidates(folder: Path) -> list[Path]:
     """The checkpoints in `folder`: first the one that `latest` names, then from newest to oldest."""
     latest = folder / LATEST
-    named = latest.read_text().strip() if latest.is_file() else None
+    named = latest.read_text(errors="replace").strip() if latest.is_file() else None
     return sorted(_folders(folder).values(), key=lambda one: one.name != named)
 
 
 def read_state(checkpoint: Path) -> dict[str, Any] | None:
     """The content of `state.json`; None if it is missing or invalid."""
     try:
-        state = json.loads((checkpoint / STATE).read_text())
-    except (FileNotFoundError, ValueError):
+        found = json.loads((checkpoint / STATE).read_text())
+        files = dict(found.get("files", {})).values()  # earlier versions recorded none
+        whole = all(type(found[name]) is kind for name, kind in _PARTS.items())
+        return found if whole and all([*map(type, sums)] == [int, int] for sums in files) else None
+    except (FileNotFoundError, ValueError, AttributeError, KeyError, TypeError, RecursionError):
         return None
-    return state if isinstance(state, dict) else None
 
 
 def damage(checkpoint: Path, saved: Mapping[str, Any] | None, rank: int = 0, ranks: int = 1) -> list[str]:

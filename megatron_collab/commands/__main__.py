@@ -10,6 +10,7 @@ from importlib import import_module
 
 from megatron_collab import __version__
 from megatron_collab.commands import EXIT_BAD_INPUT
+from megatron_collab.runtime.redact import redact_output
 
 COMMANDS = {
     "train": "train a policy: experiment=NAME [option=value …]",
@@ -25,6 +26,7 @@ COMMANDS = {
 
 
 def main() -> int:
+    redact_output()
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
         commands = "\n".join(f"  {command:14}{text}" for command, text in COMMANDS.items())

@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -175,14 +175,15 @@ def print_endpoints(overrides: Sequence[str]) -> int:
     if not asked:
         print("This run asks no language model.")
         return 0
-    endpoints.check_prices(config, asked)
+    unpriced = endpoints.check_prices(config, asked)
     endpoints.check_support(asked)
+    print("".join(f"{line}\n" for line in unpriced), end="")
     labels = [("", "model"), *((each.setting, str(each.endpoint.model)) for each in asked)]
     widths = [*(max(map(len, column)) for column in zip(*labels, strict=True)), 7, 6, 0]
     _print_row((*labels[0], "seconds", "tokens", "USD"), widths)
 
     async def call(setting: str, endpoint: EndpointConfig) -> str | None:
-        cells, fault = await _call(endpoint)
+        cells, fault = await _call(endpoint, config.llm.prices)
         _print_row((setting, str(endpoint.model), *cells), widths)
         return fault and f"{setting}: {fault}"
 
@@ -214,7 +215,9 @@ def _surveys(config: Config) -> list[tuple[Config, str, Any]]:
     return found
 
 
-async def _call(endpoint: EndpointConfig) -> tuple[tuple[str, str, str], str | None]:
+async def _call(
+    endpoint: EndpointConfig, prices: Mapping[str, Sequence[float]]
+) -> tuple[tuple[str, str, str], str | None]:
     """Seconds, tokens and price of one call in the form of those of a run, and what failed."""
     from megatron_collab.llm.answer import Field, LlmError
     from megatron_collab.llm.client import LlmClient
@@ -222,7 +225,7 @@ async def _call(endpoint: EndpointConfig) -> tuple[tuple[str, str, str], str | N
 
     if of_run(endpoint.model):
         return ("-", "-", "the run's own servers"), None
-    client, began, fault = LlmClient(), time.monotonic(), None
+    client, began, fault = LlmClient(prices=prices), time.monotonic(), None
     question = [{"role": "user", "content": 'Answer with this JSON object and nothing else: {"answer": "yes"}'}]
     try:
         # As if there were others to ask: a server that is not there is not waited for.

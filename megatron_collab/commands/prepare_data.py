@@ -101,8 +101,10 @@ def _said(dropped: dict[str, int] | Counter[str]) -> str:
 
 
 def _to_parquet(file: Path) -> None:
-    from megatron_collab.data.rows import open_rows
-    from megatron_collab.data.sources import Source
+    from datasets import Dataset, disable_progress_bars
 
-    open_rows(Source(source=str(file)), "--out").table.to_parquet(file.with_suffix(".parquet"))
+    disable_progress_bars()
+    with file.open() as lines:
+        rows = Dataset.from_list([json.loads(line) for line in lines], on_mixed_types="use_json")
+    rows.to_parquet(file.with_suffix(".parquet"))
     file.unlink()

@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from megatron_collab.commands import ArgumentParser
@@ -51,14 +52,10 @@ def main(arguments: Sequence[str]) -> int:
 def train(*overrides: str) -> None:
     """One training run; if it fails, this process ends with its exit code."""
     process = subprocess.Popen([sys.executable, "-m", "megatron_collab.train", *overrides])
-    try:
-        code = process.wait()
-    except KeyboardInterrupt:  # the terminal has sent it to the trainer too, which ends its processes
-        try:
-            code = process.wait(timeout=60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            code = 130
+    code = None
+    while code is None:
+        with suppress(KeyboardInterrupt):  # sent by the terminal to the trainer too, which ends after its step
+            code = process.wait()
     if code != 0:
         sys.exit(code)
 

@@ -39,17 +39,32 @@ def recorded(config: Config) -> dict[str, Any]:
     return {**asdict(config), _PROMPTS: _prompts(asdict(config))}
 
 
+def read_settings(run_dir: Path) -> dict[str, Any] | None:
+    """What SETTINGS of the run in `run_dir` holds; None without one. ConfigError where it is torn or another thing."""
+    file = run_dir / SETTINGS
+    if not file.exists():
+        return None
+    try:
+        found = json.loads(file.read_text())
+        whole = isinstance(found, dict) and all("sha256" in prompt for prompt in found.get(_PROMPTS, {}).values())
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise _torn(file) from error
+    if not whole:
+        raise _torn(file)
+    return found
+
+
+def _torn(file: Path) -> ConfigError:
+    return ConfigError(f"{file}: holds no settings of a run; restore it, or choose another run.dir")
+
+
 def changes(config: Config) -> list[Change]:
     """What differs from the settings of the run in run.dir, if there is one; ConfigError where they cannot be read."""
-    file = Path(config.run.dir) / SETTINGS
-    if not file.is_file():
+    settings = read_settings(Path(config.run.dir))
+    if settings is None:
         return []
-    try:
-        settings = json.loads(file.read_text())
-        before = _flat(settings)
-        prompts = settings.get(_PROMPTS, {})  # earlier versions recorded none
-    except (ValueError, AttributeError) as error:
-        raise ConfigError(f"{file}: holds no settings of a run; restore it, or choose another run.dir") from error
+    before = _flat(settings)
+    prompts = settings.get(_PROMPTS, {})  # earlier versions recorded none
     after = _flat(asdict(config))
     if credit := re.fullmatch(r"reward_to_go\((.+)\)", str(before.get("reward.turn_credit"))):  # of earlier versions
         before |= {"reward.turn_credit": "reward_to_go", "reward.turn_gamma": float(credit[1])}

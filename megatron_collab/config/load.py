@@ -13,6 +13,7 @@ import hydra
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -31,10 +32,6 @@ COMMAND_LINE = "command line"
 
 # Other names of options on the command line: no field of a dataclass can be called by a keyword of Python.
 ALIASES = {"run.from": "run.fork"}
-
-# What Hydra recommends and is refused here: to add an option with a +, to sweep over values.
-_REFUSED = re.compile(r" (To append to your \w+|3\. To sweep) .*")
-
 
 _schema = OmegaConf.structured(Config)
 for _name, _value, _ in declared(Config):
@@ -120,7 +117,7 @@ def build(kind: type[_Options], given: Mapping[str, Any], prefix: str) -> _Optio
 def _composed(overrides: Sequence[str]) -> DictConfig:
     """The composed node, interpolations resolved; ConfigError for what Hydra or the schema refuses."""
     for override in overrides:
-        require(override[:1] != "-", f"{override}: no such argument; there are --help, --cfg and option=value")
+        _refuse_syntax(override)
     overrides = _plain(overrides)
     GlobalHydra.instance().clear()
     try:
@@ -153,6 +150,28 @@ def _plain(overrides: Sequence[str]) -> list[str]:
     return [re.sub(r"(?<==)~(?=/)", str(Path.home()), override, count=1) for override in named]
 
 
+def _refuse_syntax(override: str) -> None:
+    """What Hydra could read and a run has no use for, or Hydra would answer with advice that is refused here."""
+    name, given, value = override.lstrip("+").partition("=")
+    require(override[:1] != "-", f"{override}: no such argument; there are --help, --cfg and option=value")
+    require(override[:1] != "~", f"{override}: options cannot be taken away; give another value instead")
+    require(bool(given and name), f"{override}: give option=value")
+    owner = re.split(r"[./]", name)[0]
+    require(owner != "hydra", f"{override.lstrip('+')}: Hydra's own settings are not used; remove it")
+    require("@" not in name, f"{override}: a group of settings has one place; give {name.partition('@')[0]}=NAME")
+    logical = name not in _LOGICAL or value.lower() in ("true", "false", "0", "1") or "${" in value
+    require(logical, f"{override}: must be true or false")
+    try:
+        sweeps = OverridesParser.create().parse_override(override).is_sweep_override()
+    except HydraException:  # which says so once more when it composes
+        return
+    require(not sweeps, f"{override}: a run has one value of each option, and no sweeps; start a run for every value")
+
+
+_LOGICAL = {name for name, default, _ in declared(Config) if isinstance(default, bool)}
+_TYPES = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false"}
+
+
 def _reason(error: Exception, overrides: Sequence[str]) -> str:
     """What Hydra refuses, in one line that names the override."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
@@ -160,19 +179,44 @@ def _reason(error: Exception, overrides: Sequence[str]) -> str:
         there = groups().get(group, [])
         return f"{group}={name}: not in conf/{group}{nearest(name, there)}; there are {', '.join(there)}"
     if isinstance(error, OverrideParseException):
-        name, given, value = error.override.partition("=")
-        known = f"cannot be read; quote special characters: '{name}=\"{value}\"'"
-        return f"{error.override}: {known if given else 'give option=value'}"
+        name, _, value = error.override.partition("=")
+        return f"{error.override}: cannot be read; quote special characters: '{name}=\"{value}\"'"
     cause = error.__cause__
     if isinstance(cause, ConfigAttributeError | ConfigKeyError):  # Hydra would recommend to add it with a +
         missing = str(cause.full_key)  # the first part of a name that is not there, or a key of a value in braces
         for name in (override.partition("=")[0] for override in overrides):
             if f"{name}.".startswith(f"{missing}.") or missing.startswith(f"{name}."):
                 name = max(name, missing, key=len)
-                options = [*(option for option, _, _ in declared(Config)), *groups()]
-                return f"{name}: no such option{nearest(name, options, cutoff=0)}"
-    detail = f": {str(cause).splitlines()[0]}" if cause else ""
-    return _REFUSED.sub("", " ".join(f"{error}{detail}".split()))
+                return f"{name}: no such option{_nearest_option(name)}"
+    said = [str(part).splitlines()[0] for part in (error, cause) if part]
+    text = ": ".join(said).removeprefix("Error merging override ")
+    text = re.sub(r"field '\S+' is not Optional", "cannot be null", text)
+    text = re.sub(r"Interpolation key '(\S+)' not found", r"no option \1 that ${\1} could stand for", text)
+    if "nterpolation" in text or "${" in text:
+        given = next((override for override in overrides if "${" in override), "")
+        return f"{given}: {text}".removeprefix(": ")
+    if other := re.match(r"(\S+?=.*?): (Invalid \w+ assigned|Cannot assign|Value .* is incompatible)", text):
+        return f"{other[1]}: must be {_kind(other[1].partition('=')[0])}"
+    if converted := re.match(r"(.*?): Value .* could not be converted to (\w+)", text):
+        return f"{converted[1]}: must be {_TYPES.get(converted[2], converted[2])}"
+    return text
+
+
+def _kind(name: str) -> str:
+    """What an option, or a group of them, takes that was given something else."""
+    default = next((value for option, value, _ in declared(Config) if option == name), None)
+    if isinstance(default, list):
+        return "a list in brackets, as [a, b]"
+    return "settings in braces, as {name: value}" if isinstance(default, dict) else f"a group; give {name}.NAME=VALUE"
+
+
+def _nearest_option(name: str) -> str:
+    """Of its own group, where there is one, whose names are told."""
+    group, names = name.rpartition(".")[0], [option for option, _, _ in declared(Config)]
+    own = [option for option in names if group and option.rpartition(".")[0] == group]
+    if not own:
+        return nearest(name, [*names, *groups()], cutoff=0)
+    return f"{nearest(name, own, 0.7)}; {group} has {', '.join(option.rpartition('.')[2] for option in own)}"
 
 
 def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from typing import Any
 
+MANY = 10_000_000  # steps, tokens, seconds, …: more of anything is a slip, where the option does not say otherwise
 _KEY = "declared"  # in the metadata of a field
 
 
@@ -80,7 +81,12 @@ class Declared:
 
 
 def option(default: Any, help: str, **declaration: Any) -> Any:
-    """A field of a dataclass of options; the other arguments are the fields of `Declared`."""
+    """A field of a dataclass of options; the other arguments are the fields of `Declared`.
+
+    A number with a lower bound alone is at most MANY.
+    """
+    if {"ge", "gt"} & declaration.keys() and not {"le", "lt"} & declaration.keys():
+        declaration["le"] = MANY
     metadata = {_KEY: Declared(help, **declaration)}
     if isinstance(default, dict | list):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
@@ -104,8 +110,10 @@ def declared(options: Any, prefix: str = "") -> Iterator[tuple[str, Any, Declare
 
 
 def check_declared(options: Any, prefix: str = "") -> None:
-    """Raises ConfigError for the first value of the dataclass `options` that its declaration refuses."""
+    """Raises ConfigError for the first value of the dataclass `options` that its declaration refuses, or that is ''."""
+    defaults = {name: default for name, default, _ in declared(type(options), prefix)}
     for name, value, rule in declared(options, prefix):
+        require(value != "" or defaults[name] == "", f"{name}=: is empty; give a value")
         if isinstance(value, dict):
             entries = [(f"{name}.{key}", entry) for key, entry in value.items() if not isinstance(entry, dict)]
         else:

@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from megatron_collab.config.option import mutable, option
+from megatron_collab.config.option import MANY, mutable, option
 
 # fmt: off
 TOOL_PARSERS = (  # as SGLang calls them
@@ -47,6 +47,7 @@ class LaunchConfig:
     interface: str | None = mutable(None, "network interface between nodes, as ib0; required for more than one node")
     device: str = mutable("auto", "device of the trainer", choices=("auto", "cpu", "cuda"))
     timeout: float = mutable(600.0, "seconds without progress on any rank before the run aborts with all stacks", gt=0)
+    grace: float = mutable(25.0, "seconds from SIGTERM until the run ends, saved or not", gt=0)
 
 
 @dataclass
@@ -64,11 +65,13 @@ class ModelConfig:
 # Of the layout may change what a checkpoint is resharded over in a test.
 @dataclass
 class ParallelConfig:
-    tp: int = mutable(1, "tensor parallel size of the trainer", ge=1)
-    pp: int = mutable(1, "pipeline parallel size of the trainer; data parallel is what remains of the ranks", ge=1)
-    vpp: int = mutable(1, "virtual pipeline stages of a rank (interleaved schedule); needs pp > 1", ge=1)
-    cp: int = option(1, "context parallel size: ranks that share a sequence; needs TransformerEngine", ge=1)
-    ep: int = option(1, "expert parallel size: ranks that the experts of a layer are spread over", ge=1)
+    tp: int = mutable(1, "tensor parallel size of the trainer", ge=1, le=1024)
+    pp: int = mutable(
+        1, "pipeline parallel size of the trainer; data parallel is what remains of the ranks", ge=1, le=1024
+    )
+    vpp: int = mutable(1, "virtual pipeline stages of a rank (interleaved schedule); needs pp > 1", ge=1, le=1024)
+    cp: int = option(1, "context parallel size: ranks that share a sequence; needs TransformerEngine", ge=1, le=1024)
+    ep: int = option(1, "expert parallel size: ranks that the experts of a layer are spread over", ge=1, le=1024)
     sequence_parallel: bool = mutable(False, "split norms and dropout over the tensor parallel ranks; needs tp > 1")
     recompute: str = mutable(
         "none", "recomputation; selective: feed-forward layers alone", choices=("none", "selective", "full")
@@ -78,12 +81,12 @@ class ParallelConfig:
 
 @dataclass
 class OptimConfig:
-    lr: float = mutable(1e-6, "peak learning rate of AdamW", gt=0)
+    lr: float = mutable(1e-6, "peak learning rate of AdamW", gt=0, le=1)
     schedule: str = mutable("constant", "learning rate after warm-up; linear: to 0", choices=("constant", "linear"))
     warmup_steps: int = mutable(0, "steps of linear warm-up", ge=0)
     beta1: float = option(0.9, "AdamW beta1", ge=0, lt=1)
     beta2: float = option(0.95, "AdamW beta2", ge=0, lt=1)
-    weight_decay: float = option(0.0, "AdamW weight decay", ge=0)
+    weight_decay: float = option(0.0, "AdamW weight decay", ge=0, le=1)
     clip_grad: float = option(1.0, "largest global gradient norm", gt=0)
 
 
@@ -98,19 +101,25 @@ class AlgoConfig:
     loss_options: dict[str, Any] = option({}, "settings of a loss given as package.module:Class")
     average: str = option("token", "mean of the loss over tokens, or over sequences", choices=("token", "sequence"))
     clip_low: float = option(0.2, "clip of the importance ratio below 1", ge=0, le=1)
-    clip_high: float = option(0.2, "clip of the ratio above 1; wider than clip_low is DAPO's clip-higher", ge=0)
-    kl_coef: float = option(1e-3, "weight of the KL to the first policy; 0: no reference model is kept", ge=0)
+    clip_high: float = option(
+        0.2, "clip of the ratio above 1; wider than clip_low is DAPO's clip-higher", ge=0, le=1000
+    )
+    kl_coef: float = option(1e-3, "weight of the KL to the first policy; 0: no reference model is kept", ge=0, le=100)
     kl: str = option("k3", "estimator of that KL; low_var_kl is k3", choices=("k1", "k2", "k3", "low_var_kl"))
     kl_in: str = option("loss", "where the KL enters", choices=("loss", "reward"))
-    entropy_coef: float = option(0.0, "weight of the entropy bonus", ge=0)
+    entropy_coef: float = option(0.0, "weight of the entropy bonus", ge=0, le=100)
     correction: str = option("none", "importance weights, engine to trainer", choices=("none", "truncated", "masked"))
-    correction_low: float = option(0.5, "masked: tokens with a smaller weight are left out", ge=0)
-    correction_high: float = option(2.0, "truncated: largest weight; masked: tokens with a larger are left out", gt=0)
+    correction_low: float = option(0.5, "masked: tokens with a smaller weight are left out", ge=0, le=1)
+    correction_high: float = option(
+        2.0, "truncated: largest weight; masked: tokens with a larger are left out", gt=0, le=1000
+    )
     mini_batches: int = option(1, "optimizer steps per batch of rollouts", ge=1)
-    dynamic_sampling: int = option(0, "times a step replaces tasks whose rewards were all equal (DAPO)", ge=0)
+    dynamic_sampling: int = option(0, "times a step replaces tasks whose rewards were all equal (DAPO)", ge=0, le=1000)
     gamma: float = option(1.0, "gae: discount by trained token", ge=0, le=1)
     gae_lambda: float = option(0.95, "gae: lambda", ge=0, le=1)
-    critic_lr: float = mutable(1e-5, "gae: peak learning rate of the critic; warm-up and schedule as in optim", gt=0)
+    critic_lr: float = mutable(
+        1e-5, "gae: peak learning rate of the critic; warm-up and schedule as in optim", gt=0, le=1
+    )
     critic_clip: float = option(0.2, "gae: how far a value may move from the old one before its loss is clipped", gt=0)
 
 
@@ -132,15 +141,19 @@ class TrainConfig:
 
 @dataclass
 class ServerConfig:
-    tp: int = mutable(1, "tensor parallel size of an SGLang server", ge=1)
-    ep: int = mutable(1, "expert parallel size of an SGLang server, over which experts are spread; divides tp", ge=1)
-    nnodes: int = mutable(1, "nodes over which the ranks of an SGLang server are spread", ge=1)
+    tp: int = mutable(1, "tensor parallel size of an SGLang server", ge=1, le=1024)
+    ep: int = mutable(
+        1, "expert parallel size of an SGLang server, over which experts are spread; divides tp", ge=1, le=1024
+    )
+    nnodes: int = mutable(1, "nodes over which the ranks of an SGLang server are spread", ge=1, le=1024)
     fp8: bool = option(False, "servers hold the linear layers in FP8 (blocks of 128 x 128), quantised by the trainer")
     colocated: bool = mutable(True, "servers share the trainer's devices in turn with it; false: devices of their own")
     replicas: int = mutable(1, "SGLang servers; the conversations of a prompt stay on one of them", ge=1, le=10_000)
     port: int = mutable(0, "port of the first SGLang server, the others follow; 0: free ones", ge=0, le=65535)
     max_running_requests: int = mutable(256, "requests a server decodes at once", ge=1)
-    max_total_tokens: int | None = mutable(None, "tokens in a KV cache; required by colocated servers on GPUs", ge=1)
+    max_total_tokens: int | None = mutable(
+        None, "tokens in a KV cache; required by colocated servers on GPUs", ge=1, le=10**10
+    )
     start_timeout: float = mutable(
         600.0, "seconds until the servers must be healthy; on GPUs the first start compiles kernels", gt=0
     )
@@ -155,27 +168,35 @@ class ServedConfig:
 
     model: str = option("", "model: Hugging Face folder, or OWNER/NAME[@REVISION] of the Hub")
     replicas: int = mutable(1, "SGLang servers of it, all on the first node", ge=1, le=10_000)
-    tp: int = mutable(1, "tensor parallel size of a server", ge=1)
-    ep: int = mutable(1, "expert parallel size of a server; divides tp", ge=1)
+    tp: int = mutable(1, "tensor parallel size of a server", ge=1, le=1024)
+    ep: int = mutable(1, "expert parallel size of a server; divides tp", ge=1, le=1024)
     colocated: bool = mutable(False, "share the trainer's devices in turn with it; false: devices of their own")
     max_running_requests: int = mutable(256, "requests a server decodes at once", ge=1)
-    max_total_tokens: int | None = mutable(None, "tokens in a KV cache; required where colocated on GPUs", ge=1)
+    max_total_tokens: int | None = mutable(
+        None, "tokens in a KV cache; required where colocated on GPUs", ge=1, le=10**10
+    )
     args: dict[str, Any] = mutable({}, "other arguments of SGLang, as in rollout.server.args", comes=True)
 
 
 @dataclass
 class SamplingConfig:
     max_new_tokens: int = option(2048, "token budget of one turn", ge=1)
-    temperature: float = option(1.0, "sampling temperature, in training and evaluation", gt=0)
+    temperature: float = option(1.0, "sampling temperature, in training and evaluation", gt=0, le=10)
     top_p: float = option(1.0, "probability mass that is sampled from; below 1 samples are off-policy", gt=0, le=1)
     top_k: int = option(-1, "tokens that are sampled from; -1: all", ge=-1)
 
 
 @dataclass
 class RolloutConfig:
-    futures: int = option(3, "conversations played on from a trained turn; 0: all turns of one are trained", ge=0)
-    max_user_turns: int = option(2, "user turns after the trained turn; those already in the task do not count", ge=1)
-    max_assistant_turns: int = option(3, "turns of the policy with the trained one; tool calls do not count", ge=1)
+    futures: int = option(
+        3, "conversations played on from a trained turn; 0: all turns of one are trained", ge=0, le=1000
+    )
+    max_user_turns: int = option(
+        2, "user turns after the trained turn; those already in the task do not count", ge=1, le=1000
+    )
+    max_assistant_turns: int = option(
+        3, "turns of the policy with the trained one; tool calls do not count", ge=1, le=1000
+    )
     train_turns: str = option("first", "the trained turn alone, or its futures' turns too", choices=("first", "all"))
     turn: SamplingConfig = field(default_factory=SamplingConfig)
     future: SamplingConfig = field(default_factory=SamplingConfig)
@@ -189,10 +210,12 @@ class RolloutConfig:
     mcp_servers: dict[str, dict[str, Any]] = option({}, "MCP servers by any name, with command and args, or url")
     tool_timeout: float = mutable(60.0, "seconds one call of a tool may take; then the policy reads that", gt=0)
     tool_parser: str = option("qwen25", "SGLang's parser of the policy's tool calls", choices=TOOL_PARSERS)
-    max_tool_calls: int = option(8, "rounds of tool calls in one turn; what the policy says then is its reply", ge=0)
+    max_tool_calls: int = option(
+        8, "rounds of tool calls in one turn; what the policy says then is its reply", ge=0, le=1000
+    )
     workers: int = mutable(1, "Ray ConversationWorkers", ge=1, le=10_000)
     # Groups in flight are in the checkpoint.
-    max_staleness: int = mutable(0, "steps that sampling may run ahead of training; 0: they take turns", ge=0)
+    max_staleness: int = mutable(0, "steps that sampling may run ahead of training; 0: they take turns", ge=0, le=1000)
     turn_timeout: float = mutable(300.0, "seconds one request to the server may take", gt=0)
     server: ServerConfig = field(default_factory=ServerConfig)
 
@@ -204,7 +227,7 @@ class EndpointConfig:
     model: str | None = option(None, "LiteLLM model")
     api_base: str | None = mutable(None, "endpoint of the model; its key comes from the environment")
     temperature: float | None = option(
-        0.0, "sampling temperature; null: not sent, for models with one of their own", ge=0
+        0.0, "sampling temperature; null: not sent, for models with one of their own", ge=0, le=10
     )
     top_p: float | None = option(None, "probability mass that is sampled from; null: not sent", gt=0, le=1)
     reasoning_effort: str | None = option(None, "how much the model thinks, as low or high; null: not sent")
@@ -213,7 +236,7 @@ class EndpointConfig:
     )
     headers: dict[str, str] = option({}, "HTTP headers; os.environ/NAME is the environment's value, for keys")
     extra: dict[str, Any] = option({}, "other arguments of LiteLLM's completion, as {seed: 1}")
-    attempts: int = mutable(6, "tries until an answer is recorded as missing", ge=1)
+    attempts: int = mutable(6, "tries until an answer is recorded as missing", ge=1, le=1000)
     timeout: float = mutable(60.0, "seconds one try may take", gt=0)
     deadline: float = mutable(300.0, "seconds all tries together may take", gt=0)
 
@@ -222,9 +245,9 @@ class EndpointConfig:
 class UserConfig(EndpointConfig):
     name: str | None = option(None, "user of every task, in place of the tasks' own: KIND or package.module:Class")
     model: str | None = option(None, "LiteLLM model of the users named llm; policy: the model that is trained")
-    temperature: float | None = option(1.0, "sampling temperature of the user; null: not sent", ge=0)
+    temperature: float | None = option(1.0, "sampling temperature of the user; null: not sent", ge=0, le=10)
     max_tokens: int | None = option(512, "token budget of a user message; null: as reward.judge.max_tokens", ge=1)
-    attempts: int = mutable(3, "tries before the future ends with an error", ge=1)
+    attempts: int = mutable(3, "tries before the future ends with an error", ge=1, le=1000)
     stop: str = option("[[TERMINATE CHAT]]", "text in the user's message that ends the conversation")
     prompt: str | None = option(None, "FILE.j2: instructions of the llm users; none: ours")
     personas: str | None = option(None, "text file, a persona a line; each llm user gets one drawn by the task")
@@ -237,7 +260,7 @@ class AssistantConfig(EndpointConfig):
 
     model: str | None = option(None, "LiteLLM model that `megatron-collab evaluate` evaluates in place of model.path")
     temperature: float | None = option(
-        1.0, "sampling temperature, where a set of data.eval gives none; null: not sent", ge=0
+        1.0, "sampling temperature, where a set of data.eval gives none; null: not sent", ge=0, le=10
     )
     max_tokens: int | None = option(
         2048, "token budget of a turn, where a set of data.eval gives none; null: as reward.judge.max_tokens", ge=1
@@ -253,10 +276,12 @@ class RewardConfig:
         extensible=True,
     )
     mode_options: dict[str, Any] = option({}, "settings of a reward function given as package.module:Class")
-    weights: dict[str, float] = mutable({}, "weight of each metric in the reward; 0: scored and shown only")
+    weights: dict[str, float] = mutable({}, "weight of each metric in the reward; 0: scored and shown only", ge=-MANY)
     metrics: dict[str, dict[str, Any]] = option({}, "settings of a metric by its name, as metrics.accuracy.judge=true")
     clamp: dict[str, float] = option({}, "largest absolute weighted part of a metric, in mr and single_turn", gt=0)
-    malformed: float | None = option(-1.0, "reward of an empty, broken or cut turn, without futures; none: play on")
+    malformed: float | None = option(
+        -1.0, "reward of an empty, broken or cut turn, without futures; none: play on", ge=-MANY
+    )
     turn_credit: str = option("equal", "futures=0: reward of a turn", choices=("last", "equal", "reward_to_go"))
     turn_gamma: float = option(1.0, "reward_to_go: discount by turn", ge=0, le=1)
     judge: EndpointConfig = field(default_factory=EndpointConfig)
@@ -271,9 +296,14 @@ class LlmConfig:
     """All calls of users and judges together, over all nodes."""
 
     requests_per_minute: int | None = mutable(None, "requests a minute; none: no limit", ge=1)
-    tokens_per_minute: int | None = mutable(None, "tokens a minute, prompts and answers; none: no limit", ge=1)
+    tokens_per_minute: int | None = mutable(
+        None, "tokens a minute, prompts and answers; none: no limit", ge=1, le=10**12
+    )
     max_concurrent: int = mutable(256, "calls in flight at once", ge=1)
     budget_usd: float | None = mutable(None, "what the run may spend in USD before it stops; none: no limit", gt=0)
+    prices: dict[str, list[Any]] = mutable(
+        {}, "USD per million tokens of prompts and answers, as {openai/m: [2.5, 10]}; other models: LiteLLM's"
+    )
     cache: str | None = mutable(None, "folder of the judges' answers; none: llm_cache in run.dir")
 
 

@@ -48,20 +48,20 @@ class ChatRenderer:
         self.arguments = dict(arguments)
         self.system = system
         self._frames: dict[tuple[str, ...], int] = {}  # bytes of the template around messages of these roles
-        folder = hub.folder(model_path)
-        if not (folder / "tokenizer.json").is_file():
-            way_out = "save the tokenizer again with transformers, AutoTokenizer.from_pretrained(…).save_pretrained(…)"
-            raise ValueError(f"{setting}={model_path}: no tokenizer.json there; {way_out}")
-        self.tokenizer = _tokenizer(folder, tokenizer_files(folder))
+        self.tokenizer = load_tokenizer(model_path, setting)
         if not self.tokenizer.chat_template:
             raise ValueError(f"{setting}={model_path}: its tokenizer has no chat template; give a chat model")
         self._check_arguments(str(self.tokenizer.chat_template))
-        end = self._tail([Message("user", "x")])[:1]
+        try:
+            end = self._tail([Message("user", "x")])[:1]
+            opening = self._render([Message("user", "x")])
+            self._refuse_silence()
+        except TemplateError as error:
+            raise self._unfit(f"fails ({error})") from error
         if not end or end[0] not in self.tokenizer.added_tokens_decoder:
             raise self._unfit("does not end an assistant message with a special token")
         self.end_id: int = end[0]
-        self.opens_thought = self._render([Message("user", "x")]).rstrip().endswith("<think>")
-        self._refuse_silence()
+        self.opens_thought = opening.rstrip().endswith("<think>")
         if system:
             self._check_system()
 
@@ -124,7 +124,7 @@ class ChatRenderer:
     def _render(self, messages: Sequence[Message], **other: Any) -> str:
         rows = [message.as_dict() for message in messages]
         options = {**self.arguments, "tools": self.tools or None, "add_generation_prompt": True, **other}
-        return self.tokenizer.apply_chat_template(rows, tokenize=False, **options)
+        return _applied(self.tokenizer, rows, **options)
 
     def _with_system(self, messages: Sequence[Message]) -> Sequence[Message]:
         own = any(message.role == "system" for message in messages)
@@ -165,12 +165,45 @@ def tokenizer_files(folder: Path) -> tuple[tuple[str, int], ...]:
     return tuple((str(part), part.stat().st_mtime_ns) for part in parts)
 
 
+def load_tokenizer(model_path: str, setting: str) -> PreTrainedTokenizerFast:
+    """The tokenizer of a model; ValueError naming `setting` where it has none, or one that is not whole."""
+    folder = hub.folder(model_path)
+    way_out = "save the tokenizer again with transformers, AutoTokenizer.from_pretrained(…).save_pretrained(…)"
+    if not (folder / "tokenizer.json").is_file():
+        raise ValueError(f"{setting}={model_path}: no tokenizer.json there; {way_out}")
+    try:
+        return _tokenizer(folder, tokenizer_files(folder))
+    except Exception as error:  # of whatever type: what is in the files goes through three libraries unchecked
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise ValueError(f"{setting}={model_path}: its tokenizer cannot be read ({why}); {way_out}") from error
+
+
 @lru_cache(maxsize=1)  # a large one takes a second, and every reader of the data has a renderer
 def _tokenizer(folder: Path, files: tuple[tuple[str, int], ...]) -> PreTrainedTokenizerFast:
     # It takes seconds to import, which ranks that render nothing need not wait for; with AutoTokenizer even more.
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+
+
+def render_once(model_path: str, setting: str) -> None:
+    """ValueError naming `setting` where a model's tokenizer cannot be read, or its template renders nothing."""
+    tokenizer = load_tokenizer(model_path, setting)
+    if tokenizer.chat_template:
+        try:
+            _applied(tokenizer, [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}])
+        except TemplateError as error:
+            raise ValueError(f"{setting}={model_path}: its chat template fails ({error}); mend it") from error
+
+
+def _applied(tokenizer: PreTrainedTokenizerFast, rows: Sequence[Mapping[str, Any]], **options: Any) -> str:
+    """TemplateError, whatever the template has done."""
+    try:
+        return tokenizer.apply_chat_template(rows, tokenize=False, **options)
+    except TemplateError:
+        raise
+    except Exception as error:
+        raise TemplateError(f"{type(error).__name__}: {error}") from error
 
 
 def policys(config: Config, tools: Sequence[Mapping[str, Any]] = ()) -> ChatRenderer:

@@ -23,7 +23,7 @@ from megatron_collab.data.evaluation import EvaluationSet, evaluation_sets, sett
 from megatron_collab.data.examples import Examples, TaskReader, load_conversations, load_tasks
 from megatron_collab.data.mixture import Mixture
 from megatron_collab.data.readers import Row
-from megatron_collab.data.sources import TrainingSource, sources
+from megatron_collab.data.sources import TrainingSource, sources, unread
 from megatron_collab.data.survey import Needs, Survey, survey
 from megatron_collab.data.tool_messages import ToolConversation
 from megatron_collab.runtime import files, hub
@@ -46,7 +46,7 @@ class SurveyedSources(Generic[_Read]):
         setting: str,
         sources: Sequence[Any],
         tools: Sequence[Mapping[str, Any]] = (),
-        needs: Callable[[Config], Needs] = lambda config: {},
+        needs: Callable[[Config], Needs] = lambda config: Needs(),
     ) -> None:
         """`sources`: those that `setting` names, each a Source. `tools`: schemas that the prompt tells the policy of.
         `needs`: what metrics and users need of tasks under the settings of a source.
@@ -65,8 +65,7 @@ class SurveyedSources(Generic[_Read]):
             load: Any = load_tasks if rl else load_conversations
             examples: Examples[_Read] = load(source, setting, config.data, self._folder)
             # A prompt needs room for a token of the reply.
-            played = self.settings(source)
-            found = self._survey(examples, config.rollout.context_length - int(rl), played, needs(played))
+            found = self._survey(examples, self._room() - int(rl), needs(self.settings(source)))
             examples.leave_out(found.left_out)
             require(
                 len(examples) > 0, f"{setting}={source.source}: all rows are left out: {_counts(found)}; give others"
@@ -84,6 +83,7 @@ class SurveyedSources(Generic[_Read]):
             shares = "".join(_share(setting, counts, len(examples)) for setting, counts in one.lacking.items())
             where = f"{self.setting}={examples.source.source}"
             found.append(f"{where}: {read}{left_out}{shares}")
+            found += [f"{where}: {said}" for said in (one.repeated, *unread(examples.source, self._config)) if said]
             there = self._config.users
             wishes = [user[:-1] for user in one.users if user.endswith("?") and not self._config.user.name]
             for wish in (wish for wish in wishes if wish not in there):
@@ -94,15 +94,24 @@ class SurveyedSources(Generic[_Read]):
         """The settings under which the conversations about a source's tasks are played."""
         return settings_of(self._config, source) if isinstance(source, EvaluationSet) else self._config
 
-    def _survey(self, examples: Examples[_Read], longest: int, played: Config, needs: Needs) -> Survey:
+    def _room(self) -> int:
+        """Tokens that a conversation may have: rollout.context_length, or fewer where the model has fewer positions."""
+        context = self._config.rollout.context_length
+        if self._config.assistant.model:
+            return context
+        described = hub.folder(self._config.model.path) / "config.json"
+        positions = json.loads(described.read_text()).get("max_position_embeddings") if described.is_file() else None
+        return min(context, positions or context)
+
+    def _survey(self, examples: Examples[_Read], longest: int, needs: Needs) -> Survey:
         """That of an earlier process of the run, unless rows, reader, tokenizer or what `needs` follow from changed."""
-        fingerprint = getattr(examples.rows, "_fingerprint", None)
+        fingerprint = getattr(examples.rows, "fingerprint", None)
         if fingerprint is None:  # tasks of a reader of the user's own, which are in memory
             return self._new_survey(examples, longest, needs)
         changed = tokenizer_files(hub.folder(self._config.model.path))
         prompt = [self._tools, self._config.model.chat_template_args, system_prompt(self._config)]
-        decides = [played.reward.metrics, played.user.name, played.users, played.run.seed] if needs else []
-        of = [fingerprint, examples.use, examples.format, longest, changed, prompt, sorted(needs), decides, __version__]
+        asked = [sorted(needs.lacks), needs.decides]
+        of = [fingerprint, examples.use, examples.format, longest, changed, prompt, asked, __version__]
         key = hashlib.blake2b(json.dumps(of, sort_keys=True).encode(), digest_size=8).hexdigest()
         file = self._folder / f"survey-{key}.json"
         with FileLock(self._folder / f".{file.name}.lock"):  # ranks that were started by hand ask at once
@@ -133,7 +142,7 @@ class TrainingData(SurveyedSources[_Read]):
         self,
         config: Config,
         tools: Sequence[Mapping[str, Any]] = (),
-        needs: Callable[[Config], Needs] = lambda config: {},
+        needs: Callable[[Config], Needs] = lambda config: Needs(),
     ) -> None:
         super().__init__(config, "data.train", sources(config.data.train, "data.train", TrainingSource), tools, needs)
         pairs = list(zip(self.sources, self.sets, strict=True))

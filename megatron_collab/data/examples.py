@@ -16,7 +16,6 @@ from megatron_collab.data.sources import Source
 from megatron_collab.runtime import hub
 from megatron_collab.types import Message, Task
 
-_BATCH = 1000  # rows that are taken from Arrow at once
 _Read = TypeVar("_Read")
 
 
@@ -45,7 +44,7 @@ class Examples(Sequence[_Read]):
         why: str,
         splits: Sequence[str] = (),
     ) -> None:
-        """`rows`: a sequence or a Dataset. `read` takes a row and its number; `at` says where that row is."""
+        """`rows`: Rows, or tasks of a reader of the user's own. `read` takes a row and its number; `at` says where."""
         self.source, self.rows, self.at, self.splits = source, rows, at, splits
         self.use, self.format, self.why = use, format, why
         self._read = read
@@ -70,12 +69,7 @@ class Examples(Sequence[_Read]):
 
     def numbered(self) -> Iterator[tuple[int, Any]]:
         """All rows and their numbers, those that are left out too."""
-        for begin in range(0, len(self.rows), _BATCH):
-            batch: Any = self.rows[begin : begin + _BATCH]
-            if isinstance(batch, dict):  # columns, as `datasets` gives a slice: faster than rows one by one
-                columns = tuple(batch)
-                batch = [dict(zip(columns, values, strict=True)) for values in zip(*batch.values(), strict=True)]
-            yield from enumerate(batch, begin)
+        return enumerate(self.rows)
 
     def read(self, row: Any, number: int) -> _Read:
         """The row of a number, read. Raises Unfit too."""
@@ -85,6 +79,9 @@ class Examples(Sequence[_Read]):
             raise
         except ValueError as error:
             raise ValueError(f"{self.at(number)}: {error}") from error
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError) as error:
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise ValueError(f"{self.at(number)}: is no row of the format {self.format} ({reason})") from error
 
     def sort_keys(self, by: str) -> np.ndarray:
         """Whole numbers that sort the rows by a column, descending for `-column`. Raises ConfigError."""
@@ -92,12 +89,22 @@ class Examples(Sequence[_Read]):
         there, said = getattr(self.rows, "column_names", []), f"data.train={self.source.source}: sort_by={by}"
         fault = f"no such column{nearest(column, there)}; there are {', '.join(there) or 'none'}"
         require(column in there, f"{said}: {fault}")
-        values = np.array(self.rows[column][:], dtype=object)
+        given = [row[column] for row in self.rows]
+        values: np.ndarray = np.empty(len(given), dtype=object)
+        values[:] = _numbers(given) or given
         values = values if self._kept is None else values[self._kept]
         kinds = {"text" if isinstance(value, str) else "number" for value in values}
         sortable = len(kinds) == 1 and all(isinstance(value, str | int | float) and value == value for value in values)
         require(sortable, f"{said}: its values must be all numbers or all texts, without a gap; choose another column")
         return sign * np.unique(values, return_inverse=True)[1]
+
+
+def _numbers(texts: Sequence[Any]) -> list[float] | None:
+    """Texts as numbers, as those of a table are; None where some are none."""
+    try:
+        return [float(text) for text in texts] if all(isinstance(text, str) for text in texts) else None
+    except ValueError:
+        return None
 
 
 def load_tasks(
@@ -121,9 +128,15 @@ def load_tasks(
         raise
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
+    except Exception as error:  # of a reader from anywhere
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ValueError(f"{where}: data.format={data.format} fails on it ({reason}); correct one of them") from error
     if not tasks:
         raise ValueError(f"{where}: data.format reads no tasks from it")
-    at = f"{where} row {{}}".format
+
+    def at(number: int) -> str:
+        return f"{where} task {number + 1}"
+
     return Examples(source, tasks, lambda task, number: checked_task(task), at, "task", data.format, "data.format")
 
 
@@ -149,9 +162,12 @@ def _examples(
     source: Source, setting: str, data: DataConfig | None, cache: Path | None, use: Use | None
 ) -> Examples[Any]:
     opened = open_rows(source, setting, cache)
-    asked, columns, first = data.format if data else "auto", opened.table.column_names, opened.table[0]
+    asked, columns, first = data.format if data else "auto", opened.column_names, opened[0]
     use = use or natural_use(columns, first)
     format, why = recognise(asked, columns, first, use, f"{setting}={source.source}")
     reader: Any = getattr(FORMATS[format], use) or FORMATS[format].conversation
-    read = reader if use == "task" else lambda row, number: reader(row)
-    return Examples(source, opened.table, read, opened.at, use, format, why, opened.splits)
+
+    def read(row: Any, number: int) -> Any:
+        return checked_task(reader(row, number)) if use == "task" else reader(row)
+
+    return Examples(source, opened, read, opened.at, use, format, why, opened.splits)

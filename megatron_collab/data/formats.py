@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_collab.config import nearest, require
-from megatron_collab.data import pairs, readers
+from megatron_collab.data import code_readers, pairs, readers
 from megatron_collab.data.pairs import Pair
 from megatron_collab.data.readers import Candidate, Messages, Row
 from megatron_collab.types import Task
@@ -50,11 +50,13 @@ FORMATS: dict[str, Format] = {
         candidate=readers.candidate,
     ),
     "recipe": Format(("prompt", "extra_info"), readers.recipe_task),
-    "humaneval": Format(("prompt", "test", "entry_point"), readers.human_eval_task, readers.human_eval_conversation),
+    "humaneval": Format(
+        ("prompt", "test", "entry_point"), code_readers.human_eval_task, code_readers.human_eval_conversation
+    ),
     "bigcodebench": Format(
         ("instruct_prompt", "code_prompt", "test", "entry_point"),
-        readers.big_code_bench_task,
-        readers.big_code_bench_conversation,
+        code_readers.big_code_bench_task,
+        code_readers.big_code_bench_conversation,
     ),
     "preference": Format(("chosen", "rejected"), pairs.preference_task, pairs.preference_conversation, pairs.pair),
     "sharegpt": Format(("conversations",), readers.sharegpt_task, readers.sharegpt_conversation),

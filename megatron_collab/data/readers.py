@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
+from itertools import pairwise
 from typing import Any, NamedTuple
 
+from megatron_collab.data.parsing import json_in
 from megatron_collab.data.tool_messages import content_of, has_tools, tool_conversation
 from megatron_collab.types import Message, Task
 
@@ -13,7 +14,6 @@ Row = Mapping[str, Any]
 Messages = tuple[Message, ...]
 ROLES = ("system", "user", "assistant")
 _SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
-_ASK_FOR_CODE = "Complete this Python function. Give the whole function in one fenced block.\n\n"
 # Of a row of the recipe, what neither metrics nor users need.
 _BULKY = ("prompt", "completion", "sessions", "rewards", "single_turn_metadata", "single_turn_completion")
 
@@ -42,18 +42,23 @@ def messages_of(value: Any, column: str, roles: Collection[str] = ROLES) -> Mess
         if role not in roles:
             raise ValueError(f"{column} has a message of role {role!r}; choose one of {', '.join(roles)}")
         if not isinstance(content, str) or not content.strip():
-            raise ValueError(f"{column} has a message without content")
+            raise ValueError(f"{column} has a message without content; give it a text, or remove the row")
         found.append(Message(role, content))
     return tuple(found)
 
 
 def checked_task(task: Any) -> Task:
-    """`task`, whose messages must end with the user's."""
+    """`task`, whose messages must be the user's and the assistant's in turn, the last the user's."""
     if not isinstance(task, Task):
         raise ValueError(f"data.format gives a {type(task).__name__}; it must be a megatron_collab.types.Task")
-    last = task.messages[-1].role if task.messages else "none"
+    roles = [message.role for message in task.messages]
+    last = roles[-1] if roles else "none"
     if last != "user":
         raise ValueError(f"the prompt ends with a message of the {last}; its last message must be the user's")
+    if "system" in roles[1:]:
+        raise ValueError("the prompt has a system message behind its first message; put it first")
+    if twice := next((role for role, following in pairwise(roles) if role == following), None):
+        raise ValueError(f"the prompt has two messages of the {twice} in a row; join them")
     return task
 
 
@@ -110,14 +115,24 @@ def task(row: Row, number: int) -> Task:
     texts = {"id": str(number), "goal": None, "answer": "", "user": ""}
     found = {column: text_of(row, column, default) for column, default in texts.items()}
     messages = opening(row)
-    return checked_task(Task(messages=messages, metadata=row.get("metadata") or {}, **found))
+    return Task(messages=messages, metadata=_metadata(row), **found)
+
+
+def _metadata(row: Row) -> Mapping[str, Any]:
+    """The object in the column `metadata`, or that of its JSON text."""
+    value = row.get("metadata")
+    if isinstance(value, str) and value.strip():
+        value = json_in(value, value)
+    if value and not isinstance(value, Mapping):
+        raise ValueError(f"metadata is a {type(value).__name__}; give an object {{name: value}}")
+    return value or {}
 
 
 def collabllm_task(row: Row, number: int) -> Task:
     """What the policy is asked for is single_turn_prompt, which the user alone knows."""
     goal, answer = text_of(row, "single_turn_prompt"), text_of(row, "single_turn_completion", "")
     metadata, messages = _object(row, "single_turn_metadata"), _collabllm_prompt(row)
-    return checked_task(Task(f"{row['conv_id']}-{len(messages)}-{number}", messages, goal, answer, "", metadata))
+    return Task(f"{row['conv_id']}-{len(messages)}-{number}", messages, goal, answer, "", metadata)
 
 
 def collabllm_conversation(row: Row) -> Messages:
@@ -160,7 +175,7 @@ def recipe_task(row: Row, number: int) -> Task:
     if interaction.get("task_desc"):
         metadata["task_desc"] = interaction["task_desc"]
     user = f"{interaction['name']}?" if interaction.get("name") else ""
-    return checked_task(Task(str(row.get("index") or number), messages, str(goal), answer, user, metadata))
+    return Task(str(row.get("index") or number), messages, str(goal), answer, user, metadata)
 
 
 def last_request(messages: Messages, number: int) -> Task:
@@ -223,30 +238,6 @@ def sharegpt_conversation(row: Row) -> Messages:
         raise Unfit("that are not user and assistant in turn") from error
 
 
-def human_eval_task(row: Row, number: int) -> Task:
-    prompt, request = text_of(row, "prompt"), _ASK_FOR_CODE + f"```python\n{text_of(row, 'prompt').strip()}\n```"
-    metadata = {"prompt": prompt, "test": text_of(row, "test"), "entry_point": text_of(row, "entry_point")}
-    answer = prompt + text_of(row, "canonical_solution", "")
-    return Task(text_of(row, "task_id", str(number)), (Message("user", request),), request, answer, "", metadata)
-
-
-def human_eval_conversation(row: Row) -> Messages:
-    return _coded(human_eval_task(row, 0))
-
-
-def big_code_bench_task(row: Row, number: int) -> Task:
-    """`code_prompt` are imports, constants and the function's header; with a body they are code by themselves."""
-    request, opening = text_of(row, "instruct_prompt"), text_of(row, "code_prompt")
-    prompt = f"{opening.rstrip()}\n    pass\n"
-    metadata = {"prompt": prompt, "test": text_of(row, "test"), "entry_point": text_of(row, "entry_point")}
-    answer = opening + text_of(row, "canonical_solution", "")
-    return Task(text_of(row, "task_id", str(number)), (Message("user", request),), request, answer, "", metadata)
-
-
-def big_code_bench_conversation(row: Row) -> Messages:
-    return _coded(big_code_bench_task(row, 0))
-
-
 def question_task(row: Row, number: int) -> Task:
     row = with_text(row, "answer")
     return _asking(number, text_of(row, "question"), final_answer(text_of(row, "answer")))
@@ -276,18 +267,11 @@ def _asking(number: int, request: str, answer: str) -> Task:
     return Task(str(number), (Message("user", request),), request, answer, "")
 
 
-def _coded(task: Task) -> Messages:
-    return (*task.messages, Message("assistant", f"```python\n{task.answer.strip()}\n```"))
-
-
 def _object(row: Row, column: str) -> dict[str, Any]:
     """An object of a row, or the JSON text of one; {} where there is none. Without what the row does not have."""
     value = row.get(column)
     if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            value = {column: value}
+        value = json_in(value, {column: value})
     if not isinstance(value, Mapping):
         return {} if value is None else {column: value}
     return {name: entry for name, entry in value.items() if entry is not None}

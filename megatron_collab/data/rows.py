@@ -1,58 +1,80 @@
-"""The rows of a source: files, folders and data sets of the Hub, opened as Arrow on disk that is mapped into memory."""
+"""The rows of a source: the files of a path, a glob, a folder or a data set of the Hub, in their splits."""
 
 from __future__ import annotations
 
 import glob
-import importlib
 import json
 import tempfile
-from collections.abc import Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from json import JSONDecodeError
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_collab.config import nearest, require
-from megatron_collab.data.sources import COMPRESSED, Source
+from megatron_collab.data.packing import COMPRESSED, KINDS, kind_of, suffix_of
+from megatron_collab.data.sources import Source
+from megatron_collab.data.storing import StoredRows, stored
 from megatron_collab.runtime import hub
 
-if TYPE_CHECKING:  # takes seconds to import
-    from datasets import Dataset
-
-# suffix: module of `datasets` that reads it, its class, and its options
-_READERS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    ".jsonl": ("json", "Json", {}),
-    ".json": ("json", "Json", {}),
-    ".csv": ("csv", "Csv", {}),
-    ".tsv": ("csv", "Csv", {"sep": "\t"}),
-    ".parquet": ("parquet", "Parquet", {}),
-    ".arrow": ("arrow", "Arrow", {}),
-    ".txt": ("text", "Text", {}),
-}
 ALL = "all"  # in place of a split: every one
 _DESCRIBING = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json", "config.json")
+_BATCH = 1000  # rows that are taken from Arrow at once
 
 
 @dataclass(frozen=True)
-class Rows:
-    """An opened source: its rows, the files that they are from (none of a part, and of a saved data set), and the
-    splits that are chosen."""
+class FilePart:
+    """The rows from `begin` to before `end` of a file; `where` says in messages which file that is."""
 
-    table: Dataset
-    files: Sequence[str]
-    splits: Sequence[str]
+    of: StoredRows
+    begin: int
+    end: int
     where: str
-    setting: str
+
+    def __len__(self) -> int:
+        return self.end - self.begin
+
+
+class Rows(Sequence[dict[str, Any]]):
+    """The rows of an opened source, each parsed when it is asked for, with null for columns that it lacks.
+
+    `column_names` are those of all rows, `splits` those that are chosen; equal `fingerprint`s mean equal rows.
+    """
+
+    def __init__(self, parts: Sequence[FilePart], splits: Sequence[str]) -> None:
+        self._parts, self.splits = parts, splits
+        self._ends = list(accumulate(map(len, parts)))
+        self._empty: dict[str, Any] = dict.fromkeys(name for part in parts for name in part.of.columns)
+        self.column_names = list(self._empty)
+        self.fingerprint = [f"{part.of.digest}[{part.begin}:{part.end}]" for part in parts]
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[at] for at in range(*index.indices(len(self)))]
+        part, at = self._place(range(len(self))[index])
+        return self._empty | json.loads(part.of.texts[at].as_py())
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for part in self._parts:
+            for begin in range(part.begin, part.end, _BATCH):
+                for text in part.of.texts[begin : min(begin + _BATCH, part.end)].to_pylist():
+                    yield self._empty | json.loads(text)
 
     def at(self, number: int) -> str:
-        """Where the row `number` is, for messages."""
-        if len(self.files) > 1:
-            for file in self.files:
-                rows = len(_load([file], f"{self.setting}={file}", None))
-                if number < rows:
-                    return f"{self.setting}={file} row {number}"
-                number -= rows
-        return f"{self.where} row {number}"
+        """Where the row `number` is, for messages: setting, file, and the row in it, counted from 1."""
+        part, at = self._place(number)
+        return f"{part.where} row {part.of.numbers[at].as_py()}"
+
+    def _place(self, number: int) -> tuple[FilePart, int]:
+        which = bisect_right(self._ends, number)
+        part = self._parts[which]
+        return part, part.end - (self._ends[which] - number)
 
 
 def open_rows(source: Source, setting: str, cache: Path | None = None) -> Rows:
@@ -63,13 +85,8 @@ def open_rows(source: Source, setting: str, cache: Path | None = None) -> Rows:
     path = Path(source.source)
     if hub.named(source.source):
         path = _downloaded(source, setting)
-    if path.is_dir() and (saved := _saved(path, source, where)) is not None:
-        from datasets import load_from_disk
-
-        tables = [_part(load_from_disk(str(folder)), split, where) for split, folder in saved.items()]
-        return Rows(_joined(tables, where), (), list(saved), where, setting)
     if path.is_dir():
-        files = _files_of_splits(path, source, where)
+        splits = _saved(path, source, where) or _files_of_splits(path, source, where)
     else:
         found = [str(path)] if path.is_file() else sorted(glob.glob(source.source, recursive=True))
         there = [file for file in found if not Path(file).is_dir()]
@@ -77,70 +94,54 @@ def open_rows(source: Source, setting: str, cache: Path | None = None) -> Rows:
         message = f"{where}: files have no subsets, and no split but train; remove the setting, or give a folder"
         named = source.split if source.split not in (None, ALL) else "train"
         require(source.subset is None and named.partition("[")[0] == "train" and "+" not in named, message)
-        files = {named: there}
-    tables = [_part(_load(of_split, where, cache), split, where) for split, of_split in files.items()]
-    whole = not any("[" in split for split in files)
-    every = [file for of_split in files.values() for file in of_split] if whole else []
-    return Rows(_joined(tables, where), every, list(files), where, setting)
-
-
-def _load(files: Sequence[str], where: str, cache: Path | None) -> Dataset:
-    """The rows of files of one format, in their order, from Arrow in `cache`."""
-    import datasets
-    from datasets.exceptions import DatasetGenerationError
-
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what fails is said below
-    readers = {str(_reader(file)): _reader(file) for file in files}
-    (module, name, options), *others = readers.values()
-    message = f"holds files of the formats {module} and {', '.join(other[0] for other in others)}"
-    require(not others, f"{where}: {message}; give a glob that takes one of them")
-    if all(_first_line(file) == "" for file in files):  # which the library does not survive
-        raise ValueError(f"{where}: has no rows")
+        splits = {named: there}
+    single = path.is_file()
+    parts = list[FilePart]()
     with ExitStack() as stack:  # what is mapped into memory stays when its folder is removed
-        folder = str(cache) if cache else stack.enter_context(tempfile.TemporaryDirectory())
-        kind = getattr(importlib.import_module(f"datasets.packaged_modules.{module}.{module}"), name)
-        try:
-            builder = kind(cache_dir=folder, data_files={"train": list(files)}, **options)
-            builder.download_and_prepare()
-            table = builder.as_dataset(split="train")
-        except (DatasetGenerationError, OSError, ValueError, StopIteration) as error:
-            reason = " ".join(str(error.__cause__ or error).split()) or "it is empty"
-            formats = f"{', '.join(_READERS)}, compressed or not"
-            raise ValueError(f"{where}: cannot be read ({reason}); give one of {formats}") from error
-    if not len(table):
-        raise ValueError(f"{where}: has no rows")
-    return table
+        folder = cache or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        for split, files in splits.items():
+            opened = [_opened(file, where if single else f"{setting}={file}", folder) for file in _alike(files, where)]
+            parts += _chosen_rows(opened, split, where)
+    if not any(map(len, parts)):
+        raise ValueError(f"{where}: has no rows; give a source with some")
+    return Rows(parts, list(splits))
 
 
-def _joined(tables: Sequence[Dataset], where: str) -> Dataset:
-    """The rows of the splits one after the other, with the columns of all."""
-    if len(tables) == 1:
-        return tables[0]
-    from datasets import concatenate_datasets
-
-    try:
-        return concatenate_datasets(list(tables))
-    except ValueError as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{where}: its splits have columns that differ ({reason}); choose one with split") from error
+def _opened(file: str, where: str, cache: Path) -> FilePart:
+    rows = stored(file, where, cache)
+    return FilePart(rows, 0, len(rows), where)
 
 
-def _part(table: Dataset, split: str, where: str) -> Dataset:
-    """The rows that a split such as train[:90%] asks for, of the rows of the whole one."""
+def _alike(files: Sequence[str], where: str) -> Sequence[str]:
+    """`files`, which must be of one format."""
+    kind, *others = dict.fromkeys(map(kind_of, files))
+    message = f"holds files of the formats {kind} and {', '.join(others)}; give a glob that takes one of them"
+    require(not others, f"{where}: {message}")
+    return files
+
+
+def _chosen_rows(parts: Sequence[FilePart], split: str, where: str) -> Sequence[FilePart]:
+    """The rows that a split such as train[:90%] asks for, of those of the whole one."""
     if "[" not in split:
-        return table
+        return parts
     from datasets import ReadInstruction
 
+    rows = sum(map(len, parts))
     name = split.partition("[")[0]
     try:
-        (part,) = ReadInstruction.from_spec(split).to_absolute({name: len(table)})
+        (part,) = ReadInstruction.from_spec(split).to_absolute({name: rows})
     except (ValueError, AssertionError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{where}: split={split} cannot be read ({reason}); give NAME, or NAME[:90%]") from error
-    found = table.select(range(part.from_ or 0, len(table) if part.to is None else part.to))
-    if not len(found):
+    first, last = part.from_ or 0, rows if part.to is None else part.to
+    if first >= last:
         raise ValueError(f"{where}: split={split} has no rows")
+    found, before = list[FilePart](), 0
+    for each in parts:
+        begin, end = max(first - before, 0), min(last - before, len(each))
+        if begin < end:
+            found.append(replace(each, begin=begin, end=end))
+        before += len(each)
     return found
 
 
@@ -149,7 +150,7 @@ def _downloaded(source: Source, setting: str) -> Path:
     card = ("README.md",)
     folder = hub.download(source.source, setting, "dataset", card)
     declared = _declared(folder, source, f"{setting}={source.source}")
-    every = [f"*{suffix}{packed}" for suffix in _READERS for packed in ("", *COMPRESSED)]
+    every = [f"*{suffix}{packed}" for suffix in KINDS for packed in ("", *COMPRESSED)]
     wanted = [pattern for patterns in declared.values() for pattern in patterns] or every
     return hub.download(source.source, setting, "dataset", (*card, *wanted))
 
@@ -201,21 +202,31 @@ def _files_of_splits(folder: Path, source: Source, where: str) -> dict[str, list
             named = DataFilesList.from_patterns(patterns[split.partition("[")[0]], base_path=str(folder))
         except FileNotFoundError as error:
             raise ValueError(f"{where}: {' '.join(str(error).split())}") from error
-        files[split] = [file for file in named if _suffix(file) in _READERS and Path(file).name not in _DESCRIBING]
+        files[split] = [file for file in named if suffix_of(file) in KINDS and Path(file).name not in _DESCRIBING]
         require(bool(files[split]), f"{where}: no data files there; give a file, or a folder of them")
     return files
 
 
-def _saved(folder: Path, source: Source, where: str) -> dict[str, Path] | None:
-    """By chosen split the folder of a data set that save_to_disk wrote; None for any other folder."""
-    if (folder / "dataset_dict.json").is_file():
-        splits = json.loads((folder / "dataset_dict.json").read_text())["splits"]
-        return {split: folder / split.partition("[")[0] for split in _chosen(splits, source, where)}
-    if not (folder / "state.json").is_file():
-        return None
-    message = f"{where}: split={source.split}: a single split was saved there; remove the setting"
-    require("+" not in (source.split or ""), message)
-    return {source.split or "train": folder}  # whatever it was called
+def _saved(folder: Path, source: Source, where: str) -> dict[str, list[str]] | None:
+    """By chosen split the files of a data set that save_to_disk wrote; None for any other folder."""
+    try:
+        if (folder / "dataset_dict.json").is_file():
+            splits = json.loads((folder / "dataset_dict.json").read_text())["splits"]
+            chosen = _chosen(splits, source, where)
+            return {split: _files_saved(folder / split.partition("[")[0]) for split in chosen}
+        if not (folder / "state.json").is_file():
+            return None
+        message = f"{where}: split={source.split}: a single split was saved there; remove the setting"
+        require("+" not in (source.split or ""), message)
+        return {source.split or "train": _files_saved(folder)}  # whatever it was called
+    except (KeyError, TypeError, JSONDecodeError, FileNotFoundError) as error:
+        message = f"what save_to_disk wrote there is not whole ({type(error).__name__}: {error}); save it again"
+        raise ValueError(f"{where}: {message}") from error
+
+
+def _files_saved(folder: Path) -> list[str]:
+    state = json.loads((folder / "state.json").read_text())
+    return [str(folder / each["filename"]) for each in state["_data_files"]]
 
 
 def _chosen(splits: Iterable[str], source: Source, where: str) -> list[str]:
@@ -232,23 +243,3 @@ def _chosen(splits: Iterable[str], source: Source, where: str) -> list[str]:
         fault = f"no split {name}{nearest(name, there)}; there are {', '.join(there)}, and {ALL}"
         require(name in there, f"{where}: {fault}")
     return [split.strip() for split in chosen]
-
-
-def _suffix(file: str) -> str:
-    path = Path(file)
-    return (path.with_suffix("") if path.suffix in COMPRESSED else path).suffix
-
-
-def _reader(file: str) -> tuple[str, str, dict[str, Any]]:
-    """The entry of _READERS for a file, JSON where its name does not say; text is JSON where it begins like that."""
-    suffix = _suffix(file)
-    json_lines = suffix not in _READERS or (suffix == ".txt" and (_first_line(file) or "")[:1] == "{")
-    return _READERS[".json" if json_lines else suffix]
-
-
-def _first_line(file: str) -> str | None:
-    """The first line that is not blank, "" where there is none; None for what is no plain text."""
-    if Path(file).suffix in (*COMPRESSED, ".parquet", ".arrow"):
-        return None
-    with Path(file).open(errors="replace") as lines:
-        return next((line.strip() for line in lines if line.strip()), "")

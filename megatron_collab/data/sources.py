@@ -12,11 +12,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from megatron_collab.config import ConfigError, build, option, require
+from megatron_collab.config import Config, ConfigError, build, option, require
+from megatron_collab.data.packing import COMPRESSED, KINDS
 from megatron_collab.runtime import hub
-
-SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt")  # of files, which may be compressed
-COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 
 
 @dataclass(frozen=True)
@@ -73,6 +71,21 @@ def sources(value: Any, setting: str, kind: type[_Kind]) -> list[_Kind]:
     return found
 
 
+def unread(source: Source, config: Config) -> list[str]:
+    """What is said of settings of a source that change nothing in this run."""
+    found = list[str]()
+    if ":" in config.data.format:
+        names = [name for name in ("subset", "split") if getattr(source, name) is not None]
+        found += [f"{name}={getattr(source, name)}: not read, data.format reads all of the source" for name in names]
+    if isinstance(source, TrainingSource):
+        alone = not isinstance(config.data.train, list) or len(config.data.train) == 1
+        names = [name for name, usual in (("weight", 1.0), ("epochs", None)) if getattr(source, name) != usual]
+        found += [f"{name}={getattr(source, name):g}: not read, there is no other source" for name in names if alone]
+        if source.from_step >= (steps := config.train.steps):
+            found.append(f"from_step={source.from_step}: takes no rows, the run ends with train.steps={steps}")
+    return found
+
+
 def given_sources(text: str, setting: str, kinds: Sequence[type[Source]] = (Source,)) -> list[Source]:
     """The sources of a command line: a place, settings in braces, or a list; names of the Hub at their commits.
 
@@ -97,13 +110,13 @@ def pinned(value: Any, setting: str, run_dir: Path) -> Any:
         return [pinned(entry, setting, run_dir) for entry in value]
     if isinstance(value, Mapping):
         return {**value, "source": hub.pin(str(value.get("source", "")), setting, run_dir, "dataset")}
-    return hub.pin(value, setting, run_dir, "dataset")
+    return hub.pin(str(value), setting, run_dir, "dataset")
 
 
 def check_exists(value: Any, setting: str, kind: type[Source]) -> None:
     """Raises ConfigError for settings of sources that cannot be, and for files that are not there."""
     for source in sources(value, setting, kind):
         path = source.source
-        name = hub.named(path) is not None and Path(path).suffix not in (*SUFFIXES, *COMPRESSED)
+        name = hub.named(path) is not None and Path(path).suffix not in (*KINDS, *COMPRESSED)
         there = name or Path(path).exists() or bool(glob.glob(path, recursive=True))
         require(there, f"{setting}={path}: no such file")

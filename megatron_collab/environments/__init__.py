@@ -15,6 +15,7 @@ from megatron_collab.types import Message
 
 WORLDS = {"booking": f"{__name__}.booking:Booking", "gsm8k": f"{__name__}.gsm8k:Gsm8k"}
 SCRIPTS = {"booking": f"{__name__}.booking:reply"}
+GOAL_CHECKS = {"booking": f"{__name__}.booking:check_goal"}
 
 
 class World(Extension):
@@ -37,6 +38,13 @@ class Script:
         raise NotImplementedError
 
 
+class GoalCheck:
+    """A function, which raises ValueError, with the way out, for a goal that the script of a world cannot read."""
+
+    def __call__(self, goal: str) -> None:
+        raise NotImplementedError
+
+
 def find_world(name: str) -> type[World]:
     """One of WORLDS, or package.module:Class. Raises ConfigError."""
     return lookup(name, "data.world", WORLDS, World)
@@ -45,6 +53,11 @@ def find_world(name: str) -> type[World]:
 def find_script(name: str) -> Script:
     """The script of the user `scripted/NAME`: one of SCRIPTS, or package.module:function. Raises ConfigError."""
     return lookup(name, "scripted", SCRIPTS, Script)
+
+
+def find_goal_check(name: str) -> GoalCheck | None:
+    """What checks the goals of the script `name`, where there is such a function."""
+    return lookup(name, "scripted", GOAL_CHECKS, GoalCheck) if name in GOAL_CHECKS else None
 
 
 def prepare(config: Config) -> None:

@@ -77,6 +77,16 @@ def reply(goal: str, messages: Sequence[Message]) -> str:
     return f"{say(json.loads(goal), slots)} ." if (slots := asked(text)) else f"{REQUEST} ."
 
 
+def check_goal(goal: str) -> None:
+    """Raises ValueError for a goal that `reply` cannot read."""
+    try:
+        known = json.loads(goal)
+    except (ValueError, RecursionError):
+        known = None
+    if not isinstance(known, dict) or not all(isinstance(known.get(slot), str) for slot in SLOTS):
+        raise ValueError(f"the goal is no JSON object of texts {{{', '.join(SLOTS)}}}; write it so")
+
+
 def tasks(seed: int, n: int, *, held_out: bool = False) -> list[Task]:
     """`n` tasks. Held-out ones have goals that no other task has, and all begin with the user's first message."""
     rng = random.Random(f"tasks {seed} {held_out}")

@@ -8,8 +8,9 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from megatron_collab.config import Config, ServedConfig, build, require
+from megatron_collab.config import Config, ConfigError, ServedConfig, build, require
 from megatron_collab.inference.pool import ServerPool
 from megatron_collab.inference.server import ServerProcess, Serves, SGLangServer
 from megatron_collab.llm.served import ServedModel
@@ -55,9 +56,20 @@ def devices(model: ServedConfig) -> int:
 
 
 def architecture(path: str) -> str | None:
-    """The model's architecture; None where its folder has no config.json, as before a download."""
+    """The model's architecture; None where its folder has no config.json, as before a download. Raises ConfigError."""
+    described = _described(path)
+    return None if described is None else str(next(iter(described.get("architectures") or ["none"])))
+
+
+def _described(path: str) -> dict[str, Any] | None:
     file = hub.folder(path) / "config.json"
-    return next(iter(json.loads(file.read_text()).get("architectures") or ["none"])) if file.is_file() else None
+    try:
+        found = json.loads(file.read_text()) if file.is_file() else None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: config.json cannot be read as JSON ({error}); give another model") from error
+    message = f"{path}: config.json holds no settings of a model; give another model"
+    require(found is None or isinstance(found, dict), message)
+    return found
 
 
 def gives_text(path: str) -> bool:
@@ -75,7 +87,7 @@ def score_fault(path: str) -> str | None:
         return f"{path}: architecture {kind} gives no score; give a ForSequenceClassification or ForRewardModel"
     if kind.endswith("ForRewardModel"):
         return None
-    described = json.loads((hub.folder(path) / "config.json").read_text())
+    described = _described(path) or {}
     outputs = len(described.get("id2label") or range(described.get("num_labels", 2)))  # transformers' default
     many = f"{path}: the model has {outputs} outputs; a reward model has one (num_labels in config.json)"
     return None if outputs == 1 else many

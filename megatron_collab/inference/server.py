@@ -23,7 +23,7 @@ from megatron_collab.inference import CHECK_VARIABLE, KEY_VARIABLE, PARENT_VARIA
 from megatron_collab.inference.server_args import plain, words
 from megatron_collab.models import hf_config
 from megatron_collab.models.parallel_layout import first_gpu, servers_per_node
-from megatron_collab.runtime import device, hub, network, stacks
+from megatron_collab.runtime import device, hub, keys, network, stacks
 from megatron_collab.runtime.files import CACHE, COMPILE_CACHE, ScratchFolder
 from megatron_collab.runtime.network import bindable
 from megatron_collab.runtime.process import RunStopped, beat, wait_for
@@ -338,7 +338,8 @@ def refusal(config: Config, serves: Serves = Serves.POLICY) -> str | None:
 
 def _environment(config: Config, api_key: str, index: int) -> dict[str, str]:
     place = index % servers_per_node(config)
-    inherited = {name: value for name, value in os.environ.items() if not _TORCHRUN_VARIABLES.match(name)}
+    theirs = keys.without(os.environ).items()
+    inherited = {name: value for name, value in theirs if not _TORCHRUN_VARIABLES.match(name)}
     settings = network.variables(config) | {
         "SGLANG_HOST_IP": network.address(config),  # where ranks of a server over several nodes listen for each other
         KEY_VARIABLE: api_key,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_collab import patches
-from megatron_collab.config import Config, EndpointConfig, nearest, require
+from megatron_collab.config import Config, ConfigError, EndpointConfig, nearest, require
 from megatron_collab.data.evaluation import evaluation_sets
 from megatron_collab.inference import served
 from megatron_collab.llm import endpoint as endpoints
+from megatron_collab.llm.price import Prices
 from megatron_collab.reward import metrics
 from megatron_collab.rollout import users
 from megatron_collab.rollout.users.named import user_settings
@@ -73,6 +75,10 @@ def check_settings(config: Config) -> None:
         "assistant": config.assistant,
     }.items():
         endpoints.check_settings(endpoint, group)
+    for model, prices in config.llm.prices.items():
+        message = f"llm.prices.{model}={prices}: give USD per million tokens of prompts and of answers, as [2.5, 10]"
+        numbers = [usd for usd in prices if isinstance(usd, int | float) and 0 <= usd < math.inf]
+        require(len(prices) == len(numbers) == 2, message)
 
 
 def check_served(config: Config, asked: Sequence[AskedModel]) -> None:
@@ -91,18 +97,25 @@ def check_served(config: Config, asked: Sequence[AskedModel]) -> None:
         )
 
 
-def check_prices(config: Config, asked: Sequence[AskedModel]) -> None:
-    """ConfigError where a budget would not hold, since a price is not known; the run's own models cost nothing."""
-    if config.llm.budget_usd is None:
-        return
-    patches.apply("litellm")
-    from litellm import model_cost  # which takes seconds
+def check_prices(config: Config, asked: Sequence[AskedModel]) -> list[str]:
+    """ConfigError where a budget would not hold, since a price is not known; without one, what is to be said of that.
 
+    The run's own models cost nothing.
+    """
+    said = []
+    prices, llm = Prices(config.llm.prices), config.llm
+    if asked:
+        patches.apply("litellm")
     for each in asked:
         model = str(each.endpoint.model)
-        message = f"LiteLLM has no pricing for {each.setting}={model}; choose another model, or set llm.budget_usd=null"
-        priced = endpoints.of_run(model) or model in model_cost or model.partition("/")[2] in model_cost
-        require(priced, f"llm.budget_usd={config.llm.budget_usd:g}: {message}")
+        if endpoints.of_run(model) or prices.known(model):
+            continue
+        message = f"no price of {each.setting}={model} is known"
+        out = f"set llm.prices='{{{model}: [INPUT, OUTPUT]}}' to its USD per million tokens (0 if it is free)"
+        if llm.budget_usd is not None:
+            raise ConfigError(f"llm.budget_usd={llm.budget_usd:g}: {message}; {out}, or llm.budget_usd=null")
+        said.append(f"{message}, so its calls count as free; {out}")
+    return said
 
 
 def check_support(asked: Sequence[AskedModel]) -> None:

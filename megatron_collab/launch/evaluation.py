@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from filelock import FileLock
 
 from megatron_collab import environments, patches
 from megatron_collab.checkpoint import storage
-from megatron_collab.config import SETTINGS, Config, ConfigError, compose, require
+from megatron_collab.config import SETTINGS, Config, ConfigError, compose, read_settings, require
 from megatron_collab.config.extension import make_absolute
 from megatron_collab.config.schema import (
     AlgoConfig,
@@ -22,16 +21,16 @@ from megatron_collab.config.schema import (
     SamplingConfig,
     TrainConfig,
 )
-from megatron_collab.data import chat_template, sources
+from megatron_collab.data import sources
 from megatron_collab.data.evaluation import EvaluationSet, evaluation_sets
 from megatron_collab.inference import served
-from megatron_collab.launch import endpoints, prepare, servers, validate
+from megatron_collab.launch import endpoints, models, prepare, servers, validate
 from megatron_collab.llm.endpoint import token_budget
 from megatron_collab.models import parallel_layout
-from megatron_collab.observability import evaluations
+from megatron_collab.observability import evaluations, records
 from megatron_collab.rollout.tools import toolbox
 from megatron_collab.runtime import device, hub, network
-from megatron_collab.runtime.process import FINISHED, RunStopped, under_torchrun
+from megatron_collab.runtime.process import RunStopped
 
 FOLDER = "hf"  # in run.dir: the checkpoint that is evaluated, as a Hugging Face folder
 _FILE_BYTES = 5 * 10**9
@@ -130,6 +129,7 @@ def prepared(config: Config) -> tuple[Config, int]:
         check_devices(serving)
         servers.check_servers_on_machine(serving)
         if config.assistant.model:
+            models.check_served(serving)
             servers.check_arguments(serving)
             prepare.read_data(config, (), trains=False)
             return serving, 0
@@ -137,11 +137,12 @@ def prepared(config: Config) -> tuple[Config, int]:
         serving = replace(serving, model=replace(config.model, path=str(folder)))
         shape = validate.check_model(serving)
         servers.check_servers_of_model(serving, shape)
+        models.check_models(serving, shape, weights=checkpoint is None)
         servers.check_arguments(serving)
         tools = toolbox.make_tools(config.rollout)
         schemas = toolbox.schemas(tools)
-        if not under_torchrun():
-            chat_template.policys(serving, schemas)
+        if schemas:
+            models.check_rendering(serving, schemas)
         prepare.read_data(serving, schemas, trains=False)
         prepare.compare_tools(Path(config.run.dir), tools)
     except (ValueError, OSError, RunStopped) as error:
@@ -160,7 +161,7 @@ def done(config: Config) -> bool:
     recorded = evaluations.read(folder)
     if not recorded:
         return False
-    before = replace(config.data, eval=json.loads((folder / SETTINGS).read_text())["data"]["eval"])
+    before = replace(config.data, eval=(read_settings(folder) or {"data": {"eval": None}})["data"]["eval"])
     known = {one.name: one for one in evaluation_sets(replace(config, data=before))}
     for one in evaluation_sets(config):
         message = (
@@ -168,7 +169,7 @@ def done(config: Config) -> bool:
         )
         require(known.get(one.name, one) == one, message)
     names = {evaluations.name_of(one.name, evaluations.MODEL) for one in evaluation_sets(config)}
-    return names <= recorded.keys() and (folder / FINISHED).exists()
+    return names <= recorded.keys() and records.finished(folder)
 
 
 def check_devices(config: Config) -> None:
@@ -192,9 +193,10 @@ def _model(config: Config) -> tuple[Path, Path | None]:
         return hub.folder(path), None
     checkpoint = _checkpoint(given)
     run = checkpoint.parent.parent
-    settings = run / SETTINGS
-    require(settings.is_file(), f"model.path={given}: {run} has no {SETTINGS}, which names the model it started from")
-    source = hub.folder(json.loads(settings.read_text())["model"]["path"])
+    settings = read_settings(run)
+    message = f"model.path={given}: {run} has no {SETTINGS}, which names the model it started from"
+    require(settings is not None, message)
+    source = hub.folder((settings or {})["model"]["path"])
     message = f"model.path={given}: its run started from {source}, which is not there any more; put it back"
     require((source / "config.json").is_file(), message)
     return source, checkpoint

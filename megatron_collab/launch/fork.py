@@ -6,12 +6,12 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock
 
 from megatron_collab.checkpoint import storage
-from megatron_collab.config import SETTINGS, Config, ConfigError, require
+from megatron_collab.config import SETTINGS, Config, ConfigError, read_settings, require
+from megatron_collab.config.load import leaves
 from megatron_collab.models import hf_config
 from megatron_collab.runtime import hub
 from megatron_collab.runtime.files import replace
@@ -57,19 +57,20 @@ def _checked(config: Config, given: str) -> Path:
     run = checkpoint.parent.parent
     saved = storage.read_state(checkpoint)
     require(saved is not None and "files" in saved, f"{setting}: {checkpoint} is damaged; give another step")
-    require((run / SETTINGS).is_file(), f"{setting}: {run} has no {SETTINGS}; give the folder of a run")
-    before: dict[str, Any] = json.loads((run / SETTINGS).read_text())
-    stage = before["train"]["stage"]
+    settings = read_settings(run)
+    require(settings is not None, f"{setting}: {run} has no {SETTINGS}; give the folder of a run")
+    before = dict(leaves(settings))
+    stage, advantage, model = (before.get(name) for name in ("train.stage", "algo.advantage", "model.path"))
+    require(isinstance(model, str), f"{setting}: {run / SETTINGS} holds no settings of a run; give the folder of one")
     message = f"{setting}: a run of train.stage={stage}, and its optimizer with it; start from its model, model.path="
     require(stage == config.train.stage, f"{message}{run}/hf")
-    critic = [settings == "gae" for settings in (before["algo"]["advantage"], config.algo.advantage)]
-    message = f"{setting}: of algo.advantage={before['algo']['advantage']}, and only gae has a critic; keep it"
+    critic = [settings == "gae" for settings in (advantage, config.algo.advantage)]
+    message = f"{setting}: of algo.advantage={advantage}, and only gae has a critic; keep it"
     require(critic[0] == critic[1] or stage == "sft", message)
     step = (saved or {})["step"]
     message = f"{setting}: the run goes on from step {step}, and train.steps={config.train.steps}; raise it"
     require(step < config.train.steps, message)
-    model = before["model"]["path"]
-    described = hub.folder(model) / "config.json"
+    described = hub.folder(str(model)) / "config.json"
     if described.is_file():
         same = hf_config.read(described) == hf_config.read(hub.folder(config.model.path) / "config.json")
         message = f"{setting}: of another architecture than model.path={config.model.path}; give {model}"

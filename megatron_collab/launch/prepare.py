@@ -8,40 +8,49 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_collab import environments
-from megatron_collab.config import SETTINGS, Config, ConfigError, changes, require
+from megatron_collab.config import Config, ConfigError, changes, read_settings, require
 from megatron_collab.config.extension import NoOptions
-from megatron_collab.data import chat_template, sources
+from megatron_collab.config.load import leaves
+from megatron_collab.data import sources
 from megatron_collab.data.evaluation import EvaluationSet, evaluation_sets
 from megatron_collab.inference.served import score_fault
-from megatron_collab.launch import endpoints
+from megatron_collab.launch import endpoints, models
 from megatron_collab.launch.fork import fork
 from megatron_collab.launch.servers import check_arguments
 from megatron_collab.launch.validate import check_model
+from megatron_collab.observability import evaluations, records
 from megatron_collab.reward import metrics
 from megatron_collab.rollout import users
 from megatron_collab.rollout.needs import USER, WEIGHTS, needs
 from megatron_collab.rollout.tools import Toolset, toolbox
 from megatron_collab.rollout.tools.mcp_server import McpTools
 from megatron_collab.rollout.users.named import user_of
-from megatron_collab.runtime import hub, network
+from megatron_collab.runtime import hub, keys, network
 from megatron_collab.runtime.process import (
-    FINISHED,
     LAUNCHER,
     RunStopped,
     first_on_node,
     global_rank,
     under_torchrun,
 )
+from megatron_collab.runtime.run_lock import RunLock
 from megatron_collab.types import Task
 
 if TYPE_CHECKING:
     from megatron_collab.data.datasets import SurveyedSources
     from megatron_collab.data.survey import Survey
+
+
+def locked(config: Config) -> AbstractContextManager[object]:
+    """run.dir, for this run alone: its first process takes the lock before all else. ConfigError where it cannot."""
+    first = LAUNCHER not in os.environ and global_rank() == 0  # the process that became torchrun has it for its ranks
+    return RunLock(Path(config.run.dir)) if first else nullcontext()
 
 
 def prepare(config: Config) -> None:
@@ -57,14 +66,16 @@ def prepare(config: Config) -> None:
         _pin(config)
         if LAUNCHER in os.environ:  # a rank: the process that became its torchrun has done and said all else
             return
-        check_model(config)
+        shape = check_model(config)
         check_same_run(config)
+        models.check_models(config, shape)
         check_arguments(config)
         tools = toolbox.make_tools(config.rollout) if config.train.stage == "rl" else []
         schemas = toolbox.schemas(tools)
+        if schemas:
+            models.check_rendering(config, schemas)
         data = read_data(config, schemas)
         if not under_torchrun():
-            chat_template.policys(config, schemas)
             network.bindable("rollout.server.port", config.rollout.server.port, network.address(config))
     except (ValueError, OSError, RunStopped) as error:
         raise ConfigError(" ".join(str(error).split())) from error
@@ -111,8 +122,10 @@ def read_data(config: Config, schemas: Sequence[Mapping[str, Any]], trains: bool
             asked = [*endpoints.of_users(config, examples), *endpoints.of_judges(config)]
             asked += endpoints.of_assistant(config)
             endpoints.check_served(config, asked)
-            endpoints.check_prices(config, asked)
+            unpriced = endpoints.check_prices(config, asked)
             endpoints.check_support(asked)
+            for line in unpriced if global_rank() == 0 else ():
+                print(f"megatron-collab: {line}", file=sys.stderr)
     return data
 
 
@@ -173,16 +186,18 @@ def _surveyed(data: SurveyedSources[Any]) -> Iterable[tuple[Config, str, Survey]
 
 
 def finished(config: Config) -> int:
-    """The steps of the finished run in run.dir; 0 where there is none, or train.steps asks for more."""
+    """The steps of the finished run in run.dir; 0 where there is none, or train.steps asks for more. ConfigError."""
     folder = Path(config.run.dir)
-    if not ((folder / FINISHED).is_file() and (folder / SETTINGS).is_file()):
+    settings = read_settings(folder)
+    if settings is None or not records.finished(folder):
         return 0
-    steps = json.loads((folder / SETTINGS).read_text())["train"]["steps"]
-    return steps if config.train.steps <= steps else 0
+    steps = dict(leaves(settings)).get("train.steps")
+    return steps if isinstance(steps, int) and config.train.steps <= steps else 0
 
 
 def replace_by_torchrun(config: Config, module: str, arguments: list[str]) -> NoReturn:
     """Become torchrun … -m `module` with the same arguments; does not return."""
+    keys.put_away()
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), LAUNCHER: str(os.getpid())}
     command = [sys.executable, "-m", "megatron_collab.launch.torchrun", "--max-restarts=0"]
     command += [f"--nproc-per-node={config.launch.nproc_per_node}", "-m", module, *arguments]
@@ -219,7 +234,11 @@ def check_users(config: Config, examples: Mapping[str, str]) -> None:
 
 
 def check_same_run(config: Config) -> None:
-    """A run goes on only with settings that do not make another run of it."""
+    """A run goes on only with settings that do not make another run of it, and with the evaluations that it has."""
     for change in changes(config):
         found = f"holds a run with {change.setting}={change.before}, not {change.after}"
         require(change.allowed, f"run.dir={config.run.dir}: {found}; choose another run.dir, or remove that folder")
+    folder = Path(config.run.dir)
+    for file in folder.glob("*.json*"):
+        require(file.is_file(), f"{file}: is no file, and a run writes one there; remove it, or choose another run.dir")
+    evaluations.read(folder)

@@ -5,23 +5,33 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 
 from megatron_collab.config import Config, ConfigError
 from megatron_collab.launch import prepare
 from megatron_collab.launch.help import composed, help_text
-from megatron_collab.runtime import device, network, process
-from megatron_collab.runtime.redact import redact
+from megatron_collab.runtime import device, keys, network, process, signals
+from megatron_collab.runtime.redact import redact_output
 
 Prepared = tuple[Config, Callable[[], None]]  # the settings, and what every rank runs
+Prepare = Callable[[list[str], ExitStack], Prepared | str]
 
 
-def run(
-    module: str, description: str | None, arguments: list[str], prepared: Callable[[list[str]], Prepared | str]
-) -> int:
+def run(module: str, description: str | None, arguments: list[str], prepared: Prepare) -> int:
     """The exit code of `python -m module arguments`, which starts itself under torchrun unless torchrun started it.
 
-    `prepared` checks the arguments (ConfigError) and gives what is to be run, or says why nothing is.
+    `prepared` checks the arguments (ConfigError) and gives what is to be run, or says why nothing is. What it enters
+    (run.dir's lock) is held until the program ends, also as torchrun.
     """
+    redact_output()
+    if process.under_torchrun():
+        keys.put_away()  # ours has done so
+    with ExitStack() as held:
+        return _run(module, description, arguments, partial(prepared, arguments, held))
+
+
+def _run(module: str, description: str | None, arguments: list[str], prepared: Callable[[], Prepared | str]) -> int:
     if "--help" in arguments:
         print(help_text(description))
         return 0
@@ -29,10 +39,11 @@ def run(
         if "--cfg" in arguments:
             print(composed([argument for argument in arguments if argument != "--cfg"]))
             return 0
-        found = prepared(arguments)
+        with keys.lent():  # settings name some, and the Hub asks for one
+            found = prepared()
     except ConfigError as error:
         if process.first_on_node():  # what is missing may be missing on this node only
-            print(f"megatron-collab: {redact(str(error))}", file=sys.stderr)
+            print(f"megatron-collab: {error}", file=sys.stderr)
         return process.EXIT_BAD_INPUT
     if isinstance(found, str):
         print(found)
@@ -42,11 +53,11 @@ def run(
         prepare.replace_by_torchrun(config, module, arguments)
     os.environ |= device.variables(config) | os.environ | network.variables(config)
     process.die_with_parent(int(os.environ.get(process.LAUNCHER, "0")))  # 0: torchrun was started by hand
-    process.take_signals(process.global_rank())
+    signals.keep_notices(process.global_rank(), config.launch.grace)
     try:
         work()
-    except process.Preempted:
-        return process.EXIT_PREEMPTED
+    except process.Preempted as error:
+        return signals.EXIT_INTERRUPTED if isinstance(error, process.Interrupted) else signals.EXIT_PREEMPTED
     except process.RunStopped as error:
         return process.EXIT_HUNG if isinstance(error, process.Hung) else process.EXIT_STOPPED
     return 0

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from megatron_collab.config import Config, compose
 from megatron_collab.runtime import network
 from megatron_collab.runtime.process import EXIT_BAD_INPUT, EXIT_STOPPED, RunStopped
-from megatron_collab.runtime.redact import redact
+from megatron_collab.runtime.redact import redact_output
 
 _LOOK = 0.5  # seconds
 
@@ -68,6 +68,7 @@ def wait(address: str, seconds: float, names: Sequence[str]) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
+    redact_output()
     command, *rest = arguments
     try:
         if command == "settings":
@@ -77,7 +78,7 @@ def main(arguments: Sequence[str]) -> int:
         else:
             wait(rest[0], float(rest[1]), rest[2:])
     except (ValueError, RunStopped) as error:
-        print(f"megatron-collab: {redact(str(error))}", file=sys.stderr)
+        print(f"megatron-collab: {error}", file=sys.stderr)
         return EXIT_STOPPED if isinstance(error, RunStopped) else EXIT_BAD_INPUT
     return 0
 

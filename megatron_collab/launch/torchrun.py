@@ -1,12 +1,13 @@
 """torchrun as this program needs it: `python -m megatron_collab.launch.torchrun ARGUMENTS OF TORCHRUN`.
 
-The preemption signal goes on to the ranks of this node instead of ending them, and the exit code is that of the rank
-that failed first. To be safe from the first millisecond, start it with the signal blocked: `env --block-signal=USR1 …`.
+Signals go on to the ranks of this node instead of ending them (runtime/signals.py), and the exit code is that of the
+rank that failed first. To be safe from the first millisecond, start it with them blocked: `env --block-signal=USR1 …`.
 The ranks meet at --master-addr: a free port of loopback, or for several nodes a port of an address of the first node.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -19,29 +20,38 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from megatron_collab.runtime import process
-from megatron_collab.runtime.files import COMPILE_CACHE, ScratchFolder
+from megatron_collab.runtime import keys, process, signals
+from megatron_collab.runtime.files import COMPILE_CACHE, ScratchFolder, remove_abandoned
+from megatron_collab.runtime.redact import redact_output
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
 # Rank 0 has said why, in one line.
-_EXPLAINED = (process.EXIT_BAD_INPUT, process.EXIT_STOPPED, process.EXIT_HUNG, process.EXIT_PREEMPTED)
+_EXPLAINED = (
+    *(process.EXIT_BAD_INPUT, process.EXIT_STOPPED, process.EXIT_HUNG),
+    *(signals.EXIT_PREEMPTED, signals.EXIT_INTERRUPTED, signals.EXIT_TERMINATED),
+)
 _AGAIN = 1.0  # seconds; a rank that is started after the signal has to have it as well
 
 
 def main(arguments: list[str]) -> int:
-    process.imports_begin()  # the one below takes seconds, in which the signal has to wait already
+    signals.begin()
+    process.imports_begin()  # the one below takes seconds
+    keys.put_away()
+    redact_output()
+    os.environ |= {signals.LAUNCHER: str(os.getpid())}
     os.environ.setdefault(*COMPILE_CACHE)
-    threading.Thread(target=_forward, name="preemption", daemon=True).start()
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     process.imports_done()
-
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what is said of a rank's end is below
+    relay = _Relay()
+    signals.give_to(relay)
     with ScratchFolder() as scratch:
         os.environ["TMPDIR"] = str(scratch)  # what libraries of a killed rank leave there goes with it
-        options = run.parse_args([f"--log-dir={scratch}", *arguments])
+        options = run.parse_args([f"--log-dir={scratch}", "--signals-to-handle=SIGQUIT", *arguments])
         try:
             store = _store(options)
         except ValueError as error:
@@ -50,12 +60,15 @@ def main(arguments: list[str]) -> int:
         try:
             run.run(options)
         except ChildFailedError as error:
+            if relay.ended:
+                return signals.EXIT_INTERRUPTED
             _, failure = error.get_first_failure()
             if failure.exitcode not in _EXPLAINED:
                 print(error, file=sys.stderr)
             return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode  # as shells count signals
         finally:
             del store  # which had to live until torchrun took it
+            remove_abandoned()  # by ranks that were killed
     return 0
 
 
@@ -86,14 +99,35 @@ def _store(options: Namespace) -> dist.TCPStore | None:
     return dist.TCPStore(options.master_addr, options.master_port, **kind, master_listen_fd=listener.detach())
 
 
-def _forward() -> None:
-    """Once the signal has come, send it to the ranks, which are our children; once it is pending, again is nothing."""
-    signal.sigwait({process.PREEMPTION_SIGNAL})
-    while True:
+class _Relay:
+    """Passes signals on to the ranks, which are our children; SIGINT a second time ends them at once (`ended`)."""
+
+    def __init__(self) -> None:
+        self.ended = False
+        self._passed: signal.Signals | None = None
+
+    def __call__(self, number: signal.Signals, sender: int) -> None:
+        if number == signal.SIGINT and self._passed == signal.SIGINT:
+            print("megatron-collab: SIGINT, twice: ended; the last checkpoint counts", file=sys.stderr, flush=True)
+            self.ended = True
+            self._send(signal.SIGKILL)
+            return
+        first = self._passed is None
+        self._passed = signals.GRACE if number == signal.SIGTERM else number
+        self._send(self._passed)
+        if first:
+            threading.Thread(target=self._repeat, name="relay", daemon=True).start()
+
+    def _repeat(self) -> None:
+        """Pending already, a signal is none; a rank that is started after it has to have it as well."""
+        while self._passed is not None:
+            time.sleep(_AGAIN)
+            self._send(self._passed)
+
+    def _send(self, number: signal.Signals) -> None:
         for child in psutil.Process().children():
             with suppress(psutil.NoSuchProcess):
-                child.send_signal(process.PREEMPTION_SIGNAL)
-        time.sleep(_AGAIN)
+                child.send_signal(number)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 from megatron_collab.algo.advantages import GROUPED
 from megatron_collab.algo.policy_loss import PolicyLoss
@@ -23,9 +24,11 @@ from megatron_collab.config import (
     uses_wandb,
 )
 from megatron_collab.config.extension import make, make_absolute
+from megatron_collab.config.load import leaves
 from megatron_collab.data import sources
 from megatron_collab.data.evaluation import EvaluationSet, evaluation_sets
 from megatron_collab.launch import endpoints
+from megatron_collab.launch.machine import check_processes
 from megatron_collab.launch.servers import check_servers, check_servers_of_model, check_servers_on_machine
 from megatron_collab.models import hf_config, parallel_layout
 from megatron_collab.models.hf_config import ModelShape
@@ -35,7 +38,8 @@ from megatron_collab.rollout.tools import toolbox
 from megatron_collab.rollout.users import DEFAULT, split_user
 from megatron_collab.rollout.users.llm import users_prompt
 from megatron_collab.rollout.users.named import user_settings
-from megatron_collab.runtime import device, hub, network, redact
+from megatron_collab.runtime import device, hub, network
+from megatron_collab.runtime.redact import redacted
 
 # recipe: first compute capability that TransformerEngine 2.20 runs it on, the first that it does not, and why
 _FP8_DEVICES: dict[str, tuple[tuple[int, int], tuple[int, int], str]] = {
@@ -62,6 +66,7 @@ def validate(config: Config) -> None:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     check_layout_on_machine(config)
+    check_processes(config)
     check_servers_on_machine(config)
     made = config.data.world is not None
     if not (made or hub.named(config.model.path)) or Path(config.model.path).exists():
@@ -81,7 +86,7 @@ def validate(config: Config) -> None:
 def check_settings(config: Config) -> None:
     """Those of `validate` that would fail on any machine."""
     check = partial(require, config=config)
-    redact.refuse_keys(asdict(config))
+    refuse_keys(asdict(config))
     check_declared(config)
     message = "<launch.nodes>: needs launch.interface, the network interface that the nodes talk over, as ib0"
     check(config.launch.nodes == 1 or config.launch.interface is not None, message)
@@ -110,6 +115,16 @@ def check_settings(config: Config) -> None:
         check_servers(config)
         endpoints.check_settings(config)
         _check_asked_models(config)
+
+
+def refuse_keys(settings: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a setting that contains a key; it names the setting and does not show the value."""
+    for name, value in leaves(settings):
+        require(
+            redacted({name: value}) == {name: value},
+            f"{name}: contains a key or a password; remove it and set it in the environment "
+            "(OPENAI_API_KEY for openai/… and so on)",
+        )
 
 
 def check_files_of_users(config: Config) -> None:
@@ -295,6 +310,10 @@ def check_layout_of_model(config: Config, shape: ModelShape) -> None:
         check(parallel.tp == 1 or parallel.sequence_parallel, message)
     if not config.model.fp8:
         return
+    # TransformerEngine reads the scales of grouped experts before Megatron-Core has put them together.
+    message = "the experts' scales of model.fp8_recipe=delayed cannot be read from a checkpoint; choose tensorwise"
+    unread = experts and config.model.fp8_params and config.model.fp8_recipe == "delayed"
+    check(not unread, f"<model.fp8_params>: {message}")
     # TransformerEngine multiplies FP8 matrices only where their sides are multiples of a block.
     model, tp = config.model, parallel.tp
     multiple = parallel_layout.FP8_MULTIPLE[model.fp8_recipe]

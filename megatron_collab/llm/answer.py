@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,10 @@ _LONGEST_SHOWN = 80  # characters of a wrong value in the reason
 
 class LlmError(RuntimeError):
     """The model gave no usable answer; the text is the reason, on one line."""
+
+
+class AnswerTooLong(LlmError):
+    """The answer is longer than anything that was asked for; it is not read, nor asked for again."""
 
 
 class MalformedAnswer(ValueError):
@@ -71,7 +75,11 @@ def parse(text: str, fields: Sequence[Field]) -> dict[str, Any]:
 
     A number written as text is read where a number is due; where text is due, a number is not.
     """
-    answer = _find(text, [field.name for field in fields])
+    return checked(_find(text, [field.name for field in fields]), fields)
+
+
+def checked(answer: Mapping[str, Any], fields: Sequence[Field]) -> dict[str, Any]:
+    """The values of `fields` in `answer`, which has them all, each of its field's type and range; MalformedAnswer."""
     return {field.name: _checked(answer[field.name], field) for field in fields}
 
 

@@ -3,34 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import random
 import re
-import socket
-import sqlite3
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
+import httpx
 import litellm
-from filelock import FileLock
 from litellm._internal_context import is_internal_call
 from openai import OpenAIError
 
 from megatron_collab.config import EndpointConfig
-from megatron_collab.llm.answer import Field, LlmError, MalformedAnswer, json_schema, parse
+from megatron_collab.llm.answer import AnswerTooLong, Field, LlmError, MalformedAnswer, json_schema, parse
+from megatron_collab.llm.cache import Cache, key_of
 from megatron_collab.llm.endpoint import SERVED, arguments, identity, token_budget, way_out
 from megatron_collab.llm.limiter import Ended, Line, Wish
-from megatron_collab.llm.served import OwnServers, ServedModel, unconnected
-from megatron_collab.patches.litellm import be_quiet
+from megatron_collab.llm.price import Prices, tokens_at_most
+from megatron_collab.llm.served import OwnServers, ServedModel, causes, unconnected
+from megatron_collab.patches.litellm import BodyTooLong, be_quiet, limit_bodies
 from megatron_collab.runtime.redact import redact
 
 Messages = list[dict[str, str]]
@@ -45,41 +43,13 @@ class Reply(NamedTuple):
     finish: str | None
 
 
-_BUSY = 60.0  # seconds to wait for another process's write to the cache
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds
 _CHARACTERS_PER_TOKEN = 4
 _GRACE = 10.0  # seconds after its timeout when a call has ended for certain
 _LONGEST_REASON = 400  # characters
+LONGEST_BODY, LONGEST_TEXT = 1 << 24, 1 << 20  # bytes, characters of an answer: no model says as much at once
 _REFUSED = (400, 422)  # status of a server that does not support an argument, as response_format
 _supports_schema = cache(litellm.supports_response_schema)
-
-
-class Cache:
-    """A persistent map from questions to their answers: each is paid for once. Several processes may share a folder.
-
-    Each node has its own file there: SQLite's write-ahead log needs shared memory, which network file systems lack.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        node = socket.gethostname()
-        with FileLock(folder / f"{node}.lock"):  # SQLite does not wait where two set the journal's mode at once
-            self._file = sqlite3.connect(folder / f"{node}.sqlite", timeout=_BUSY, isolation_level=None)
-            self._file.execute("PRAGMA journal_mode=WAL")
-            self._file.execute("PRAGMA synchronous=NORMAL")  # a crash of the machine may lose the last answers
-            self._file.execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, answer TEXT) WITHOUT ROWID")
-
-    def get(self, key: str) -> dict[str, Any] | None:
-        row = self._file.execute("SELECT answer FROM answers WHERE key = ?", (key,)).fetchone()
-        return None if row is None else json.loads(row[0])
-
-    def put(self, key: str, answer: dict[str, Any]) -> None:
-        self._file.execute("INSERT OR REPLACE INTO answers VALUES (?, ?)", (key, json.dumps(answer)))
-
-
-def key_of(question: dict[str, Any]) -> str:
-    """A digest of everything that an answer depends on; `question` is JSON."""
-    return hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()
 
 
 class LlmClient:
@@ -91,12 +61,16 @@ class LlmClient:
         cache: Cache | None = None,
         keys: Mapping[str, str] = {},
         served: Mapping[str, ServedModel] = {},
+        prices: Mapping[str, Sequence[float]] = {},
     ) -> None:
         """`limiter`: the handle of a Limiter; none: no limits. `keys`: by api_base, of the servers of policy/SAMPLE.
 
         `served`: by NAME, the models called served/NAME, or served/NAME/SAMPLE where answers to the same differ.
+        `prices`: llm.prices.
         """
         be_quiet()
+        limit_bodies(LONGEST_BODY)
+        self._prices = Prices(prices)
         self.took: dict[str, float] = {"tokens": 0, "usd": 0.0, "unpriced": 0}  # all calls so far
         self._own = OwnServers(keys, served)
         self._line = None if limiter is None else Line(limiter)
@@ -117,7 +91,8 @@ class LlmClient:
 
         `sample` numbers the answers to the same question, each asked for once and cached; none: no cache. Raises
         LlmError where there is no usable answer within `endpoint.attempts` and `endpoint.deadline`, which count neither
-        waiting for the limiter nor attempts without a connection, unless there are `others` to ask; BudgetSpent.
+        waiting for the limiter nor attempts without a connection, unless there are `others` to ask; AnswerTooLong;
+        BudgetSpent.
         """
         if sample is None or self._cache is None:
             return await self._ask(endpoint, messages, fields, others)
@@ -125,7 +100,7 @@ class LlmClient:
         key = key_of({**asked, "messages": messages, "schema": json_schema(fields), "sample": sample})
         lock = self._asking.setdefault(key, asyncio.Lock())
         async with lock:  # concurrent callers with the same question find the answer in the cache
-            answer = self._cache.get(key)
+            answer = self._cache.get(key, fields)
             if answer is None:
                 answer = await self._ask(endpoint, messages, fields, others)
                 self._cache.put(key, answer)
@@ -221,7 +196,8 @@ class LlmClient:
         options: dict[str, Any],
     ) -> Reply:
         prompt = sum(len(message["content"]) for message in messages) // _CHARACTERS_PER_TOKEN
-        wish = Wish(prompt + token_budget(endpoint), endpoint.timeout + _GRACE)
+        most = self._most(endpoint, messages, options)
+        wish = Wish(prompt + token_budget(endpoint), endpoint.timeout + _GRACE, most.usd)
         number = await line.begin(wish) if line else 0
         ended = Ended(number)
         seconds = min(endpoint.timeout, allowance.left)
@@ -230,21 +206,41 @@ class LlmClient:
             with allowance.spending():
                 async with asyncio.timeout(seconds):
                     answer = await litellm.acompletion(messages=messages, max_retries=0, **options)
-            # Where the endpoint reports no tokens, LiteLLM gives 0, or no usage at all.
-            usage = getattr(answer, "usage", None)
-            tokens = (usage.total_tokens or None) if usage else None
-            ended = Ended(number, tokens, answer._hidden_params.get("response_cost") if tokens else None)
-        except TimeoutError as error:
-            raise TimeoutError(f"no answer within {seconds:g} s") from error
+            ended = self._took(endpoint, messages, answer)
+        except BaseException as error:
+            if _may_cost(error):
+                ended = most
+            if isinstance(error, TimeoutError):
+                raise TimeoutError(f"no answer within {seconds:g} s") from error
+            if any(isinstance(cause, BodyTooLong) for cause in causes(error)):
+                raise AnswerTooLong(f"{endpoint.model}: more than {LONGEST_BODY} bytes") from error
+            raise
         finally:
             self.took["tokens"] += ended.tokens or 0
             self.took["usd"] += ended.usd or 0.0
             self.took["unpriced"] += ended.usd is None
             if line:
-                line.end(ended)
-        choice = answer.choices[0] if answer.choices else None
-        text = (choice.message.content if choice else None) or ""
-        return Reply(text, getattr(usage, "completion_tokens", None) or 0, choice.finish_reason if choice else None)
+                line.end(replace(ended, call=number))
+        text, choice = _text(answer), answer.choices[0] if answer.choices else None
+        if len(text) > LONGEST_TEXT:
+            raise AnswerTooLong(f"{endpoint.model}: {len(text)} characters")
+        tokens = getattr(getattr(answer, "usage", None), "completion_tokens", None) or 0
+        return Reply(text, tokens, choice.finish_reason if choice else None)
+
+    def _most(self, endpoint: EndpointConfig, messages: Messages, options: Mapping[str, Any]) -> Ended:
+        """What a call costs at most, of which nobody says what it took."""
+        schema = json.dumps(options.get("response_format"))
+        prompt, answer = tokens_at_most(schema, *(each["content"] for each in messages)), token_budget(endpoint)
+        return Ended(0, prompt + answer, self._prices.at_most(str(endpoint.model), prompt, answer))
+
+    def _took(self, endpoint: EndpointConfig, messages: Messages, answer: Any) -> Ended:
+        """What a call took by its endpoint's count, or at most where it reports none: LiteLLM gives 0, or nothing."""
+        usage, model = getattr(answer, "usage", None), str(endpoint.model)
+        if usage and usage.total_tokens:
+            listed = answer._hidden_params.get("response_cost")
+            return Ended(0, usage.total_tokens, self._prices.of(model, usage, listed))
+        prompt, said = tokens_at_most(*(each["content"] for each in messages)), tokens_at_most(_text(answer))
+        return Ended(0, prompt + said, self._prices.at_most(model, prompt, said))
 
 
 @dataclass
@@ -262,6 +258,17 @@ class _Allowance:
             self.left -= time.monotonic() - began
 
 
+def _text(answer: Any) -> str:
+    return (answer.choices[0].message.content if answer.choices else None) or ""
+
+
+def _may_cost(error: BaseException) -> bool:
+    """Whether an endpoint may have worked on a call that failed so: it had the request, and has not refused it."""
+    refused = getattr(error, "status_code", None) in range(400, 500) and getattr(error, "status_code", None) != 408
+    answered = any(isinstance(cause, httpx.HTTPStatusError) for cause in causes(error))
+    return not (refused or answered or unconnected(error))
+
+
 def _correction(text: str, error: MalformedAnswer) -> Messages:
     """Messages that ask for the answer again: the malformed one, and what is wrong with it."""
     shown = text.encode(errors="replace").decode()  # half a surrogate pair cannot be sent
@@ -271,7 +278,10 @@ def _correction(text: str, error: MalformedAnswer) -> Messages:
 
 
 def retry_after(error: Exception) -> float:
-    """Seconds of the header Retry-After (RFC 9110 section 10.2.3: seconds or a date); 0 where it is malformed."""
+    """Seconds of the header Retry-After (RFC 9110 section 10.2.3: seconds or a date); 0 where it is neither.
+
+    They may be more than any deadline, or infinite.
+    """
     response = getattr(error, "response", None)
     headers = getattr(error, "litellm_response_headers", None) or getattr(response, "headers", {})
     value = headers.get("retry-after", "")
@@ -279,6 +289,6 @@ def retry_after(error: Exception) -> float:
         return float(value)
     try:
         date = parsedate_to_datetime(value).replace(tzinfo=UTC)  # HTTP knows no other zone
-    except ValueError:
+    except (ValueError, OverflowError, TypeError, LookupError):  # whatever the parser of e-mails meets
         return 0.0
     return max(0.0, (date - datetime.now(UTC)).total_seconds())

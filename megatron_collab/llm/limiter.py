@@ -34,10 +34,14 @@ _WRITE_AFTER = 1.0  # seconds
 
 @dataclass(frozen=True)
 class Wish:
-    """A call that waits to begin: the most tokens it may take, the seconds after which it has ended for certain."""
+    """A call that waits to begin: the most tokens it may take, the seconds after which it has ended for certain.
+
+    `usd`: the most it may cost, None where its model has no price.
+    """
 
     tokens: int
     seconds: float
+    usd: float | None = 0.0
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ class Limiter:
     """Admits calls within the limits of `config` in every sliding minute.
 
     A call counts with the most tokens it may take until it reports what it took. Running calls are not stopped, so the
-    budget may be exceeded by what they cost. A call whose process died ends with its time.
+    budget may be exceeded by what they cost. A call whose process died ends with its time, and counts as its wish.
 
     Spending continues from the file `ledger`: earlier starts of the run count, repeated steps too. After a crash what
     was spent since the last `write`, a second at most, is lost, the minute begins anew, and a message without an answer
@@ -73,7 +77,8 @@ class Limiter:
             self._spend |= json.loads(ledger.read_text())
         self._changed = False  # since the ledger was written
         self._numbers = count(secrets.randbits(62))  # distinct from the numbers of a limiter before this one
-        self._running: dict[int, float] = {}  # call: when it has ended for certain
+        self._running: dict[int, tuple[float, Wish]] = {}  # call: when it has ended for certain
+        self._given_up: set[int] = set()  # calls that were counted then
         self._minute: dict[int, tuple[float, int]] = {}  # call: when it began, its tokens; in order
         self._tokens = 0  # of the calls in _minute
 
@@ -83,27 +88,22 @@ class Limiter:
         Raises BudgetSpent, after recording. Asynchronous, so that Ray runs the actor on an event loop, which also
         writes the ledger where no further message comes.
         """
-        if ended and not self._changed:
-            asyncio.get_running_loop().call_later(_WRITE_AFTER, self.write)
+        self._forget(now := self._clock())
         for call in ended:
             self._running.pop(call.call, None)
-            self._changed = True
-            self._spend["calls"] += 1
-            self._spend["tokens"] += call.tokens or 0
-            self._spend["usd"] += call.usd or 0.0
-            self._spend["unpriced"] += call.usd is None
+            if call.call not in self._given_up:
+                self._count(call.tokens, call.usd)
             if call.call in self._minute and call.tokens is not None:
                 began, reserved = self._minute[call.call]
                 self._minute[call.call] = (began, call.tokens)
                 self._tokens += call.tokens - reserved
-        budget, spend, now = self.config.budget_usd, self._spend, self._clock()
+        budget, spend = self.config.budget_usd, self._spend
         if budget is not None and spend["usd"] >= budget:
             self.write()
             raise BudgetSpent(
                 f"llm.budget_usd={budget:g} is used up: {spend['calls']} calls cost {spend['usd']:.4g} USD; "
                 f"raise it to go on from the last checkpoint"
             )
-        self._forget(now)
         return [self._begin(wish, now) for wish in takewhile(self._may_begin, wishes)]
 
     def spend(self) -> dict[str, float]:
@@ -117,9 +117,20 @@ class Limiter:
             files.replace(self._ledger, json.dumps(self._spend))
             self._changed = False
 
+    def _count(self, tokens: int | None, usd: float | None) -> None:
+        if not self._changed:
+            asyncio.get_running_loop().call_later(_WRITE_AFTER, self.write)
+        self._changed = True
+        self._spend["calls"] += 1
+        self._spend["tokens"] += tokens or 0
+        self._spend["usd"] += usd or 0.0
+        self._spend["unpriced"] += usd is None
+
     def _forget(self, now: float) -> None:
-        for call in [call for call, end in self._running.items() if end <= now]:
-            del self._running[call]
+        for call in [call for call, (end, _) in self._running.items() if end <= now]:
+            _, wish = self._running.pop(call)
+            self._count(wish.tokens, wish.usd)
+            self._given_up.add(call)
         for call in list(takewhile(lambda call: now - self._minute[call][0] >= MINUTE, self._minute)):
             self._tokens -= self._minute.pop(call)[1]
 
@@ -134,7 +145,7 @@ class Limiter:
 
     def _begin(self, wish: Wish, now: float) -> int:
         call = next(self._numbers)
-        self._running[call] = now + wish.seconds
+        self._running[call] = now + wish.seconds, wish
         self._minute[call] = (now, wish.tokens)
         self._tokens += wish.tokens
         return call

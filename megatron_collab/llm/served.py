@@ -112,8 +112,13 @@ def _arguments(api_base: str, key: str, sample: str, messages: Sequence[Mapping[
     return {"model": "hosted_vllm/default", "api_base": api_base, "api_key": key, "seed": seed}
 
 
-def unconnected(error: BaseException | None) -> bool:
+def unconnected(error: BaseException) -> bool:
     """Whether the connection failed, which LiteLLM reports as a server error."""
-    while error is not None and not isinstance(error, httpx.ConnectError):
+    return any(isinstance(cause, httpx.ConnectError) for cause in causes(error))
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, and what it was raised from or while handling, one after the other."""
+    while error is not None:
+        yield error
         error = error.__cause__ or error.__context__
-    return error is not None

@@ -31,6 +31,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
     "use_sliding_window": (None, False),
 }
+_MOST_NETWORKS = 100_000  # feed-forward networks, each with tensors of its own: ten times what models have
 
 
 @dataclass(frozen=True)
@@ -120,9 +121,15 @@ class ModelShape:
             raise ValueError(
                 f"config.json: num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}"
             )
+        layers, given = _count(hf, "num_hidden_layers"), _given_experts(hf) if "experts" in FAMILIES[name] else 1
+        if isinstance(given, int) and layers * given > _MOST_NETWORKS:
+            experts = f" of {given} experts" if given > 1 else ""
+            raise ValueError(
+                f"config.json: num_hidden_layers={layers}{experts}: more than {_MOST_NETWORKS} networks are no model"
+            )
         shape = cls(
             family=name,
-            layers=_count(hf, "num_hidden_layers"),
+            layers=layers,
             hidden=hidden,
             ffn=_count(hf, "intermediate_size"),
             heads=heads,
@@ -145,7 +152,7 @@ def read(file: Path) -> ModelShape:
     """The shape in `file`, a config.json; ValueError in one line if it cannot be read or is not supported."""
     try:
         hf = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"config.json: cannot be read as JSON ({error})") from error
     if not isinstance(hf, dict):
         raise ValueError(f"config.json: holds a {type(hf).__name__}, not the settings of a model")
@@ -238,10 +245,13 @@ def _rope(hf: Mapping[str, Any]) -> Rope:
     return Rope(theta, yarn, number("attention_factor", usual))
 
 
+def _given_experts(hf: Mapping[str, Any]) -> Any:
+    return hf.get("num_local_experts", hf.get("num_experts"))  # transformers 5 writes the first, reads both
+
+
 def _experts(hf: Mapping[str, Any]) -> Experts | None:
     """The experts; None if every layer is dense."""
-    given = hf.get("num_local_experts", hf.get("num_experts"))  # transformers 5 writes the first, reads both
-    count = _value({"num_experts": given}, "num_experts", None)
+    count = _value({"num_experts": _given_experts(hf)}, "num_experts", None)
     if type(count) is not int or count < 0:
         raise ValueError(f"config.json: num_experts={count!r} is no whole number")
     per_token, ffn = _count(hf, "num_experts_per_tok"), _count(hf, "moe_intermediate_size")

@@ -11,6 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_collab.config import require
+from megatron_collab.observability.records import number, of_step
+
 FILE = "evaluations.json"
 BEFORE, AFTER, MODEL = "before", "after", "model"
 Record = Mapping[str, Any]  # step, set, tasks, and metrics as rollout/summary.py names them
@@ -66,9 +69,34 @@ class Evaluations:
 
 
 def read(folder: Path) -> dict[str, Record]:
-    """What evaluations.json holds, in the order of the evaluations; earlier versions recorded no set."""
+    """What evaluations.json holds, in the order of the evaluations; earlier versions recorded no set.
+
+    ConfigError where it is torn, or something else.
+    """
+    found, fault = readable(folder)
+    message = f"{folder / FILE}: {fault}; restore it, or remove it: what the run has evaluated is then not known"
+    require(fault is None, message)
+    return found
+
+
+def readable(folder: Path) -> tuple[dict[str, Record], str | None]:
+    """What can be read of evaluations.json, and what is wrong with the rest."""
     file = folder / FILE
-    return json.loads(file.read_text()) if file.exists() else {}
+    if not file.is_file():
+        return {}, None
+    try:
+        found = json.loads(file.read_text())
+    except (ValueError, RecursionError) as error:
+        return {}, f"cannot be read as JSON ({error})"
+    if not isinstance(found, dict):
+        return {}, f"holds a {type(found).__name__}, no evaluations"
+
+    def whole(record: Any) -> bool:
+        return isinstance(record, dict) and of_step(record) and isinstance(record.get("set", ""), str)
+
+    kept = {name: record for name, record in found.items() if whole(record)}
+    others = sorted(found.keys() - kept.keys())
+    return kept, f"{others[0]!r} is no record of an evaluation" if others else None
 
 
 def scalars(record: Record) -> dict[str, float]:
@@ -85,7 +113,7 @@ def scalars(record: Record) -> dict[str, float]:
                 yield name, value
 
     start = prefix(record.get("set", ""))
-    return {f"{start}/{name}": value for name, value in named() if isinstance(value, int | float)}
+    return {f"{start}/{name}": value for name, value in named() if number(value) is not None}
 
 
 def prefix(one: str) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -16,13 +18,13 @@ from tqdm import tqdm
 
 from megatron_collab import __version__
 from megatron_collab.config import SETTINGS, Config, changes, recorded
-from megatron_collab.observability import evaluations
+from megatron_collab.observability import evaluations, records
 from megatron_collab.observability.evaluations import Evaluations
 from megatron_collab.observability.writers import CONVERSATIONS, writers
-from megatron_collab.runtime import files, process
-from megatron_collab.runtime.process import BEST, FINISHED, global_rank
+from megatron_collab.runtime import files, keys, process
+from megatron_collab.runtime.process import BEST, FINISHED, RunStopped, global_rank
 from megatron_collab.runtime.redact import redacted
-from megatron_collab.types import Group, Missing, visible
+from megatron_collab.types import Ending, Group, Missing, visible
 
 VERSIONS = ("torch", "megatron-core", "sglang", "ray", "litellm", "transformers", "datasets", "hydra-core")
 
@@ -37,28 +39,32 @@ class RunFolder:
         self.config = config
         self.folder = Path(config.run.dir)
         self.leader = global_rank() == 0
+        self._said = set[str]()  # reasons of failures
         self._seconds_before = seconds
         if not self.leader:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = FileLock(self.folder / ".lock")
+        self._lock = FileLock(self.folder / ".writer.lock")  # beside the run's own, which its first process has
         try:
-            self._lock.acquire(timeout=10)  # a run that was just killed may still be ending
+            self._lock.acquire(timeout=10)  # rank 0 of a run that was just killed may still be ending
         except Timeout:
-            raise RuntimeError(f"run.dir={self.folder}: another process trains there; choose another run.dir") from None
+            message = "rank 0 of an earlier start still writes there; start again when it has ended"
+            raise RunStopped(f"run.dir={self.folder}: {message}") from None
         (self.folder / FINISHED).unlink(missing_ok=True)  # of fewer steps, or fewer sets
         at = datetime.now(UTC).isoformat(timespec="seconds")
         rows = [
             {"time": at, "step": start, "setting": change.setting, "before": change.before, "after": change.after}
             for change in changes(config)
         ]
+        keep(self.folder / "history.jsonl", lambda row: True)
         if rows:
             append(self.folder / "history.jsonl", rows)
         replace(self.folder / SETTINGS, recorded(config))
         self._evaluations = Evaluations(self.folder, start, steps)
         self._best: tuple[int, float] | None = None
         self._mark_best(start)
-        self._writers = [*writers(config, start)]
+        with keys.lent("WANDB_API_KEY"):
+            self._writers = [*writers(config, start)]
         for record in self._evaluations.records.values():
             if record["step"] == start:  # which TensorBoard's writer drops with the steps that are done again
                 self._write(start, evaluations.scalars(record))
@@ -91,7 +97,9 @@ class RunFolder:
         self._write(step, evaluations.scalars(record))
         for writer in self._writers if rows else ():
             writer.conversations(step, evaluations.prefix(one), redacted(rows[:CONVERSATIONS]))
-        tqdm.write(f"evaluation {name} ({record['tasks']} tasks): {_with_errors(record) or _why_not(groups)}")
+        if scored := _with_errors(record):
+            self._say_failures(f"evaluation {name}", groups)
+        tqdm.write(f"evaluation {name} ({record['tasks']} tasks): {scored or _why_not(groups)}")
         self._mark_best(step)
 
     def scalars(self) -> dict[str, float]:
@@ -129,6 +137,17 @@ class RunFolder:
             replace(self.folder / BEST, row)
             tqdm.write(f"best by {metric}: {best[1]:.4g} at step {best[0]}, whose checkpoint is kept")
 
+    def _say_failures(self, what: str, groups: Sequence[Group]) -> None:
+        """A line where conversations or scores failed, unless the most frequent reason has been said."""
+        found = [(why, group.task.id) for group in groups for why in _failures(group)]
+        reasons = Counter(why for why, _ in found)
+        for why, count in reasons.most_common(1):
+            if why not in self._said:
+                self._said.add(why)
+                task = next(task for reason, task in found if reason == why)
+                others = f"; {len(reasons) - 1} other reasons are in the transcripts" if len(reasons) > 1 else ""
+                tqdm.write(f"{what}: failed, and counted as missing: {why} ({count} times, as of task {task}){others}")
+
     def _write(self, step: int, metrics: Mapping[str, float]) -> None:
         for writer in self._writers:
             writer.scalars(step, metrics)
@@ -156,6 +175,15 @@ def _why_not(groups: Sequence[Group]) -> str:
     return "no rollout has a score" + (f"; the first: {why}" if why else "")
 
 
+def _failures(group: Group) -> Iterator[str]:
+    """Why its conversations ended with an error, and of the others why scores are missing."""
+    for future in (future for rollout in group.rollouts for future in rollout.futures):
+        if future.conversation.ending is Ending.ERROR:
+            yield future.conversation.error
+        else:
+            yield from dict.fromkeys(score.why for score in future.scores.values() if isinstance(score, Missing))
+
+
 def rows_of(groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
     """Every future of the groups, as JSON."""
     for group in groups:
@@ -178,6 +206,24 @@ def rows_of(groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
                         for name, score in future.scores.items()
                     },
                 }
+
+
+def keep(file: Path, wanted: Callable[[Mapping[str, Any]], bool]) -> None:
+    """Drop the other rows of a file that the run appends to; and lines that are no rows of a step, which is said.
+
+    The last line is cut off where the process was killed while it wrote.
+    """
+    if not file.exists():
+        return
+    kept, unread = [], 0
+    for text, row in records.lines(file):
+        if row is None or not records.of_step(row):
+            unread += 1
+        elif wanted(row):
+            kept.append(text)
+    if unread:
+        print(f"megatron-collab: {file}: left out {records.unread(unread)}", file=sys.stderr)
+    files.replace(file, "".join(text + "\n" for text in kept))
 
 
 def append(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import io
-import json
 import math
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -14,8 +14,10 @@ from jinja2 import Environment, PackageLoader
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
+from megatron_collab.config import SETTINGS
 from megatron_collab.observability import evaluations
 from megatron_collab.observability.evaluations import AFTER, BEFORE
+from megatron_collab.observability.records import lines, number, of_step, unread
 from megatron_collab.observability.writers import CONVERSATIONS, Rows
 from megatron_collab.runtime import files
 
@@ -27,16 +29,20 @@ def write(folder: Path) -> Path:
     pages = Environment(
         loader=PackageLoader("megatron_collab.observability", "templates"), autoescape=True, trim_blocks=True
     )
-    metrics, records = _lines(folder / "metrics.jsonl"), evaluations.read(folder)
+    pages.filters["score"] = _score
+    metrics = _rows(folder / "metrics.jsonl", of_step)
+    records, fault = evaluations.readable(folder)
+    if fault:
+        _say(folder / evaluations.FILE, fault)
     html = pages.get_template("report.html.j2").render(
         name=str(folder),
         steps=len(metrics),
-        config=(folder / "config.json").read_text() if (folder / "config.json").exists() else "",
+        config=settings.read_text(errors="replace") if (settings := folder / SETTINGS).is_file() else "",
         sets=[*compared(folder, records)],
         curves=[(title, _svg(series, errors)) for title, series, errors in curves(metrics, records)],
     )
     report = folder / "report.html"
-    files.replace(report, html)
+    files.replace(report, html.encode(errors="replace").decode())  # without halves of surrogate pairs
     return report
 
 
@@ -48,7 +54,8 @@ def compared(folder: Path, records: Mapping[str, evaluations.Record]) -> Iterato
             by_set.setdefault(name.rpartition("/")[0], []).append(evaluations.moment_of(name))
     for one, moments in by_set.items():
         chosen = [moments[0], *moments[1:][-1:]]
-        found = [_lines(evaluations.file_of(folder, evaluations.name_of(one, moment))) for moment in chosen]
+        named = [evaluations.file_of(folder, evaluations.name_of(one, moment)) for moment in chosen]
+        found = [_rows(file, _is_conversation) for file in named]
         first, last = found[0], found[-1] if len(found) > 1 else []
         yield {
             "name": one,
@@ -116,7 +123,7 @@ def _series(metrics: Rows, name: str) -> Series:
     series: Series = {}
     for row in metrics:
         for key, value in row.items():
-            if value is not None and (key == name or (name.endswith("/") and key.startswith(name))):
+            if number(value) is not None and (key == name or (name.endswith("/") and key.startswith(name))):
                 series.setdefault(key.removeprefix(name) or key, []).append((row["step"], value))
     return series
 
@@ -129,7 +136,7 @@ def _svg(series: Series, errors: Series) -> str:
         for name, points in series.items():
             steps, values = zip(*points, strict=True)
             style = "-" if 2 * len(steps) > len(span) > 1 else "."  # points where most steps have no value
-            (drawn,) = axes.plot(steps, values, style, label=name, linewidth=1.2)
+            (drawn,) = axes.plot(steps, values, style, label=_label(name), linewidth=1.2)
             if widths := dict(errors.get(name, [])):
                 low, high = ([value + sign * widths.get(step, 0.0) for step, value in points] for sign in (-1, 1))
                 axes.fill_between(steps, low, high, alpha=0.25, color=drawn.get_color())
@@ -143,10 +150,15 @@ def _svg(series: Series, errors: Series) -> str:
     return text[text.index("<svg") :]
 
 
+def _label(name: str) -> str:
+    """A name as text, in which matplotlib would else see formulas."""
+    return name.encode(errors="replace").decode().replace("$", r"\$")
+
+
 def _mean(rows: Rows, name: str) -> str:
     """Over the tasks, of the means over the conversations of each: those are not independent of one another."""
     tasks = ([row["scores"].get(name) for row in task] for task in _by_task(rows))
-    numbers = ([score for score in scores if isinstance(score, int | float)] for scores in tasks)
+    numbers = ([score for score in scores if number(score) is not None] for scores in tasks)
     values = [fmean(found) for found in numbers if found]
     if not values:
         return "\u2013"
@@ -164,5 +176,27 @@ def _by_task(rows: Rows) -> list[list[Mapping[str, Any]]]:
     return tasks
 
 
-def _lines(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(text) for text in file.read_text().splitlines()] if file.exists() else []
+def _score(value: Any) -> str:
+    """Of a conversation; why it is missing, where it is."""
+    if isinstance(value, dict):
+        return f"missing ({value.get('missing')})"
+    return str(value) if number(value) is None else f"{value:g}"
+
+
+def _is_conversation(row: Mapping[str, Any]) -> bool:
+    messages, scores = row.get("messages"), row.get("scores")
+    said = isinstance(messages, list) and all(isinstance(message, dict) for message in messages)
+    return said and isinstance(scores, dict) and isinstance(row.get("task"), str)
+
+
+def _rows(file: Path, fit: Callable[[Mapping[str, Any]], bool]) -> Rows:
+    """Those that fit, of a file that may be torn; a run that is under way has not written its last line yet."""
+    rows = [row for _, row in lines(file)]
+    found = [row for row in rows if row is not None and fit(row)]
+    if len(found) < len(rows):
+        _say(file, f"left out {unread(len(rows) - len(found))}")
+    return found
+
+
+def _say(file: Path, fault: str) -> None:
+    print(f"megatron-collab: {file}: {fault}", file=sys.stderr)

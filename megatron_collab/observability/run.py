@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -16,8 +14,7 @@ from tqdm import tqdm
 from megatron_collab.config import Config
 from megatron_collab.observability import evaluations
 from megatron_collab.observability.evaluations import AFTER, BEFORE
-from megatron_collab.observability.folder import RunFolder, append, rows_of, scores
-from megatron_collab.runtime import files
+from megatron_collab.observability.folder import RunFolder, append, keep, rows_of, scores
 from megatron_collab.types import Group
 
 LOG_EVERY = 10.0  # seconds between two lines of progress in a log file
@@ -36,7 +33,7 @@ class Run(RunFolder):
         self._last_line = 0.0
         if self.leader:
             for file in (self.folder / "metrics.jsonl", self.folder / "transcripts.jsonl"):
-                _keep_before(file, start)
+                keep(file, lambda row: row["step"] < start)
             self._bar = progress("training", config.train.steps, unit="step", done=start, keep=True)
 
     def __exit__(self, *error: object) -> None:
@@ -61,7 +58,8 @@ class Run(RunFolder):
             tqdm.write(f"{line(step, self.config.train.steps, metrics)} | {left} left")
 
     def transcripts(self, step: int, groups: Sequence[Group]) -> None:
-        """Every future of a step with its scores."""
+        """Every future of a step with its scores; a line on the console of what failed."""
+        self._say_failures(f"step {step + 1}", groups)
         append(self.folder / "transcripts.jsonl", [{"step": step, **row} for row in rows_of(groups)])
 
     def evaluation_due(self, one: str, step: int) -> str | None:
@@ -97,21 +95,6 @@ def line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
 
 def _shown(found: Mapping[str, float]) -> str:
     return " ".join(f"{name} {value:.3f}" for name, value in found.items())
-
-
-def _keep_before(file: Path, step: int) -> None:
-    """Drop the lines of `step` and later ones, and one that was cut off."""
-    if not file.exists():
-        return
-    kept = []
-    for text in file.read_text().splitlines():
-        try:
-            row = json.loads(text)
-        except json.JSONDecodeError:  # the process was killed while it wrote
-            continue
-        if row["step"] < step:
-            kept.append(text)
-    files.replace(file, "".join(text + "\n" for text in kept))
 
 
 class Log:

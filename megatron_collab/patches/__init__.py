@@ -150,6 +150,11 @@ _INTERFACES = {
         "torch exports it",
         "tests/planning/rehearsal/test_run.py::test_every_class_holds_what_the_plan_says",
     ),
+    "megatron.core.pipeline_parallel.p2p_communication.P2PCommunicator._communicate": (
+        "planning/rehearsal/rank.py books what pipeline stages exchange",
+        "Megatron-Core has a hook around its exchanges",
+        "tests/planning/rehearsal/test_run.py::test_virtual_stages",
+    ),
     "sglang._platform_stubs": (
         "patches/sglang.py uses the modules that SGLang makes for machines without triton",
         "SGLang installs them wherever triton is missing",

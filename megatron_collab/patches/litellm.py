@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
-from functools import partial
+from collections.abc import AsyncIterator, Callable
+from functools import cache, partial
+from typing import Any
+
+import httpx
 
 from megatron_collab.patches import Patch
 
@@ -13,6 +17,40 @@ def be_quiet() -> None:
     import litellm
 
     litellm.suppress_debug_info = True
+
+
+class BodyTooLong(RuntimeError):
+    """A server sends more than `limit_bodies` allows."""
+
+
+@cache
+def limit_bodies(longest: int) -> None:
+    """Have LiteLLM's calls fail with BodyTooLong in their chain of causes at a body of more than `longest` bytes."""
+    from litellm.llms.custom_httpx.http_handler import AsyncHTTPHandler
+
+    class Limited(httpx.Response):
+        async def aiter_bytes(self, chunk_size: int | None = None) -> AsyncIterator[bytes]:
+            size = 0
+            async for part in super().aiter_bytes(chunk_size):
+                size += len(part)
+                if size > longest:
+                    raise BodyTooLong(f"an answer of more than {longest} bytes")
+                yield part
+
+    make = AsyncHTTPHandler.create_async_transport
+
+    def limited(*arguments: Any, **options: Any) -> Any:
+        transport = make(*arguments, **options)
+        if transport is not None:  # httpx makes its own, where LiteLLM is set to use no aiohttp
+            transport.handle_async_request = partial(handled, transport.handle_async_request)
+        return transport
+
+    async def handled(handle: Callable[..., Any], request: httpx.Request) -> httpx.Response:
+        response: httpx.Response = await handle(request)
+        response.__class__ = Limited
+        return response
+
+    AsyncHTTPHandler.create_async_transport = limited
 
 
 _litellm = partial(Patch, "litellm")
@@ -33,5 +71,13 @@ PATCHES = (
         until="LiteLLM logs instead of printing",
         test="tests/patches/test_litellm.py::test_an_error_prints_nothing",
         uses=("litellm.suppress_debug_info",),
+    ),
+    _litellm(
+        "bodies have an end",
+        why="An endpoint that sends without an end would fill the memory of the process that asks it.",
+        upstream="llms/custom_httpx/http_handler.py:1193 (create_async_transport)",
+        until="LiteLLM limits what it reads of an answer, as its get does",
+        test="tests/llm/test_client.py::test_an_answer_that_is_too_long_is_not_read",
+        uses=("litellm.llms.custom_httpx.http_handler.AsyncHTTPHandler.create_async_transport",),
     ),
 )

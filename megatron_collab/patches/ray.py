@@ -18,6 +18,13 @@ def start_without_monitors() -> None:
         setattr(Node, name, nothing)
 
 
+def stay_on_loopback() -> None:
+    """Called before Ray is started on this machine alone, and again without harm."""
+    from ray._private import ray_constants
+
+    ray_constants.ENABLE_RAY_CLUSTER = False
+
+
 _ray = partial(Patch, "ray")
 
 PATCHES = (
@@ -29,5 +36,14 @@ PATCHES = (
         until="ray.init has options for them, as the RayParams that it makes have",
         test="tests/runtime/test_ray_cluster.py::test_ray_starts_without_monitors",
         uses=tuple(f"ray._private.node.Node.start_{name}" for name in ("monitor", "log_monitor", "api_server")),
+    ),
+    _ray(
+        "a cluster of one machine is on loopback",
+        why="Its processes would listen on every interface. Ray replaces a node's address that is 127.0.0.1 by another "
+        "of the machine, unless it takes itself to be where it has no clusters.",
+        upstream="ray/_private/services.py:811 (get_node_ip_address)",
+        until="ray.init takes _node_ip_address=127.0.0.1 as it is",
+        test="tests/runtime/test_ray_cluster.py::test_nothing_of_ray_listens_beyond_loopback",
+        uses=("ray._private.ray_constants.ENABLE_RAY_CLUSTER",),
     ),
 )

@@ -61,20 +61,29 @@ def activations(config: Config, shape: ModelShape, rank: int, tokens: int) -> fl
         kept = sum(layer for layer, _ in layers)
         chunks.append(kept + _beside_layers(config, shape, tokens, stage == 0, stage == pp * vpp - 1))
         recomputed = max(recomputed, *(again for _, again in layers))
-    return in_flight(chunks, pp, rank) + recomputed + _once(config, shape, rank, tokens)
+    state = _rows(config, tokens) * _item(config) * shape.hidden
+    if vpp > 1:
+        held = in_flight(chunks, pp, rank, exchanged=state)
+    else:
+        held = in_flight(chunks, pp, rank) + _exchanged(config, rank) * state
+    return held + recomputed + _rotations(config, shape, tokens)
 
 
-def _once(config: Config, shape: ModelShape, rank: int, tokens: int) -> float:
-    """Bytes that a rank holds once for all micro-batches: TransformerEngine's rotary embedding, what stages exchange.
+def _exchanged(config: Config, rank: int) -> int:
+    """Hidden states of a micro-batch that stage `rank` holds beside what passes keep.
 
-    Of each neighbour a gradient, and what it was made from: until the next pass ends. With recompute they have left
-    when the most is held, but for the gradient of what a stage received.
+    Of each neighbour a gradient, and what it was made from: until the next pass ends. With recompute the most is held
+    in a backward pass, when only the gradients are there.
     """
-    pp, vpp = config.parallel.pp, config.parallel.vpp
-    before, behind = (rank > 0 or vpp > 1, rank < pp - 1 or vpp > 1) if pp > 1 else (False, False)
-    states = 2 * (before + behind) if config.parallel.recompute == "none" else before
-    rotary = 4 * shape.head_dim * tokens if engine(config) else 0
-    return rotary + states * _rows(config, tokens) * _item(config) * shape.hidden
+    neighbours = (rank > 0) + (rank < config.parallel.pp - 1)
+    return neighbours * (2 if config.parallel.recompute == "none" else 1)
+
+
+def _rotations(config: Config, shape: ModelShape, tokens: int) -> float:
+    """Bytes of TransformerEngine's rotary embedding, which every (virtual) stage of every network keeps for itself."""
+    reference = config.train.stage == "rl" and config.algo.kl_coef > 0
+    networks = 1 + reference + _critic(config)
+    return 4 * shape.head_dim * tokens * networks * config.parallel.vpp if engine(config) else 0.0
 
 
 def layer_activations(config: Config, shape: ModelShape, number: int, tokens: int) -> tuple[float, float]:
@@ -153,31 +162,41 @@ def _beside_layers(config: Config, shape: ModelShape, tokens: int, first: bool, 
 
     With recompute the most is held when the last stage is past its final norm.
     """
-    item, rows = _item(config), _rows(config, tokens)
+    item, rows, recompute = _item(config), _rows(config, tokens), config.parallel.recompute
     state = rows * item * shape.hidden
-    if engine(config):  # whose layers keep what a stage received, as their input
-        normed = 0.0 if config.parallel.recompute != "none" else state + 4 * rows
-        return 8 * tokens + (normed if last else state)
-    kept = tokens * (8 + 2 * item * shape.head_dim) + state * ((not first) + (not last))
-    return kept + (rows * _norm(shape.hidden, item) if last and config.parallel.recompute != "full" else 0)
+    if engine(config):
+        kept, norm, received = 8.0 * tokens, state + 4 * rows, False  # its layers keep their input
+    else:
+        kept, norm = tokens * (8.0 + 2 * item * shape.head_dim), rows * _norm(shape.hidden, item)
+        received = not first and recompute != "full"  # in which they keep their input too
+    result = (norm if recompute == "none" else 0.0) if last else state
+    return kept + received * state + result
 
 
-def in_flight(chunks: Sequence[float], pp: int, rank: int) -> float:
+def in_flight(chunks: Sequence[float], pp: int, rank: int, exchanged: float = 0.0) -> float:
     """The most that is held at once if a micro-batch keeps `chunks[c]` in the rank's virtual stage c.
 
     Megatron's schedules (Narayanan et al. 2021, arXiv:2104.04473, section 2.2): groups of pp micro-batches go forward
     through one virtual stage and then the next, and backward in the opposite order. After the warm-up of pp - rank - 1
     passes, or 2 (pp - rank - 1) + (v - 1) pp with v > 1 virtual stages, a backward pass follows each forward pass.
+
+    Between them v > 1 stages hold three of `exchanged`, hidden states or their gradient, where there is another stage:
+    what the next forward and this backward pass have received, what the last backward pass has sent. And to its end
+    the schedule keeps a variable of the warm-up, the last that was received, with its gradient.
     """
     count = len(chunks)
     order = [chunk for _ in range(3) for chunk in range(count) for _ in range(pp)]  # long enough to repeat
     warm_up = pp - rank - 1 if count == 1 else 2 * (pp - rank - 1) + (count - 1) * pp
     held = most = sum(chunks[chunk] for chunk in order[:warm_up])
-    for forward, backward in zip(order[warm_up:], order, strict=False):
+    last = 0  # the virtual stage of the last backward pass; the first on the first rank has none before it
+    for forward, next_forward, opposite in zip(order[warm_up:], order[warm_up + 1 :], order, strict=False):
+        backward = count - 1 - opposite
         held += chunks[forward]
-        most = max(most, held)
-        held -= chunks[count - 1 - backward]
-    return most
+        around = rank > 0 or next_forward > 0, rank < pp - 1 or backward < count - 1, rank > 0 or last > 0
+        most = max(most, held + sum(around) * exchanged)
+        held -= chunks[backward]
+        last = backward
+    return most + 2 * exchanged * (rank > 0)
 
 
 def _rows(config: Config, tokens: int) -> float:
@@ -191,15 +210,21 @@ def _norm(width: int, item: int) -> float:
 
 
 def head(config: Config, shape: ModelShape, tokens: int) -> float:
-    """Bytes of the log-probs (trainer/logprobs.py) on the last stage, where every one of `tokens` is trained.
+    """Bytes on the last stage of what is made of hidden states, where every one of `tokens` is trained.
 
-    Two float32 tiles of logits, and the gradient of one in the dtype; hidden states of the trained tokens, and their
-    gradient in float32 and the dtype.
+    For the log-probs (trainer/logprobs.py) two float32 tiles of logits, and the gradient of one in the dtype; hidden
+    states of the trained tokens, and their gradient in float32 and the dtype. For the values (trainer/critic.py), whose
+    turn is another, hidden states of all and of the trained tokens, and three of these while the ranks' are added.
     """
-    item, tile = _item(config), logprobs.TILE[device.GPU]
+    item, tile, states = _item(config), logprobs.TILE[device.GPU], tokens * shape.hidden
     narrow = item if item < 4 else 0
     logits = min(tile, tokens * -(-shape.vocab // config.parallel.tp))
-    return 2 * 4 * tile + narrow * logits + tokens * shape.hidden * (item + 4 + narrow)
+    of_log_probs = 2 * 4 * tile + narrow * logits + states * (item + 4 + narrow)
+    return max(of_log_probs, 5 * item * states if _critic(config) else 0)
+
+
+def _critic(config: Config) -> bool:
+    return config.train.stage == "rl" and config.algo.advantage == "gae"
 
 
 def _widths(config: Config, shape: ModelShape, tokens: int) -> tuple[float, float]:

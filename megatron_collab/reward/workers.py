@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayActorError
@@ -18,8 +19,13 @@ from megatron_collab import patches
 from megatron_collab.config import Config, RewardConfig
 from megatron_collab.llm.served import ServedModel
 from megatron_collab.reward import metrics
-from megatron_collab.runtime import stacks
+from megatron_collab.runtime import keys, stacks
+from megatron_collab.runtime.process import RunStopped
+from megatron_collab.runtime.redact import redact_output
 from megatron_collab.types import Conversation, Ending, Missing, Score, Task
+
+if TYPE_CHECKING:
+    from megatron_collab.llm.cache import Cache
 
 _CUT_OFF = (Ending.ERROR, Ending.DEADLINE)
 _GATHER_SECONDS = 0.005  # conversations that end within this time share requests
@@ -48,21 +54,26 @@ class RewardWorker:
 
         `served`: by name, the models that the run serves.
         """
+        keys.take()
         if name:
+            redact_output()
             stacks.register(Path(config.run.dir) / stacks.FOLDER, name)
         reward = config.reward
         kinds = {name: metrics.split(name, reward.metrics.get(name, {})) for name in reward.weights}
         # These have the judge's deadline, which does not count the time spent waiting for the rate limiter.
         self._judged = {name for name, (kind, options) in kinds.items() if kind.judged(options)}
         judge: Any = None
+        self._cache: Cache | None = None
         if self._judged:
             patches.apply("litellm")
             # Imported lazily: LiteLLM takes seconds to import, and most metrics do not need it.
             from megatron_collab.llm import limiter
-            from megatron_collab.llm.client import Cache, LlmClient
+            from megatron_collab.llm.cache import Cache
+            from megatron_collab.llm.client import LlmClient
 
             folder = Path(config.llm.cache) if config.llm.cache else Path(config.run.dir) / "llm_cache"
-            client = LlmClient(ray.get_actor(limiter.NAME), Cache(folder), served=served)
+            self._cache = Cache(folder)
+            client = LlmClient(ray.get_actor(limiter.NAME), self._cache, served=served, prices=config.llm.prices)
             judge = metrics.Judge(client, reward.judge)
         self.timeout = reward.timeout
         self.metrics = {name: kind(options, judge) for name, (kind, options) in kinds.items()}
@@ -76,6 +87,9 @@ class RewardWorker:
         taken = {f"{metric}_{what}": n for metric, made in self.metrics.items() for what, n in made.counters.items()}
         for made in self.metrics.values():
             made.counters.clear()
+        if self._cache:
+            taken |= {f"llm_cache_{what}": n for what, n in self._cache.counters.items()}
+            self._cache.counters.clear()
         return taken
 
     async def ready(self) -> None:
@@ -102,13 +116,24 @@ class RewardWorker:
 
     async def _one(self, name: str, job: Job) -> Score | None:
         async with self._places[name]:
+            metric = self.metrics[name]
             try:
                 async with asyncio.timeout(None if name in self._judged else self.timeout) as limit:
-                    return await self.metrics[name].score(job.task, job.conversation)
-            except TimeoutError:
-                if not limit.expired():  # raised by the metric itself
-                    raise
-                return Missing(f"no score within reward.timeout={self.timeout:g} s")
+                    score = await metric.score(job.task, job.conversation)
+                    return score if score is None or isinstance(score, Missing) else _finite(score)
+            except RunStopped:
+                raise
+            except Exception as error:  # of a metric from anywhere
+                if isinstance(error, TimeoutError) and limit.expired():
+                    return Missing(f"no score within reward.timeout={self.timeout:g} s")
+                metric.counters["failed"] += 1
+                return Missing(f"metric {name}: {type(error).__name__}: {' '.join(str(error).split())}")
+
+
+def _finite(score: Any) -> float:
+    if not math.isfinite(number := float(score)):
+        raise ValueError(f"a score of {number}; give a finite number, None or Missing")
+    return number
 
 
 @dataclass(eq=False)
@@ -132,7 +157,10 @@ class RewardClient:
         self._sending: set[asyncio.Task[None]] = set()
 
     async def score(self, task: Task, conversation: Conversation) -> Scores:
-        """The scores of an ended conversation, Missing where no worker answers; raises what a metric raises."""
+        """The scores of an ended conversation, Missing where a metric fails or no worker answers.
+
+        Raises RunStopped where a metric does, as for a spent budget.
+        """
         if conversation.ending in _CUT_OFF:  # half a conversation says nothing about the policy
             return self._missing(conversation.error)
         async with self._places:

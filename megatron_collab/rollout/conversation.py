@@ -17,7 +17,7 @@ from megatron_collab.reward.multiturn import reward_function
 from megatron_collab.reward.workers import RewardClient
 from megatron_collab.rollout.tools import ToolFailure
 from megatron_collab.rollout.tools.toolbox import ConversationTools, Toolbox
-from megatron_collab.rollout.users import FINISH_SECONDS, User, UserError, Users
+from megatron_collab.rollout.users import FINISH_SECONDS, User, UserError, UserReply, Users, failing
 from megatron_collab.types import Conversation, Ending, Finish, Future, Group, Message, Reward, Rollout, Task
 
 
@@ -40,7 +40,7 @@ class RolloutPlace:
 class Player:
     """Plays groups: trained turns, their futures, and the reward of each turn, under the budgets of config.rollout.
 
-    Failures of users and of the engine are in the group, as conversations with an error and Missing scores.
+    Failures of users, tools and the engine are in the group, as conversations with an error and Missing scores.
     """
 
     def __init__(
@@ -100,7 +100,11 @@ class Player:
 
         `tools`: those of the conversation; the policy calls none without them.
         """
-        conversation = Conversation(task.messages, self.renderer.first(task.messages))
+        try:
+            conversation = Conversation(task.messages, self.renderer.first(task.messages))
+        except Exception as error:  # of the chat template, which may refuse these messages alone
+            why = f"the chat template refuses the task's messages: {type(error).__name__}: {error}"
+            return Conversation(task.messages, ()).end(Ending.ERROR, why)
         try:
             async with asyncio.timeout(self.rollout.deadline):
                 return await self._turn(conversation, place, self.rollout.turn, tools)
@@ -117,19 +121,17 @@ class Player:
         tools: ConversationTools | None = None,
     ) -> Conversation:
         """Go on from the policy's last reply to an ending, which is a malformed turn too where it is `strict`."""
-        user = self.users.make(task, place.name)
+        user: User | None = None
         deadline = asyncio.get_running_loop().time() + self.rollout.deadline
         try:
             async with asyncio.timeout_at(deadline):
-                await user.start(conversation)
+                with failing(task, self.users):
+                    user = self.users.make(task, place.name)
+                    await user.start(conversation)
                 for _ in range(min(self.rollout.max_user_turns, self.rollout.max_assistant_turns - 1)):
                     if not conversation.ending:
-                        reply = await user.reply(conversation)
-                        conversation = credited(conversation.add_reward(reply.reward), reply.credits)
-                        if reply.done:  # the policy's last turn is the end of the token stream
-                            conversation = conversation.add_messages([reply.message], ()).end(Ending.USER_DONE)
-                        else:
-                            conversation = self._append(conversation, [reply.message])
+                        with failing(task, self.users):
+                            conversation = self._heard(conversation, await user.reply(conversation))
                     if not conversation.ending:
                         conversation = await self._turn(conversation, place, sampling, tools)
                     if strict:
@@ -139,22 +141,30 @@ class Player:
         except TimeoutError:
             conversation = self._late(conversation)
         finally:
-            conversation = await self._finished(conversation, user, deadline)
+            if user:
+                conversation = await self._finished(conversation, task, user, deadline)
         conversation = conversation if conversation.ending else conversation.end(Ending.TURN_LIMIT)
         self.users.ended(task, conversation)
         return conversation
 
-    async def _finished(self, conversation: Conversation, user: User, deadline: float) -> Conversation:
+    def _heard(self, conversation: Conversation, reply: UserReply) -> Conversation:
+        """The conversation with what the user says, and the rewards for the turns."""
+        conversation = credited(conversation.add_reward(reply.reward), reply.credits)
+        if reply.done:  # the policy's last turn is the end of the token stream
+            return conversation.add_messages([reply.message], ()).end(Ending.USER_DONE)
+        return self._append(conversation, [reply.message])
+
+    async def _finished(self, conversation: Conversation, task: Task, user: User, deadline: float) -> Conversation:
         """The conversation with the user's last rewards; where it gives none, it ends with an error, if not before."""
         try:
             async with asyncio.timeout_at(max(deadline, asyncio.get_running_loop().time() + FINISH_SECONDS)):
-                reward = await user.finish(conversation)
+                with failing(task, self.users):
+                    reward = await user.finish(conversation)
+                    return credited(conversation, reward if isinstance(reward, Mapping) else {-1: reward})
         except UserError as error:
             failed = conversation.end(Ending.ERROR, str(error))
         except TimeoutError:
             failed = self._late(conversation)
-        else:
-            return credited(conversation, reward if isinstance(reward, Mapping) else {-1: reward})
         return conversation if conversation.ending in (Ending.ERROR, Ending.DEADLINE) else failed
 
     def refuse_malformed(self, conversation: Conversation) -> Conversation:

@@ -16,6 +16,7 @@ from megatron_collab.rollout.scheduler import Asked, Flight, Slot, wait
 from megatron_collab.rollout.servers import Servers
 from megatron_collab.rollout.summary import evaluated
 from megatron_collab.rollout.tools.toolbox import make_tools, schemas
+from megatron_collab.runtime import keys
 from megatron_collab.runtime.process import RunStopped, beat
 from megatron_collab.runtime.rank0 import from_leader
 from megatron_collab.types import Task
@@ -84,7 +85,8 @@ class Evaluator:
         if not self._beside:  # an outage while nothing was in flight has no effect
             self._pool.recover()
         if not self._tasks:
-            tools = schemas(make_tools(self.config.rollout))
+            with keys.lent():
+                tools = schemas(make_tools(self.config.rollout))
             given = SurveyedSources[Task](self.config, "data.eval", self.sets, tools, needs)
             self._tasks = {each: tasks[: each.tasks] for each, tasks in zip(self.sets, given.sets, strict=True)}
         tasks, settings = self._tasks[one], settings_of(self.config, one)

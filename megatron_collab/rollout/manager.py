@@ -28,6 +28,7 @@ from megatron_collab.rollout.scheduler import Asked, Flight, Slot, answered, ans
 from megatron_collab.rollout.servers import Servers
 from megatron_collab.rollout.summary import mean, refuse_missing, summary
 from megatron_collab.rollout.tools.toolbox import make_tools, schemas
+from megatron_collab.runtime import keys
 from megatron_collab.runtime.process import RunStopped, beat
 from megatron_collab.runtime.rank0 import from_leader
 from megatron_collab.types import Batch, Group, Sample, Task
@@ -59,7 +60,9 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
         if self.leader:
             assert servers.workers and servers.pool
             self._workers, self._pool = servers.workers, servers.pool
-            self.tasks = TrainingData[Task](config, schemas(make_tools(config.rollout)), needs)
+            with keys.lent():
+                tools = schemas(make_tools(config.rollout))
+            self.tasks = TrainingData[Task](config, tools, needs)
             self._journal = Journal(Path(config.run.dir) / "journal", self._digests)
             self._flight = Flight(config, self._workers.conversations, self._journal, servers.lost_all)
             self._evaluator.lead(servers, self._journal, beside=self._flight)

@@ -16,9 +16,10 @@ from megatron_collab.config import Config
 from megatron_collab.data.evaluation import EvaluationSet, settings_of
 from megatron_collab.reward.workers import RewardClient, RewardWorker
 from megatron_collab.rollout.tools.toolbox import make_tools, schemas
-from megatron_collab.runtime import stacks
+from megatron_collab.runtime import keys, stacks
 from megatron_collab.runtime.process import imports_done
 from megatron_collab.runtime.ray_cluster import start_actor
+from megatron_collab.runtime.redact import redact_output
 from megatron_collab.types import Group, Task
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ class ConversationWorker:
 
         `served`: by name, the models beside the policy that the run serves.
         """
+        keys.take()
+        redact_output()
         stacks.register(Path(config.run.dir) / stacks.FOLDER, name)
         gc.disable()  # imports make no garbage, and looking for it takes a quarter of their time
         patches.apply("litellm")
@@ -54,9 +57,9 @@ class ConversationWorker:
         from megatron_collab.llm import limiter
         from megatron_collab.llm.client import LlmClient
 
-        keys = {f"{url}/v1": key for url, key in servers}
-        self.config, self.endpoints = config, list(keys)
-        self.client = LlmClient(ray.get_actor(limiter.NAME), keys=keys, served=served)
+        own = {f"{url}/v1": key for url, key in servers}
+        self.config, self.endpoints = config, list(own)
+        self.client = LlmClient(ray.get_actor(limiter.NAME), keys=own, served=served, prices=config.llm.prices)
         self.policy: Assistant
         self.renderer: Renderer
         if config.assistant.model:

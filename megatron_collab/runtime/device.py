@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -165,14 +166,31 @@ _TOOLKIT = "/usr/local/cuda"  # where CUDA's own installer puts it
 def cuda_home() -> str | None:
     """The folder of CUDA's compiler: the one that is set, the wheels', the machine's own; None without one.
 
-    The wheels' is of the CUDA that torch was built with. Another one's kernels want another runtime library, and nvcc
-    in PATH may be a script that calls one elsewhere.
+    The wheels' is of the CUDA that torch was built with. One of another CUDA is passed over, as its kernels want
+    another runtime library; and nvcc in PATH may be a script that calls one elsewhere.
     """
+    return next((home for home in _cuda_homes() if not _other_cuda(home)), None)
+
+
+def _cuda_homes() -> list[str]:
     on_path = shutil.which("nvcc")
     wheels = sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/cu*"), reverse=True)
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), *map(str, wheels)]
     homes += [on_path and str(Path(on_path).parents[1]), _TOOLKIT]
-    return next((home for home in filter(None, homes) if (Path(home) / "bin" / "nvcc").is_file()), None)
+    return [home for home in dict.fromkeys(filter(None, homes)) if (Path(home) / "bin" / "nvcc").is_file()]
+
+
+def _other_cuda(home: str) -> str | None:
+    """The version of the compiler in `home`, where it says one whose major part is not that of torch's CUDA."""
+    import torch
+
+    try:
+        said = subprocess.run([Path(home) / "bin" / "nvcc", "--version"], capture_output=True, text=True).stdout
+    except OSError:
+        return None
+    release = re.search(r"release (\d+)\.\d+", said)
+    wanted = (torch.version.cuda or "").partition(".")[0]
+    return release[0].removeprefix("release ") if release and wanted and release[1] != wanted else None
 
 
 def compilers(folder: Path) -> dict[str, str]:
@@ -192,8 +210,10 @@ def compilers(folder: Path) -> dict[str, str]:
 
 
 def _nvcc() -> tuple[bool, str]:
-    home = cuda_home()
-    return home is not None, home or "not in CUDA_HOME or PATH, nor the wheel nvidia-cuda-nvcc"
+    home, homes = cuda_home(), _cuda_homes()
+    others = [f"not {other}, of CUDA {version}" for other in homes if (version := _other_cuda(other))]
+    here = home or "none in CUDA_HOME or PATH, nor the wheel nvidia-cuda-nvcc"
+    return home is not None, "; ".join([here, *others])
 
 
 def _ninja() -> tuple[bool, str]:

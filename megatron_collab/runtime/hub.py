@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from filelock import FileLock
 
-from megatron_collab.config import ConfigError
+from megatron_collab.config import ConfigError, require
 from megatron_collab.runtime import files
 
 Kind = Literal["model", "dataset"]
@@ -126,7 +126,14 @@ def folder(path: str) -> Path:
 
 
 def _read(pins: Path) -> dict[str, str]:
-    return json.loads(pins.read_text()) if pins.is_file() else {}
+    try:
+        found = json.loads(pins.read_text()) if pins.is_file() else {}
+        whole = all(isinstance(pin, str) for pin in found.values())
+    except (ValueError, AttributeError, RecursionError):
+        whole = False
+    message = f"{pins}: holds no commits; restore it, or remove it: names then are of the commits that the Hub has now"
+    require(whole, message)
+    return found
 
 
 def _cached(repo: str, options: dict[str, Any]) -> Path | None:

@@ -1,9 +1,4 @@
-"""This process in its run: rank, parent, imports, heartbeat, preemption notice, exit codes and errors that end a run.
-
-Preemption: the scheduler sends SIGUSR1 some time before it ends everything. Every process of a run blocks the signal
-from its first line on, and its children inherit that, so it ends none of them; it stays pending until a thread waits
-for it. Rank 0 checks wherever it waits, and every rank raises with it.
-"""
+"""This process in its run: rank, parent, imports, heartbeat, exit codes and errors that end a run."""
 
 from __future__ import annotations
 
@@ -11,15 +6,13 @@ import ctypes
 import gc
 import os
 import signal
-import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-PREEMPTION_SIGNAL = signal.SIGUSR1
+from megatron_collab.runtime import signals
+
 _PR_SET_PDEATHSIG = 1
-_noticed: float | None = None  # time.monotonic() at which the preemption notice was received
 stage = "the start"  # with the number of heartbeats, read by hang_detector.py
 beats = 0
 POLL_SECONDS = 0.1
@@ -31,7 +24,6 @@ BEST = "best.json"  # in a run folder: the step whose checkpoint is kept for tra
 EXIT_BAD_INPUT = 2  # nothing was started
 EXIT_STOPPED = 3  # RunStopped
 EXIT_HUNG = 4  # Hung, or no rank made progress for launch.timeout seconds
-EXIT_PREEMPTED = 75  # Preempted: start the same command again (EX_TEMPFAIL of sysexits.h)
 
 
 class RunStopped(RuntimeError):
@@ -44,6 +36,10 @@ class Hung(RunStopped):
 
 class Preempted(RunStopped):
     """A preemption notice was received: finished work is saved, and the same command resumes the run."""
+
+
+class Interrupted(Preempted):
+    """As Preempted, by SIGINT, once the step was done."""
 
 
 def under_torchrun() -> bool:
@@ -62,11 +58,7 @@ def first_on_node() -> bool:
 
 
 def imports_begin() -> None:
-    """Before slow imports: block the preemption notice, which would end the process, and collect no garbage.
-
-    Imports make none, and looking for it takes a quarter of their time.
-    """
-    block_preemption_signal()
+    """Before slow imports: collect no garbage. Imports make none, and looking for it takes a quarter of their time."""
     gc.disable()
 
 
@@ -76,38 +68,11 @@ def imports_done() -> None:
     gc.enable()
 
 
-def take_signals(rank: int) -> None:
-    """Rank 0 watches for the preemption notice, and shuts its servers and workers down on SIGTERM.
-
-    The other ranks end with Ctrl-C at once: Python would see it only after the collective that they wait in.
-    """
-    if rank == 0:
-        watch_for_preemption()
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    else:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def block_preemption_signal() -> None:
-    """Block the signal in this thread and in all threads and processes that it starts from now on."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {PREEMPTION_SIGNAL})
-
-
-def watch_for_preemption() -> None:
-    """From now on record the signal; one that arrived since `block_preemption_signal` too."""
-
-    def wait() -> None:
-        global _noticed
-        signal.sigwait({PREEMPTION_SIGNAL})
-        _noticed = time.monotonic()
-
-    threading.Thread(target=wait, name="preemption", daemon=True).start()
-
-
 def raise_if_preempted() -> None:
-    """Raise Preempted once a notice was received."""
-    if _noticed is not None:
-        raise Preempted(f"received a preemption notice ({PREEMPTION_SIGNAL.name})")
+    """Raise Preempted or Interrupted once a notice was received that has to be heeded now."""
+    if notice := signals.heeded():
+        kind = Preempted if notice.urgent else Interrupted
+        raise kind(f"received {notice.signal.name}")
 
 
 def beat(entered: str = "") -> None:
@@ -131,12 +96,6 @@ def wait_for(holds: Callable[[], bool], seconds: float) -> bool:
         raise_if_preempted()
         time.sleep(POLL_SECONDS)
     return True
-
-
-def seconds_since_notice() -> float:
-    """How long ago the notice was received."""
-    assert _noticed is not None
-    return time.monotonic() - _noticed
 
 
 def age(pid: int) -> float:

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_collab.runtime.process import Hung, Preempted, RunStopped, beat, raise_if_preempted
+from megatron_collab.runtime.process import Hung, Interrupted, Preempted, RunStopped, beat, raise_if_preempted
 
 # What a failure of rank 0 becomes on the other ranks: the first that it is an instance of, else RuntimeError.
-_KINDS = (Preempted, Hung, RunStopped)
+_KINDS = (Interrupted, Preempted, Hung, RunStopped)
 _group: dist.ProcessGroup | None = None  # None: the default group
 
 
@@ -64,6 +64,8 @@ class PreemptionWatch:
         noticed, work = asked
         work.wait()
         if noticed.item():
+            if dist.get_rank() == 0:
+                raise_if_preempted()  # says which
             raise Preempted("rank 0 received a preemption notice")
 
 

@@ -13,7 +13,7 @@ import psutil
 import ray
 
 from megatron_collab.config import Config
-from megatron_collab.patches.ray import start_without_monitors
+from megatron_collab.patches.ray import start_without_monitors, stay_on_loopback
 from megatron_collab.runtime.files import ScratchFolder
 from megatron_collab.runtime.process import RunStopped, beat, raise_if_preempted, wait_for
 
@@ -26,7 +26,7 @@ def ray_session(config: Config) -> Iterator[None]:
     """Connect to the Ray cluster at RAY_ADDRESS if that is set, else start one on this machine that ends with the run.
 
     A cluster is joined through a Ray node on this machine; RunStopped where it has fewer nodes than the run after
-    rollout.server.start_timeout seconds. Ray's ports need its token; a local cluster gets a new one.
+    rollout.server.start_timeout seconds. Ray's ports need its token; a local cluster is on loopback, with a new one.
     """
     quiet = {"log_to_driver": False, "logging_level": "error"}
     with ExitStack() as stack:
@@ -49,6 +49,7 @@ def ray_session(config: Config) -> Iterator[None]:
 def _start_ray(**options: Any) -> None:
     """Start Ray on this machine; RunStopped after STARTS failures: its own limit of 30 s is short on a busy machine."""
     start_without_monitors()
+    stay_on_loopback()
     others = set(psutil.Process().children())
     for left in reversed(range(STARTS)):
         beat()

@@ -1,56 +1,116 @@
-"""API keys are read from the environment and redacted from all output.
+"""API keys are redacted from all output: what is printed, and what is written.
 
-A key is the value (8 characters or more) of an environment variable whose name ends in KEY, TOKEN, SECRET or PASSWORD,
-or a string of the form `sk-…`, a bearer token, or a password or key within a URL.
+A key is the value of an environment variable that is named like one (keys.py), also where it is escaped as in Python,
+JSON or a URL, or a text in the form of a key: that of a common service, or what follows the name of one.
 """
 
 from __future__ import annotations
 
-import os
+import json
 import re
+import sys
 from collections.abc import Mapping
+from functools import cache, partial
 from typing import Any
+from urllib.parse import quote
 
-from megatron_collab.config import require
-from megatron_collab.config.load import leaves
+from megatron_collab.runtime import keys
 
 HIDDEN = "***"
-_NAMES = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD)$", re.IGNORECASE)
-_SHORTEST = 8  # characters; shorter values occur in ordinary text
+
+_DIGIT = r"(?=[\w-]{0,64}\d)"
+_IS = r"[\"']?\s*[:=]\s*b?[\"']?"  # between a name and its value, in headers, settings, JSON and Python
+_VALUE = r"(?=[^\s\"',;]{0,200}\d)[^\s\"',;]{8,}"  # names stand in ordinary text too, mostly before words
+# Each is looked for where one of the words before it is, in lower case: most texts have few. What follows a group is
+# hidden, else all of it. No text takes longer than in proportion to its length.
 _FORMS = (
-    r"\bsk-(?=[\w-]*\d)[\w-]{16,}",
-    r"(?i:(?<=\bbearer )(?=[\w.~+/=-]*\d)[\w.~+/=-]{8,})",
-    r"(?<=://)[^\s/@]+:[^\s/@]+(?=@)",
-    r"(?i:(?<=[?&])(?:api[_-]?key|key|token|secret|password)=[^\s&#\"']+)",
+    (("sk-", "rk-", "xai-"), rf"\b(?:c?sk|rk|xai)-{_DIGIT}[\w-]{{16,}}"),
+    (("pplx-", "tvly-", "glpat-", "nvapi-"), rf"\b(?:pplx|tvly|glpat|nvapi)-{_DIGIT}[\w-]{{16,}}"),
+    (("pypi-", "gocspx-", "pa-"), rf"\b(?:pypi|GOCSPX)-{_DIGIT}[\w-]{{16,}}|\bpa-{_DIGIT}\w{{40,}}"),
+    (("aiza", "aq.", "ya29."), r"\bAIza[\w-]{30,}|\bAQ\.[\w-]{30,}|\bya29\.[\w.-]{20,}"),
+    (("hf_", "gsk_", "fw_", "r8_", "npm_"), r"\b(?:hf|gsk|fw|r8|npm)_(?=[A-Za-z]{0,64}\d)[A-Za-z0-9]{20,}"),
+    (("gho_", "ghp_", "ghr_", "ghs_", "ghu_"), r"\bgh[oprsu]_[A-Za-z0-9]{20,}"),
+    (("github_pat_",), r"\bgithub_pat_\w{20,}"),
+    (("tgp_v1_", "wandb_v1_", "lsv2_"), rf"\b(?:tgp_v1|wandb_v1|lsv2_[ps][tk])_{_DIGIT}[\w-]{{16,}}"),
+    (("k_live_", "k_test_", "_v1_"), rf"\b(?:[prs]k_(?:live|test)|do[opr]_v1)_{_DIGIT}[\w-]{{16,}}"),
+    (("akia", "asia", "absk"), r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\bABSK[\w+/=]{30,}"),
+    (("bedrock-api-key-", "dapi"), r"\bbedrock-api-key-[\w+/=-]{20,}|\bdapi[0-9a-f]{32}"),
+    (("xox", "sg."), rf"\bxox[abeoprs]-{_DIGIT}[\w-]{{10,}}|\bSG\.[\w-]{{16,64}}\.[\w-]{{16,}}"),
+    (("eyj",), r"\beyJ[\w-]{10,300}\.eyJ[\w-]{10,}\.[\w-]{5,}"),  # JSON web tokens
+    (
+        ("private key",),
+        r"-----BEGIN [A-Z ]{0,20}PRIVATE KEY-----[\w+/=\s\\]*+(?:-----END [A-Z ]{0,20}PRIVATE KEY-----)?",
+    ),
+    (("://",), r"(?<=://)[^\s/@:]++:[^\s/@]++(?=@)"),
+    (
+        ("?", "&"),
+        r"(?i:(?<=[?&])(?:api[_-]?key|key|(?:access[_-]?)?token|(?:client[_-]?)?secret|password|sig|signature"
+        r"|subscription-key|x-amz-(?:credential|signature|security-token))=[^\s&#\"']+)",
+    ),
+    (("bearer ",), r"((?i:\bbearer ))(?=[\w.~+/=-]{0,200}\d)[\w.~+/=-]{8,}"),
+    (
+        ("basic ",),
+        r"((?i:\bbasic ))(?=\S{0,64}[A-Z])(?=\S{0,200}[\d=])(?:[A-Za-z0-9+/]{4}){2,}+[A-Za-z0-9+/]{0,3}={0,2}",
+    ),
+    (("authorization",), rf"((?i:authorization{_IS}(?:basic|bearer|token|digest|negotiate|apikey)\s+))[^\s\"',]{{6,}}"),
+    (("cookie",), rf"((?i:cookie{_IS}))[\w.-]++=[^\s\"';]++(?:;\s*+[\w.-]++=[^\s\"';]++)*+"),
+    (("-key", "-token"), rf"((?i:(?:api-key|auth-token|security-token|subscription-key){_IS})){_VALUE}"),
+    (
+        ("_key", "_token", "_secret", "_passw"),
+        rf"(_(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD)(?:_\d+)?{_IS}|(?i:session_token|client_secret){_IS}){_VALUE}",
+    ),
+    (("key",), rf"((?i:(?:api|access|account|secret)_?key{_IS})){_VALUE}"),
+    (("passw",), rf"((?i:passw(?:or)?d{_IS})){_VALUE}"),
 )
 
 
 def redact(text: str) -> str:
     """`text` with every key replaced by ***."""
-    return _pattern().sub(HIDDEN, text)
+    return _redacted(text, _shown(keys.known()))
 
 
-def redacted(tree: Any, pattern: re.Pattern[str] | None = None) -> Any:
+def redacted(tree: Any) -> Any:
     """Mappings, lists and tuples as JSON has them, with every key in their strings replaced by ***."""
-    pattern = pattern or _pattern()
-    if isinstance(tree, str):
-        return pattern.sub(HIDDEN, tree)
-    if isinstance(tree, Mapping):
-        return {redacted(name, pattern): redacted(value, pattern) for name, value in tree.items()}
-    return [redacted(value, pattern) for value in tree] if isinstance(tree, list | tuple) else tree
+    known = _shown(keys.known())
+
+    def walk(part: Any) -> Any:
+        if isinstance(part, str):
+            return _redacted(part, known)
+        if isinstance(part, Mapping):
+            return {walk(name): walk(value) for name, value in part.items()}
+        return [walk(value) for value in part] if isinstance(part, list | tuple) else part
+
+    return walk(tree)
 
 
-def refuse_keys(settings: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a setting that contains a key; it names the setting and does not show the value."""
-    for name, value in leaves(settings):
-        require(
-            redacted({name: value}) == {name: value},
-            f"{name}: contains a key or a password; remove it and set it in the environment "
-            "(OPENAI_API_KEY for openai/… and so on)",
-        )
+def redact_output() -> None:
+    """From now on redact what Python prints in this process: lines, logs, tracebacks of whatever nobody has caught.
+
+    All of it goes through the `write` of sys.stdout and sys.stderr, each message and line of source in one piece.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and "write" not in vars(stream):
+            vars(stream)["write"] = partial(_write, stream.write)
 
 
-def _pattern() -> re.Pattern[str]:
-    """Of the keys in the environment, the longest first, since one may be a prefix of another, and of the forms."""
-    found = {value for name, value in os.environ.items() if _NAMES.search(name) and len(value) >= _SHORTEST}
-    return re.compile("|".join([*map(re.escape, sorted(found, key=len, reverse=True)), *_FORMS]))  # cached by re
+def _write(write: Any, text: str) -> int:
+    write(redact(text))
+    return len(text)
+
+
+@cache
+def _shown(known: frozenset[str]) -> tuple[str, ...]:
+    """The keys as they are written, the longest first, since one may be a prefix of another."""
+    forms = {form for key in known for form in (key, repr(key)[1:-1], json.dumps(key)[1:-1], quote(key, safe=""))}
+    return tuple(sorted(forms, key=len, reverse=True))
+
+
+def _redacted(text: str, known: tuple[str, ...]) -> str:
+    low = text.lower()
+    parts = [re.escape(key) for key in known if key in text]
+    parts += [form for words, form in _FORMS if any(word in low for word in words)]
+    return re.sub("|".join(parts), _hidden, text) if parts else text  # re keeps what it has compiled
+
+
+def _hidden(found: re.Match[str]) -> str:
+    return (found[found.lastindex] if found.lastindex else "") + HIDDEN

@@ -207,6 +207,7 @@ def _schedule(
             watch.check()
         micro_batch = next(batches)
         output = chunk(micro_batch.token_ids, micro_batch.position_ids, None, packed_seq_params=micro_batch.packed)
+        unwrap(chunk).set_input_tensor(None)  # else what it was sent, and the gradient, stay until its next pass
         return output, partial(loss, micro_batch)
 
     batches = [iter(micro_batches) for _ in chunks]
@@ -220,6 +221,4 @@ def _schedule(
         **options,
     )
     watch.settle()
-    for chunk in chunks:
-        unwrap(chunk).set_input_tensor(None)  # else what came with the last micro-batch stays through the sampling
     return reports

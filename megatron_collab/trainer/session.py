@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -17,8 +18,8 @@ from megatron_collab.config import Config
 from megatron_collab.data.datasets import SupervisedData
 from megatron_collab.data.evaluation import evaluation_sets
 from megatron_collab.observability.run import Run
-from megatron_collab.runtime import hang_detector, hub, rank0
-from megatron_collab.runtime.process import Preempted, RunStopped, imports_done, seconds_since_notice
+from megatron_collab.runtime import hang_detector, hub, rank0, signals
+from megatron_collab.runtime.process import Preempted, RunStopped, imports_done
 from megatron_collab.runtime.redact import redact
 from megatron_collab.trainer.megatron import parallel
 from megatron_collab.trainer.trainer import PolicyTrainer
@@ -65,11 +66,15 @@ class Session(ExitStack):
     def saved_when_stopped(self, step: int, trainer: PolicyTrainer, **parts: Mapping[str, Any]) -> Iterator[None]:
         """Where the run is stopped within it, save the training state before `step`, with the parts' states."""
         try:
+            rank0.check_preemption()  # SIGINT, too, which waits for the end of a step
+            signals.in_step(True)
             yield
         except RunStopped:
             if step > self._start and step % self.config.train.checkpoint_every:  # not saved yet
                 self.save(step, trainer, **parts)
             raise
+        finally:
+            signals.in_step(False)
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record a finished step; collective, so that all ranks stop on a full disk."""
@@ -104,6 +109,7 @@ class Session(ExitStack):
         if isinstance(error, Preempted):
             latest = self._folder / LATEST
             saved = latest.read_text().strip() if latest.is_file() else "no step"
-            seconds = f"{seconds_since_notice():.1f} s after the notice"
+            assert signals.notice is not None
+            seconds = f"{time.monotonic() - signals.notice.received:.1f} s after it"
             why += f"; {saved} and all groups that were finished since are saved, {seconds}"
         print(f"megatron-collab: {redact(why)}", file=sys.stderr, flush=True)

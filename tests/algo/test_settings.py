@@ -26,7 +26,10 @@ from tests.helpers import refused
         (["algo.gae_lambda=-0.5"], "algo.gae_lambda=-0.5: must be at least 0 and at most 1"),
         (["algo.critic_lr=0"], "algo.critic_lr=0.0: must be above 0"),
         (["algo.dynamic_sampling=-1"], "algo.dynamic_sampling=-1: must be at least 0"),
-        (["algo.correction_low=3"], "algo.correction_low=3.0: must be less than algo.correction_high=2.0"),
+        (
+            ["algo.correction_low=0.7", "algo.correction_high=0.6"],
+            "algo.correction_low=0.7: must be less than algo.correction_high=0.6",
+        ),
         (["algo.kl_in=reward", "algo.kl_coef=0"], "algo.kl_in=reward: algo.kl_coef=0 leaves no KL"),
         (["train.rollouts_per_prompt=1"], "algo.advantage=grpo: compares the rollouts of a task; set train.rollouts"),
         (

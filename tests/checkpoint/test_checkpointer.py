@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_collab.checkpoint import hf, storage, torch_dist
 from megatron_collab.checkpoint.checkpointer import Checkpoints
-from megatron_collab.checkpoint.convert import Stored
+from megatron_collab.checkpoint.stored import Stored
 from megatron_collab.config import Config
 from megatron_collab.runtime import process
 from megatron_collab.runtime.process import RunStopped

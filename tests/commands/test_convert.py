@@ -211,7 +211,7 @@ def test_bad_input_is_one_line_and_exit_2(folder: Path, tmp_path: Path, capsys: 
         ((tmp_path / "step_9", out, "--model", source), "step_9: contains no checkpoint"),
         ((torn, out, "--model", source), "step_1: is damaged (__1_0.distcp is missing); give another checkpoint"),
         ((checkpoint, out, "--model", folder / "qwen2" / "source"), "--model="),
-        ((checkpoint, out, "--model", smaller), "has 2 layers, the checkpoint has more"),
+        ((checkpoint, out, "--model", smaller), "has layers=2, and the model in the checkpoint layers=3"),
         ((checkpoint, out, "--model", tmp_path), "contains no config.json"),
         ((checkpoint, tmp_path, "--model", source), f"{tmp_path}: exists; give another folder"),
         ((tmp_path / "no weights", out, "--to-megatron"), "model.safetensors is missing"),
@@ -237,7 +237,8 @@ def broken(folder: Path, tmp_path: Path, file: str, content: str | None) -> Path
     [
         ("state.json", "[1]", "is damaged (no valid state.json)"),
         ("state.json", "{", "is damaged (no valid state.json)"),
-        ("state.json", '{"step": 1}', ".metadata is missing"),
+        ("state.json", '{"step": 1}', "is damaged (no valid state.json)"),
+        ("state.json", '{"step": 1, "ranks": 1, "state": {}}', ".metadata is missing"),
     ],
 )
 def test_a_checkpoint_that_is_not_whole(
@@ -265,7 +266,11 @@ def test_a_checkpoint_that_is_not_whole(
         ("model.safetensors.index.json", "{}", "model.safetensors.index.json has no valid weight_map"),
         ("model.safetensors.index.json", "[]", "model.safetensors.index.json has no valid weight_map"),
         ("model.safetensors.index.json", '{"weight_map": [1]}', "model.safetensors.index.json has no valid weight_map"),
-        ("model.safetensors.index.json", '{"weight_map": {"a": 1}}', "1 is missing"),
+        (
+            "model.safetensors.index.json",
+            '{"weight_map": {"a": 1}}',
+            "model.safetensors.index.json has no valid weight_map",
+        ),
     ],
 )
 def test_a_model_that_cannot_be_read(

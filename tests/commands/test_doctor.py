@@ -229,10 +229,10 @@ def test_each_model_that_a_run_asks_is_called_once(
 def test_a_server_that_is_not_there_is_not_waited_for(judge: Endpoint, capsys: pytest.CaptureFixture[str]) -> None:
     """Whatever the deadline, and what answers is shown all the same."""
     settings = ["experiment=gsm8k", "reward=verl", "data.train=none.jsonl", "user.name=llm"]
-    settings += ["user.model=openai/m", f"user.api_base=http://127.0.0.1:{judge.port}/v1", "user.deadline=1e9"]
+    settings += ["user.model=openai/m", f"user.api_base=http://127.0.0.1:{judge.port}/v1", "user.deadline=1e7"]
     settings += ["reward.judge.model=hosted_vllm/j", "reward.judge.api_base=http://127.0.0.1:9/v1"]
     began = time.monotonic()
-    assert run("doctor", ["--llm", *settings, "reward.judge.deadline=1e9", "reward.judge.timeout=1e9"]) == 1
+    assert run("doctor", ["--llm", *settings, "reward.judge.deadline=1e7", "reward.judge.timeout=1e7"]) == 1
     assert time.monotonic() - began < 60
     printed = capsys.readouterr().out
     assert "reward.judge.model: hosted_vllm/j: InternalServerError" in printed and "user.model " in printed

@@ -154,7 +154,7 @@ def test_a_reader_of_tasks(tmp_path: Path) -> None:
     reader = DataConfig(format="collab_extras:Lines", format_options={"user": "replay"})
     found = load_tasks(file, "data.eval", reader)
     assert [(each.messages[0].content, each.user) for each in found] == [("hello", "replay"), ("hi", "replay")]
-    with pytest.raises(ValueError, match=r"data.eval=.* row 0: the prompt ends with a message of the assistant"):
+    with pytest.raises(ValueError, match=r"data.eval=.* task 1: the prompt ends with a message of the assistant"):
         list(load_tasks(file, "data.eval", DataConfig(format="collab_extras:replies_only")))
     with pytest.raises(ConfigError, match=r"data.format_options: .* is a function, which takes no options"):
         load_tasks(file, "data.eval", DataConfig(format="collab_extras:replies_only", format_options={"x": 1}))

@@ -36,7 +36,7 @@ def test_a_published_reward_is_one_word(mode: str, tokens: float, count: str, ru
         (["reward=verl"], "reward.weights.accuracy: needs a judge; set reward.judge.model"),
         (
             ["rollout.futures=some"],
-            "rollout.futures=some: Value 'some' of type 'str' could not be converted to Integer",
+            "rollout.futures=some: must be a whole number",
         ),
         (["reward.turn_credit=first"], "reward.turn_credit=first: choose one of last, equal, reward_to_go"),
         (["rollout.context_length=24"], "rollout.turn.max_new_tokens=32: leaves no room for a prompt in"),
@@ -70,8 +70,13 @@ def test_a_published_reward_is_one_word(mode: str, tokens: float, count: str, ru
         (["user.personas=none.txt"], "user.personas=none.txt: no such file"),
         (
             ["llm.budget_usd=5", "user.model=openai/nobody-knows", "user.api_base=http://127.0.0.1:1/v1"],
-            "llm.budget_usd=5: LiteLLM has no pricing for user.model=openai/nobody-knows",
+            "llm.budget_usd=5: no price of user.model=openai/nobody-knows is known; set llm.prices=",
         ),
+        (
+            ["llm.prices={openai/m: [1]}"],
+            "llm.prices.openai/m=[1]: give USD per million tokens of prompts and of answers",
+        ),
+        (["llm.prices={openai/m: [1, -1]}"], "llm.prices.openai/m=[1, -1]: give USD per million"),
         (["rollout.future.max_new_tokens=0"], "rollout.future.max_new_tokens=0: must be at least 1"),
     ],
 )
@@ -82,17 +87,30 @@ def test_what_cannot_work_names_the_setting_and_the_way_out(overrides: list[str]
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("reward.judge.modl=x", "reward.judge.modl: no such option; the nearest is reward.judge.model ("),
+        (
+            "reward.judge.modl=x",
+            "reward.judge.modl: no such option; the nearest is reward.judge.model; reward.judge has model, api_base, ",
+        ),
         ("+reward.clampp.accuracy=1", "reward.clampp.accuracy: no such option; the nearest is reward.clamp ("),
         ("++lr=1e-6", "lr: no such option; the nearest is optim.lr ("),
-        ("optim={clipgrad: 1.0}", "optim.clipgrad: no such option; the nearest is optim.clip_grad ("),
-        ("++optim.clipgrad=1.0", "optim.clipgrad: no such option; the nearest is optim.clip_grad ("),
+        ("optim={clipgrad: 1.0}", "optim.clipgrad: no such option; the nearest is optim.clip_grad; optim has lr, "),
+        ("++optim.clipgrad=1.0", "optim.clipgrad: no such option; the nearest is optim.clip_grad; optim has lr, "),
         ("+experimnt=booking", "experimnt: no such option; the nearest is experiment ("),
         ("foo.bar=1", "foo.bar: no such option; the nearest is "),
         ("+foo.bar=1", "foo.bar: no such option; the nearest is "),
-        ("+hydra.foo=1", "hydra.foo: no such option; the nearest is "),
-        ("experiment@foo=gsm8k", "Could not override 'experiment@foo'. Did you mean to override experiment? ("),
-        ("optim.lr=1e-6,1e-5", "Ambiguous value for argument 'optim.lr=1e-6,1e-5' 1. To use it as a list, "),
+        ("+hydra.foo=1", "hydra.foo=1: Hydra's own settings are not used; remove it"),
+        ("experiment@foo=gsm8k", "experiment@foo=gsm8k: a group of settings has one place; give experiment=NAME"),
+        ("~optim.lr", "~optim.lr: options cannot be taken away; give another value instead"),
+        ("train.steps=range(1,3)", "train.steps=range(1,3): a run has one value of each option, and no sweeps; "),
+        ("hydra/launcher=basic", "hydra/launcher=basic: Hydra's own settings are not used; remove it"),
+        ("=3", "=3: give option=value"),
+        ("optim=3", "optim=3: must be a group; give optim.NAME=VALUE ("),
+        ("run.wandb_tags=abc", "run.wandb_tags=abc: must be a list in brackets, as [a, b] ("),
+        ("users={a: 3}", "users={a: 3}: must be settings in braces, as {name: value} ("),
+        ("parallel.offload=2", "parallel.offload=2: must be true or false"),
+        ("train.steps=null", "train.steps=null: cannot be null ("),
+        ("optim.lr=${nothing}", "optim.lr=${nothing}: no option nothing that ${nothing} could stand for ("),
+        ("optim.lr=1e-6,1e-5", "optim.lr=1e-6,1e-5: a run has one value of each option, and no sweeps; "),
     ],
 )
 def test_an_unknown_option_is_refused_and_nothing_that_is_refused_is_recommended(override: str, said: str) -> None:
@@ -166,7 +184,7 @@ def test_every_value_says_where_it_is_from() -> None:
         ("reward=pper", "reward=pper: not in conf/reward; the nearest is paper; there are collabllm, paper, verl ("),
         ("algo=xyz", "algo=xyz: not in conf/algo; there are cispo,"),
         ("--hepl", "--hepl: no such argument; there are --help, --cfg and option=value"),
-        ("steps", "steps: give option=value ("),
+        ("steps", "steps: give option=value"),
         ("user.stop=[[END", "user.stop=[[END: cannot be read; quote special characters: 'user.stop=\"[[END\"' ("),
         (
             "algo.loss=gpso",

@@ -70,19 +70,19 @@ def test_a_bad_task_is_refused_by_file_and_row(tmp_path: Path, change: dict, fau
     path = file(tmp_path, [ROW | change])
     with pytest.raises(ValueError) as refusal:
         list(load_tasks(path, "data.eval"))
-    assert str(refusal.value).startswith(f"data.eval={path} row 0: ") and fault in str(refusal.value)
+    assert str(refusal.value).startswith(f"data.eval={path} row 1: ") and fault in str(refusal.value)
 
 
 def test_the_number_of_the_bad_row_is_given(tmp_path: Path) -> None:
     rows = [ROW] * 17 + [{key: value for key, value in ROW.items() if key != "prompt"}]
-    with pytest.raises(ValueError, match="row 17: no prompt"):
+    with pytest.raises(ValueError, match="row 18: no prompt"):
         list(load_tasks(file(tmp_path, rows)))
 
 
 @pytest.mark.parametrize("messages", [[HI], [HELLO], [HI, HI, HELLO], [HI, HELLO, HI], []])
 def test_a_conversation_out_of_turn_is_refused(tmp_path: Path, messages: list[dict]) -> None:
     rows = [{"messages": [HI, HELLO]}, {"messages": messages}]
-    with pytest.raises(ValueError, match=r"row 1: .*messages"):
+    with pytest.raises(ValueError, match=r"row 2: .*messages"):
         list(load_conversations(file(tmp_path, rows)))
 
 
@@ -90,5 +90,5 @@ def test_a_conversation_out_of_turn_is_refused(tmp_path: Path, messages: list[di
 def test_a_file_that_is_no_data_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(text)
-    with pytest.raises(ValueError, match=f"data.train={path}: "):
+    with pytest.raises(ValueError, match=f"data.train={path}(: has no rows| row 1: is no JSON)"):
         load_tasks(path)

@@ -173,7 +173,7 @@ def test_an_answer_may_be_a_number_in_some_rows(tmp_path: Path) -> None:
 def test_content_that_is_no_text_is_refused_by_its_type(tmp_path: Path) -> None:
     parts = [{"type": "text", "text": "What is it?"}, {"type": "image_url", "image_url": {"url": "a.png"}}]
     rows = {"role": "user", "content": parts}, {"role": "assistant", "content": [{"type": "text", "text": "A cat."}]}
-    with pytest.raises(ValueError, match="row 0: messages has content of type 'image_url'; only text can be read"):
+    with pytest.raises(ValueError, match="row 1: messages has content of type 'image_url'; only text can be read"):
         list(loaded(tmp_path, load_conversations, {"messages": list(rows)}))
 
 

@@ -155,5 +155,5 @@ def test_several_sources_are_mixed_and_sets_for_evaluation_are_apart(tmp_path: P
 
 def test_a_bad_row_is_refused_whichever_it_is(tmp_path: Path) -> None:
     rows = [task("hi")] * 1500 + [task(" ")]
-    with pytest.raises(ValueError, match=r"^data\.train=.*rows\.jsonl row 1500: prompt has a message without content"):
+    with pytest.raises(ValueError, match=r"^data\.train=.*rows\.jsonl row 1501: prompt has a message without content"):
         TrainingData[Any](configured(tmp_path, rows))

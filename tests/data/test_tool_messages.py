@@ -145,7 +145,7 @@ def test_what_the_template_cannot_write_is_refused(
     config = Config()
     config.run.dir, config.model.path = str(tmp_path / "run"), str(tmp_path)
     config.train.stage, config.data.train = "sft", str(tmp_path / "rows.jsonl")
-    with pytest.raises(ValueError, match=f"^data.train=.*rows.jsonl row 1: model.path=.*{fault}"):
+    with pytest.raises(ValueError, match=f"^data.train=.*rows.jsonl row 2: model.path=.*{fault}"):
         TrainingData(config)
     if template == LLAMA:
         sample = rendered(ChatRenderer(str(tmp_path)), tool_conversation(row(calling("1"), tools=[SCHEMA])))

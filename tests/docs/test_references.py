@@ -54,7 +54,7 @@ def test_options_exist_and_have_these_values(page: Path) -> None:
             continue
         prefix = any(option.startswith(f"{name}.") for option in OPTIONS)
         assert name in OPTIONS or prefix, f"no option {name}"
-        if value and not prefix and OPTIONS[name].choices and not value.isupper():
+        if value not in ("", "null") and not prefix and OPTIONS[name].choices and not value.isupper():
             assert OPTIONS[name].fault(value) is None, f"{name}={value}"
 
 

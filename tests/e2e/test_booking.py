@@ -9,8 +9,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -41,14 +43,20 @@ class Program:
     """One start of the program, in a session of its own, whose processes can all be found again."""
 
     def __init__(
-        self, arguments: list[str], log: Path, module: str = "megatron_collab.train", **environment: str
+        self,
+        arguments: list[str],
+        log: Path,
+        module: str = "megatron_collab.train",
+        defaults: str = "INT,HUP",
+        **environment: str,
     ) -> None:
         self.mark = f"e2e-{os.getpid()}-{time.monotonic_ns()}"
         self.log = log
         self.descendants: list[psutil.Process] = []
         with log.open("w") as stream:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", module, *arguments],
+                # A session of tests in the background ignores SIGINT, one under nohup SIGHUP.
+                ["env", f"--default-signal={defaults}", sys.executable, "-m", module, *arguments],
                 stdout=stream,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -97,6 +105,24 @@ class Program:
     def end(self) -> None:
         for process in self.left():
             process.kill()
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A process: what it is, the environment that it was started with, the addresses at which it listens."""
+
+    command: str
+    environment: bytes
+    addresses: frozenset[str]
+
+
+def seen(program: Program) -> list[Seen]:
+    found = []
+    for process, sockets in listening(program.left()).items():
+        with suppress(psutil.Error, OSError):  # it has just ended
+            command, environment = " ".join(process.cmdline()), Path(f"/proc/{process.pid}/environ").read_bytes()
+            found.append(Seen(command or process.name(), environment, frozenset(host for host, _ in sockets)))
+    return found
 
 
 def environment_of(process: psutil.Process) -> dict[str, str]:
@@ -162,11 +188,20 @@ def shared() -> set[Path]:
 
 
 @pytest.fixture(scope="module")
-def trained(root: Path, supervised: Path, keys: dict[str, str], temporary: Path, shared: set[Path]) -> Path:
+def whole() -> list[Seen]:
+    """The processes of the undisturbed run while it samples and trains."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def trained(
+    root: Path, supervised: Path, keys: dict[str, str], temporary: Path, shared: set[Path], whole: list[Seen]
+) -> Path:
     """The undisturbed run on multiturn-aware reward."""
     program = Program(rl(root, "rl"), root / "rl.log", TMPDIR=str(temporary), **keys)
     program.when(lambda: steps_done(root / "rl") >= 1)
     shared |= shared_memory(program)
+    whole += seen(program)
     keys |= {name: value for name in (KEY_VARIABLE, "RAY_AUTH_TOKEN") for value in program.values(name)}
     program.finish()
     assert program.gone() == []
@@ -306,6 +341,35 @@ def test_no_file_of_a_run_holds_a_key(trained: Path, keys: dict[str, str]) -> No
     for file in files:
         text = file.read_bytes()
         assert [name for name, key in keys.items() if key.encode() in text] == [], file
+
+
+def test_no_process_of_a_run_has_inherited_a_key(trained: Path, whole: list[Seen], keys: dict[str, str]) -> None:
+    """But Ray's token, which Ray's processes and those that talk to them have, and a server its own."""
+    kinds = Counter(kind(one) for one in whole)
+    assert kinds["rank"] == 2 and kinds["agent"] == 1 and kinds["server"] >= 2, kinds
+    assert {"gcs_server", "raylet", "ray::ConversationWorker", "ray::RewardWorker"} <= kinds.keys()
+    for one in whole:
+        found = {name for name, key in keys.items() if key.encode() in one.environment}
+        assert found <= ({KEY_VARIABLE} if kind(one) == "server" else {"RAY_AUTH_TOKEN"}), (one.command, found)
+
+
+def test_nothing_of_a_whole_run_listens_beyond_loopback(trained: Path, whole: list[Seen]) -> None:
+    """Neither ranks and servers, nor Ray's processes, whose own default is every interface (runtime/ray_cluster.py)."""
+    listens = {kind(one) for one in whole if one.addresses}
+    assert {"rank", "agent", "server", "gcs_server", "raylet", "ray::ConversationWorker"} <= listens
+    assert {address for one in whole for address in one.addresses} == {"127.0.0.1", "::ffff:127.0.0.1"}
+
+
+def kind(one: Seen) -> str:
+    """What a process of a run is."""
+    for part, name in {
+        "megatron_collab.launch.torchrun": "agent",
+        "megatron_collab.train": "rank",
+        "megatron_collab.inference": "server",
+    }.items():
+        if f"-m {part}" in one.command:
+            return name
+    return one.command.split()[0].rpartition("/")[2].partition(".")[0]
 
 
 def test_nothing_is_left_in_the_temporary_folder_and_no_shared_memory(

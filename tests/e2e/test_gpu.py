@@ -5,7 +5,6 @@ Colocated servers lose their memory and get it back at every step. One is killed
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable
@@ -16,8 +15,9 @@ import pytest
 import torch
 
 from megatron_collab.runtime import device
-from megatron_collab.runtime.process import EXIT_PREEMPTED, PREEMPTION_SIGNAL
+from megatron_collab.runtime.signals import EXIT_PREEMPTED, PREEMPTION
 from tests import gpus
+from tests.e2e.hosts import train_on_two_hosts
 from tests.e2e.test_booking import Program, lines, steps_done
 from tests.helpers import make_model, nats_apart
 
@@ -97,7 +97,7 @@ def lived(tmp_path_factory: pytest.TempPathFactory, device_type: str) -> Lived:
         (server,) = (p for p in first.left() if "--weight-version" in p.cmdline() and os.getsid(p.pid) == p.pid)
         server.kill()
         first.when(lambda: steps_done(run) >= steps // 2, 20 * MINUTES)
-        first.process.send_signal(PREEMPTION_SIGNAL)
+        first.process.send_signal(PREEMPTION)
         code = first.process.wait(5 * MINUTES)
         done, saved = lines(run / "metrics.jsonl"), (run / "checkpoints" / "latest").read_text()
         second = Program(given, root / "second.log")
@@ -176,9 +176,23 @@ def test_what_is_sampled_is_what_is_trained(
         assert program.process.wait(20 * MINUTES) == 0, program.log.read_text()[-5000:]
     finally:
         program.end()
-    found = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in found] == [0, 1, 2]
-    record_property("KL over that of other weights", f"{max(line['mismatch/k3'] for line in found) / models.apart:.5f}")
-    for line in found:
-        assert 0 <= line["mismatch/k3"] < models.apart * (FP8 if "fp8" in case else BFLOAT16)
-        assert line["servers/lost"] == 0
+    record_property("KL over that of other weights", f"{largest_kl(tmp_path / 'run') / models.apart:.5f}")
+    assert largest_kl(tmp_path / "run") < models.apart * (FP8 if "fp8" in case else BFLOAT16)
+
+
+@pytest.mark.gpu(2)
+def test_a_server_over_two_hosts(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+    """Its ranks talk over NCCL, and each gives its memory back and takes weights from its own host's trainer."""
+    models = make_models(tmp_path, "qwen3", **SIZES)
+    server = ["rollout.server.tp=2", "rollout.server.nnodes=2", "train.steps=3"]
+    train_on_two_hosts(tmp_path, arguments(tmp_path, models, "cuda", *server), gpus=True, timeout=20 * MINUTES)
+    record_property("KL over that of other weights", f"{largest_kl(tmp_path / 'run') / models.apart:.5f}")
+    assert largest_kl(tmp_path / "run") < models.apart * BFLOAT16
+
+
+def largest_kl(run: Path) -> float:
+    """Of the servers' log-probs from the trainer's, in a run of three steps that lost no server."""
+    found = lines(run / "metrics.jsonl")
+    assert [(line["step"], line["servers/lost"]) for line in found] == [(0, 0), (1, 0), (2, 0)]
+    assert min(line["mismatch/k3"] for line in found) > -1e-6
+    return max(line["mismatch/k3"] for line in found)

@@ -1,4 +1,7 @@
-"""A training whose user and judge are a model that the run serves itself, on the trainer's devices in turn with it."""
+"""A training whose user and judge are a model that the run serves itself, on the trainer's devices in turn with it.
+
+On a GPU its weights leave the device whenever the trainer takes it, and come back.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,23 @@ import torch
 
 from tests.helpers import make_model
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow]
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(2400)]
 
+# Heads that kernels of a GPU know.
+SIZES = {"cpu": {}, "cuda": {"hidden": 512, "ffn": 1024, "heads": 8, "kv_heads": 4, "head_dim": 64}}
+ON = {
+    "cpu": ["launch.device=cpu", "model.dtype=float32"],
+    "cuda": ["launch.device=cuda", "model.dtype=bfloat16", "rollout.server.max_total_tokens=32768"],
+}
+SECONDS = {"cpu": 550, "cuda": 1800}  # kernels are compiled at a first start
 LOGIT = 5.0  # of a quote, beside 0 for the other 511 tokens: texts end after some three tokens
 
 
-def make_talker(folder: Path) -> Path:
+def make_talker(folder: Path, **sizes: int) -> Path:
     """A model that draws every token alike, whatever it is told, but the quote more often: its JSON comes to an end."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    make_model(folder, layers=1)
+    make_model(folder, layers=1, **sizes)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     (quote,) = tokenizer('"', add_special_tokens=False)["input_ids"]
     with torch.no_grad():
@@ -35,7 +45,8 @@ def make_talker(folder: Path) -> Path:
     return folder
 
 
-def test_a_model_of_the_runs_own_is_user_and_judge(tmp_path: Path) -> None:
+def test_a_model_of_the_runs_own_is_user_and_judge(tmp_path: Path, device_type: str) -> None:
+    sizes = SIZES[device_type]
     rows = [
         {"prompt": [{"role": "user", "content": f"hi {i}"}], "goal": "a table", "answer": "a blue one", "id": str(i)}
         for i in range(4)
@@ -45,11 +56,10 @@ def test_a_model_of_the_runs_own_is_user_and_judge(tmp_path: Path) -> None:
     settings = [
         f"run.dir={run}",
         f"data.train={tmp_path}/tasks.jsonl",
-        f"model.path={make_model(tmp_path / 'policy')}",
-        "model.dtype=float32",
-        "launch.device=cpu",
-        f"servers={{helper: {{model: {make_talker(tmp_path / 'talker')}, colocated: true, "
-        "args: {constrained-json-disable-any-whitespace: true}}}",
+        f"model.path={make_model(tmp_path / 'policy', **sizes)}",
+        *ON[device_type],
+        f"servers={{helper: {{model: {make_talker(tmp_path / 'talker', **sizes)}, colocated: true, "
+        "max_total_tokens: 32768, args: {constrained-json-disable-any-whitespace: true}}}",
         "user.name=llm",
         "user.model=served/helper",
         "user.max_tokens=120",
@@ -72,7 +82,7 @@ def test_a_model_of_the_runs_own_is_user_and_judge(tmp_path: Path) -> None:
     ]
     command = [sys.executable, "-m", "megatron_collab.train", *settings]
     with (tmp_path / "console.log").open("w") as log:
-        code = subprocess.run(command, cwd=tmp_path, stdout=log, stderr=log, timeout=550).returncode
+        code = subprocess.run(command, cwd=tmp_path, stdout=log, stderr=log, timeout=SECONDS[device_type]).returncode
     assert code == 0, (tmp_path / "console.log").read_text()[-5000:]
 
     transcripts = [json.loads(line) for line in (run / "transcripts.jsonl").read_text().splitlines()]

@@ -22,7 +22,8 @@ import pytest
 
 from megatron_collab.rollout.journal import JournalEntry, entries
 from megatron_collab.runtime.files import ScratchFolder
-from megatron_collab.runtime.process import EXIT_PREEMPTED, PREEMPTION_SIGNAL
+from megatron_collab.runtime.signals import EXIT_PREEMPTED, PREEMPTION
+from tests.e2e.hosts import train_on_two_hosts
 from tests.e2e.test_booking import Program, kill, lines, parameters, steps_done
 from tests.helpers import free_port
 
@@ -45,7 +46,6 @@ open(f"{os.path.dirname(__file__)}/jumps-{os.getpid()}", "w").close()
 QUICK = json.dumps(
     {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 4}
 )
-NAMESPACES = ["unshare", "--user", "--map-root-user", "--net", "--mount", "--pid", "--mount-proc", "--fork"]
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +162,7 @@ def test_a_preemption_notice(root: Path, undisturbed: Path, start: Callable[...,
         journal, deadline = run / "journal" / f"step_{steps_done(run)}.groups", time.monotonic() + 120
         while not (journal.exists() and list(entries(journal))):
             assert time.monotonic() < deadline and program.process.poll() is None, program.log.read_text()[-3000:]
-        program.process.send_signal(PREEMPTION_SIGNAL)
+        program.process.send_signal(PREEMPTION)
         assert program.wait() == EXIT_PREEMPTED
         assert program.gone() == []
         learned = steps_done(run)
@@ -236,13 +236,7 @@ def test_two_hosts_train_what_one_trains(
 ) -> None:
     """Each a network of its own, with a torchrun agent, a Ray node and an SGLang server, or a part of the only one:
     seeds decide the samples, whichever server gives them, and the two ranks compute the same."""
-    script = [*NAMESPACES, "--kill-child", "bash", str(Path(__file__).with_name("two_hosts.sh")), str(tmp_path)]
-    environment = os.environ | {"PYTHON": sys.executable, "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    command = [*script, *rl(root, name), *servers]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    logs = "\n".join(log.read_text()[-2000:] for log in sorted(tmp_path.glob("*.log")))
-    assert done.returncode == 0, f"{done.stderr}\n{logs}"
-    console = (tmp_path / "host0.log").read_text()
+    console = train_on_two_hosts(tmp_path, [*rl(root, name), *servers])
     ready = next(line for line in console.splitlines() if line.startswith("engine: ready"))
     assert re.findall(r"http://([\d.]+):", ready) == addresses
     assert len(list((root / name).glob("sglang-*.log"))) == 2, "one of each host"

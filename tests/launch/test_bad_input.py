@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_collab.config import compose
-from megatron_collab.launch import prepare, validate
+from megatron_collab.launch import machine, prepare, validate
 from megatron_collab.runtime import device
 from megatron_collab.runtime.process import EXIT_BAD_INPUT
 from megatron_collab.train import main
 from tests import helpers
-from tests.helpers import byte_level_tokenizer
+from tests.helpers import byte_level_tokenizer, write_weights
 
 
 @pytest.fixture(autouse=True)
@@ -59,6 +59,7 @@ def model(tmp_path: Path) -> Path:
             }
         )
     )
+    write_weights(folder)
     return folder
 
 
@@ -82,7 +83,7 @@ def test_an_unknown_experiment(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_value_of_the_wrong_type(capsys: pytest.CaptureFixture[str], booking: list[str]) -> None:
     line = refused(capsys, *booking, "train.steps=many")
-    assert "train.steps=many: Value 'many' of type 'str' could not be converted to Integer" in line
+    assert "train.steps=many: must be a whole number" in line
 
 
 def test_a_value_that_cannot_be(capsys: pytest.CaptureFixture[str], booking: list[str]) -> None:
@@ -117,6 +118,19 @@ def test_more_servers_than_gpus(
     assert "rollout.server.replicas=2 x rollout.server.tp=2: needs more than the 3 GPUs of this node" in line
     for allowed in (settings, [*rl, "launch.device=cpu"], [*rl, "rollout.server.replicas=1"]):
         validate.validate(compose(allowed))
+
+
+@pytest.mark.parametrize(
+    "setting", ["launch.nproc_per_node=1024", "rollout.workers=10000", "rollout.server.replicas=10000"]
+)
+def test_more_processes_than_this_machine_could_hold(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, setting: str
+) -> None:
+    """Ray would start thousands of workers one after the other until the kernel ends them."""
+    monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: SimpleNamespace(total=64 << 30))
+    rl = ["train.stage=rl", "reward.weights={token_amount: -1}", "launch.device=cpu"]
+    line = refused(capsys, *given(tmp_path, model, [ROW], *rl, setting))
+    assert f"{setting}: the processes of a node need " in line and "this machine has 64; lower it" in line
 
 
 def test_a_required_option_that_is_not_set(capsys: pytest.CaptureFixture[str]) -> None:
@@ -222,7 +236,7 @@ def test_a_task_that_nobody_plays(capsys: pytest.CaptureFixture[str], tmp_path: 
     known = "no such name; known are feedback, llm, replay"
     assert f"data.train={tmp_path}/data.jsonl, task 0: user=nobody: {known}" in line
     played = tmp_path / "played.jsonl"
-    played.write_text(json.dumps(rows[0] | {"user": "replay"}) + "\n")
+    played.write_text(json.dumps(rows[0] | {"user": "replay", "metadata": {"replay": ["so"]}}) + "\n")
     sets = f"data.eval=[{{source: {tmp_path}/data.jsonl, name: held}}]"
     more = ("train.stage=rl", "reward.weights={token_amount: -1}", sets, f"data.train={played}")
     line = refused(capsys, *given(tmp_path, model, rows), *more)
@@ -308,7 +322,7 @@ PAIR = {"prompt": "hi", "chosen": "hello", "rejected": "no"}
 def test_a_metric_or_a_user_for_whom_no_task_is_fit(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path, settings: list[str], said: str
 ) -> None:
-    user = [] if any("user" in setting for setting in settings) else ["user.name=replay"]
+    user = [] if any("user" in setting for setting in settings) else ["user.model=policy"]
     line = refused(capsys, *given(tmp_path, model, [PAIR, PAIR], "train.stage=rl", *settings, *user))
     assert said.format(tmp_path / "data.jsonl") in line
 

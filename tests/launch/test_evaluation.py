@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from megatron_collab import evaluate
 from megatron_collab.config import Config, ConfigError, compose
 from megatron_collab.config.schema import AlgoConfig, ParallelConfig
-from megatron_collab.evaluate import prepared
 from megatron_collab.inference import server
 from megatron_collab.launch import evaluation, inherited, servers
 from megatron_collab.runtime import device
 from tests.helpers import make_model
 
 METRIC = "reward.weights={token_amount: 1}"
+
+GOAL = json.dumps({"question": "q", "facts": ["f"]})  # as the user reveal reads it
 
 
 @pytest.fixture(autouse=True)
@@ -28,12 +31,18 @@ def key(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def tasks(tmp_path: Path) -> Path:
     file = tmp_path / "tasks.jsonl"
-    file.write_text(json.dumps({"prompt": [{"role": "user", "content": "hi"}], "goal": "g", "user": "reveal"}) + "\n")
+    file.write_text(json.dumps({"prompt": [{"role": "user", "content": "hi"}], "goal": GOAL, "user": "reveal"}) + "\n")
     return file
 
 
 def given(tmp_path: Path, tasks: Path, *more: str) -> list[str]:
     return [f"run.dir={tmp_path}/out", f"data.eval={tasks}", METRIC, *more]
+
+
+def prepared(arguments: list[str]) -> object:
+    """As one start of the program, which then ends."""
+    with ExitStack() as held:
+        return evaluate.prepared(arguments, held)
 
 
 def refused(arguments: list[str]) -> str:
@@ -74,7 +83,8 @@ def test_a_judge_of_the_runs_own_needs_gpus_whoever_is_evaluated(
     tmp_path: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = evaluation.load(given(tmp_path, tasks, "assistant.model=openai/m", "launch.device=cpu"))
-    config.launch.device, config.servers = "cuda", {"judge": {"model": str(tmp_path), "tp": 4}}
+    judge = make_model(tmp_path / "judge")
+    config.launch.device, config.servers = "cuda", {"judge": {"model": str(judge), "tp": 4}}
     monkeypatch.setattr(device, "probe", lambda name: SimpleNamespace(found=True, detail=""))
     monkeypatch.setattr(device, "count", lambda: 4)
     evaluation.prepared(config)

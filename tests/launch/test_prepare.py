@@ -90,7 +90,7 @@ def test_a_name_that_only_other_programs_know_asks_for_no_user_of_that_name() ->
 def test_each_metric_picks_its_tasks_from_the_sources_and_its_share_is_said(tmp_path: Path) -> None:
     """Weights are shared by all sources; what decides is a part of what a survey is kept under."""
     byte_level_tokenizer(300).save_pretrained(tmp_path / "model")
-    row = {"prompt": [{"role": "user", "content": "hi"}], "goal": "g", "user": "replay"}
+    row = {"prompt": [{"role": "user", "content": "hi"}], "goal": "g", "user": "replay", "metadata": {"replay": ["so"]}}
     write_jsonl(tmp_path / "some.jsonl", [{**row, "answer": answer} for answer in ("1", "", "2")])
     write_jsonl(tmp_path / "none.jsonl", [row, row])
     config = Config()

@@ -15,7 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_collab.runtime.process import EXIT_BAD_INPUT, EXIT_PREEMPTED, EXIT_STOPPED, PREEMPTION_SIGNAL
+from megatron_collab.runtime.process import EXIT_BAD_INPUT, EXIT_STOPPED
+from megatron_collab.runtime.signals import EXIT_PREEMPTED, PREEMPTION
 from tests.helpers import listening
 
 pytestmark = pytest.mark.processes
@@ -25,12 +26,14 @@ TIMEOUT = 120
 WAITS = """
 import os, subprocess, sys, time
 from pathlib import Path
-from megatron_collab.runtime.process import Preempted, raise_if_preempted, watch_for_preemption
+from megatron_collab.runtime import signals
+from megatron_collab.runtime.process import Preempted, raise_if_preempted
 
+signals.begin()
 folder = Path(sys.argv[1])
 if os.environ["RANK"] == "1":
     time.sleep(600)
-watch_for_preemption()
+signals.keep_notices(0, 20.0)
 child = subprocess.Popen(["sleep", "600"])
 (folder / "ready").touch()
 try:
@@ -69,7 +72,7 @@ def agent(script: str, folder: Path, *arguments: str, options: Sequence[str] = (
     """Two ranks of `script`; started with the signal blocked, as `env --block-signal=USR1` does."""
     (folder / "rank.py").write_text(script)
     command = [sys.executable, "-m", "megatron_collab.launch.torchrun", *options, "--nproc-per-node=2"]
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {PREEMPTION_SIGNAL})
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {PREEMPTION})
     try:
         process = subprocess.Popen([*command, str(folder / "rank.py"), *arguments], stderr=subprocess.PIPE, text=True)
     finally:
@@ -90,7 +93,7 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 def test_a_signal_before_the_first_line_is_heeded(tmp_path: Path) -> None:
     with agent(WAITS, tmp_path, str(tmp_path)) as process:
-        process.send_signal(PREEMPTION_SIGNAL)
+        process.send_signal(PREEMPTION)
         assert ended(process)[0] == EXIT_PREEMPTED
 
 
@@ -103,7 +106,7 @@ def test_a_signal_to_all_processes_of_a_job_ends_none(tmp_path: Path) -> None:
         everyone: Sequence[psutil.Process] = psutil.Process(process.pid).children(recursive=True)
         assert len(everyone) == 3
         for other in everyone:
-            other.send_signal(PREEMPTION_SIGNAL)
+            other.send_signal(PREEMPTION)
         assert ended(process)[0] == EXIT_PREEMPTED
 
 

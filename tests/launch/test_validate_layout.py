@@ -182,6 +182,11 @@ def test_what_fp8_cannot_go_with(engine: None, settings: dict[str, Any], said: s
             "parallel.tp=2: a model with experts also needs parallel.sequence_parallel=true",
         ),
         (FP8, DENSE | {"hidden_size": 72}, "model.fp8=hybrid: the hidden size on a rank, 72, is no multiple of 16"),
+        (
+            {"model.fp8": "hybrid", "model.fp8_recipe": "delayed", "model.fp8_params": True},
+            EXPERTS,
+            "model.fp8_params=true: the experts' scales of model.fp8_recipe=delayed cannot be read from a checkpoint",
+        ),
         (FP8, EXPERTS, "model.fp8=hybrid: the width of an expert on a rank, 24, is no multiple of 16"),
         (
             {**FP8, "parallel.pp": 2, "launch.nproc_per_node": 2, "model.fp8_skip_first": 3},

@@ -1,20 +1,28 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import litellm
 import pytest
+from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_collab.config import LlmConfig
 from megatron_collab.llm import client as clients
 from megatron_collab.llm import limiter as limiters
-from megatron_collab.llm.answer import Field, LlmError, json_schema
-from megatron_collab.llm.client import Cache, LlmClient, Messages, retry_after
+from megatron_collab.llm.answer import AnswerTooLong, Field, LlmError, json_schema
+from megatron_collab.llm.cache import Cache
+from megatron_collab.llm.client import LlmClient, Messages, retry_after
 from megatron_collab.llm.limiter import BudgetSpent, Ended, Limiter, Wish
 from tests.llm.endpoint import Endpoint, Reply, fails, hangs, resets, says, writes
 
@@ -211,6 +219,83 @@ def test_a_date_in_retry_after() -> None:
     assert after("soon") == after("-5") == after("") == retry_after(TimeoutError()) == 0
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(
+            "99999999999",
+            "9" * 400,
+            "1e9",
+            "-1",
+            "nan",
+            "inf",
+            "-0",
+            "١٢",
+            "0x10",
+            " 7 ",
+            "7,7",
+            "",
+            ":",
+            "\\",
+            "(" * 50,
+        ),
+        *("Wed, 21 Oct 99999999999 07:28:00 GMT", "Wed, 99 Oct 2015 07:28:00 GMT", "Wed, 21 Oct 0000 07:28:00 GMT"),
+        *("Wed, 21 Oct 9999 23:59:59 -9999", "Fri, 31 Dec 9999 23:59:59 GMT", "Wed, 21 Oct 2015 99:99:99 GMT"),
+    ],
+)
+def test_no_retry_after_ends_anything_or_waits_beyond_the_deadline(value: str, pauses: list[float]) -> None:
+    error = Exception()
+    error.litellm_response_headers = {"retry-after": value}  # type: ignore[attr-defined]
+    assert retry_after(error) >= 0
+    if value.isascii():  # which a header has to be
+        answer, requests = ask(fails(429, Retry_After=value), GOOD, deadline=20.0)
+        assert all(0 <= pause < 20 for pause in pauses)
+        assert answer == {"score": 0.5} if len(requests) == 2 else isinstance(answer, LlmError)
+
+
+@given(st.text() | st.from_regex(r"\w{3}, [0-9]{1,12} \w{3} [0-9]{1,12} [0-9:]{1,12} [-+A-Z0-9]{1,6}"))
+def test_whatever_retry_after_says_is_seconds(value: str) -> None:
+    error = Exception()
+    error.litellm_response_headers = {"retry-after": value}  # type: ignore[attr-defined]
+    assert retry_after(error) >= 0
+
+
+def says_long(size: int, compressed: bool = False) -> Reply:
+    async def reply(request: web.Request) -> web.StreamResponse:
+        response = await says("x" * size)(request)
+        assert isinstance(response, web.Response)
+        if compressed:
+            response.enable_compression(web.ContentCoding.gzip)
+        return response
+
+    return reply
+
+
+@pytest.mark.parametrize(
+    ("reply", "said"),
+    [
+        (says_long(clients.LONGEST_BODY), f"openai/m: more than {clients.LONGEST_BODY} bytes"),
+        (says_long(clients.LONGEST_BODY, compressed=True), f"openai/m: more than {clients.LONGEST_BODY} bytes"),
+        (says_long(clients.LONGEST_TEXT + 1), f"openai/m: {clients.LONGEST_TEXT + 1} characters"),
+    ],
+    ids=["body", "compressed", "text"],
+)
+def test_an_answer_that_is_too_long_is_not_read(reply: Reply, said: str) -> None:
+    """Nor asked for again; and it counts."""
+    client = LlmClient(prices={"openai/m": [0, 1e6]})
+    error, requests = ask(reply, GOOD, client=client, max_tokens=77)
+    assert isinstance(error, AnswerTooLong) and str(error) == said
+    assert len(requests) == 1
+    assert client.took["usd"] == (20 if "characters" in said else 77)
+
+
+def test_an_answer_may_be_long() -> None:
+    async def reply(endpoint: Endpoint) -> Any:
+        return await LlmClient().reply(endpoint.config(), QUESTION)
+
+    assert len(play(says("y" * clients.LONGEST_TEXT), with_=reply)[0].text) == clients.LONGEST_TEXT
+
+
 def test_an_answer_is_paid_once_and_kept(tmp_path: Path) -> None:
     async def questions(endpoint: Endpoint) -> list[Any]:
         limiter = LocalLimiter(LlmConfig(budget_usd=1.0))
@@ -298,7 +383,7 @@ def with_limiter(config: LlmConfig, questions: Callable[[LlmClient, Endpoint], A
 
     async def run(endpoint: Endpoint) -> tuple[Any, LocalLimiter]:
         limiter = LocalLimiter(config)
-        value = await questions(LlmClient(limiter), endpoint)
+        value = await questions(LlmClient(limiter, prices=config.prices), endpoint)
         while limiter._running:
             await asyncio.sleep(0.01)
         return value, limiter
@@ -325,6 +410,82 @@ def test_a_model_without_a_price_is_counted_as_such() -> None:
         return await client.ask(endpoint.config(), QUESTION, SCORE)
 
     assert with_limiter(LlmConfig(), question, GOOD)[1].spend() == {"calls": 1, "tokens": 120, "usd": 0, "unpriced": 1}
+
+
+PRICED = LlmConfig(prices={"openai/m": [1.0, 1000.0]})  # USD per million tokens
+MOST = 120 * 1e-3  # USD for an answer of 120 tokens
+
+
+def spent(*replies: Reply, config: LlmConfig = PRICED, **changes: Any) -> dict[str, float]:
+    """What one question costs that is given up after one try."""
+
+    async def question(client: LlmClient, endpoint: Endpoint) -> None:
+        with suppress(LlmError):
+            once: dict[str, Any] = {"attempts": 1, "timeout": 0.3, "max_tokens": 120, **changes}
+            await client.ask(endpoint.config(**once), QUESTION, SCORE)
+
+    return with_limiter(config, question, *replies)[1].spend()
+
+
+@pytest.mark.parametrize(
+    "fault", [hangs(), resets, writes("<html>"), writes("{}")], ids=["hang", "reset", "html", "{}"]
+)
+def test_a_try_of_which_nobody_says_what_it_took_costs_the_most_it_may(fault: Reply) -> None:
+    found = spent(fault)
+    assert (found["calls"], found["unpriced"]) == (1, 0)
+    assert MOST < found["usd"] < 1.01 * MOST
+    assert 120 < found["tokens"] < 500
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 408, 429, 500, 503])
+def test_a_try_that_was_refused_costs_nothing(status: int) -> None:
+    assert spent(fails(status))["usd"] == 0
+
+
+def test_a_try_without_a_connection_costs_nothing() -> None:
+    """Of several, in four seconds, the deadline may cut off the last before it is refused: that one counts."""
+    spent(GOOD)  # the first call of a process takes LiteLLM seconds, in which it may run out of time
+    assert spent(GOOD, api_base="http://127.0.0.1:9/v1", timeout=4.0, deadline=4.0)["usd"] < 1.01 * MOST
+
+
+def test_a_cancelled_try_costs_the_most_it_may() -> None:
+    async def question(client: LlmClient, endpoint: Endpoint) -> None:
+        asked = client.ask(endpoint.config(max_tokens=120), QUESTION, SCORE)
+        task = asyncio.create_task(asked)
+        while not endpoint.requests:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.wait([task])
+
+    assert MOST < with_limiter(PRICED, question, hangs())[1].spend()["usd"] < 1.01 * MOST
+
+
+@pytest.mark.parametrize("usage", [None, {}, {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}])
+def test_an_answer_without_tokens_costs_what_its_text_may(usage: Any) -> None:
+    """At least what a tokenizer counts, in any language, and less than what it might have been."""
+    text = json.dumps({"score": 0.5, "why": "because 因为它很好谢谢你 весьма хорошо " * 20}, ensure_ascii=False)
+
+    async def reply(request: web.Request) -> web.Response:
+        choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
+        body = {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]}
+        return web.json_response({**body, "usage": usage})
+
+    counted = litellm.token_counter(text=text)
+    assert counted * 1e-3 < spent(reply, max_tokens=5000)["usd"] < 2.5 * counted * 1e-3
+
+
+def test_a_price_that_is_given_is_taken_before_that_of_litellm() -> None:
+    found = spent(GOOD, model="openai/gpt-4o-mini", config=LlmConfig(prices={"openai/gpt-4o-mini": [10.0, 100.0]}))
+    assert found["usd"] == pytest.approx((100 * 10 + 20 * 100) * 1e-6)
+
+
+def test_timeouts_use_the_budget_up() -> None:
+    async def questions(client: LlmClient, endpoint: Endpoint) -> None:
+        with pytest.raises(BudgetSpent):
+            await client.ask(endpoint.config(max_tokens=120, timeout=0.2, attempts=99), QUESTION, SCORE)
+        assert len(endpoint.requests) <= 3
+
+    with_limiter(replace(PRICED, budget_usd=2.5 * MOST), questions, hangs())
 
 
 def test_a_spent_budget_is_told_to_every_later_call() -> None:

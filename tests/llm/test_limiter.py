@@ -94,6 +94,23 @@ def test_calls_at_once_and_those_of_the_dead() -> None:
     assert begun(limiter, 1, 1) == 1
 
 
+def test_a_call_that_nobody_reports_counts_as_what_it_wished_and_once() -> None:
+    """Its process has died; or it was stuck, and reports after all."""
+    clock = Clock()
+    limiter = Limiter(LlmConfig(budget_usd=1.0), LEDGER, clock)
+    late, _ = talk(limiter, [], [Wish(100, 10, 0.25), Wish(50, 10, None)])
+    clock.now += 10
+    assert begun(limiter, 1) == 1
+    assert limiter.spend() == {"calls": 2, "tokens": 150, "usd": 0.25, "unpriced": 1}
+    talk(limiter, [Ended(late, 80, 0.2)], [])
+    assert limiter.spend()["calls"] == 2 and limiter.spend()["usd"] == 0.25
+    (last,) = talk(limiter, [], [Wish(1, 20, 0.75)])
+    clock.now += 20
+    with pytest.raises(BudgetSpent):
+        talk(limiter, [], [Wish(1, 10)])
+    assert last not in limiter._running
+
+
 def test_the_budget_stops_every_further_call_and_says_what_to_do() -> None:
     limiter = Limiter(LlmConfig(budget_usd=1.0), LEDGER)
     a, b = talk(limiter, [], [Wish(1, 10), Wish(1, 10)])

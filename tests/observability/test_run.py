@@ -119,6 +119,16 @@ def test_an_evaluation_without_a_score_says_why(tmp_path: Path, capsys: pytest.C
     assert capsys.readouterr().out == "evaluation before (1 tasks): no rollout has a score; the first: judge is down\n"
 
 
+def test_a_failure_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    failing = [group(Missing("metric right: KeyError: 'facts'")), group(Missing("judge is down"))]
+    with opened(tmp_path) as run:
+        for step in range(3):
+            run.transcripts(step, [group(1.0), *failing[:1], *failing[:1], *failing[1:]])
+            assert "KeyError" in (tmp_path / "transcripts.jsonl").read_text().splitlines()[-2]
+    said = "step 1: failed, and counted as missing: metric right: KeyError: 'facts' (2 times, as of task t-1); "
+    assert capsys.readouterr().out == f"{said}1 other reasons are in the transcripts\n"
+
+
 def test_the_result_compares_the_evaluations(tmp_path: Path) -> None:
     before = {"score/ask_when_missing": 0.25, "score/booking_right": 0.5, "reward": math.nan}
     after = {"score/ask_when_missing": 1.0, "score/booking_right": 0.75, "score/ask_when_complete": 0.0}

@@ -143,8 +143,8 @@ def test_a_change_to_a_library_is_seen(program: str) -> None:
 
 
 def test_nothing_outside_of_patches_changes_a_library() -> None:
-    # The sandbox's child runs programs, and the loader of extensions files of the user, as modules of their own.
-    own = ("reward/sandbox_child.py", "config/extension.py")
+    # The sandbox runs programs, and the loader of extensions files of the user, as modules of their own.
+    own = ("reward/sandboxed/", "config/extension.py")
     found = [f"{file}:{line}" for file, tree in sources() for line in changes(tree)]
     assert [place for place in found if not place.startswith(own)] == []
 

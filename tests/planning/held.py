@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 from weakref import finalize
 
 import numpy as np
 import torch
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron_collab.checkpoint.hf import unwrap
 from megatron_collab.config import Config
 from megatron_collab.models.hf_to_megatron import ModelShape
 from megatron_collab.trainer.critic import _with_value_head
@@ -51,8 +52,8 @@ class Holder:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Count what autograd saves, and the rotation, which recomputation keeps without saving it."""
-        real = policies.rotated
+        """Count what autograd saves, what stages exchange, and the rotation: recomputation keeps it without saving."""
+        real, communicate = policies.rotated, P2PCommunicator._communicate
 
         def rotated(*arguments: object) -> object:
             made = real(*arguments)
@@ -60,9 +61,17 @@ class Holder:
             self.keep(made.sin, made)
             return made
 
+        def exchanged(stages: P2PCommunicator, **what: Any) -> Any:
+            received = communicate(stages, **what)
+            for tensor in (what["tensor_send_next"], what["tensor_send_prev"], *received[:2]):
+                if tensor is not None:
+                    self.keep(tensor, tensor)
+            return received
+
         with (
             saved_tensors_hooks(self._pack, lambda saved: saved.tensor),
             mock.patch.object(policies, "rotated", rotated),
+            mock.patch.object(P2PCommunicator, "_communicate", exchanged),
         ):
             yield
 
@@ -70,13 +79,6 @@ class Holder:
         saved = _Saved(tensor)
         self.keep(tensor, saved)
         return saved
-
-    def between_stages(self, policy: torch.nn.Module, inputs: object, output: Tensor) -> None:
-        """Forward hook: what the schedule keeps of a stage's input and output."""
-        if policy.decoder.input_tensor is not None:
-            self.keep(policy.decoder.input_tensor, policy.decoder.input_tensor)
-        if not policy.post_process:
-            self.keep(output, output)
 
 
 class _Saved:
@@ -114,8 +116,6 @@ def held(config: Config, hf: dict[str, object], micro_batches: int, critic: bool
 
     parameters = [parameter for chunk in trainable.chunks for parameter in chunk.parameters()]
     holder = Holder(parameters)
-    for chunk in trainable.chunks:
-        unwrap(chunk).register_forward_hook(holder.between_stages)
     with holder.saving():
         trainable.step(batches, lambda _, hidden: (hidden.float().sum(), None), lr=1e-3)
 

@@ -181,6 +181,8 @@ def test_micro_batches_under_way() -> None:
     assert [activations.in_flight([1.0, 1.0], 4, rank) for rank in range(4)] == [11, 9, 7, 5]
     # Two virtual stages of different sizes: three passes of the first and two of the second are under way.
     assert activations.in_flight([1.0, 10.0], 2, 0) == 2 + 2 * 10 + 1
+    # Three exchanged where there is another stage; but on the first rank, the last of the warm-up with its gradient.
+    assert [activations.in_flight([1.0, 1.0], 4, rank, 0.1) for rank in range(4)] == [11.3, 9.5, 7.5, 5.5]
 
 
 def test_the_server_takes_what_sglang_takes() -> None:

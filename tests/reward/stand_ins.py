@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 from typing import Any
 
@@ -53,8 +54,24 @@ class Slow(Metric):
 
 
 class Buggy(Metric):
+    """Fails as its conversation's last reply says; 1 where that is "good"."""
+
     async def score(self, task: Task, conversation: Conversation) -> Score | None:
-        raise TimeoutError("a bug") if conversation.replies[-1] == "timeout" else KeyError("a bug")
+        match conversation.replies[-1]:
+            case "good":
+                return 1.0
+            case "nan":
+                return math.nan
+            case "text":
+                return "high"  # type: ignore[return-value]
+            case "deep":
+                return self._deep()
+            case "timeout":
+                raise TimeoutError("a bug")
+        raise KeyError("a bug")
+
+    def _deep(self) -> float:
+        return self._deep()
 
 
 class Broke(Metric):

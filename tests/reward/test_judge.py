@@ -8,7 +8,8 @@ import pytest
 
 from megatron_collab.llm import client as clients
 from megatron_collab.llm.answer import Field
-from megatron_collab.llm.client import Cache, LlmClient
+from megatron_collab.llm.cache import Cache
+from megatron_collab.llm.client import LlmClient
 from megatron_collab.llm.limiter import BudgetSpent
 from megatron_collab.reward.metrics import Judge
 from megatron_collab.types import Missing

@@ -174,8 +174,8 @@ def test_tests_that_do_not_run_are_not_passed(test: str) -> None:
 def test_a_reply_cannot_skip_its_tests() -> None:
     skips = "import unittest\ndef task_func(lines):\n    raise unittest.SkipTest\n"
     at_once = "import unittest\ndef setUpModule():\n    raise unittest.SkipTest\n"
-    assert score(BIG_CODE, reply(skips), reply(SUMS + at_once)) == [0.0, 0.0]
-    assert score({"tests": BIG_CODE["test"]}, reply(skips), reply(SUMS + at_once)) == [0.0, 0.0]
+    for tests in (BIG_CODE, {"tests": BIG_CODE["test"]}):
+        assert score(tests, reply(skips), reply(skips + at_once), reply(SUMS + at_once)) == [0.0, 0.0, 1.0]
 
 
 JUMP = """import sys
@@ -269,7 +269,7 @@ def test_tests_without_their_candidate_are_missing_and_no_zero() -> None:
 @pytest.mark.processes
 def test_a_sandbox_that_fails_is_missing_and_no_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sandbox.unavailable() is None
-    monkeypatch.setattr(sandbox, "_COMMAND", ("/bin/false",))
+    monkeypatch.setitem(sandbox._ways, (), sandbox._Way(("/bin/false",)))
     (missing,) = score(TWICE, reply(CODE))
     assert isinstance(missing, Missing)
     assert missing.why.startswith("sandbox: ")
@@ -279,13 +279,13 @@ def test_a_sandbox_that_fails_is_missing_and_no_zero(monkeypatch: pytest.MonkeyP
 def test_so_many_programs_run_at_once_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     running, most = 0, 0
 
-    async def run(sources: Mapping[str, str], limits: sandbox.Limits) -> sandbox.Result:
+    async def run(program: sandbox.Program, limits: sandbox.Limits, container: Sequence[str]) -> sandbox.Result:
         nonlocal running, most
         running += 1
         most = max(most, running)
         await asyncio.sleep(0.01)
         running -= 1
-        if "boom" in sources["solution"]:
+        if "boom" in program.candidate["solution"]:
             raise SandboxError("boom")
         return sandbox.Result(True, "", "")
 
@@ -311,7 +311,7 @@ def test_settings_that_cannot_work_are_refused(setting: str) -> None:
 @pytest.mark.processes
 def test_a_machine_that_cannot_isolate_refuses_the_metric(monkeypatch: pytest.MonkeyPatch) -> None:
     assert PassRate.unavailable(PassRate.Options()) is None
-    monkeypatch.setattr(sandbox, "unavailable", lambda: "no namespaces")
+    monkeypatch.setattr(sandbox, "unavailable", lambda container: "no namespaces")
     assert PassRate.unavailable(PassRate.Options()) == "no namespaces"
 
 

@@ -81,10 +81,23 @@ def test_a_slow_metric_takes_no_place_from_another(stand_ins: None) -> None:
     assert asyncio.run(first()) == {1: {"process": os.getpid()}}
 
 
-@pytest.mark.parametrize(("text", "kind"), [("key", KeyError), ("timeout", TimeoutError)])
-def test_a_bug_in_a_metric_is_raised(stand_ins: None, text: str, kind: type[Exception]) -> None:
-    with pytest.raises(kind, match="a bug"):
-        score(RewardWorker(Config(reward=settings("length", "buggy"))), text)
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("key", "metric buggy: KeyError: 'a bug'"),
+        ("timeout", "metric buggy: TimeoutError: a bug"),
+        ("deep", "metric buggy: RecursionError: maximum recursion depth exceeded"),
+        ("nan", "metric buggy: ValueError: a score of nan; give a finite number, None or Missing"),
+        ("text", "metric buggy: ValueError: could not convert string to float: 'high'"),
+    ],
+)
+def test_whatever_a_metric_raises_is_a_missing_score_and_the_others_stand(stand_ins: None, text: str, why: str) -> None:
+    worker = RewardWorker(Config(reward=settings("length", "buggy")))
+    bad, good = score(worker, text, "good")
+    missing = bad.pop("buggy")
+    assert isinstance(missing, Missing) and missing.why.startswith(why)
+    assert (bad, good) == ({"length": len(text)}, {"length": 4.0, "buggy": 1.0})
+    assert asyncio.run(worker.take_counters()) == {"buggy_failed": 1}
 
 
 @pytest.mark.processes

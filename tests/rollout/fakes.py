@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -122,6 +123,7 @@ class FakeUsers:
     def __init__(self, reply: Callable[[str, Sequence[Message]], UserReply | str]) -> None:
         self.reply = reply
         self.made: dict[str, FakeUser] = {}
+        self.config, self.counters = config(), Counter[str]()
 
     def make(self, task: Task, sample: str) -> FakeUser:
         assert sample not in self.made

@@ -1,23 +1,37 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import pickle
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
+from jinja2 import TemplateError
 
 from megatron_collab.algo.credit import whole
 from megatron_collab.config import RewardConfig
 from megatron_collab.inference.client import EngineError
+from megatron_collab.llm.limiter import BudgetSpent
 from megatron_collab.rollout import conversation as conversation_module
 from megatron_collab.rollout.conversation import Player, RolloutPlace, seed_of
 from megatron_collab.rollout.users import UserError, UserReply
-from megatron_collab.types import Conversation, Ending, Finish, Message, Reward, Rollout, Task, Turn
+from megatron_collab.types import Conversation, Ending, Finish, Group, Message, Missing, Reward, Rollout, Task, Turn
 from tests.rollout.fakes import STOP, CharacterRenderer, FakePolicy, FakeUser, FakeUsers, config, decode, encode
 
 TASK = Task("t", (Message("user", "hi"),), "goal", "answer", "testing")
 NO_REWARDS: Any = None  # nothing is scored here
+
+
+class Scores:
+    """Scores 1 for every conversation that did not fail."""
+
+    async def score(self, task: Task, conversation: Conversation) -> dict[str, float | Missing]:
+        failed = conversation.ending is Ending.ERROR
+        return {"asks": Missing(conversation.error) if failed else 1.0}
+
+
+SCORES: Any = Scores()
 PLACE = RolloutPlace("step-0", 0)
 
 
@@ -279,8 +293,88 @@ def test_users_may_credit_earlier_turns() -> None:
 def test_a_reward_that_is_no_finite_number_is_an_error(value: float) -> None:
     """Not a score that spreads to every weight."""
     paying = FakeUsers(lambda goal, messages: UserReply(Message("user", "go on"), False, reward=value))
-    with pytest.raises(ValueError, match=f"^a reward of {value} for turn -1; give a finite number"):
-        play(says("ok"), users=paying)
+    (conversation,) = play(says("ok"), users=paying)
+    why = f"user testing: ValueError: a reward of {value} for turn -1; give a finite number"
+    assert (conversation.ending, conversation.error) == (Ending.ERROR, why)
+    assert conversation.turn_rewards == (0.0,)
+
+
+class Deep(FakeUsers):
+    """Makes users that fail on one task by the kind of error that its goal names, and as no user should."""
+
+    def make(self, task: Task, sample: str) -> Any:
+        if task.goal == "made":
+            raise KeyError("facts")
+        return super().make(task, sample)
+
+
+def fails(goal: str, messages: Sequence[Message]) -> Any:
+    faults: dict[str, Callable[[], Any]] = {
+        "key": lambda: {}["facts"],
+        "json": lambda: json.loads("no JSON"),
+        "deep": lambda: json.loads("[" * 100_000),
+        "timeout": _late,
+        "nothing": lambda: UserReply(None, False),  # type: ignore[arg-type]
+        "turn": lambda: UserReply(Message("user", "go on"), False, credits={7: 1.0}),
+        "good": lambda: "go on",
+    }
+    return faults[goal]()
+
+
+def _late() -> Any:
+    raise TimeoutError("of the user's own")
+
+
+@pytest.mark.parametrize(
+    ("goal", "why"),
+    [
+        ("made", "user testing: KeyError: 'facts'"),
+        ("key", "user testing: KeyError: 'facts'"),
+        ("json", "user testing: JSONDecodeError: Expecting value"),
+        ("deep", "user testing: RecursionError: "),
+        ("timeout", "user testing: TimeoutError: of the user's own"),
+        ("nothing", "user testing: AttributeError: "),
+        ("turn", "user testing: ValueError: a reward for turn 7"),
+    ],
+)
+def test_whatever_a_user_raises_is_the_error_of_its_task_alone(goal: str, why: str) -> None:
+    users = Deep(fails)
+    options = config(max_user_turns=1)
+    options.reward.weights = {"asks": 1.0}
+    player = Player(says("ok"), CharacterRenderer(), users, SCORES, options)
+    bad, good = (Task(name, TASK.messages, name, "", "testing") for name in (goal, "good"))
+
+    async def groups() -> list[Group]:
+        return list(await asyncio.gather(player.play(bad, "step-0-0"), player.play(good, "step-0-1")))
+
+    failed, played = asyncio.run(groups())
+    for rollout in failed.rollouts:
+        for future in rollout.futures:
+            assert future.conversation.ending is Ending.ERROR and future.conversation.error.startswith(why)
+        assert isinstance(rollout.reward.value, Missing) and why in rollout.reward.value.why
+    assert users.counters["user_failed"] == sum(len(rollout.futures) for rollout in failed.rollouts)
+    assert all(rollout.reward.value == 1.0 for rollout in played.rollouts)
+
+
+def test_a_spent_budget_is_not_the_error_of_a_task() -> None:
+    def spent(goal: str, messages: Sequence[Message]) -> Any:
+        raise BudgetSpent("llm.budget_usd=1 is used up")
+
+    with pytest.raises(BudgetSpent):
+        play(says("ok"), users=FakeUsers(spent))
+
+
+def test_a_task_that_the_chat_template_refuses_has_an_error() -> None:
+    class Refusing(CharacterRenderer):
+        def first(self, messages: Sequence[Message]) -> tuple[int, ...]:
+            raise TemplateError("no such role")
+
+    options = config()
+    options.reward.weights = {"asks": 1.0}
+    player = Player(says("ok"), Refusing(), FakeUsers(user), SCORES, options)
+    group = asyncio.run(player.play(TASK, "step-0-0"))
+    (why,) = {rollout.reward.value.why for rollout in group.rollouts}  # type: ignore[union-attr]
+    assert why == "asks: the chat template refuses the task's messages: TemplateError: no such role"
 
 
 def test_tools_answer_within_a_turn_and_the_user_after_it() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 
 from megatron_collab import types
 from megatron_collab.rollout.journal import Journal, WeightDigests, entries
-from megatron_collab.runtime import process
+from megatron_collab.runtime import signals
 from megatron_collab.runtime.process import Preempted
 from megatron_collab.types import Batch, Ending, Group, Message, Missing, Task
 from tests.rollout.simulated import DIFFERENT, EQUAL, PROMPTS, World, rollout
@@ -134,13 +133,13 @@ def preempted(made: World, play: Callable[[], Any], *, at: str, monkeypatch: pyt
 
     def told(task: Task, stream: str) -> Group:
         if stream == at:
-            monkeypatch.setattr(process, "_noticed", time.monotonic())
+            monkeypatch.setattr(signals, "notice", signals.Notice(signals.PREEMPTION))
         return group(task, stream)
 
     made.group = told  # type: ignore[method-assign]
     with pytest.raises(Preempted), made.manager:
         play()
-    monkeypatch.setattr(process, "_noticed", None)
+    monkeypatch.setattr(signals, "notice", None)
 
 
 def assert_same(batch: Batch, wanted: Batch) -> None:

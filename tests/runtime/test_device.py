@@ -128,7 +128,7 @@ def test_the_compiler_is_the_one_that_is_set_or_a_wheels(monkeypatch: pytest.Mon
     monkeypatch.setattr(device.sysconfig, "get_path", lambda name: str(tmp_path))
     monkeypatch.setattr(device, "_TOOLKIT", str(tmp_path / "none"))
     assert not device.probe("nvcc").found
-    assert device.probe("nvcc").detail == "not in CUDA_HOME or PATH, nor the wheel nvidia-cuda-nvcc"
+    assert device.probe("nvcc").detail == "none in CUDA_HOME or PATH, nor the wheel nvidia-cuda-nvcc"
     for home in ("nvidia/cu13", "toolkit"):
         (tmp_path / home / "bin").mkdir(parents=True)
         (tmp_path / home / "bin" / "nvcc").touch()
@@ -141,6 +141,25 @@ def test_the_compiler_is_the_one_that_is_set_or_a_wheels(monkeypatch: pytest.Mon
     device.cuda_home.cache_clear()
     device.probe.cache_clear()
     assert device.probe("nvcc").detail == str(tmp_path / "toolkit")
+
+
+def test_a_compiler_of_another_cuda_than_torchs_is_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Clusters set CUDA_HOME to what their other users want; doctor says that it is not used."""
+    for home, release in (("set", "12.4"), ("nvidia/cu13", "13.1")):
+        (tmp_path / home / "bin").mkdir(parents=True)
+        (nvcc := tmp_path / home / "bin" / "nvcc").write_text(
+            f"#!/bin/sh\necho 'tools, release {release}, V{release}.9'\n"
+        )
+        nvcc.chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "set"))
+    monkeypatch.setattr(device.sysconfig, "get_path", lambda name: str(tmp_path))
+    for cuda, used in (("13.0", "nvidia/cu13"), ("12.8", "set"), (None, "set")):
+        device.cuda_home.cache_clear()
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        assert device.cuda_home() == str(tmp_path / used)
+    device.cuda_home.cache_clear()
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert device.probe("nvcc").detail == f"{tmp_path}/nvidia/cu13; not {tmp_path}/set, of CUDA 12.4"
 
 
 def test_kernels_are_linked_with_the_runtime_of_a_wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

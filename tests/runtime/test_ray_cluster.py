@@ -15,6 +15,7 @@ import ray
 from megatron_collab.config import Config, RewardConfig
 from megatron_collab.runtime import ray_cluster
 from megatron_collab.runtime.process import RunStopped
+from tests.helpers import listening
 
 pytestmark = pytest.mark.processes
 
@@ -57,3 +58,16 @@ def test_ray_starts_without_monitors() -> None:
         commands = " ".join(word for process in ours for word in process.cmdline())
     assert "gcs_server" in commands and "dashboard/agent.py" in commands
     assert [file for file in ("monitor.py", "log_monitor.py", "dashboard/dashboard.py") if file in commands] == []
+
+
+def test_nothing_of_ray_listens_beyond_loopback() -> None:
+    this = psutil.Process()
+    before = listening([this, *this.children(recursive=True)])  # an earlier test's store of torch, for one
+    with ray_cluster.ray_session(Config(reward=RewardConfig(workers=1))):
+        ray.get(ray.remote(lambda: None).options(num_cpus=0).remote())
+        after = listening([this, *this.children(recursive=True)])
+        names = {process: " ".join(process.cmdline())[:100] for process in after}
+    opened = {process: sockets - before.get(process, set()) for process, sockets in after.items()}
+    assert sum(bool(sockets) for sockets in opened.values()) >= 5, "this process, the store, the node, agents, a worker"
+    hosts = {(names[process], host) for process, sockets in opened.items() for host, _ in sockets}
+    assert {(name, host) for name, host in hosts if host not in {"127.0.0.1", "::ffff:127.0.0.1"}} == set()

@@ -21,12 +21,14 @@ SLOW = {"async_steps", "booking", "in_flight", "judge_outage", "layouts", "logpr
 SLOW |= {"gpu", "rehearse", "step", "train_turns"}
 # No order beats the bounds that the benches divide by, and nothing may be lost, read wrongly or played again.
 HOLDS: dict[str, Callable[[dict[str, float]], bool]] = {
+    "bad_input": lambda values: sum(values[bad] for bad in ("traceback", "accepted_nonsense", "crash")) == 0,
     "futures": lambda values: values["makespan_over_bound"] >= 1 and values["serial_over_ours"] >= 1,
     "in_flight": lambda values: values["lost"] == 0 and values["conversations"] >= 100,
     "judge_outage": lambda values: values["wrong_scores"] == values["zero_by_failure"] == values["away_wrong"] == 0,
     "judge_parse": lambda values: values["crashes"] == values["wrong_type"] == values["wrong_value"] == 0,
     "preemption": lambda values: (values["saved"], values["equal"], values["played_again"]) == (values["of"], 1, 0),
     "rehearse": lambda values: values["failed"] == 0 and values["rank_classes"] > 0,
+    "sandbox": lambda values: values["earned"] == values["honest_failed"] == 0,
     "reward_loop": lambda values: values["time_over_ideal"] >= 1,
 }
 

@@ -201,6 +201,20 @@ def test_the_host_waits_for_no_number(given: dict, one_rank: Config) -> None:
         (log_probs + entropy).sum().backward()
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_the_host_waits_for_no_kernel(given: dict, one_gpu: Config) -> None:
+    """The head's log-probs, entropy and gradients are queued without a synchronisation."""
+    here = {name: torch.from_numpy(given[name]).cuda() for name in ("hidden", "head", "labels")}
+    for mode in ("default", "error"):  # first what is loaded and allocated once
+        hidden, head = (here[name].clone().requires_grad_() for name in ("hidden", "head"))
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            log_probs, entropy = head_log_probs(hidden, head, here["labels"], 0.7, VOCAB)
+            (log_probs + entropy).sum().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
 class Largest(TorchDispatchMode):
     """The most elements that a tensor made under this mode has."""
 

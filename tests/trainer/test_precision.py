@@ -24,6 +24,7 @@ from tests.ranks import learn, make_config, make_samples, run_ranks
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"]
+RECIPES = ["tensorwise", "delayed", "blockwise"]
 WIDE: dict[str, Any] = {"layers": 2, "hidden": 256, "ffn": 512, "heads": 8, "kv_heads": 4, "head_dim": 32}
 BFLOAT16 = {"model.dtype": "bfloat16"}
 
@@ -36,7 +37,7 @@ def fp8(recipe: str, **more: object) -> dict[str, object]:
 # name: (family, settings of the layers)
 ALONE: dict[str, tuple[str, dict[str, object]]] = {
     **{f"bfloat16 {family}": (family, BFLOAT16) for family in FAMILIES},
-    **{f"fp8 {recipe}": ("qwen3", fp8(recipe)) for recipe in ("tensorwise", "delayed", "blockwise")},
+    **{f"fp8 {recipe}": ("qwen3", fp8(recipe)) for recipe in RECIPES},
     "fp8 of experts": ("qwen3_moe", fp8("tensorwise")),
 }
 SEQUENCE = {"parallel.tp": 2, "parallel.sequence_parallel": True}
@@ -45,6 +46,7 @@ PAIRS: dict[str, tuple[str, dict[str, object]]] = {
     "ep2": ("qwen3_moe", BFLOAT16 | {"parallel.ep": 2}),
     "cp2": ("qwen3", BFLOAT16 | {"parallel.cp": 2}),
     "fp8 blocks, tp2": ("qwen3", fp8("blockwise") | SEQUENCE),
+    **{f"fp8 {recipe}, cp2": ("qwen3", fp8(recipe) | {"parallel.cp": 2}) for recipe in RECIPES},
 }
 SAMPLES = make_samples(16, seed=3)
 # Over the reference kernels log-probs are 0.76 to 1.08 of the unit away in bfloat16, 7.6 to 9.6 in FP8.
@@ -106,16 +108,17 @@ def measure(folder: Path, cases: dict[str, Any], device_type: str, engine: bool)
 def errors(found: dict[str, Any], local: dict[str, Any], family: str) -> dict[str, float]:
     """Of log-probs (root mean square), their mean and the gradient's norm, in units of bfloat16's own log-probs."""
     exact, rounded = local[f"float32 {family}"], local[f"bfloat16 {family}"]
-
-    def spread(one: dict[str, Any]) -> float:
-        return float(np.sqrt(np.mean((one["log_probs"] - exact["log_probs"]) ** 2)))
-
     mean = abs(float(np.mean(found["log_probs"] - exact["log_probs"])))
     relative = abs(found["grad_norm"] / exact["grad_norm"] - 1)
     return {
-        name: error / spread(rounded)
-        for name, error in (("log_probs", spread(found)), ("loss", mean), ("norm", relative))
+        name: error / apart(rounded, exact)
+        for name, error in (("log_probs", apart(found, exact)), ("loss", mean), ("norm", relative))
     }
+
+
+def apart(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """The root mean square of how far their log-probs are apart."""
+    return float(np.sqrt(np.mean((one["log_probs"] - other["log_probs"]) ** 2)))
 
 
 @pytest.mark.parametrize("case", ALONE)
@@ -136,6 +139,17 @@ def test_two_ranks_round_as_one_does(
     if case not in pairs:
         pytest.skip(gpus.lacking(capability=gpus.HOPPER))
     check(pairs[case], local, PAIRS[case][0], FP8 if case.startswith("fp8") else BFLOAT16_AGAIN, record_property)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
+def test_context_parallel_ranks_are_nearer_to_one_than_fp8_is_to_float32(
+    pairs: dict[str, Any], alone: dict[str, Any], local: dict[str, Any], recipe: str
+) -> None:
+    """0.44 to 0.47 as far as measured: FP8 rounds what attention sums in another order. Scales are no others here."""
+    if f"fp8 {recipe}" not in alone:
+        pytest.skip(gpus.lacking(capability=gpus.HOPPER))
+    one = alone[f"fp8 {recipe}"]
+    assert 0 < apart(pairs[f"fp8 {recipe}, cp2"], one) < 0.7 * apart(one, local["float32 qwen3"])
 
 
 def check(found: Any, local: Any, family: str, bound: float, record_property: Callable[[str, object], None]) -> None:

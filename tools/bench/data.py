@@ -1,16 +1,18 @@
 """What reading rows as tasks costs, beside the bare iteration of the same rows by `datasets`.
 
 `python tools/bench/data.py [--rounds 3]`: a million made rows with the columns of our own format (one message or three,
-a goal, an answer) as JSONL. It is opened once, so that its rows lie as Arrow on disk; then two ways take turns, each in
-a fresh process, of one thread:
+a goal, an answer) as JSONL. It is opened and checked once, so that its rows lie as Arrow on disk; then two ways take
+turns, each in a fresh process, of one thread:
 
-- plain: `for row in table` of the Dataset, then 20,000 rows `table[i]` in an order drawn from a seed;
+- plain: `for row in table` of the library's Dataset, then 20,000 rows `table[i]` in an order drawn from a seed;
 - ours: `for task in load_tasks(file)`, then 20,000 tasks in the order of a run (`Mixture`), which is drawn from a seed.
 
     rows_per_second_over_datasets = rows a second, ours / plain, of the whole pass (bound: at least 0.5);
     random_over_datasets = the same of the rows in another order than the file's;
     memory_mb_per_million_rows = growth of the anonymous memory of our process from before the file is opened to the
-        end, in MB for a million rows. Pages of the mapped file are not in it: the kernel takes them back when it likes.
+        end, in MB for a million rows. Pages of the mapped file are not in it: the kernel takes them back when it likes;
+    parsed_mb_per_second = the file (file_mb), parsed and written by the first process of a run;
+    checked_rows_per_second = rows that are read and checked before a run, without counting tokens.
 
 Medians over the rounds. --smoke: one round of 20,000 rows. The last line is one JSON object.
 """
@@ -51,17 +53,41 @@ def anonymous_memory() -> int:
     return int(next(line for line in lines if line.startswith("RssAnon")).split()[1]) * 1024
 
 
+def library_rows(file: Path) -> Any:
+    """The rows as `datasets` itself reads them, from its Arrow beside the file."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    return datasets.Dataset.from_json(str(file), cache_dir=str(file.parent / "library"))
+
+
+def checked(file: Path) -> dict[str, float]:
+    """MB of the file parsed a second, by the first process of a run, and rows a second that are read and checked."""
+    from megatron_collab.config import Config
+    from megatron_collab.data.examples import load_tasks
+    from megatron_collab.data.survey import survey
+    from megatron_collab.rollout.needs import needs
+
+    config = Config()
+    config.reward.weights = {"accuracy": 1.0, "token_amount": -0.1}
+    began = time.perf_counter()
+    tasks = load_tasks(file, "bench", None, file.parent / "cache")
+    parsed = time.perf_counter()
+    survey(tasks, 8192, lambda messages: 0, lambda task: 0, needs(config))
+    seconds = time.perf_counter() - parsed
+    return {"parsed": file.stat().st_size / 1e6 / (parsed - began), "checked": len(tasks) / seconds}
+
+
 def one_pass(way: str, file: Path) -> dict[str, float]:
     import datasets.packaged_modules.json.json  # noqa: F401  # the library's own memory does not count
 
     from megatron_collab.data.examples import load_tasks
     from megatron_collab.data.mixture import Mixture
-    from megatron_collab.data.rows import open_rows
     from megatron_collab.data.sources import TrainingSource
 
     cache, before = file.parent / "cache", anonymous_memory()
     if way == "plain":
-        rows: Any = open_rows(TrainingSource(source=str(file)), "bench", cache).table
+        rows: Any = library_rows(file)
         order = random.Random(0).sample(range(len(rows)), min(RANDOM_ROWS, len(rows)))
     else:
         rows = load_tasks(file, "bench", None, cache)
@@ -107,12 +133,11 @@ def main() -> None:
         with file.open("w") as out:
             for number in range(SMOKE_ROWS if arguments.smoke else ROWS):
                 out.write(json.dumps(made_row(number)) + "\n")
-        from megatron_collab.data.examples import load_tasks
-
-        load_tasks(file, "bench", None, Path(folder) / "cache")
+        start, _ = checked(file), library_rows(file)
         for _ in range(1 if arguments.smoke else arguments.rounds):
             for way, passes in found.items():
                 passes.append(measure(way, file))
+        size = file.stat().st_size / 1e6
     plain, ours = ({name: median(each[name] for each in found[way]) for name in found[way][0]} for way in found)
     assert plain["rows"] == ours["rows"]
     values = {
@@ -121,6 +146,9 @@ def main() -> None:
         "random_over_datasets": ours["random"] / plain["random"],
         "rows_per_second": ours["streamed"],
         "datasets_rows_per_second": plain["streamed"],
+        "file_mb": size,
+        "parsed_mb_per_second": start["parsed"],
+        "checked_rows_per_second": start["checked"],
     }
     print(json.dumps({"name": "data", "values": {name: round(value, 4) for name, value in values.items()}}))
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -30,7 +31,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megatron_collab.rollout.journal import entries
-from megatron_collab.runtime.process import EXIT_PREEMPTED, PREEMPTION_SIGNAL, block_preemption_signal
+from megatron_collab.runtime.signals import EXIT_PREEMPTED, PREEMPTION
 
 SEED = 0
 DEADLINE = 600.0  # seconds for one start, on a machine however busy
@@ -126,7 +127,9 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="one signal, two steps: shows that it runs, no figures")
     arguments = parser.parse_args()
     signals, settings = (1, [*SETTINGS, *SMOKE]) if arguments.smoke else (arguments.signals, SETTINGS)
-    block_preemption_signal()  # and so do those whom we start, from their first instruction on
+    signal.pthread_sigmask(
+        signal.SIG_BLOCK, {PREEMPTION}
+    )  # and so do those whom we start, from their first instruction on
     with tempfile.TemporaryDirectory() as folder:
         values = measured(arguments.root or Path(folder), signals, settings)
     print(json.dumps({"name": "preemption", "values": values}))
@@ -154,7 +157,7 @@ def measured(root: Path, signals: int, settings: list[str]) -> dict[str, float]:
             with started(root, name, settings) as process:
                 if not wait(process, journal, moment):
                     assert not last, f"not at its end after {DEADLINE:g} s: see {root / name}.log"
-                    process.send_signal(PREEMPTION_SIGNAL)
+                    process.send_signal(PREEMPTION)
                     sent, told = sent + 1, time.monotonic()
                     wait(process, journal, DEADLINE)
                     took = time.monotonic() - told

@@ -1,7 +1,8 @@
-"""How long a rehearsal takes, and how near `doctor --plan` is to what it counts: train_70b on 128 GPUs.
+"""How long a rehearsal takes, and how near `doctor --plan` is to what it counts: train_70b on 128 GPUs, or another run.
 
-`python tools/bench/rehearse.py [--smoke]`: planned over counted, the most and the least of all parts of all classes of
-ranks, and seconds. --smoke: supervised training on two stages, without servers. The last line is one JSON object.
+`python tools/bench/rehearse.py [--smoke] [OPTION=VALUE …]`: planned over counted, the most and the least of all parts
+of all classes of ranks, and seconds. Options are those of `megatron-collab rehearse`. --smoke: supervised training on
+two stages, without servers. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ from megatron_collab import patches
 from megatron_collab.config import ConfigError
 from megatron_collab.trainer.megatron.te_cpu.install import install
 
+EXPERIMENT = "experiment=train_70b"
 SMOKE = ["train.stage=sft", "model.path=models/Llama-3.1-8B-Instruct", "parallel.pp=2", "launch.nodes=2"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="a smaller run: shows that it works, no figures")
-    smoke = parser.parse_args().smoke
+    parser.add_argument("options", nargs="*", metavar="OPTION=VALUE", help="settings of a run [experiment=train_70b]")
+    given = parser.parse_args()
     install()
     patches.apply("megatron")
     from megatron_collab.planning.memory import described, plan_memory, read_run
@@ -28,7 +31,7 @@ def main() -> None:
     from megatron_collab.planning.rehearsal.run import rehearse
 
     began = time.monotonic()
-    config, shape = read_run(["experiment=train_70b", *(SMOKE if smoke else [])])
+    config, shape = read_run([*(given.options or [EXPERIMENT]), *(SMOKE if given.smoke else [])])
     plan, found, failed = plan_memory(config, shape), [], 0
     try:
         for one in rehearse(config, shape, json.loads(described(config.model.path).read_text())):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
 from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
@@ -60,14 +62,18 @@ def make_trainer(config: Config, shape: ModelShape, ledger: Ledger) -> PolicyTra
         prefix = _prefix(name)
         for optimizer in trainable.optimizer.chained_optimizers:
             optimizer._init_optimizer_states_with_dummy_values()  # else the first step would be without moments
-        ledger.claim(f"{prefix}parameters", (p for chunk in trainable.chunks for p in chunk.parameters()))
+        ledger.claim(f"{prefix}parameters", _held(trainable.chunks))
         paper.on_copies(trainable.chunks, partial(ledger.claim, f"{prefix}parameters"))
         ledger.claim(f"{prefix}gradients", trainable.gradients())
         ledger.claim(f"{prefix}optimizer", trainable.optimizer_storages())
-    for chunk in trainer.reference or ():
-        ledger.claim("reference", chunk.parameters())
+    ledger.claim("reference", _held(trainer.reference or ()))
     paper.on_copies(trainer.reference or (), partial(ledger.claim, "reference"))
     return trainer
+
+
+def _held(chunks: Iterable[torch.nn.Module]) -> Iterator[Tensor]:
+    """The tensors that hold the parameters."""
+    return chain.from_iterable(paper.parts(parameter) for chunk in chunks for parameter in chunk.parameters())
 
 
 def one_batch(config: Config, shape: ModelShape, micro_batches: int) -> Batch:
@@ -95,10 +101,11 @@ def one_batch(config: Config, shape: ModelShape, micro_batches: int) -> Batch:
 def passes(config: Config, stage: int) -> int:
     """The fewest micro-batches with which a pipeline stage holds as much as with any number of them.
 
-    As many as it has under way, and one after a backward pass, whose gradients stages still exchange.
+    As many as it has under way, and one after a backward pass, whose gradients stages still exchange. With virtual
+    stages until the last that came in the warm-up has gone backward: see planning/activations.py.
     """
     parallel = config.parallel
-    return parallel.pp - stage + 1 if parallel.vpp == 1 else 2 * parallel.pp
+    return parallel.pp - stage + 1 if parallel.vpp == 1 else 4 * parallel.pp
 
 
 @contextmanager
@@ -125,10 +132,18 @@ def activations_booked(ledger: Ledger, trainer: PolicyTrainer) -> Iterator[None]
     def done(gradient: Tensor) -> None:
         ledger.part = PASSING
 
+    def exchanged(stages: P2PCommunicator, **what: Any) -> Any:
+        with ledger.booking(ACTIVATIONS):
+            return communicate(stages, **what)
+
+    communicate = P2PCommunicator._communicate
     chunks = [chunk for trainable in trainer.trainables.values() for chunk in trainable.chunks]
     hooks = [unwrap(chunk).register_forward_hook(passed) for chunk in chunks]
     try:
-        with saved_tensors_hooks(saved, lambda tensor: tensor):
+        with (
+            saved_tensors_hooks(saved, lambda tensor: tensor),
+            mock.patch.object(P2PCommunicator, "_communicate", exchanged),
+        ):
             yield
     finally:
         for hook in hooks:
@@ -161,6 +176,8 @@ def step(trainer: PolicyTrainer, config: Config, micro_batches: int, ledger: Led
     with (
         mock.patch.object(trainers, "make_micro_batches", made),
         mock.patch.object(network, "make_micro_batches", made),
+        # One optimizer step, which has all micro-batches: another holds the same.
+        mock.patch.object(trainers, "_split", lambda count, parts: [range(count)]),
     ):
         if not trainer.supervised:
             trainer.score(one_batch(config, trainer.shape, 1))

@@ -40,10 +40,9 @@ def rehearse(config: Config, shape: ModelShape, hf: Mapping[str, Any], every: bo
     ConfigError with the first rank where something does not fit, which names the tensor.
     """
     if config.launch.device == "cpu":
-        message = "<parallel.cp>: only TransformerEngine's layers have it; rehearse without launch.device=cpu"
-        require(config.parallel.cp == 1, message, config)
-    message = "<model.fp8_params>: weights that are kept in FP8 are not rehearsed; set it to false"
-    require(not config.model.fp8_params, message, config)
+        message = "only TransformerEngine's layers have it; rehearse without launch.device=cpu"
+        require(config.parallel.cp == 1, f"<parallel.cp>: {message}", config)
+        require(not config.model.fp8, f"<model.fp8>: {message}", config)
     served, publish = list[MemoryPart](), None
     if config.train.stage == "rl":
         publish = publishing.Publishing.of(config, shape)

@@ -24,6 +24,7 @@ import torch
 
 from megatron_collab import patches
 from megatron_collab.models.hf_to_sglang import ServerLayout
+from megatron_collab.runtime import keys
 from megatron_collab.weight_sync.receiver import Row, check_parameters, planned_copies
 
 # Class by model_type, where config.json does not name it.
@@ -70,7 +71,7 @@ def rehearse(order: Order) -> list[Served]:
     """What each of the places holds."""
     with tempfile.NamedTemporaryFile() as file:
         Path(file.name).write_bytes(pickle.dumps(order))
-        environment = os.environ | {"SGLANG_USE_CPU_ENGINE": "1"}
+        environment = keys.without(os.environ) | {"SGLANG_USE_CPU_ENGINE": "1"}
         command = [sys.executable, "-m", __name__, file.name]
         run = subprocess.run(command, env=environment, capture_output=True, text=True)
     if run.returncode:

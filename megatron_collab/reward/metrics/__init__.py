@@ -80,6 +80,10 @@ class Metric(Extension):
         """What the task lacks without which the metric cannot apply, as "an answer"; asked before a run starts."""
         return None
 
+    @classmethod
+    def check_task(cls, options: Any, task: Task) -> None:
+        """Raises ValueError, with the way out, for a task that the metric cannot read; asked before a run starts."""
+
     async def score(self, task: Task, conversation: Conversation) -> Score | None:
         """The score of the whole conversation, the policy's last reply included; the trained turn is its first.
 
@@ -149,6 +153,11 @@ def lacks(reward: RewardConfig) -> dict[str, Callable[[Task], str | None]]:
     every = Metric.lacks.__func__  # type: ignore[attr-defined]  # of a class method
     asked = {name: of for name, of in kinds.items() if of[0].lacks.__func__ is not every}  # type: ignore[attr-defined]
     return {name: partial(kind.lacks, options) for name, (kind, options) in asked.items()}
+
+
+def task_checks(reward: RewardConfig) -> dict[str, Callable[[Task], None]]:
+    """`Metric.check_task` by metric of reward.weights. Raises ConfigError."""
+    return {name: partial(kind.check_task, options) for name, (kind, options) in _kinds(reward).items()}
 
 
 class Judge:

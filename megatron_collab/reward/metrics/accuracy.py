@@ -22,6 +22,7 @@ from typing import Any
 from megatron_collab.config import option, require
 from megatron_collab.llm.answer import Field
 from megatron_collab.reward.metrics import THOUGHT, Metric, judges_prompt
+from megatron_collab.runtime import keys
 from megatron_collab.types import Conversation, Missing, Score, Task
 
 SOFT_LIMIT = 2  # seconds of one step of math-verify; then the answer counts as not equal
@@ -53,7 +54,9 @@ class Checker:
         with self._lock:
             if self._child is None or self._child.poll() is not None:
                 command = [sys.executable, "-m", "megatron_collab.reward.metrics.accuracy", str(self.hard_limit)]
-                self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+                self._child = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=keys.without(os.environ)
+                )
             child = self._child
             assert child.stdin is not None and child.stdout is not None
             child.stdin.write(json.dumps([answer, text]) + "\n")

@@ -7,11 +7,17 @@ from typing import Any
 
 from megatron_collab.config import SUFFIX, option
 from megatron_collab.llm.answer import Field
-from megatron_collab.reward.metrics import PLACEHOLDER, PLACEHOLDERS, THOUGHT, Metric, judges_prompt
+from megatron_collab.reward.metrics import PLACEHOLDER, PLACEHOLDERS, THOUGHT, Metric, judges_prompt, prompt
 from megatron_collab.types import Conversation, Missing, Score, Task
 
 # The two published rubrics, in our words: prompts/interactivity_*.j2.
 _SCORED = {"holistic": ("interactivity",), "parts": ("understanding", "clarification", "suggestion")}
+
+
+def check_rubric(file: str | None, task: Task) -> None:
+    """Raises ValueError for a task that the template in `file` cannot be filled with; ours fit every task."""
+    if file:
+        prompt(judges_prompt(file), task, Conversation(task.messages, ()), ())
 
 
 class Interactivity(Metric):
@@ -32,6 +38,10 @@ class Interactivity(Metric):
     @classmethod
     def judged(cls, options: Any) -> bool:
         return True
+
+    @classmethod
+    def check_task(cls, options: Any, task: Task) -> None:
+        check_rubric(options.prompt, task)
 
     async def score(self, task: Task, conversation: Conversation) -> Score | None:
         names = _SCORED[self.options.rubric]
@@ -73,6 +83,10 @@ class Generative(Metric):
     @classmethod
     def judged(cls, options: Any) -> bool:
         return True
+
+    @classmethod
+    def check_task(cls, options: Any, task: Task) -> None:
+        check_rubric(options.prompt if options.prompt.endswith(SUFFIX) else None, task)
 
     async def score(self, task: Task, conversation: Conversation) -> Score | None:
         fields = (THOUGHT, Field("score", float, low=self.options.low, high=self.options.high))

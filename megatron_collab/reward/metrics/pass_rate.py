@@ -3,8 +3,9 @@
 Tests stand in the task's metadata: `test` defines check(candidate) and `entry_point` names the candidate, as in
 HumanEval (arXiv 2107.03374), where `prompt` is code that comes before the policy's; or `test` has unittest cases that
 call the candidate by its name, as in BigCodeBench (arXiv 2406.15877); or `tests` is code with asserts or unittest
-cases. Of unittest cases at least one must run, and none may be skipped: the candidate could raise SkipTest. Code that
-sets out to deceive them, by values equal to everything for one, can: they run in its process, as HumanEval's do.
+cases. Of unittest cases at least one must run, and none may be skipped. Tests run in another process than the code,
+and compare the values that come from there. Where tests need what cannot be had that way, the score is missing,
+whatever the code; where the code gives what is no value, it is 0.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 from megatron_collab.config import option
 from megatron_collab.reward import sandbox
 from megatron_collab.reward.metrics import Judge, Metric
-from megatron_collab.reward.sandbox import Limits, SandboxError
+from megatron_collab.reward.sandbox import Limits, Program, SandboxError
 from megatron_collab.types import Conversation, Missing, Score, Task
 
 _OPENING = re.compile(r"(?P<indent>[ \t]*)(?P<fence>`{3,}|~{3,})[ \t]*(?P<language>[^\s`{]*)[^`]*")
@@ -29,24 +30,16 @@ _PYTHON = ("python", "python3", "py")
 _CHECK = re.compile(r"^def check\b", re.MULTILINE)
 _MOST_CLOSINGS = 16  # how many fences inside strings of one block are looked at
 
-# Runs the unittest cases that the tests define, not those of the reply.
-_UNITTEST = """
-import unittest
-kinds = [kind for kind in list(tests.values()) if isinstance(kind, type) and kind.__module__ == "tests"]
-cases = [kind for kind in kinds if issubclass(kind, unittest.TestCase)]
-suites = map(unittest.defaultTestLoader.loadTestsFromTestCase, cases)
-result = unittest.TextTestRunner().run(unittest.TestSuite(suites))
-assert result.wasSuccessful() and not result.skipped
-assert result.testsRun or {optional} and not cases, "no test has run"
-"""
-
 
 class PassRate(Metric):
     @dataclass(frozen=True)
     class Options:
         concurrent: int = option(len(os.sched_getaffinity(0)), "programs that run at once", ge=1)
         cpu_seconds: int = option(Limits.cpu, "seconds of CPU time of a program", ge=1)
-        memory: int = option(Limits.memory, "bytes that a program may take", ge=1)
+        memory: int = option(Limits.memory, "bytes that a program may take", ge=1, le=1 << 40)
+        container: list[str] = option(
+            [], "command that starts a container with Python 3.11 and no network, where namespaces are refused"
+        )
 
     def __init__(self, options: Options, judge: Judge) -> None:
         super().__init__(options, judge)
@@ -55,11 +48,19 @@ class PassRate(Metric):
 
     @classmethod
     def unavailable(cls, options: Any) -> str | None:
-        return sandbox.unavailable()
+        return sandbox.unavailable(options.container)
 
     @classmethod
     def lacks(cls, options: Any, task: Task) -> str | None:
         return None if task.metadata.get("test") or task.metadata.get("tests") else "tests in its metadata"
+
+    @classmethod
+    def check_task(cls, options: Any, task: Task) -> None:
+        for name in ("prompt", "test", "tests", "entry_point"):
+            if not isinstance(task.metadata.get(name) or "", str):
+                raise ValueError(f"metadata.{name} is no text, and pass_rate runs it; give code as a text")
+        if _CHECK.search(task.metadata.get("test") or "") and not task.metadata.get("entry_point"):
+            raise ValueError("metadata.test defines check(candidate), and metadata.entry_point names none; name it")
 
     async def score(self, task: Task, conversation: Conversation) -> Score | None:
         if self.lacks(self.options, task):
@@ -69,27 +70,23 @@ class PassRate(Metric):
         code = extract("".join(conversation.replies[-1:]))  # who never spoke to the user wrote no code
         try:
             async with self._slots:
-                result = await sandbox.run(program(code, task.metadata), self._limits)
+                result = await sandbox.run(program(code, task.metadata), self._limits, self.options.container)
         except SandboxError as error:
             return Missing(f"sandbox: {error}")
         return float(result.passed)
 
 
-def program(code: str, metadata: Mapping[str, Any]) -> dict[str, str]:
-    """Sources that pass exactly if `code`, whole or what follows `prompt`, passes the tests in a task's metadata."""
-    prompt = metadata.get("prompt", "")
+def program(code: str, metadata: Mapping[str, Any]) -> Program:
+    """What passes exactly if `code`, whole or what follows `prompt`, passes the tests in a task's metadata."""
+    prompt, entry = metadata.get("prompt", ""), metadata.get("entry_point") or ""
     if not _parses(code):
         sources = {"solution": prompt + code}
     else:
         sources = {"prompt": prompt, "solution": code} if _parses(prompt) else {"solution": code}
     test = metadata.get("test")
     if test and _CHECK.search(test):
-        return sources | {"tests": f"{test}\ncheck({metadata['entry_point']})\n"}
-    # Not in the module of the tests, where names of the reply would hide builtins.
-    cases = (
-        f"import builtins\nbuiltins.exec({_UNITTEST.format(optional=not test)!r}, {{'tests': builtins.globals()}})\n"
-    )
-    return sources | {"tests": f"{test or metadata['tests']}\n{cases}"}
+        return Program(sources, f"{test}\ncheck({entry})\n", prompt, entry)
+    return Program(sources, test or metadata["tests"], prompt, entry, cases=bool(test))
 
 
 def extract(reply: str) -> str:

@@ -69,6 +69,9 @@ class Toolset(Extension):
         """An instance for another conversation."""
         return type(self)(self.options)
 
+    def check_task(self, task: Task) -> None:
+        """Raises ValueError, with the way out, for a task that these functions cannot read; asked before a run."""
+
     def start(self, task: Task) -> Any:
         """Called before the first call; where it fails, the next call starts another instance."""
 

@@ -7,7 +7,8 @@ A task's `user` (or user.name, for all tasks) is KIND or KIND/ARGUMENT, or the n
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_collab.config import Config, ConfigError, EndpointConfig, Extension, build, lookup, require
 from megatron_collab.config.extension import NoOptions
 from megatron_collab.rollout.users.named import as_user, user_of
+from megatron_collab.runtime.process import RunStopped
 from megatron_collab.types import Conversation, Message, Task
 
 if TYPE_CHECKING:  # LiteLLM takes seconds to import, and checking a name needs none of it
@@ -28,11 +30,25 @@ USERS = {
     "scripted": f"{__name__}.scripts:ScriptedUser",
 }
 DEFAULT = "llm"
+FAILED = "user_failed"  # counter
 FINISH_SECONDS = 10.0  # that User.finish has at least, to end what it holds, also after rollout.deadline
 
 
 class UserError(RuntimeError):
     """The simulated user gave no usable message; the reason is the text."""
+
+
+@contextmanager
+def failing(task: Task, users: Users) -> Iterator[None]:
+    """Turn whatever a user raises into UserError, which ends its conversation; a spent budget ends the run."""
+    try:
+        yield
+    except (UserError, RunStopped):
+        raise
+    except Exception as error:  # of a user from anywhere
+        users.counters[FAILED] += 1
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise UserError(f"user {user_of(task, users.config) or DEFAULT}: {reason}") from error
 
 
 @dataclass(frozen=True)
@@ -73,6 +89,13 @@ class User(Extension):
     def lacks(cls, task: Task) -> str | None:
         """What the task lacks without which these users cannot play it, as "an answer"; asked before a run starts."""
         return None
+
+    @classmethod
+    def check_task(cls, task: Task, argument: str, config: Config) -> None:
+        """Raises ValueError, with the way out, for a task that these users cannot read; asked before a run starts.
+
+        `config` is as these users see it; `argument` as in `unavailable`.
+        """
 
     async def start(self, conversation: Conversation) -> None:
         """Called once, before the first reply, with the conversation so far. Raises UserError."""

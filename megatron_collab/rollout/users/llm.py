@@ -57,6 +57,11 @@ class LlmUser(User):
     def asks(cls, argument: str, config: Config) -> EndpointConfig | None:
         return replace(config.user, model=argument or config.user.model)
 
+    @classmethod
+    def check_task(cls, task: Task, argument: str, config: Config) -> None:
+        if config.user.prompt:  # ours fits every task
+            system_prompt(config.user, task)
+
     async def reply(self, conversation: Conversation) -> UserReply:
         """For each attempt the endpoint has its own retries and deadline for an answer in the right format."""
         config, again, why = self.users.config.user, list[dict[str, str]](), ""

@@ -47,6 +47,11 @@ class ScriptedUser(User):
         environments.find_script(argument)
         return None
 
+    @classmethod
+    def check_task(cls, task: Task, argument: str, config: Config) -> None:
+        if check := environments.find_goal_check(argument):
+            check(task.goal)
+
     async def reply(self, conversation: Conversation) -> UserReply:
         self.users.counters["user_replies"] += 1
         return self.says(self.script(self.task.goal, shown(conversation.messages)))
@@ -54,6 +59,10 @@ class ScriptedUser(User):
 
 class ReplayUser(User):
     """A recorded user: says the messages of metadata["replay"] one after the other, then ends the conversation."""
+
+    @classmethod
+    def check_task(cls, task: Task, argument: str, config: Config) -> None:
+        recorded_of(task)
 
     async def start(self, conversation: Conversation) -> None:
         self._recorded()
@@ -64,11 +73,10 @@ class ReplayUser(User):
         return self.says(left[0] if left else self.users.config.user.stop)
 
     def _recorded(self) -> Sequence[str]:
-        recorded: Any = self.task.metadata.get("replay")
-        listed = isinstance(recorded, Sequence) and not isinstance(recorded, str)
-        if not listed or not all(isinstance(text, str) and text.strip() for text in recorded):
-            raise UserError(f"user replay: metadata.replay of task {self.task.id} is no list of messages")
-        return recorded
+        try:
+            return recorded_of(self.task)
+        except ValueError as error:
+            raise UserError(f"user replay: of task {self.task.id} {error}") from error
 
 
 class RevealUser(User):
@@ -79,15 +87,16 @@ class RevealUser(User):
     question that shares no word with any fact asks for all: words cannot tell "what else?" from a paraphrase.
     """
 
+    @classmethod
+    def check_task(cls, task: Task, argument: str, config: Config) -> None:
+        facts_of(task)
+
     async def start(self, conversation: Conversation) -> None:
         """Read the facts, and which the user has already told. UserError where the goal is something else."""
         try:
-            facts = json.loads(self.task.goal)["facts"]
-        except (ValueError, KeyError, TypeError):
-            facts = None
-        if not isinstance(facts, list) or not all(isinstance(fact, str) for fact in facts):
-            raise UserError(f"user reveal: the goal of task {self.task.id} is no JSON object {{question, facts}}")
-        self.facts: list[str] = facts
+            self.facts = facts_of(self.task)
+        except ValueError as error:
+            raise UserError(f"user reveal: of task {self.task.id} {error}") from error
         said = [message.content for message in conversation.messages if message.role == "user"]
         self.told = {i for i, fact in enumerate(self.facts) if any(fact in text for text in said)}
 
@@ -103,6 +112,26 @@ class RevealUser(User):
         if new:
             return self.says(" ".join(self.facts[i] for i in new))
         return self.says(NO_MORE if len(self.told) == len(self.facts) else TOLD_ALREADY)
+
+
+def recorded_of(task: Task) -> Sequence[str]:
+    """The messages that the user `replay` says. Raises ValueError where there are none."""
+    recorded: Any = task.metadata.get("replay")
+    listed = isinstance(recorded, Sequence) and not isinstance(recorded, str)
+    if not listed or not all(isinstance(text, str) and text.strip() for text in recorded):
+        raise ValueError("metadata.replay is no list of messages; give a list of texts, or another user")
+    return recorded
+
+
+def facts_of(task: Task) -> list[str]:
+    """The facts that the user `reveal` knows. Raises ValueError where the goal is something else."""
+    try:
+        facts = json.loads(task.goal)["facts"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        facts = None
+    if not isinstance(facts, list) or not all(isinstance(fact, str) for fact in facts):
+        raise ValueError("the goal is no JSON object {question, facts} with a list of texts; write it so")
+    return facts
 
 
 def asked_for(question: str, facts: Sequence[str]) -> list[int]:

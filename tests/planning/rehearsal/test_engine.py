@@ -27,6 +27,16 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         EXPERTS | {"num_experts": 8},
         ["model.fp8=hybrid", "model.fp8_recipe=delayed", "parallel.ep=2", NO_SERVERS],
     ),
+    "kept in blocks": (
+        {},
+        ["model.fp8=hybrid", "model.fp8_recipe=blockwise", "model.fp8_params=true", "parallel.recompute=selective"],
+    ),
+    "kept experts": (
+        EXPERTS | {"num_experts": 8},
+        ["model.fp8=hybrid", "model.fp8_recipe=tensorwise", "model.fp8_params=true", "parallel.ep=2", NO_SERVERS],
+    ),
+    "critic": ({"num_hidden_layers": 2}, [*BFLOAT16, "algo=ppo", "parallel.recompute=full"]),
+    "virtual stages": ({}, [*BFLOAT16, "parallel.vpp=2", NO_SERVERS]),
     "contexts": (
         {},
         [*BFLOAT16, "parallel.cp=2", "parallel.tp=1", "parallel.sequence_parallel=false", NO_SERVERS],
@@ -53,6 +63,9 @@ def test_every_class_holds_what_the_plan_says(tmp_path: Path) -> None:
     # A copy in FP8 by rows and one by columns beside bfloat16; a pass without gradient makes the first alone.
     parts = found["blocks"][0].parts
     assert parts["parameters"] > 1.25 * parts["reference"] > 1.5 * parts["gradients"] / 2
+    # Both copies in the place of bfloat16, also where nothing is trained.
+    kept = found["kept in blocks"][0].parts
+    assert kept["parameters"] == kept["reference"] < 1.01 * kept["gradients"] / 2
 
 
 def rehearse_all(where: Path) -> dict[str, list[Held]]:

@@ -18,9 +18,10 @@ from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.planning.memory import described, plan_memory, read_run
 from megatron_collab.planning.rehearsal import run as rehearsal
 from megatron_collab.planning.rehearsal import servers
-from megatron_collab.planning.rehearsal.compare import ratios, table
+from megatron_collab.planning.rehearsal.compare import lines, ratios, table
 from megatron_collab.planning.rehearsal.publishing import Publishing
 from megatron_collab.planning.rehearsal.run import Rehearsed, rehearse
+from megatron_collab.trainer import logprobs
 
 LLAMA = {
     "model_type": "llama",
@@ -98,6 +99,32 @@ def test_every_class_holds_what_the_plan_says(options: list[str]) -> None:
         assert table(one, plan[one.kind.stage]).startswith(f"ranks {one.rank}-{one.rank + 1} (stage {one.kind.stage})")
 
 
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_virtual_stages(tmp_path: Path, recompute: str) -> None:
+    """What waits between them is as much of a small model as its layers keep."""
+    path = folder(tmp_path, {"intermediate_size": 512})
+    settings = ["parallel.vpp=2", f"parallel.recompute={recompute}", "train.stage=sft"]
+    config, shape, hf = given([*LOCAL, f"model.path={path}", *settings])
+    plan = plan_memory(config, shape)
+    for one in rehearse(config, shape, hf):
+        of_activations = [line.ratio for line in lines(plan[one.kind.stage], one.parts) if line.part == "activations"]
+        assert of_activations[0] == pytest.approx(1, abs=0.01), one.kind.stage
+
+
+def test_a_critic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With tiles so small that more is held for the values of hidden states than for the log-probs."""
+    monkeypatch.setattr(logprobs, "TILE", dict.fromkeys(logprobs.TILE, 1 << 15))
+    changed = ["algo=ppo", "parallel.tp=1", "parallel.sequence_parallel=false", "rollout.server.colocated=false"]
+    path = folder(tmp_path, {"num_hidden_layers": 2})
+    config, shape, hf = given([*LOCAL, f"model.path={path}", *changed, "parallel.offload=false"])
+    monkeypatch.setattr(servers, "rehearse", lambda order: [servers.Served(0)])  # which know nothing of a critic
+    plan = plan_memory(config, shape)
+    *_, last = rehearse(config, shape, hf)
+    found = {line.part: line.ratio for line in lines(plan[-1], last.parts) if line.phase == "training"}
+    names = ["head", "activations", *(f"critic: {part}" for part in ("parameters", "gradients", "optimizer"))]
+    assert [found[name] for name in names] == pytest.approx([1] * len(names), abs=0.01), found
+
+
 def test_classes_that_differ_in_what_they_save_share_a_step(tmp_path: Path) -> None:
     path = folder(tmp_path, EXPERTS | {"num_hidden_layers": 2, "num_experts": 8})
     layout = ["parallel.tp=1", "parallel.pp=1", "parallel.sequence_parallel=false", "parallel.ep=2"]
@@ -147,7 +174,7 @@ def test_a_parameter_that_the_table_lacks(options: list[str], monkeypatch: pytes
     [
         ({}, ["rollout.server.tp=5"], "rollout.server"),  # a GPU more than the node has
         ({}, ["parallel.cp=2", "parallel.tp=1", "parallel.sequence_parallel=false"], "parallel.cp=2"),
-        ({}, ["model.fp8=hybrid", "model.fp8_params=true"], "model.fp8"),
+        ({}, ["model.fp8=hybrid"], "model.fp8=hybrid: only"),
         ({"num_attention_heads": 6, "num_key_value_heads": 3}, [], "parallel.tp"),
         ({"intermediate_size": 1000}, ["rollout.server.fp8=true"], "rollout.server.fp8"),
     ],

@@ -84,5 +84,5 @@ def test_conversations_of_one_task_keep_apart_what_they_told() -> None:
 
 @pytest.mark.parametrize("goal", ["a plain goal", "[]", "{}", '{"facts": "Ann has 2."}', '{"facts": [2]}'])
 def test_a_goal_without_facts_is_refused_with_its_task(goal: str) -> None:
-    with pytest.raises(UserError, match="task t is no JSON object"):
+    with pytest.raises(UserError, match="of task t the goal is no JSON object"):
         asyncio.run(users().make(task("reveal", goal), "s").start(said("hi", "hello")))

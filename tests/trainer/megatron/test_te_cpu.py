@@ -53,6 +53,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "pp2": {"pp": 2},
     "pp2-vpp2": {"pp": 2, "vpp": 2},
 }
+RECOMPUTED = ("selective", "full")
 FP8 = {"delayed": "hybrid", "tensorwise": "hybrid", "blockwise": "e4m3"}
 
 
@@ -104,6 +105,10 @@ def measure() -> dict[str, Any]:
                 results["dp2 bfloat16"] = in_layout(config, True, "bfloat16")
             for recipe in FP8:
                 results[f"{layout} {recipe}"] = in_layout(config, True, "bfloat16", recipe)
+            for recompute in RECOMPUTED if layout == "dp2" else ():
+                config.parallel.recompute = recompute
+                for recipe in FP8:
+                    results[f"{recompute} {recipe}"] = in_layout(config, True, "bfloat16", recipe)
     return results
 
 
@@ -258,6 +263,18 @@ def test_a_layout_that_changes_no_scale_changes_nothing_in_fp8(
     (log_probs, gradients), (wanted, exact) = (together(found, f"{one} {recipe}") for one in (layout, same))
     assert torch.equal(log_probs, wanted)
     assert error(gradients, exact) < 2e-6
+
+
+@pytest.mark.parametrize("recipe", FP8)
+@pytest.mark.parametrize("recompute", RECOMPUTED)
+def test_what_is_computed_again_is_the_same_in_fp8(found: list[dict[str, Any]], recompute: str, recipe: str) -> None:
+    """Log-probs and gradients to the bit, also by scales that have changed since the forward pass (delayed)."""
+    for rank in found:
+        here, wanted = rank[f"{recompute} {recipe}"], rank[f"dp2 {recipe}"]
+        assert here.gradients.keys() == wanted.gradients.keys() and here.log_probs.keys() == wanted.log_probs.keys()
+        assert all(np.array_equal(here.log_probs[number], wanted.log_probs[number]) for number in wanted.log_probs)
+        different = [name for name, part in wanted.gradients.items() if not torch.equal(here.gradients[name], part)]
+        assert not different
 
 
 @pytest.mark.parametrize("recipe", FP8)

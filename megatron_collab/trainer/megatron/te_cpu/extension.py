@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from megatron_collab.trainer.megatron.te_cpu import attention, context_parallel, layers, optimizer, quantize
+from megatron_collab.trainer.megatron.te_cpu import attention, context_parallel, layers, masters, optimizer, quantize
 
 EXTENSION = "transformer_engine_torch"
 
@@ -64,7 +64,7 @@ def kernels() -> dict[str, Any]:
     """The reference kernels by the names of the compiled ones."""
     return {
         name: kernel
-        for room in (layers, attention, context_parallel, quantize, optimizer)
+        for room in (layers, attention, context_parallel, quantize, masters, optimizer)
         for name, kernel in vars(room).items()
         if getattr(kernel, "__module__", None) == room.__name__ and not name.startswith("_")
     }

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -34,6 +35,7 @@ def stand_ins() -> Iterator[tuple[Any, str, Any]]:
     yield gemm, "get_cublas_workspace", _kept(gemm.get_cublas_workspace.__wrapped__)
     for module in (TransformerEngineBaseModule, BasicOperation):
         yield module, "get_extra_state", _no_scales
+    yield FakeTensor, "__torch_dispatch__", _of_a_part(FakeTensor.__torch_dispatch__)
 
 
 def _address(storage: torch.UntypedStorage) -> int:
@@ -68,12 +70,36 @@ def _no_scales(module: torch.nn.Module) -> Tensor:
         return torch.empty(0, dtype=torch.uint8)
 
 
-def on_copies(chunks: Iterable[torch.nn.Module], claim: Callable[[Iterator[Tensor]], None]) -> None:
+def _of_a_part(dispatch: Any) -> classmethod[Any, Any, Any]:
+    """`dispatch` of a fake tensor, which a quantised one calls for each of its parts: as for any other tensor.
+
+    Where the quantised one is an argument too, torch asks, and is to ask that instead.
+    """
+
+    def run(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = tree_leaves((args, kwargs))
+        whole = any(hasattr(each, "_INNER_TENSORS") for each in given)
+        of_another = any(hasattr(kind, "_INNER_TENSORS") for kind in types)
+        if of_another and not whole:
+            return func(*args, **kwargs or {})
+        return dispatch.__func__(cls, func, types, args, kwargs or {})
+
+    return classmethod(run)
+
+
+def parts(weight: Any) -> list[Tensor]:
+    """The tensors that hold a weight: in FP8 its numbers, by rows and by columns, and their scales; else itself."""
+    names = [name for name, _ in getattr(weight, "_INNER_TENSORS", ())]
+    found = [getattr(weight, name) for name in names] if names else [weight]
+    return [part for part in found if part is not None]
+
+
+def on_copies(chunks: Iterable[torch.nn.Module], claim: Callable[[list[Tensor]], None]) -> None:
     """Call `claim` with the copies of weights in FP8, and their scales, that a module keeps from a pass on."""
 
     def passed(module: Any, *_: Any) -> None:
         for weight in module._fp8_workspaces.values():
-            claim(part for part in vars(weight).values() if isinstance(part, Tensor))
+            claim(parts(weight))
 
     for module in (module for chunk in chunks for module in chunk.modules()):
         if hasattr(module, "_fp8_workspaces"):

@@ -1,7 +1,6 @@
 """Reference kernels of FP8: tensors with one scale (delayed or current scaling) and with one for each block of 128.
 
 A quantised tensor has its numbers by rows, by columns (transposed) or both, each for the products that read it so.
-They are rounded to the nearest, ties to even, and saturate, as on a GPU.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_collab.trainer.megatron.te_cpu.rounding import scale_of, to_fp8
 from megatron_collab.trainer.megatron.te_cpu.tensors import dtype_of, is_fake, value, wide
 
 
@@ -71,13 +71,13 @@ def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | 
         _fill_blocks(x.reshape(-1, x.shape[-1]), quantizer, output)
         return output
     scale = _scale(x, quantizer)
-    data = _cast(x * scale, dtype_of(quantizer.dtype))
+    data = to_fp8(x * scale, dtype_of(quantizer.dtype))
     if output._data is not None:
         output._data.copy_(data)
     if output._transpose is not None:
         output._transpose.copy_(data.movedim(-1, 0))
         output._transpose_invalid = False
-    output._scale_inv.copy_((1 / scale).reshape(1))
+    output._scale_inv.copy_(1 / scale)
     return output
 
 
@@ -107,18 +107,8 @@ def _scale(x: Tensor, quantizer: Any) -> Tensor:
 
 
 def _scale_of(largest: Tensor, quantizer: Any) -> Tensor:
-    """The scales that take `largest`, absolute values, to the largest number of FP8; 1 where there is none."""
     limit = torch.finfo(dtype_of(quantizer.dtype)).max
-    floored = largest.clamp(min=quantizer.amax_epsilon)
-    scale = (limit / floored).clamp(max=torch.finfo(torch.float32).max)
-    scale = torch.where(floored.isfinite() & (floored > 0), scale, torch.ones_like(scale))
-    return torch.exp2(scale.log2().floor()) if quantizer.force_pow_2_scales else scale
-
-
-def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """uint8: x in FP8; what is larger than its largest number becomes that."""
-    limit = torch.finfo(dtype).max
-    return x.clamp(-limit, limit).to(dtype).view(torch.uint8)
+    return scale_of(largest, limit, quantizer.force_pow_2_scales, quantizer.amax_epsilon)
 
 
 def _fill_blocks(x: Tensor, quantizer: Any, output: Any) -> None:
@@ -141,7 +131,7 @@ def _blocks(x: Tensor, quantizer: Any) -> tuple[Tensor, Tensor]:
     tiles = F.pad(x, (0, -columns % size, 0, -rows % height))
     tiles = tiles.view(math.ceil(rows / height), height, math.ceil(columns / size), size)
     scale = _scale_of(tiles.abs().amax((1, 3)), quantizer)
-    data = _cast(tiles * scale[:, None, :, None], dtype_of(quantizer.dtype))
+    data = to_fp8(tiles * scale[:, None, :, None], dtype_of(quantizer.dtype))
     data = data.view(tiles.shape[0] * height, -1)[:rows, :columns]
     return data, (1 / scale if squares else 1 / scale.t())
 

@@ -1,0 +1,168 @@
+"""What the tests hold of the candidate's objects, and what they are told of the tests' objects.
+
+The tests see data, or a `Handle`: its attributes and calls are carried out over there and give data or further handles.
+A handle equals itself alone, has no order and no arithmetic, and is of no type of data: where it could be asked how it
+compares with what the tests expect, that is refused.
+"""
+
+from __future__ import annotations
+
+import collections
+import types
+from collections.abc import Generator, Iterator
+from typing import Any
+
+from .classes import find_class
+from .values import TYPES, Violation
+from .wire import Remote, WirePeer, ask
+
+_DATA = (*TYPES.values(), collections.deque)
+# Methods that compare with what they are given, of types whose values cross as data.
+_DATA_METHODS = {name for kind in _DATA if kind not in (object, type) for name in dir(kind)}
+_DATA_METHODS |= {"equals", "eq", "ne", "lt", "le", "gt", "ge", "sub", "isin", "compare", "combine", "identical", "dot"}
+_ARRAYS = {"ndarray", "generic", "NDFrame", "Index"}  # bases of what NumPy and pandas compute with
+_TOLD = {"__name__", "__qualname__", "__doc__"}  # of the names with underscores, those that give text
+
+
+class Handle(Remote):
+    """An object of the candidate's that is no data."""
+
+    def __init__(self, peer: WirePeer, number: int, bases: list[tuple[str, str]]) -> None:
+        super().__init__(peer, number)
+        object.__setattr__(self, "_bases", bases)
+        object.__setattr__(self, "_subject", False)
+
+    @property  # type: ignore[misc]  # which isinstance asks, and is read alone
+    def __class__(self) -> type:
+        for module, name in object.__getattribute__(self, "_bases"):
+            found = getattr(types, f"{name.title()}Type", None) if module == "builtins" else find_class(module, name)
+            if isinstance(found, type) and not _is_data(found):
+                return found
+        return type(self)
+
+    def __instancecheck__(self, value: Any) -> bool:
+        return isinstance(value, Handle) and ask(self, "is one", value) is True
+
+    def __getattr__(self, name: str) -> Any:
+        if (name.startswith("__") and name not in _TOLD) or name == "_typ":  # by which pandas knows its own
+            raise AttributeError(name)
+        found = ask(self, "attribute", name)
+        if name in _DATA_METHODS and isinstance(found, Handle) and not object.__getattribute__(self, "_subject"):
+            return _NoData(found, name)
+        return found
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        ask(self, "set attribute", name, value)
+
+    def __getitem__(self, key: Any) -> Any:
+        return ask(self, "item", key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        ask(self, "set item", key, value)
+
+    def __delitem__(self, key: Any) -> None:
+        ask(self, "delete item", key)
+
+    def __len__(self) -> int:
+        return _exactly(int, ask(self, "length"))
+
+    def __iter__(self) -> Iterator[Any]:
+        found = ask(self, "iterate")
+        return found if isinstance(found, Handle) else iter(found)
+
+    def __next__(self) -> Any:
+        return ask(self, "next")
+
+    def __bool__(self) -> bool:
+        return _exactly(bool, ask(self, "truth"))
+
+    def __str__(self) -> str:
+        return _exactly(str, ask(self, "text"))
+
+    def __format__(self, form: str) -> str:
+        return format(str(self), form)
+
+    def __repr__(self) -> str:
+        return _exactly(str, ask(self, "representation"))
+
+    def __int__(self) -> int:
+        return _exactly(int, ask(self, "int"))
+
+    def __float__(self) -> float:
+        return _exactly(float, ask(self, "float"))
+
+    def __enter__(self) -> Any:
+        return ask(self, "enter")
+
+    def __exit__(self, *raised: object) -> None:
+        ask(self, "exit")
+
+
+class Callable(Handle):
+    """One that can be called, a function or a class."""
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        from .mirror import situation
+
+        found = ask(self, "call", arguments, named, situation())
+        made = ("builtins", "type") in object.__getattribute__(self, "_bases")
+        return subject(found) if made and object.__getattribute__(self, "_subject") else found
+
+
+class Coroutine(Handle, collections.abc.Coroutine):
+    """One that is awaited, over there as a whole."""
+
+    def send(self, value: Any) -> Any:
+        raise StopIteration(ask(self, "await"))
+
+    def __next__(self) -> Any:
+        return self.send(None)
+
+    def throw(self, *error: Any) -> Any:
+        raise error[0]
+
+    def close(self) -> None:
+        pass
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return ask(self, "await")
+        yield
+
+
+class _NoData:
+    """A method that the candidate's object has by the name of one of data: it may only be called without arguments."""
+
+    def __init__(self, method: Handle, name: str) -> None:
+        self._method, self._name = method, name
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        if arguments or named:
+            raise TypeError(f"{self._name}() of an object that is no data would compare by the candidate's own word")
+        return self._method()  # type: ignore[operator]  # where it is not, it says so
+
+
+def _is_data(kind: type) -> bool:
+    """Whether values of a class cross as data, so that no handle is one."""
+    return kind in _DATA or issubclass(kind, BaseException) or any(base.__name__ in _ARRAYS for base in kind.__mro__)
+
+
+def subject(value: Any) -> Any:
+    """Take note that the tests are about this, since they have its name, or had it made by its class."""
+    if isinstance(value, Handle):
+        object.__setattr__(value, "_subject", True)
+    return value
+
+
+def _exactly(kind: Any, value: Any) -> Any:
+    if type(value) is not kind:
+        raise TypeError(f"the candidate's object gives {type(value).__name__} for {kind.__name__}")
+    return value
+
+
+def adopt(peer: WirePeer, number: int, told: tuple[Any, ...]) -> Handle:
+    """A handle of an object that the candidate described by its classes and what it can. Raises Violation."""
+    able, names = told
+    if type(names) is not list or not all(type(name) is list and [*map(type, name)] == [str, str] for name in names):
+        raise Violation("no names of classes")
+    kind = {"callable": Callable, "awaitable": Coroutine}.get(able, Handle)
+    return kind(peer, number, [(module, name) for module, name in names])

@@ -1,0 +1,240 @@
+"""Calls between two processes: messages of JSON through pipes, and handles of what is no data.
+
+A `WirePeer` asks the other side to do one of a few things with an object there, and does what it is asked for while it
+waits for the answer, so calls may go back and forth within each other. What either side may do to an object of the
+other is decided by the `WireHost` who holds it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from _thread import RLock
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from .values import Decoder, Encoder, Violation, same, snapshot
+
+LARGEST = 64 << 20  # bytes of a message
+NESTED = 40  # calls within calls
+_read, _write = os.read, os.write  # what runs here may replace them
+
+
+class Closed(Exception):
+    """The other side has ended."""
+
+
+class Unjudged(Exception):
+    """The tests need what cannot be judged apart from the candidate; this says what."""
+
+
+class WireHost(Protocol):
+    """What one side does for the other."""
+
+    def describe(self, value: Any) -> list[Any]:
+        """What the other side is told of an object that stays here. Raises Unjudged where it must not be reached."""
+
+    def adopt(self, peer: WirePeer, number: int, *told: Any) -> Any:
+        """Stands here for an object of the other side, of which `describe` told this. Raises Violation."""
+
+    def do(self, act: str, target: Any, arguments: tuple[Any, ...]) -> Any:
+        """Do what the other side asks for."""
+
+
+def read_message(descriptor: int) -> bytes:
+    """The next message of a pipe: four bytes of length, then as many. Raises Closed, Violation."""
+    size = int.from_bytes(_read_exactly(descriptor, 4), "big")
+    if size > LARGEST:
+        raise Violation(f"a message of {size} bytes")
+    return _read_exactly(descriptor, size)
+
+
+def _read_exactly(descriptor: int, size: int) -> bytes:
+    parts = []
+    while size:
+        part = _read(descriptor, min(size, 1 << 20))
+        if not part:
+            raise Closed
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
+
+
+def packed(message: Any) -> bytes:
+    """As JSON. Raises ValueError where it is too long."""
+    text = json.dumps(message, separators=(",", ":")).encode()
+    if len(text) > LARGEST:
+        raise ValueError(f"more than {LARGEST >> 20} MiB at once")
+    return text
+
+
+def write_message(descriptor: int, message: bytes) -> None:
+    """Raises BrokenPipeError where nobody reads any more."""
+    rest = memoryview(len(message).to_bytes(4, "big") + message)
+    while rest:
+        rest = rest[_write(descriptor, rest) :]
+
+
+class WirePeer:
+    """One end of two pipes. `lost` is called, and must not return, where the other side ends or breaks the rules."""
+
+    def __init__(self, reading: int, writing: int, host: WireHost, lost: Callable[[Exception], Any]) -> None:
+        self._reading, self._writing, self._host, self._lost = reading, writing, host, lost
+        self._objects: list[Any] = []  # what the other side may name, by its number
+        self._numbers: dict[int, int] = {}
+        self._adopted: dict[int, Any] = {}
+        self._waiting = RLock()
+        self._depth = 0
+
+    def ask(self, act: str, target: Any, *arguments: Any) -> Any:
+        """Have the other side do something with an object of its own; what it raises is raised here.
+
+        Mutable arguments are changed as they have been there. Raises ValueError for what is too deep or too long.
+        """
+        encoder = Encoder(self._export)
+        try:
+            message = packed(["ask", act, *(encoder.encode(each) for each in (target, arguments))])
+        except Unjudged as error:
+            self._lost(error)
+        with self._waiting:
+            self._send(message)
+            kind, *fields = self._await()
+        try:
+            decoder = Decoder(self._adopt, encoder.shared)
+            value, changes = fields
+            value = decoder.decode(value)
+            for number, contents in changes:
+                decoder.refill(encoder.shared[number], contents)
+        except Exception as error:
+            self._lost(Violation(str(error)))
+        if kind == "raise":
+            raise value if isinstance(value, BaseException) else Exception("no exception")
+        return value
+
+    def serve(self) -> None:
+        """Do what the other side asks for, until it ends."""
+        while True:
+            with self._waiting:
+                message = self._receive()
+                self._answer(message)
+
+    def _await(self) -> list[Any]:
+        while True:
+            message = self._receive()
+            if message[0] in ("return", "raise"):
+                return message
+            self._answer(message)
+
+    def _answer(self, message: list[Any]) -> None:
+        self._depth += 1
+        try:
+            kind, act, *body = message
+            if kind != "ask" or type(act) is not str or self._depth > NESTED:
+                raise Violation("no request, or too many within each other")
+            decoder = Decoder(self._adopt)
+            target, arguments = (decoder.decode(each) for each in body)
+            if type(arguments) is not tuple:
+                raise Violation("no arguments")
+        except Exception as error:
+            self._lost(Violation(str(error)))
+        before = snapshot(decoder.shared)
+        kind, value = self._done(act, target, arguments)
+        try:
+            reply = self._reply(kind, value, decoder.shared, before)
+        except BaseException as error:  # it is too deep or too long, or it does not let itself be read
+            reply = self._reply("raise", ValueError(f"a result that cannot cross: {type(error).__name__}"), [], [])
+        self._send(reply)
+        self._depth -= 1
+
+    def _done(self, act: str, target: Any, arguments: tuple[Any, ...]) -> tuple[str, Any]:
+        try:
+            return "return", self._host.do(act, target, arguments)
+        except (Violation, Closed):
+            raise
+        except BaseException as error:
+            return "raise", error
+
+    def _reply(self, kind: str, value: Any, shared: Sequence[Any], before: Sequence[Any]) -> bytes:
+        encoder = Encoder(self._export, shared)
+        encoded = encoder.encode(value)
+        changes = [
+            [number, encoder.contents(container)]
+            for number, (container, was) in enumerate(zip(shared, before, strict=True))
+            if not same(was, container)
+        ]
+        return packed([kind, encoded, changes])
+
+    def _send(self, message: bytes) -> None:
+        try:
+            write_message(self._writing, message)
+        except BrokenPipeError as error:
+            self._lost(error)
+
+    def _receive(self) -> list[Any]:
+        try:
+            message = json.loads(read_message(self._reading))
+            if type(message) is not list or not message:
+                raise Violation("no message")
+        except (Closed, Violation, ValueError, RecursionError, MemoryError) as error:
+            self._lost(error)
+        return message
+
+    def _export(self, value: Any) -> list[Any]:
+        if isinstance(value, Remote) and object.__getattribute__(value, "_peer") is self:
+            return ["yours", object.__getattribute__(value, "_number")]
+        described = self._host.describe(value)
+        if described[0] == "import":
+            return described
+        if id(value) not in self._numbers:
+            self._numbers[id(value)] = len(self._objects)
+            self._objects.append(value)
+        return ["mine", self._numbers[id(value)], *described]
+
+    def _adopt(self, tag: str, *fields: Any) -> Any:
+        if tag == "yours":
+            (number,) = fields
+            if type(number) is not int or number < 0:
+                raise Violation("no number")
+            return self._objects[number]
+        if tag == "import":
+            return self._host.adopt(self, -1, *fields)
+        if tag != "mine" or type(fields[0]) is not int:
+            raise Violation(f"nothing has the tag {tag}")
+        number, *told = fields
+        if number not in self._adopted:
+            self._adopted[number] = self._host.adopt(self, number, *told)
+        return self._adopted[number]
+
+
+class Remote:
+    """Stands for an object of the other side."""
+
+    def __init__(self, peer: WirePeer, number: int) -> None:
+        object.__setattr__(self, "_peer", peer)
+        object.__setattr__(self, "_number", number)
+
+
+def ask(remote: Any, act: str, *arguments: Any) -> Any:
+    """`WirePeer.ask`, of the one that a handle came from."""
+    return object.__getattribute__(remote, "_peer").ask(act, remote, *arguments)
+
+
+ACTS: Mapping[str, Callable[..., Any]] = {
+    "attribute": getattr,
+    "set attribute": setattr,
+    "item": lambda target, key: target[key],
+    "set item": lambda target, key, value: target.__setitem__(key, value),
+    "delete item": lambda target, key: target.__delitem__(key),
+    "length": len,
+    "iterate": iter,
+    "next": next,
+    "truth": bool,
+    "text": str,
+    "representation": repr,
+    "int": int,
+    "float": float,
+    "contains": lambda target, item: item in target,
+    "enter": lambda target: type(target).__enter__(target),
+    "exit": lambda target: type(target).__exit__(target, None, None, None),
+    "is one": lambda target, value: isinstance(value, target),
+}

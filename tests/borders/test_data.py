@@ -1,0 +1,365 @@
+"""Data at its borders: each line gives a file and what the one line of the refusal says, or what is read of it."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import os
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megatron_collab.data.examples import load_conversations, load_tasks
+from megatron_collab.launch import prepare
+from megatron_collab.runtime.process import EXIT_BAD_INPUT
+from megatron_collab.train import main
+from tests.helpers import byte_level_tokenizer, write_weights
+
+MODEL = {
+    "model_type": "qwen3",
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 3,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "vocab_size": 300,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 256,
+}
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+SYSTEM = {"role": "system", "content": "s"}
+
+
+def task(text: str = "hi", **other: Any) -> dict[str, Any]:
+    return {"prompt": [user(text)], "goal": "g", "user": "replay", "metadata": {"replay": ["so"]}, **other}
+
+
+def jsonl(*rows: Any) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def nested(depth: int) -> bytes:
+    return jsonl(task(deep="X")).replace(b'"X"', b"[" * depth + b"]" * depth)
+
+
+def parquet(**columns: Any) -> bytes:
+    out = io.BytesIO()
+    pq.write_table(pa.table(columns), out)
+    return out.getvalue()
+
+
+def arrow(*texts: str) -> bytes:
+    out = io.BytesIO()
+    table = pa.table({"prompt": texts, "goal": ["g"] * len(texts)})
+    with pa.ipc.new_stream(out, table.schema) as writer:
+        writer.write_table(table)
+    return out.getvalue()
+
+
+GOOD = jsonl(task(), task("you"))
+LATIN = json.dumps(task("né"), ensure_ascii=False).encode("latin-1") + b"\n"
+FACTS = {"user": "reveal", "goal": json.dumps({"question": "q", "facts": ["f"]})}
+BOOKED = {"user": "scripted/booking"}
+TESTS = {"test": "def check(candidate):\n    pass\n"}
+PASS_RATE = "reward.weights={pass_rate: 1}"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    byte_level_tokenizer(300).save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    write_weights(folder)
+    return folder
+
+
+def started(folder: Path, model: Path, name: str, content: bytes, stage: str, *settings: str) -> int | str:
+    """The exit code of a run on a file with `content`; "started" where it would go on to train."""
+    (folder / name).write_bytes(content)
+    given = [f"run.dir={folder}/run", f"model.path={model}", f"data.train={folder}/{name}", f"train.stage={stage}"]
+    rl = ["reward.weights={token_amount: -1}", "rollout.turn.max_new_tokens=64", "rollout.future.max_new_tokens=64"]
+    settings = (*(rl if stage == "rl" else []), "rollout.context_length=256", *settings)
+
+    def start(*_: object) -> None:
+        raise StartedError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare, "replace_by_torchrun", start)
+        try:
+            return main([*given, *settings])
+        except StartedError:
+            return "started"
+
+
+class StartedError(Exception):
+    """The run would become torchrun."""
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        # Encodings
+        ("d.jsonl", LATIN, " row 1: its byte 43, 0xe9, is no UTF-8; write the file in UTF-8; of a text in Latin-1"),
+        ("d.jsonl", GOOD + LATIN, " row 3: its byte 43, 0xe9, is no UTF-8"),
+        ("d.csv", "question,answer\nné,1\n".encode("latin-1"), " row 2: its byte 2, 0xe9, is no UTF-8"),
+        ("d.txt", "né\n".encode("latin-1"), " row 1: its byte 2, 0xe9, is no UTF-8"),
+        ("d.jsonl", GOOD.decode().encode("utf-16"), ": is text in UTF-16; write it in UTF-8, as iconv -f UTF-16"),
+        ("d.jsonl", GOOD.decode().encode("utf-16-le"), ": is text in UTF-16; write it in UTF-8"),
+        ("d.jsonl", GOOD.decode().encode("utf-32"), ": is text in UTF-32; write it in UTF-8"),
+        ("d.jsonl", bytes(range(256)) * 40, " row 1: holds NUL bytes, so the file is damaged or no text; write it"),
+        # Compression, and what has another name
+        ("d.jsonl", gzip.compress(GOOD), ": is compressed with gzip, which its name does not say; call it d.jsonl.gz"),
+        ("d.jsonl", bz2.compress(GOOD), ": is compressed with bzip2, which its name does not say; call it d.jsonl.bz2"),
+        ("d.csv", lzma.compress(GOOD), ": is compressed with xz, which its name does not say; call it d.csv.xz"),
+        ("d.jsonl.gz", GOOD, ": is not compressed as .gz says; correct its name, or copy it again"),
+        ("d.jsonl.gz", gzip.compress(GOOD * 99)[:-9], ": its compressed content is cut off or damaged ("),
+        ("d.jsonl.bz2", bz2.compress(GOOD * 99)[:-9], ": its compressed content is cut off or damaged ("),
+        ("d.jsonl", b"PK\3\4" + b"x" * 60, ": is an archive (zip), or a workbook, and no text; give the files in it"),
+        ("d.jsonl", parquet(prompt=["a"], goal=["g"]), ": is Parquet, and no text; call it d.parquet"),
+        ("d.parquet", GOOD, ": cannot be read as parquet (Parquet magic bytes not found"),
+        # Parquet and Arrow
+        ("d.parquet", b"PAR1" + b"x" * 90 + b"PAR1", ": cannot be read as parquet ("),
+        ("d.parquet", parquet(prompt=["a"], goal=["g"])[:-9], ": cannot be read as parquet ("),
+        ("d.parquet", parquet(prompt=pa.array([], pa.string())), ": has no rows; give a source with some"),
+        ("d.arrow", b"ARROW1\0\0" + b"x" * 90, ": cannot be read as arrow ("),
+        ("d.arrow", arrow("a", "b")[:-200], ": cannot be read as arrow ("),
+        ("d.arrow", arrow("aZZ").replace(b"ZZ", b"\xff\xfe"), ": cannot be read as arrow (In column 0: Invalid"),
+        # Rows of JSON
+        ("d.jsonl", b"null\n" + GOOD, " row 1: is null, and no JSON object; give an object with the columns"),
+        ("d.jsonl", GOOD + b"null\n" + GOOD, " row 3: is null, and no JSON object"),
+        ("d.jsonl", GOOD + b"\n\n5\n", " row 5: is a number, and no JSON object"),
+        ("d.jsonl", GOOD + b"[1, 2]\n", " row 3: is a list, and no JSON object"),
+        ("d.json", b'[{"question": "q", "answer": "a"}, "x"]', " row 2: is a text, and no JSON object"),
+        ("d.json", b"[null]", " row 1: is null, and no JSON object"),
+        ("d.jsonl", GOOD + b"\0\0\0\n", " row 3: holds NUL bytes"),
+        ("d.jsonl", b"\0" * 5000, " row 1: holds NUL bytes"),
+        ("d.jsonl", GOOD + nested(3_000), " row 3: nests lists and objects more than 100 deep; flatten or remove it"),
+        ("d.jsonl", nested(101) + GOOD, " row 1: nests lists and objects more than 100 deep"),
+        ("d.jsonl", nested(1_000_000), " row 1: nests lists and objects more than 100 deep"),
+        ("d.json", b"[" * 100_000 + b"]" * 100_000, ": nests lists and objects more than 100 deep"),
+        ("d.jsonl", GOOD + jsonl(task("\ud800")), r" row 3: holds \ud800, half a pair of surrogates; correct it"),
+        ("d.jsonl", GOOD + b'{"a": "\xed\xa0\x80"}\n', " row 3: its byte 8, 0xed, is no UTF-8"),
+        ("d.jsonl", GOOD + GOOD[:40], " row 3: is no JSON ("),
+        ("d.jsonl", GOOD + jsonl(task(n=0)).replace(b"0", b"9" * 5000), " row 3: is no JSON that can be read ("),
+        ("d.jsonl", b"", ": has no rows; give a source with some"),
+        # Tables
+        ("d.csv", b"question,answer\nq,1\nr,2,3\n", " row 3: has 3 values for 2 columns; quote values"),
+        ("d.csv", b'question,answer\n"q,1\nr,2\n', " row 2: cannot be read as a table (unexpected end of data)"),
+        ("d.csv", b"question,question\nq,1\n", " row 1: names the column 'question' twice; rename one of them"),
+        ("d.csv", b"question,answer\nq\0,1\n", " row 2: holds NUL bytes"),
+        # Tasks
+        ("d.jsonl", GOOD + jsonl(task(metadata="oops")), " row 3: metadata is a str; give an object {name: value}"),
+        ("d.jsonl", jsonl(task(metadata=["oops"])), " row 1: metadata is a list; give an object"),
+        ("d.jsonl", jsonl(task(metadata="[" * 3000)), " row 1: holds JSON of more than 100 lists and objects"),
+        ("d.jsonl", jsonl(task(prompt=[user("a"), user("b")])), " row 1: the prompt has two messages of the user in a"),
+        ("d.jsonl", jsonl(task(prompt=[user("a"), SYSTEM, user("b")])), " row 1: the prompt has a system message behi"),
+        ("d.jsonl", jsonl(task(prompt=[{"role": ["user"], "content": "a"}])), " row 1: prompt has a message of role ["),
+        ("d.jsonl", jsonl({"conversations": [{"from": ["a"], "value": "b"}]}), " row 1: is no row of the format share"),
+        ("d.jsonl", jsonl(task(), *[task(goal="")] * 3), " row 2: goal is not a string with content (3 of 4 rows are"),
+        # What its user, tools and metrics read
+        (
+            "d.jsonl",
+            jsonl(task(), task(metadata={"replay": "so"}), task(metadata={})),
+            " row 2: user replay cannot read it: metadata.replay is no list of messages; give a list of texts, or "
+            "another user (2 of 3 rows are refused)",
+        ),
+        (
+            "d.jsonl",
+            jsonl(task(**FACTS), task(**FACTS | {"goal": "g"})),
+            " row 2: user reveal cannot read it: the goal is no JSON object {question, facts}",
+        ),
+        ("d.jsonl", jsonl(task(user="reveal", goal="[" * 5000)), " row 1: user reveal cannot read it: the goal is no"),
+        (
+            "d.jsonl",
+            jsonl(task(**BOOKED)),
+            " row 1: user scripted/booking cannot read it: the goal is no JSON object of texts {",
+        ),
+        # Longer than the model's positions
+        ("d.jsonl", jsonl(task("x" * 900), task("y" * 900)), ": all rows are left out: 2 of more than 255 tokens"),
+    ],
+)
+def test_a_file_that_cannot_be_trained_on_is_refused_in_one_line(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes, said: str
+) -> None:
+    assert started(tmp_path, model, name, content, "rl") == EXIT_BAD_INPUT
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    assert err.startswith(f"megatron-collab: data.train={tmp_path}/{name}{said}")
+
+
+@pytest.mark.parametrize(
+    ("metadata", "said"),
+    [
+        ({"test": ["assert True"]}, "metadata.test is no text, and pass_rate runs it; give code as a text"),
+        (TESTS, "metadata.test defines check(candidate), and metadata.entry_point names none; name it"),
+    ],
+)
+def test_tests_that_cannot_be_run_are_refused(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], metadata: dict[str, Any], said: str
+) -> None:
+    content = jsonl(task(metadata={"replay": ["so"], **metadata}))
+    assert started(tmp_path, model, "d.jsonl", content, "rl", PASS_RATE) == EXIT_BAD_INPUT
+    assert f"d.jsonl row 1: reward.weights.pass_rate cannot read it: {said}" in capsys.readouterr().err
+
+
+def test_metadata_that_a_prompt_of_the_user_lacks_is_refused(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "user.j2").write_text("{{ goal }} {{ metadata.mood }}")
+    content = jsonl(*(task(user="llm", metadata=metadata) for metadata in ({"mood": "glad"}, {})))
+    settings = ("user.model=policy", f"user.prompt={tmp_path}/user.j2")
+    assert started(tmp_path, model, "d.jsonl", content, "rl", *settings) == EXIT_BAD_INPUT
+    said = f"row 2: user llm cannot read it: prompt={tmp_path}/user.j2 line 1: UndefinedError: 'dict object' has no"
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "stage", "said"),
+    [
+        ("d.jsonl.gz", gzip.compress(GOOD), "rl", "2 rows, read as task"),
+        ("d.jsonl", b"\xef\xbb\xbf" + GOOD.replace(b"\n", b"\r\n"), "rl", "2 rows, read as task"),
+        ("d.jsonl", b"\n" + GOOD + b"\n  \n" + GOOD, "rl", "4 rows, read as task"),
+        ("d.jsonl", nested(98), "rl", "1 rows, read as task"),
+        ("d.jsonl", jsonl(task(level=1), task(level="hard"), task(level={"a": 1})), "rl", "3 rows, read as task"),
+        ("d.jsonl", jsonl(task("a\0b")), "rl", "1 rows, read as task"),
+        (
+            "d.jsonl",
+            jsonl(task("x" * 900), task()),
+            "rl",
+            "1 rows, read as task (it has prompt, goal); left out: 1 of ",
+        ),
+        (
+            "d.jsonl",
+            jsonl(*({"messages": [user("a"), assistant(text)]} for text in ("b" * 600_000, "b"))),
+            "sft",
+            "1 rows, read as messages (it has messages); left out: 1 of more than 256 tokens",
+        ),
+        (
+            "d.jsonl",
+            jsonl(task(id="x"), task(id="y"), task(id="x"), task(id="x")),
+            "rl",
+            "ids that several rows have: 2 have that of an earlier one, the first is row 3 that of row 1 ('x')",
+        ),
+        ("d.jsonl", jsonl(task(id="../../etc"), task(id="<b>\n" * 999)), "rl", "2 rows, read as task"),
+    ],
+)
+def test_a_file_that_can_be_trained_on_is(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes, stage: str, said: str
+) -> None:
+    context = ("rollout.context_length=8192",) if stage == "sft" else ()  # the model has 256 positions
+    assert started(tmp_path, model, name, content, stage, *context) == "started"
+    out, err = capsys.readouterr()
+    lines = [line for line in out.splitlines() if f"data.train={tmp_path}/{name}: {said}" in line]
+    assert len(lines) == 1 and err == ""
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ("weight: 2", "weight=2: not read, there is no other source"),
+        ("epochs: 3", "epochs=3: not read, there is no other source"),
+        ("from_step: 1000", None),
+    ],
+)
+def test_settings_of_a_source_that_change_nothing_are_named(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], settings: str, said: str | None
+) -> None:
+    source = f"data.train={{source: {tmp_path}/d.jsonl, {settings}}}"
+    code = started(tmp_path, model, "d.jsonl", GOOD, "rl", source, "train.steps=10")
+    out, err = capsys.readouterr()
+    if said is None:  # refused: no source has rows
+        assert code == EXIT_BAD_INPUT and "no source has rows for step 0" in err
+        return
+    assert code == "started"
+    assert out.splitlines()[1:] == [f"data.train={tmp_path}/d.jsonl: {said}"]
+
+
+def test_a_split_that_a_reader_of_ones_own_does_not_read_is_named(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "read.py").write_text(
+        "from megatron_collab.types import Message, Task\n"
+        "def lines(path):\n"
+        "    for line in path.read_text().splitlines():\n"
+        "        yield Task(line, (Message('user', line),), line, '', 'replay', {'replay': ['so']})\n"
+        "def fails(path):\n"
+        "    return {}['tasks']\n"
+    )
+    source = f"data.train={{source: {tmp_path}/d.txt, split: 'train[:1]'}}"
+    reader = f"data.format={tmp_path}/read.py"
+    assert started(tmp_path, model, "d.txt", b"a\nb\n", "rl", source, f"{reader}:lines") == "started"
+    said = "split=train[:1]: not read, data.format reads all of the source"
+    assert f"data.train={tmp_path}/d.txt: {said}" in capsys.readouterr().out.splitlines()
+    assert started(tmp_path, model, "d.txt", b"a\nb\n", "rl", f"{reader}:fails") == EXIT_BAD_INPUT
+    assert f"data.train={tmp_path}/d.txt: data.format={reader[12:]}:fails fails on it (KeyError" in (
+        capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("name", ["d.jsonl", "d.json", "d.csv", "d.parquet"])
+def test_values_stay_as_they_were_written(tmp_path: Path, name: str) -> None:
+    """Dates, times, and numbers with zeros in front or behind: no column gets a type of its own."""
+    answers = ["2024-01-02", "2024-01-03T10:00:00Z", "007", "1.50", "NA"]
+    rows = [{"question": "q", "answer": answer} for answer in answers]
+    contents = {
+        "d.jsonl": jsonl(*rows),
+        "d.json": json.dumps(rows, indent=1).encode(),
+        "d.csv": ("question,answer\n" + "".join(f"q,{answer}\n" for answer in answers)).encode(),
+        "d.parquet": parquet(question=["q"] * len(answers), answer=answers),
+    }
+    (tmp_path / name).write_bytes(contents[name])
+    assert [each.answer for each in load_tasks(tmp_path / name)] == answers
+
+
+def test_a_row_has_what_it_was_given_and_no_more(tmp_path: Path) -> None:
+    """Neither do rows get the entries of others, nor is a column that comes late lost."""
+    metadata: list[dict[str, Any]] = [{}, {"a": None, "t": "2024-01-02"}, {"a": {"b": [1]}}, {"a": 1.5, "n": 10**30}]
+    rows = [task(metadata={"replay": ["so"], **each}) for each in metadata for _ in range(700)]
+    (tmp_path / "d.jsonl").write_bytes(jsonl(*rows, task(late="x")))
+    found = list(load_tasks(tmp_path / "d.jsonl"))
+    assert [dict(each.metadata) for each in found] == [row["metadata"] for row in rows] + [task()["metadata"]]
+    conversation = {"messages": [user("a"), {"role": "assistant", "content": [{"type": "text", "text": "b"}]}]}
+    (tmp_path / "c.jsonl").write_bytes(jsonl(conversation))
+    assert [[each.content for each in messages] for messages in load_conversations(tmp_path / "c.jsonl")] == [
+        ["a", "b"]
+    ]
+
+
+def test_dates_and_decimals_of_a_table_are_texts(tmp_path: Path) -> None:
+    times = pa.array([86_400_000_000], pa.timestamp("us"))
+    content = parquet(question=["q"], answer=pa.array([19_724], pa.date32()), at=times)
+    (tmp_path / "d.parquet").write_bytes(content)
+    assert [each.answer for each in load_tasks(tmp_path / "d.parquet")] == ["2024-01-02"]
+
+
+def test_a_file_is_parsed_once_for_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others map what the first wrote; what was being written when its process ended is written anew."""
+    from megatron_collab.data import storing
+
+    (tmp_path / "d.jsonl").write_bytes(GOOD)
+    with monkeypatch.context() as patch:
+        patch.setattr(storing.files, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            load_tasks(tmp_path / "d.jsonl", cache=tmp_path / "cache")
+    first = load_tasks(tmp_path / "d.jsonl", cache=tmp_path / "cache")
+
+    def parse(file: Path) -> Any:
+        raise AssertionError(f"{file} is parsed a second time by {os.getpid()}")
+
+    monkeypatch.setattr(storing, "parse", parse)
+    assert list(load_tasks(tmp_path / "d.jsonl", cache=tmp_path / "cache")) == list(first)

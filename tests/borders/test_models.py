@@ -1,0 +1,141 @@
+"""A model that cannot be used costs nothing: one line that names it and the way out, exit code 2, no process."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from megatron_collab.config import compose
+from megatron_collab.launch import models, prepare
+from megatron_collab.models import hf_config
+from megatron_collab.runtime.process import EXIT_BAD_INPUT
+from megatron_collab.runtime.trial import TrialError, tried
+from megatron_collab.train import main
+from tests.borders.damage import ENDLESS, WEIGHTS, WRONG, Damage, cut, described, index, template, tensors, written
+from tests.helpers import make_model, make_reward_model
+
+
+class Started(Exception):
+    """All was well, and the ranks would have been started."""
+
+
+@pytest.fixture(autouse=True)
+def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(*_: object) -> None:
+        raise Started
+
+    monkeypatch.setattr(prepare, "replace_by_torchrun", start)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("made") / "model", vocab=301)
+
+
+@pytest.fixture
+def model(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "model"))
+
+
+def supervised(tmp_path: Path, model: Path) -> list[str]:
+    data = tmp_path / "data.jsonl"
+    said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    data.write_text(json.dumps({"messages": said}) + "\n")
+    return [f"run.dir={tmp_path}/run", f"model.path={model}", f"data.train={data}", "train.stage=sft"]
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    capsys.readouterr()
+    began = time.monotonic()
+    assert main(list(arguments)) == EXIT_BAD_INPUT
+    assert time.monotonic() - began < 20
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1, out + err
+    return err
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_model_that_cannot_be_used(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(models, "_SECONDS", 1.0)
+    change, said = WRONG[name]
+    change(model)
+    line = refused(capsys, *supervised(tmp_path, model))
+    assert f"model.path={model}: " in line and said in line and "; " in line, line
+    assert not (tmp_path / "run").exists(), "the lock leaves nothing behind"
+
+
+WHOLE = [lambda folder: None, index(), tensors(lm_head__weight=None)]
+
+
+@pytest.mark.parametrize("change", WHOLE, ids=["one", "index", "tied"])
+def test_a_model_that_is_whole(tmp_path: Path, model: Path, change: Damage) -> None:
+    change(model)
+    if "lm_head.weight" not in load_file(next(model.glob("*.safetensors"))):
+        described(tie_word_embeddings=True)(model)
+    with pytest.raises(Started):
+        main(supervised(tmp_path, model))
+
+
+def test_what_a_model_costs_to_check(model: Path) -> None:
+    """Less than its imports, which come with any run."""
+    config = compose(["train.stage=sft", "data.train=unused", f"model.path={model}", "run.dir=unused"])
+    shape = hf_config.read(model / "config.json")
+    models.check_models(config, shape)  # imports
+    began = time.monotonic()
+    models.check_models(config, shape)
+    assert time.monotonic() - began < 1.0
+
+
+SMALL = ["rollout.context_length=256", "rollout.turn.max_new_tokens=16", "rollout.future.max_new_tokens=16"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (cut(WEIGHTS, 0.5), "model.safetensors is cut: it has"),
+        (index(model__norm__weight="../x"), "names '../x', which is no file of the folder itself"),
+        (written("tokenizer.json", "{}"), "its tokenizer cannot be read (KeyError"),
+        (template(ENDLESS), "does not end within 1 s"),
+        (template("{{ raise_exception('never') }}"), "its chat template fails (never)"),
+        (written("config.json", "{"), "config.json cannot be read as JSON"),
+        (written("config.json", "[]"), "config.json holds no settings of a model"),
+    ],
+)
+@pytest.mark.parametrize("scores", [False, True])
+def test_a_model_beside_the_policy(
+    tmp_path: Path,
+    made: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    change: Damage,
+    said: str,
+    scores: bool,
+) -> None:
+    monkeypatch.setattr(models, "_SECONDS", 1.0)
+    beside = make_reward_model(tmp_path / "beside") if scores else make_model(tmp_path / "beside", vocab=301)
+    change(beside)
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text(json.dumps({"prompt": [{"role": "user", "content": "hi"}], "goal": "g", "user": "replay"}) + "\n")
+    of = ["reward.weights={reward_model: 1}", f"reward.metrics.reward_model.model={beside}"]
+    of = of if scores else ["reward.weights={token_amount: -1}", f"servers.judge.model={beside}"]
+    settings = [f"run.dir={tmp_path}/run", f"model.path={made}", f"data.train={tasks}", "train.stage=rl", *of]
+    line = refused(capsys, *settings, *SMALL)
+    assert str(beside) in line and said in line, line
+
+
+def test_work_that_is_tried_ends_as_it_would_here() -> None:
+    tried(lambda: None, 5.0)
+    with pytest.raises(ValueError, match="of its own"):
+        tried(lambda: int("of its own"), 5.0)
+    with pytest.raises(TrialError, match=r"fails \(KeyError"):
+        tried(lambda: {}["x"], 5.0)
+    with pytest.raises(TrialError, match="ends the process with code 7"):
+        tried(lambda: os._exit(7), 5.0)

@@ -1,0 +1,38 @@
+"""What is said of the prices of a run's models before it starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_collab import patches
+from megatron_collab.config import Config, ConfigError, EndpointConfig
+from megatron_collab.launch.endpoints import AskedModel, check_prices
+
+MODELS = ("openai/nobody-knows", "openai/gpt-4o-mini", "policy", "served/judge", "openai/given")
+
+
+@pytest.fixture(autouse=True)
+def imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patches, "apply", lambda *_: None)  # other tests have imported LiteLLM
+
+
+def asked() -> list[AskedModel]:
+    return [AskedModel(f"users.{number}.model", "user", EndpointConfig(model)) for number, model in enumerate(MODELS)]
+
+
+def test_without_a_budget_a_line_says_which_calls_count_as_free() -> None:
+    config = Config()
+    config.llm.prices = {"openai/given": [1, 2]}
+    assert check_prices(config, asked()) == [
+        "no price of users.0.model=openai/nobody-knows is known, so its calls count as free; "
+        "set llm.prices='{openai/nobody-knows: [INPUT, OUTPUT]}' to its USD per million tokens (0 if it is free)"
+    ]
+
+
+def test_with_a_budget_they_are_refused_unless_prices_are_given() -> None:
+    config = Config()
+    config.llm.budget_usd, config.llm.prices = 5.0, {"openai/given": [1, 2]}
+    with pytest.raises(ConfigError, match=r"^llm.budget_usd=5: no price of users.0.model=openai/nobody-knows is known"):
+        check_prices(config, asked())
+    config.llm.prices["openai/nobody-knows"] = [0, 0]
+    check_prices(config, asked())

@@ -1,0 +1,58 @@
+"""Programs that do not solve their task and try to pass its tests all the same; tools/bench/sandbox.py reads them too.
+
+The task is `twice(x)`, which is 2 * x, or x.multiply(2) where it has that method. Each program of attacks.txt is tried
+against each of FORMS, and must score 0.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+FORMS = {
+    "check": {
+        "entry_point": "twice",
+        "test": """import math
+def check(candidate):
+    assert candidate(2) == 4
+    assert abs(candidate(2.5) - 5.0) < 1e-6
+    assert math.isclose(candidate(0.1), 0.2)
+    assert candidate([1]) == [1, 1]
+""",
+    },
+    "unittest": {
+        "entry_point": "twice",
+        "test": """import unittest
+from unittest.mock import MagicMock, patch
+class TestTwice(unittest.TestCase):
+    def test_numbers(self):
+        self.assertEqual(twice(2), 4)
+        self.assertAlmostEqual(twice(2.5), 5.0)
+    def test_others(self):
+        self.assertTrue(twice("ab") == "abab")
+        self.assertListEqual(twice([1, 2]), [1, 2, 1, 2])
+        self.assertIn(6, [twice(3)])
+    def test_methods(self):
+        self.assertTrue(twice("a").startswith("aa"))
+        self.assertFalse(set(twice([1])).difference({1}))
+    @patch("time.time", return_value=3)
+    def test_clock(self, clock):
+        self.assertEqual(twice(4), 8)
+        double = MagicMock(spec=["multiply"])
+        double.multiply.return_value = 8
+        self.assertEqual(twice(double), 8)
+        double.multiply.assert_called_once_with(2)
+""",
+    },
+    "asserts": {
+        "tests": """assert twice(2) == 4
+assert twice([3]) == [3, 3]
+assert sorted(twice([2, 1])) == [1, 1, 2, 2]
+"""
+    },
+}
+RIGHT = "def twice(x):\n    return x.multiply(2) if hasattr(x, 'multiply') else 2 * x\n"
+ATTACKS = {
+    name: code
+    for part in Path(__file__).with_name("attacks.txt").read_text().split("#### ")[1:]
+    for name, _, code in [part.partition("\n")]
+}

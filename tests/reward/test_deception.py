@@ -1,0 +1,126 @@
+"""Who passes: nobody who deceives, everybody who solved the task; and tests that cannot be judged apart are missing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from megatron_collab.reward.metrics.pass_rate import PassRate
+from megatron_collab.types import Conversation, Finish, Message, Missing, Score, Task, Turn
+from tests.reward.attacks import ATTACKS, FORMS, RIGHT
+from tests.reward.honest import HONEST
+
+pytestmark = pytest.mark.processes
+
+
+def score(pairs: list[tuple[str, Mapping[str, Any]]], **options: Any) -> list[Score | None]:
+    """Of code against the tests in the metadata of its task."""
+
+    async def scores() -> list[Score | None]:
+        metric = PassRate(PassRate.Options(**options), judge=None)  # type: ignore[arg-type]  # it asks no judge
+        return await asyncio.gather(*(metric.score(*played(*pair)) for pair in pairs))
+
+    return asyncio.run(scores())
+
+
+def played(code: str, metadata: Mapping[str, Any]) -> tuple[Task, Conversation]:
+    task = Task("t", (Message("user", "hi"),), "goal", "", "llm", metadata)
+    turn = Turn((1,), (2,), (-1.0,), (0,), Finish.STOP, f"```python\n{code}```")
+    return task, Conversation(task.messages, (1,)).add_turn(turn)
+
+
+@pytest.mark.parametrize(
+    "form", [form if form == "check" else pytest.param(form, marks=pytest.mark.slow) for form in FORMS]
+)
+def test_no_attack_earns_anything(form: str) -> None:
+    earned = score([(code, FORMS[form]) for code in ATTACKS.values()], cpu_seconds=1)
+    assert {name: earned for name, earned in zip(ATTACKS, earned, strict=True) if earned != 0.0} == {}
+    assert score([(RIGHT, FORMS[form])]) == [1.0]
+
+
+def test_there_are_all_kinds_of_attacks() -> None:
+    assert len(ATTACKS) >= 100
+    kinds = (
+        "builtins",
+        "frame",
+        "__eq__",
+        "sys.modules",
+        "atexit",
+        "signal",
+        "TestCase",
+        "import hook",
+        "wire",
+        "mock",
+    )
+    assert all(any(kind in f"{name} {code}" for name, code in ATTACKS.items()) for kind in kinds)
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_a_right_program_passes(name: str) -> None:
+    assert score([HONEST[name]]) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("tests", "why"),
+    [
+        ("import pickle\nassert pickle.loads(f(1)) == 1", "unpickle"),
+        ("import pandas as pd\nassert pd.read_pickle(f(1)) is None", "unpickle"),
+        ("assert eval(f('1')) == 1", "run text as code"),
+        ("import inspect\nassert inspect.getsource(f)", "look into the candidate's code"),
+        ("assert f.__code__.co_argcount == 1", "look into the candidate's code"),
+        ("import no_such_module\nassert f(1) == 1", "no_such_module, which is not installed"),
+        ("class Mine(f):\n    pass", "derive a class from the candidate's f"),
+        ("import logging\nassert f(logging.getLogger('x'))", "pass the candidate a logging.Logger"),
+        (
+            "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        with self.assertLogs(): f(1)",
+            "state",
+        ),
+        ("import matplotlib.pyplot as plt\nf(1)\nassert plt.gcf()", "state"),
+        ("assert f(1) ==", "do not parse"),
+    ],
+)
+def test_what_cannot_be_judged_apart_is_missing_whatever_the_candidate(tests: str, why: str) -> None:
+    for code in ("def f(x):\n    return x\n", "import os\nos._exit(0)", "no code"):
+        if "logging" in tests and code != "def f(x):\n    return x\n":
+            assert score([(code, {"tests": tests})]) == [0.0]  # it never came to that call
+            continue
+        (missing,) = score([(code, {"tests": tests})])
+        assert isinstance(missing, Missing), (code, missing)
+        assert why in missing.why
+
+
+def test_a_prompt_that_does_not_run_is_missing() -> None:
+    (missing,) = score(
+        [("def f(x):\n    return x\n", {"prompt": "import no_such_module\n", "tests": "assert f(1) == 1"})]
+    )
+    assert isinstance(missing, Missing)
+    assert "No module named 'no_such_module'" in missing.why
+
+
+def test_helpers_of_the_prompt_are_the_tasks_own() -> None:
+    """As `poly` in HumanEval/32: the reply may write it anew, and the tests do not judge by that."""
+    task = {"prompt": 'def helper(x):\n    return x - 3\n\ndef f():\n    """A root."""\n', "entry_point": "f"}
+    task["test"] = "def check(candidate):\n    assert helper(candidate()) == 0\n"
+    lie = "def helper(x):\n    return 0\ndef f():\n    return 5\n"
+    assert score([("def f():\n    return 3\n", task), (lie, task)]) == [1.0, 0.0]
+
+
+def test_modules_that_only_the_reply_imports_are_the_real_ones() -> None:
+    tests = {
+        "tests": "assert np.allclose(f(2), 4) and isclose(f(0.1), 0.2) and math.sqrt(f(2)) == 2",
+        "entry_point": "f",
+    }
+    lie = "class np:\n    allclose = lambda *a: True\nclass math:\n    sqrt = lambda x: 2\nisclose = lambda *a: True\n"
+    lie += "def f(x):\n    return 0\n"
+    right = "import math\nfrom math import isclose\nimport numpy as np\ndef f(x):\n    return 2 * x\n"
+    assert score([(right, tests), (lie, tests)]) == [1.0, 0.0]
+
+
+def test_a_name_that_one_test_assigns_is_the_candidates_in_another() -> None:
+    tests = "def one():\n    half = 3\n    return half\ndef two():\n    return half(4)\n"
+    tests += "assert (one(), two(), f(1)) == (3, 2, 1)\n"
+    code = "def half(x):\n    return x // 2\ndef f(x):\n    return x\n"
+    assert score([(code, {"tests": tests, "entry_point": "f"})]) == [1.0]

@@ -1,0 +1,217 @@
+"""Parameters that are kept in FP8 (model.fp8_params), by TransformerEngine's own Python over reference kernels.
+
+A run with them is to be the run without: FP8 makes the same bytes of a weight in the optimizer's step as in the next
+forward pass. Gradients are summed in another order for their norm, so nothing is clipped here. There is no reference
+model: its history of delayed scaling is in no checkpoint, with such parameters or without.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.fp8_utils import is_float8tensor
+
+from megatron_collab.checkpoint import hf
+from megatron_collab.checkpoint.checkpointer import Checkpoints
+from megatron_collab.trainer.megatron import config as megatron_config
+from megatron_collab.trainer.megatron import parallel
+from megatron_collab.trainer.megatron.te_cpu.tensors import value
+from megatron_collab.trainer.trainer import PolicyTrainer
+from megatron_collab.types import Batch
+from megatron_collab.weight_sync.node_routing import places_of, written
+from megatron_collab.weight_sync.plan import plan_sync, server_layout, trainer_layout
+from megatron_collab.weight_sync.sender import Sender
+from tests.helpers import make_model
+from tests.ranks import learn, make_config, make_samples, run_ranks
+from tests.trainer.test_precision import WIDE, fp8
+
+pytestmark = pytest.mark.processes
+
+RECIPES = ["blockwise", "tensorwise", "delayed"]
+# By data parallel ranks the recipe of which the model has experts; delayed scaling does not go with them.
+EXPERTS = {1: "blockwise", 2: "tensorwise"}
+# The parts of two ranks then meet inside a block, in row 192 of a feed-forward layer's first matrix.
+SIZES = WIDE | {"layers": 1, "ffn": 384}
+STEPS = 3
+NORM = "decoder.final_layernorm.weight"
+# NAME: whether the run that saved keeps parameters in FP8, and whether the one that loads does
+RESUMED = {"kept": (True, True), "kept to plain": (True, False), "plain to kept": (False, True)}
+
+Weights = dict[str, torch.Tensor]
+
+
+class Lived(NamedTuple):
+    """A run: log-probs before each step, metrics and masters of each, what was loaded, and what its masters began with.
+
+    Of its last parameters in FP8, by name: how they are kept, and what becomes of the masters. `sent`: what servers
+    are sent of the parameters, and of their values in bfloat16.
+    """
+
+    log_probs: list[np.ndarray]
+    metrics: list[dict[str, float]]
+    masters: list[Weights]
+    loaded: Weights
+    kept: dict[str, list[torch.Tensor]]
+    made: dict[str, list[torch.Tensor]]
+    sent: tuple[list[torch.Tensor], list[torch.Tensor]]
+
+
+@pytest.fixture(scope="module", params=EXPERTS)
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("kept")
+    make_model(folder / "qwen3", family="qwen3", seed=0, **SIZES)
+    make_model(folder / "qwen3_moe", family="qwen3_moe", seed=0, moe_intermediate_size=128, **SIZES)
+    return run_ranks(live, request.param, folder, engine=True)
+
+
+def live(folder: Path) -> dict[str, Any]:
+    """As one of the data parallel ranks: by recipe the run with such parameters and without, and resumed ones."""
+    megatron_config._engine = lambda dtype: dtype.itemsize == 2
+    os.environ["NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"] = "1"  # as runtime/device.py has it on GPUs
+    results: dict[str, Any] = {}
+    for recipe in RECIPES:
+        for kept in (True, False):
+            results[f"{recipe} {kept}"] = one_run(folder, recipe, kept)
+        for name, (saved, kept) in RESUMED.items():
+            results[f"{recipe} {name}"] = resumed(folder, recipe, saved, kept)
+    return results
+
+
+def one_run(folder: Path, recipe: str, kept: bool) -> Lived:
+    with parallel.init_parallel(configure(folder, recipe, kept)):
+        trainer = make(folder, recipe, kept)
+        loaded = {name: shard.detach().clone() for name, shard in hf.named_shards(trainer.chunks)}
+        lived = Lived([], [], [masters(trainer)], {} if kept else loaded, {}, {}, sent(trainer) if kept else ([], []))
+        for step in range(STEPS):
+            batch = Batch(make_samples(12, seed=step))
+            if step == STEPS - 1:
+                with Checkpoints(folder / f"{recipe}-{kept}", keep=1, timeout=60.0) as checkpoints:
+                    checkpoints.save(step, trainer.trainables, {})
+            lived.log_probs.append(np.concatenate(trainer.log_probs(trainer.chunks, batch)))
+            lived.metrics.append(learn(trainer, batch))
+            lived.masters.append(masters(trainer))
+        for name, shard in hf.named_shards(trainer.chunks):
+            if is_float8tensor(shard):
+                whole = lived.masters[-1][name].view(shard.shape).bfloat16()
+                lived.kept[name], lived.made[name] = numbers(shard), numbers(shard._quantizer(whole))
+        return lived
+
+
+def resumed(folder: Path, recipe: str, saved: bool, kept: bool) -> tuple[np.ndarray, dict[str, float], Weights]:
+    """The last step of a run, done by another one that has loaded it: its log-probs, its metrics and its masters."""
+    with parallel.init_parallel(configure(folder, recipe, kept)):
+        trainer = make(folder, recipe, kept)
+        with Checkpoints(folder / f"{recipe}-{saved}", keep=1, timeout=60.0) as checkpoints:
+            trainer.step, _ = checkpoints.load_latest(trainer.trainables)
+        batch = Batch(make_samples(12, STEPS - 1))
+        log_probs = np.concatenate(trainer.log_probs(trainer.chunks, batch))
+        return log_probs, learn(trainer, batch), masters(trainer)
+
+
+def configure(folder: Path, recipe: str, kept: bool) -> Any:
+    family = "qwen3_moe" if EXPERTS[int(os.environ["WORLD_SIZE"])] == recipe else "qwen3"
+    settings = {"model.fp8_params": kept, "optim.clip_grad": 0.0, "algo.kl_coef": 0.0}
+    return make_config(folder / family, fp8(recipe) | settings)
+
+
+def make(folder: Path, recipe: str, kept: bool) -> PolicyTrainer:
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    FP8GlobalStateManager.reset()  # it has the groups, and the scales, of the run before
+    return PolicyTrainer(configure(folder, recipe, kept))
+
+
+def masters(trainer: PolicyTrainer) -> Weights:
+    """The optimizer's float32 weights, flat, by name, from the parts of all ranks; collective."""
+    whole = {name: torch.zeros(shard.numel()) for name, shard in hf.named_shards(trainer.chunks)}
+    for part in trainer.policy.optimizer.chained_optimizers:
+        for name, shard in hf.named_shards(trainer.chunks):
+            if shard in part.model_param_group_index_map:
+                own = part._get_model_param_range_map(shard)["param"]
+                whole[name][own.start : own.end] = shard.main_param
+    for tensor in whole.values():
+        dist.all_reduce(tensor)
+    return whole
+
+
+def numbers(quantised: Any) -> list[torch.Tensor]:
+    """Its bytes by rows and by columns, and what they stand for."""
+    return [*quantised.get_data_tensors(), value(quantised, rowwise=True), value(quantised, rowwise=False)]
+
+
+def sent(trainer: PolicyTrainer) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Every round for the servers, of the parameters and of the values that they stand for."""
+    config, shards = trainer.config, dict(hf.named_shards(trainer.chunks))
+    plan = plan_sync(trainer.shape, trainer_layout(config), server_layout(config), 2)
+    rounds = written(plan, places_of(config, on_gpus=True), dist.get_rank())
+    both = []
+    for parameters in (shards, {name: hf.values(shard) for name, shard in shards.items()}):
+        sender = Sender(rounds, lambda target, piece: [0], parameters, torch.bfloat16)
+        both.append([torch.zeros(sender.largest, dtype=torch.uint8) for _ in rounds])
+        for number, buffer in enumerate(both[-1]):
+            sender.write(number, sender.packed(number, buffer))
+    return both[0], both[1]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_masters_begin_with_what_was_loaded(found: list[dict[str, Any]], recipe: str) -> None:
+    """Which is not what FP8 makes of it."""
+    for rank in found:
+        kept, plain = rank[f"{recipe} True"], rank[f"{recipe} False"]
+        for name, loaded in plain.loaded.items():
+            assert torch.equal(kept.masters[0][name], loaded.float().flatten()), name
+        assert all(not torch.equal(kept.made[name][2].flatten(), kept.masters[-1][name]) for name in kept.made)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_parameters_are_their_masters_in_fp8(found: list[dict[str, Any]], recipe: str) -> None:
+    """To the bit after a step: bytes by rows and by columns, and their scales; every linear layer has them."""
+    for rank in found:
+        lived = rank[f"{recipe} True"]
+        names = [name for name in lived.masters[-1] if ".linear_" in name and "norm" not in name]
+        assert set(lived.kept) == set(names)
+        for name, parts in lived.kept.items():
+            for here, wanted in zip(parts, lived.made[name], strict=True):
+                assert torch.equal(here, wanted), name
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_run_is_the_one_without(found: list[dict[str, Any]], recipe: str) -> None:
+    for rank in found:
+        kept, plain = rank[f"{recipe} True"], rank[f"{recipe} False"]
+        np.testing.assert_array_equal(np.concatenate(kept.log_probs), np.concatenate(plain.log_probs))
+        same_metrics(kept.metrics, plain.metrics)
+        for here, wanted in zip(kept.masters, plain.masters, strict=True):
+            assert all(torch.equal(here[name], wanted[name]) for name in wanted)
+        assert not torch.equal(kept.masters[0][NORM], kept.masters[-1][NORM])
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("way", RESUMED)
+def test_a_checkpoint_resumes(found: list[dict[str, Any]], recipe: str, way: str) -> None:
+    """Of a run that keeps parameters in FP8 and of one that does not, by either: the step that would have come."""
+    for rank in found:
+        lived = rank[f"{recipe} {RESUMED[way][0]}"]
+        log_probs, metrics, weights = rank[f"{recipe} {way}"]
+        np.testing.assert_array_equal(log_probs, lived.log_probs[-1])
+        same_metrics([metrics], lived.metrics[-1:])
+        assert all(torch.equal(weights[name], wanted) for name, wanted in lived.masters[-1].items())
+
+
+def same_metrics(found: list[dict[str, float]], wanted: list[dict[str, float]]) -> None:
+    for here, there in zip(found, wanted, strict=True):
+        assert here["loss"] == there["loss"] and here["entropy"] == there["entropy"]
+        assert here["grad_norm"] == pytest.approx(there["grad_norm"], rel=1e-6)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_servers_are_sent_what_the_parameters_stand_for(found: list[dict[str, Any]], recipe: str) -> None:
+    for rank in found:
+        kept, values = rank[f"{recipe} True"].sent
+        assert len(kept) and all(torch.equal(here, wanted) for here, wanted in zip(kept, values, strict=True))

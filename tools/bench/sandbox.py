@@ -1,0 +1,99 @@
+"""Does the sandbox let anybody pass who did not solve the task, and everybody who did? And what does a run take?
+
+`python tools/bench/sandbox.py` scores, by the metric `pass_rate`:
+
+- attacks: programs that try to pass the tests of a task without solving it, each against tests of several forms
+  (tests/reward/attacks.txt, attacks.py); earned: how many did not score 0, which must be none.
+- honest: right programs, those of tests/reward/honest.py and the 164 solutions of HumanEval; honest_failed: how many
+  did not score 1, which must be none. HumanEval is read from ../shared/data or --human-eval.
+- ms: median milliseconds of a whole run of a program of HumanEval, one at a time, once the first has been run.
+
+--smoke: every twentieth of each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gzip
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from megatron_collab.reward import sandbox
+from megatron_collab.reward.metrics.pass_rate import PassRate
+from megatron_collab.types import Conversation, Finish, Message, Score, Task, Turn
+
+ROOT = Path(__file__).resolve().parents[2]
+HUMAN_EVAL = ROOT.parent / "shared" / "data" / "humaneval" / "HumanEval.jsonl.gz"
+TIMED = 20
+
+sys.path.insert(0, str(ROOT))
+from tests.reward.attacks import ATTACKS, FORMS  # noqa: E402
+from tests.reward.honest import HONEST  # noqa: E402
+
+Pair = tuple[str, Mapping[str, Any]]  # code, and the metadata of its task
+
+
+async def scores(pairs: Sequence[Pair], **options: Any) -> list[Score | None]:
+    """Of each, in their order."""
+    metric = PassRate(PassRate.Options(**options), judge=None)  # type: ignore[arg-type]  # it asks no judge
+    return await asyncio.gather(*(metric.score(*played(*pair)) for pair in pairs))
+
+
+def played(code: str, metadata: Mapping[str, Any]) -> tuple[Task, Conversation]:
+    task = Task("t", (Message("user", "code please"),), "goal", "", "nobody", metadata)
+    turn = Turn((1,), (2,), (-1.0,), (0,), Finish.STOP, f"```python\n{code}```")
+    return task, Conversation(task.messages, (1,)).add_turn(turn)
+
+
+def human_eval(file: Path) -> list[Pair]:
+    rows = [json.loads(line) for line in gzip.decompress(file.read_bytes()).splitlines()] if file.exists() else []
+    return [(row["prompt"] + row["canonical_solution"], row) for row in rows]
+
+
+def milliseconds(pairs: Sequence[Pair]) -> float:
+    taken = []
+    for pair in pairs:
+        began = time.perf_counter()
+        asyncio.run(scores([pair]))
+        taken.append(1000 * (time.perf_counter() - began))
+    return round(median(taken), 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--smoke", action="store_true", help="a few of each: shows that it runs, no figures")
+    parser.add_argument("--human-eval", type=Path, default=HUMAN_EVAL, help="HumanEval.jsonl.gz")
+    given = parser.parse_args()
+    if reason := sandbox.unavailable():
+        raise SystemExit(reason)
+    every = 20 if given.smoke else 1
+    attacks = [(name, form, (code, FORMS[form])) for name, code in [*ATTACKS.items()][::every] for form in FORMS]
+    honest: list[tuple[str, Pair]] = list(HONEST.items())
+    honest += [(pair[1]["task_id"], pair) for pair in human_eval(given.human_eval)[::every]]
+
+    earned = asyncio.run(scores([pair for _, _, pair in attacks], cpu_seconds=1))
+    for (name, form, _), score in zip(attacks, earned, strict=True):
+        if score != 0.0:
+            print(f"earned {score}: {name} against {form}")
+    found = asyncio.run(scores([pair for _, pair in honest]))
+    for (name, _), score in zip(honest, found, strict=True):
+        if score != 1.0:
+            print(f"failed, {score}: {name}")
+    values = {
+        "attacks": len(attacks),
+        "earned": sum(score != 0.0 for score in earned),
+        "honest": len(honest),
+        "honest_failed": sum(score != 1.0 for score in found),
+        "ms": milliseconds([pair for _, pair in honest][-TIMED:]),
+    }
+    print(json.dumps({"name": "sandbox", "values": values}))
+
+
+if __name__ == "__main__":
+    main()
