@@ -169,6 +169,7 @@ def _load(
         _say(f"{checkpoint}: contains weights only; training starts with a new optimizer, at step {saved['step']}")
         policy = networks[MAIN]
         load_weights(policy.chunks, checkpoint)
+        assert policy.optimizer is not None
         policy.optimizer.reload_model_params()
     else:
         restore(networks, partial(read_sharded, checkpoint))
