@@ -347,6 +347,18 @@ def test_dates_and_decimals_of_a_table_are_texts(tmp_path: Path) -> None:
     assert [each.answer for each in load_tasks(tmp_path / "d.parquet")] == ["2024-01-02"]
 
 
+def test_code_in_the_folder_of_a_data_set_is_not_run(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    for name in ("tasks", "__init__", "dataset"):
+        (folder / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
+    assert started(tmp_path, model, "tasks/train.jsonl", GOOD, "rl", f"data.train={folder}") == "started"
+    assert "2 rows, read as task" in capsys.readouterr().out
+    assert not (tmp_path / "ran").exists()
+
+
 def test_a_file_is_parsed_once_for_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others map what the first wrote; what was being written when its process ended is written anew."""
     from megatron_collab.data import storing
