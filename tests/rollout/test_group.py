@@ -179,7 +179,7 @@ def infinite(futures, weights):
 @pytest.mark.parametrize(
     ("name", "failed", "why"),
     [
-        ("raises", 2, "ValueError: no luck"),
+        ("raises", 3, "ValueError: no luck"),
         ("number", 4, "TypeError: gave float; return a Reward"),
         ("infinite", 4, "ValueError: a reward of nan; give a finite number, or Missing"),
     ],
