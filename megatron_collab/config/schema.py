@@ -343,6 +343,7 @@ class DataConfig:
     eval: Any = mutable(None, "what is evaluated: a source as of data.train, or a list of sets [{source: …, name: …}]")
     format: str = option("auto", "how rows are read; auto: by their columns", choices=FORMATS, extensible=True)
     format_options: dict[str, Any] = option({}, "settings of a reader given as package.module:Class")
+    prefixes: bool = option(False, "train on every prefix of a task that ends with the user, each prompt once")
 
 
 @dataclass

@@ -22,6 +22,7 @@ from megatron_collab.data.chat_template import ChatRenderer, policys, system_pro
 from megatron_collab.data.evaluation import EvaluationSet, evaluation_sets, settings_of
 from megatron_collab.data.examples import Examples, TaskReader, load_conversations, load_tasks
 from megatron_collab.data.mixture import Mixture
+from megatron_collab.data.prefixes import at_every_depth
 from megatron_collab.data.readers import Row
 from megatron_collab.data.sources import TrainingSource, sources, unread
 from megatron_collab.data.survey import Needs, Survey, survey
@@ -63,7 +64,9 @@ class SurveyedSources(Generic[_Read]):
         self.surveys: list[Survey] = []
         for source in self.sources:
             load: Any = load_tasks if rl else load_conversations
-            examples: Examples[_Read] = load(source, setting, config.data, self._folder)
+            examples: Examples[Any] = load(source, setting, config.data, self._folder)
+            if rl and config.data.prefixes and setting == "data.train":
+                examples = at_every_depth(examples)
             # A prompt needs room for a token of the reply.
             found = self._survey(examples, self._room() - int(rl), needs(self.settings(source)))
             examples.leave_out(found.left_out)

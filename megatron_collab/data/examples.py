@@ -43,10 +43,14 @@ class Examples(Sequence[_Read]):
         format: str,
         why: str,
         splits: Sequence[str] = (),
+        distinct: bool = False,
     ) -> None:
-        """`rows`: Rows, or tasks of a reader of the user's own. `read` takes a row and its number; `at` says where."""
+        """`rows`: Rows, or tasks of a reader of the user's own. `read` takes a row and its number; `at` says where.
+
+        `distinct`: of a prompt that several rows have, one is taken already.
+        """
         self.source, self.rows, self.at, self.splits = source, rows, at, splits
-        self.use, self.format, self.why = use, format, why
+        self.use, self.format, self.why, self.distinct = use, format, why, distinct
         self._read = read
         self._kept: np.ndarray | None = None
 

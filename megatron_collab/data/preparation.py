@@ -14,6 +14,7 @@ from megatron_collab.data.datasets import conversation_row, rendered, task_row
 from megatron_collab.data.examples import Examples, load_conversations, load_pairs, load_tasks
 from megatron_collab.data.formats import FORMATS, Use
 from megatron_collab.data.pairs import Pair
+from megatron_collab.data.prefixes import Prompts, prefixes
 from megatron_collab.data.readers import Candidate, Messages, Unfit
 from megatron_collab.data.rows import ALL
 from megatron_collab.data.sources import Source
@@ -67,16 +68,14 @@ class Preparation:
         return {"rl": self._tasks, "sft": self._conversations, "dpo": self._pairs}[self._to]()
 
     def _tasks(self) -> Iterator[Prepared]:
-        seen = set[bytes]()
+        prompts = Prompts()
         for number, row in self.examples.numbered():
             task: Task | None = self._read(row, number)
-            for given in _prefixes(task) if task else ():
+            for given in prefixes(task) if task else ():
                 prompt = self._opened(given.messages)
-                digest = hashlib.blake2b(repr(prompt).encode(), digest_size=16).digest()
-                if digest in seen:
+                if not prompts.new(prompt):
                     self.dropped["prefixes of conversations that another row has too"] += 1
                 elif self._fits(prompt):
-                    seen.add(digest)
                     yield Prepared(_group(prompt), task_row(replace(given, messages=prompt)))
 
     def _conversations(self) -> Iterator[Prepared]:
@@ -169,15 +168,6 @@ def groups_of_eval(groups: Iterable[str], share: float, seed: int) -> set[str]:
 def _fraction(text: str) -> float:
     """A number from 0 to below 1 that follows from the text."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest()) / 2**48
-
-
-def _prefixes(task: Task) -> Iterator[Task]:
-    """The task at every depth: its messages up to each of the user's."""
-    for at, message in enumerate(task.messages):
-        if at + 1 == len(task.messages):
-            yield task
-        elif message.role == "user":
-            yield replace(task, id=f"{task.id}-{at + 1}", messages=task.messages[: at + 1])
 
 
 def _group(messages: Messages) -> str:

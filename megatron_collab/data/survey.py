@@ -73,7 +73,7 @@ def survey(
     lacking = {setting: Counter[str]() for setting in needs.lacks}
     ids = _Ids()
     format = FORMATS.get(examples.format)
-    taken = _taken(examples, format) if format and format.candidate else None
+    taken = _taken(examples, format) if format and format.candidate and not examples.distinct else None
     for number, row in examples.numbered():
         try:
             example = examples.read(row, number)

@@ -119,6 +119,45 @@ def test_of_candidates_a_run_takes_one_of_a_prompt(tmp_path: Path) -> None:
     assert "left out: 3 in place of which another candidate is taken" in data.lines()[0]
 
 
+def talk(*texts: str, **more: Any) -> dict[str, Any]:
+    return {**task(""), "prompt": [(assistant if at % 2 else user)(text) for at, text in enumerate(texts)], **more}
+
+
+def test_a_run_trains_on_every_prefix_of_a_task_once(tmp_path: Path) -> None:
+    rows = [talk("a", "b", "c", id="x", level=2), talk("a", id="y", level=1)]
+    rows += [talk("a", "d", "z" * 400, id="z", level=3)]
+    config = configured(tmp_path, rows)
+    config.data.prefixes, config.data.eval = True, config.data.train
+    data = TrainingData[Any](config)
+    (read,) = data.sets
+    assert [(each.id, [message.content for message in each.messages]) for each in read] == [
+        ("x-1", ["a"]),
+        ("x", ["a", "b", "c"]),
+    ]
+    (line,) = data.lines()
+    assert ": 2 rows, read as task (it has prompt, goal, every prefix of 3 rows); left out: 1 of more than 63" in line
+    (whole,) = SurveyedSources[Any](config, "data.eval", evaluation_sets(config)).sets
+    assert [each.id for each in whole] == ["x", "y"], "an evaluation plays tasks as they are"
+    config.data.train = [{"source": str(tmp_path / "rows.jsonl"), "sort_by": "-level"}]
+    sorted_data = TrainingData[Any](config)
+    assert [sorted_data.at(position, 0).id for position in range(2)] in (["x-1", "x"], ["x", "x-1"])
+
+
+def test_of_candidates_the_prefixes_are_their_prompts(tmp_path: Path) -> None:
+    first = scored(1, 1, "a", 0.9)
+    later = {**scored(1, 3, "b", 0.2), "prompt": [user("a"), assistant("well"), user("b")]}
+    config = configured(tmp_path, [first, later, later, scored(2, 1, "c", 0.1)])
+    config.data.prefixes = True
+    assert [len(each.messages) for each in TrainingData[Any](config).sets[0]] == [1, 3, 1]
+
+
+def test_a_bad_row_is_refused_with_its_place_among_prefixes_too(tmp_path: Path) -> None:
+    config = configured(tmp_path, [talk("a", "b", "c"), talk("a", "b")])
+    config.data.prefixes = True
+    with pytest.raises(ValueError, match=r"rows\.jsonl row 2: the prompt ends with a message of the assistant"):
+        TrainingData[Any](config)
+
+
 def test_of_candidates_supervised_training_takes_the_best_last_turn(tmp_path: Path) -> None:
     data = TrainingData[Any](configured(tmp_path, CANDIDATES, "sft"))
     assert [messages[-1].content for messages in data.sets[0]] == ["b 0.7", "c 0.3"]

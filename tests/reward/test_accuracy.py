@@ -6,8 +6,6 @@ from megatron_collab.config import ConfigError
 from megatron_collab.types import Missing
 from tests.reward.fakes import FakeJudge, about, play, score
 
-HOPELESS = r"\boxed{9^{9^{9^{9}}}}"
-
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
@@ -26,10 +24,27 @@ def test_the_answer_to_a_problem_is_checked_symbolically(reply: str, expected: f
     assert score("accuracy", task, play(task, "x", "well?", reply)) == expected
 
 
-def test_the_judge_is_not_asked_where_math_verify_decides() -> None:
+@pytest.mark.processes
+def test_the_judge_is_not_asked_where_an_answer_is_clearly_stated() -> None:
     task = about("18")
-    assert score("accuracy", task, play(task, "18"), FakeJudge(), judge=True) == 1.0
-    assert score("accuracy", task, play(task, "19"), FakeJudge(), judge=True) == 0.0
+    assert score("accuracy", task, play(task, "The answer is 18."), FakeJudge(), judge=True) == 1.0
+    assert score("accuracy", task, play(task, "So it is 19."), FakeJudge(), judge=True) == 0.0
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("verdict", [0, 1])
+def test_the_judge_decides_what_is_not_clearly_stated(verdict: int) -> None:
+    task = about("18")
+    for said in (["There are 18 eggs."], ["It is 18 or 20."], ["Are there 18?"], ["The answer is 18.", "ok", "Fine!"]):
+        judge = FakeJudge({"thought": "", "accuracy": verdict})
+        assert score("accuracy", task, play(task, *said), judge, judge=True) == verdict
+
+
+@pytest.mark.processes
+def test_another_unit_is_for_the_judge() -> None:
+    task, judge = about("3 hours"), FakeJudge({"thought": "", "accuracy": 1})
+    assert score("accuracy", task, play(task, "The answer is 180 minutes."), judge, judge=True) == 1.0
+    assert score("accuracy", task, play(task, "The answer is 3 hours."), FakeJudge(), judge=True) == 1.0
 
 
 @pytest.mark.parametrize("answer", [0, 1])

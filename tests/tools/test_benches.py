@@ -21,6 +21,7 @@ SLOW = {"async_steps", "booking", "in_flight", "judge_outage", "layouts", "logpr
 SLOW |= {"gpu", "rehearse", "step", "train_turns"}
 # No order beats the bounds that the benches divide by, and nothing may be lost, read wrongly or played again.
 HOLDS: dict[str, Callable[[dict[str, float]], bool]] = {
+    "accuracy": lambda values: values["wrong"] == values["gold_wrong"] == values["perturbed_accepted"] == 0,
     "bad_input": lambda values: sum(values[bad] for bad in ("traceback", "accepted_nonsense", "crash")) == 0,
     "futures": lambda values: values["makespan_over_bound"] >= 1 and values["serial_over_ours"] >= 1,
     "in_flight": lambda values: values["lost"] == 0 and values["conversations"] >= 100,

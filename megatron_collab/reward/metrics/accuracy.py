@@ -1,7 +1,8 @@
-"""Whether the policy gives the right answer: by math-verify, where that is undecided by a judge, or by a judge alone.
+"""Whether the policy gives the right answer: by math-verify what it clearly states, the rest by a judge, or by a judge
+alone.
 
-math-verify limits its own time with signals, which only reach the main thread of a process, and not while it
-computes inside C. So it runs in the main thread of a child that ends itself when an answer takes too long.
+math-verify may compute for ever, and a signal stops it only in the main thread of a process, and not inside C. So it
+runs in the main thread of a child that ends itself when an answer takes too long.
 """
 
 from __future__ import annotations
@@ -12,20 +13,24 @@ import json
 import logging
 import os
 import resource
+import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
 from megatron_collab.config import option, require
 from megatron_collab.llm.answer import Field
 from megatron_collab.reward.metrics import THOUGHT, Metric, judges_prompt
+from megatron_collab.reward.metrics.stated_answer import as_math, has_words, stated
 from megatron_collab.runtime import keys
 from megatron_collab.types import Conversation, Missing, Score, Task
 
-SOFT_LIMIT = 2  # seconds of one step of math-verify; then the answer counts as not equal
+SOFT_LIMIT = 2.0  # seconds of CPU of one step of math-verify; then the answer counts as not equal
 HARD_LIMIT = 20.0  # seconds of one answer; then the child ends itself
 MEMORY_LIMIT = 4 << 30  # bytes
 
@@ -50,7 +55,7 @@ class Checker:
         self._child: subprocess.Popen[str] | None = None
 
     def compare(self, answer: str, text: str) -> Verdict | Missing:
-        """Whether the last answer found in `text` equals `answer`; Missing where the child died of it."""
+        """Whether the last value in `text` equals `answer`, both `as_math`; Missing where the child died of it."""
         with self._lock:
             if self._child is None or self._child.poll() is not None:
                 command = [sys.executable, "-m", "megatron_collab.reward.metrics.accuracy", str(self.hard_limit)]
@@ -70,22 +75,30 @@ class Checker:
 _CHECKER = Checker()
 
 
-async def compare(answer: str, text: str) -> Verdict | Missing:
-    """`Checker.compare` by this process's child, which is busy with one answer at a time."""
-    return await asyncio.to_thread(_CHECKER.compare, answer, text)
+async def compare(answer: str, replies: Sequence[str]) -> tuple[Verdict | Missing, bool]:
+    """Whether the answer that `replies` state (stated_answer.py) equals `answer`, and whether that is sure.
+
+    It is sure where the answer is clearly stated; that it differs also only where `answer` has no words, as a unit
+    might be another. By this process's child, which is busy with one answer at a time.
+    """
+    found = stated(replies)
+    verdict = await asyncio.to_thread(_CHECKER.compare, as_math(answer), found.value if found else "")
+    clear = found is not None and found.clear
+    return verdict, clear and (verdict is Verdict.EQUAL or not has_words(answer))
 
 
 class Accuracy(Metric):
-    """1 or 0. math-verify is undecided where the answer of the task or that of the reply cannot be read, or it failed.
+    """1 or 0: whether the answer that the conversation states (stated_answer.py) is the task's, by math-verify.
 
-    Without a judge a reply that holds no answer is then wrong, all else is Missing. With verify=false the judge alone
-    decides, from the whole conversation, as in the published rewards.
+    With a judge, only what is sure counts, and the judge decides all else from the whole conversation; with
+    verify=false it decides alone, as in the published rewards. Without a judge, a conversation that states no answer is
+    wrong, and where math-verify cannot read the task's answer or fails, the score is Missing.
     """
 
     @dataclass(frozen=True)
     class Options:
-        judge: bool = option(False, "ask a judge where math-verify is undecided")
-        verify: bool = option(True, "let math-verify decide where it can; false: the judge alone")
+        judge: bool = option(False, "ask a judge where no answer is clearly stated, or math-verify cannot read it")
+        verify: bool = option(True, "let math-verify decide what is clearly stated; false: the judge alone")
         model: str | None = option(None, "LiteLLM model of the judge; none: reward.judge.model")
         prompt: str | None = option(None, "FILE.j2: the judge's rubric; none: ours")
 
@@ -105,9 +118,10 @@ class Accuracy(Metric):
         if self.lacks(self.options, task):
             return None
         verdict: Verdict | Missing | None = None
+        sure = False
         if self.options.verify:
-            verdict = await compare(task.answer, conversation.replies[-1] if conversation.replies else "")
-        if verdict in (Verdict.EQUAL, Verdict.DIFFERENT):
+            verdict, sure = await compare(task.answer, conversation.replies)
+        if verdict in (Verdict.EQUAL, Verdict.DIFFERENT) and (sure or not self.options.judge):
             return float(verdict is Verdict.EQUAL)
         if self.options.judge:
             answer = await self.ask_judge(judges_prompt(self.options.prompt, "accuracy"), task, conversation, _FIELDS)
@@ -120,21 +134,37 @@ class Accuracy(Metric):
 def _serve(hard_limit: float) -> None:
     """Answer a line of JSON [answer, text] with a line that is a Verdict, until there are no more."""
     from math_verify import LatexExtractionConfig, parse, verify
+    from math_verify.errors import TimeoutException
     from math_verify.parser import ExprExtractionConfig
 
+    def end(*_: object) -> None:
+        raise TimeoutException
+
+    def limited(step: Callable[..., Any], *arguments: Any) -> Any:
+        """Its result within SOFT_LIMIT, as math-verify gives it when it is interrupted. Its own limit counts wall time,
+        in which a loaded machine finds nothing in a right answer."""
+        signal.setitimer(signal.ITIMER_VIRTUAL, SOFT_LIMIT)
+        try:
+            return step(*arguments)
+        finally:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
+    signal.signal(signal.SIGVTALRM, end)
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     extraction = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
+    read = partial(limited, partial(parse, extraction_config=extraction, parsing_timeout=None))
+    equal = partial(limited, partial(verify, timeout_seconds=None))
     with open(os.devnull, "w") as nowhere:
         for line in sys.stdin:
             faulthandler.dump_traceback_later(hard_limit, exit=True, file=nowhere)
-            truth, found = (parse(each, extraction, parsing_timeout=SOFT_LIMIT) for each in json.loads(line))
+            truth, found = map(read, json.loads(line))
             if not truth:
                 verdict = Verdict.NO_TRUTH
             elif not found:
                 verdict = Verdict.NO_ANSWER
             else:
-                verdict = Verdict.EQUAL if verify(truth, found, timeout_seconds=SOFT_LIMIT) else Verdict.DIFFERENT
+                verdict = Verdict.EQUAL if equal(truth, found) else Verdict.DIFFERENT
             faulthandler.cancel_dump_traceback_later()
             print(verdict, flush=True)
 

@@ -16,7 +16,7 @@ VARIABLES = ("attempt", "question", "reply")  # of what is said; attempt counts 
 class FeedbackUser(User):
     """Says that an answer is not right until it is, and then ends the conversation; a reply without one is wrong.
 
-    math-verify compares the last answer in the reply with the task's. Each turn gets the reward `right` or `wrong`.
+    math-verify compares the answer that the reply states with the task's. Each turn gets the reward `right` or `wrong`.
     """
 
     @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class FeedbackUser(User):
 
     async def _right(self, conversation: Conversation) -> bool:
         self.checked = len(conversation.turns)
-        verdict = await compare(self.task.answer, conversation.messages[-1].content)
+        verdict, _ = await compare(self.task.answer, [conversation.messages[-1].content])
         if isinstance(verdict, Missing):
             raise UserError(f"user feedback: {verdict.why}")
         if verdict is Verdict.NO_TRUTH:
