@@ -246,7 +246,8 @@ class Sample:
     """One sequence of S tokens for the loss; arrays are [S].
 
     `token_ids` int64; `loss_mask` float32, 1 where the token is trained; `log_probs` float32, the engine's (0 where not
-    trained); `credits`: none in sft; `version`: of the oldest weights which sampled a trained token (0 in sft).
+    trained); `credits`: none in sft; `version`: of the oldest weights which sampled a trained token (0 in sft);
+    `later`: of turns after the trained one.
     """
 
     token_ids: np.ndarray
@@ -254,6 +255,7 @@ class Sample:
     log_probs: np.ndarray
     credits: tuple[Credit, ...] = ()
     version: int = 0
+    later: bool = False
 
 
 @dataclass(frozen=True)

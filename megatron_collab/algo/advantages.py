@@ -13,6 +13,7 @@ from megatron_collab.types import Credit, Sample, Scored
 
 GROUPED = ("grpo", "dr_grpo", "rloo")  # compare a credit with its peers; the others need none
 EPSILON = 1e-6
+K3_TANGENT = 3.0  # log(reference / policy) above which the estimate k3 goes on as its tangent
 
 
 def with_advantages(batch: Scored, algo: AlgoConfig) -> Scored:
@@ -105,29 +106,56 @@ def whitened(rows: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 
 def kl_estimate(log_ratio: np.ndarray, estimate: str) -> np.ndarray:
-    """k1, k2 or k3 of KL(pi || ref) from log pi - log ref (Schulman 2020, joschu.net/blog/kl-approx.html)."""
+    """k1, k2 or k3 of KL(pi || ref) from log pi - log ref (Schulman 2020, joschu.net/blog/kl-approx.html).
+
+    k3 goes on as its tangent where the reference is far more likely, as in trainer.losses.kl.
+    """
     if estimate == "k1":
         return log_ratio
-    return log_ratio**2 / 2 if estimate == "k2" else np.expm1(-log_ratio) + log_ratio
+    if estimate == "k2":
+        return log_ratio**2 / 2
+    near = np.minimum(-log_ratio, K3_TANGENT)
+    return np.expm1(near) - near + np.expm1(K3_TANGENT) * (-log_ratio - near)
 
 
-def token_weights(masks: Sequence[np.ndarray], average: str) -> list[np.ndarray]:
+def token_weights(
+    masks: Sequence[np.ndarray],
+    average: str,
+    *,
+    longest: int = 1,
+    later: Sequence[bool] = (),
+    later_weight: float = 1.0,
+) -> list[np.ndarray]:
     """Weights, float32 [S] for each of the masks [S] of a mini-batch, so that its loss is sum(weight * token's loss).
 
     `masks` are 1 where a token is trained, and those of the whole mini-batch, so the loss does not depend on how the
-    sequences are packed, spread or cut. The weights add up to 1 and are 0 where nothing is trained.
+    sequences are packed, spread or cut. Weights are 0 where nothing is trained.
 
     token     1 / T, T the trained tokens of all sequences (DAPO, arXiv:2503.14476, equation 8)
     sequence  1 / (B T_i), T_i the trained tokens of sequence i, B the sequences that have any (GRPO,
               arXiv:2402.03300, equation 3)
+    constant  1 / (B L), L the tokens of the `longest` reply that may be sampled (Dr. GRPO, arXiv:2503.20783,
+              section 3.1)
+
+    Where some sequences are of `later` turns, the mean over them and that over the others are taken apart and added
+    with weights that are as `later_weight` to 1: there are several later turns for each trained one, among which the
+    multiturn-aware reward would be lost.
 
     ValueError where no token is trained.
     """
     tokens = np.array([mask.sum(dtype=np.float64) for mask in masks])
     if not tokens.any():
         raise ValueError("a mini-batch has no trained token; lower algo.mini_batches or look at the loss masks")
-    shares = np.full(len(tokens), tokens.sum()) if average == "token" else np.count_nonzero(tokens) * tokens
-    return [(mask / max(share, 1.0)).astype(np.float32) for mask, share in zip(masks, shares, strict=True)]
+    of_later = np.asarray(later, bool) if len(later) else np.zeros(len(masks), bool)
+    kinds = [((tokens > 0) & ~of_later, 1.0), ((tokens > 0) & of_later, later_weight)]
+    kinds = [(kind, weight) for kind, weight in kinds if kind.any()]
+    whole = sum(weight for _, weight in kinds)
+    shares = np.zeros(len(masks))
+    for kind, weight in kinds:
+        count = np.count_nonzero(kind)
+        divisors = {"token": tokens[kind].sum(), "sequence": count * tokens[kind], "constant": count * longest}
+        shares[kind] = weight / whole / divisors[average]
+    return [(mask * share).astype(np.float32) for mask, share in zip(masks, shares, strict=True)]
 
 
 def _compared(samples: Sequence[Sample], costs: Sequence[np.ndarray], advantage: str) -> list[np.ndarray]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
@@ -25,8 +26,10 @@ def samples_of(group: Group, config: Config, number: int) -> list[Sample]:
         return []
     name = f"{number}/{group.task.id}"
     if config.reward.mode != "single_turn" and config.rollout.futures == 0:
-        return [sample(rollout.start, whole(rollout, config.reward, name)) for rollout in rollouts]
-    return _with_futures(rollouts, config, name)
+        samples = [sample(rollout.start, whole(rollout, config.reward, name)) for rollout in rollouts]
+    else:
+        samples = _with_futures(rollouts, config, name)
+    return [without_overlong(one, config) for one in samples] if config.algo.overlong else samples
 
 
 def teaches(samples: Sequence[Sample]) -> bool:
@@ -66,8 +69,28 @@ def whole(rollout: Rollout, reward: RewardConfig, name: str) -> list[Credit]:
     return [Credit(_spans([turn]), worth, name, name) for turn, worth in zip(turns, returns, strict=True)]
 
 
-def sample(conversation: Conversation, credits: Sequence[Credit]) -> Sample:
-    """The sequence up to the policy's last turn; the policy's tokens in the spans of `credits` are trained."""
+def without_overlong(sample: Sample, config: Config) -> Sample:
+    """The sample with less value where a turn takes the last `algo.overlong` of the tokens that it may have.
+
+    A credit loses what its longest turn of n tokens costs: with the limit L, of which c = overlong L are at its end,
+    0 up to L - c, then (n - (L - c)) / c, which is 1 at L (soft overlong punishment of DAPO, arXiv:2503.14476,
+    equation 13). The credit alone loses it, not the reward that is recorded.
+    """
+    limit = (config.rollout.future if sample.later else config.rollout.turn).max_new_tokens
+    cost = config.algo.overlong * limit
+
+    def lowered(credit: Credit) -> Credit:
+        longest = max((stop - start for start, stop in credit.spans), default=0)
+        return replace(credit, value=credit.value - min(max(longest - limit + cost, 0.0) / cost, 1.0))
+
+    return replace(sample, credits=tuple(map(lowered, sample.credits)))
+
+
+def sample(conversation: Conversation, credits: Sequence[Credit], *, later: bool = False) -> Sample:
+    """The sequence up to the policy's last turn; the policy's tokens in the spans of `credits` are trained.
+
+    `later`: they are of turns after the trained one.
+    """
     last = conversation.turns[-1]
     token_ids = np.array(last.prompt_ids + last.token_ids, np.int64)
     mask: np.ndarray = np.zeros(len(token_ids), np.float32)
@@ -78,7 +101,7 @@ def sample(conversation: Conversation, credits: Sequence[Credit]) -> Sample:
         span = slice(*_span(turn))
         mask[span], log_probs[span] = 1.0, turn.log_probs
     oldest = min((version for turn in turns for version in turn.versions), default=0)
-    return Sample(token_ids, mask, log_probs, tuple(credits), oldest)
+    return Sample(token_ids, mask, log_probs, tuple(credits), oldest, later)
 
 
 def _with_futures(rollouts: Sequence[Rollout], config: Config, name: str) -> list[Sample]:
@@ -102,7 +125,7 @@ def _with_futures(rollouts: Sequence[Rollout], config: Config, name: str) -> lis
                 own = conversation.turns[len(turns) :] if len(known) >= _fewest(config) else ()
                 credit = Credit(_spans(own), value, f"{name}/later/{number}", f"{name}/later")
                 if own:
-                    later.append(sample(conversation, [credit]))
+                    later.append(sample(conversation, [credit], later=True))
                 else:
                     credits.append(credit)
         first.append(sample(rollout.start, credits))

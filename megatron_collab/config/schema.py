@@ -99,24 +99,44 @@ class AlgoConfig:
         "ppo", "of token ratios, sequence ratios or clipped weights", choices=("ppo", "gspo", "cispo"), extensible=True
     )
     loss_options: dict[str, Any] = option({}, "settings of a loss given as package.module:Class")
-    average: str = option("token", "mean of the loss over tokens, or over sequences", choices=("token", "sequence"))
+    average: str = option(
+        "token",
+        "mean of the loss over tokens or over sequences; constant: its sum over sequences and max_new_tokens",
+        choices=("token", "sequence", "constant"),
+    )
     clip_low: float = option(0.2, "clip of the importance ratio below 1", ge=0, le=1)
     clip_high: float = option(
         0.2, "clip of the ratio above 1; wider than clip_low is DAPO's clip-higher", ge=0, le=1000
+    )
+    clip_dual: float = option(
+        3.0, "ppo: largest ratio by which a token of negative advantage counts; 0: no bound", ge=0, le=1000
     )
     kl_coef: float = option(1e-3, "weight of the KL to the first policy; 0: no reference model is kept", ge=0, le=100)
     kl: str = option("k3", "estimator of that KL; low_var_kl is k3", choices=("k1", "k2", "k3", "low_var_kl"))
     kl_in: str = option("loss", "where the KL enters", choices=("loss", "reward"))
     entropy_coef: float = option(0.0, "weight of the entropy bonus", ge=0, le=100)
     correction: str = option("none", "importance weights, engine to trainer", choices=("none", "truncated", "masked"))
-    correction_low: float = option(0.5, "masked: tokens with a smaller weight are left out", ge=0, le=1)
-    correction_high: float = option(
-        2.0, "truncated: largest weight; masked: tokens with a larger are left out", gt=0, le=1000
+    correction_level: str = option(
+        "token",
+        "what has a weight: a token, or a sequence, by the product or the geometric mean of its tokens' weights",
+        choices=("token", "sequence", "geometric"),
     )
-    mini_batches: int = option(1, "optimizer steps per batch of rollouts", ge=1)
+    correction_low: float = option(0.5, "masked: what has a smaller weight is left out", ge=0, le=1)
+    correction_high: float = option(
+        2.0, "truncated: largest weight; masked: what has a larger one is left out", gt=0, le=1000
+    )
+    mini_batches: int = option(1, "optimizer steps for which a batch of rollouts is cut up", ge=1)
+    epochs: int = option(1, "times that a batch of rollouts is learned from", ge=1, le=100)
+    later_weight: float = option(
+        1.0, "train_turns=all: weight of the mean over later turns, where that over trained turns has 1", gt=0, le=1000
+    )
+    overlong: float = option(
+        0.0, "share of max_new_tokens at its end in which a reply loses up to 1 of its reward (DAPO)", ge=0, le=1
+    )
     dynamic_sampling: int = option(0, "times a step replaces tasks whose rewards were all equal (DAPO)", ge=0, le=1000)
     gamma: float = option(1.0, "gae: discount by trained token", ge=0, le=1)
-    gae_lambda: float = option(0.95, "gae: lambda", ge=0, le=1)
+    gae_lambda: float = option(1.0, "gae: lambda", ge=0, le=1)
+    critic_warmup: int = option(0, "gae: first steps, in which the critic alone learns", ge=0)
     critic_lr: float = mutable(
         1e-5, "gae: peak learning rate of the critic; warm-up and schedule as in optim", gt=0, le=1
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_collab import environments
-from megatron_collab.config import Config, ConfigError, changes, read_settings, require
+from megatron_collab.config import AlgoConfig, Config, ConfigError, changes, read_settings, require
 from megatron_collab.config.extension import NoOptions
 from megatron_collab.config.load import leaves
 from megatron_collab.data import sources
@@ -82,7 +82,26 @@ def prepare(config: Config) -> None:
     compare_tools(Path(config.run.dir), tools)
     fork(config)
     if global_rank() == 0:
-        print("\n".join(line for given in data for line in given.lines()))
+        print("\n".join([line for given in data for line in given.lines()] + without_effect(config)))
+
+
+def without_effect(config: Config) -> list[str]:
+    """Settings of the algorithm that cannot change anything beside the others, each with the way out."""
+    algo, usual = config.algo, AlgoConfig()
+    if config.train.stage != "rl":
+        return []
+    lines = []
+    names = [] if algo.loss == usual.loss else ["loss"]
+    names += [name for name in ("clip_low", "clip_high", "clip_dual") if getattr(algo, name) != getattr(usual, name)]
+    if algo.mini_batches * algo.epochs == 1 and names and ":" not in algo.loss:
+        given = ", ".join(f"algo.{name}={getattr(algo, name)}" for name in names)
+        lines.append(
+            f"{given}: without effect, since with one update a batch every importance ratio is 1; "
+            "set algo.mini_batches=2 or more, or leave it at the policy gradient"
+        )
+    if algo.kl == "k1" and algo.kl_in == "loss" and algo.kl_coef > 0:
+        lines.append("algo.kl=k1: without effect in the loss, as its mean gradient is 0; set k3, or algo.kl_in=reward")
+    return lines
 
 
 def check_nodes(config: Config, module: str) -> None:

@@ -215,6 +215,10 @@ def _check_algo(config: Config) -> None:
     check(grouped or algo.dynamic_sampling == 0, message)
     message = "<algo.loss>: needs whole sequences on a rank, and <parallel.cp> cuts them; set parallel.cp=1"
     check(not whole or config.parallel.cp == 1, message)
+    message = "<algo.correction_level>: needs whole sequences on a rank, and <parallel.cp> cuts them; set it to token"
+    check(algo.correction_level == "token" or config.parallel.cp == 1, message)
+    message = "<algo.critic_warmup>: <algo.advantage> has no critic; set it to 0, or algo.advantage=gae"
+    check(algo.advantage == "gae" or algo.critic_warmup == 0, message)
     message = "<reward.turn_credit>: <algo.advantage> makes returns itself, from algo.gamma; set it to equal or last"
     check(algo.advantage != "gae" or config.reward.turn_credit != "reward_to_go", message)
 

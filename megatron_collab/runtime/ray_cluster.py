@@ -6,7 +6,7 @@ import os
 import secrets
 import subprocess
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import psutil
@@ -18,6 +18,7 @@ from megatron_collab.runtime.files import ScratchFolder
 from megatron_collab.runtime.process import RunStopped, beat, raise_if_preempted, wait_for
 
 STARTS = 3  # failures of Ray's start in a row that end the run
+_AGENTS, _AGENTS_START = 2, 30.0  # of the dashboard and of runtime environments; seconds that they may take
 _REQUESTS = 100_000  # that an actor may have at once; the rest would wait in a hidden queue
 
 
@@ -80,9 +81,21 @@ def _await_nodes(config: Config) -> None:
 
 
 def _reaper() -> subprocess.Popen[str]:
-    """A process that kills Ray's agents, which live on for a minute, when its input ends without a line."""
-    raylets = (child for child in psutil.Process().children() if child.name() == "raylet")
-    agents = [str(agent.pid) for raylet in raylets for agent in raylet.children()]
+    """A process that kills Ray's agents, which live on for a minute, when its input ends without a line.
+
+    The raylet starts them by and by: on a busy machine Ray has started before they are there.
+    """
+    raylets = [child for child in psutil.Process().children() if child.name() == "raylet"]
+    agents: list[str] = []
+
+    def there() -> bool:
+        agents.clear()
+        for child in (child for raylet in raylets for child in raylet.children()):
+            with suppress(psutil.NoSuchProcess):
+                agents.extend([str(child.pid)] if "agent" in " ".join(child.cmdline()).lower() else [])
+        return len(agents) == _AGENTS
+
+    wait_for(there, _AGENTS_START)
     command = ["sh", "-c", 'read line || kill -9 "$@"', "reaper", *agents]
     return subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)
 

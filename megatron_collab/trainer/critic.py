@@ -32,8 +32,11 @@ class Critic(Trainable):
         """The value of each trained token, 0 elsewhere, float32 [S] for each sample on every rank; collective."""
         return infer(self.config, self.chunks, columns, self._predict)
 
-    def update(self, micro_batches: Sequence[MicroBatch], lr: float) -> dict[str, float]:
-        """One optimizer step towards the column `returns`, held near the column `values`; collective."""
+    def update(self, micro_batches: Sequence[MicroBatch], lr: float, *, first: bool = False) -> dict[str, float]:
+        """One optimizer step towards the column `returns`, held near the column `values`; collective.
+
+        Before the `first` step of an update Preempted, as in Trainable.step.
+        """
 
         def value_loss(micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
             columns, values = micro_batch.columns, self._predict(micro_batch, hidden)
@@ -43,7 +46,7 @@ class Critic(Trainable):
             total = (loss * columns["weights"]).sum()
             return total, torch.stack([total.detach(), (clipped * columns["weights"]).sum()])
 
-        reports, norm = self.step(micro_batches, value_loss, lr)
+        reports, norm = self.step(micro_batches, value_loss, lr, first=first)
         sums = torch.zeros(2, device=micro_batches[0].token_ids.device)
         if parallel_state.get_tensor_model_parallel_rank() == 0:  # its peers report the same tokens
             sums += sum(reports)

@@ -5,12 +5,14 @@ Tensors without a shape here are float [N], one number a trained token of a micr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from megatron_collab.algo.advantages import K3_TANGENT
 from megatron_collab.algo.policy_loss import PolicyLoss, PolicyLossFunction, PolicyTerms
 from megatron_collab.checkpoint.hf import unwrap
 from megatron_collab.config import AlgoConfig, make
@@ -28,17 +30,26 @@ def policy_loss(algo: AlgoConfig) -> PolicyLossFunction:
 
     Its arguments are those of PolicyLoss; no sequence is spread over micro-batches.
     """
+    clip = {"clip_low": algo.clip_low, "clip_high": algo.clip_high}
+    if algo.loss == "ppo":
+        return partial(_ppo, dual=algo.clip_dual or math.inf, **clip)
     if algo.loss in _LOSSES:
-        return partial(_LOSSES[algo.loss], clip_low=algo.clip_low, clip_high=algo.clip_high)
+        return partial(_LOSSES[algo.loss], **clip)
     return make(algo.loss, "algo.loss", PolicyLoss, algo.loss_options, "algo.loss_options.")
 
 
-def _ppo(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *_: object, **clip: float) -> PolicyTerms:
+def _ppo(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *_: object, dual: float, **clip: float
+) -> PolicyTerms:
     """PPO's clipped surrogate: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = exp(log_probs - old).
 
-    Schulman et al. 2017, arXiv:1707.06347, equation 7; two clip widths as in DAPO, arXiv:2503.14476, equation 8.
+    Schulman et al. 2017, arXiv:1707.06347, equation 7; two clip widths as in DAPO, arXiv:2503.14476, equation 8. Where
+    A < 0, r has no bound in it: the loss is at most -dual A (dual clip, Ye et al. 2020, arXiv:1912.09729, equation 5).
     """
-    return _surrogate((log_probs - old_log_probs).exp(), advantages, **clip)
+    terms = _surrogate(_ratio(log_probs - old_log_probs), advantages, **clip)
+    bound = torch.where(advantages < 0, -dual * advantages, math.inf)
+    clipped = terms.clipped.where(terms.loss <= bound, 1.0)
+    return PolicyTerms(terms.loss.minimum(bound), terms.ratio, clipped)
 
 
 def _gspo(
@@ -51,10 +62,8 @@ def _gspo(
     weight, its value, clip and gradient are those of the sequence form (equation 5), and only there that form is
     defined; a turn with an advantage of its own keeps it here. The paper's widths are 3e-4 and 4e-4.
     """
-    with torch.no_grad():
-        log_ratio = log_probs - old_log_probs
-        sums = torch.zeros(sequences, dtype=log_ratio.dtype, device=log_ratio.device).index_add(0, sequence, log_ratio)
-        ratio = (sums / sequence.bincount(minlength=sequences).clamp(min=1)).exp()[sequence]
+    log_ratio = (log_probs - old_log_probs).detach()
+    ratio = _ratio(_over_sequences(log_ratio, sequence, sequences, mean=True))
     return _surrogate(ratio * (log_probs - log_probs.detach()).exp(), advantages, **clip)
 
 
@@ -66,7 +75,7 @@ def _cispo(
     MiniMax-M1, arXiv:2506.13585, equations 4 and 5; clip_low=1 leaves out the lower bound, as the paper does. Every
     token keeps a gradient: where `clipped` is 1, one of bounded weight.
     """
-    ratio = (log_probs - old_log_probs).detach().exp()
+    ratio = _ratio((log_probs - old_log_probs).detach())
     weight = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     return PolicyTerms(-weight * advantages * log_probs, ratio, (weight != ratio).to(ratio.dtype))
 
@@ -77,10 +86,23 @@ def _surrogate(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: fl
     return PolicyTerms(free.maximum(held), ratio.detach(), (held > free).to(ratio.dtype))
 
 
-_LOSSES: dict[str, Callable[..., PolicyTerms]] = {"ppo": _ppo, "gspo": _gspo, "cispo": _cispo}
+_LOSSES: dict[str, Callable[..., PolicyTerms]] = {"gspo": _gspo, "cispo": _cispo}
 
 
-def importance_weights(old_log_probs: Tensor, engine_log_probs: Tensor, algo: AlgoConfig) -> Tensor:
+def _ratio(log_ratio: Tensor) -> Tensor:
+    """exp(log_ratio), of at most 20 either way, so that no token makes the loss infinite."""
+    return log_ratio.clamp(-20.0, 20.0).exp()
+
+
+def _over_sequences(values: Tensor, sequence: Tensor, sequences: int, *, mean: bool) -> Tensor:
+    """At each token the sum or the mean of `values` over the trained tokens of its sequence."""
+    found = torch.zeros(sequences, dtype=values.dtype, device=values.device).index_add(0, sequence, values)
+    return (found / sequence.bincount(minlength=sequences).clamp(min=1) if mean else found)[sequence]
+
+
+def importance_weights(
+    old_log_probs: Tensor, engine_log_probs: Tensor, sequence: Tensor, sequences: int, algo: AlgoConfig
+) -> Tensor:
     """Weight of each token in the policy loss, for sampling by the engine instead of the trainer; detached.
 
     With w = exp(old - engine) and the bounds of algo.correction_low and _high:
@@ -89,10 +111,18 @@ def importance_weights(old_log_probs: Tensor, engine_log_probs: Tensor, algo: Al
                Training", fengyao.notion.site/off-policy-rl)
     masked     w within [low, high], else 0: IcePop (Ring-1T, arXiv:2510.18855)
 
+    algo.correction_level says of what w is: of a token, or for all tokens of a sequence the product of theirs
+    (sequence) or its geometric mean (geometric), as in GSPO. The product is the exact weight, whose variance grows
+    with the length (Liu, Li et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the
+    Training-Inference Mismatch", richardli.xyz/rl-collapse).
+
     A token's weight multiplies its own term of any policy loss, in gspo that with the ratio of its whole sequence,
     and not the KL to the reference. A masked token still counts in the mean's denominator.
     """
-    weights = (old_log_probs - engine_log_probs).detach().exp()
+    log_weights = (old_log_probs - engine_log_probs).detach()
+    if algo.correction_level != "token":
+        log_weights = _over_sequences(log_weights, sequence, sequences, mean=algo.correction_level == "geometric")
+    weights = _ratio(log_weights)
     if algo.correction == "truncated":
         return weights.clamp(max=algo.correction_high)
     return weights.where((weights >= algo.correction_low) & (weights <= algo.correction_high), 0.0)
@@ -107,14 +137,16 @@ def kl(log_probs: Tensor, reference_log_probs: Tensor, estimate: str) -> Tensor:
 
     Schulman 2020, joschu.net/blog/kl-approx.html. On the policy's own samples the mean gradient of k2 is that of the
     KL of the next token, of k3 that of KL(reference || policy), the same near the reference, and of k1 0: k1 has no
-    effect in the loss, it belongs into the reward (Tang and Munos 2025, arXiv:2506.09477).
+    effect in the loss, it belongs into the reward (Tang and Munos 2025, arXiv:2506.09477). Above log q = 3, where a
+    single token would rule the batch, k3 goes on as its tangent: it still draws towards the reference.
     """
     if estimate == "k1":
         return log_probs - reference_log_probs
     if estimate == "k2":
         return (log_probs - reference_log_probs).square() / 2.0
     log_q = reference_log_probs - log_probs
-    return log_q.exp() - 1.0 - log_q
+    near = log_q.clamp(max=K3_TANGENT)
+    return near.expm1() - near + math.expm1(K3_TANGENT) * (log_q - near)
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
@@ -164,7 +196,7 @@ def policy_objective(head: Head, algo: AlgoConfig) -> Objective:
         loss = terms.loss
         sums = {"entropy": entropy, "ratio_mean": terms.ratio, "clip_fraction": terms.clipped}
         if algo.correction != "none":
-            weights = importance_weights(old, engine, algo)
+            weights = importance_weights(old, engine, micro_batch.sequence, micro_batch.samples, algo)
             loss = loss * weights
             sums |= {"correction/weight": weights, "correction/masked": (weights == 0).to(weights.dtype)}
         if "reference_log_probs" in columns:

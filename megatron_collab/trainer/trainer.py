@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from megatron_collab.runtime.rank0 import meet
 from megatron_collab.trainer.critic import Critic
 from megatron_collab.trainer.losses import Head, Report, apply_head, policy_objective, reported, supervised_objective
 from megatron_collab.trainer.megatron import model
-from megatron_collab.trainer.microbatches import Columns, make_micro_batches
+from megatron_collab.trainer.microbatches import Columns, MicroBatch, make_micro_batches
 from megatron_collab.trainer.network import Trainable, infer, learning_rate
 from megatron_collab.types import Batch, Scored
 
@@ -85,7 +85,7 @@ class PolicyTrainer:
         beat(f"the scoring of step {self.step}")
         algo = self.config.algo
         old = reference = values = None
-        if algo.mini_batches > 1 or (self.reference is not None and algo.kl_in == "reward"):
+        if algo.mini_batches * algo.epochs > 1 or (self.reference is not None and algo.kl_in == "reward"):
             old = self.log_probs(self.policy.chunks, batch)
         if self.reference is not None:
             reference = self.log_probs(self.reference, batch)
@@ -94,7 +94,7 @@ class PolicyTrainer:
         return Scored(batch.samples, batch.metrics, old, reference, values)
 
     def update(self, batch: Batch) -> dict[str, float]:
-        """Learn from `batch` in algo.mini_batches optimizer steps; the metrics are the same on every rank.
+        """Learn from `batch` in algo.epochs times algo.mini_batches optimizer steps; metrics are equal on all ranks.
 
         In rl it is Scored, with advantages. The engine's log-probs are compared with the old ones in mismatch/max_abs
         and mismatch/k3 (KL from the engine's distribution to the policy's). ValueError where nothing is trained,
@@ -104,19 +104,22 @@ class PolicyTrainer:
         beat(f"the update of step {self.step}")
         lr = learning_rate(self.config.optim, self.config.train.steps, self.step)
         critic_lr = self.config.algo.critic_lr * lr / self.config.optim.lr
-        columns = _columns(batch)
+        algo, columns = self.config.algo, _columns(batch)
+        critic_alone = self.critic is not None and self.step < algo.critic_warmup
         reports: list[Report] = []
         metrics: list[dict[str, float]] = []
-        for rows in _split(len(batch.samples), self.config.algo.mini_batches):
-            part = {name: values[rows.start : rows.stop] for name, values in columns.items()}
-            weights = token_weights(part["loss_mask"], "token" if self.supervised else self.config.algo.average)
-            micro_batches = make_micro_batches(self.config, {**part, "weights": weights}, self.device)
-            found, norm = self.policy.step(micro_batches, self._loss, lr, first=not metrics)
-            reports += found
-            metrics.append({"grad_norm": norm} | (self.critic.update(micro_batches, critic_lr) if self.critic else {}))
+        for _, rows in product(range(algo.epochs), _split(len(batch.samples), algo.mini_batches)):
+            micro_batches = self._weighted(batch, columns, rows)
+            step: dict[str, float] = {}
+            if not critic_alone:
+                found, step["grad_norm"] = self.policy.step(micro_batches, self._loss, lr, first=not metrics)
+                reports += found
+            if self.critic:
+                step |= self.critic.update(micro_batches, critic_lr, first=critic_alone and not metrics)
+            metrics.append(step)
         self.step += 1
         means = {name: float(np.mean([step[name] for step in metrics])) for name in metrics[0]}
-        reduced = self._reduced(reports, batch.loss_tokens, len(metrics))
+        reduced = {} if critic_alone else self._reduced(reports, batch.loss_tokens * algo.epochs, len(metrics))
         return {**reduced, **means, "lr": lr, "tokens": batch.loss_tokens}
 
     def validate(self, batches: Iterable[Batch]) -> dict[str, float]:
@@ -142,6 +145,21 @@ class PolicyTrainer:
         """Log-probs of the trained tokens, 0 elsewhere, float32 [S] for each sample on every rank; collective."""
         head = self._head(chunks)
         return infer(self.config, chunks, _columns(batch), lambda micro_batch, hidden: head(micro_batch, hidden)[0])
+
+    def _weighted(self, batch: Batch, columns: Columns, rows: range) -> list[MicroBatch]:
+        """This rank's micro-batches of the mini-batch `rows`, with the weight of each token in its loss."""
+        part = {name: values[rows.start : rows.stop] for name, values in columns.items()}
+        if self.supervised:
+            weights = token_weights(part["loss_mask"], "token")
+        else:
+            weights = token_weights(
+                part["loss_mask"],
+                self.config.algo.average,
+                longest=self.config.rollout.turn.max_new_tokens,
+                later=[batch.samples[row].later for row in rows],
+                later_weight=self.config.algo.later_weight,
+            )
+        return make_micro_batches(self.config, {**part, "weights": weights}, self.device)
 
     def _head(self, chunks: Sequence[torch.nn.Module]) -> Head:
         return partial(apply_head, chunks[-1], self.temperature, self.shape.vocab)

@@ -8,9 +8,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
+import torch
 
-from megatron_collab.algo.advantages import token_weights, with_advantages
+from megatron_collab.algo.advantages import kl_estimate, token_weights, with_advantages
 from megatron_collab.config import AlgoConfig
+from megatron_collab.trainer.losses import kl
 from megatron_collab.types import Credit, Sample, Scored
 
 
@@ -248,6 +250,33 @@ def test_the_mean_over_sequences() -> None:
     np.testing.assert_allclose(first, np.array([0, 1, 1, 0, 1]) / 6, rtol=1e-6)
     np.testing.assert_allclose(second, [0, 0, 0.5])
     assert third.tolist() == [0, 0]
+
+
+def test_the_sum_over_a_constant() -> None:
+    first, second, third = token_weights(MASKS, "constant", longest=100)
+    np.testing.assert_allclose(np.concatenate([first, second, third]), np.concatenate(MASKS) / 200, rtol=1e-6)
+
+
+@pytest.mark.parametrize("average", ["token", "sequence", "constant"])
+def test_later_turns_have_a_mean_of_their_own(average: str) -> None:
+    """However many they are: two trained turns, then three sequences of later ones, one of them without a token."""
+    masks = [*MASKS[:2], np.ones(9, np.float32), np.ones(2, np.float32), np.zeros(3, np.float32)]
+    later = [False, False, True, True, True]
+    found = token_weights(masks, average, longest=10, later=later, later_weight=0.25)
+    alone = [token_weights(part, average, longest=10) for part in (masks[:2], masks[2:])]
+    expected = [row * 0.8 for row in alone[0]] + [row * 0.2 for row in alone[1]]
+    np.testing.assert_allclose(np.concatenate(found), np.concatenate(expected), rtol=1e-6)
+    only = token_weights(masks[2:], average, longest=10, later=later[2:], later_weight=0.25)
+    np.testing.assert_allclose(np.concatenate(only), np.concatenate(alone[1]), rtol=1e-6)
+
+
+def test_k3_in_the_reward_is_that_of_the_loss() -> None:
+    ratios = np.linspace(-8.0, 8.0, 33)
+    found = kl_estimate(ratios, "k3")
+    np.testing.assert_allclose(found, kl(torch.tensor(ratios), torch.zeros(33), "k3"), rtol=1e-12)
+    near = ratios >= -3
+    np.testing.assert_allclose(found[near], np.exp(-ratios[near]) - 1 + ratios[near], rtol=1e-12, atol=1e-12)
+    assert np.isfinite(kl_estimate(np.array([-1e4]), "k3")).all()
 
 
 @pytest.mark.parametrize("average", ["token", "sequence"])

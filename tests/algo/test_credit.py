@@ -228,3 +228,23 @@ def test_who_is_dropped_is_nobodys_peer() -> None:
     # The first trained turn has no young peer, and with it goes the future that ended there: the only sibling.
     kept = fresh([first, replace(second, version=1), *later], 4, options)
     assert [id(sample) for sample in kept] == [id(sample) for sample in later[1:]]
+
+
+@pytest.mark.parametrize(("length", "cost"), [(8, 0.0), (9, 0.5), (10, 1.0), (12, 1.0)])
+def test_an_overlong_reply_is_worth_less(length: int, cost: float) -> None:
+    """Of at most 10 tokens the last fifth cost up to 1; recorded rewards stay as they are."""
+    given = config(overlong=0.2)
+    given.rollout.turn.max_new_tokens = 10
+    group = Group(TASK, (rollout(0.75, length), rollout(0.25, length=1)))
+    long, short = samples_of(group, given, 0)
+    assert [credit.value for credit in (*long.credits, *short.credits)] == pytest.approx([0.75 - cost, 0.25])
+    assert group.rollouts[0].reward.value == 0.75
+
+
+def test_later_turns_have_the_limit_of_futures_and_are_marked() -> None:
+    given = config(overlong=0.5, train_turns="all", futures=2)
+    given.rollout.turn.max_new_tokens, given.rollout.future.max_new_tokens = 100, 2
+    samples = samples_of(Group(TASK, (branched(1.0, 0.0), branched(1.0, 0.0))), given, 0)
+    assert [sample.later for sample in samples] == [False, False, True, True, True, True]
+    values = [credit.value for sample in samples for credit in sample.credits if credit.spans]
+    assert values == pytest.approx([0.5, 0.5, 0.0, -1.0, 0.0, -1.0])

@@ -6,6 +6,7 @@ import pytest
 
 from megatron_collab.config import ConfigError, compose
 from megatron_collab.launch import validate
+from megatron_collab.launch.prepare import without_effect
 from megatron_collab.launch.validate import load
 from tests.helpers import refused
 
@@ -15,7 +16,7 @@ from tests.helpers import refused
     [
         (["algo.advantage=ppo"], "algo.advantage=ppo: choose one of grpo, dr_grpo, rloo, reinforce++, gae"),
         (["algo.loss=grpo"], "algo.loss=grpo: choose one of ppo, gspo, cispo"),
-        (["algo.average=group"], "algo.average=group: choose one of token, sequence"),
+        (["algo.average=group"], "algo.average=group: choose one of token, sequence, constant"),
         (["algo.kl=k4"], "algo.kl=k4: choose one of k1, k2, k3, low_var_kl"),
         (["algo.kl_in=both"], "algo.kl_in=both: choose one of loss, reward"),
         (["algo.correction=tis"], "algo.correction=tis: choose one of none, truncated, masked"),
@@ -36,6 +37,9 @@ from tests.helpers import refused
             ["algo.advantage=reinforce++", "algo.dynamic_sampling=3"],
             "algo.dynamic_sampling=3: with algo.advantage=reinforce++ groups of equal rewards teach as well",
         ),
+        (["algo.later_weight=0"], "algo.later_weight=0.0: must be above 0"),
+        (["algo.overlong=1.5"], "algo.overlong=1.5: must be at least 0 and at most 1"),
+        (["algo.critic_warmup=3"], "algo.critic_warmup=3: algo.advantage=grpo has no critic; set it to 0"),
         (
             ["algo.advantage=gae", "reward.turn_credit=reward_to_go"],
             "reward.turn_credit=reward_to_go: algo.advantage=gae makes returns itself",
@@ -50,6 +54,30 @@ def test_gspo_does_not_cut_sequences() -> None:
     config = compose(["experiment=gsm8k", "algo.loss=gspo", "model.dtype=bfloat16", "parallel.tp=1", "parallel.cp=2"])
     with pytest.raises(ConfigError, match=r"algo\.loss=gspo: needs whole sequences .* set parallel\.cp=1"):
         validate.check_settings(config)
+
+
+def test_weights_of_sequences_do_not_cut_them() -> None:
+    overrides = ["algo.correction=truncated", "algo.correction_level=sequence", "model.dtype=bfloat16"]
+    config = compose(["experiment=gsm8k", *overrides, "parallel.tp=1", "parallel.cp=2"])
+    with pytest.raises(ConfigError, match=r"algo\.correction_level=sequence: needs whole sequences .* set it to token"):
+        validate.check_settings(config)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["algo=grpo"], []),
+        (["algo=gspo"], []),
+        (["algo=gspo", "algo.mini_batches=1"], ["algo.loss=gspo, algo.clip_low=0.0003, algo.clip_high=0.0004: "]),
+        (["algo=dapo", "algo.mini_batches=1"], ["algo.clip_high=0.28: without effect"]),
+        (["algo=dapo", "algo.mini_batches=1", "algo.epochs=2"], []),
+        (["algo.kl=k1"], ["algo.kl=k1: without effect in the loss"]),
+        (["algo=ppo"], []),
+    ],
+)
+def test_what_has_no_effect_is_said_at_the_start(overrides: list[str], said: list[str]) -> None:
+    lines = without_effect(load(["experiment=gsm8k", *overrides]))
+    assert len(lines) == len(said) and all(line.startswith(start) for line, start in zip(lines, said, strict=True))
 
 
 @pytest.mark.parametrize("advantage", ["reinforce++", "gae"])

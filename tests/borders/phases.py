@@ -1,4 +1,5 @@
-"""On PYTHONPATH as sitecustomize: the first process to reach MODULE:FUNCTION of PHASE makes the file MARK, and dwells.
+"""On PYTHONPATH as sitecustomize: the first process to reach MODULE:FUNCTION of PHASE makes the file MARK, and dwells
+there until the test, which has sent its signal, makes MARK-sent.
 
 MODULE alone: that is about to import it. MODULE:FUNCTION:2: at its second call in a process.
 """
@@ -15,13 +16,15 @@ import time
 from contextlib import suppress
 from typing import Any
 
-DWELLS = 0.3  # seconds, in which the signal arrives
+DWELLS = 60.0  # seconds at most, should the test have ended
 
 
 def reached() -> None:
     with suppress(FileExistsError):
         os.close(os.open(os.environ["MARK"], os.O_CREAT | os.O_EXCL))
-        time.sleep(DWELLS)
+        deadline = time.monotonic() + DWELLS
+        while not os.path.exists(os.environ["MARK"] + "-sent") and time.monotonic() < deadline:
+            time.sleep(0.01)
 
 
 def wrapped(function: Any, call: int) -> Any:

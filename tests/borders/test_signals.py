@@ -72,6 +72,7 @@ def signalled(tmp_path_factory: pytest.TempPathFactory, temporary: Path) -> Iter
         if twice:
             program.when(lambda: "again: at once" in program.log.read_text())
             program.process.send_signal(number)
+        mark.with_name(f"{mark.name}-sent").touch()
         code, said = program.wait(), program.log.read_text()
         assert "Traceback" not in said
         assert program.gone() == []

@@ -143,12 +143,12 @@ def test_one_metric_stands_twice_under_other_names() -> None:
     ("name", "expected"),
     [
         ("grpo", {"average": "sequence", "kl_coef": 0.04}),
-        ("dr_grpo", {"advantage": "dr_grpo", "kl_coef": 0.0}),
+        ("dr_grpo", {"advantage": "dr_grpo", "average": "constant", "kl_coef": 0.0}),
         ("rloo", {"advantage": "rloo", "kl_in": "reward", "kl": "k1"}),
         ("reinforce_pp", {"advantage": "reinforce++", "kl_in": "reward", "kl": "k1"}),
-        ("dapo", {"clip_high": 0.28, "kl_coef": 0.0, "dynamic_sampling": 10}),
-        ("gspo", {"loss": "gspo", "average": "sequence", "clip_low": 3e-4, "clip_high": 4e-4}),
-        ("cispo", {"loss": "cispo", "clip_low": 1.0, "kl_coef": 0.0}),
+        ("dapo", {"clip_high": 0.28, "kl_coef": 0.0, "overlong": 0.2, "dynamic_sampling": 10, "mini_batches": 16}),
+        ("gspo", {"loss": "gspo", "average": "sequence", "clip_low": 3e-4, "clip_high": 4e-4, "mini_batches": 4}),
+        ("cispo", {"loss": "cispo", "clip_low": 1.0, "clip_high": 4.0, "kl_coef": 0.0, "mini_batches": 16}),
         ("ppo", {"advantage": "gae", "kl_in": "reward", "kl": "k1", "mini_batches": 4}),
     ],
 )

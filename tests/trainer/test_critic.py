@@ -54,7 +54,6 @@ def test_it_learns_what_follows(config: Config) -> None:
         replace(sample, credits=tuple(replace(credit, value=2.0) for credit in sample.credits)) for sample in SAMPLES
     )
     config.optim.lr = 1e-6  # the policy hardly moves
-    config.algo.gae_lambda = 1.0
     config.algo.critic_clip = 10.0
     actor = PolicyTrainer(config)
     losses = [learn(actor, Batch(samples))["critic/loss"] for _ in range(30)]
@@ -62,3 +61,14 @@ def test_it_learns_what_follows(config: Config) -> None:
     assert losses[-1] < 0.05
     trained = np.concatenate([v[s.loss_mask > 0] for v, s in zip(actor.critic.values(COLUMNS), SAMPLES, strict=True)])
     np.testing.assert_allclose(trained, 2.0, atol=0.6)
+
+
+def test_it_learns_alone_at_first(config: Config) -> None:
+    config.algo.critic_warmup = 1
+    actor = PolicyTrainer(config)
+    before = actor.log_probs(actor.chunks, Batch(SAMPLES))
+    warming = learn(actor, Batch(SAMPLES))
+    for row, now in zip(before, actor.log_probs(actor.chunks, Batch(SAMPLES)), strict=True):
+        np.testing.assert_array_equal(row, now)
+    assert warming["critic/grad_norm"] > 0 and "loss" not in warming and "grad_norm" not in warming
+    assert {"loss", "grad_norm"} < learn(actor, Batch(SAMPLES)).keys() and actor.step == 2

@@ -24,7 +24,7 @@ RNG = np.random.default_rng(0)
 OLD, ADVANTAGES = -RNG.exponential(size=N), RNG.normal(size=N)
 NEW = OLD + RNG.normal(size=N) * 0.4
 SEQUENCE = np.sort(RNG.integers(0, SEQUENCES - 1, N))  # one of them has no token here
-PPO = AlgoConfig(loss="ppo", clip_low=0.2, clip_high=0.28)
+PPO = AlgoConfig(loss="ppo", clip_low=0.2, clip_high=0.28, clip_dual=1.6)
 GSPO = AlgoConfig(loss="gspo", clip_low=0.1, clip_high=0.15)
 CISPO = AlgoConfig(loss="cispo", clip_low=0.3, clip_high=0.5)
 
@@ -51,8 +51,10 @@ def clip(ratio: float, algo: AlgoConfig) -> float:
 
 
 def ppo_token(new: float, old: float, advantage: float) -> float:
+    """With the dual clip as its paper writes it."""
     ratio = math.exp(new - old)
-    return -min(ratio * advantage, clip(ratio, PPO) * advantage)
+    objective = min(ratio * advantage, clip(ratio, PPO) * advantage)
+    return -max(objective, PPO.clip_dual * advantage) if advantage < 0 else -objective
 
 
 def test_ppo_equals_its_formula() -> None:
@@ -61,8 +63,10 @@ def test_ppo_equals_its_formula() -> None:
     ratios = [math.exp(new - old) for new, old in zip(NEW, OLD, strict=True)]
     np.testing.assert_allclose(terms.loss, list(map(ppo_token, NEW, OLD, ADVANTAGES)), rtol=1e-12)
     np.testing.assert_allclose(terms.ratio, ratios, rtol=1e-12)
-    clipped = [clip(r, PPO) * a < r * a for r, a in zip(ratios, ADVANTAGES, strict=True)]
-    assert 0 < sum(clipped) < N and terms.clipped.tolist() == clipped
+    held = [clip(r, PPO) * a < r * a for r, a in zip(ratios, ADVANTAGES, strict=True)]
+    dual = [a < 0 and r > PPO.clip_dual for r, a in zip(ratios, ADVANTAGES, strict=True)]
+    clipped = [one or other for one, other in zip(held, dual, strict=True)]
+    assert 0 < sum(held) < N and any(dual) and terms.clipped.tolist() == clipped
     reference = differences(lambda new: float(weights @ list(map(ppo_token, new, OLD, ADVANTAGES))), NEW)
     np.testing.assert_allclose(gradient, reference, rtol=1e-6, atol=1e-8)
     assert (gradient[np.array(clipped)] == 0).all()
@@ -136,6 +140,33 @@ def test_a_rank_without_trained_tokens(algo: AlgoConfig) -> None:
     assert terms.loss.shape == terms.ratio.shape == terms.clipped.shape == (0,)
 
 
+@pytest.mark.parametrize("algo", [PPO, GSPO, CISPO, AlgoConfig(clip_dual=0)], ids=str)
+def test_no_gap_makes_a_loss_or_a_gradient_infinite(algo: AlgoConfig) -> None:
+    log_probs = torch.tensor([0.0, -1e4, 0.0, -1e4], requires_grad=True)
+    old, advantages = torch.tensor([-1e4, 0.0, -1e4, 0.0]), torch.tensor([-1.0, -1.0, 1.0, 1.0])
+    terms = policy_loss(algo)(log_probs, old, advantages, torch.arange(4), 4)
+    terms.loss.sum().backward()
+    assert terms.loss.isfinite().all() and terms.ratio.isfinite().all()
+    assert log_probs.grad is not None and log_probs.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("level", ["sequence", "geometric"])
+@pytest.mark.parametrize("correction", ["truncated", "masked"])
+def test_importance_weights_of_sequences(level: str, correction: str) -> None:
+    algo = AlgoConfig(correction=correction, correction_level=level, correction_low=0.8, correction_high=1.1)
+    old, engine, sequence = map(torch.tensor, (OLD, NEW, SEQUENCE))
+    weights = importance_weights(old, engine, sequence, SEQUENCES, algo)
+    found = set()
+    for i in set(SEQUENCE.tolist()):
+        own = np.equal(SEQUENCE, i)
+        product = math.prod(math.exp(a - b) for a, b in zip(OLD[own], NEW[own], strict=True))
+        weight = product if level == "sequence" else product ** (1 / own.sum())
+        wanted = min(weight, 1.1) if correction == "truncated" else weight if 0.8 <= weight <= 1.1 else 0.0
+        np.testing.assert_allclose(weights[torch.tensor(own)], wanted, rtol=1e-10)
+        found.add(wanted == weight)
+    assert found == {True, False}, "some sequences are at a bound and some are not"
+
+
 def test_importance_weights() -> None:
     engine = torch.tensor(NEW, requires_grad=True)
     old = torch.tensor(OLD, requires_grad=True)
@@ -145,15 +176,19 @@ def test_importance_weights() -> None:
     expected = {"truncated": np.minimum(ratios, 1.3), "masked": masked}
     for correction, wanted in expected.items():
         algo = AlgoConfig(correction=correction, correction_low=0.8, correction_high=1.3)
-        weights = importance_weights(old, engine, algo)
+        weights = importance_weights(old, engine, torch.tensor(SEQUENCE), SEQUENCES, algo)
         assert not weights.requires_grad
         np.testing.assert_allclose(weights, wanted, rtol=1e-12)
 
 
 def test_importance_weights_do_not_overflow() -> None:
     old, engine = torch.tensor([0.0, -1000.0]), torch.tensor([-1000.0, 0.0])
-    assert importance_weights(old, engine, AlgoConfig(correction="truncated")).tolist() == [2.0, 0.0]
-    assert importance_weights(old, engine, AlgoConfig(correction="masked")).tolist() == [0.0, 0.0]
+    for level in ("token", "sequence", "geometric"):
+        truncated, masked = (
+            importance_weights(old, engine, torch.arange(2), 2, AlgoConfig(correction=name, correction_level=level))
+            for name in ("truncated", "masked")
+        )
+        assert truncated.tolist() == pytest.approx([2.0, 0.0], abs=1e-8) and masked.tolist() == [0.0, 0.0]
 
 
 def test_kl_estimates() -> None:
@@ -165,6 +200,17 @@ def test_kl_estimates() -> None:
         assert math.isclose(found["k2"][i], math.log(q) ** 2 / 2, rel_tol=1e-9)
         assert math.isclose(found["k3"][i], q - 1 - math.log(q), rel_tol=1e-9, abs_tol=1e-12)
     assert (kl(torch.tensor(NEW), torch.tensor(NEW), "k3") == 0).all()
+
+
+def test_k3_goes_on_as_its_tangent() -> None:
+    """Above a log ratio of 3: with the value and the slope that it has there, still drawing towards the reference."""
+    log_probs = torch.tensor([-3.0, -4.0, -20.0, -1e4], dtype=torch.float64, requires_grad=True)
+    found = kl(log_probs, torch.zeros(4, dtype=torch.float64), "k3")
+    found.sum().backward()
+    slope = math.exp(3) - 1
+    expected = [math.exp(3) - 4 + slope * (gap - 3) for gap in (3, 4, 20, 1e4)]
+    assert found.tolist() == pytest.approx(expected) and log_probs.grad is not None
+    assert log_probs.grad.tolist() == pytest.approx([-slope] * 4)
 
 
 POLICY, REFERENCE = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.2, 0.6])

@@ -36,7 +36,13 @@ STAGES: dict[str, dict[str, object]] = {
     "rl": {},
     "rl-mini": {"algo.mini_batches": 3, "algo.clip_low": 0.01, "algo.clip_high": 0.02},
     "gspo": {"algo.loss": "gspo", "algo.average": "sequence", "algo.advantage": "rloo", "algo.mini_batches": 2},
-    "cispo": {"algo.loss": "cispo", "algo.correction": "truncated", "algo.kl": "k2", "algo.entropy_coef": 0.01},
+    "cispo": {
+        "algo.loss": "cispo",
+        "algo.average": "constant",
+        "algo.correction": "truncated",
+        "algo.kl": "k2",
+        "algo.entropy_coef": 0.01,
+    },
     "gae": {"algo.advantage": "gae", "algo.kl_in": "reward", "algo.kl": "k1", "algo.critic_lr": 1e-3},
     "sft": {"train.stage": "sft"},
 }
@@ -228,7 +234,9 @@ TERMS: dict[str, dict[str, object]] = {
     "entropy": {"algo.kl_coef": 0.0, "algo.entropy_coef": 0.5},
     "truncated": {"algo.kl_coef": 0.0, "algo.correction": "truncated", "algo.correction_high": 1.5},
     "masked": {"algo.kl_coef": 0.0, "algo.correction": "masked"},
+    "of-sequences": {"algo.kl_coef": 0.0, "algo.correction": "truncated", "algo.correction_level": "geometric"},
     "sequence-mean": {"algo.kl_coef": 0.0, "algo.average": "sequence"},
+    "constant": {"algo.kl_coef": 0.0, "algo.average": "constant", "rollout.turn.max_new_tokens": 40},
 }
 
 
@@ -268,17 +276,19 @@ def test_every_term_of_the_objective_is_in_the_update(
         if algo.advantage == "grpo":
             advantage = advantage / (peers.std() + 1e-6)
         loss = -(log_probs - log_probs.detach()).exp() * float(advantage)
-        weight = (log_probs.detach() - engine).exp()
+        gap = log_probs.detach() - engine
+        weight = (gap.mean().expand_as(gap) if algo.correction_level == "geometric" else gap).exp()
         if algo.correction == "truncated":
-            loss = loss * weight.clamp(max=1.5)
+            loss = loss * weight.clamp(max=algo.correction_high)
         if algo.correction == "masked":
             loss = loss * weight * ((weight >= 0.5) & (weight <= 2.0))
         if algo.kl_coef and algo.kl_in == "loss":
             log_q = log_probs.detach() - ratio - log_probs
-            loss = loss + 0.7 * (log_q.exp() - 1 - log_q)
+            near = log_q.clamp(max=3)  # of models so far apart some tokens are on the tangent
+            loss = loss + 0.7 * (near.exp() - 1 - near + (np.exp(3) - 1) * (log_q - near))
         loss = loss - algo.entropy_coef * entropy
-        share = 1 / (len(SAMPLES) * len(log_probs)) if algo.average == "sequence" else 1 / trained
-        expected = expected + share * loss.sum()
+        divisors = {"token": trained, "sequence": len(SAMPLES) * len(log_probs), "constant": len(SAMPLES) * 40}
+        expected = expected + loss.sum() / divisors[algo.average]
     norm = gradient_norm(actor, expected)
     metrics = learn(actor, Batch(SAMPLES))
     assert metrics["loss"] == pytest.approx(expected.item(), rel=1e-5, abs=1e-6)
@@ -290,6 +300,35 @@ def distributions(actor: PolicyTrainer, sample: Sample) -> torch.Tensor:
     (chunk,) = actor.policy.chunks
     head = hf.unwrap(chunk).head
     return ((hidden_states(chunk, sample.token_ids[:-1]) @ head.T) / 0.8).log_softmax(-1)
+
+
+def test_epochs_go_over_the_same_batch_again(make_actor: Maker) -> None:
+    """With the log-probs from before the first: as updates by the same scored batch, one after the other."""
+    same = {"algo__clip_low": 0.01, "optim__warmup_steps": 0}
+    twice, one = make_actor(algo__epochs=2, **same), make_actor(**same)
+    scored = with_advantages(twice.score(Batch(SAMPLES)), twice.config.algo)
+    assert scored.old_log_probs is not None
+    found, expected = twice.update(scored), [one.update(scored), one.update(scored)]
+    for name in ("loss", "grad_norm", "ratio_mean", "clip_fraction", "entropy", "kl"):
+        assert found[name] == pytest.approx(np.mean([step[name] for step in expected]), rel=1e-6)
+    assert expected[1]["clip_fraction"] > 0 and found["tokens"] == expected[0]["tokens"]
+    for row, other in zip(*(actor.log_probs(actor.chunks, Batch(SAMPLES)) for actor in (twice, one)), strict=True):
+        np.testing.assert_array_equal(row, other)
+
+
+def test_later_turns_weigh_as_the_setting_says(make_actor: Maker) -> None:
+    """The update of all is that of the trained turns and that of the later ones, with their weights."""
+    samples = tuple(replace(sample, later=number >= 4) for number, sample in enumerate(SAMPLES))
+    scored = with_advantages(make_actor().score(Batch(samples)), make_actor().config.algo)
+    parts = [range(4), range(4, len(samples))]
+
+    def loss(rows: range) -> float:
+        some = {name: [getattr(scored, name)[row] for row in rows] for name in ("advantages", "reference_log_probs")}
+        return make_actor().update(Scored(tuple(samples[row] for row in rows), **some))["loss"]
+
+    trained, later = map(loss, parts)
+    found = make_actor(algo__later_weight=0.5).update(scored)["loss"]
+    assert found == pytest.approx((trained + 0.5 * later) / 1.5, rel=1e-4) and trained != pytest.approx(later, rel=0.01)
 
 
 def test_supervised_update_is_that_of_the_token_mean(make_actor: Maker) -> None:

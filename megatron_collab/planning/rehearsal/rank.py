@@ -90,7 +90,7 @@ def one_batch(config: Config, shape: ModelShape, micro_batches: int) -> Batch:
     values = rows if config.algo.advantage == "gae" else None
     return Scored(
         samples,
-        old_log_probs=rows if config.algo.mini_batches > 1 else None,
+        old_log_probs=rows if config.algo.mini_batches * config.algo.epochs > 1 else None,
         reference_log_probs=rows if config.algo.kl_coef > 0 else None,
         values=values,
         advantages=rows,
