@@ -222,6 +222,11 @@ class Rollout:
     futures: tuple[Future, ...]
     reward: Reward
 
+    @property
+    def malformed(self) -> bool:
+        """Whether a malformed turn has ended it, so that it has no scores; see reward.malformed."""
+        return any(future.conversation.ending is Ending.MALFORMED for future in self.futures)
+
 
 @dataclass(frozen=True)
 class Group:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -11,7 +11,7 @@ import numpy as np
 from megatron_collab.config import AlgoConfig
 from megatron_collab.types import Credit, Sample, Scored
 
-GROUPED = ("grpo", "dr_grpo", "rloo")  # compare a credit with its peers; the others need none
+GROUPED = ("grpo", "dr_grpo", "gdpo", "rloo")  # compare a credit with its peers; the others need none
 EPSILON = 1e-6
 K3_TANGENT = 3.0  # log(reference / policy) above which the estimate k3 goes on as its tangent
 
@@ -70,6 +70,27 @@ def rloo(values: np.ndarray, peers: Sequence[str]) -> np.ndarray:
     """
     n = _over(peers, len, values)
     return dr_grpo(values, peers) * n / np.maximum(n - 1, 1)
+
+
+def gdpo(values: np.ndarray) -> np.ndarray:
+    """(v - mean) / (std + 1e-6) over the C credits of a batch, float64 [C]; exactly 0 where all are equal.
+
+    Of `decoupled` values; GDPO's normalisation of the batch (Liu et al. 2026, arXiv:2601.05242).
+    """
+    equal = bool(np.ptp(values) == 0)
+    return np.zeros_like(values) if equal else (values - values.mean()) / (values.std() + EPSILON)
+
+
+def decoupled(parts_C: Sequence[Mapping[str, float]], weights: Mapping[str, float]) -> np.ndarray:
+    """sum_m |w_m| (p_m - mean(p_m)) / (std(p_m) + 1e-6) for the parts p_m = w_m s_m of C rewards of one group, float64
+    [C]: each metric normalised before the sum; one whose parts are equal gives exactly 0.
+
+    Group reward-decoupled normalisation of GDPO (Liu et al. 2026, arXiv:2601.05242), with the population's standard
+    deviation. In a sum that is normalised as a whole, as by `grpo`, the metric that spreads most hides the others.
+    """
+    group = [""] * len(parts_C)
+    columns = ((weight, np.array([parts[name] for parts in parts_C])) for name, weight in weights.items())
+    return np.sum([abs(weight) * grpo(parts, group, group) for weight, parts in columns], axis=0)
 
 
 def returns_to_go(sample: Sample, costs: np.ndarray) -> np.ndarray:
@@ -170,6 +191,8 @@ def _compared(samples: Sequence[Sample], costs: Sequence[np.ndarray], advantage:
     peers = [credit.peers for credit, *_ in owned]
     if advantage == "grpo":
         found = grpo(values, peers, [credit.scale for credit, *_ in owned])
+    elif advantage == "gdpo":
+        found = gdpo(values)
     else:
         found = (rloo if advantage == "rloo" else dr_grpo)(values, peers)
     for (_, own, _, row), value in zip(owned, found, strict=True):

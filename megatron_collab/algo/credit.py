@@ -9,10 +9,12 @@ from itertools import accumulate
 
 import numpy as np
 
-from megatron_collab.algo.advantages import GROUPED
+from megatron_collab.algo.advantages import GROUPED, decoupled
 from megatron_collab.config import Config, RewardConfig
 from megatron_collab.reward.multiturn import reward_function
-from megatron_collab.types import Conversation, Credit, Group, Missing, Rollout, Sample, Turn
+from megatron_collab.types import Conversation, Credit, Group, Missing, Reward, Rollout, Sample, Turn
+
+_WHOLE, _MALFORMED = "<reward>", "<malformed>"  # parts of rewards, beside those of metrics
 
 
 def samples_of(group: Group, config: Config, number: int) -> list[Sample]:
@@ -24,6 +26,8 @@ def samples_of(group: Group, config: Config, number: int) -> list[Sample]:
     rollouts = [rollout for rollout in group.rollouts if not isinstance(rollout.reward.value, Missing)]
     if len(rollouts) < _fewest(config):
         return []
+    if config.algo.advantage == "gdpo":
+        rollouts = _decoupled(rollouts, config.reward)
     name = f"{number}/{group.task.id}"
     if config.reward.mode != "single_turn" and config.rollout.futures == 0:
         samples = [sample(rollout.start, whole(rollout, config.reward, name)) for rollout in rollouts]
@@ -102,6 +106,31 @@ def sample(conversation: Conversation, credits: Sequence[Credit], *, later: bool
         mask[span], log_probs[span] = 1.0, turn.log_probs
     oldest = min((version for turn in turns for version in turn.versions), default=0)
     return Sample(token_ids, mask, log_probs, tuple(credits), oldest, later)
+
+
+def _decoupled(rollouts: Sequence[Rollout], reward: RewardConfig) -> list[Rollout]:
+    """The rollouts of a group with rewards that are `decoupled` from their parts; those that are recorded stay.
+
+    A malformed turn has no parts: it has the worst of each metric, and reward.malformed counts as one more metric.
+    """
+    scored = [_parts(rollout.reward) for rollout in rollouts if not rollout.malformed]
+    names = sorted(set.intersection(*map(set, scored))) if scored else []
+    worst = {name: min(parts[name] for parts in scored) for name in names}
+    penalty = reward.malformed or 0.0
+    rows = [
+        {**worst, _MALFORMED: penalty} if rollout.malformed else {**_parts(rollout.reward), _MALFORMED: 0.0}
+        for rollout in rollouts
+    ]
+    weights = {name: reward.weights.get(name, 1.0) for name in names}
+    values = decoupled(rows, {**weights, _MALFORMED: penalty})
+    pairs = zip(rollouts, values, strict=True)
+    return [replace(rollout, reward=replace(rollout.reward, value=float(value))) for rollout, value in pairs]
+
+
+def _parts(reward: Reward) -> dict[str, float]:
+    """Its parts by metric; all of it where a reward function of the user's own names none."""
+    assert not isinstance(reward.value, Missing)
+    return dict(reward.parts) or {_WHOLE: float(reward.value)}
 
 
 def _with_futures(rollouts: Sequence[Rollout], config: Config, name: str) -> list[Sample]:

@@ -93,7 +93,9 @@ class OptimConfig:
 @dataclass
 class AlgoConfig:
     advantage: str = option(
-        "grpo", "baseline: group, batch, or critic (gae)", choices=("grpo", "dr_grpo", "rloo", "reinforce++", "gae")
+        "grpo",
+        "baseline: group, batch, or critic (gae)",
+        choices=("grpo", "dr_grpo", "gdpo", "rloo", "reinforce++", "gae"),
     )
     loss: str = option(
         "ppo", "of token ratios, sequence ratios or clipped weights", choices=("ppo", "gspo", "cispo"), extensible=True
@@ -302,6 +304,7 @@ class RewardConfig:
     malformed: float | None = option(
         -1.0, "reward of an empty, broken or cut turn, without futures; none: play on", ge=-MANY
     )
+    malformed_worst: bool = option(False, "a malformed turn gets at most the worst reward of its group")
     turn_credit: str = option("equal", "futures=0: reward of a turn", choices=("last", "equal", "reward_to_go"))
     turn_gamma: float = option(1.0, "reward_to_go: discount by turn", ge=0, le=1)
     judge: EndpointConfig = field(default_factory=EndpointConfig)

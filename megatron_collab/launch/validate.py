@@ -164,6 +164,10 @@ def _check_reward(config: Config) -> None:
         require(reason is None, f"reward.weights.{name}: {reason}")
         judged = reward.judge.model or getattr(settings, "model", None) or not metric.judged(settings)
         check(bool(judged), f"reward.weights.{name}: needs a judge; set reward.judge.model to a model of LiteLLM's")
+    message = (
+        "<reward.malformed_worst>: malformed turns are played on; give reward.malformed a value, or set it to false"
+    )
+    check(not reward.malformed_worst or reward.malformed is not None, message)
     clamps = reward.mode in ("mr", "single_turn")
     check(not reward.clamp or clamps, "reward.clamp: <reward.mode> does not clamp; remove one of them")
     reward_function(reward)
@@ -211,6 +215,8 @@ def _check_algo(config: Config) -> None:
     check(algo.kl_in == "loss" or algo.kl_coef > 0, message)
     message = "<algo.advantage>: compares the rollouts of a task; set train.rollouts_per_prompt to 2 or more"
     check(not grouped or config.train.rollouts_per_prompt > 1, message)
+    message = "<algo.advantage>: normalises what a trained turn is rewarded for; set rollout.train_turns=first"
+    check(algo.advantage != "gdpo" or config.rollout.train_turns == "first", message)
     message = "<algo.dynamic_sampling>: with <algo.advantage> groups of equal rewards teach as well; set it to 0"
     check(grouped or algo.dynamic_sampling == 0, message)
     message = "<algo.loss>: needs whole sequences on a rank, and <parallel.cp> cuts them; set parallel.cp=1"

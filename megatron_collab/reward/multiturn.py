@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_collab.config import Extension, RewardConfig, make
 from megatron_collab.runtime.process import RunStopped
-from megatron_collab.types import Failed, Future, Missing, Reward, Score
+from megatron_collab.types import Failed, Future, Missing, Reward, Rollout, Score
 
 TOKENS = "token_amount"  # the metric that the paper's formula treats specially
 
@@ -109,6 +109,22 @@ def turn_reward(
         limit = limits.get(name, math.inf)
         parts[name] = min(max(sum(values) / len(values), -limit), limit)
     return Reward(sum(parts.values()), _standard_error([sum(parts.values()) for parts in whole_F]), parts, missing)
+
+
+def malformed_last(rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
+    """The rollouts of a group, of which malformed ones have at most the worst reward of the others.
+
+    With reward.malformed alone, a long reply may cost more tokens than the penalty of one that is cut, and truncation
+    pays.
+    """
+    rewards = [(rollout.malformed, rollout.reward.value) for rollout in rollouts]
+    others = [value for malformed, value in rewards if not malformed and not isinstance(value, Missing)]
+
+    def lowered(reward: Reward) -> Reward:
+        assert not isinstance(reward.value, Missing)
+        return replace(reward, value=min(reward.value, *others)) if others else reward
+
+    return tuple(replace(one, reward=lowered(one.reward)) if one.malformed else one for one in rollouts)
 
 
 def _parts(scores: Mapping[str, Score], weights: Mapping[str, float], token_cost: float) -> dict[str, float]:

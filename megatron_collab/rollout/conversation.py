@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from megatron_collab.config import Config, SamplingConfig
 from megatron_collab.inference.assistant import Assistant, Renderer
 from megatron_collab.inference.client import EngineError
-from megatron_collab.reward.multiturn import reward_function
+from megatron_collab.reward.multiturn import malformed_last, reward_function
 from megatron_collab.reward.workers import RewardClient
 from megatron_collab.rollout.tools import ToolFailure
 from megatron_collab.rollout.tools.toolbox import ConversationTools, Toolbox
@@ -57,7 +57,8 @@ class Player:
     async def play(self, task: Task, stream: str) -> Group:
         """train.rollouts_per_prompt rollouts of `task`, all at once, as reward.mode and rollout.futures say."""
         places = [RolloutPlace(stream, i) for i in range(self.config.train.rollouts_per_prompt)]
-        return Group(task, tuple(await asyncio.gather(*(self._play(task, place) for place in places))))
+        rollouts = await asyncio.gather(*(self._play(task, place) for place in places))
+        return Group(task, malformed_last(rollouts) if self.config.reward.malformed_worst else tuple(rollouts))
 
     async def _play(self, task: Task, place: RolloutPlace) -> Rollout:
         """A trained turn and its futures; without futures a whole conversation, every turn of the policy trained.
@@ -91,11 +92,13 @@ class Player:
 
     def _rollout(self, start: Conversation, futures: Sequence[Future]) -> Rollout:
         penalty = self.config.reward.malformed
-        malformed = any(future.conversation.ending is Ending.MALFORMED for future in futures)
-        reward = self.reward(futures) if penalty is None or not malformed else Reward(penalty)
+        found = Rollout(start, tuple(futures), Reward(penalty or 0.0))
+        if penalty is not None and found.malformed:
+            return found
+        reward = self.reward(futures)
         if isinstance(reward.value, Failed):
             self.counters["reward_failed"] += 1
-        return Rollout(start, tuple(futures), reward)
+        return replace(found, reward=reward)
 
     async def trained_turn(
         self, task: Task, place: RolloutPlace, tools: ConversationTools | None = None

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from megatron_collab.runtime.process import RunStopped
-from megatron_collab.types import Ending, Group, Missing, Rollout, Task
+from megatron_collab.types import Group, Missing, Rollout, Task
 
 Applying = Callable[[Task], Iterable[str]]  # the metrics that apply to a task
 
@@ -72,11 +72,10 @@ def scores(group: Group, applying: Applying) -> dict[str, list[float]]:
     found: dict[str, list[float]] = defaultdict(list)
     scored = {name for rollout in group.rollouts for future in rollout.futures for name in future.scores}
     for rollout in group.rollouts:
-        malformed = any(future.conversation.ending is Ending.MALFORMED for future in rollout.futures)
         for name in scored or applying(group.task):
             given = [future.scores.get(name) for future in rollout.futures]
             numbers = [float(score) for score in given if score is not None and not isinstance(score, Missing)]
-            found[name] += [0.0] if malformed and not numbers else _mean_of_any(numbers)
+            found[name] += [0.0] if rollout.malformed and not numbers else _mean_of_any(numbers)
     return found
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_collab.algo.advantages import kl_estimate, token_weights, with_advantages
+from megatron_collab.algo.advantages import decoupled, kl_estimate, token_weights, with_advantages
 from megatron_collab.config import AlgoConfig
 from megatron_collab.trainer.losses import kl
 from megatron_collab.types import Credit, Sample, Scored
@@ -283,3 +283,33 @@ def test_k3_in_the_reward_is_that_of_the_loss() -> None:
 def test_nothing_to_train_is_refused(average: str) -> None:
     with pytest.raises(ValueError, match="no trained token"):
         token_weights([np.zeros(3, np.float32)], average)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_gdpo_equals_its_formula(seed: int) -> None:
+    """Two groups of four rollouts with three metrics of very different spread, computed one number at a time."""
+    rng = np.random.default_rng(seed)
+    weights = {"right": 1.0, "judge": 0.5, "tokens": -1e-3}
+    scores = [[{name: rng.normal() * 10**at for at, name in enumerate(weights)} for _ in range(4)] for _ in range(2)]
+    sums = []
+    for group in scores:
+        for one in group:
+            terms = []
+            for name, weight in weights.items():
+                column = [other[name] for other in group]
+                mean = sum(column) / 4
+                spread = math.sqrt(sum((value - mean) ** 2 for value in column) / 4)
+                terms.append(weight * (one[name] - mean) / spread)
+            sums.append(sum(terms))
+    mean, spread = sum(sums) / 8, math.sqrt(sum((value - sum(sums) / 8) ** 2 for value in sums) / 8)
+    parts = [[{name: weights[name] * one[name] for name in weights} for one in group] for group in scores]
+    values = np.concatenate([decoupled(group, weights) for group in parts])
+    assert values == pytest.approx(sums, rel=1e-3)
+    batch = [*one_credit(*values[:4], group="a"), *one_credit(*values[4:], group="b")]
+    found = [row[0] for row in advantages(batch, AlgoConfig(advantage="gdpo"))]
+    assert found == pytest.approx([(value - mean) / spread for value in sums], rel=1e-3)
+
+
+def test_gdpo_of_equal_parts_is_exactly_nothing() -> None:
+    assert decoupled([{"a": 0.1, "b": 0.3}] * 3, {"a": 1.0, "b": 2.0}).tolist() == [0.0] * 3
+    assert advantages(one_credit(0.0, 0.0), AlgoConfig(advantage="gdpo")) == [[0.0, 0.0]] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -248,3 +249,43 @@ def test_later_turns_have_the_limit_of_futures_and_are_marked() -> None:
     assert [sample.later for sample in samples] == [False, False, True, True, True, True]
     values = [credit.value for sample in samples for credit in sample.credits if credit.spans]
     assert values == pytest.approx([0.5, 0.5, 0.0, -1.0, 0.0, -1.0])
+
+
+def parted(*parts: dict[str, float] | None) -> Group:
+    """A group of rollouts with these parts of their rewards; None: malformed, with a penalty of -1."""
+    rollouts = []
+    for each in parts:
+        start = conversation(1).end(Ending.USER_DONE if each else Ending.MALFORMED)
+        future = Future(start, dict(each or {}))
+        rollouts.append(Rollout(start, (future,), Reward(sum(each.values()), parts=each) if each else Reward(-1.0)))
+    return Group(TASK, tuple(rollouts))
+
+
+def test_gdpo_normalises_each_metric_before_the_sum() -> None:
+    """right has 1, 0, 1, 0: 1 or -1 standard deviation from its mean, and weighs 1. tokens has -0.2 three times and
+    -0.6: 0.1 and -0.3 from its mean -0.3, with a standard deviation of 0.1 sqrt(3), and weighs 0.5."""
+    given = config(advantage="gdpo", weights={"right": 1.0, "tokens": -0.5})
+    costs = (-0.2, -0.2, -0.2, -0.6)
+    group = parted(*({"right": right, "tokens": cost} for right, cost in zip((1.0, 0.0, 1.0, 0.0), costs, strict=True)))
+    values = [credit.value for one in samples_of(group, given, 0) for credit in one.credits]
+    short, long = 0.5 / math.sqrt(3), 1.5 / math.sqrt(3)
+    assert values == pytest.approx([1 + short, -1 + short, 1 + short, -1 - long], abs=1e-4)
+    assert [one.reward.value for one in group.rollouts] == pytest.approx([0.8, -0.2, 0.8, -0.6]), "as recorded"
+
+
+def test_gdpo_gives_a_malformed_turn_the_worst_of_every_metric() -> None:
+    given = config(advantage="gdpo", weights={"right": 1.0, "tokens": -1.0})
+    group = parted({"right": 1.0, "tokens": -3.0}, None, {"right": 0.0, "tokens": -1.0}, {"right": 0.0, "tokens": -2.0})
+    values = [credit.value for one in samples_of(group, given, 0) for credit in one.credits]
+    assert values[1] == min(values) < min(value for value in values if value != values[1])
+    equal = parted({"right": 1.0}, None, {"right": 1.0})
+    given.reward.weights = {"right": 1.0}
+    first, malformed, last = (credit.value for one in samples_of(equal, given, 0) for credit in one.credits)
+    assert first == last > malformed, "it is told from the others by reward.malformed alone"
+    assert not teaches(samples_of(parted(None, None), given, 0)), "nothing tells malformed turns apart"
+
+
+def test_gdpo_takes_a_reward_without_parts_whole() -> None:
+    given = config(advantage="gdpo")
+    samples = samples_of(Group(TASK, (rollout(3.0), rollout(1.0))), given, 0)
+    assert [credit.value for one in samples for credit in one.credits] == pytest.approx([1.0, -1.0], abs=1e-5)

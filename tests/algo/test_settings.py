@@ -14,7 +14,15 @@ from tests.helpers import refused
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["algo.advantage=ppo"], "algo.advantage=ppo: choose one of grpo, dr_grpo, rloo, reinforce++, gae"),
+        (["algo.advantage=ppo"], "algo.advantage=ppo: choose one of grpo, dr_grpo, gdpo, rloo, reinforce++, gae"),
+        (
+            ["algo.advantage=gdpo", "rollout.futures=2", "rollout.train_turns=all"],
+            "algo.advantage=gdpo: normalises what a trained turn is rewarded for; set rollout.train_turns=first",
+        ),
+        (
+            ["reward.malformed_worst=true"],
+            "reward.malformed_worst=true: malformed turns are played on; give reward.malformed a value",
+        ),
         (["algo.loss=grpo"], "algo.loss=grpo: choose one of ppo, gspo, cispo"),
         (["algo.average=group"], "algo.average=group: choose one of token, sequence, constant"),
         (["algo.kl=k4"], "algo.kl=k4: choose one of k1, k2, k3, low_var_kl"),

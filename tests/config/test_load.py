@@ -144,6 +144,7 @@ def test_one_metric_stands_twice_under_other_names() -> None:
     [
         ("grpo", {"average": "sequence", "kl_coef": 0.04}),
         ("dr_grpo", {"advantage": "dr_grpo", "average": "constant", "kl_coef": 0.0}),
+        ("gdpo", {"advantage": "gdpo", "average": "sequence", "kl_coef": 0.04}),
         ("rloo", {"advantage": "rloo", "kl_in": "reward", "kl": "k1"}),
         ("reinforce_pp", {"advantage": "reinforce++", "kl_in": "reward", "kl": "k1"}),
         ("dapo", {"clip_high": 0.28, "kl_coef": 0.0, "overlong": 0.2, "dynamic_sampling": 10, "mini_batches": 16}),

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from megatron_collab.reward.multiturn import turn_reward
-from megatron_collab.types import Missing
+from megatron_collab.reward.multiturn import malformed_last, turn_reward
+from megatron_collab.types import Conversation, Ending, Future, Missing, Reward, Rollout, Score
 
 DOWN = Missing("judge is down")
 
@@ -81,3 +81,30 @@ def test_a_task_without_any_weighted_metric_has_no_reward() -> None:
     value = turn_reward([{"shown": 1.0}], {"shown": 0.0, "right": 1.0}).value
     assert isinstance(value, Missing)
     assert "reward.weights" in value.why
+
+
+def group(*rewards: tuple[Score, bool]) -> list[Rollout]:
+    """Rollouts with a reward each, and whether they are malformed."""
+    made = []
+    for value, malformed in rewards:
+        start = Conversation((), ()).end(Ending.MALFORMED if malformed else Ending.USER_DONE)
+        made.append(Rollout(start, (Future(start, {}),), Reward(value)))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [
+        (
+            [(0.5, False), (-2.0, False), (-1.0, True)],
+            [0.5, -2.0, -2.0],
+        ),  # a long reply cost more than a cut one
+        ([(0.5, False), (0.0, False), (-1.0, True)], [0.5, 0.0, -1.0]),
+        ([(-1.0, True), (-1.0, True)], [-1.0, -1.0]),
+        ([(DOWN, False), (-1.0, True)], [DOWN, -1.0]),
+    ],
+)
+def test_a_malformed_turn_has_at_most_the_worst_reward(
+    rewards: list[tuple[Score, bool]], expected: list[Score]
+) -> None:
+    assert [rollout.reward.value for rollout in malformed_last(group(*rewards))] == expected

@@ -78,6 +78,17 @@ def test_a_malformed_turn_is_penalised_and_has_no_futures() -> None:
     assert len(rewards.asked) == 3 * (8 - len(malformed))
 
 
+def test_truncation_does_not_win_against_a_long_reply() -> None:
+    policy = FakePolicy(lambda prompt, seed: "" if seed % 2 else "ok")
+    long = FakeRewards(lambda conversation: -3.0)
+    for worst, expected in ((False, -1.0), (True, -3.0)):
+        made = player(policy, long, rollouts=8)
+        made.config.reward.malformed_worst = worst
+        rollouts = asyncio.run(made.play(TASK, "s")).rollouts
+        assert {rollout.reward.value for rollout in rollouts if not rollout.malformed} == {-3.0}
+        assert {rollout.reward.value for rollout in rollouts if rollout.malformed} == {expected}
+
+
 def test_without_a_penalty_malformed_turns_are_played_on() -> None:
     made = player(FakePolicy(lambda prompt, seed: ""), FakeRewards(last_is_ok))
     made.strict = False

@@ -113,7 +113,8 @@ def test_counters_start_anew_once_they_are_taken() -> None:
     evaluation.users.counters["user_leak"] += 3
     training.tools.counters["tool_calls"] += 1
     training.counters["reward_failed"] += 4
-    assert asyncio.run(worker.take_counters()) == {"user_leak": 5, "tool_calls": 1, "reward_failed": 4, "servers_lost": 0}
+    taken = asyncio.run(worker.take_counters())
+    assert taken == {"user_leak": 5, "tool_calls": 1, "reward_failed": 4, "servers_lost": 0}
     assert asyncio.run(worker.take_counters()) == {"servers_lost": 0}
 
 
