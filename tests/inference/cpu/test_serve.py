@@ -36,8 +36,12 @@ def test_spawned_processes_serve_and_end_as_forked_ones(
         for turn in sample(server, [(prompt, 0) for prompt in PROMPTS[:2]], at_once=True):
             assert np.abs(log_probs(folder, turn) - turn.log_probs).max() < TOLERANCE
         stacks.ask(tmp_path / "stacks", 30.0)
-        written = [file.read_text() for file in (tmp_path / "stacks").iterdir()]
-        assert sum("spawn_main" in text for text in written) == 2  # the scheduler and the detokenizer
+
+        def spawned() -> int:
+            return sum("spawn_main" in file.read_text() for file in (tmp_path / "stacks").iterdir())
+
+        # The scheduler and the detokenizer, whose outermost frames are written last.
+        assert wait_until(lambda: spawned() == 2, 30)
         leader = psutil.Process(server.process.pid)
         children = leader.children(recursive=True)
         os.kill(leader.pid, signal.SIGKILL)
