@@ -19,7 +19,7 @@ setup:
 	@PYTHON="$(PYTHON)" GPU="$(GPU)" tools/setup_env.sh
 
 WORKERS := --numprocesses 2 --dist loadfile --no-loadscope-reorder
-PYTEST := .venv/bin/python -m pytest tests $(WORKERS)
+PYTEST := .venv/bin/python -m pytest tests $(WORKERS) --durations=40 --durations-min=10
 
 # Unit tests without processes.
 test-fast: setup

@@ -40,10 +40,11 @@ def ray_session(config: Config) -> Iterator[None]:
             # Ray's default is to start workers at nice 15, which starve beside busy ranks.
             os.environ.setdefault("RAY_worker_niceness", "0")
             folder = stack.enter_context(ScratchFolder())
+            stopped = stack.enter_context(ExitStack())  # left after Ray has stopped, which a kill may interrupt
             stack.callback(ray.shutdown)
             processes = config.rollout.workers + config.reward.workers  # Ray starts a process a CPU in advance
             _start_ray(num_cpus=processes, _temp_dir=str(folder), **quiet)
-            stack.callback(_reaper().communicate, "\n")
+            stopped.callback(_reaper().communicate, "\n")
         yield
 
 
