@@ -188,6 +188,10 @@ class Missing:
     why: str
 
 
+class Failed(Missing):
+    """Missing, since a function that a setting names has failed."""
+
+
 Score = float | Missing
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of the trained networks: weights, optimizers, RNG of every rank, and the caller's state.
+"""Checkpoints of the networks: weights, optimizers, RNG of every rank, and the caller's state.
 
 `save` copies to CPU memory and returns; a thread of each rank writes beside the next training steps. Files and
 folders are storage.py's. All ranks must see the same file system.
@@ -65,7 +65,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         self.finish()
         self._thread.shutdown()
 
-    def save(self, step: int, trainables: Mapping[str, Checkpointable], state: dict[str, Any]) -> None:
+    def save(self, step: int, networks: Mapping[str, Checkpointable], state: dict[str, Any]) -> None:
         """Start writing the checkpoint after `step` updates. `state` (JSON) is that of rank 0.
 
         Waits for the save before; RunStopped if that one failed. Until it is written, a rank keeps in CPU memory
@@ -74,9 +74,9 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         """
         self.finish()
         beat(f"saving step {step}")
-        items, common = snapshot(trainables)
+        items, common = snapshot(networks)
         generators = pickle.dumps({name: get() for name, (get, _) in _generators().items()})
-        told = {"state": state, "model": asdict(unwrap(trainables[MAIN].chunks[0]).shape)}
+        told = {"state": state, "model": asdict(unwrap(networks[MAIN].chunks[0]).shape)}
         self._writing = self._thread.submit(self._write, step, items, common, generators, json.dumps(told))
 
     def finish(self) -> None:
@@ -96,8 +96,8 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
                 "train.keep_checkpoints; the same command resumes from the previous checkpoint"
             ) from error
 
-    def load_latest(self, trainables: Mapping[str, Checkpointable]) -> tuple[int, dict[str, Any]] | None:
-        """Load the newest intact checkpoint into `trainables`: its step and state on every rank; None if there is none.
+    def load_latest(self, networks: Mapping[str, Checkpointable]) -> tuple[int, dict[str, Any]] | None:
+        """Load the newest intact checkpoint into `networks`: its step and state on every rank; None if there is none.
 
         One with a missing, short or corrupt file is reported, and the previous one is used; RunStopped if none is
         intact. On another number of ranks the RNG states are not restored.
@@ -110,7 +110,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             damage: list[list[str]] = [[]] * dist.get_world_size()
             dist.all_gather_object(damage, storage.damage(checkpoint, saved, dist.get_rank(), len(damage)))
             if not any(damage):
-                self.on_disk = _load(checkpoint, saved, trainables)
+                self.on_disk = _load(checkpoint, saved, networks)
                 return self.on_disk
             _say(f"{checkpoint}: is damaged ({'; '.join(chain(*damage))}); using the previous one")
         if found:
@@ -163,15 +163,16 @@ def _owner(name: str) -> int:
 
 
 def _load(
-    checkpoint: Path, saved: Mapping[str, Any], trainables: Mapping[str, Checkpointable]
+    checkpoint: Path, saved: Mapping[str, Any], networks: Mapping[str, Checkpointable]
 ) -> tuple[int, dict[str, Any]]:
     if saved.get("weights_only"):
         _say(f"{checkpoint}: contains weights only; training starts with a new optimizer, at step {saved['step']}")
-        policy = trainables[MAIN]
+        policy = networks[MAIN]
         load_weights(policy.chunks, checkpoint)
+        assert policy.optimizer is not None
         policy.optimizer.reload_model_params()
     else:
-        restore(trainables, partial(read_sharded, checkpoint))
+        restore(networks, partial(read_sharded, checkpoint))
     if saved["ranks"] == dist.get_world_size():
         states = pickle.loads(_random_file(checkpoint).read_bytes())
         for name, (_, restore_state) in _generators().items():

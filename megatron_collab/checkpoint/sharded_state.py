@@ -44,35 +44,42 @@ _EXTRA = "_extra_state"  # of a module: what TransformerEngine keeps beside weig
 
 
 class Checkpointable(Protocol):
-    """A trained network on this rank: its chunks (one, or one a virtual pipeline stage) and their optimizer."""
+    """A network on this rank: its chunks (one, or one a virtual pipeline stage) and their optimizer.
 
-    chunks: list[torch.nn.Module]
-    optimizer: MegatronOptimizer
+    One without optimizer is frozen: a checkpoint has of it what TransformerEngine keeps beside weights, nothing else.
+    """
+
+    @property
+    def chunks(self) -> list[torch.nn.Module]: ...
+    @property
+    def optimizer(self) -> MegatronOptimizer | None: ...
 
 
-def snapshot(trainables: Mapping[str, Checkpointable]) -> tuple[list[Written], dict[str, Any]]:
+def snapshot(networks: Mapping[str, Checkpointable]) -> tuple[list[Written], dict[str, Any]]:
     """Copy the current networks: what this rank writes, and what all ranks have in common; not collective.
 
     It is in CPU memory and shares nothing with the training.
     """
     items: list[Written] = []
     common: dict[str, Any] = {}
-    for name, trainable in trainables.items():
+    for name, network in networks.items():
         prefix = "" if name == MAIN else f"{name}."
-        chunks = _sharded_chunks(trainable.chunks)
-        shards = {entry.data: entry for entry in nested_values(chunks) if not isinstance(entry, ShardedObject)}
-        optimizers = trainable.optimizer.chained_optimizers
-        for optimizer in optimizers:
-            items.extend(_optimizer_blocks(optimizer, shards, prefix))
-        for entry in nested_values(chunks):
-            parts = [] if isinstance(entry, ShardedObject) else _parts(entry, values(entry.data))
-            for part in (part for part in parts if is_main_replica(part.replica_id)):
-                tensor = part.data.detach().to("cpu", copy=True).reshape(_stacked(part, part.local_shape))
-                items.append(_block(prefix + part.key, part, part.global_offset, tensor))
-            if isinstance(entry, ShardedObject) and is_main_replica(entry.replica_id):
+        chunks = _sharded_chunks(network.chunks)
+        for entry in nested_values(_beside_weights(chunks)):
+            if is_main_replica(entry.replica_id):
                 content = io.BytesIO()
                 torch.save([entry.data], content)
                 items.append((WriteItem(MetadataIndex(prefix + entry.unique_key), WriteItemType.BYTE_IO), content))
+        if network.optimizer is None:
+            continue
+        shards = {entry.data: entry for entry in nested_values(chunks) if not isinstance(entry, ShardedObject)}
+        optimizers = network.optimizer.chained_optimizers
+        for optimizer in optimizers:
+            items.extend(_optimizer_blocks(optimizer, shards, prefix))
+        for entry in shards.values():
+            for part in (part for part in _parts(entry, values(entry.data)) if is_main_replica(part.replica_id)):
+                tensor = part.data.detach().to("cpu", copy=True).reshape(_stacked(part, part.local_shape))
+                items.append(_block(prefix + part.key, part, part.global_offset, tensor))
         states = [{**optimizer.state_dict(), "param_state_sharding_type": _SHARDING} for optimizer in optimizers]
         own = {"optimizer": copy.deepcopy(states[0] if len(states) == 1 else dict(enumerate(states)))}
         common.update(own if name == MAIN else {name: own})
@@ -125,26 +132,34 @@ def _stacked(part: ShardedTensor, sizes: Sequence[int], before: int = 1) -> tupl
     return (before,) * part.prepend_axis_num + tuple(sizes)
 
 
-def restore(trainables: Mapping[str, Checkpointable], read: Callable[[dict[str, Any]], Any]) -> None:
+def restore(networks: Mapping[str, Checkpointable], read: Callable[[dict[str, Any]], Any]) -> None:
     """Fill networks and optimizers with what `read` makes of the sharded state that they want; collective."""
     wanted: dict[str, Any] = {}
-    for name, trainable in trainables.items():
-        for optimizer in trainable.optimizer.chained_optimizers:
-            optimizer._init_optimizer_states_with_dummy_values()  # there must be state for the load to fill
-        chunks = _sharded_chunks(trainable.chunks)
-        optimizer_state = trainable.optimizer.sharded_state_dict(chunks, is_loading=True, metadata=_metadata())
-        parts = {**_with_room(chunks), "optimizer": optimizer_state}
+    for name, network in networks.items():
+        parts = _wanted(network)
         if name == MAIN:
             wanted |= parts
         else:
             add_prefix_for_sharding(parts, f"{name}.")
             wanted[name] = parts
     loaded = read(wanted)
-    for name, trainable in trainables.items():
+    for name, network in networks.items():
         parts = loaded if name == MAIN else loaded[name]
-        _load(trainable.chunks, parts)
-        _complete_groups(trainable.optimizer, parts["optimizer"])
-        trainable.optimizer.load_state_dict(parts["optimizer"])
+        _load(network.chunks, parts, strict=network.optimizer is not None)
+        if network.optimizer is not None:
+            _complete_groups(network.optimizer, parts["optimizer"])
+            network.optimizer.load_state_dict(parts["optimizer"])
+
+
+def _wanted(network: Checkpointable) -> dict[str, Any]:
+    """The sharded state that fills the network and its optimizer."""
+    chunks = _sharded_chunks(network.chunks)
+    if network.optimizer is None:
+        return _beside_weights(chunks)
+    for optimizer in network.optimizer.chained_optimizers:
+        optimizer._init_optimizer_states_with_dummy_values()  # there must be state for the load to fill
+    state = network.optimizer.sharded_state_dict(chunks, is_loading=True, metadata=_metadata())
+    return {**_with_room(chunks), "optimizer": state}
 
 
 def _complete_groups(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> None:
@@ -194,13 +209,22 @@ def _read(wanted: dict[str, Any], checkpoint: Path, kept: Callable[[ShardedObjec
     return merge(loaded, dict_list_map_inplace(lambda entry: entry.data, own))
 
 
-def _load(chunks: Sequence[torch.nn.Module], parts: Mapping[str, Any]) -> None:
+def _load(chunks: Sequence[torch.nn.Module], parts: Mapping[str, Any], strict: bool = True) -> None:
+    """`strict`: the parts are complete."""
     for key, model in _models(chunks).items():
-        model.load_state_dict(parts[key])
+        model.load_state_dict(parts[key], strict=strict)
 
 
 def _sharded_chunks(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
     return {key: model.sharded_state_dict(metadata=_metadata()) for key, model in _models(chunks).items()}
+
+
+def _beside_weights(chunks: Mapping[str, Any]) -> dict[str, Any]:
+    """What there is of the sharded `chunks` that is no tensor: TransformerEngine's extra states."""
+    return {
+        key: {name: entry for name, entry in state.items() if isinstance(entry, ShardedObject)}
+        for key, state in chunks.items()
+    }
 
 
 def _with_room(wanted: dict[str, Any]) -> dict[str, Any]:

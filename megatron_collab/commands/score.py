@@ -211,7 +211,6 @@ def _write(file: Path, played: Sequence[Group], found: Mapping[str, Sequence[Seq
             for number in range(len(group.rollouts)):
                 row: dict[str, Any] = {"task": group.task.id, "rollout": number}
                 for name, rewards in found.items():
-                    reward = rewards[at][number]
-                    missing = isinstance(reward.value, Missing)
-                    row[name] = {"missing": reward.value.why} if missing else {"reward": reward.value, **reward.parts}
+                    value, parts = rewards[at][number].value, rewards[at][number].parts
+                    row[name] = {"missing": value.why} if isinstance(value, Missing) else {"reward": value, **parts}
                 out.write(json.dumps(row) + "\n")

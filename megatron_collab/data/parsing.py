@@ -1,6 +1,8 @@
-"""The rows of one file as JSON texts, each checked: whatever is in the file, it gives rows or raises Unreadable.
+"""The rows of one file as JSON texts, each checked: whatever is in the file, it gives rows, or Unreadable.
 
 JSON is read line by line, and each line is kept as it was written; every value of CSV and TSV is a text, as written.
+A line of JSON that cannot be read is given as Unreadable among the rows, so that all of them can be named; what makes
+the rest of a file unreadable is raised.
 """
 
 from __future__ import annotations
@@ -8,7 +10,8 @@ from __future__ import annotations
 import csv
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from codecs import BOM_UTF8
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from lzma import LZMAError
 from pathlib import Path
@@ -17,6 +20,7 @@ from typing import Any, NamedTuple
 from megatron_collab.data.packing import CUT, content, kind_of, misnamed, suffix_of
 
 DEPTH = 100  # of lists and objects in each other: what copies, pickles or prints a row goes as deep
+NAMED = 5  # rows that a message names
 _BATCH = 1000  # rows that are taken from a table at once
 _KINDS = {type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "a text", list: "a list"}
 
@@ -29,6 +33,13 @@ class Unreadable(ValueError):
         self.row = row
 
 
+def refused(first: str, others: Sequence[object], bad: int, rows: int) -> str:
+    """The message of the `first` of so many `bad` rows, with the numbers of the next few."""
+    also = f"; also row{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}" if others else ""
+    more = f" and {bad - 1 - len(others)} more" if bad - 1 > len(others) else ""
+    return first + (f" ({bad} of {rows} rows are refused{also}{more})" if bad > 1 else "")
+
+
 class Parsed(NamedTuple):
     """A row: its number for messages, from 1 (of a text, that of the line), its JSON, and what that holds."""
 
@@ -37,7 +48,10 @@ class Parsed(NamedTuple):
     row: Mapping[str, Any]
 
 
-def parse(file: Path) -> Iterator[Parsed]:
+Read = Parsed | Unreadable
+
+
+def parse(file: Path) -> Iterator[Read]:
     """The rows of `file`, one after the other, by its suffix. Raises Unreadable."""
     try:
         if fault := misnamed(file):
@@ -56,35 +70,47 @@ def _lines(file: Path) -> Iterator[tuple[int, str]]:
     """Number and text of each line, its end included."""
     with content(file) as stream:
         for number, raw in enumerate(stream, 1):
-            try:
-                line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                byte = f"its byte {error.start + 1}, {raw[error.start]:#04x}, is no UTF-8"
-                out = "write the file in UTF-8; of a text in Latin-1, iconv -f LATIN1 -t UTF-8 makes it"
-                raise Unreadable(f"{byte}; {out}", number) from error
-            if "\0" in line:
-                raise Unreadable("holds NUL bytes, so the file is damaged or no text; write it again", number)
-            yield number, line
+            yield number, _decoded(raw, number)
 
 
-def _json(file: Path) -> Iterator[Parsed]:
+def _decoded(raw: bytes, number: int) -> str:
+    try:
+        line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        byte = f"its byte {error.start + 1}, {raw[error.start]:#04x}, is no UTF-8"
+        out = "write the file in UTF-8; of a text in Latin-1, iconv -f LATIN1 -t UTF-8 makes it"
+        raise Unreadable(f"{byte}; {out}", number) from error
+    if "\0" in line:
+        raise Unreadable("holds NUL bytes, so the file is damaged or no text; write it again", number)
+    return line
+
+
+def _json(file: Path) -> Iterator[Read]:
     """Of JSON with a row a line, or of one document: a list of rows, or a row."""
-    given = ((number, text) for number, line in _lines(file) if (text := line.strip()))
-    first = next(given, None)
-    if first is None:
-        return
-    if first[1].startswith("[") or (suffix_of(file) != ".jsonl" and not _is_whole(first[1])):
-        yield from _document([first[1], *(text for _, text in given)])
-        return
-    for number, text in chain([first], given):
-        yield Parsed(number, text, _row(text, number))
+    with content(file) as stream:
+        given = ((number, raw) for number, raw in enumerate(stream, 1) if raw.strip())
+        first = next(given, None)
+        if first is None:
+            return
+        begins = first[1].removeprefix(BOM_UTF8).lstrip()
+        if begins.startswith(b"[") or (suffix_of(file) != ".jsonl" and not _is_whole(begins)):
+            yield from _document(_decoded(raw, number) for number, raw in chain([first], given))
+            return
+        for number, raw in chain([first], given):
+            try:
+                text = _decoded(raw, number).strip()
+                yield Parsed(number, text, _row(text, number))
+            except Unreadable as error:
+                yield error
 
 
 def _document(lines: Iterable[str]) -> Iterator[Parsed]:
     try:
-        found = json.loads("\n".join(lines))
+        found = json.loads("".join(lines), object_pairs_hook=_object)
     except RecursionError as error:
         raise _too_deep(None) from error
+    except Unreadable:
+        raise
     except ValueError as error:
         raise Unreadable(f"is no JSON ({error}); {CUT}") from error
     for number, row in enumerate(found if isinstance(found, list) else [found], 1):
@@ -96,7 +122,17 @@ def _document(lines: Iterable[str]) -> Iterator[Parsed]:
         yield Parsed(number, text, row)
 
 
-def _is_whole(text: str) -> bool:
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; Unreadable where it gives a name two values, of which Python would keep the last."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise Unreadable(f"names {twice!r} twice in an object; remove one of them")
+    return found
+
+
+def _is_whole(text: bytes) -> bool:
     try:
         json.loads(text)
     except (ValueError, RecursionError):
@@ -106,9 +142,11 @@ def _is_whole(text: str) -> bool:
 
 def _row(text: str, number: int) -> Mapping[str, Any]:
     try:
-        row = json.loads(text)
+        row = json.loads(text, object_pairs_hook=_object)
     except RecursionError as error:
         raise _too_deep(number) from error
+    except Unreadable as error:
+        raise Unreadable(str(error), number) from error
     except json.JSONDecodeError as error:
         reason = f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
         raise Unreadable(f"is no JSON ({reason}); correct the line, or remove it", number) from error
@@ -188,7 +226,7 @@ def _table(file: Path, delimiter: str) -> Iterator[Parsed]:
         raise Unreadable(f"cannot be read as a table ({error}); quote values, and close quotes", number) from error
 
 
-def _text(file: Path) -> Iterator[Parsed]:
+def _text(file: Path) -> Iterator[Read]:
     """A row a line; JSON where it begins like that."""
     begins = next((line.strip() for _, line in _lines(file) if line.strip()), "")
     if begins.startswith("{"):
@@ -247,7 +285,7 @@ def _plain(value: Any, kind: Any) -> Any:
     return value
 
 
-_PARSERS: dict[str, Callable[[Path], Iterator[Parsed]]] = {
+_PARSERS: dict[str, Callable[[Path], Iterator[Read]]] = {
     "json": _json,
     "csv": lambda file: _table(file, ","),
     "tsv": lambda file: _table(file, "\t"),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock
 
-from megatron_collab.data.parsing import Parsed, Unreadable, parse
+from megatron_collab.data.parsing import NAMED, Parsed, Unreadable, parse, refused
 from megatron_collab.runtime import files
 
 if TYPE_CHECKING:
@@ -65,11 +65,17 @@ def _write(file: Path, where: str, arrow: Path) -> list[str]:
 
     schema = pa.schema([("row", pa.string()), ("number", pa.int64())])
     columns: dict[str, None] = {}
+    faults, bad, rows = list[Unreadable](), 0, 0
     draft = arrow.with_suffix(".unfinished")
     try:
         with files.writing(draft), pa.OSFile(str(draft), "wb") as out, pa.ipc.new_file(out, schema) as writer:
             batch, size = list[Parsed](), 0
             for parsed in parse(file):
+                rows += 1
+                if isinstance(parsed, Unreadable):
+                    bad += 1
+                    faults += [parsed] if bad <= NAMED else []
+                    continue
                 columns.update(dict.fromkeys(parsed.row))
                 batch.append(parsed)
                 size += len(parsed.text)
@@ -80,6 +86,9 @@ def _write(file: Path, where: str, arrow: Path) -> list[str]:
     except Unreadable as error:
         at = where if error.row is None else f"{where} row {error.row}"
         raise ValueError(f"{at}: {error}") from error
+    if faults:
+        first, *others = faults
+        raise ValueError(refused(f"{where} row {first.row}: {first}", [each.row for each in others], bad, rows))
     draft.replace(arrow)
     return list(columns)
 

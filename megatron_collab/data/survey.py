@@ -16,6 +16,7 @@ from jinja2 import TemplateError
 
 from megatron_collab.data.examples import Examples
 from megatron_collab.data.formats import FORMATS, Format
+from megatron_collab.data.parsing import NAMED, refused
 from megatron_collab.data.readers import Candidate, Messages, Unfit
 from megatron_collab.types import Task
 
@@ -68,7 +69,7 @@ def survey(
     ValueError for bad rows, naming setting, file and row of the first, and how many there are.
     """
     left_out, dropped, users = list[int](), Counter[str](), dict[str, str]()
-    bad, first_bad = 0, ""
+    bad, first_bad = list[int](), ""
     lacking = {setting: Counter[str]() for setting in needs.lacks}
     ids = _Ids()
     format = FORMATS.get(examples.format)
@@ -86,7 +87,8 @@ def survey(
             left_out.append(number)
             dropped[str(reason)] += 1
         except ValueError as error:
-            bad, first_bad = bad + 1, first_bad or str(error)
+            bad.append(number)
+            first_bad = first_bad or str(error)
         else:
             if isinstance(example, Task):
                 ids.add(example.id, number)
@@ -94,7 +96,8 @@ def survey(
                 for setting, what in lacked.items():
                     lacking[setting][what] += 1
     if bad:
-        raise ValueError(first_bad + (f" ({bad} of {len(examples.rows)} rows are refused)" if bad > 1 else ""))
+        others = [examples.at(number).rpartition(" ")[2] for number in bad[1:NAMED]]
+        raise ValueError(refused(first_bad, others, len(bad), len(examples.rows)))
     counted = {setting: dict(found) for setting, found in lacking.items() if found}
     return Survey(left_out, dict(dropped), users, counted, ids.said(examples))
 

@@ -114,7 +114,7 @@ def check_prices(config: Config, asked: Sequence[AskedModel]) -> list[str]:
         out = f"set llm.prices='{{{model}: [INPUT, OUTPUT]}}' to its USD per million tokens (0 if it is free)"
         if llm.budget_usd is not None:
             raise ConfigError(f"llm.budget_usd={llm.budget_usd:g}: {message}; {out}, or llm.budget_usd=null")
-        said.append(f"{message}, so its calls count as free; {out}")
+        said.append(f"{message}, so what its calls cost is not; {out}")
     return said
 
 

@@ -280,6 +280,13 @@ def check_layout(config: Config) -> None:
     # Megatron-Core would need a layout of its buffers that is not set up here.
     message = "<model.fp8_params>: with model.fp8_recipe=mxfp8 is not supported; set it to false, or another recipe"
     check(model.fp8_recipe != "mxfp8" or not model.fp8_params, message)
+    # TransformerEngine scales such parameters in the optimizer's step, which the reference does not have. Left at 1,
+    # the scale would cost its weights most of their digits.
+    message = (
+        "<model.fp8_params>: with model.fp8_recipe=delayed the reference model of <algo.kl_coef> is never scaled; "
+    )
+    scaled = model.fp8_recipe != "delayed" or config.train.stage == "sft" or config.algo.kl_coef == 0
+    check(scaled or not model.fp8_params, message + "choose model.fp8_recipe=blockwise, or set model.fp8_params=false")
     message = "keeps no layers in bfloat16; choose model.fp8_recipe=tensorwise, or set model.fp8_skip_*=0"
     skips = model.fp8_skip_first + model.fp8_skip_last > 0
     check(model.fp8_recipe != "delayed" or not skips, f"<model.fp8_recipe>: {message}")

@@ -71,7 +71,7 @@ class Limiter:
     def __init__(self, config: LlmConfig, ledger: Path, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock`: the time in seconds."""
         self.config, self._ledger, self._clock = config, ledger, clock
-        # `unpriced` calls, whose price is not known, count as free.
+        # `usd` is that of the other calls than the `unpriced`, whose price is not known; with a budget there are none.
         self._spend: dict[str, float] = {"calls": 0, "tokens": 0, "usd": 0.0, "unpriced": 0}
         if ledger.is_file():
             self._spend |= json.loads(ledger.read_text())

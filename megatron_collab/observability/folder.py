@@ -24,7 +24,7 @@ from megatron_collab.observability.writers import CONVERSATIONS, writers
 from megatron_collab.runtime import files, keys, process
 from megatron_collab.runtime.process import BEST, FINISHED, RunStopped, global_rank
 from megatron_collab.runtime.redact import redacted
-from megatron_collab.types import Ending, Finish, Group, Missing, visible
+from megatron_collab.types import Ending, Failed, Finish, Group, Missing, visible
 
 VERSIONS = ("torch", "megatron-core", "sglang", "ray", "litellm", "transformers", "datasets", "hydra-core")
 
@@ -176,7 +176,8 @@ def _why_not(groups: Sequence[Group]) -> str:
 
 
 def _failures(group: Group) -> Iterator[str]:
-    """Why its conversations ended with an error, and of the others why scores are missing."""
+    """Why its conversations ended with an error, and of the others why scores are missing; why a reward failed."""
+    yield from (rollout.reward.value.why for rollout in group.rollouts if isinstance(rollout.reward.value, Failed))
     for future in (future for rollout in group.rollouts for future in rollout.futures):
         if future.conversation.ending is Ending.ERROR:
             yield future.conversation.error

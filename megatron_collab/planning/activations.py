@@ -80,10 +80,14 @@ def _exchanged(config: Config, rank: int) -> int:
 
 
 def _rotations(config: Config, shape: ModelShape, tokens: int) -> float:
-    """Bytes of TransformerEngine's rotary embedding, which every (virtual) stage of every network keeps for itself."""
+    """Bytes of the rotary table, which every (virtual) stage of every network keeps for itself; see RotaryTable.
+
+    It has a row for every token of the longest sequence, of which a context parallel rank has a part.
+    """
     reference = config.train.stage == "rl" and config.algo.kl_coef > 0
     networks = 1 + reference + _critic(config)
-    return 4 * shape.head_dim * tokens * networks * config.parallel.vpp if engine(config) else 0.0
+    rows = tokens * config.parallel.cp * networks * config.parallel.vpp
+    return 4 * shape.head_dim * rows if engine(config) else 0.0
 
 
 def layer_activations(config: Config, shape: ModelShape, number: int, tokens: int) -> tuple[float, float]:

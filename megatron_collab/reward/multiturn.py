@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_collab.config import Extension, RewardConfig, make
-from megatron_collab.types import Future, Missing, Reward, Rollout, Score
+from megatron_collab.runtime.process import RunStopped
+from megatron_collab.types import Failed, Future, Missing, Reward, Rollout, Score
 
 TOKENS = "token_amount"  # the metric that the paper's formula treats specially
 
@@ -43,11 +44,29 @@ class RewardFunction(Extension):
 
 
 def reward_function(config: RewardConfig) -> Callable[[Sequence[Future]], Reward]:
-    """From the scored futures of a trained turn to its reward, as reward.mode says. Raises ConfigError."""
+    """From the scored futures of a trained turn to its reward, as reward.mode says. Raises ConfigError.
+
+    Where a function from outside fails, that reward has Failed, with its reason.
+    """
     if config.mode not in FORMULAS:
         outside = make(config.mode, "reward.mode", RewardFunction, config.mode_options, "reward.mode_options.")
-        return lambda futures: outside(futures, config.weights)
+        return lambda futures: _of_outside(outside, futures, config)
     return lambda futures: turn_reward([future.scores for future in futures], config.weights, config.mode, config.clamp)
+
+
+def _of_outside(outside: RewardFunction, futures: Sequence[Future], config: RewardConfig) -> Reward:
+    try:
+        reward = outside(futures, config.weights)
+        if not isinstance(reward, Reward):
+            raise TypeError(f"gave {type(reward).__name__}; return a Reward")
+        if not isinstance(reward.value, Missing) and not math.isfinite(reward.value):
+            raise ValueError(f"a reward of {reward.value}; give a finite number, or Missing")
+        return reward
+    except RunStopped:
+        raise
+    except Exception as error:  # of a function from anywhere
+        reason = " ".join(str(error).split())
+        return Reward(Failed(f"reward.mode={config.mode}: {type(error).__name__}: {reason}"), missing=1)
 
 
 def turn_reward(

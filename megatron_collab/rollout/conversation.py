@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -18,7 +19,7 @@ from megatron_collab.reward.workers import RewardClient
 from megatron_collab.rollout.tools import ToolFailure
 from megatron_collab.rollout.tools.toolbox import ConversationTools, Toolbox
 from megatron_collab.rollout.users import FINISH_SECONDS, User, UserError, UserReply, Users, failing
-from megatron_collab.types import Conversation, Ending, Finish, Future, Group, Message, Reward, Rollout, Task
+from megatron_collab.types import Conversation, Ending, Failed, Finish, Future, Group, Message, Reward, Rollout, Task
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Player:
         self.config, self.rollout = config, config.rollout
         self.tools = Toolbox(config.rollout, policy)
         self.reward = reward_function(config.reward)
+        self.counters: Counter[str] = Counter()  # reward_failed, of reward.mode
         self.strict = config.reward.malformed is not None
 
     async def play(self, task: Task, stream: str) -> Group:
@@ -91,7 +93,12 @@ class Player:
     def _rollout(self, start: Conversation, futures: Sequence[Future]) -> Rollout:
         penalty = self.config.reward.malformed
         found = Rollout(start, tuple(futures), Reward(penalty or 0.0))
-        return found if penalty is not None and found.malformed else replace(found, reward=self.reward(futures))
+        if penalty is not None and found.malformed:
+            return found
+        reward = self.reward(futures)
+        if isinstance(reward.value, Failed):
+            self.counters["reward_failed"] += 1
+        return replace(found, reward=reward)
 
     async def trained_turn(
         self, task: Task, place: RolloutPlace, tools: ConversationTools | None = None

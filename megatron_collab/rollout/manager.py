@@ -187,14 +187,21 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
             counts.update(taken)
         if self._flight.from_journal:
             counts["from_journal"], self._flight.from_journal = self._flight.from_journal, 0
-        spent = self._spend()
-        step = {f"llm/{name}": float(value - self._spent[name]) for name, value in sorted(spent.items())}
-        self._spent = spent
+        before, self._spent = self._spent, self._spend()
+        step = spending(before, self._spent)
         return {**{f"count/{name}": float(count) for name, count in sorted(counts.items())}, **step}
 
     def _spend(self) -> dict[str, float]:
         (spent,) = answers({"what was spent, of the limiter": self._workers.limiter.spend.remote()}, self._timeout)
         return spent
+
+
+def spending(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    """What was spent between two totals of the limiter; no llm/usd where it is unknown, since a call had no price."""
+    step = {f"llm/{name}": float(total - before[name]) for name, total in sorted(after.items())}
+    if step.get("llm/unpriced"):
+        del step["llm/usd"]
+    return step
 
 
 class _Chosen:

@@ -92,7 +92,7 @@ class ConversationWorker:
         """Counts of users, tools and connections to the servers since the last call."""
         taken = Counter(self.policy.take_counters())
         for player in self.players.values():
-            for counters in (player.users.counters, player.tools.counters):
+            for counters in (player.users.counters, player.tools.counters, player.counters):
                 taken.update(counters)
                 counters.clear()
         return dict(taken)

@@ -3,7 +3,8 @@
 The ranks count their heartbeats (process.beat) together in the run's store: a rank that waits for a slow one does not
 count as hung. After launch.timeout seconds without progress of any rank all of them write their stacks, one reports
 which ranks wait for which, and every process ends with EXIT_HUNG. faulthandler ends a process in which no Python
-thread can run because one never releases the interpreter.
+thread can run because one never releases the interpreter. Since it talks to the store once a second, it also brings
+rank 0 the signals that only other ranks got (signals.exchange).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_collab.config import Config
-from megatron_collab.runtime import process, stacks
+from megatron_collab.runtime import process, signals, stacks
 from megatron_collab.runtime.process import EXIT_HUNG, first_on_node, global_rank
 
 POLL_SECONDS = 1.0
@@ -83,6 +84,7 @@ class _Detector(threading.Thread):
         limit = timedelta(seconds=max(timeout, ANSWER_SECONDS))
         store = dist.TCPStore(address, int(os.environ["MASTER_PORT"]), is_master=False, timeout=limit)
         self._store = dist.PrefixStore(f"hang_detector/{attempt}", store)
+        self._notices = dist.PrefixStore(f"notices/{attempt}", store)
         self._last_beat = time.monotonic()
 
     def run(self) -> None:
@@ -93,6 +95,7 @@ class _Detector(threading.Thread):
             if beats != before:
                 self._last_beat = now
             try:
+                signals.exchange(self._notices, self.rank)
                 all_before, total = total, self._store.add("beats", int(beats != before))
                 if total != all_before:
                     progress = now

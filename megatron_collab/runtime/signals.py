@@ -7,7 +7,8 @@ launcher (launch/torchrun.py) says that another rank has failed.
 Every process of a run blocks them from its first line on, and its children inherit that: sent to all processes of a job
 they end none of them, and no handler of a library comes in between. They stay pending until a thread of ours takes
 them: that of the launcher passes them on to its ranks, that of rank 0 keeps the notice, and the run looks for it
-wherever it waits (process.raise_if_preempted). Before there is a run, the process ends at once.
+wherever it waits (process.raise_if_preempted). A notice that reaches other ranks only, as those of another node, they
+tell rank 0 (exchange). Before there is a run, the process ends at once.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 PREEMPTION = signal.SIGUSR1
 # SIGTERM and SIGHUP as the launcher passes them on: its own SIGTERM means something else.
@@ -45,6 +47,7 @@ class Notice:
 
 
 notice: Notice | None = None  # of rank 0
+_elsewhere: list[signal.Signals] = []  # that another rank got, and has yet to tell rank 0
 _in_step = False
 Take = Callable[[signal.Signals, int], None]  # a signal and its sender's process id
 
@@ -94,16 +97,33 @@ _take: Take = end_at_once
 def keep_notices(rank: int, grace: float) -> None:
     """The run has begun: rank 0 keeps a notice, and ends it `grace` seconds after SIGTERM, saved or not.
 
-    The other ranks only end with the launcher's word.
+    The other ranks end only with the launcher's word, and tell rank 0 what they got: see `exchange`.
     """
 
     def take(number: signal.Signals, sender: int) -> None:
         if number == signal.SIGTERM and sender == launcher():
             os._exit(EXIT_TERMINATED)
+        number = signal.SIGTERM if number == GRACE else number
         if rank == 0:
-            _keep(signal.SIGTERM if number == GRACE else number, grace)
+            _keep(number, grace)
+        elif number not in _elsewhere:
+            _elsewhere.append(number)
 
     give_to(take)
+
+
+def exchange(store: Any, rank: int) -> None:
+    """Tell rank 0 of what this rank got, through a `store` of all ranks; on rank 0: keep what others tell.
+
+    Called every second. A notice that the launcher repeats is told again, which changes nothing.
+    """
+    if rank:
+        while _elsewhere:
+            store.set(_elsewhere.pop().name, "")
+        return
+    for number in (signal.SIGTERM, PREEMPTION, signal.SIGINT):
+        if store.check([number.name]):
+            _take(number, os.getpid())
 
 
 def _keep(number: signal.Signals, grace: float) -> None:

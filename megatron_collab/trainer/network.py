@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,6 +30,13 @@ from megatron_collab.trainer.microbatches import Columns, MicroBatch, make_micro
 
 # From a micro-batch and the last stage's hidden states [1, T, h] to (loss, report).
 Loss = Callable[[MicroBatch, Tensor], tuple[Tensor, Any]]
+
+
+class Frozen(NamedTuple):
+    """One network that does not learn, as a checkpoint sees it."""
+
+    chunks: list[torch.nn.Module]
+    optimizer: None = None
 
 
 class Trainable:

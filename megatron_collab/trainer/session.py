@@ -53,7 +53,7 @@ class Session(ExitStack):
         """The step to continue from, with `trainer` loaded from the newest checkpoint; 0 in a new run. Collective."""
         train, timeout = self.config.train, self.config.launch.timeout
         self.checkpoints = self.enter(Checkpoints(self._folder, train.keep_checkpoints, timeout))
-        self._start, self._found = self.checkpoints.load_latest(trainer.trainables) or (0, {})
+        self._start, self._found = self.checkpoints.load_latest(trainer.checkpointed) or (0, {})
         trainer.step = self._start
         self.run = self.enter(Run(self.config, self._start, self._found, environments.result_names(self.config)))
         return self._start
@@ -96,7 +96,7 @@ class Session(ExitStack):
 
     def save(self, step: int, trainer: PolicyTrainer, **parts: Mapping[str, Any]) -> None:
         """Begin to write the checkpoint of `step` finished steps; collective."""
-        self.checkpoints.save(step, trainer.trainables, {**self.run.state(), **parts})
+        self.checkpoints.save(step, trainer.checkpointed, {**self.run.state(), **parts})
 
     def finish(self, trainer: PolicyTrainer) -> None:
         """Write the trained model as a Hugging Face folder, the result and the report; collective."""

@@ -20,6 +20,7 @@ from megatron.core import parallel_state
 
 from megatron_collab.algo.advantages import token_weights
 from megatron_collab.checkpoint.hf import unwrap
+from megatron_collab.checkpoint.sharded_state import Checkpointable
 from megatron_collab.config import Config
 from megatron_collab.models.hf_to_megatron import ModelShape
 from megatron_collab.runtime import device
@@ -29,7 +30,7 @@ from megatron_collab.trainer.critic import Critic
 from megatron_collab.trainer.losses import Head, Report, apply_head, policy_objective, reported, supervised_objective
 from megatron_collab.trainer.megatron import model
 from megatron_collab.trainer.microbatches import Columns, MicroBatch, make_micro_batches
-from megatron_collab.trainer.network import Trainable, infer, learning_rate
+from megatron_collab.trainer.network import Frozen, Trainable, infer, learning_rate
 from megatron_collab.types import Batch, Scored
 
 
@@ -59,8 +60,16 @@ class PolicyTrainer:
 
     @property
     def trainables(self) -> dict[str, Trainable]:
-        """The networks that a checkpoint holds, by name."""
+        """The networks that learn, by name."""
         return {"policy": self.policy} | ({"critic": self.critic} if self.critic else {})
+
+    @property
+    def checkpointed(self) -> dict[str, Checkpointable]:
+        """The networks of which a checkpoint has something, by name.
+
+        Of the reference it has no weight, but with delayed scaling the history that its next scales depend on.
+        """
+        return {**self.trainables, **({"reference": Frozen(self.reference)} if self.reference else {})}
 
     @contextmanager
     def offloaded(self) -> Iterator[None]:

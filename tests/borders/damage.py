@@ -130,6 +130,7 @@ WRONG: dict[str, tuple[Damage, str]] = {
     ),
     "syntax": (template("{% for x in %}"), "its chat template fails (Expected an expression"),
     "raises": (template("{{ raise_exception('never') }}"), "its chat template fails (never)"),
+    "into Python": (template("{{ ''.__class__.__mro__ }}"), "its chat template fails (access to attribute '__class__'"),
     "divides": (template("{{ 1 / 0 }}"), "its chat template fails (ZeroDivisionError"),
     "recursion": (
         template("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"),

@@ -156,6 +156,15 @@ class StartedError(Exception):
         ("d.jsonl", GOOD + b'{"a": "\xed\xa0\x80"}\n', " row 3: its byte 8, 0xed, is no UTF-8"),
         ("d.jsonl", GOOD + GOOD[:40], " row 3: is no JSON ("),
         ("d.jsonl", GOOD + jsonl(task(n=0)).replace(b"0", b"9" * 5000), " row 3: is no JSON that can be read ("),
+        (
+            "d.jsonl",
+            b"null\n" + GOOD + b"5\n{\n" + LATIN + b"\0\n" * 4,
+            " row 1: is null, and no JSON object; give an object with the columns (8 of 10 rows are refused; also rows "
+            "4, 5, 6, 7 and 3 more)\n",
+        ),
+        ("d.jsonl", GOOD + b'{"goal": "g", "goal": "h"}\n', " row 3: names 'goal' twice in an object; remove one of"),
+        ("d.jsonl", GOOD + b'{"m": [{"a": 1, "a": 1}]}\n', " row 3: names 'a' twice in an object; remove one of them"),
+        ("d.json", b'[{"goal": "g", "goal": "h"}]', ": names 'goal' twice in an object; remove one of them"),
         ("d.jsonl", b"", ": has no rows; give a source with some"),
         # Tables
         ("d.csv", b"question,answer\nq,1\nr,2,3\n", " row 3: has 3 values for 2 columns; quote values"),
@@ -176,7 +185,7 @@ class StartedError(Exception):
             "d.jsonl",
             jsonl(task(), task(metadata={"replay": "so"}), task(metadata={})),
             " row 2: user replay cannot read it: metadata.replay is no list of messages; give a list of texts, or "
-            "another user (2 of 3 rows are refused)",
+            "another user (2 of 3 rows are refused; also row 3)",
         ),
         (
             "d.jsonl",
@@ -345,6 +354,18 @@ def test_dates_and_decimals_of_a_table_are_texts(tmp_path: Path) -> None:
     content = parquet(question=["q"], answer=pa.array([19_724], pa.date32()), at=times)
     (tmp_path / "d.parquet").write_bytes(content)
     assert [each.answer for each in load_tasks(tmp_path / "d.parquet")] == ["2024-01-02"]
+
+
+def test_code_in_the_folder_of_a_data_set_is_not_run(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    for name in ("tasks", "__init__", "dataset"):
+        (folder / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
+    assert started(tmp_path, model, "tasks/train.jsonl", GOOD, "rl", f"data.train={folder}") == "started"
+    assert "2 rows, read as task" in capsys.readouterr().out
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_file_is_parsed_once_for_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

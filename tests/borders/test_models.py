@@ -84,6 +84,20 @@ def test_a_model_that_is_whole(tmp_path: Path, model: Path, change: Damage) -> N
         main(supervised(tmp_path, model))
 
 
+def test_code_in_the_folder_of_a_model_is_not_run(tmp_path: Path, model: Path) -> None:
+    """Which config.json and tokenizer_config.json name as transformers has it, and which Python would find."""
+    ran = tmp_path / "ran"
+    for name in ("configuration_own", "modeling_own", "tokenization_own", "sitecustomize", "__init__"):
+        (model / f"{name}.py").write_text(f"open({str(ran)!r}, 'w').close()\n")
+    described(auto_map={"AutoConfig": "configuration_own.Own", "AutoModelForCausalLM": "modeling_own.Own"})(model)
+    named = json.loads((model / "tokenizer_config.json").read_text())
+    named["auto_map"] = {"AutoTokenizer": ["tokenization_own.Own", "tokenization_own.Own"]}
+    (model / "tokenizer_config.json").write_text(json.dumps(named))
+    with pytest.raises(Started):
+        main(supervised(tmp_path, model))
+    assert not ran.exists()
+
+
 def test_what_a_model_costs_to_check(model: Path) -> None:
     """Less than its imports, which come with any run."""
     config = compose(["train.stage=sft", "data.train=unused", f"model.path={model}", "run.dir=unused"])

@@ -206,3 +206,8 @@ def test_what_is_mistyped_is_refused_with_what_is_near(override: str, said: str)
 def test_a_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
     assert compose(["experiment=gsm8k", "data.train=~/x.jsonl"]).data.train == "/home/somebody/x.jsonl"
+
+
+@pytest.mark.parametrize("name", ["collabllm_math", "qwen3_0_6b", "train_70b", "train_8b"])
+def test_experiments_for_gpus_never_fall_back_to_a_cpu(name: str) -> None:
+    assert compose([f"experiment={name}"]).launch.device == "cuda"

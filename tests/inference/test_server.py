@@ -325,11 +325,13 @@ def test_experts_are_computed_by_a_kernel_that_takes_their_weights_as_they_are(o
 def test_the_environment_on_gpus(on_gpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         monkeypatch.setenv(name, "expandable_segments:True")
+    monkeypatch.setenv("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "1")
     monkeypatch.setenv("PATH", "/usr/bin")
     monkeypatch.setattr(device, "cuda_home", lambda: "/opt/cuda")
     made = server_module._environment(Config(), "key", 0)
     assert made["CUDA_HOME"] == "/opt/cuda"
-    assert not [name for name in made if "ALLOC_CONF" in name]  # torch-memory-saver would refuse to start
+    assert not [name for name in made if "ALLOC_CONF" in name or "MEMORY_SAVER" in name]  # it would refuse to start
+    assert made["SGLANG_JIT_DEEPGEMM_FAST_WARMUP"] == "1"  # else a first start in FP8 takes longer than start_timeout
     assert made["PATH"] == f"{Path(sys.executable).parent}:/usr/bin"
     for name in ("SGLANG_CACHE_DIR", "SGLANG_JIT_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE"):
         assert socket.gethostname() in Path(made[name]).parts

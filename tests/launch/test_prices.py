@@ -20,11 +20,11 @@ def asked() -> list[AskedModel]:
     return [AskedModel(f"users.{number}.model", "user", EndpointConfig(model)) for number, model in enumerate(MODELS)]
 
 
-def test_without_a_budget_a_line_says_which_calls_count_as_free() -> None:
+def test_without_a_budget_a_line_says_of_which_calls_the_cost_is_unknown() -> None:
     config = Config()
     config.llm.prices = {"openai/given": [1, 2]}
     assert check_prices(config, asked()) == [
-        "no price of users.0.model=openai/nobody-knows is known, so its calls count as free; "
+        "no price of users.0.model=openai/nobody-knows is known, so what its calls cost is not; "
         "set llm.prices='{openai/nobody-knows: [INPUT, OUTPUT]}' to its USD per million tokens (0 if it is free)"
     ]
 

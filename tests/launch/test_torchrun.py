@@ -46,6 +46,37 @@ except Preempted:
     child.kill()
     sys.exit(code)
 """
+# Rank 1 alone gets the signal, which is here that of another node; both wait for rank 0's word.
+TELLS = """
+import os, signal, sys
+from pathlib import Path
+from megatron_collab.runtime import signals
+
+signals.begin()
+rank = int(os.environ["RANK"])
+signals.keep_notices(rank, 60.0)
+import torch.distributed as dist
+from megatron_collab.config import Config
+from megatron_collab.runtime import hang_detector
+from megatron_collab.runtime.process import Interrupted, Preempted
+from megatron_collab.runtime.rank0 import check_preemption
+
+dist.init_process_group("gloo")
+config = Config()
+config.run.dir = sys.argv[1]
+if rank == 1:
+    os.kill(os.getpid(), getattr(signal, sys.argv[2]))
+code = 1
+with hang_detector.armed(config):
+    try:
+        while True:
+            check_preemption()
+    except Preempted as error:
+        code = 130 if isinstance(error, Interrupted) else 75
+        (Path(sys.argv[1]) / f"said-{rank}").write_text(str(error))
+        dist.barrier()
+os._exit(code)
+"""
 MEETS = """
 import os, sys, time
 from datetime import timedelta
@@ -95,6 +126,18 @@ def test_a_signal_before_the_first_line_is_heeded(tmp_path: Path) -> None:
     with agent(WAITS, tmp_path, str(tmp_path)) as process:
         process.send_signal(PREEMPTION)
         assert ended(process)[0] == EXIT_PREEMPTED
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGUSR1", 75), ("SIGTERM", 75), ("SIGINT", 130)])
+def test_a_signal_that_reaches_one_other_rank_alone_ends_the_run_everywhere(
+    tmp_path: Path, name: str, code: int
+) -> None:
+    with agent(TELLS, tmp_path, str(tmp_path), name) as process:
+        assert ended(process)[0] == code
+    assert [(tmp_path / f"said-{rank}").read_text() for rank in range(2)] == [
+        f"received {name}",
+        f"rank 0 failed: {'Interrupted' if code == 130 else 'Preempted'}: received {name}",
+    ]
 
 
 def test_a_signal_to_all_processes_of_a_job_ends_none(tmp_path: Path) -> None:

@@ -143,6 +143,10 @@ def test_recipes_of_fp8_need_their_devices(
             {**FP8, "model.fp8_recipe": "mxfp8", "model.fp8_params": True},
             "model.fp8_params=true: with model.fp8_recipe=mxfp8",
         ),
+        (
+            {**FP8, "model.fp8_recipe": "delayed", "model.fp8_params": True, "algo.kl_coef": 0.1},
+            "model.fp8_params=true: with model.fp8_recipe=delayed the reference model of algo.kl_coef=0.1 is",
+        ),
         ({**FP8, "model.fp8_skip_last": -1}, "model.fp8_skip_last=-1: "),
         ({**FP8, "train.tokens_per_micro_batch": 100}, "must be a multiple of 16"),
     ],
@@ -183,7 +187,7 @@ def test_what_fp8_cannot_go_with(engine: None, settings: dict[str, Any], said: s
         ),
         (FP8, DENSE | {"hidden_size": 72}, "model.fp8=hybrid: the hidden size on a rank, 72, is no multiple of 16"),
         (
-            {"model.fp8": "hybrid", "model.fp8_recipe": "delayed", "model.fp8_params": True},
+            {"model.fp8": "hybrid", "model.fp8_recipe": "delayed", "model.fp8_params": True, "algo.kl_coef": 0.0},
             EXPERTS,
             "model.fp8_params=true: the experts' scales of model.fp8_recipe=delayed cannot be read from a checkpoint",
         ),
@@ -208,6 +212,7 @@ def test_what_does_not_suit_the_model(engine: None, settings: dict[str, Any], sh
         ({"parallel.cp": 2, "launch.nproc_per_node": 2}, DENSE),
         ({"parallel.tp": 4, "parallel.pp": 2, "launch.nproc_per_node": 4, "launch.nodes": 2}, DENSE),
         ({**FP8, "model.fp8_params": True, "model.fp8_skip_last": 2}, DENSE),
+        ({**FP8, "model.fp8_recipe": "delayed", "model.fp8_params": True, "algo.kl_coef": 0.0}, DENSE),
     ],
     ids=str,
 )

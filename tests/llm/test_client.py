@@ -443,9 +443,15 @@ def test_a_try_that_was_refused_costs_nothing(status: int) -> None:
 
 
 def test_a_try_without_a_connection_costs_nothing() -> None:
-    """Of several, in four seconds, the deadline may cut off the last before it is refused: that one counts."""
-    spent(GOOD)  # the first call of a process takes LiteLLM seconds, in which it may run out of time
-    assert spent(GOOD, api_base="http://127.0.0.1:9/v1", timeout=4.0, deadline=4.0)["usd"] < 1.01 * MOST
+    """With `others` to ask they are `attempts`, else as many as the deadline gives time for."""
+
+    async def question(client: LlmClient, endpoint: Endpoint) -> None:
+        nobody = endpoint.config(api_base="http://127.0.0.1:9/v1", attempts=2, max_tokens=120)
+        with pytest.raises(LlmError, match="Connection error"):
+            await client.ask(nobody, QUESTION, SCORE, others=True)
+
+    found = with_limiter(PRICED, question, GOOD)[1].spend()
+    assert (found["calls"], found["usd"]) == (2, 0)
 
 
 def test_a_cancelled_try_costs_the_most_it_may() -> None:

@@ -5,6 +5,7 @@ import math
 import struct
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from megatron_collab.observability.run import Run, Stopwatch, line, progress
 from megatron_collab.types import (
     Conversation,
     Ending,
+    Failed,
     Finish,
     Future,
     Group,
@@ -121,12 +123,13 @@ def test_an_evaluation_without_a_score_says_why(tmp_path: Path, capsys: pytest.C
 
 def test_a_failure_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     failing = [group(Missing("metric right: KeyError: 'facts'")), group(Missing("judge is down"))]
+    failing[1] = replace(failing[1], rollouts=(replace(failing[1].rollouts[0], reward=Reward(Failed("mode"))),))
     with opened(tmp_path) as run:
         for step in range(3):
             run.transcripts(step, [group(1.0), *failing[:1], *failing[:1], *failing[1:]])
             assert "KeyError" in (tmp_path / "transcripts.jsonl").read_text().splitlines()[-2]
     said = "step 1: failed, and counted as missing: metric right: KeyError: 'facts' (2 times, as of task t-1); "
-    assert capsys.readouterr().out == f"{said}1 other reasons are in the transcripts\n"
+    assert capsys.readouterr().out == f"{said}2 other reasons are in the transcripts\n"
 
 
 def test_the_result_compares_the_evaluations(tmp_path: Path) -> None:

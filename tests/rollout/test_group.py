@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from megatron_collab.data.evaluation import EvaluationSet, settings_of
 from megatron_collab.inference.client import EngineError
 from megatron_collab.rollout.conversation import Player
-from megatron_collab.types import Conversation, Ending, Group, Message, Missing, Score, Task
+from megatron_collab.types import Conversation, Ending, Failed, Group, Message, Missing, Score, Task
 from tests.rollout.fakes import STOP, CharacterRenderer, FakePolicy, FakeUsers, config
 
 TASK = Task("t", (Message("user", "hi"),), "goal", "answer", "testing")
@@ -170,3 +171,38 @@ def test_an_outage_is_missing_and_never_a_number() -> None:
     broken = [r for r in group.rollouts if r.start.turns and r.reward.missing]
     assert broken
     assert {rollout.reward.value for rollout in broken if not isinstance(rollout.reward.value, Missing)} == {1.0}
+
+
+FUNCTIONS = """
+def raises(futures, weights):
+    if futures[0].conversation.replies[0] == "ok":
+        raise ValueError("no" + chr(10) + "luck")
+    from megatron_collab.types import Reward
+    return Reward(2.0)
+def number(futures, weights):
+    return 1.0
+def infinite(futures, weights):
+    from megatron_collab.types import Reward
+    return Reward(float("nan"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "failed", "why"),
+    [
+        ("raises", 3, "ValueError: no luck"),
+        ("number", 4, "TypeError: gave float; return a Reward"),
+        ("infinite", 4, "ValueError: a reward of nan; give a finite number, or Missing"),
+    ],
+)
+def test_a_reward_function_that_fails_is_missing_for_that_rollout_alone(
+    tmp_path: Path, name: str, failed: int, why: str
+) -> None:
+    (tmp_path / "own.py").write_text(FUNCTIONS)
+    mode = f"{tmp_path}/own.py:{name}"
+    playing = player(FakePolicy(by_seed), FakeRewards(last_is_ok), mode=mode, futures=2)
+    values = [rollout.reward.value for rollout in asyncio.run(playing.play(TASK, "s")).rollouts]
+    found = [value for value in values if isinstance(value, Missing)]
+    assert found == [Failed(f"reward.mode={mode}: {why}")] * len(found)
+    assert len(found) == playing.counters["reward_failed"] == failed
+    assert [value for value in values if not isinstance(value, Missing)] == [2.0] * (4 - failed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from megatron_collab.rollout.manager import spending
 from tests.rollout.simulated import DIFFERENT, LOST, World
 
 # Of two steps of a run before sampling could run ahead: streams with their tasks as they were played, the groups of the
@@ -26,6 +27,15 @@ COMMON = {
     "reward_se": 0.0, "spread": 0.17677669529663687, "missing": 0.0, "futures": 1.0, "turn_tokens": 2.0,
     "ending/user_done": 1.0, "count/asked": 1.0, "llm/usd": 0.0,
 }  # fmt: skip
+
+
+def test_what_a_step_cost_is_unknown_where_a_call_had_no_price() -> None:
+    """Not as if that had been free; the steps after it are known again."""
+    before = {"calls": 2, "tokens": 10, "usd": 0.5, "unpriced": 1}
+    known = spending(before, {"calls": 3, "tokens": 30, "usd": 0.75, "unpriced": 1})
+    assert known == {"llm/calls": 1, "llm/tokens": 20, "llm/usd": 0.25, "llm/unpriced": 0}
+    unknown = spending(before, {"calls": 4, "tokens": 30, "usd": 0.75, "unpriced": 2})
+    assert unknown == {"llm/calls": 2, "llm/tokens": 20, "llm/unpriced": 1}
 
 
 def test_without_staleness_steps_are_those_of_a_recorded_run(world: Callable[..., World]) -> None:

@@ -37,6 +37,7 @@ def in_environment() -> set[str]:
 def test_keys_that_were_put_away_are_lent_by_name_and_can_be_taken() -> None:
     keys.put_away()
     assert in_environment() == {"RAY_AUTH_TOKEN"}
+    assert os.stat(os.environ[keys.FILE]).st_mode & 0o777 == 0o400
     with keys.lent("WANDB_API_KEY"):
         assert in_environment() == {"RAY_AUTH_TOKEN", "WANDB_API_KEY"}
     with pytest.raises(ZeroDivisionError), keys.lent():

@@ -31,7 +31,7 @@ def root(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def test_it_is_removed_with_all_that_is_in_it(root: Path) -> None:
     with ScratchFolder() as folder:
-        assert folder.parent == root
+        assert folder.parent == root and folder.stat().st_mode & 0o777 == 0o700
         (folder / "deeper").mkdir()
         (folder / "deeper" / "file").touch()
     assert not list(root.iterdir())

@@ -43,7 +43,7 @@ def save_and_load(trainer: PolicyTrainer, rank: int, contents: Contents, ledger:
     """Take a snapshot of the networks and fill them from their own; bytes of the snapshot in host memory."""
     before = ledger.held.now[HOST]
     with ledger.booking(HOST):
-        items, common = snapshot(trainer.trainables)
+        items, common = snapshot(trainer.checkpointed)
     size = ledger.held.now[HOST] - before
     for item, _ in items:
         if item.tensor_data is not None:
@@ -58,7 +58,7 @@ def save_and_load(trainer: PolicyTrainer, rank: int, contents: Contents, ledger:
         loaded = merge(merge(dict(common), kept), dict_list_map_outplace(_value, sharded))
         return apply_factory_merges(loaded, factories)
 
-    restore(trainer.trainables, read)
+    restore(trainer.checkpointed, read)
     return size
 
 

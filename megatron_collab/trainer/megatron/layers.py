@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -41,6 +42,24 @@ def rotated(packing: PackedSeqParams, positions: Tensor, inverse_frequencies: Te
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     lengths = [stop - start for start, stop in pairwise(packing.cu_seqlens_q.tolist())]
     return Rotated(**vars(packing), lengths=lengths, cos=torch.cat((cos, cos), -1), sin=torch.cat((-sin, sin), -1))
+
+
+class RotaryTable(RotaryEmbedding):
+    """Megatron's angles for the fused rotation, float32 [longest, 1, 1, d], in a single table.
+
+    Megatron would keep one for each of the last 32 lengths: 2 GiB where sequences have up to 128k tokens. The rotation
+    of a token reads the row of its position, so the table of the longest micro-batch so far is that of all.
+    """
+
+    def __init__(self, inverse_frequencies: Tensor) -> None:
+        super().__init__(2 * len(inverse_frequencies), rotary_percent=1.0, use_cpu_initialization=True)
+        self.inv_freq = inverse_frequencies
+        self._table = torch.empty(0)
+
+    def forward(self, max_seq_len: int, **_: Any) -> Tensor:
+        if len(self._table) < max_seq_len:
+            self._table = self.get_emb(max_seq_len)
+        return self._table
 
 
 class RMSNorm(torch.nn.RMSNorm):

@@ -24,7 +24,7 @@ from megatron_collab.patches import megatron
 from megatron_collab.runtime import device, hub
 from megatron_collab.runtime.process import beat
 from megatron_collab.trainer.megatron.config import backend_spec, transformer_config
-from megatron_collab.trainer.megatron.layers import inverse_frequencies, rotated
+from megatron_collab.trainer.megatron.layers import RotaryTable, inverse_frequencies, rotated
 
 Load = Callable[[Config], list[torch.nn.Module]]  # gives this rank's chunks of a new network
 
@@ -57,7 +57,7 @@ class PolicyModel(GPTModel):
         # No buffer: those are rounded where the model is.
         self.inverse_frequencies = inverse_frequencies(shape.rope, shape.head_dim)
         if config.apply_rope_fusion:
-            self.rotary_pos_emb.inv_freq = self.inverse_frequencies
+            self.rotary_pos_emb = RotaryTable(self.inverse_frequencies)
 
     @property
     def head(self) -> Tensor:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -103,7 +104,7 @@ def test_a_file_without_personas_is_refused(tmp_path: Path) -> None:
 def test_counters_start_anew_once_they_are_taken() -> None:
     worker: Any = object.__new__(ConversationWorker)
     training, evaluation = (
-        SimpleNamespace(users=users(), tools=Toolbox(RolloutConfig(), None))  # type: ignore[arg-type]
+        SimpleNamespace(users=users(), tools=Toolbox(RolloutConfig(), None), counters=Counter())  # type: ignore[arg-type]
         for _ in range(2)
     )
     worker.players = {None: training, EvaluationSet("e.jsonl"): evaluation}
@@ -111,7 +112,9 @@ def test_counters_start_anew_once_they_are_taken() -> None:
     training.users.counters["user_leak"] += 2
     evaluation.users.counters["user_leak"] += 3
     training.tools.counters["tool_calls"] += 1
-    assert asyncio.run(worker.take_counters()) == {"user_leak": 5, "tool_calls": 1, "servers_lost": 0}
+    training.counters["reward_failed"] += 4
+    taken = asyncio.run(worker.take_counters())
+    assert taken == {"user_leak": 5, "tool_calls": 1, "reward_failed": 4, "servers_lost": 0}
     assert asyncio.run(worker.take_counters()) == {"servers_lost": 0}
 
 

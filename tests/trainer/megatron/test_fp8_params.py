@@ -1,8 +1,8 @@
 """Parameters that are kept in FP8 (model.fp8_params), by TransformerEngine's own Python over reference kernels.
 
 A run with them is to be the run without: FP8 makes the same bytes of a weight in the optimizer's step as in the next
-forward pass. Gradients are summed in another order for their norm, so nothing is clipped here. There is no reference
-model: its history of delayed scaling is in no checkpoint, with such parameters or without.
+forward pass. Gradients are summed in another order for their norm, so nothing is clipped here. A reference model takes
+part, but not with delayed scaling, where it is refused: nothing would scale its parameters.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.fp8_utils import is_float8tensor
 
 from megatron_collab.checkpoint import hf
@@ -34,8 +35,8 @@ from tests.trainer.test_precision import WIDE, fp8
 pytestmark = pytest.mark.processes
 
 RECIPES = ["blockwise", "tensorwise", "delayed"]
-# By data parallel ranks the recipe of which the model has experts; delayed scaling does not go with them.
-EXPERTS = {1: "blockwise", 2: "tensorwise"}
+# By ranks the recipe of which the model has experts; delayed scaling does not go with them.
+EXPERTS = {1: "blockwise", 2: "tensorwise", 4: "tensorwise"}
 # The parts of two ranks then meet inside a block, in row 192 of a feed-forward layer's first matrix.
 SIZES = WIDE | {"layers": 1, "ffn": 384}
 STEPS = 3
@@ -62,7 +63,7 @@ class Lived(NamedTuple):
     sent: tuple[list[torch.Tensor], list[torch.Tensor]]
 
 
-@pytest.fixture(scope="module", params=EXPERTS)
+@pytest.fixture(scope="module", params=[1, 2])
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("kept")
     make_model(folder / "qwen3", family="qwen3", seed=0, **SIZES)
@@ -83,16 +84,17 @@ def live(folder: Path) -> dict[str, Any]:
     return results
 
 
-def one_run(folder: Path, recipe: str, kept: bool) -> Lived:
-    with parallel.init_parallel(configure(folder, recipe, kept)):
-        trainer = make(folder, recipe, kept)
+def one_run(folder: Path, recipe: str, kept: bool, **layout: object) -> Lived:
+    """`layout`: settings of parallel.*"""
+    with parallel.init_parallel(configure(folder, recipe, kept, **layout)):
+        trainer = make(folder, recipe, kept, **layout)
         loaded = {name: shard.detach().clone() for name, shard in hf.named_shards(trainer.chunks)}
         lived = Lived([], [], [masters(trainer)], {} if kept else loaded, {}, {}, sent(trainer) if kept else ([], []))
         for step in range(STEPS):
             batch = Batch(make_samples(12, seed=step))
             if step == STEPS - 1:
                 with Checkpoints(folder / f"{recipe}-{kept}", keep=1, timeout=60.0) as checkpoints:
-                    checkpoints.save(step, trainer.trainables, {})
+                    checkpoints.save(step, trainer.checkpointed, {})
             lived.log_probs.append(np.concatenate(trainer.log_probs(trainer.chunks, batch)))
             lived.metrics.append(learn(trainer, batch))
             lived.masters.append(masters(trainer))
@@ -103,40 +105,47 @@ def one_run(folder: Path, recipe: str, kept: bool) -> Lived:
         return lived
 
 
-def resumed(folder: Path, recipe: str, saved: bool, kept: bool) -> tuple[np.ndarray, dict[str, float], Weights]:
+def resumed(
+    folder: Path, recipe: str, saved: bool, kept: bool, **layout: object
+) -> tuple[np.ndarray, dict[str, float], Weights]:
     """The last step of a run, done by another one that has loaded it: its log-probs, its metrics and its masters."""
-    with parallel.init_parallel(configure(folder, recipe, kept)):
-        trainer = make(folder, recipe, kept)
+    with parallel.init_parallel(configure(folder, recipe, kept, **layout)):
+        trainer = make(folder, recipe, kept, **layout)
         with Checkpoints(folder / f"{recipe}-{saved}", keep=1, timeout=60.0) as checkpoints:
-            trainer.step, _ = checkpoints.load_latest(trainer.trainables)
+            trainer.step, _ = checkpoints.load_latest(trainer.checkpointed)
         batch = Batch(make_samples(12, STEPS - 1))
         log_probs = np.concatenate(trainer.log_probs(trainer.chunks, batch))
         return log_probs, learn(trainer, batch), masters(trainer)
 
 
-def configure(folder: Path, recipe: str, kept: bool) -> Any:
-    family = "qwen3_moe" if EXPERTS[int(os.environ["WORLD_SIZE"])] == recipe else "qwen3"
-    settings = {"model.fp8_params": kept, "optim.clip_grad": 0.0, "algo.kl_coef": 0.0}
+def configure(folder: Path, recipe: str, kept: bool, **layout: object) -> Any:
+    ranks = int(os.environ["WORLD_SIZE"])
+    family = "qwen3_moe" if EXPERTS[ranks] == recipe else "qwen3"
+    settings = {"model.fp8_params": kept, "optim.clip_grad": 0.0, "algo.kl_coef": 0.0 if recipe == "delayed" else 0.1}
+    settings["launch.nproc_per_node"] = ranks
+    settings |= {f"parallel.{name}": value for name, value in layout.items()}
     return make_config(folder / family, fp8(recipe) | settings)
 
 
-def make(folder: Path, recipe: str, kept: bool) -> PolicyTrainer:
+def make(folder: Path, recipe: str, kept: bool, **layout: object) -> PolicyTrainer:
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     FP8GlobalStateManager.reset()  # it has the groups, and the scales, of the run before
-    return PolicyTrainer(configure(folder, recipe, kept))
+    return PolicyTrainer(configure(folder, recipe, kept, **layout))
 
 
 def masters(trainer: PolicyTrainer) -> Weights:
-    """The optimizer's float32 weights, flat, by name, from the parts of all ranks; collective."""
+    """The optimizer's float32 weights of this rank's shards, flat, by name, from the parts of all ranks; collective."""
     whole = {name: torch.zeros(shard.numel()) for name, shard in hf.named_shards(trainer.chunks)}
     for part in trainer.policy.optimizer.chained_optimizers:
         for name, shard in hf.named_shards(trainer.chunks):
             if shard in part.model_param_group_index_map:
                 own = part._get_model_param_range_map(shard)["param"]
                 whole[name][own.start : own.end] = shard.main_param
-    for tensor in whole.values():
-        dist.all_reduce(tensor)
+    for name, shard in hf.named_shards(trainer.chunks):
+        expert = not getattr(shard, "allreduce", True)
+        get_group = parallel_state.get_expert_data_parallel_group if expert else parallel_state.get_data_parallel_group
+        dist.all_reduce(whole[name], group=get_group())
     return whole
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_collab import patches
@@ -125,3 +126,13 @@ def test_scalings_equal_transformers(scaling: dict[str, object], theta: float, h
 def test_without_scaling_the_wavelengths_are_a_geometric_series() -> None:
     found = layers.inverse_frequencies(Rope(1e4), 8)
     assert torch.allclose(found, torch.tensor([1.0, 0.1, 0.01, 0.001]))
+
+
+def test_one_table_rotates_micro_batches_of_every_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as the longest yet; Megatron's own keeps 32 of them, for all networks together."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    frequencies = layers.inverse_frequencies(Rope(theta=1e4, scaling=None), 16)
+    table, megatrons = layers.RotaryTable(frequencies), RotaryEmbedding(16, 1.0, use_cpu_initialization=True)
+    made = [table(length, packed_seq=True, cp_group=None) for length in (5, 9, 7, 9)]
+    assert [len(each) for each in made] == [5, 9, 9, 9] and made[1] is made[2] is made[3]
+    assert torch.equal(made[-1], megatrons(9))

@@ -1,0 +1,90 @@
+"""Settings at their borders: each is refused in one line that names it, its value and what it may be, in no time."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_collab.runtime.process import EXIT_BAD_INPUT
+from tests.borders.test_data import GOOD, MODEL, started
+from tests.helpers import byte_level_tokenizer, write_weights
+
+REFUSED = {
+    # Numbers
+    "optim.lr=inf": "optim.lr=inf: must be finite and above 0",
+    "optim.clip_grad=inf": "optim.clip_grad=inf: must be finite and above 0",
+    "optim.weight_decay=-1": "optim.weight_decay=-1.0: must be at least 0",
+    "run.seed=-1": "run.seed=-1: must be at least 0",
+    "run.seed=100000000000000000000": "run.seed=100000000000000000000: must be at least 0 and below 4294967296",
+    "train.eval_tasks=-5": "train.eval_tasks=-5: must be at least 0",
+    "train.steps=nan": "train.steps=nan: must be a whole number",
+    "rollout.turn.top_p=2": "rollout.turn.top_p=2.0: must be above 0 and at most 1",
+    "rollout.turn.top_k=0": "rollout.turn.top_k=0: samples from no token; set -1 for all, or 1 or more",
+    "rollout.turn.top_k=-7": "rollout.turn.top_k=-7: must be at least -1",
+    "rollout.turn.temperature=inf": "rollout.turn.temperature=inf: must be finite and above 0 and at most 10",
+    "rollout.server.max_running_requests=0": "rollout.server.max_running_requests=0: must be at least 1",
+    "rollout.server.max_total_tokens=-5": "rollout.server.max_total_tokens=-5: must be at least 1",
+    "rollout.server.start_timeout=0": "rollout.server.start_timeout=0.0: must be above 0",
+    "rollout.server.port=99999": "rollout.server.port=99999: must be at least 0 and at most 65535",
+    "rollout.server.port=-1": "rollout.server.port=-1: must be at least 0 and at most 65535",
+    "rollout.turn_timeout=-1": "rollout.turn_timeout=-1.0: must be above 0",
+    "rollout.max_tool_calls=-1": "rollout.max_tool_calls=-1: must be at least 0",
+    "rollout.tool_parser=nonsense": "rollout.tool_parser=nonsense: choose one of ",
+    "reward.max_missing=7": "reward.max_missing=7.0: must be at least 0 and at most 1",
+    "reward.max_missing=-1": "reward.max_missing=-1.0: must be at least 0 and at most 1",
+    "reward.weights.token_amount=inf": "reward.weights.token_amount=inf: must be finite",
+    "reward.weights.token_amount=nan": "reward.weights.token_amount=nan: must be finite",
+    "reward.malformed=nan": "reward.malformed=nan: must be finite",
+    "reward.clamp={token_amount: -1}": "reward.clamp.token_amount=-1.0: must be above 0",
+    "llm.budget_usd=-5": "llm.budget_usd=-5.0: must be above 0",
+    "llm.budget_usd=0": "llm.budget_usd=0.0: must be above 0",
+    "llm.requests_per_minute=0": "llm.requests_per_minute=0: must be at least 1",
+    "llm.tokens_per_minute=-1": "llm.tokens_per_minute=-1: must be at least 1",
+    # Beside the model, each other and the machine
+    "rollout.context_length=1000000": "rollout.context_length=1000000: the model has 256 positions; choose at most",
+    "rollout.context_length=1": "rollout.context_length=1: must be at least 2",
+    "rollout.turn.max_new_tokens=100000": "rollout.turn.max_new_tokens=100000: leaves no room for a prompt in ",
+    "algo.mini_batches=100000": "algo.mini_batches=100000: ",
+    "rollout.workers=100000": "rollout.workers=100000: must be at least 1 and at most 10000",
+    "rollout.server.replicas=9000": "rollout.server.replicas=9000: the processes of a node need ",
+    "launch.nproc_per_node=5000": "launch.nproc_per_node=5000: must be at least 1 and at most 1024",
+    "parallel.tp=3": "parallel.tp=3 x parallel.pp=1 x parallel.cp=1 does not divide the 1 ranks",
+    # Words
+    "foo.bar=1": "foo.bar: no such option; the nearest is ",
+    "+foo.bar=1": "foo.bar: no such option; the nearest is ",
+    "++optim.lerning_rate=5": "optim.lerning_rate: no such option; optim has lr, ",
+    "--hepl": "--hepl: no such argument; there are --help, --cfg and option=value",
+    "-m": "-m: no such argument; there are --help, --cfg and option=value",
+    "data.train=~/no/such.jsonl": "/no/such.jsonl: no such file",
+    "optim.lr=1e-3,1e-4": "optim.lr=1e-3,1e-4: a run has one value of each option, and no sweeps; ",
+    "run.dir=/proc/x": "run.dir=/proc/x: cannot be used (No such file or directory: /proc/x); choose another run.dir",
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    byte_level_tokenizer(300).save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    write_weights(folder)
+    return folder
+
+
+@pytest.mark.parametrize("setting", REFUSED)
+def test_what_cannot_be_is_refused_in_one_line(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], setting: str
+) -> None:
+    began = time.monotonic()
+    assert started(tmp_path, model, "d.jsonl", GOOD, "rl", setting) == EXIT_BAD_INPUT
+    assert time.monotonic() - began < 20
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("megatron-collab: ") and err.count("\n") == 1, err
+    assert REFUSED[setting] in err
+
+
+def test_a_micro_batch_of_one_token_is_none_but_of_one_sequence(tmp_path: Path, model: Path) -> None:
+    """The audit had it among what cannot be: a longer sequence goes alone, so it can."""
+    assert started(tmp_path, model, "d.jsonl", GOOD, "rl", "train.tokens_per_micro_batch=1") == "started"
