@@ -22,6 +22,7 @@ COMMANDS = {
     "plan-sync": "how a run would sync its weights: bytes by path, rounds, seconds",
     "convert": "convert a checkpoint to a Hugging Face folder, or the other way round",
     "report": "rewrite report.html of a run",
+    "score": "score the futures of a run under several rewards, side by side",
 }
 
 

@@ -109,7 +109,7 @@ def check_settings(config: Config) -> None:
         require(played is None, f"{one.setting}: {played} is of conversations that are played, and sft plays none")
     _check_best(config)
     if train.stage == "rl":
-        _check_reward(config)
+        check_reward(config)
         _check_rollouts(config)
         _check_algo(config)
         check_servers(config)
@@ -151,7 +151,8 @@ def _check_best(config: Config) -> None:
     require(together, f"{message} <train.checkpoint_every>", config)
 
 
-def _check_reward(config: Config) -> None:
+def check_reward(config: Config) -> None:
+    """The metrics, their settings and the formula."""
     check = partial(require, config=config)
     reward, weights = config.reward, config.reward.weights
     require(any(weights.values()), "reward.weights: no metric has a weight; give one, as in reward.weights.accuracy=1")

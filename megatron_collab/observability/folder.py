@@ -24,7 +24,7 @@ from megatron_collab.observability.writers import CONVERSATIONS, writers
 from megatron_collab.runtime import files, keys, process
 from megatron_collab.runtime.process import BEST, FINISHED, RunStopped, global_rank
 from megatron_collab.runtime.redact import redacted
-from megatron_collab.types import Ending, Failed, Group, Missing, visible
+from megatron_collab.types import Ending, Failed, Finish, Group, Missing, visible
 
 VERSIONS = ("torch", "megatron-core", "sglang", "ray", "litellm", "transformers", "datasets", "hydra-core")
 
@@ -192,12 +192,14 @@ def rows_of(groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
             for j, future in enumerate(rollout.futures):
                 conversation, reward = future.conversation, rollout.reward.value
                 raw = [turn.text for turn in conversation.turns]
+                cut = [at for at, turn in enumerate(conversation.turns) if turn.finish is Finish.LENGTH]
                 yield {
                     "task": group.task.id,
                     "rollout": i,
                     "future": j,
                     "reward": None if isinstance(reward, Missing) else reward,
                     **({"turns": raw} if any(text != visible(text) for text in raw) else {}),  # with their thoughts
+                    **({"cut": cut} if cut else {}),  # turns that their token budget has cut
                     **({"turn_rewards": conversation.turn_rewards} if any(conversation.turn_rewards) else {}),
                     "ending": conversation.ending,
                     "error": conversation.error,

@@ -71,6 +71,11 @@ class Metric(Extension):
         return False
 
     @classmethod
+    def reads_tokens(cls, options: Any) -> bool:
+        """Whether it reads token ids of turns, which transcripts do not hold, so that it cannot score them again."""
+        return False
+
+    @classmethod
     def served(cls, options: Any) -> ServedConfig | None:
         """A model that the run serves for these options, where their `model` names one, or one of `servers`."""
         return None

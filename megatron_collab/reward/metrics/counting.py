@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import tiktoken
 
@@ -44,6 +45,10 @@ class TokenAmount(Metric):
     @dataclass(frozen=True)
     class Options:
         count: str = option("policy", "what is counted", choices=("policy", "cl100k", "seen", "words"))
+
+    @classmethod
+    def reads_tokens(cls, options: Any) -> bool:
+        return options.count == "policy"
 
     async def score(self, task: Task, conversation: Conversation) -> Score | None:
         if self.options.count == "policy":

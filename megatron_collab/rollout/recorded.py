@@ -1,0 +1,141 @@
+"""The rollouts of a run, read back from its transcripts: the conversations as metrics see them, without token ids."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from megatron_collab.config import Config, ConfigError, require
+from megatron_collab.data.evaluation import evaluation_sets
+from megatron_collab.data.examples import Examples, load_tasks
+from megatron_collab.data.prefixes import at_every_depth
+from megatron_collab.data.sources import TrainingSource, sources
+from megatron_collab.observability import evaluations, records
+from megatron_collab.types import (
+    Conversation,
+    Ending,
+    Finish,
+    Future,
+    Group,
+    Message,
+    Missing,
+    Reward,
+    Rollout,
+    Score,
+    Task,
+    Turn,
+)
+
+TRANSCRIPTS = "transcripts.jsonl"
+_TASKLESS = "its messages begin with no task of that id; the data have changed since"
+Row = Mapping[str, Any]
+
+
+def rows_of_step(folder: Path, step: int | None) -> tuple[int, list[Row]]:
+    """The futures of a training step of the run in `folder`, the last one where it is None. Raises ConfigError."""
+    rows = [row for _, row in records.lines(folder / TRANSCRIPTS) if row is not None and records.of_step(row)]
+    require(bool(rows), f"{folder}: has no {TRANSCRIPTS} with futures; give the folder of a run with rewards")
+    last = max(row["step"] for row in rows)
+    found = [row for row in rows if row["step"] == (last if step is None else step)]
+    require(bool(found), f"--step={step}: {folder / TRANSCRIPTS} has none; its last one is {last}")
+    return found[0]["step"], found
+
+
+def rows_of_evaluation(folder: Path, name: str) -> list[Row]:
+    """The conversations of an evaluation, by its name in evaluations.json. Raises ConfigError."""
+    known = evaluations.read(folder)
+    there = f"there are {', '.join(known) or 'none'}"
+    require(name in known, f"--evaluation={name}: not in {folder / evaluations.FILE}; {there}")
+    return [row for _, row in records.lines(evaluations.file_of(folder, name)) if row is not None]
+
+
+def training_tasks(config: Config) -> list[Examples[Task]]:
+    """The tasks that a run trains on, by source."""
+    given = sources(config.data.train, "data.train", TrainingSource)
+    found = [load_tasks(source, "data.train", config.data) for source in given]
+    return [at_every_depth(one) for one in found] if config.data.prefixes else found
+
+
+def evaluated_tasks(config: Config, name: str) -> list[Examples[Task]]:
+    """Those of an evaluation's set, by the evaluation's name."""
+    moment = evaluations.moment_of(name)
+    named = [one for one in evaluation_sets(config) if evaluations.name_of(one.name, moment) == name]
+    return [load_tasks(one, one.setting, config.data) for one in named]
+
+
+def groups_of(rows: Sequence[Row], tasks: Iterable[Examples[Task]]) -> list[Group]:
+    """The groups that `rows` record, in their order, with their recorded scores and rewards.
+
+    Turns have no tokens; `finish` says which their budget has cut. Raises ConfigError for a row without a task.
+    """
+    known = _by_id({row.get("task") for row in rows}, tasks)
+    groups, rollouts = list[Group](), list[Rollout]()
+    for _, futures in groupby(_numbered(rows), key=lambda pair: pair[0]):
+        own = [row for _, row in futures]
+        task = _task_of(own[0], known)
+        if rollouts and (own[0]["rollout"] == 0 or groups[-1].task != task):
+            rollouts = []
+        if not rollouts:
+            groups.append(Group(task, ()))
+        rollouts.append(_rollout(own, task))
+        groups[-1] = replace(groups[-1], rollouts=tuple(rollouts))
+    return groups
+
+
+def _numbered(rows: Iterable[Row]) -> Iterable[tuple[int, Row]]:
+    """The rows with the number of their rollout: each begins with its future 0."""
+    number = -1
+    for row in rows:
+        number += row["future"] == 0
+        yield number, row
+
+
+def _by_id(wanted: set[Any], tasks: Iterable[Examples[Task]]) -> dict[str, list[Task]]:
+    found = defaultdict(list)
+    for examples in tasks:
+        for number, row in examples.numbered():
+            try:
+                task = examples.read(row, number)
+            except ValueError:  # which the run has left out
+                continue
+            if task.id in wanted:
+                found[task.id].append(task)
+    return found
+
+
+def _task_of(row: Row, known: Mapping[str, Sequence[Task]]) -> Task:
+    for task in known.get(row["task"], ()):
+        if [message.as_dict() for message in task.messages] == row["messages"][: len(task.messages)]:
+            return task
+    raise ConfigError(f"task {row['task']}: {_TASKLESS}")
+
+
+def _rollout(rows: Sequence[Row], task: Task) -> Rollout:
+    futures = tuple(Future(_conversation(row, task), _scores(row)) for row in rows)
+    value = rows[0]["reward"]
+    reward = Reward(Missing("none was recorded") if value is None else float(value))
+    return Rollout(futures[0].conversation, futures, reward)
+
+
+def _conversation(row: Row, task: Task) -> Conversation:
+    conversation = Conversation(task.messages, ())
+    texts, cut, turns = row.get("turns"), row.get("cut", ()), 0
+    for message in row["messages"][len(task.messages) :]:
+        if message["role"] != "assistant":
+            conversation = conversation.add_messages([Message(message["role"], message["content"])], ())
+            continue
+        finish = Finish.LENGTH if turns in cut else Finish.STOP
+        text = texts[turns] if texts else message["content"]
+        conversation = conversation.add_turn(Turn((), (), (), (), finish, text))
+        turns += 1
+    for number, value in enumerate(row.get("turn_rewards", ())):
+        conversation = conversation.add_reward(value, number)
+    return conversation.end(Ending(row["ending"]), row["error"])
+
+
+def _scores(row: Row) -> dict[str, Score]:
+    return {name: Missing(s["missing"]) if isinstance(s, dict) else float(s) for name, s in row["scores"].items()}

@@ -1,0 +1,118 @@
+"""The futures of a run under several rewards: those that the twelve conversations have under each published setting."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from megatron_collab.commands.__main__ import run
+from megatron_collab.config import recorded
+from megatron_collab.data.datasets import task_row, write_jsonl
+from megatron_collab.observability.folder import append, rows_of
+from megatron_collab.types import Group
+from tests.llm.endpoint import Endpoint, says
+from tests.rollout.published import GOLDEN, play, preset, verdict
+
+
+def ran(folder: Path, name: str, *groups: Group, **settings: Any) -> Path:
+    """The folder of a run under a published setting that has played `groups` in step 3, and others before."""
+    config = preset(name)
+    config.run.dir, config.data.train = str(folder), str(folder / "tasks.jsonl")
+    for setting, value in settings.items():
+        setattr(config.reward.judge, setting, value)
+    folder.mkdir()
+    write_jsonl(folder / "tasks.jsonl", [task_row(group.task) for group in groups])
+    (folder / "config.json").write_text(json.dumps(recorded(config)))
+    for step in (2, 3):
+        append(folder / "transcripts.jsonl", [{"step": step, **row} for row in rows_of(groups)])
+    return folder
+
+
+@pytest.fixture
+def judge(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
+    """A judge behind HTTP, in a thread of its own."""
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-nothing-at-all")
+
+    async def judged(request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        return await says(verdict(body["messages"][-1]["content"]))(request)
+
+    endpoint, loop = Endpoint(judged), asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    asyncio.run_coroutine_threadsafe(endpoint.__aenter__(), loop).result()
+    yield endpoint
+    asyncio.run_coroutine_threadsafe(endpoint.__aexit__(None, None, None), loop).result()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+
+
+@pytest.mark.processes
+def test_the_same_futures_under_every_published_reward(
+    judge: Endpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As they are rewarded where the setting is trained under, the turn that was cut among them."""
+    groups, _ = play("paper")
+    folder = ran(tmp_path / "run", "paper", *groups, api_base=f"http://127.0.0.1:{judge.port}/v1")
+    given = ["--reward", "paper", "--reward", "collabllm", "--reward", "verl", "--reward", "run"]
+    assert run("score", [str(folder), *given, "--out", str(tmp_path / "rewards.jsonl")]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "rewards.jsonl").read_text().splitlines()]
+    assert [row["task"] for row in rows] == list(GOLDEN["paper"])
+    for row in rows:
+        for name, golden in GOLDEN.items():
+            assert row[name]["reward"] == pytest.approx(golden[row["task"]][1]), (name, row["task"])
+        assert row["run"] == row["paper"]
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == f"{folder}: step 3 of training, 4 tasks, 4 trained turns, 12 futures"
+    assert shown[2].split() == ["paper", "collabllm", "verl", "run"]
+    means = [sum(row[name]["reward"] for row in rows) / 4 for name in ("paper", "collabllm", "verl", "run")]
+    assert shown[3].split() == ["reward", *(f"{mean:.4f}" for mean in means)]
+    malformed = next(line.split() for line in shown if "of malformed turns" in line)
+    assert malformed[-4:] == ["0.0000", "0.0000", "-0.2500", "0.0000"], "the parts add up to the reward"
+    asked = len(judge.requests)
+    assert asked == 12 + 2 * 12, "accuracy once for all, interactivity by two rubrics"
+    assert run("score", [str(folder), "--reward", "paper", "--step", "2"]) == 0
+    assert len(judge.requests) == asked, "answers are cached in the run"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["--reward", "papper"],
+            "--reward=papper: no such reward; the nearest is paper; there are run, collabllm, paper",
+        ),
+        (["--reward", "paper", "--step", "9"], "has none; its last one is 3"),
+        (["--reward", "paper", "--evaluation", "after"], "--evaluation=after: not in "),
+        (["--reward", "paper", "--step", "2", "--evaluation", "after"], "give one of them"),
+        (
+            ["--reward", "verl", "reward.judge.model=served/j"],
+            "--reward=verl: reward.judge.model=served/j: only the run",
+        ),
+        (["--reward", "verl", "reward.judge.model=null"], "--reward=verl: reward.weights.accuracy: needs a judge"),
+        (["--reward", "verl", "reward.jugde=1"], "reward.jugde: no such option"),
+    ],
+)
+def test_what_cannot_be_scored_is_one_line(
+    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    groups, _ = play("paper")
+    folder = ran(tmp_path / "run", "paper", *groups)
+    assert run("score", [str(folder), *arguments]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.count("\n") == 1 and said in shown.err
+
+
+def test_other_data_than_the_runs_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    groups, _ = play("paper")
+    folder = ran(tmp_path / "run", "paper", *groups)
+    write_jsonl(folder / "tasks.jsonl", [task_row(group.task) for group in groups[1:]])
+    assert run("score", [str(folder), "--reward", "paper"]) == 2
+    assert "task asked: its messages begin with no task of that id" in capsys.readouterr().err

@@ -1,0 +1,178 @@
+"""Twelve conversations, the same under each published setting, what a judge says of them, and the rewards expected.
+
+Four trained turns have three futures each. What is expected is worked out by hand, but for counts of cl100k tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_collab.config import Config, compose, read_prompt
+from megatron_collab.llm.answer import Field
+from megatron_collab.reward import metrics
+from megatron_collab.rollout.conversation import Player
+from megatron_collab.rollout.users import UserReply
+from megatron_collab.types import Conversation, Group, Message, Score, Task
+from tests.rollout.fakes import STOP, CharacterRenderer, FakePolicy
+
+NAMES = ("verl", "collabllm", "paper")
+BUDGET = 20_000  # characters, which are the fake policy's tokens
+
+# By task: what is said before the trained turn, the trained turn, and what the user and the policy then say by future.
+# Every message of the user is there once, and what the policy answers follows from it.
+BEFORE: dict[str, tuple[str, ...]] = {
+    "asked": ("how many apples?", "<think>well</think>in which box?", "mine"),
+    "thought": ("how many pears?",),
+    "cut": ("how many plums?",),
+    "long": ("how many figs?", "here or there?", "there"),
+}
+TRAINED = {
+    "asked": "how many per row?",
+    "thought": "<think>it must be eighteen</think>there are eighteen pears",
+    "cut": "plum " * 6000,  # longer than the budget
+    "long": "fig " * 4500,
+}
+FUTURES: dict[str, list[list[str]]] = {
+    "asked": [
+        ["six", r"three rows: eighteen, and not \boxed{19}", f"thanks {STOP}"],  # ends with the user
+        ["about six", "it may be 17, it may be 18", "which?", "the answer is 17"],
+        ["7", "the answer is 18", "no, wait", "then it is 21"],
+    ],
+    "thought": [
+        [f"right {STOP}"],
+        ["are you sure?", "yes, eighteen", "fine", "glad to help"],
+        ["why?", "three rows of six", f"ah {STOP}"],
+    ],
+    "cut": [
+        ["stop it", "sorry", "again", "there are eighteen plums"],
+        ["what?", "sorry, eighteen", f"bye {STOP}"],
+        [f"no {STOP}"],
+    ],
+    "long": [
+        ["too long", "eighteen figs", f"bye then {STOP}"],
+        ["shorter", "nineteen figs", f"hm {STOP}"],
+        ["and?", "eighteen", "so", "eighteen figs, as I said"],
+    ],
+}
+# By future, what a judge says: accuracy, interactivity, understanding, clarification, suggestion.
+JUDGED: dict[str, list[tuple[float, ...]]] = {
+    "asked": [(1, 1, 1, 0.7, 0.4), (0, 0.5, 0.3, 0.3, 0), (0, 0.3, 0.3, 0, 0)],
+    "thought": [(1, 0.2, 0.3, 0, 0.3), (1, 0.6, 0.7, 0.3, 0.5), (1, 0.4, 0.6, 0, 0.6)],
+    "cut": [(1, 0.1, 0.3, 0, 0), (1, 0, 0, 0, 0.3), (0, 0, 0, 0, 0)],
+    "long": [(1, 0.3, 0.3, 0, 0.6), (0, 0.2, 0, 0, 0.6), (1, 0.1, 0.3, 0, 0)],
+}
+
+# By preset and task, token_amount of each future, and the reward. Of `cut` under verl there are no futures.
+#
+# verl: words of both sides from the trained turn on. Of `asked` 4 of it, then 1 + 6 + 3 with the mark of the end,
+#   2 + 8 + 1 + 4, and 1 + 4 + 2 + 4; of `thought` 4 without the thought. The reward is the mean of accuracy, that of
+#   interactivity, which is the mean of three parts, and -1e-4 times that of the words.
+# collabllm: thousands of cl100k tokens of all assistant messages, with the thoughts of the task's. The mean of accuracy
+#   and of interactivity, and -0.5 times that of the tokens, however many.
+# paper: cl100k tokens of what the user reads and writes. The same, with -min(5e-4 * tokens, 1) in each future.
+GOLDEN: dict[str, dict[str, tuple[list[float], float]]] = {
+    "verl": {
+        "asked": ([14, 19, 15], 1 / 3 + (0.7 + 0.2 + 0.1) / 3 - 1e-4 * 16),
+        "thought": ([7, 13, 12], 1 + (0.2 + 0.5 + 0.4) / 3 - 1e-4 * 32 / 3),
+        "cut": ([], -1),
+        "long": ([4508, 4506, 4508], 2 / 3 + (0.3 + 0.2 + 0.1) / 3 - 1e-4 * 13522 / 3),
+    },
+    "collabllm": {
+        "asked": ([0.028, 0.032, 0.026], 1 / 3 + 1.8 / 3 - 0.5 * 0.086 / 3),
+        "thought": ([0.005, 0.011, 0.009], 1 + 1.2 / 3 - 0.5 * 0.025 / 3),
+        "cut": ([4.008, 4.005, 4.002], 2 / 3 + 0.1 / 3 - 0.5 * 12.015 / 3),
+        "long": ([4.508, 4.508, 4.513], 2 / 3 + 0.6 / 3 - 0.5 * 13.529 / 3),
+    },
+    "paper": {
+        "asked": ([35, 34, 29], 1 / 3 + 1.8 / 3 - 5e-4 * 98 / 3),
+        "thought": ([18, 21, 24], 1 + 1.2 / 3 - 5e-4 * 63 / 3),
+        "cut": ([4015, 4019, 4014], 2 / 3 + 0.1 / 3 - 1),
+        "long": ([4525, 4523, 4522], 2 / 3 + 0.6 / 3 - 1),
+    },
+}
+
+
+def verdict(prompt: str) -> dict[str, Any]:
+    """What JUDGED says of the conversation in a judge's prompt."""
+    futures = ((task, number, said) for task, futures in FUTURES.items() for number, said in enumerate(futures))
+    ((task, number),) = [(task, number) for task, number, said in futures if f"**User**: {said[0]}\n" in prompt]
+    names = ("accuracy", "interactivity", "understanding", "clarification", "suggestion")
+    return {"thought": "because", **dict(zip(names, JUDGED[task][number], strict=True))}
+
+
+class Judge:
+    async def ask(self, prompt: str, fields: Sequence[Field], **_: Any) -> dict[str, Any]:
+        found = verdict(prompt)
+        return {field.name: found[field.name] for field in fields}
+
+
+class Scores:
+    """Scores by the metrics of a configuration, in this process."""
+
+    def __init__(self, config: Config) -> None:
+        kinds = {name: metrics.split(name, config.reward.metrics.get(name, {})) for name in config.reward.weights}
+        judge: Any = Judge()
+        self.metrics = {name: kind(options, judge) for name, (kind, options) in kinds.items()}
+
+    async def score(self, task: Task, conversation: Conversation) -> dict[str, Score]:
+        found = {name: await metric.score(task, conversation) for name, metric in self.metrics.items()}
+        return {name: value for name, value in found.items() if value is not None}
+
+
+class Scripted:
+    """The user of a future, who says what FUTURES has."""
+
+    def __init__(self, config: Config, said: Sequence[str] = ()) -> None:
+        self.config, self.said, self.counters = config, iter(said), Counter[str]()
+
+    def make(self, task: Task, sample: str) -> Any:
+        return Scripted(self.config, FUTURES[task.id][int(sample.rpartition("/")[2])][::2])
+
+    async def start(self, conversation: Conversation) -> None:
+        """Nothing to prepare."""
+
+    async def reply(self, conversation: Conversation) -> UserReply:
+        said = next(self.said)
+        return UserReply(Message("user", said), STOP in said)
+
+    async def finish(self, conversation: Conversation) -> float:
+        return 0.0
+
+    def ended(self, task: Task, conversation: Conversation) -> None:
+        """Nobody counts."""
+
+
+def preset(name: str) -> Config:
+    settings = ["run.dir=r", "model.path=m", "data.train=t", "reward.judge.model=openai/j", "user.model=openai/u"]
+    return compose(
+        [f"reward={name}", f"rollout.turn.max_new_tokens={BUDGET}", "rollout.context_length=100000", *settings]
+    )
+
+
+def task_of(name: str, config: Config) -> Task:
+    """With the system message in front that rollout.system_prompt puts there."""
+    system = read_prompt("rollout.system_prompt", config.rollout.system_prompt, "", ()).render()
+    said = [Message("assistant" if at % 2 else "user", text) for at, text in enumerate(BEFORE[name])]
+    return Task(name, (Message("system", system), *said), f"How many {name}?", "18", "llm")
+
+
+def play(name: str) -> tuple[list[Group], list[str]]:
+    """A group of one rollout for each task, and the prompts that the policy was given."""
+    config, prompts = preset(name), list[str]()
+    config.train.rollouts_per_prompt = 1
+    answers = {BEFORE[task][-1]: reply for task, reply in TRAINED.items()}
+    for said in (said for futures in FUTURES.values() for said in futures):
+        answers |= dict(zip(said[::2], said[1::2], strict=False))  # the user's last message may end the chat
+
+    def reply(prompt: str, seed: int) -> str:
+        prompts.append(prompt)
+        return answers[re.split("<user>|<assistant>", prompt)[-2]]
+
+    users: Any = Scripted(config)
+    rewards: Any = Scores(config)
+    player = Player(FakePolicy(reply), CharacterRenderer(), users, rewards, config)
+    return [asyncio.run(player.play(task_of(task, config), f"s-{task}")) for task in BEFORE], prompts

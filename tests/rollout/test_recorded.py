@@ -1,0 +1,97 @@
+"""Rollouts read back from transcripts are those that were written, but for token ids."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_collab.config import ConfigError
+from megatron_collab.data.datasets import task_row, write_jsonl
+from megatron_collab.data.examples import load_tasks
+from megatron_collab.observability.folder import append, rows_of
+from megatron_collab.rollout.recorded import groups_of, rows_of_step
+from megatron_collab.types import (
+    Conversation,
+    Ending,
+    Finish,
+    Future,
+    Group,
+    Message,
+    Missing,
+    Reward,
+    Rollout,
+    Task,
+    Turn,
+)
+
+TASKS = [
+    Task(name, (Message("user", text),), "goal", "18", "llm", {"k": 1}) for name, text in (("a", "hi"), ("b", "ho"))
+]
+
+
+def turn(text: str, finish: Finish = Finish.STOP) -> Turn:
+    return Turn((), (), (), (), finish, text)
+
+
+def future(task: Task, *said: str, ending: Ending = Ending.USER_DONE, finish: Finish = Finish.STOP) -> Future:
+    """The policy, then user and policy in turn; `call` is a call of a tool, which answers at once."""
+    played = Conversation(task.messages, ())
+    for at, text in enumerate(said):
+        if at % 2:
+            played = played.add_messages([Message("user", text)], ())
+        elif text.startswith("call"):
+            played = played.add_turn(turn(text)).add_messages([Message("tool", "4")], ()).add_turn(turn("so 4"))
+        else:
+            played = played.add_turn(turn(text, finish)).add_reward(0.25)
+    return Future(played.end(ending), {"right": 1.0, "judged": Missing("down")})
+
+
+def rollout(*futures: Future, reward: float | Missing = 0.5) -> Rollout:
+    return Rollout(futures[0].conversation, futures, Reward(reward))
+
+
+A, B = TASKS
+GROUPS = [
+    Group(
+        A,
+        (rollout(future(A, "<think>x</think>one", "why?", "two"), future(A, "one", "bye")), rollout(future(A, "call"))),
+    ),
+    Group(A, (rollout(future(A, "cut", finish=Finish.LENGTH), reward=Missing("down")),)),
+    Group(B, (rollout(future(B, "", ending=Ending.MALFORMED), reward=-1.0), rollout(future(B, "three")))),
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_jsonl(tmp_path / "tasks.jsonl", map(task_row, TASKS))
+    for step in (0, 1):
+        append(tmp_path / "transcripts.jsonl", [{"step": step, **row} for row in rows_of(GROUPS)])
+    return tmp_path
+
+
+def test_what_was_played_comes_back(folder: Path) -> None:
+    step, rows = rows_of_step(folder, None)
+    found = groups_of(rows, [load_tasks(folder / "tasks.jsonl")])
+    assert step == 1 and [group.task for group in found] == [A, A, B], "the same task twice are two groups"
+    for group, expected in zip(found, GROUPS, strict=True):
+        for one, other in zip(group.rollouts, expected.rollouts, strict=True):
+            assert one.futures == other.futures and one.malformed == other.malformed
+            missing = isinstance(other.reward.value, Missing)
+            assert isinstance(one.reward.value, Missing) if missing else one.reward.value == other.reward.value
+
+
+def test_a_task_is_found_by_its_messages_where_ids_are_there_twice(folder: Path) -> None:
+    other = replace(A, messages=(Message("user", "another"),))
+    write_jsonl(folder / "tasks.jsonl", map(task_row, (other, *TASKS)))
+    found = groups_of(rows_of_step(folder, 0)[1], [load_tasks(folder / "tasks.jsonl")])
+    assert [group.task.messages[0].content for group in found] == ["hi", "hi", "ho"]
+
+
+def test_other_data_and_steps_are_refused(folder: Path) -> None:
+    write_jsonl(folder / "tasks.jsonl", [task_row(B)])
+    with pytest.raises(ConfigError, match="task a: its messages begin with no task of that id; the data have changed"):
+        groups_of(rows_of_step(folder, 0)[1], [load_tasks(folder / "tasks.jsonl")])
+    with pytest.raises(ConfigError, match=r"--step=7: .*transcripts\.jsonl has none; its last one is 1"):
+        rows_of_step(folder, 7)
