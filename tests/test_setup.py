@@ -142,12 +142,13 @@ def test_torch_comes_first_then_the_locks_without_dependencies_then_the_project(
     place.python(PIP)
     done = place.run()
     assert done.returncode == 0, done.stderr
-    torch, locks, engine, project = place.installed()
+    torch, locks, engine, compared, project = place.installed()
     assert "torch==2.13.0" in torch and "--no-deps" not in torch
     assert "--no-deps" in locks and {"sglang==0.5.23", "pytest==9.2.0"} <= place.packages()
     # Without its compiled part it must not be where every process finds it.
     assert "transformer-engine==2.20.2" not in place.packages()
     assert engine.endswith("--target .venv/transformer-engine transformer-engine==2.20.2")
+    assert compared.endswith("--target .venv/compared -r requirements/bench.lock")
     assert project.endswith("--no-deps --no-build-isolation -e .")
     assert [line.split("]")[0] for line in done.stdout.splitlines()[:5]] == [f"setup [{n}/5" for n in range(1, 6)]
 
@@ -161,7 +162,7 @@ def test_again_installs_nothing_and_a_changed_lock_installs(place: Place) -> Non
     with (place.folder / "requirements" / "cpu.lock").open("a") as lock:
         lock.write("another==1.0\n")
     assert place.run().returncode == 0
-    assert len(place.installed()) == 4
+    assert len(place.installed()) == 5
 
 
 @pytest.mark.processes

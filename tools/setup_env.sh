@@ -87,7 +87,7 @@ check_disk() {
 
 # Everything that decides what is installed, and where: a changed lock or a moved folder sets up again.
 fingerprint() {
-    { cat "${LOCKS[@]}" setup.py tools/setup_env.sh; pwd; } | sha256sum | cut -d' ' -f1
+    { cat "${LOCKS[@]}" requirements/bench.lock setup.py tools/setup_env.sh; pwd; } | sha256sum | cut -d' ' -f1
 }
 
 step() {
@@ -150,6 +150,15 @@ install_engine() {
     pip_install --no-deps --only-binary=:all: --upgrade --target $VENV/$ENGINE "$(grep -E "^$ENGINE==" requirements/dev.lock)"
 }
 
+aside() {
+    install_engine && install_compared
+}
+
+# What the tests compare losses with, likewise aside: transformers behaves otherwise where it finds accelerate.
+install_compared() {
+    pip_install --no-deps --only-binary=:all: --upgrade --target $VENV/compared -r requirements/bench.lock
+}
+
 # Compiled once for this torch, with the headers that came as wheels. Not through pip's cache, which would give what was
 # compiled for another torch. In a git repository, as here, its version would get the repository's commit.
 install_compiled() {
@@ -187,7 +196,7 @@ step 3 "$(cat "${LOCKS[@]}" | grep -c '==') pinned packages" install_locks
 if [ $SET = gpu ]; then
     step 4 "$(pin $COMPILED), compiled where build/wheels does not have it (20 minutes on two cores)" install_compiled
 else
-    step 4 "the Python of $ENGINE, for tests" install_engine
+    step 4 "the Python of $ENGINE and what losses are compared with, for tests" aside
 fi
 step 5 "megatron-collab" pip_install --no-deps --no-build-isolation -e .
 rm -rf $VENV/tmp
