@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+THOUGHT_BEGIN, THOUGHT_END = "<think>", "</think>"
 _THOUGHT = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 
 
@@ -88,7 +89,9 @@ class Turn:
 
     `log_probs[i]` is the natural log-probability of `token_ids[i]` under the sampling distribution (temperature folded
     in); `versions[i]` is the number of the weights that sampled it, which may change in the middle of a turn. `text`
-    is the decoded reply, thoughts included, without its end-of-turn token.
+    is the decoded reply without its end-of-turn token, thoughts included, with a `<think>` that the prompt has opened.
+    `forced` is (start, stop) in `token_ids` of what closed a thought at the end of its budget: these tokens were not
+    sampled, have a log-probability of 0 here, and are not trained.
     """
 
     prompt_ids: tuple[int, ...]
@@ -97,15 +100,16 @@ class Turn:
     versions: tuple[int, ...]
     finish: Finish
     text: str
+    forced: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
         for name in ("log_probs", "versions"):
             if len(getattr(self, name)) != len(self.token_ids):
                 raise ValueError(f"a turn of {len(self.token_ids)} tokens has {len(getattr(self, name))} {name}")
 
-    def fault(self, *, opened: bool = False) -> str | None:
-        """Why the turn cannot be shown to a user, or None. `opened`: the prompt ends with `<think>`."""
-        depth = int(opened)
+    def fault(self) -> str | None:
+        """Why the turn cannot be shown to a user, or None."""
+        depth = 0
         for mark in re.findall(r"</?think>", self.text):
             depth += 1 if mark == "<think>" else -1
             if depth not in (0, 1):
@@ -130,7 +134,8 @@ class Ending(StrEnum):
 class Conversation:
     """Messages, the policy's turns among them, and the token stream they were sampled from.
 
-    Append-only: `token_ids` is every token so far, sampled ones as they were sampled. Nothing is ever re-rendered.
+    `token_ids` is what the policy sees: every token so far, sampled ones as they were sampled; with
+    rollout.strip_thoughts without the thoughts of earlier turns. No sampled token is ever rendered again.
 
     `messages` is what the others see: no thoughts. An assistant message that a tool message follows is a call of
     tools and no reply. `turn_rewards[i]` is what users and tools gave for `turns[i]`.
@@ -165,7 +170,11 @@ class Conversation:
 
     def add_messages(self, messages: Sequence[Message], token_ids: tuple[int, ...]) -> Conversation:
         """Append what a user or tools say; `token_ids` closes the last turn, renders them and opens the next turn."""
-        return replace(self, messages=(*self.messages, *messages), token_ids=self.token_ids + token_ids)
+        return self.begin_anew(messages, self.token_ids + token_ids)
+
+    def begin_anew(self, messages: Sequence[Message], token_ids: tuple[int, ...]) -> Conversation:
+        """Append what a user or tools say; `token_ids` is all that the next turn sees."""
+        return replace(self, messages=(*self.messages, *messages), token_ids=token_ids)
 
     def add_reward(self, value: float, turn: int = -1) -> Conversation:
         """Add what a user or a tool gave for a turn, by its number in `turns`; negative ones count from the last."""
@@ -252,11 +261,13 @@ class Credit:
 
 @dataclass(frozen=True)
 class Sample:
-    """One sequence of S tokens for the loss; arrays are [S].
+    """The trained turns of a conversation for the loss, with all that they saw: S tokens; arrays are [S].
 
     `token_ids` int64; `loss_mask` float32, 1 where the token is trained; `log_probs` float32, the engine's (0 where not
     trained); `credits`: none in sft; `version`: of the oldest weights which sampled a trained token (0 in sft);
-    `later`: of turns after the trained one.
+    `later`: of turns after the trained one; `cuts`: where a further token sequence begins, in order, since later turns
+    have not seen the thoughts of earlier ones. Sequences are apart in the model and together in all else: as one
+    sample they are compared, averaged and drawn to a mini-batch.
     """
 
     token_ids: np.ndarray
@@ -265,6 +276,7 @@ class Sample:
     credits: tuple[Credit, ...] = ()
     version: int = 0
     later: bool = False
+    cuts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

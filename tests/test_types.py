@@ -75,21 +75,18 @@ def test_thoughts_are_hidden(text: str, shown: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "opened", "why"),
+    ("text", "why"),
     [
-        ("said", False, None),
-        ("<think>x</think>said", False, None),
-        ("x</think>said", True, None),
-        ("", False, "an empty reply"),
-        (" \n", False, "an empty reply"),
-        ("<think>x</think> ", False, "an empty reply"),
-        ("<think>x", False, "<think> without </think>"),
-        ("said", True, "<think> without </think>"),
-        ("x</think>said", False, "</think> without <think>"),
-        ("<think>a</think></think>b", False, "</think> without <think>"),
-        ("<think>a<think>b</think></think>c", False, "nested <think>"),
-        ("<think>a</think>b", True, "nested <think>"),
+        ("said", None),
+        ("<think>x</think>said", None),
+        ("", "an empty reply"),
+        (" \n", "an empty reply"),
+        ("<think>x</think> ", "an empty reply"),
+        ("<think>x", "<think> without </think>"),
+        ("x</think>said", "</think> without <think>"),
+        ("<think>a</think></think>b", "</think> without <think>"),
+        ("<think>a<think>b</think></think>c", "nested <think>"),
     ],
 )
-def test_what_no_user_should_see_is_named(text: str, opened: bool, why: str | None) -> None:
-    assert Turn((), (), (), (), Finish.STOP, text).fault(opened=opened) == why
+def test_what_no_user_should_see_is_named(text: str, why: str | None) -> None:
+    assert Turn((), (), (), (), Finish.STOP, text).fault() == why

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 
 from megatron_collab.algo.advantages import GROUPED, decoupled
 from megatron_collab.config import Config, RewardConfig
 from megatron_collab.reward.multiturn import reward_function
-from megatron_collab.types import Conversation, Credit, Group, Missing, Reward, Rollout, Sample, Turn
+from megatron_collab.types import Credit, Group, Missing, Reward, Rollout, Sample, Turn
 
 _WHOLE, _MALFORMED = "<reward>", "<malformed>"  # parts of rewards, beside those of metrics
 
@@ -30,7 +30,7 @@ def samples_of(group: Group, config: Config, number: int) -> list[Sample]:
         rollouts = _decoupled(rollouts, config.reward)
     name = f"{number}/{group.task.id}"
     if config.reward.mode != "single_turn" and config.rollout.futures == 0:
-        samples = [sample(rollout.start, whole(rollout, config.reward, name)) for rollout in rollouts]
+        samples = [whole(rollout, config.reward, name) for rollout in rollouts]
     else:
         samples = _with_futures(rollouts, config, name)
     return [without_overlong(one, config) for one in samples] if config.algo.overlong else samples
@@ -55,8 +55,8 @@ def fresh(samples: Sequence[Sample], oldest: int, config: Config) -> list[Sample
             return kept
 
 
-def whole(rollout: Rollout, reward: RewardConfig, name: str) -> list[Credit]:
-    """The credits of a whole conversation, compared with all others of this `name`.
+def whole(rollout: Rollout, reward: RewardConfig, name: str) -> Sample:
+    """A whole conversation with its credits, compared with all others of this `name`.
 
     The turns' own rewards r_t come from users and tools, and the conversation's reward R at its end. `last` gives
     sum_t r_t + R to the last turn alone, `equal` to all turns together, so that conversations are compared (GRPO as
@@ -68,9 +68,10 @@ def whole(rollout: Rollout, reward: RewardConfig, name: str) -> list[Credit]:
     turns, rewards = conversation.turns, [*conversation.turn_rewards[:-1], conversation.turn_rewards[-1] + value]
     if reward.turn_credit != "reward_to_go":
         credited = turns if reward.turn_credit == "equal" else turns[-1:]
-        return [Credit(_spans(credited), sum(rewards), name, name)]
+        return sample(credited, [Credit(_spans(credited), sum(rewards), name, name)])
     returns = [*accumulate(reversed(rewards), lambda following, own: own + reward.turn_gamma * following)][::-1]
-    return [Credit(_spans([turn]), worth, name, name) for turn, worth in zip(turns, returns, strict=True)]
+    pairs = zip(_spans(turns), returns, strict=True)
+    return sample(turns, [Credit((span,), worth, name, name) for span, worth in pairs])
 
 
 def without_overlong(sample: Sample, config: Config) -> Sample:
@@ -80,7 +81,7 @@ def without_overlong(sample: Sample, config: Config) -> Sample:
     0 up to L - c, then (n - (L - c)) / c, which is 1 at L (soft overlong punishment of DAPO, arXiv:2503.14476,
     equation 13). The credit alone loses it, not the reward that is recorded.
     """
-    limit = (config.rollout.future if sample.later else config.rollout.turn).max_new_tokens
+    limit = (config.rollout.future if sample.later else config.rollout.turn).longest
     cost = config.algo.overlong * limit
 
     def lowered(credit: Credit) -> Credit:
@@ -90,22 +91,22 @@ def without_overlong(sample: Sample, config: Config) -> Sample:
     return replace(sample, credits=tuple(map(lowered, sample.credits)))
 
 
-def sample(conversation: Conversation, credits: Sequence[Credit], *, later: bool = False) -> Sample:
-    """The sequence up to the policy's last turn; the policy's tokens in the spans of `credits` are trained.
+def sample(turns: Sequence[Turn], credits: Sequence[Credit], *, later: bool = False) -> Sample:
+    """Trained turns of a conversation, each after the prompt that it saw, with the `credits` of their `_spans`.
 
-    `later`: they are of turns after the trained one.
+    A turn whose prompt goes on from the turn before is in the same token sequence; the others begin sequences of their
+    own (rollout.strip_thoughts). `later`: they are turns after the trained one.
     """
-    last = conversation.turns[-1]
-    token_ids = np.array(last.prompt_ids + last.token_ids, np.int64)
+    streams = _streams(turns)
+    token_ids = np.concatenate([np.array(stream, np.int64) for stream in streams])
     mask: np.ndarray = np.zeros(len(token_ids), np.float32)
     log_probs = np.zeros_like(mask)
-    trained = {span for credit in credits for span in credit.spans}
-    turns = [turn for turn in conversation.turns if _span(turn) in trained]
-    for turn in turns:
-        span = slice(*_span(turn))
-        mask[span], log_probs[span] = 1.0, turn.log_probs
+    for turn, (start, stop) in zip(turns, _spans(turns), strict=True):
+        mask[start:stop], log_probs[start:stop] = 1.0, turn.log_probs
+        mask[start + turn.forced[0] : start + turn.forced[1]] = 0.0
     oldest = min((version for turn in turns for version in turn.versions), default=0)
-    return Sample(token_ids, mask, log_probs, tuple(credits), oldest, later)
+    cuts = tuple(accumulate(len(stream) for stream in streams))[:-1]
+    return Sample(token_ids, mask, log_probs, tuple(credits), oldest, later, cuts)
 
 
 def _decoupled(rollouts: Sequence[Rollout], reward: RewardConfig) -> list[Rollout]:
@@ -154,10 +155,10 @@ def _with_futures(rollouts: Sequence[Rollout], config: Config, name: str) -> lis
                 own = conversation.turns[len(turns) :] if len(known) >= _fewest(config) else ()
                 credit = Credit(_spans(own), value, f"{name}/later/{number}", f"{name}/later")
                 if own:
-                    later.append(sample(conversation, [credit], later=True))
+                    later.append(sample(own, [credit], later=True))
                 else:
                     credits.append(credit)
-        first.append(sample(rollout.start, credits))
+        first.append(sample(turns, credits))
     return first + later
 
 
@@ -166,9 +167,25 @@ def _fewest(config: Config) -> int:
     return 2 if config.algo.advantage in GROUPED else 1
 
 
-def _span(turn: Turn) -> tuple[int, int]:
-    return len(turn.prompt_ids), len(turn.prompt_ids) + len(turn.token_ids)
-
-
 def _spans(turns: Sequence[Turn]) -> tuple[tuple[int, int], ...]:
-    return tuple(_span(turn) for turn in turns)
+    """Where each turn's tokens stand in the sample of these turns."""
+    spans, begin = list[tuple[int, int]](), 0
+    for before, turn in pairwise([None, *turns]):
+        assert turn is not None
+        if before is not None and not _goes_on(before, turn):
+            begin += len(before.prompt_ids) + len(before.token_ids)
+        start = begin + len(turn.prompt_ids)
+        spans.append((start, start + len(turn.token_ids)))
+    return tuple(spans)
+
+
+def _streams(turns: Sequence[Turn]) -> list[tuple[int, ...]]:
+    """The token sequences of the sample: each up to the last of the turns that go on from one another."""
+    ends = [turn for turn, after in pairwise([*turns, None]) if turn and not (after and _goes_on(turn, after))]
+    return [turn.prompt_ids + turn.token_ids for turn in ends]
+
+
+def _goes_on(before: Turn, turn: Turn) -> bool:
+    """Whether the prompt of `turn` begins with all of `before`."""
+    seen = before.prompt_ids + before.token_ids
+    return turn.prompt_ids[: len(seen)] == seen

@@ -202,10 +202,23 @@ class ServedConfig:
 
 @dataclass
 class SamplingConfig:
-    max_new_tokens: int = option(2048, "token budget of one turn", ge=1)
+    max_new_tokens: int = option(
+        2048, "token budget of one turn; with thinking_budget, of what follows the thought", ge=1
+    )
+    thinking_budget: int | None = option(
+        None, "token budget of a thought, which is closed there; null: it is a part of max_new_tokens", ge=1
+    )
+    enable_thinking: bool | None = option(
+        None, "enable_thinking of the chat template in these turns; null: as in model.chat_template_args"
+    )
     temperature: float = option(1.0, "sampling temperature, in training and evaluation", gt=0, le=10)
     top_p: float = option(1.0, "probability mass that is sampled from; below 1 samples are off-policy", gt=0, le=1)
     top_k: int = option(-1, "tokens that are sampled from; -1: all", ge=-1)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest turn that may be sampled, thought and reply."""
+        return (self.thinking_budget or 0) + self.max_new_tokens
 
 
 @dataclass
@@ -225,6 +238,7 @@ class RolloutConfig:
     context_length: int = option(
         8192, "longest token stream of a conversation, reply included; longer data is left out", ge=2
     )
+    strip_thoughts: bool = option(False, "later turns see the replies of earlier ones without their thoughts")
     deadline: float = mutable(900.0, "seconds one future may take; then it ends without a score", gt=0)
     system_prompt: str | None = option(None, "FILE.j2: put in front of tasks and SFT conversations that have none")
     tools: list[str] = option([], "tools of the policy: calculator, package.module:Class or package.module:function")

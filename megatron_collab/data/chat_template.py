@@ -7,14 +7,15 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import dropwhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
-from megatron_collab.config import Config, nearest, read_prompt, require
+from megatron_collab.config import Config, RolloutConfig, nearest, read_prompt, require
 from megatron_collab.runtime import hub
-from megatron_collab.types import Message
+from megatron_collab.types import THOUGHT_BEGIN, THOUGHT_END, Message, Turn, visible
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -27,9 +28,10 @@ _MARKER = "SAMPLED7REPLY"
 class ChatRenderer:
     """Prompts, and what joins the turns of a conversation, from the chat template of `model_path`.
 
-    `end_id` is the template's end-of-turn token, the one that follows the assistant's content. `opens_thought`:
-    the template opens the policy's turn with `<think>`. `tools` are schemas that the prompt tells the policy of,
-    `arguments` are the template's own, and `system` stands in front of conversations without a system message.
+    `end_id` is the template's end-of-turn token, the one that follows the assistant's content. `tools` are schemas
+    that the prompt tells the policy of, `arguments` are the template's own, and `system` stands in front of
+    conversations without a system message. `thinking` of a method: the template's enable_thinking, None as in
+    `arguments`. `thought_end` is the token `</think>`, None where that is no single token.
 
     Raises ValueError, naming `setting`, where there is no tokenizer.json, and for a template that changes or drops
     assistant messages, or ends them with something else than one special token: nothing can be appended to these.
@@ -51,17 +53,18 @@ class ChatRenderer:
         self.tokenizer = load_tokenizer(model_path, setting)
         if not self.tokenizer.chat_template:
             raise ValueError(f"{setting}={model_path}: its tokenizer has no chat template; give a chat model")
-        self._check_arguments(str(self.tokenizer.chat_template))
+        self._check_arguments()
         try:
             end = self._tail([Message("user", "x")])[:1]
-            opening = self._render([Message("user", "x")])
             self._refuse_silence()
         except TemplateError as error:
             raise self._unfit(f"fails ({error})") from error
         if not end or end[0] not in self.tokenizer.added_tokens_decoder:
             raise self._unfit("does not end an assistant message with a special token")
         self.end_id: int = end[0]
-        self.opens_thought = opening.rstrip().endswith("<think>")
+        marks = self.tokens(THOUGHT_END)
+        single = len(marks) == 1 and marks[0] != self.tokenizer.unk_token_id
+        self.thought_end: int | None = marks[0] if single else None
         if system:
             self._check_system()
 
@@ -72,9 +75,13 @@ class ChatRenderer:
         made._refuse_silence()
         return made
 
-    def first(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def first(self, messages: Sequence[Message], thinking: bool | None = None) -> tuple[int, ...]:
         """The prompt: all messages, `system` before them unless they have their own, and what opens the next turn."""
-        return self._tokenize(self._render(self._with_system(messages)))
+        return self.tokens(self._render(self._with_system(messages), thinking))
+
+    def opens_thought(self, prompt: Sequence[int]) -> bool:
+        """Whether the prompt ends with the `<think>` of the next turn."""
+        return self.tokenizer.decode(prompt[-16:]).rstrip().endswith(THOUGHT_BEGIN)
 
     def at_most(self, messages: Sequence[Message]) -> int:
         """A bound on the tokens of `messages`, without making them: bytes, the template's included."""
@@ -86,7 +93,11 @@ class ChatRenderer:
 
     def reply(self, text: str) -> tuple[int, ...]:
         """A written assistant message with its end-of-turn token, for supervised training."""
-        return (*self._tokenize(text), self.end_id)
+        return (*self.tokens(text), self.end_id)
+
+    def tokens(self, text: str) -> tuple[int, ...]:
+        """`text` as it stands: nothing is put around it."""
+        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def call(self, message: Message) -> tuple[int, ...]:
         """A written assistant message with calls of tools, as `reply`; the template writes the calls.
@@ -108,22 +119,82 @@ class ChatRenderer:
             raise self._unfit("drops the content of a message with tool_calls, or changes how it begins")
         return self.reply(message.content + calls.removeprefix(content))
 
-    def next(self, messages: Sequence[Message], turn: Sequence[int]) -> tuple[int, ...]:
+    def next(self, messages: Sequence[Message], turn: Sequence[int], thinking: bool | None = None) -> tuple[int, ...]:
         """What follows the tokens `turn`: its end-of-turn token where it lacks one, `messages`, the next opening."""
-        between = self._tail(messages)[1:]
+        between = self._tail(messages, thinking)[1:]
         return between if tuple(turn[-1:]) == (self.end_id,) else (self.end_id, *between)
 
-    def _tail(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def again(
+        self, messages: Sequence[Message], turns: Sequence[Turn], thinking: bool | None = None
+    ) -> tuple[int, ...]:
+        """The prompt after `messages` as `first`, in which the last assistant messages are `turns` without thoughts.
+
+        The template writes all but what these turns say, for which their own tokens are put in.
+        """
+        marker = _MARKER
+        while any(marker in message.content for message in messages):
+            marker += "7"
+        mine = [at for at, message in enumerate(messages) if message.role == "assistant"][-len(turns) :]
+        marked = [Message("assistant", marker) if at in mine else message for at, message in enumerate(messages)]
+        pieces = self._render(self._with_system(marked), thinking).split(marker)
+        if len(pieces) != len(turns) + 1:
+            raise self._unfit("drops or changes assistant messages")
+        said = [
+            token
+            for turn, piece in zip(turns, pieces[1:], strict=True)
+            for token in (*self._said(turn), *self.tokens(piece))
+        ]
+        return (*self.tokens(pieces[0]), *said)
+
+    def check_thinking(self, rollout: RolloutConfig) -> None:
+        """ConfigError where the template or the tokenizer cannot do what `rollout` says of thoughts."""
+        for name, sampling in (("turn", rollout.turn), ("future", rollout.future)):
+            if sampling.enable_thinking is not None:
+                self._check_used("enable_thinking", f"rollout.{name}.enable_thinking")
+            message = (
+                f"the tokenizer of {self.model_path} has no token {THOUGHT_END}, by which a thought is known to end"
+            )
+            budget = sampling.thinking_budget
+            said = f"rollout.{name}.thinking_budget={budget}: {message}; remove it"
+            require(budget is None or self.thought_end is not None, said)
+        if rollout.strip_thoughts:
+            asked = [Message("user", "x")]
+            alone = self._render(asked, add_generation_prompt=False).count(THOUGHT_BEGIN)
+            before = self._render([*asked, Message("assistant", _MARKER), *asked]).partition(_MARKER)[0]
+            out = "set it to false"
+            if "preserve_thinking" in str(self.tokenizer.chat_template):
+                out += ", or model.chat_template_args.preserve_thinking=false"
+            message = f"the chat template of {self.model_path} keeps the thoughts of earlier turns"
+            require(before.count(THOUGHT_BEGIN) == alone, f"rollout.strip_thoughts=true: {message}; {out}")
+
+    def _said(self, turn: Turn) -> tuple[int, ...]:
+        """The tokens of a turn without its thought and its end.
+
+        Those that were sampled, where the thought ends between two of them; else those of the text, which nothing
+        trains here.
+        """
+        tokens = turn.token_ids[:-1] if turn.token_ids[-1:] == (self.end_id,) else turn.token_ids
+        text = visible(turn.text)
+        if text == turn.text:
+            return tokens
+        if self.thought_end not in tokens:
+            return self.tokens(text)
+        start = len(tokens) - tokens[::-1].index(self.thought_end)
+        said = list(dropwhile(lambda token: self.tokenizer.decode(token).isspace(), tokens[start:]))
+        return tuple(said) if not self.tokenizer.decode(said[:1])[:1].isspace() else self.tokens(text)
+
+    def _tail(self, messages: Sequence[Message], thinking: bool | None = None) -> tuple[int, ...]:
         """All tokens after the content of an assistant message that `messages` follow."""
-        rendered = self._render([Message("user", "x"), Message("assistant", _MARKER), *messages])
+        rendered = self._render([Message("user", "x"), Message("assistant", _MARKER), *messages], thinking)
         _, marker, tail = rendered.partition(_MARKER)
         if not marker:
             raise self._unfit("drops or changes assistant messages")
-        return self._tokenize(tail)
+        return self.tokens(tail)
 
-    def _render(self, messages: Sequence[Message], **other: Any) -> str:
+    def _render(self, messages: Sequence[Message], thinking: bool | None = None, **other: Any) -> str:
         rows = [message.as_dict() for message in messages]
-        options = {**self.arguments, "tools": self.tools or None, "add_generation_prompt": True, **other}
+        given = {**self.arguments, **({} if thinking is None else {"enable_thinking": thinking})}
+        options = {**given, "tools": self.tools or None, "add_generation_prompt": True, **other}
         return _applied(self.tokenizer, rows, **options)
 
     def _with_system(self, messages: Sequence[Message]) -> Sequence[Message]:
@@ -138,17 +209,17 @@ class ChatRenderer:
         if not shown:
             raise self._unfit("does not show the policy rollout.system_prompt")
 
-    def _check_arguments(self, template: str) -> None:
-        """An argument that the template does not use would change nothing."""
-        used = sorted(set(re.findall(r"\b[a-z]\w+", template)))
+    def _check_arguments(self) -> None:
         for name in self.arguments:
             said = f"model.chat_template_args.{name}"
             require(name not in _OURS, f"{said}: is set by each run itself; remove it")
-            message = f"{said}: the chat template of {self.model_path} does not use it{nearest(name, used)}"
-            require(name in used, f"{message}; remove it")
+            self._check_used(name, said)
 
-    def _tokenize(self, text: str) -> tuple[int, ...]:
-        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+    def _check_used(self, name: str, setting: str) -> None:
+        """An argument that the template does not use would change nothing."""
+        used = sorted(set(re.findall(r"\b[a-z]\w+", str(self.tokenizer.chat_template))))
+        message = f"{setting}: the chat template of {self.model_path} does not use it{nearest(name, used)}"
+        require(name in used, f"{message}; remove it")
 
     def _refuse_silence(self) -> None:
         asked = [Message("user", "x")]
@@ -207,8 +278,11 @@ def _applied(tokenizer: PreTrainedTokenizerFast, rows: Sequence[Mapping[str, Any
 
 
 def policys(config: Config, tools: Sequence[Mapping[str, Any]] = ()) -> ChatRenderer:
-    """The renderer of the run's policy, the same in rollouts and in supervised training."""
-    return ChatRenderer(config.model.path, tools, config.model.chat_template_args, system_prompt(config))
+    """The renderer of the run's policy, the same in rollouts and in supervised training. Raises ConfigError."""
+    renderer = ChatRenderer(config.model.path, tools, config.model.chat_template_args, system_prompt(config))
+    if config.train.stage == "rl":
+        renderer.check_thinking(config.rollout)
+    return renderer
 
 
 def system_prompt(config: Config) -> str:

@@ -32,8 +32,12 @@ class Assistant(Protocol):
         sampling: SamplingConfig,
         seed: int,
         affinity: str,
+        stop: int | None = None,
     ) -> Turn:
-        """The next turn after `prompt_ids`, which say the same as `messages`. Raises EngineError."""
+        """The next turn after `prompt_ids`, which say the same as `messages`, at most to the token `stop`.
+
+        Raises EngineError.
+        """
 
     async def tool_calls(self, text: str, schemas: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
         """The calls in `text`. Raises EngineError."""
@@ -46,11 +50,21 @@ class Assistant(Protocol):
 class Renderer(Protocol):
     """Prompts as token ids; data/chat_template.py's ChatRenderer is one."""
 
-    opens_thought: bool
+    thought_end: int | None
 
-    def first(self, messages: Sequence[Message]) -> tuple[int, ...]: ...
+    def first(self, messages: Sequence[Message], thinking: bool | None = None) -> tuple[int, ...]: ...
 
-    def next(self, messages: Sequence[Message], turn: Sequence[int]) -> tuple[int, ...]: ...
+    def next(
+        self, messages: Sequence[Message], turn: Sequence[int], thinking: bool | None = None
+    ) -> tuple[int, ...]: ...
+
+    def again(
+        self, messages: Sequence[Message], turns: Sequence[Turn], thinking: bool | None = None
+    ) -> tuple[int, ...]: ...
+
+    def opens_thought(self, prompt: Sequence[int]) -> bool: ...
+
+    def tokens(self, text: str) -> tuple[int, ...]: ...
 
 
 class LlmAssistant:
@@ -60,16 +74,27 @@ class LlmAssistant:
     none. The endpoint itself refuses conversations that are too long for it.
     """
 
-    opens_thought = False
+    thought_end: int | None = None
 
     def __init__(self, endpoint: EndpointConfig, client: LlmClient, system: str = "") -> None:
         """`system`: stands in front of conversations without a system message."""
         self.endpoint, self.client, self.system = endpoint, client, system
 
-    def first(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def first(self, messages: Sequence[Message], thinking: bool | None = None) -> tuple[int, ...]:
         return ()
 
-    def next(self, messages: Sequence[Message], turn: Sequence[int]) -> tuple[int, ...]:
+    def next(self, messages: Sequence[Message], turn: Sequence[int], thinking: bool | None = None) -> tuple[int, ...]:
+        return ()
+
+    def again(
+        self, messages: Sequence[Message], turns: Sequence[Turn], thinking: bool | None = None
+    ) -> tuple[int, ...]:
+        return ()
+
+    def opens_thought(self, prompt: Sequence[int]) -> bool:
+        return False
+
+    def tokens(self, text: str) -> tuple[int, ...]:
         return ()
 
     async def generate(
@@ -81,6 +106,7 @@ class LlmAssistant:
         sampling: SamplingConfig,
         seed: int,
         affinity: str,
+        stop: int | None = None,
     ) -> Turn:
         """As Assistant says; the seed is sent to the run's own servers alone, since few endpoints know one."""
         endpoint = with_token_budget(self.endpoint, max_new_tokens)

@@ -45,15 +45,24 @@ class SGLangClient:
     def __init__(self, url: str, api_key: str, config: RolloutConfig) -> None:
         self.url = url
         self.timeout, self.tool_parser = config.turn_timeout, config.tool_parser
+        # Marks of calls may be special tokens, as Mistral's [TOOL_CALLS], which parsers look for in the text.
+        self.calls = bool(config.tools or config.mcp_servers)
         self.counters: Counter[str] = Counter()
         self._headers = {"Authorization": f"Bearer {api_key}"}
         self._reading: dict[tuple[int, ...], asyncio.Event] = {}  # by prompt: set once it is prefilled
 
     async def generate(
-        self, prompt_ids: tuple[int, ...], *, max_new_tokens: int, sampling: SamplingConfig, seed: int
+        self,
+        prompt_ids: tuple[int, ...],
+        *,
+        max_new_tokens: int,
+        sampling: SamplingConfig,
+        seed: int,
+        stop: int | None = None,
     ) -> Turn:
         """Sample one turn of at most `max_new_tokens`; log-probs are of the distribution at the temperature.
 
+        It ends with an end-of-turn token or with the token `stop`; neither is in its text.
         Of several concurrent requests with the same prompt one is sent first; the others wait for its prefill.
         `seed` (64 bits, signed) decides the sample where the server is deterministic. Raises EngineError when the
         server rejects the request or does not answer in time, ServerGone when it is unreachable at every attempt.
@@ -68,6 +77,8 @@ class SGLangClient:
                 "top_p": sampling.top_p,
                 "top_k": sampling.top_k,
                 "sampling_seed": seed,
+                "stop_token_ids": [] if stop is None else [stop],
+                "skip_special_tokens": not self.calls,
                 "stream_interval": max_new_tokens,  # one event for the first token, one for the whole turn
             },
         }

@@ -46,6 +46,7 @@ class Router:
         sampling: SamplingConfig,
         seed: int,
         affinity: str,
+        stop: int | None = None,
         messages: Sequence[Message] = (),
     ) -> Turn:
         """See SGLangClient.generate; all turns of an `affinity` are sampled by one server while it is reachable.
@@ -56,7 +57,9 @@ class Router:
         """
 
         async def sample(client: SGLangClient) -> Turn:
-            turn = await client.generate(prompt_ids, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)
+            turn = await client.generate(
+                prompt_ids, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, stop=stop
+            )
             if UNPUBLISHED in turn.versions and not self.unpublished:
                 raise ServerGone(f"{client.url}: has not received the run's weights")
             return turn

@@ -22,7 +22,13 @@ _TAKEN = (
     *("model.chat_template_args", "model.dtype", "user", "users", "servers"),
     *("rollout.max_user_turns", "rollout.max_assistant_turns", "rollout.turn", "rollout.future"),
     *("rollout.context_length", "rollout.deadline", "rollout.system_prompt", "rollout.tools", "rollout.tool_options"),
-    *("rollout.mcp_servers", "rollout.tool_timeout", "rollout.tool_parser", "rollout.max_tool_calls"),
+    *(
+        "rollout.strip_thoughts",
+        "rollout.mcp_servers",
+        "rollout.tool_timeout",
+        "rollout.tool_parser",
+        "rollout.max_tool_calls",
+    ),
     *("reward.mode", "reward.mode_options", "reward.weights", "reward.metrics", "reward.clamp", "reward.judge"),
     *("data.eval", "data.format", "data.format_options", "train.eval_tasks"),
 )

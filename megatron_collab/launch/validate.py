@@ -202,6 +202,12 @@ def _check_rollouts(config: Config) -> None:
         require(sampling.top_k != 0, f"{setting}.top_k=0: samples from no token; set -1 for all, or 1 or more")
         message = f"<{setting}.max_new_tokens>: leaves no room for a prompt in <rollout.context_length>; lower it"
         check(sampling.max_new_tokens < rollout.context_length, message)
+        message = f"<{setting}.thinking_budget>: with {setting}.max_new_tokens leaves no room for a prompt in"
+        check(sampling.longest < rollout.context_length, f"{message} <rollout.context_length>; lower it")
+        thinks = sampling.enable_thinking
+        thinks = config.model.chat_template_args.get("enable_thinking", True) if thinks is None else thinks
+        message = f"<{setting}.thinking_budget>: enable_thinking=false leaves no thoughts in these turns; remove one"
+        check(sampling.thinking_budget is None or thinks, message)
 
 
 def _check_algo(config: Config) -> None:

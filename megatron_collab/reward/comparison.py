@@ -130,5 +130,4 @@ def _replies(conversation: Conversation) -> list[Turn]:
 
 
 def _malformed(turn: Turn) -> bool:
-    """The prompt may have opened a thought, which a transcript does not say."""
-    return turn.finish is Finish.LENGTH or (turn.fault() is not None and turn.fault(opened=True) is not None)
+    return turn.finish is Finish.LENGTH or turn.fault() is not None

@@ -10,12 +10,14 @@ import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from megatron_collab.config import Config, SamplingConfig
 from megatron_collab.inference.assistant import Assistant, Renderer
 from megatron_collab.inference.client import EngineError
 from megatron_collab.reward.multiturn import malformed_last, reward_function
 from megatron_collab.reward.workers import RewardClient
+from megatron_collab.rollout import thinking
 from megatron_collab.rollout.tools import ToolFailure
 from megatron_collab.rollout.tools.toolbox import ConversationTools, Toolbox
 from megatron_collab.rollout.users import FINISH_SECONDS, User, UserError, UserReply, Users, failing
@@ -108,7 +110,8 @@ class Player:
         `tools`: those of the conversation; the policy calls none without them.
         """
         try:
-            conversation = Conversation(task.messages, self.renderer.first(task.messages))
+            prompt = self.renderer.first(task.messages, self.rollout.turn.enable_thinking)
+            conversation = Conversation(task.messages, prompt)
         except Exception as error:  # of the chat template, which may refuse these messages alone
             why = f"the chat template refuses the task's messages: {type(error).__name__}: {error}"
             return Conversation(task.messages, ()).end(Ending.ERROR, why)
@@ -138,7 +141,7 @@ class Player:
                 for _ in range(min(self.rollout.max_user_turns, self.rollout.max_assistant_turns - 1)):
                     if not conversation.ending:
                         with failing(task, self.users):
-                            conversation = self._heard(conversation, await user.reply(conversation))
+                            conversation = self._heard(conversation, await user.reply(conversation), sampling)
                     if not conversation.ending:
                         conversation = await self._turn(conversation, place, sampling, tools)
                     if strict:
@@ -154,12 +157,12 @@ class Player:
         self.users.ended(task, conversation)
         return conversation
 
-    def _heard(self, conversation: Conversation, reply: UserReply) -> Conversation:
+    def _heard(self, conversation: Conversation, reply: UserReply, sampling: SamplingConfig) -> Conversation:
         """The conversation with what the user says, and the rewards for the turns."""
         conversation = credited(conversation.add_reward(reply.reward), reply.credits)
         if reply.done:  # the policy's last turn is the end of the token stream
             return conversation.add_messages([reply.message], ()).end(Ending.USER_DONE)
-        return self._append(conversation, [reply.message])
+        return self._append(conversation, [reply.message], sampling)
 
     async def _finished(self, conversation: Conversation, task: Task, user: User, deadline: float) -> Conversation:
         """The conversation with the user's last rewards; where it gives none, it ends with an error, if not before."""
@@ -179,7 +182,7 @@ class Player:
         if not conversation.turns or conversation.ending in (Ending.ERROR, Ending.DEADLINE, Ending.USER_DONE):
             return conversation
         turn = conversation.turns[-1]
-        fault = turn.fault(opened=self.renderer.opens_thought)
+        fault = turn.fault()
         if turn.finish is Finish.LENGTH:
             fault = "cut by its token budget"
         return conversation.end(Ending.MALFORMED, fault) if fault else conversation
@@ -198,12 +201,12 @@ class Player:
                 return conversation
             assert tools
             try:
-                answers, reward = await tools.answer(conversation.turns[-1].text)
+                answers, reward = await tools.answer(conversation.messages[-1].content)  # not what it only thought of
             except (EngineError, ToolFailure) as error:  # it is the engine that reads the calls
                 return conversation.end(Ending.ERROR, str(error))
             if not answers:
                 return conversation
-            heard = self._append(conversation.add_reward(reward), answers)
+            heard = self._append(conversation.add_reward(reward), answers, sampling)
             if heard.ending:  # no room for the answers: the conversation ends with the call
                 return conversation.end(heard.ending)
             conversation = heard
@@ -216,15 +219,15 @@ class Player:
         if room < 1:
             why = f"the task's messages alone fill rollout.context_length={self.rollout.context_length}"
             return conversation.end(Ending.ERROR, why)
+        ask = partial(
+            self.policy.generate,
+            messages=conversation.messages,
+            sampling=sampling,
+            seed=seed_of(self.config.run.seed, place, len(conversation.turns)),
+            affinity=place.stream,
+        )
         try:
-            turn = await self.policy.generate(
-                conversation.token_ids,
-                messages=conversation.messages,
-                max_new_tokens=min(sampling.max_new_tokens, room),
-                sampling=sampling,
-                seed=seed_of(self.config.run.seed, place, len(conversation.turns)),
-                affinity=place.stream,
-            )
+            turn = await thinking.sampled(ask, self.renderer, conversation.token_ids, sampling, room)
         except EngineError as error:
             return conversation.end(Ending.ERROR, str(error))
         if turn.finish is Finish.ABORT:
@@ -233,12 +236,21 @@ class Player:
         full = turn.finish is Finish.LENGTH and len(turn.token_ids) == room
         return conversation.end(Ending.LENGTH) if full else conversation
 
-    def _append(self, conversation: Conversation, messages: Sequence[Message]) -> Conversation:
-        """Append messages of users or tools; the conversation ends where there is no room for a reply."""
-        token_ids = self.renderer.next(messages, conversation.turns[-1].token_ids)
-        if len(conversation.token_ids) + len(token_ids) >= self.rollout.context_length:
+    def _append(
+        self, conversation: Conversation, messages: Sequence[Message], sampling: SamplingConfig
+    ) -> Conversation:
+        """Append messages of users or tools; the conversation ends where there is no room for a reply.
+
+        A user's message begins a turn, which may see earlier ones without their thoughts; a tool's answer does not.
+        """
+        turns, thinks = conversation.turns, sampling.enable_thinking
+        if self.rollout.strip_thoughts and messages[-1].role == "user":
+            prompt = self.renderer.again([*conversation.messages, *messages], turns, thinks)
+        else:
+            prompt = conversation.token_ids + self.renderer.next(messages, turns[-1].token_ids, thinks)
+        if len(prompt) >= self.rollout.context_length:
             return conversation.add_messages(messages, ()).end(Ending.LENGTH)
-        return conversation.add_messages(messages, token_ids)
+        return conversation.begin_anew(messages, prompt)
 
     def _late(self, conversation: Conversation) -> Conversation:
         return conversation.end(Ending.DEADLINE, f"not ended after rollout.deadline={self.rollout.deadline:g} s")

@@ -31,7 +31,7 @@ from megatron_collab.trainer.losses import Head, Report, apply_head, policy_obje
 from megatron_collab.trainer.megatron import model
 from megatron_collab.trainer.microbatches import Columns, MicroBatch, make_micro_batches
 from megatron_collab.trainer.network import Frozen, Trainable, infer, learning_rate
-from megatron_collab.types import Batch, Scored
+from megatron_collab.types import Batch, Sample, Scored
 
 
 class PolicyTrainer:
@@ -99,7 +99,7 @@ class PolicyTrainer:
         if self.reference is not None:
             reference = self.log_probs(self.reference, batch)
         if self.critic:
-            values = self.critic.values(_columns(batch))
+            values = _joined(self.critic.values(_cut(_columns(batch), batch.samples)), batch.samples)
         return Scored(batch.samples, batch.metrics, old, reference, values)
 
     def update(self, batch: Batch) -> dict[str, float]:
@@ -153,22 +153,25 @@ class PolicyTrainer:
     def log_probs(self, chunks: Sequence[torch.nn.Module], batch: Batch) -> list[np.ndarray]:
         """Log-probs of the trained tokens, 0 elsewhere, float32 [S] for each sample on every rank; collective."""
         head = self._head(chunks)
-        return infer(self.config, chunks, _columns(batch), lambda micro_batch, hidden: head(micro_batch, hidden)[0])
+        columns = _cut(_columns(batch), batch.samples)
+        rows = infer(self.config, chunks, columns, lambda micro_batch, hidden: head(micro_batch, hidden)[0])
+        return _joined(rows, batch.samples)
 
     def _weighted(self, batch: Batch, columns: Columns, rows: range) -> list[MicroBatch]:
         """This rank's micro-batches of the mini-batch `rows`, with the weight of each token in its loss."""
         part = {name: values[rows.start : rows.stop] for name, values in columns.items()}
+        samples = batch.samples[rows.start : rows.stop]
         if self.supervised:
             weights = token_weights(part["loss_mask"], "token")
         else:
             weights = token_weights(
                 part["loss_mask"],
                 self.config.algo.average,
-                longest=self.config.rollout.turn.max_new_tokens,
-                later=[batch.samples[row].later for row in rows],
+                longest=self.config.rollout.turn.longest,
+                later=[sample.later for sample in samples],
                 later_weight=self.config.algo.later_weight,
             )
-        return make_micro_batches(self.config, {**part, "weights": weights}, self.device)
+        return make_micro_batches(self.config, _cut({**part, "weights": weights}, samples), self.device)
 
     def _head(self, chunks: Sequence[torch.nn.Module]) -> Head:
         return partial(apply_head, chunks[-1], self.temperature, self.shape.vocab)
@@ -200,6 +203,20 @@ def _columns(batch: Batch) -> Columns:
     }
     scored = {field.name: getattr(batch, field.name) for field in fields(batch)[len(fields(Batch)) :]}
     return columns | {name: rows for name, rows in scored.items() if rows is not None}
+
+
+def _cut(columns: Columns, samples: Sequence[Sample]) -> Columns:
+    """The columns of these samples by token sequence, of which a sample has one more than `cuts`."""
+    return {
+        name: [piece for row, sample in zip(rows, samples, strict=True) for piece in np.split(row, sample.cuts)]
+        for name, rows in columns.items()
+    }
+
+
+def _joined(rows: Sequence[np.ndarray], samples: Sequence[Sample]) -> list[np.ndarray]:
+    """The rows of token sequences, end to end by sample: the inverse of `_cut`."""
+    left = iter(rows)
+    return [np.concatenate([next(left) for _ in range(1 + len(sample.cuts))]) for sample in samples]
 
 
 def _split(count: int, parts: int) -> list[range]:

@@ -130,8 +130,8 @@ def test_credits_worked_out_by_hand(
     credit: str, gamma: float, expected: dict[tuple[tuple[int, int], ...], float]
 ) -> None:
     reward = RewardConfig(turn_credit=credit, turn_gamma=gamma)
-    found = whole(played(1.0, [1.0, 0.5, 2.0]), reward, "g")
-    assert found == [Credit(spans, value, "g", "g") for spans, value in expected.items()]
+    found = whole(played(1.0, [1.0, 0.5, 2.0]), reward, "g").credits
+    assert list(found) == [Credit(spans, value, "g", "g") for spans, value in expected.items()]
 
 
 def test_equal_credit_compares_conversations() -> None:

@@ -89,6 +89,7 @@ def test_a_turn_is_what_the_engine_says() -> None:
 
     assert ask(handler) == TURN
     sampling = {"max_new_tokens": 9, "temperature": 0.7, "top_p": 0.9, "top_k": 5, "sampling_seed": -3}
+    sampling |= {"stop_token_ids": [], "skip_special_tokens": True}
     body = {"input_ids": [4, 5, 6], "return_logprob": True, "stream": True}
     assert seen == ["Bearer secret", {**body, "sampling_params": {**sampling, "stream_interval": 9}}]
 

@@ -66,7 +66,6 @@ def test_tokens_of_the_policy_are_those_that_the_run_has_recorded() -> None:
         (rollout("so it is", finish=Finish.LENGTH), True),
         (rollout("<think>never ends"), True),
         (rollout("<think>ends</think>so"), False),
-        (rollout("opened in the prompt</think>so"), False),
         (rollout("a reply", ""), False),  # not the trained turn
     ],
 )

@@ -42,14 +42,27 @@ def decode(ids: tuple[int, ...]) -> str:
 class CharacterRenderer:
     """`<role>content`, one token a character."""
 
-    opens_thought = False
+    thought_end = ord("}")  # for </think>, of which `tokens` makes one too
 
-    def first(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        return encode("".join(f"<{message.role}>{message.content}" for message in messages) + "<assistant>")
+    def first(self, messages: Sequence[Message], thinking: bool | None = None) -> tuple[int, ...]:
+        opening = {None: "", True: "<think>", False: "<think></think>"}[thinking]
+        said = "".join(f"<{message.role}>{message.content}" for message in messages)
+        return encode(f"{said}<assistant>{opening}")
 
-    def next(self, messages: Sequence[Message], turn: Sequence[int]) -> tuple[int, ...]:
+    def next(self, messages: Sequence[Message], turn: Sequence[int], thinking: bool | None = None) -> tuple[int, ...]:
         lacking = () if tuple(turn[-1:]) == (END,) else (END,)
-        return lacking + self.first(messages)
+        return lacking + self.first(messages, thinking)
+
+    def again(
+        self, messages: Sequence[Message], turns: Sequence[Turn], thinking: bool | None = None
+    ) -> tuple[int, ...]:
+        return self.first(messages, thinking)
+
+    def opens_thought(self, prompt: Sequence[int]) -> bool:
+        return decode(tuple(prompt)).endswith("<think>")
+
+    def tokens(self, text: str) -> tuple[int, ...]:
+        return encode(text.replace("</think>", "}"))
 
 
 class FakePolicy:
@@ -74,6 +87,7 @@ class FakePolicy:
         sampling: SamplingConfig,
         seed: int,
         affinity: str,
+        stop: int | None = None,
     ) -> Turn:
         self.now += 1
         self.peak = max(self.peak, self.now)

@@ -285,7 +285,7 @@ def test_users_may_credit_earlier_turns() -> None:
     assert conversation.turn_rewards == (0.5 + 2.0, 0.5 + 8.0, 16.0)
     assert pickle.loads(pickle.dumps(conversation)) == conversation
     reward = RewardConfig(turn_credit="reward_to_go")
-    credits = whole(Rollout(conversation, (), Reward(32.0)), reward, "g")
+    credits = whole(Rollout(conversation, (), Reward(32.0)), reward, "g").credits
     assert [credit.value for credit in credits] == [59.0, 56.5, 48.0]
 
 
@@ -366,7 +366,7 @@ def test_a_spent_budget_is_not_the_error_of_a_task() -> None:
 
 def test_a_task_that_the_chat_template_refuses_has_an_error() -> None:
     class Refusing(CharacterRenderer):
-        def first(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        def first(self, messages: Sequence[Message], thinking: bool | None = None) -> tuple[int, ...]:
             raise TemplateError("no such role")
 
     options = config()

@@ -88,6 +88,7 @@ class Engine:
         sampling: SamplingConfig,
         seed: int,
         affinity: str,
+        stop: int | None = None,
     ) -> Turn:
         await self.simulation.call("engine", str(seed), affinity)
         return Turn(prompt_ids, (seed,), (-1.0,), (0,), Finish.STOP, str(seed))
@@ -97,13 +98,16 @@ class Engine:
 
 
 class Renderer:
-    opens_thought = False
+    thought_end = None
 
-    def first(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def first(self, messages: Sequence[Message], thinking: bool | None = None) -> tuple[int, ...]:
         return (0,)
 
-    def next(self, messages: Sequence[Message], turn: Turn) -> tuple[int, ...]:
+    def next(self, messages: Sequence[Message], turn: Turn, thinking: bool | None = None) -> tuple[int, ...]:
         return (0,)
+
+    def opens_thought(self, prompt: Sequence[int]) -> bool:
+        return False
 
 
 class User:

@@ -1,0 +1,216 @@
+"""The stream of a conversation against the vendors' chat templates, token by token, or with the difference named.
+
+Six turns of the policy with a system prompt, two calls of a tool and thoughts. docs/explanation/conversations.md has
+this table in words.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_collab.algo.credit import sample
+from megatron_collab.config import ConfigError, RolloutConfig
+from megatron_collab.data.chat_template import ChatRenderer
+from megatron_collab.environments import tiny_model
+from megatron_collab.types import Conversation, Finish, Message, Turn
+
+TEMPLATES = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "chat_templates"
+pytestmark = pytest.mark.skipif(not TEMPLATES.is_dir(), reason="the vendors' templates are not on this machine")
+
+MARKS = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|end|>"]
+SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": "compute",
+        "description": "computes",
+        "parameters": {"type": "object", "properties": {"e": {"type": "string"}}, "required": ["e"]},
+    },
+}
+CALL = {"type": "function", "function": {"name": "compute", "arguments": {"e": "6*7"}}}
+# What the policy thinks and says in each turn; None is a call. After a call comes the tool, after a reply the user.
+SAID = [
+    ("six times seven", None),
+    ("it is known now", "That is 42.\n\nShall I go on?"),
+    ("they want more", "Then 43."),
+    ("again", None),
+    ("the same", "Still 42."),
+    ("a farewell", "Bye."),
+]
+ASKED = ["What is 6*7?", "Yes, go on.", "Check it again!", "Thanks.", "And?", "So?", "Well."]
+# In the form of DeepSeek-R1's, which is not among the files: no earlier thought is ever shown.
+DEEPSEEK = (
+    "{{ bos_token }}{{ tools | tojson if tools }}"
+    "{% for m in messages %}{% if m.role == 'system' %}{{ m.content }}{% elif m.role == 'user' %}"
+    "{{ '<|User|>' + m.content }}{% elif m.role == 'tool' %}{{ '<|Tool|>' + m.content }}{% else %}"
+    "{{ '<|Assistant|>' + m.content.split('</think>')[-1].lstrip('\n') }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}{{ '<|end|>' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|Assistant|><think>\n' }}{% endif %}"
+)
+JSON_CALL = '<tool_call>\n{"name": "compute", "arguments": {"e": "6*7"}}\n</tool_call>'
+XML_CALL = "<tool_call>\n<function=compute>\n<parameter=e>\n6*7\n</parameter>\n</function>\n</tool_call>"
+PLAIN_CALL = '{"name": "compute", "arguments": {"e": "6*7"}}'
+LLAMA_CALL = '{"name": "compute", "parameters": {"e": "6*7"}}'
+
+
+# By name of a template, or DEEPSEEK's form: how it writes a call (none: it knows no tools), whether the policy thinks,
+# the template's arguments, and where the stream differs from it as thoughts are kept or stripped.
+#   ""       nowhere
+#   earlier  it keeps the thoughts of earlier turns, an empty one too, which the template drops
+#   all      the template drops those before a call in the same turn too; they stay till the user speaks again
+ARGUMENTS = {"thinking": {"enable_thinking": True}, "silent": {"enable_thinking": False}, "": {}}
+CASES = [
+    ("llama3", None, False, "", "", ""),
+    ("llama3_1", LLAMA_CALL, False, "", "", ""),
+    ("llama3_2", LLAMA_CALL, False, "", "", ""),
+    ("qwen2_5", JSON_CALL, False, "", "", ""),
+    ("qwen3_instruct_2507", JSON_CALL, False, "", "", ""),
+    ("qwen3", JSON_CALL, True, "", "earlier", ""),
+    ("qwen3", JSON_CALL, False, "silent", "all", "all"),
+    ("qwen3_5_think", XML_CALL, True, "", "earlier", ""),
+    ("qwen3_5_think", XML_CALL, False, "silent", "earlier", ""),
+    ("qwen3_5_nothink", XML_CALL, True, "thinking", "earlier", ""),
+    ("qwen3_5_nothink", XML_CALL, False, "", "earlier", ""),
+    ("qwen3_6", XML_CALL, True, "", "earlier", ""),
+    ("qwen3_6", XML_CALL, False, "silent", "earlier", ""),
+    ("qwen3_8", XML_CALL, True, "", "", ""),
+    ("qwen3_8", XML_CALL, False, "silent", "", ""),
+    ("deepseek", PLAIN_CALL, True, "", "all", "all"),
+]
+
+
+def renderer(folder: Path, name: str, arguments: Mapping[str, Any], tools: bool = True) -> ChatRenderer:
+    tokenizer = tiny_model.byte_tokenizer([text for _, text in SAID if text] * 4, 300)
+    tokenizer.add_special_tokens({"additional_special_tokens": MARKS, "bos_token": "<|begin|>"})
+    tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])  # as in Qwen3's, no special ones
+    tokenizer.chat_template = DEEPSEEK if name == "deepseek" else (TEMPLATES / f"{name}.jinja").read_text()
+    tokenizer.save_pretrained(folder)
+    return ChatRenderer(str(folder), [SCHEMA] if tools else [], arguments)
+
+
+def play(
+    chat: ChatRenderer, call: str | None, thinks: bool, strip: bool
+) -> tuple[Conversation, list[tuple[tuple[int, ...], tuple[int, ...], str]]]:
+    """The conversation; before each turn the stream, what the template makes of all messages, and the last question."""
+    begun, asked = [Message("system", "Be brief."), Message("user", ASKED[0])], [*ASKED]
+    rows: list[dict[str, Any]] = [message.as_dict() for message in begun]
+    conversation, seen = Conversation(tuple(begun), chat.first(begun)), []
+    options = {"tools": chat.tools or None, "add_generation_prompt": True, **chat.arguments}
+    for thought, text in SAID:
+        whole = chat.tokens(chat.tokenizer.apply_chat_template(rows, tokenize=False, **options))
+        seen.append((conversation.token_ids, whole, asked[0]))
+        calls = text is None and call is not None
+        said = text or call or "One moment."
+        thoughts = f"<think>\n{thought}\n</think>\n\n" if thinks else ""
+        tokens = chat.reply(thoughts.removeprefix("<think>\n" * chat.opens_thought(conversation.token_ids)) + said)
+        n = len(tokens)
+        turn = Turn(conversation.token_ids, tokens, (-1.0,) * n, (0,) * n, Finish.STOP, thoughts + said)
+        conversation = conversation.add_turn(turn)
+        asked = asked if calls else asked[1:]
+        heard = Message("tool", "42") if calls else Message("user", asked[0])
+        if strip and not calls:
+            prompt = chat.again([*conversation.messages, heard], conversation.turns)
+        else:
+            prompt = conversation.token_ids + chat.next([heard], tokens)
+        conversation = conversation.begin_anew([heard], prompt)
+        row = {"role": "assistant", "content": "" if calls else said, "reasoning_content": thought if thinks else None}
+        rows += [{**row, "tool_calls": [CALL]} if calls else row, heard.as_dict()]
+    return conversation, seen
+
+
+def as_template(text: str, difference: str, last: str) -> str:
+    """The stream without the thoughts that the template drops; `last`: the user's last question."""
+    if not difference:
+        return text
+    ends = text.rindex(last) if difference == "earlier" else text.lower().rindex("assistant")
+    return re.sub(r"<think>\n.*?</think>\n\n", "", text[:ends], flags=re.DOTALL) + text[ends:]
+
+
+@pytest.mark.parametrize("strip", [False, True], ids=["kept", "stripped"])
+@pytest.mark.parametrize(("name", "call", "thinks", "said", "kept", "stripped"), CASES)
+def test_the_stream_is_what_the_template_renders(
+    tmp_path: Path, name: str, call: str | None, thinks: bool, said: str, kept: str, stripped: str, strip: bool
+) -> None:
+    arguments = dict(ARGUMENTS[said])
+    if name == "qwen3_8":
+        arguments["preserve_thinking"] = not strip
+    if name == "llama3_2":
+        arguments["date_string"] = "26 Jul 2024"  # it takes that of the day, else
+    chat = renderer(tmp_path, name, arguments, tools=call is not None)
+    chat.check_thinking(RolloutConfig(strip_thoughts=strip))
+    conversation, seen = play(chat, call, thinks, strip)
+    difference = stripped if strip else kept
+    for stream, whole, last in seen:
+        if difference:
+            found = as_template(chat.tokenizer.decode(stream), difference, last)
+            assert found == chat.tokenizer.decode(whole)
+        else:
+            assert stream == whole
+    assert any(stream != whole for stream, whole, _ in seen) == bool(difference), (
+        "the table names no more than there is"
+    )
+    # What was sampled is trained, each turn after what it saw.
+    learned = sample(conversation.turns, [])
+    sequences = np.split(learned.token_ids, learned.cuts)
+    begun = chat.tokenizer.decode(conversation.turns[0].prompt_ids + conversation.turns[0].token_ids)
+    dropped = strip and "</think>" in begun
+    assert len(sequences) == (4 if dropped else 1), "a call and the reply after it share a sequence"
+    trained = learned.token_ids[learned.loss_mask == 1]
+    assert trained.tolist() == [token for turn in conversation.turns for token in turn.token_ids]
+    for turn in conversation.turns:
+        whole = turn.prompt_ids + turn.token_ids
+        assert any(sequence[: len(whole)].tolist() == list(whole) for sequence in sequences)
+
+
+def test_a_template_that_keeps_thoughts_is_refused_where_they_are_to_be_stripped(tmp_path: Path) -> None:
+    chat = renderer(tmp_path, "qwen3_8", {})
+    why = "rollout.strip_thoughts=true: the chat template of .* keeps the thoughts of earlier turns; set it to false, "
+    with pytest.raises(ConfigError, match=f"{why}or model.chat_template_args.preserve_thinking=false"):
+        chat.check_thinking(RolloutConfig(strip_thoughts=True))
+
+
+def test_the_first_of_llama_3_knows_no_tools(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"does not tell the policy of rollout\.tools"):
+        renderer(tmp_path, "llama3", {})
+
+
+def test_turns_that_think_and_turns_that_do_not(tmp_path: Path) -> None:
+    """rollout.future.enable_thinking=false after a trained turn that thinks."""
+    chat = renderer(tmp_path, "qwen3_5_think", {}, tools=False)
+    asked = [Message("user", ASKED[0])]
+    prompt = chat.first(asked, True)
+    assert chat.opens_thought(prompt) and not chat.opens_thought(chat.first(asked, False))
+    tokens = chat.reply("hm\n</think>\n\n42")
+    n = len(tokens)
+    turn = Turn(prompt, tokens, (-1.0,) * n, (0,) * n, Finish.STOP, "<think>hm\n</think>\n\n42")
+    more = [Message("user", ASKED[1])]
+    silent = chat.next(more, tokens, False)
+    assert chat.tokenizer.decode(silent).endswith("<think>\n\n</think>\n\n")
+    again = chat.again([*asked, Message("assistant", "42"), *more], [turn], False)
+    rows = [*(m.as_dict() for m in asked), {"role": "assistant", "content": "42"}, more[0].as_dict()]
+    whole = chat.tokenizer.apply_chat_template(rows, tokenize=False, add_generation_prompt=True, enable_thinking=False)
+    assert again == chat.tokens(whole)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text"),
+    [
+        (("<think>", "hm", "</think>", "\n\nwhich", " day"), "which day"),  # the thought ends within a token
+        (("<think>", "hm"), ""),
+        (("which", " day", "<think>", "hm"), "which day"),
+    ],
+)
+def test_where_a_thought_ends_within_a_token_the_reply_is_written_again(
+    tmp_path: Path, tokens: tuple[str, ...], text: str
+) -> None:
+    chat = renderer(tmp_path, "qwen3", {}, tools=False)
+    ids = tuple(token for piece in tokens for token in chat.tokens(piece))
+    sampled = "".join(tokens)
+    turn = Turn((1,), ids, (-1.0,) * len(ids), (0,) * len(ids), Finish.LENGTH, sampled)
+    asked = [Message("user", "x"), Message("assistant", text), Message("user", "y")]
+    assert chat.again(asked, [turn]) == chat.first(asked)

@@ -1,0 +1,85 @@
+"""The budgets of a thought and of a reply, by a policy that goes on with a text wherever it is asked to."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from megatron_collab.config import SamplingConfig
+from megatron_collab.rollout import thinking
+from megatron_collab.types import Finish, Turn
+from tests.rollout.fakes import END, CharacterRenderer, decode, encode
+
+CHAT = CharacterRenderer()
+OPENED, PLAIN = encode("<user>hi<assistant><think>"), encode("<user>hi<assistant>")
+
+
+def shown(text: str) -> str:
+    """A closing mark is one token, as which the fakes have a brace."""
+    return text.replace("</think>", "}")
+
+
+class Reciter:
+    """Says `text` after a prompt, from where the prompt has come to; and `reply` after a thought that was closed."""
+
+    def __init__(self, prompt: tuple[int, ...], text: str, reply: str) -> None:
+        self.prompt, self.text, self.reply, self.asked = prompt, shown(text), reply, list[dict[str, Any]]()
+
+    async def __call__(self, prompt_ids: tuple[int, ...], *, max_new_tokens: int, stop: int | None = None) -> Turn:
+        self.asked.append({"max_new_tokens": max_new_tokens, "stop": stop})
+        said = decode(prompt_ids[len(self.prompt) :])
+        whole = (*encode(self.text.removeprefix(said) if self.text.startswith(said) else self.reply), END)
+        if stop in whole:
+            whole = whole[: whole.index(stop) + 1]
+        ids = whole[:max_new_tokens]
+        finish = Finish.STOP if len(ids) == len(whole) else Finish.LENGTH
+        text = decode(ids[:-1] if stop is not None and ids[-1:] == (stop,) else ids)
+        return Turn(prompt_ids, ids, (-0.5,) * len(ids), (7,) * len(ids), finish, text.replace("}", "</think>"))
+
+
+def sampled(prompt: tuple[int, ...], text: str, budget: int | None, reply: int, room: int = 1000) -> Turn:
+    policy = Reciter(prompt, text, "so")
+    sampling = SamplingConfig(max_new_tokens=reply, thinking_budget=budget)
+    return asyncio.run(thinking.sampled(policy, CHAT, prompt, sampling, room))
+
+
+def test_a_thought_within_its_budget_leaves_the_reply_its_own() -> None:
+    turn = sampled(OPENED, "hm hm</think>which day", 10, 9)
+    assert turn.token_ids == encode(shown("hm hm</think>which day")) and turn.finish is Finish.LENGTH
+    assert turn.text == "<think>hm hm</think>which day" and turn.forced == (0, 0)
+    assert sampled(OPENED, "hm hm</think>which day", 10, 10).finish is Finish.STOP
+    assert sampled(OPENED, "hm hm</think>which day", None, 100).text == turn.text, "the opening is in the text"
+
+
+@pytest.mark.parametrize(("prompt", "begun"), [(OPENED, ""), (PLAIN, "<think>")])
+def test_a_thought_over_its_budget_is_closed_by_tokens_that_are_not_trained(
+    prompt: tuple[int, ...], begun: str
+) -> None:
+    text, budget = f"{begun}hm hm hm hm", len(begun) + 5
+    turn = sampled(prompt, text, budget, 10)
+    closing = CHAT.tokens(thinking.CLOSED)
+    assert turn.token_ids == (*encode(f"{begun}hm hm"), *closing, *encode("so"), END)
+    assert turn.forced == (budget, budget + len(closing))
+    assert turn.log_probs == (-0.5,) * budget + (0.0,) * len(closing) + (-0.5,) * 3
+    assert set(turn.versions) == {7} and turn.finish is Finish.STOP
+    assert turn.text == "<think>hm hm\n</think>\n\nso" and turn.fault() is None
+
+
+def test_a_turn_that_does_not_think_has_the_budget_of_its_reply() -> None:
+    assert sampled(PLAIN, "which day", 4, 10).text == "which day"
+    cut = sampled(PLAIN, "which day", 4, 6)
+    assert (cut.text, cut.finish) == ("which ", Finish.LENGTH)
+    assert sampled(PLAIN, "yes", 4, 6).finish is Finish.STOP
+
+
+def test_the_context_bounds_both() -> None:
+    """What has no room for its end and a reply stays cut, and fills the context no further."""
+    closed = len(CHAT.tokens(thinking.CLOSED))
+    for room in range(1, 30):
+        turn = sampled(OPENED, "hm hm hm hm hm", 5, 10, room)
+        assert len(turn.token_ids) <= room
+        assert (turn.finish is Finish.LENGTH) == (room < 5 + closed + 3)
+    cut = sampled(OPENED, "hm</think>which day", 5, 10, 3)
+    assert (cut.text, cut.finish, len(cut.token_ids)) == ("<think>hm</think>", Finish.LENGTH, 3)
