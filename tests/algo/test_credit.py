@@ -9,8 +9,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_collab.algo.advantages import with_advantages
+from megatron_collab.algo.advantages import token_weights, with_advantages
 from megatron_collab.algo.credit import fresh, samples_of, teaches, whole
+from megatron_collab.algo.credit import sample as laid_out
 from megatron_collab.config import Config, RewardConfig
 from megatron_collab.types import (
     Conversation,
@@ -289,3 +290,57 @@ def test_gdpo_takes_a_reward_without_parts_whole() -> None:
     given = config(advantage="gdpo")
     samples = samples_of(Group(TASK, (rollout(3.0), rollout(1.0))), given, 0)
     assert [credit.value for one in samples for credit in one.credits] == pytest.approx([1.0, -1.0], abs=1e-5)
+
+
+def stripped(one: Rollout) -> Rollout:
+    """The conversation, in which no turn has seen the one before: each begins a sequence of its own."""
+    start = one.start
+    turns = tuple(replace(turn, prompt_ids=(9, number, 3)) for number, turn in enumerate(start.turns))
+    return replace(one, start=replace(start, turns=turns))
+
+
+@pytest.mark.parametrize("credit", ["equal", "last", "reward_to_go"])
+@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "reinforce++", "gae"])
+def test_turns_in_sequences_of_their_own_are_worth_what_they_are_in_one(advantage: str, credit: str) -> None:
+    """Costs of the KL, which run on to the end of a conversation, and a critic's values included."""
+    options = config(futures=0, turn_credit=credit, advantage=advantage, kl_in="reward", average="sequence")
+    rollouts = played(1.0, [0.5, 0, 1.0]), played(0.0, [0.25, 0])
+    found = []
+    for some in (rollouts, tuple(map(stripped, rollouts))):
+        samples = tuple(samples_of(Group(TASK, some), options, 0))
+        trained = [np.flatnonzero(sample.loss_mask) for sample in samples]
+        rows = [np.zeros_like(sample.loss_mask) for sample in samples]
+        for row, at in zip(rows, trained, strict=True):
+            row[at] = np.arange(len(at))
+        scored = Scored(samples, {}, rows, [0.9 * row for row in rows], rows)
+        advantages = with_advantages(scored, options.algo).advantages
+        weights = token_weights([sample.loss_mask for sample in samples], "sequence")
+        numbers = [(a[at] * w[at]).tolist() for a, w, at in zip(advantages or (), weights, trained, strict=True)]
+        found.append((numbers, [len(sample.cuts) for sample in samples]))
+    (plain, none), (own, cuts) = found
+    assert own == plain and none == [0, 0] and cuts == ([0, 0] if credit == "last" else [2, 1])
+
+
+def test_turns_that_go_on_share_a_sequence_and_the_others_begin_one() -> None:
+    """The second turn has seen the first (a call), the third sees neither's thought."""
+    first, second, third = (turn for turn in conversation(3).turns)
+    third = replace(third, prompt_ids=(1, 2, 3, 11, 7))
+    found = laid_out((first, second, third), [])
+    assert found.token_ids.tolist() == [1, 2, 3, 10, 11, *BETWEEN, 10, 11, 1, 2, 3, 11, 7, 10, 11]
+    assert found.loss_mask.tolist() == [0, 0, 0, 1, 1, 0, 0, 1, 1, 0, 0, 0, 0, 0, 1, 1]
+    assert found.cuts == (9,)
+
+
+def test_what_closed_a_thought_is_seen_and_not_trained() -> None:
+    turn = replace(conversation(1, length=5).turns[0], forced=(1, 3))
+    found = laid_out([turn], [Credit(((3, 8),), 1.0, "g", "g")])
+    assert found.token_ids.tolist() == [1, 2, 3, 10, 11, 12, 13, 14]
+    assert found.loss_mask.tolist() == [0, 0, 0, 1, 0, 0, 1, 1]
+
+
+def test_overlong_counts_thought_and_reply() -> None:
+    options = config(overlong=0.5)
+    options.rollout.turn.max_new_tokens, options.rollout.turn.thinking_budget = 4, 4
+    for length, cost in ((4, 0.0), (6, 0.5), (8, 1.0)):
+        one, _ = samples_of(Group(TASK, (rollout(1.0, length), rollout(0.0))), options, 0)
+        assert one.credits[0].value == 1.0 - cost

@@ -12,10 +12,11 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
@@ -25,9 +26,12 @@ import psutil
 import pytest
 
 from megatron_collab.config import Config, RolloutConfig, SamplingConfig
+from megatron_collab.data.chat_template import load_tokenizer
 from megatron_collab.inference import server as server_module
+from megatron_collab.inference.assistant import Renderer
 from megatron_collab.inference.client import EngineError, SGLangClient
 from megatron_collab.inference.server import ServerError, SGLangServer
+from megatron_collab.rollout import thinking
 from megatron_collab.runtime import device, files, stacks
 from megatron_collab.types import Finish, ToolCall, Turn
 from tests.conftest import Served, serving_config
@@ -187,6 +191,71 @@ def test_a_turn_ends_at_its_budget_or_with_its_end(server: SGLangServer) -> None
         assert 2 not in turn.token_ids[:-1]
         assert "<|im_end|>" not in turn.text
     assert {turn.finish for turn in turns} == {Finish.STOP, Finish.LENGTH}
+
+
+class Closing:
+    """Of a renderer what a budget of thoughts needs; to this model token 5 ends a thought."""
+
+    thought_end = 5
+
+    def opens_thought(self, prompt: Sequence[int]) -> bool:
+        return True
+
+    def tokens(self, text: str) -> tuple[int, ...]:
+        return (7, 5, 8)
+
+
+@pytest.mark.processes
+def test_a_thought_and_its_reply_are_sampled_as_one_turn_would_be(server: SGLangServer) -> None:
+    """In two requests, to the last bit; and after a thought that was closed as after the prompt with it."""
+    budgets = SamplingConfig(thinking_budget=30, max_new_tokens=30)
+
+    async def use(client: SGLangClient) -> list[tuple[Turn, Turn, Turn | None]]:
+        async def one(seed: int, prompt: tuple[int, ...]) -> tuple[Turn, Turn, Turn | None]:
+            ask = partial(client.generate, sampling=budgets, seed=seed)
+            turn = await thinking.sampled(ask, cast(Renderer, Closing()), prompt, budgets, 1000)
+            closed = turn.forced[1]
+            after = await ask(prompt + turn.token_ids[:closed], max_new_tokens=30) if closed else None
+            return turn, await ask(prompt, max_new_tokens=60), after
+
+        return await asyncio.gather(*(one(seed, prompt) for seed, prompt in enumerate(PROMPTS * 4)))
+
+    found = with_client(server, use)
+    assert {bool(turn.forced[1]) for turn, *_ in found} == {True, False}
+    for turn, plain, after in found:
+        sampled = turn.forced[0] if after else min(len(turn.token_ids), len(plain.token_ids))
+        assert turn.token_ids[:sampled] == plain.token_ids[:sampled]
+        assert turn.log_probs[:sampled] == plain.log_probs[:sampled]
+        if after:
+            assert sampled == 30 and turn.token_ids[30:33] == (7, 5, 8)
+            assert (turn.token_ids[33:], turn.log_probs[33:]) == (after.token_ids, after.log_probs)
+            assert turn.finish is after.finish
+
+
+@pytest.mark.processes
+def test_marks_of_calls_are_in_the_text_where_there_are_tools(servers: dict[str, Served]) -> None:
+    """Mistral's is a special token."""
+    config = RolloutConfig(turn_timeout=60.0, tools=["calculator"], tool_parser="mistral")
+    served = servers["untied"]
+    special = load_tokenizer(str(served.folder), "model.path").added_tokens_decoder
+
+    async def run() -> tuple[list[Turn], list[ToolCall]]:
+        client = SGLangClient(served.server.url, served.server.api_key, config)
+        try:
+            asked = (client.generate(p, max_new_tokens=60, sampling=SamplingConfig(), seed=0) for p in PROMPTS)
+            called = '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]'
+            return await asyncio.gather(*asked), await client.tool_calls(called, [SCHEMA])
+        finally:
+            await client.close()
+
+    turns, calls = asyncio.run(run())
+    assert calls == [ToolCall("add", {"a": 1})]
+    shown = 0
+    for turn in turns:
+        marks = [special[token].content for token in turn.token_ids if token in special and token != 2]
+        shown += len(marks)
+        assert all(mark in turn.text for mark in marks) and special[2].content not in turn.text
+    assert shown > 0
 
 
 @pytest.mark.processes

@@ -419,6 +419,39 @@ def test_thoughts_are_seen_by_nobody_and_stay_in_the_tokens() -> None:
     assert "<think>hm</think>" in decode(conversation.token_ids)
 
 
+def test_later_turns_see_no_earlier_thought_where_they_are_stripped() -> None:
+    """Within a turn they are seen: the policy has called a tool in the middle of it."""
+    said = iter(['call calculator {"expression": "6*7"}', "<think>hm</think>42", "<think>so</think>bye"])
+    policy = FakePolicy(lambda prompt, seed: next(said))
+    (conversation,) = play(policy, tools=["calculator"], strip_thoughts=True, max_user_turns=1)
+    call, reply, last = conversation.turns
+    assert reply.prompt_ids[: len(call.prompt_ids)] == call.prompt_ids
+    assert decode(reply.prompt_ids).endswith("<tool>42<assistant>")
+    seen = decode(last.prompt_ids)
+    assert "<assistant>42<user>go on<assistant>" in seen and "<think>" not in seen
+    assert conversation.token_ids == last.prompt_ids + last.token_ids
+
+
+def test_the_trained_turn_thinks_and_those_of_futures_do_not() -> None:
+    made = config(max_user_turns=1)
+    made.rollout.turn.enable_thinking, made.rollout.future.enable_thinking = True, False
+    policy = FakePolicy(lambda prompt, seed: "hm</think>ok" if prompt.endswith("<think>") else "ok")
+    player = Player(policy, CharacterRenderer(), FakeUsers(user), SCORES, made)
+    made.reward.weights = {"asks": 1.0}
+    group = asyncio.run(player.play(TASK, "step-0-0"))
+    for future in (future for rollout in group.rollouts for future in rollout.futures):
+        first, second = future.conversation.turns
+        assert first.text == "<think>hm</think>ok", "what the prompt has opened is in the text"
+        assert decode(second.prompt_ids).endswith("<user>go on<assistant><think></think>") and second.text == "ok"
+        assert future.conversation.replies == ("ok", "ok")
+
+
+def test_a_call_that_is_only_thought_of_is_none() -> None:
+    thought = '<think>call calculator {"expression": "1"}</think>it is 1'
+    (conversation,) = play(says(thought), tools=["calculator"], max_user_turns=1)
+    assert conversation.replies == ("it is 1", "it is 1")
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -329,6 +329,29 @@ def test_later_turns_weigh_as_the_setting_says(make_actor: Maker) -> None:
     trained, later = map(loss, parts)
     found = make_actor(algo__later_weight=0.5).update(scored)["loss"]
     assert found == pytest.approx((trained + 0.5 * later) / 1.5, rel=1e-4) and trained != pytest.approx(later, rel=0.01)
+
+
+def test_sequences_of_a_sample_are_apart_in_the_model_and_one_in_the_mean(make_actor: Maker) -> None:
+    """Two sequences laid in one sample, as of a conversation whose earlier thoughts were stripped."""
+
+    def laid(rows: Sequence[np.ndarray]) -> list[np.ndarray]:
+        return [np.concatenate(rows[:2]), *rows[2:]]
+
+    apart = make_actor().score(Batch(SAMPLES))
+    columns = {name: laid([getattr(s, name) for s in SAMPLES]) for name in ("token_ids", "loss_mask", "log_probs")}
+    cuts = [(len(SAMPLES[0].token_ids),), *[()] * (len(SAMPLES) - 2)]
+    pieces = zip(*columns.values(), cuts, strict=True)
+    samples = tuple(Sample(*three, cuts=cut) for *three, cut in pieces)
+    assert apart.reference_log_probs is not None
+    scored = make_actor().score(Batch(samples))
+    for row, expected in zip(scored.reference_log_probs or (), laid(apart.reference_log_probs), strict=True):
+        np.testing.assert_allclose(row, expected, atol=1e-6)
+    values = [sample.loss_mask * (number - 5.0) for number, sample in enumerate(SAMPLES)]
+    whole = replace(scored, advantages=laid(values))
+    for average, reached in (("token", True), ("sequence", False)):
+        one, other = make_actor(algo__average=average), make_actor(algo__average=average)
+        same = other.update(replace(apart, advantages=values))["grad_norm"]
+        assert (one.update(whole)["grad_norm"] == pytest.approx(same, rel=1e-5)) == reached
 
 
 def test_supervised_update_is_that_of_the_token_mean(make_actor: Maker) -> None:
