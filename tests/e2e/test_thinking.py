@@ -1,0 +1,54 @@
+"""A policy that thinks, trained on real servers: turns with budgets for thoughts, futures that do not think, and later
+turns that see no earlier thought."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_collab.data.datasets import write_jsonl
+from megatron_collab.environments import tiny_model
+from megatron_collab.rollout.thinking import CLOSED
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+WORDS = [*"abcdefghijklmnop", "which", "day", "?"]
+# The form of Qwen3.5's: the template opens the thought, an empty one where none is wanted, and drops those before.
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content.split('</think>')[-1].lstrip() }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|><think>"
+    "{{ ' </think>' if enable_thinking is defined and not enable_thinking }}{% endif %}"
+)
+
+
+def test_a_policy_that_thinks_is_trained_on_what_it_saw(tmp_path: Path) -> None:
+    tokenizer = tiny_model.word_tokenizer(WORDS)
+    tokenizer.add_tokens(["<think>", "</think>"])
+    tokenizer.chat_template = TEMPLATE
+    tiny_model.save(tmp_path / "model", tokenizer, 0, 256)
+    task = {"prompt": [{"role": "user", "content": "which day ?"}], "goal": "g", "answer": "a", "user": "replay"}
+    write_jsonl(tmp_path / "tasks.jsonl", [{**task, "metadata": {"replay": ["a b ?", "c d ?"]}}] * 8)
+    run = tmp_path / "run"
+    settings = [
+        *("model.dtype=float32", "launch.device=cpu", f"run.dir={run}", "run.wandb_project=null"),
+        *(f"model.path={tmp_path}/model", f"data.train={tmp_path}/tasks.jsonl"),
+        *("rollout.strip_thoughts=true", "rollout.turn.thinking_budget=12", "rollout.turn.max_new_tokens=12"),
+        *("rollout.future.enable_thinking=false", "rollout.future.max_new_tokens=12"),
+        *("rollout.futures=2", "rollout.train_turns=all", "rollout.context_length=250"),
+        *("rollout.server.max_total_tokens=65536", "reward.weights={token_amount: -0.1}", "reward.malformed=null"),
+        *("train.steps=2", "train.prompts_per_step=4", "train.rollouts_per_prompt=4", "optim.lr=1e-3"),
+    ]
+    with (tmp_path / "log").open("w") as log:
+        command = [sys.executable, "-m", "megatron_collab.train", *settings]
+        code = subprocess.run(command, cwd=tmp_path, stdout=log, stderr=log, timeout=600).returncode
+    assert code == 0, (tmp_path / "log").read_text()[-5000:]
+    rows = [json.loads(line) for line in (run / "transcripts.jsonl").read_text().splitlines()]
+    assert {CLOSED in row["turns"][0] for row in rows} == {True, False}, "some were closed, some ended"
+    assert not any(CLOSED in turn for row in rows for turn in row["turns"][1:])
+    for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
+        assert line["grad_norm"] > 0
+        assert line["mismatch/max_abs"] < 1e-4, "the trainer's log-probs are those of the server, turn by turn"
