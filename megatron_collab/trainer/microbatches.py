@@ -1,6 +1,7 @@
 """Micro-batches: which samples go through the model together and on which rank, packed end to end, and results of them.
 
-`pack` is pure: from lengths alone, so every rank computes the same plan and takes its own part of it.
+What samples share is packed once (prefix_tree.py). Planning is pure: from tokens, lengths and masks alone, so every
+rank computes the same plan and takes its own part of it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import lcm
-from typing import Any
 
 import numpy as np
 import torch
@@ -41,8 +41,9 @@ def pack(
     """Spread samples of `lengths` positions over `ranks` data-parallel ranks in micro-batches, equally many on each.
 
     A micro-batch holds at most `budget` positions, each sequence counted up to a multiple of `align`, or a single
-    longer sequence. Each rank has a multiple of `multiple_of` micro-batches, as an interleaved pipeline needs: the
-    costliest are split, and empty ones added only where there are fewer samples than micro-batches.
+    longer sequence; `costs` of the sequences are by default those of `cost`. Each rank has a multiple of `multiple_of`
+    micro-batches, as an interleaved pipeline needs: the costliest are split, and empty ones added only where there are
+    fewer samples than micro-batches.
 
     Micro-batches are dealt in rounds from the costliest down, each round one to a rank, the costliest to the rank with
     the least so far. So the ranks' totals differ by no more than the costs in some one round, and the ranks work on
@@ -174,7 +175,7 @@ def context_slice(cu_seqlens: np.ndarray, cp: int, cp_rank: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Sequences on this rank's device, `packed` into T positions, N of whose predictions are requested.
+    """Sequences on this rank's device, `packed` into T positions, what they share once; N predictions are requested.
 
     `token_ids` and `position_ids` are int64 [1, T]. Of each requested prediction: `positions` (where it is in T),
     `labels` (the token it predicts) and `sequence` (its sample's number within the micro-batch), int64 [N]; `columns`
@@ -223,7 +224,7 @@ def requested(columns: Columns, samples: Sequence[int], rows: Sequence[np.ndarra
         found = [columns[name][index][chosen] for index, chosen in zip(samples, tokens, strict=True)]
         return np.concatenate([np.zeros(0), *found]).astype(dtype)
 
-    sequence = np.repeat(np.arange(len(samples)), [len(chosen) for chosen in tokens])
+    sequence: np.ndarray = np.repeat(np.arange(len(samples)), [len(chosen) for chosen in tokens])
     predicted = [place[own[chosen - 1]] for own, chosen in zip(rows, tokens, strict=True)]
     return Predictions(
         positions=np.concatenate([np.arange(0), *predicted]),

@@ -126,7 +126,9 @@ def test_collate_loses_nothing(sizes: list[int], align: int, total: int, seed: i
     values = [rng.normal(size=size).astype(np.float32) for size in sizes]
     columns = {"token_ids": tokens, "loss_mask": [np.arange(size) > 0 for size in sizes], "values": values}
     samples = rng.permutation(len(sizes))[: rng.integers(1, len(sizes) + 1)].tolist()
-    packed = collate(tokens, [Tree((index,), (positions(sizes[index]),), (0,), (0,)) for index in samples], align, total)
+    packed = collate(
+        tokens, [Tree((index,), (positions(sizes[index]),), (0,), (0,)) for index in samples], align, total
+    )
 
     length = packed.token_ids.shape[1]
     assert length % align == 0 and length % total == 0 and packed.cu_seqlens[-1] == length

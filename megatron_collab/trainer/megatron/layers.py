@@ -114,8 +114,11 @@ class CausalAttention(MegatronModule):
         query, key = _rotate(query, packing), _rotate(key, packing)
         if packing.paths is None:
             return self._attend(query, key, value, packing.lengths, packing.lengths, [None] * len(packing.lengths))
-        inputs = {"lengths": packing.lengths, "seen": packing.seen, "masks": packing.masks}
-        return attend(query, key, value, packing.paths.rows, partial(self._attend, **inputs))
+
+        def along_paths(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return self._attend(query, key, value, packing.lengths, packing.seen, packing.masks)
+
+        return attend(query, key, value, packing.paths.rows, along_paths)
 
     def _attend(
         self,
@@ -129,12 +132,12 @@ class CausalAttention(MegatronModule):
         """Of each sequence: `lengths` queries to `seen` keys under its mask, None for the causal one of a square."""
         # Splitting, unlike slicing, needs no buffer of zeros for the gradient of every sequence.
         q, k, v = (
-            x.transpose(0, 1)[None].split(sizes, dim=2)
-            for x, sizes in ((query, lengths), (key, seen), (value, seen))
+            x.transpose(0, 1)[None].split(sizes, dim=2) for x, sizes in ((query, lengths), (key, seen), (value, seen))
         )
+        attention = partial(F.scaled_dot_product_attention, scale=self.scale, enable_gqa=True)
         parts = [
-            F.scaled_dot_product_attention(*one, mask, is_causal=mask is None, scale=self.scale, enable_gqa=True)[0]
-            for *one, mask in zip(q, k, v, masks, strict=True)
+            attention(*one, attn_mask=mask, is_causal=mask is None)[0]
+            for one, mask in zip(zip(q, k, v, strict=True), masks, strict=True)
         ]
         return torch.cat(parts, dim=1).transpose(0, 1).flatten(1)
 

@@ -36,7 +36,8 @@ class PolicyModel(GPTModel):
     `policy(token_ids, position_ids, None, packed_seq_params=...)`, both int64 [1, t], sequences packed ("thd"),
     gives the last stage's hidden states after the final norm, [1, t, h] in the model's dtype, complete on every
     tensor-parallel rank. Their gradient is summed over these ranks, so that each may bring that of its own
-    rows of `head`. Positions count from 0 in every sequence, along every path of PackedTrees. With sequence parallelism t must be a multiple of tp.
+    rows of `head`. Positions count from 0 in every sequence, and along every path of PackedTrees. With sequence
+    parallelism t must be a multiple of tp.
     """
 
     def __init__(self, config: TransformerConfig, shape: ModelShape, vp_stage: int | None = None) -> None:
@@ -73,7 +74,9 @@ class PolicyModel(GPTModel):
             packing = rotated(packing, position_ids, self.inverse_frequencies, self.config.params_dtype)
         return super().forward(token_ids, position_ids, attention_mask, packed_seq_params=packing)
 
-    def _preprocess(self, *, position_ids: Tensor, packed_seq_params: PackedSeqParams, **others: Any) -> tuple[Any, ...]:
+    def _preprocess(
+        self, *, position_ids: Tensor, packed_seq_params: PackedSeqParams, **others: Any
+    ) -> tuple[Any, ...]:
         """Give each position of PackedTrees the row of its depth in the rotary table."""
         states, table, *rest = super()._preprocess(
             position_ids=position_ids, packed_seq_params=packed_seq_params, **others

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -37,7 +38,7 @@ class PackedTrees(PackedSeqParams):
 
 
 def packing(cu_seqlens: np.ndarray, keys: Sequence[np.ndarray], device: torch.device) -> PackedSeqParams:
-    """What the model is told of branches with bounds `cu_seqlens` int32 [B + 1] and the positions `keys` of their paths.
+    """What the model is told of branches: their bounds `cu_seqlens` int32 [B + 1], the positions `keys` of their paths.
 
     PackedTrees only where a path is longer than its branch.
     """
@@ -86,8 +87,11 @@ def _gathered_again(sources: Sequence[Tensor], gathered: Sequence[Tensor], rows:
             again[number] = kept[number].index_select(0, rows)
         return again[number].as_strided(size, stride, offset)
 
+    def drop(number: int, gradient: Tensor) -> None:
+        again.pop(number, None)
+
     for number, one in enumerate(gathered):
         if one.requires_grad:  # its gradient is there once nobody needs it any more
-            one.register_hook(lambda gradient, number=number: again.pop(number, None) and None)
+            one.register_hook(partial(drop, number))
     with saved_tensors_hooks(save, restore):
         yield
