@@ -1,6 +1,7 @@
 """Micro-batches: which samples go through the model together and on which rank, packed end to end, and results of them.
 
-`pack` is pure: from lengths alone, so every rank computes the same plan and takes its own part of it.
+What samples share is packed once (prefix_tree.py). Planning is pure: from tokens, lengths and masks alone, so every
+rank computes the same plan and takes its own part of it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import lcm
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,38 +21,29 @@ from torch import Tensor
 
 from megatron_collab.config import Config
 from megatron_collab.models.parallel_layout import alignment
+from megatron_collab.trainer.megatron.paths import packing
+from megatron_collab.trainer.prefix_tree import Tree, cost, plan_trees, positions
 
 # Per-sample arrays [S] by name: token_ids int64, all others float32.
 Columns = Mapping[str, Sequence[np.ndarray]]
-SampleIndices = tuple[int, ...]
-
-# Length at which attention costs as much as the rest of a layer: 12 times a hidden size of 4,096; see `cost`.
-_EVEN_LENGTH = 12 * 4096
-
-
-def positions(tokens: int) -> int:
-    """Positions a sample of `tokens` tokens takes in the model: all but the last predict their successors."""
-    return max(1, tokens - 1)
-
-
-def cost(lengths: np.ndarray) -> np.ndarray:
-    """Cost of sequences of `lengths` positions, in positions without attention; float64.
-
-    A layer of hidden size h has about 12 h^2 parameters, so a position takes 24 h^2 FLOPs forward, and 2 h S more for
-    causal attention in a sequence of S: S (1 + S / (12 h)) in all (Narayanan et al. 2021, arXiv:2104.04473, appendix,
-    with half of the attention for the causal mask). h is taken as 4,096.
-    """
-    return lengths * (1.0 + lengths / _EVEN_LENGTH)
+Indices = tuple[int, ...]
 
 
 def pack(
-    lengths: Sequence[int], ranks: int, budget: int, *, align: int = 1, multiple_of: int = 1
-) -> list[list[SampleIndices]]:
+    lengths: Sequence[int],
+    ranks: int,
+    budget: int,
+    *,
+    align: int = 1,
+    multiple_of: int = 1,
+    costs: Sequence[float] | None = None,
+) -> list[list[Indices]]:
     """Spread samples of `lengths` positions over `ranks` data-parallel ranks in micro-batches, equally many on each.
 
     A micro-batch holds at most `budget` positions, each sequence counted up to a multiple of `align`, or a single
-    longer sequence. Each rank has a multiple of `multiple_of` micro-batches, as an interleaved pipeline needs: the
-    costliest are split, and empty ones added only where there are fewer samples than micro-batches.
+    longer sequence; `costs` of the sequences are by default those of `cost`. Each rank has a multiple of `multiple_of`
+    micro-batches, as an interleaved pipeline needs: the costliest are split, and empty ones added only where there are
+    fewer samples than micro-batches.
 
     Micro-batches are dealt in rounds from the costliest down, each round one to a rank, the costliest to the rank with
     the least so far. So the ranks' totals differ by no more than the costs in some one round, and the ranks work on
@@ -60,14 +51,14 @@ def pack(
     stages work on neighbouring micro-batches at once and wait for the costliest, and all wait for the first and last.
     """
     rounded = -(-np.asarray(lengths, np.int64) // align) * align
-    costs = cost(rounded).tolist()
+    costs = cost(rounded).tolist() if costs is None else costs
     step = ranks * multiple_of
     bins = _best_fit_decreasing(rounded, budget)
     count = max(1, -(-len(bins) // step)) * step
     ordered = sorted(_split(bins, costs, count), key=lambda weighed: -weighed[0])
 
     totals = [0.0] * ranks
-    dealt: list[list[SampleIndices]] = [[] for _ in range(ranks)]
+    dealt: list[list[Indices]] = [[] for _ in range(ranks)]
     for start in range(0, count, ranks):
         poorest_first = sorted(range(ranks), key=totals.__getitem__)
         for rank, (total, indices) in zip(poorest_first, ordered[start : start + ranks], strict=True):
@@ -94,7 +85,7 @@ def _best_fit_decreasing(lengths: np.ndarray, budget: int) -> list[list[int]]:
     return bins
 
 
-def _split(bins: list[list[int]], costs: list[float], count: int) -> list[tuple[float, list[int]]]:
+def _split(bins: list[list[int]], costs: Sequence[float], count: int) -> list[tuple[float, list[int]]]:
     """`count` bins with their costs: the costliest that can be split are split, then empty ones are added."""
     whole = [(sum(costs[index] for index in indices), indices) for indices in bins]
     heap = [(-total, number) for number, (total, indices) in enumerate(whole) if len(indices) > 1]
@@ -115,47 +106,56 @@ def _split(bins: list[list[int]], costs: list[float], count: int) -> list[tuple[
     return whole + [(0.0, [])] * (count - len(whole))
 
 
-def collate(columns: Columns, indices: SampleIndices, align: int = 1, total: int = 1) -> dict[str, Any]:
-    """One micro-batch: the samples `indices`, one after the other in T positions.
+@dataclass(frozen=True)
+class Packed:
+    """Trees, one after the other in T positions, each of their branches in one piece.
 
-    A sample of S tokens takes S - 1 positions, at least 1, padded with zeros to a multiple of `align`; T is a multiple
-    of both `align` and `total`, if need be by a last sequence of padding alone, which is all of an empty micro-batch.
-
-    Returns `token_ids`, `labels` (the next token) and `position_ids` int64 [1, T]; each other column float32 [T],
-    that of label i at position i; `sequence` int64 [T], the place in `indices` of the sample that position i predicts
-    a token of, -1 in padding; `cu_seqlens` int32, the bounds of the sequences, padding included; `max_seqlen`, an int,
-    the longest of them. ValueError where `loss_mask` includes a sample's first token: nothing predicts it.
+    `token_ids` and `position_ids` int64 [1, T], those of padding 0 and up; `cu_seqlens` int32 [B + 1], the bounds of
+    the branches, padding included; `keys` int64 by branch, the positions of its path from the root, itself at the end;
+    `rows` int64 by sample, in the order of the trees: the positions that predict its tokens but the first.
     """
-    samples = [columns["token_ids"][index] for index in indices]
-    for index in indices if "loss_mask" in columns else ():
-        if columns["loss_mask"][index][0] != 0:
-            raise ValueError(f"sample {index}: its first token is in the loss mask, but no token precedes it")
-    sizes = [-(-positions(len(sample)) // align) * align for sample in samples]
-    whole = lcm(align, total)
-    padding = -sum(sizes) % whole or (0 if sizes else whole)
-    if padding:
-        sizes.append(padding)
-    starts = np.cumsum([0, *sizes])
-    length = int(starts[-1])
 
-    packed: dict[str, Any] = {name: np.zeros(length, np.float32) for name in columns if name != "token_ids"}
-    token_ids, labels = np.zeros((2, 1, length), np.int64)
-    sequence: np.ndarray = np.full(length, -1, np.int64)
-    for place, (index, sample, start) in enumerate(zip(indices, samples, starts.tolist(), strict=False)):
-        filled = slice(start, start + len(sample) - 1)
-        token_ids[0, filled] = sample[:-1]
-        labels[0, filled] = sample[1:]
-        sequence[filled] = place
-        for name in packed:
-            packed[name][filled] = columns[name][index][1:]
-    return packed | {
-        "token_ids": token_ids,
-        "labels": labels,
-        "position_ids": (np.arange(length) - np.repeat(starts[:-1], sizes))[None],
-        "sequence": sequence,
-        "cu_seqlens": starts.astype(np.int32),
-        "max_seqlen": max(sizes),
-    }
+    token_ids: np.ndarray
+    position_ids: np.ndarray
+    cu_seqlens: np.ndarray
+    keys: tuple[np.ndarray, ...]
+    rows: tuple[np.ndarray, ...]
+
+
+def collate(token_ids: Sequence[np.ndarray], trees: Sequence[Tree], align: int = 1, total: int = 1) -> Packed:
+    """The samples of `trees` in one micro-batch, what they share once.
+
+    A sample of S tokens takes S - 1 positions, at least 1, padded with zeros to a multiple of `align`, above 1 of which
+    it shares none; T is a multiple of both `align` and `total`, if need be by a last branch of padding alone, which is
+    all of an empty micro-batch.
+    """
+    ids, depths, keys, rows = list[np.ndarray](), list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
+    length = 0
+    for tree in trees:
+        path = np.arange(0)
+        for index, shared in zip(tree.samples, tree.shared, strict=True):
+            inputs = token_ids[index][:-1]
+            own = -(-positions(len(token_ids[index])) // align) * align - shared
+            path = np.concatenate([path[:shared], np.arange(length, length + own)])
+            rows.append(path[: len(inputs)])
+            if own:
+                ids.append(np.pad(inputs[shared:], (0, shared + own - len(inputs))))
+                depths.append(np.arange(shared, shared + own))
+                keys.append(path)
+            length += own
+    whole = lcm(align, total)
+    padding = -length % whole or (0 if length else whole)
+    if padding:
+        ids.append(np.zeros(padding, np.int64))
+        depths.append(np.arange(padding))
+        keys.append(np.arange(length, length + padding))
+    return Packed(
+        token_ids=np.concatenate(ids).astype(np.int64)[None],
+        position_ids=np.concatenate(depths)[None],
+        cu_seqlens=np.cumsum([0, *map(len, ids)]).astype(np.int32),
+        keys=tuple(keys),
+        rows=tuple(rows),
+    )
 
 
 def context_slice(cu_seqlens: np.ndarray, cp: int, cp_rank: int) -> np.ndarray:
@@ -175,7 +175,7 @@ def context_slice(cu_seqlens: np.ndarray, cp: int, cp_rank: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Sequences on this rank's device, `packed` into T positions, N of whose predictions are requested.
+    """Sequences on this rank's device, `packed` into T positions, what they share once; N predictions are requested.
 
     `token_ids` and `position_ids` are int64 [1, T]. Of each requested prediction: `positions` (where it is in T),
     `labels` (the token it predicts) and `sequence` (its sample's number within the micro-batch), int64 [N]; `columns`
@@ -194,44 +194,90 @@ class MicroBatch:
     samples: int
 
 
+@dataclass(frozen=True)
+class Predictions:
+    """N predictions of a micro-batch that are requested: see MicroBatch."""
+
+    positions: np.ndarray
+    labels: np.ndarray
+    sequence: np.ndarray
+    columns: dict[str, np.ndarray]
+    where: np.ndarray
+
+
+def requested(columns: Columns, samples: Sequence[int], rows: Sequence[np.ndarray], place: np.ndarray) -> Predictions:
+    """The predictions of `samples` where the column `loss_mask` is not 0, sample by sample.
+
+    `rows` as from `collate`; `place` int64 [T], where a position is on this rank, -1 where it is on another. Several
+    samples may request predictions of a position that they share, each of its own next token. ValueError where
+    `loss_mask` includes a sample's first token: nothing predicts it.
+    """
+    starts = np.cumsum([0, *map(len, columns["token_ids"])])  # of all samples' tokens laid end to end
+    tokens = []
+    for index, own in zip(samples, rows, strict=True):
+        trained = np.flatnonzero(columns["loss_mask"][index])
+        if len(trained) and trained[0] == 0:
+            raise ValueError(f"sample {index}: its first token is in the loss mask, but no token precedes it")
+        tokens.append(trained[place[own[trained - 1]] >= 0])
+
+    def column(name: str, dtype: type) -> np.ndarray:
+        found = [columns[name][index][chosen] for index, chosen in zip(samples, tokens, strict=True)]
+        return np.concatenate([np.zeros(0), *found]).astype(dtype)
+
+    sequence: np.ndarray = np.repeat(np.arange(len(samples)), [len(chosen) for chosen in tokens])
+    predicted = [place[own[chosen - 1]] for own, chosen in zip(rows, tokens, strict=True)]
+    return Predictions(
+        positions=np.concatenate([np.arange(0), *predicted]),
+        labels=column("token_ids", np.int64),
+        sequence=sequence,
+        columns={name: column(name, np.float32) for name in columns if name != "token_ids"},
+        where=np.concatenate([np.arange(0), *(starts[i] + chosen for i, chosen in zip(samples, tokens, strict=True))]),
+    )
+
+
 def make_micro_batches(config: Config, columns: Columns, device: torch.device) -> list[MicroBatch]:
     """Pack samples into this rank's micro-batches; no collective, since every rank makes the same plan.
 
     Predictions are requested where the column `loss_mask` is not 0.
     """
     parallel = config.parallel
-    lengths = [len(token_ids) for token_ids in columns["token_ids"]]
+    multiple_of = parallel.pp if parallel.vpp > 1 else 1
+    ranks = parallel_state.get_data_parallel_world_size()
+    budget = config.train.tokens_per_micro_batch * parallel.cp
+    align, total = alignment(config)
+    targets = [int(np.count_nonzero(mask)) for mask in columns["loss_mask"]]
+    trees = plan_trees(columns["token_ids"], targets, budget, ranks * multiple_of, align=align)
     plan = pack(
-        [positions(length) for length in lengths],
-        parallel_state.get_data_parallel_world_size(),
-        config.train.tokens_per_micro_batch * parallel.cp,
-        align=alignment(config)[0],
-        multiple_of=parallel.pp if parallel.vpp > 1 else 1,
+        [int(tree.sizes[-1]) for tree in trees],
+        ranks,
+        budget,
+        costs=[float(tree.costs[-1]) for tree in trees],
+        multiple_of=multiple_of,
     )
-    starts = np.cumsum([0, *lengths[:-1]])  # of all samples' tokens laid end to end
     cp, cp_rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
 
     def tensor(array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
-    def micro_batch(indices: SampleIndices) -> MicroBatch:
-        packed = collate(columns, indices, *alignment(config))
-        cu_seqlens, sequence = packed["cu_seqlens"], packed["sequence"]
-        kept = context_slice(cu_seqlens, cp, cp_rank) if cp > 1 else np.arange(cu_seqlens[-1])
-        positions = np.flatnonzero(packed["loss_mask"][kept])
-        chosen = kept[positions]
-        bounds, longest = tensor(cu_seqlens), int(packed["max_seqlen"])
+    def micro_batch(indices: Indices) -> MicroBatch:
+        own = [trees[index] for index in indices]
+        samples = [sample for tree in own for sample in tree.samples]
+        packed = collate(columns["token_ids"], own, align, total)
+        length = packed.token_ids.shape[1]
+        kept = context_slice(packed.cu_seqlens, cp, cp_rank) if cp > 1 else np.arange(length)
+        place: np.ndarray = np.full(length, -1)
+        place[kept] = np.arange(len(kept))
+        found = requested(columns, samples, packed.rows, place)
         return MicroBatch(
-            token_ids=tensor(packed["token_ids"][:, kept]),
-            position_ids=tensor(packed["position_ids"][:, kept]),
-            packed=PackedSeqParams("thd", bounds, bounds, max_seqlen_q=longest, max_seqlen_kv=longest),
-            positions=tensor(positions),
-            labels=tensor(packed["labels"][0, chosen]),
-            sequence=tensor(sequence[chosen]),
-            columns={name: tensor(packed[name][chosen]) for name in columns if name != "token_ids"},
-            # Position i of a sequence predicts its token i + 1.
-            where=starts[list(indices)][sequence[chosen]] + chosen - cu_seqlens[:-1][sequence[chosen]] + 1,
-            samples=len(indices),
+            token_ids=tensor(packed.token_ids[:, kept]),
+            position_ids=tensor(packed.position_ids[:, kept]),
+            packed=packing(packed.cu_seqlens, packed.keys, device),
+            positions=tensor(found.positions),
+            labels=tensor(found.labels),
+            sequence=tensor(found.sequence),
+            columns={name: tensor(values) for name, values in found.columns.items()},
+            where=found.where,
+            samples=len(samples),
         )
 
     return [micro_batch(indices) for indices in plan[parallel_state.get_data_parallel_rank()]]

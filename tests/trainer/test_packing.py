@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_collab.trainer.microbatches import collate, context_slice, cost, pack, positions
+from megatron_collab.trainer.microbatches import collate, context_slice, pack, requested
+from megatron_collab.trainer.prefix_tree import Tree, cost, plan_trees, positions, prefix_trees
 
 
 @given(
@@ -67,33 +68,50 @@ def test_attention_costs() -> None:
 SAMPLES = [np.array([5, 6, 7]), np.array([1, 2, 3, 4, 5, 6]), np.array([9])]
 
 
+def alone(*samples: int) -> list[Tree]:
+    """Each a tree of its own, as where nothing is shared."""
+    return [Tree((sample,), (positions(len(SAMPLES[sample])),), (0,), (0,)) for sample in samples]
+
+
 def test_collate_by_hand() -> None:
-    columns = {"token_ids": SAMPLES, "weights": [np.arange(len(sample), dtype=np.float32) for sample in SAMPLES]}
-    batch = collate(columns, (1, 0), align=4, total=16)
-    assert batch["token_ids"].tolist() == [[1, 2, 3, 4, 5, 0, 0, 0, 5, 6, 0, 0, 0, 0, 0, 0]]
-    assert batch["labels"].tolist() == [[2, 3, 4, 5, 6, 0, 0, 0, 6, 7, 0, 0, 0, 0, 0, 0]]
-    assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 0, 1, 2, 3]]
-    assert batch["weights"].tolist() == [1, 2, 3, 4, 5, 0, 0, 0, 1, 2, 0, 0, 0, 0, 0, 0]
-    assert batch["sequence"].tolist() == [0, 0, 0, 0, 0, -1, -1, -1, 1, 1, -1, -1, -1, -1, -1, -1]
-    assert batch["cu_seqlens"].tolist() == [0, 8, 12, 16]
-    assert batch["max_seqlen"] == 8
-    whole = {name: batch[name].dtype.str for name in batch if name != "max_seqlen"}
-    assert whole.pop("weights") == "<f4" and whole.pop("cu_seqlens") == "<i4" and set(whole.values()) == {"<i8"}
+    packed = collate(SAMPLES, alone(1, 0), align=4, total=16)
+    assert packed.token_ids.tolist() == [[1, 2, 3, 4, 5, 0, 0, 0, 5, 6, 0, 0, 0, 0, 0, 0]]
+    assert packed.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 0, 1, 2, 3]]
+    assert [row.tolist() for row in packed.rows] == [[0, 1, 2, 3, 4], [8, 9]]
+    assert [path.tolist() for path in packed.keys] == [[*range(8)], [8, 9, 10, 11], [12, 13, 14, 15]]
+    assert packed.cu_seqlens.tolist() == [0, 8, 12, 16] and packed.cu_seqlens.dtype == np.int32
+    assert {packed.token_ids.dtype.str, packed.position_ids.dtype.str} == {"<i8"}
 
 
-def test_collate_without_samples_or_labels() -> None:
-    empty = collate({"token_ids": SAMPLES, "weights": SAMPLES}, (), align=4, total=6)
-    assert empty["cu_seqlens"].tolist() == [0, 12] and empty["max_seqlen"] == 12
-    assert (empty["sequence"] == -1).all() and empty["token_ids"].shape == (1, 12) and empty["weights"].shape == (12,)
-    single = collate({"token_ids": SAMPLES}, (2,))
-    assert single["token_ids"].tolist() == [[0]] and single["sequence"].tolist() == [-1]
+def test_collate_without_samples_or_predictions() -> None:
+    empty = collate(SAMPLES, [], align=4, total=6)
+    assert empty.cu_seqlens.tolist() == [0, 12] and empty.token_ids.tolist() == [[0] * 12] and empty.rows == ()
+    single = collate(SAMPLES, alone(2))
+    assert single.token_ids.tolist() == [[0]] and [row.tolist() for row in single.rows] == [[]]
+
+
+def test_what_samples_share_is_packed_once() -> None:
+    tokens = [np.array([7, 8, 9, 1]), np.array([7, 8, 9, 2, 3]), np.array([7, 8, 5, 4])]
+    (tree,) = prefix_trees(tokens, [1, 1, 1], fewest=1)
+    packed = collate(tokens, [tree])
+    assert (tree.samples, tree.shared) == ((2, 0, 1), (0, 2, 3))
+    assert packed.token_ids.tolist() == [[7, 8, 5, 9, 2]] and packed.position_ids.tolist() == [[0, 1, 2, 2, 3]]
+    assert [path.tolist() for path in packed.keys] == [[0, 1, 2], [0, 1, 3], [0, 1, 3, 4]]
+    assert [row.tolist() for row in packed.rows] == [[0, 1, 2], [0, 1, 3], [0, 1, 3, 4]]
+    assert packed.cu_seqlens.tolist() == [0, 3, 4, 5]
+
+    masks = [np.array([0, 0, 0, 1.0]), np.array([0, 0, 0, 1.0, 1]), np.array([0, 0, 1.0, 0])]
+    found = requested({"token_ids": tokens, "loss_mask": masks}, tree.samples, packed.rows, np.arange(5))
+    assert found.positions.tolist() == [1, 3, 3, 4] and found.labels.tolist() == [5, 1, 2, 3]
+    assert found.sequence.tolist() == [0, 1, 2, 2] and found.where.tolist() == [11, 3, 7, 8]
 
 
 def test_a_first_token_cannot_be_trained() -> None:
     columns = {"token_ids": [np.array([5, 6])] * 2, "loss_mask": [np.array([0.0, 1.0]), np.ones(2)]}
-    collate(columns, (0,))
+    rows = [np.array([0]), np.array([1])]
+    requested(columns, (0,), rows[:1], np.arange(2))
     with pytest.raises(ValueError, match="sample 1: its first token"):
-        collate(columns, (0, 1))
+        requested(columns, (0, 1), rows, np.arange(2))
 
 
 @given(
@@ -104,38 +122,39 @@ def test_a_first_token_cannot_be_trained() -> None:
 )
 def test_collate_loses_nothing(sizes: list[int], align: int, total: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    columns = {
-        "token_ids": [rng.integers(1, 1000, size) for size in sizes],
-        "values": [rng.normal(size=size).astype(np.float32) for size in sizes],
-    }
-    indices = tuple(rng.permutation(len(sizes))[: rng.integers(1, len(sizes) + 1)].tolist())
-    batch = collate(columns, indices, align, total)
+    tokens = [rng.integers(1, 1000, size) for size in sizes]
+    values = [rng.normal(size=size).astype(np.float32) for size in sizes]
+    columns = {"token_ids": tokens, "loss_mask": [np.arange(size) > 0 for size in sizes], "values": values}
+    samples = rng.permutation(len(sizes))[: rng.integers(1, len(sizes) + 1)].tolist()
+    packed = collate(
+        tokens, [Tree((index,), (positions(sizes[index]),), (0,), (0,)) for index in samples], align, total
+    )
 
-    length = batch["token_ids"].shape[1]
-    assert length % align == 0 and length % total == 0 and batch["cu_seqlens"][-1] == length
-    kept = batch["sequence"] >= 0
-    for place, index in enumerate(indices):
-        here = batch["sequence"] == place
-        start = batch["cu_seqlens"][place]
-        assert here[start : start + sizes[index] - 1].all() and here.sum() == sizes[index] - 1
-        np.testing.assert_array_equal(batch["token_ids"][0, here], columns["token_ids"][index][:-1])
-        np.testing.assert_array_equal(batch["labels"][0, here], columns["token_ids"][index][1:])
-        np.testing.assert_array_equal(batch["values"][here], columns["values"][index][1:])
-    for name in ("token_ids", "labels", "values"):
-        assert (batch[name].reshape(-1)[~kept] == 0).all(), "padding is zero"
-    spans = list(pairwise(batch["cu_seqlens"].tolist()))
-    assert len(spans) - len(indices) in (0, 1) and all(start < end for start, end in spans)
+    length = packed.token_ids.shape[1]
+    assert length % align == 0 and length % total == 0 and packed.cu_seqlens[-1] == length
+    for index, rows in zip(samples, packed.rows, strict=True):
+        np.testing.assert_array_equal(packed.token_ids[0, rows], tokens[index][:-1])
+    kept = np.concatenate(packed.rows)
+    assert len({*kept.tolist()}) == len(kept) and np.count_nonzero(packed.token_ids) == len(kept), "padding is zero"
+    spans = list(pairwise(packed.cu_seqlens.tolist()))
+    assert len(spans) - len(samples) in (0, 1) and all(start < end for start, end in spans)
     assert all((end - start) % align == 0 for start, end in spans)
-    assert batch["max_seqlen"] == max(end - start for start, end in spans)
     restarted = np.concatenate([np.arange(end - start) for start, end in spans])
-    np.testing.assert_array_equal(batch["position_ids"], [restarted])
+    np.testing.assert_array_equal(packed.position_ids, [restarted])
+
+    found = requested(columns, samples, packed.rows, np.arange(length))
+    np.testing.assert_array_equal(found.positions, kept)
+    np.testing.assert_array_equal(found.labels, np.concatenate([tokens[index][1:] for index in samples]))
+    np.testing.assert_array_equal(found.columns["values"], np.concatenate([values[index][1:] for index in samples]))
+    np.testing.assert_array_equal(found.labels, np.concatenate(tokens)[found.where])
 
 
 def test_a_plan_fits_its_micro_batches() -> None:
     rng = np.random.default_rng(0)
     tokens = [rng.integers(0, 9, size) for size in rng.integers(1, 50, 40)]
-    for micro_batch in pack([positions(len(sample)) for sample in tokens], 1, 128, align=4)[0]:
-        assert collate({"token_ids": tokens}, micro_batch, align=4)["token_ids"].shape[1] <= 128
+    trees = plan_trees(tokens, [0] * 40, 128, 1, align=4)
+    for micro_batch in pack([int(tree.sizes[-1]) for tree in trees], 1, 128)[0]:
+        assert collate(tokens, [trees[index] for index in micro_batch], align=4).token_ids.shape[1] <= 128
 
 
 def test_context_slice_by_hand() -> None:

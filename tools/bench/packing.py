@@ -6,7 +6,7 @@ harder, `exp(7.8 + 0.6 z)`, median 2,441, where few sequences fit into a micro-b
 
     fill_over_bound = ceil(sum of lengths / 8192) / micro-batches, on one rank: 1 where no fewer could do;
     ms = CPU milliseconds of one plan for one rank, the median of 21;
-    rank_cost_over_mean = the work of the busiest of 8 ranks (`microbatches.cost`) / the mean, in plans for 8 ranks with
+    rank_cost_over_mean = the work of the busiest of 8 ranks (`prefix_tree.cost`) / the mean, in plans for 8 ranks with
                           multiples of 4 micro-batches each.
 
 Over the seeds: the worst fill and balance, the median time. `hard_…` are those of the harder lengths. --smoke: one
@@ -28,7 +28,7 @@ from megatron_collab import patches
 
 patches.apply("megatron")
 
-from megatron_collab.trainer import microbatches
+from megatron_collab.trainer import microbatches, prefix_tree
 
 SAMPLES, SMOKE_SAMPLES = 4096, 512
 BUDGET, SHORTEST = 8192, 16
@@ -49,7 +49,7 @@ def measure(lengths: list[int]) -> tuple[float, float, float]:
         alone = microbatches.pack(lengths, 1, BUDGET)
         times.append(1e3 * (time.process_time() - began))
     fill = math.ceil(sum(lengths) / BUDGET) / len(alone[0])
-    costs = microbatches.cost(np.array(lengths))
+    costs = prefix_tree.cost(np.array(lengths))
     dealt = microbatches.pack(lengths, RANKS, BUDGET, multiple_of=MULTIPLE_OF)
     totals = [sum(costs[index] for micro_batch in rank for index in micro_batch) for rank in dealt]
     return fill, median(times), max(totals) / (sum(totals) / RANKS)

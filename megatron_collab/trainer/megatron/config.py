@@ -124,4 +124,8 @@ def backend_spec(config: TransformerConfig, vp_stage: int | None = None) -> Tran
     """The layers of this (virtual) pipeline stage: TransformerEngine's in bfloat16, where it is, else layers.py's."""
     engine = _engine(config.params_dtype)
     block = get_gpt_decoder_block_spec(config, engine, normalization="RMSNorm", vp_stage=vp_stage)
-    return block if engine else layers.fill_in(block, config)
+    if not engine:
+        return layers.fill_in(block, config)
+    from megatron_collab.trainer.megatron import engine_attention
+
+    return engine_attention.fill_in(block)

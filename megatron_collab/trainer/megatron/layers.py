@@ -7,7 +7,9 @@ sequences: both are replaced here. Wavelengths are those that transformers compu
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -22,26 +24,42 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_collab.models.hf_config import Linear, Llama3, Rope, Yarn
+from megatron_collab.trainer.megatron.paths import PackedTrees, Paths, attend
 
 
 @dataclass
 class Rotated(PackedSeqParams):
-    """Packed sequences, their lengths, and the rotation of each token.
+    """Packed sequences or branches of trees, their lengths, and the rotation of each token.
 
-    `cos` and the signed `sin` are [t, 1, d] in the model's dtype.
+    `cos` and the signed `sin` are [t, 1, d] in the model's dtype. Of branches that see more keys than their own:
+    `paths`, how many keys each sees, and what is added to its scores, [queries, keys], None where that are all its own.
     """
 
     lengths: list[int] = field(kw_only=True)
     cos: Tensor = field(kw_only=True)
     sin: Tensor = field(kw_only=True)
+    paths: Paths | None = None
+    seen: list[int] = field(default_factory=list)
+    masks: list[Tensor | None] = field(default_factory=list)
 
 
 def rotated(packing: PackedSeqParams, positions: Tensor, inverse_frequencies: Tensor, dtype: torch.dtype) -> Rotated:
     """`packing` with the rotation to `positions` int64 [1, t]; made once for all layers."""
     angles = positions.reshape(-1, 1, 1) * inverse_frequencies.to(positions.device)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    lengths = [stop - start for start, stop in pairwise(packing.cu_seqlens_q.tolist())]
-    return Rotated(**vars(packing), lengths=lengths, cos=torch.cat((cos, cos), -1), sin=torch.cat((-sin, sin), -1))
+    turns = {"cos": torch.cat((cos, cos), -1), "sin": torch.cat((-sin, sin), -1)}
+    if not isinstance(packing, PackedTrees):
+        return Rotated(**vars(packing), **turns, lengths=_sizes(packing.cu_seqlens_q))
+    lengths, seen = _sizes(packing.paths.queries), _sizes(packing.paths.keys)
+    masks = [
+        None if own == keys else torch.full((own, keys), -math.inf, dtype=dtype, device=cos.device).triu(keys - own + 1)
+        for own, keys in zip(lengths, seen, strict=True)
+    ]
+    return Rotated(**vars(packing), **turns, lengths=lengths, seen=seen, masks=masks)
+
+
+def _sizes(bounds: Tensor) -> list[int]:
+    return [stop - start for start, stop in pairwise(bounds.tolist())]
 
 
 class RotaryTable(RotaryEmbedding):
@@ -75,7 +93,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class CausalAttention(MegatronModule):
-    """Rotary embedding and causal scaled dot-product attention within each packed sequence."""
+    """Rotary embedding and causal scaled dot-product attention within each packed sequence, or along each path."""
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__(config=config)
@@ -93,16 +111,35 @@ class CausalAttention(MegatronModule):
     ) -> Tensor:
         """query [t, n, d], key and value [t, g, d], not yet rotated -> [t, n * d]."""
         packing = packed_seq_params
+        query, key = _rotate(query, packing), _rotate(key, packing)
+        if packing.paths is None:
+            return self._attend(query, key, value, packing.lengths, packing.lengths, [None] * len(packing.lengths))
+
+        def along_paths(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return self._attend(query, key, value, packing.lengths, packing.seen, packing.masks)
+
+        return attend(query, key, value, packing.paths.rows, along_paths)
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        lengths: list[int],
+        seen: list[int],
+        masks: Sequence[Tensor | None],
+    ) -> Tensor:
+        """Of each sequence: `lengths` queries to `seen` keys under its mask, None for the causal one of a square."""
         # Splitting, unlike slicing, needs no buffer of zeros for the gradient of every sequence.
         q, k, v = (
-            x.transpose(0, 1)[None].split(packing.lengths, dim=2)
-            for x in (_rotate(query, packing), _rotate(key, packing), value)
+            x.transpose(0, 1)[None].split(sizes, dim=2) for x, sizes in ((query, lengths), (key, seen), (value, seen))
         )
+        attention = partial(F.scaled_dot_product_attention, scale=self.scale, enable_gqa=True)
         parts = [
-            F.scaled_dot_product_attention(*one, is_causal=True, scale=self.scale, enable_gqa=True)[0].transpose(0, 1)
-            for one in zip(q, k, v, strict=True)
+            attention(*one, attn_mask=mask, is_causal=mask is None)[0]
+            for one, mask in zip(zip(q, k, v, strict=True), masks, strict=True)
         ]
-        return torch.cat(parts).flatten(1)
+        return torch.cat(parts, dim=1).transpose(0, 1).flatten(1)
 
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
         return {}

@@ -25,6 +25,7 @@ from megatron_collab.runtime import device, hub
 from megatron_collab.runtime.process import beat
 from megatron_collab.trainer.megatron.config import backend_spec, transformer_config
 from megatron_collab.trainer.megatron.layers import RotaryTable, inverse_frequencies, rotated
+from megatron_collab.trainer.megatron.paths import PackedTrees
 
 Load = Callable[[Config], list[torch.nn.Module]]  # gives this rank's chunks of a new network
 
@@ -35,7 +36,8 @@ class PolicyModel(GPTModel):
     `policy(token_ids, position_ids, None, packed_seq_params=...)`, both int64 [1, t], sequences packed ("thd"),
     gives the last stage's hidden states after the final norm, [1, t, h] in the model's dtype, complete on every
     tensor-parallel rank. Their gradient is summed over these ranks, so that each may bring that of its own
-    rows of `head`. Positions count from 0 in every sequence. With sequence parallelism t must be a multiple of tp.
+    rows of `head`. Positions count from 0 in every sequence, and along every path of PackedTrees. With sequence
+    parallelism t must be a multiple of tp.
     """
 
     def __init__(self, config: TransformerConfig, shape: ModelShape, vp_stage: int | None = None) -> None:
@@ -71,6 +73,17 @@ class PolicyModel(GPTModel):
         if not self.config.apply_rope_fusion:
             packing = rotated(packing, position_ids, self.inverse_frequencies, self.config.params_dtype)
         return super().forward(token_ids, position_ids, attention_mask, packed_seq_params=packing)
+
+    def _preprocess(
+        self, *, position_ids: Tensor, packed_seq_params: PackedSeqParams, **others: Any
+    ) -> tuple[Any, ...]:
+        """Give each position of PackedTrees the row of its depth in the rotary table."""
+        states, table, *rest = super()._preprocess(
+            position_ids=position_ids, packed_seq_params=packed_seq_params, **others
+        )
+        if table is not None and isinstance(packed_seq_params, PackedTrees):
+            table = table[position_ids[0]]
+        return states, table, *rest
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         """Return the hidden states instead of logits; of the output layer only the weight is used."""

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from megatron_collab.trainer.megatron.te_cpu.tensors import is_fake
 
-_CAUSAL = ("NVTE_CAUSAL_MASK", "NVTE_PADDING_CAUSAL_MASK")
+_BOTTOM_RIGHT = "NVTE_PADDING_CAUSAL_BOTTOM_RIGHT_MASK"
+_CAUSAL = ("NVTE_CAUSAL_MASK", "NVTE_PADDING_CAUSAL_MASK", _BOTTOM_RIGHT)
 _MASKS = (*_CAUSAL, "NVTE_NO_MASK", "NVTE_PADDING_MASK")
 
 
@@ -229,8 +230,12 @@ def _per_head(x: Tensor, heads: int) -> Tensor:
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, mask: Any) -> Tensor:
-    """float32 [n, s, t], -inf where a causal mask hides a key: a query sees keys up to its own number."""
+    """float32 [n, s, t], -inf where a causal mask hides a key: a query sees keys up to its own number.
+
+    From the bottom right both are counted from the end.
+    """
     scores = torch.einsum("snd,tnd->nst", q.float(), _per_head(k, q.shape[1])) * scale
     if mask.name in _CAUSAL:
-        scores = scores.masked_fill(torch.ones(scores.shape[1:], dtype=torch.bool).triu(1), float("-inf"))
+        first = 1 + (len(k) - len(q) if mask.name == _BOTTOM_RIGHT else 0)
+        scores = scores.masked_fill(torch.ones(scores.shape[1:], dtype=torch.bool).triu(first), float("-inf"))
     return scores

@@ -1,0 +1,165 @@
+"""Which samples share a prefix, so that its positions are computed once: samples as trees. Pure, of numbers alone.
+
+Samples in the order of their tokens have all they share with any later one at the front of the next. So a tree is a
+list of samples, each with the number of positions that it shares with the one before it: it goes along the path of
+that one so far, and what remains is a branch of its own, which may be empty (the same sequence, twice).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+
+import numpy as np
+
+# Length at which attention costs as much as the rest of a layer: 12 times a hidden size of 4,096; see `cost`.
+_EVEN_LENGTH = 12 * 4096
+# What is shared matters from so many positions on, and from such a part of the sample: every branch is one more call
+# of attention, and the keys of its whole path are gathered for it.
+FEWEST, PART = 16, 1 / 16
+# Keys that a tree gathers for each position that it computes, at most: what they take while a layer is computed is
+# then small beside what its feed-forward takes.
+KEYS = 8
+
+
+def positions(tokens: int) -> int:
+    """Positions a sample of `tokens` tokens takes in the model: all but the last predict their successors."""
+    return max(1, tokens - 1)
+
+
+def cost(lengths: np.ndarray) -> np.ndarray:
+    """Cost of sequences of `lengths` positions, in positions without attention; float64.
+
+    A layer of hidden size h has about 12 h^2 parameters, so a position takes 24 h^2 FLOPs forward, and 2 h S more for
+    causal attention in a sequence of S: S (1 + S / (12 h)) in all (Narayanan et al. 2021, arXiv:2104.04473, appendix,
+    with half of the attention for the causal mask). h is taken as 4,096.
+    """
+    return lengths * (1.0 + lengths / _EVEN_LENGTH)
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Samples that go through the model together, in the order of their tokens.
+
+    Of each: its number, `lengths` (positions), `shared` (those in common with the sample before it, 0 for the first)
+    and `targets` (predictions that are requested of it).
+    """
+
+    samples: tuple[int, ...]
+    lengths: tuple[int, ...]
+    shared: tuple[int, ...]
+    targets: tuple[int, ...]
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """What its first 1, 2, … samples take of a micro-batch, int64.
+
+        The positions that are computed, those of all branches; but no fewer than the predictions, which each take a
+        state of the head, and than an eighth (KEYS) of the keys that are gathered. A sample alone takes its positions.
+        """
+        lengths = np.cumsum(self.lengths)
+        computed = lengths - np.cumsum(self.shared)
+        return np.maximum.reduce([computed, np.cumsum(self.targets, dtype=np.int64), -(-lengths // KEYS)])
+
+    @property
+    def costs(self) -> np.ndarray:
+        """As `cost`, of its first 1, 2, … samples, where a branch attends to its path."""
+        return np.cumsum(cost(np.array(self.lengths)) - cost(np.array(self.shared)))
+
+    def cut(self, place: int) -> tuple[Tree, Tree]:
+        """The samples before `place` and those from there on: both compute what they shared."""
+        first = Tree(self.samples[:place], self.lengths[:place], self.shared[:place], self.targets[:place])
+        shared = (0, *self.shared[place + 1 :])
+        return first, Tree(self.samples[place:], self.lengths[place:], shared, self.targets[place:])
+
+
+def plan_trees(
+    token_ids: Sequence[np.ndarray], targets: Sequence[int], budget: int, parts: int, *, align: int = 1
+) -> list[Tree]:
+    """All samples in trees, each of at most `budget` (Tree.sizes) or of one longer sample.
+
+    Trees are cut where they exceed the budget, and while one costs more than an even share for `parts` ranks, or there
+    are fewer trees. The path to a cut is computed in both of its parts. `align`: a sample's positions are rounded up to
+    a multiple of it; above 1, nothing is shared. Trees are in the order of their first samples' numbers.
+    """
+    lengths = [-(-positions(len(row)) // align) * align for row in token_ids]
+    if align > 1:
+        trees = [Tree((number,), (length,), (0,), (targets[number],)) for number, length in enumerate(lengths)]
+    else:
+        trees = [part for tree in prefix_trees(token_ids, targets) for part in _fitted(tree, budget)]
+    return sorted(_spread(trees, parts), key=lambda tree: min(tree.samples))
+
+
+def prefix_trees(token_ids: Sequence[np.ndarray], targets: Sequence[int], *, fewest: int = FEWEST) -> list[Tree]:
+    """Samples that share a prefix that matters (`fewest` positions, PART) in one tree; `targets` as in Tree."""
+    inputs = [np.asarray(row)[:-1].astype(">u4") for row in token_ids]  # big-endian: bytes order as the numbers do
+    order = sorted(range(len(inputs)), key=lambda number: inputs[number].tobytes())
+    trees: list[Tree] = []
+    members: list[tuple[int, int]] = []
+
+    def close() -> None:
+        numbers, shared = zip(*members, strict=True)
+        lengths = tuple(positions(len(token_ids[number])) for number in numbers)
+        trees.append(Tree(numbers, lengths, shared, tuple(targets[number] for number in numbers)))
+
+    for place, number in enumerate(order):
+        shared = _common(inputs[order[place - 1]], inputs[number]) if place else 0
+        if shared < max(fewest, PART * len(inputs[number])):
+            if members:
+                close()
+            members, shared = [], 0
+        members.append((number, shared))
+    if members:
+        close()
+    return trees
+
+
+def _common(left: np.ndarray, right: np.ndarray) -> int:
+    """Length of the prefix that both begin with."""
+    length = min(len(left), len(right))
+    differs = left[:length] != right[:length]
+    return int(differs.argmax()) if differs.any() else length
+
+
+def _fitted(tree: Tree, budget: int) -> list[Tree]:
+    """`tree` in parts of at most `budget`, or of one longer sample.
+
+    A part is filled to three quarters at least; from there on it ends where least is shared with what follows.
+    """
+    parts = []
+    while (sizes := tree.sizes)[-1] > budget and len(sizes) > 1:
+        last = max(1, int(np.searchsorted(sizes, budget, side="right")))
+        first = min(last, int(np.searchsorted(4 * sizes, 3 * budget)) + 1)
+        place = min(range(first, last + 1), key=lambda place: (tree.shared[place], -place))
+        part, tree = tree.cut(place)
+        parts.append(part)
+    return [*parts, tree]
+
+
+def _spread(trees: Sequence[Tree], parts: int) -> list[Tree]:
+    """`trees`, the costliest halved while they are fewer than `parts` or it costs more than an even share of all."""
+    numbers = count()
+    heap = [(-float(tree.costs[-1]), next(numbers), tree) for tree in trees]
+    heapq.heapify(heap)
+    total, done = -sum(weighed for weighed, _, _ in heap), list[Tree]()
+    while heap:
+        weighed, _, tree = heapq.heappop(heap)
+        many = len(done) + len(heap) + 1 >= parts
+        if len(tree.samples) == 1 or (many and -weighed * parts <= total):
+            done.append(tree)
+            continue
+        halves = tree.cut(_middle(tree))
+        costs = [float(half.costs[-1]) for half in halves]
+        total += sum(costs) + weighed
+        for worth, half in zip(costs, halves, strict=True):
+            heapq.heappush(heap, (-worth, next(numbers), half))
+    return done
+
+
+def _middle(tree: Tree) -> int:
+    """Where to cut `tree` so that its costlier half costs least."""
+    costs = tree.costs
+    behind = costs[-1] - costs[:-1] + cost(np.array(tree.shared[1:]))
+    return int(np.maximum(costs[:-1], behind).argmin()) + 1
