@@ -78,7 +78,7 @@ class StoredAdapters:
         own = plan.adapters(entry, self.lora)
         if not own:
             return weight
-        a, b = ([self._stored.read(factor.key) for factor in each] for each in zip(*(pair for _, *pair in own), strict=True))
+        a, b = ([self._stored.read(factor.key) for factor in each] for each in zip(*(f for _, *f in own), strict=True))
         return merged(weight, plan.blocks(entry, self._shape, self.lora, 1), a, b, plan.scale(self.lora))
 
     def factors(self, dtype: torch.dtype | None) -> dict[str, Tensor]:

@@ -61,9 +61,7 @@ def to_peft(checkpoint: Path, folder: Path, source: Path, base: str, dtype: torc
     """
     _, stored = _read(checkpoint, folder, source)
     if not isinstance(stored, StoredAdapters):
-        raise ConfigError(
-            f"{checkpoint}: holds whole weights: its run had no model.lora.rank; remove --peft"
-        )
+        raise ConfigError(f"{checkpoint}: holds whole weights: its run had no model.lora.rank; remove --peft")
     with _refusing(folder), hf.replacing(folder) as partial:
         write_peft(partial, stored.lora, stored.factors(dtype), base)
 

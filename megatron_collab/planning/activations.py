@@ -18,6 +18,10 @@ by blocks.
     experts instead       k (q h + (2 i + q) e) / s         k i (h + 3 e) / s: k of n experts of width e, routed evenly
     and their router      (k (20 + i) + n (9 + i) + 4) / s  (k (20 + i) + n (1 + i)) / s
 
+With model.lora.rank (trainer/megatron/lora.py) what a linear layer reads again is its adapters', of i bytes, and they
+keep, with k matrices of rank r in a layer from `in` to `out` columns and rows on the rank: A x, i k r; A and B put
+together, i k r (in + out) once a micro-batch; with dropout the input after it, and its mask, (i + 1) in.
+
 Selective recompute keeps nothing of the feed-forward, or the experts and their router, but their input. Full recompute
 keeps only the input of a layer, i h / s (in float32 layers.py's first norm has the same). Both recompute one layer at a
 time. Korthikanti et al. 2022 (arXiv:2205.05198), section 4, count the same way for a layer with dropout and no gate.
@@ -26,10 +30,13 @@ time. Korthikanti et al. 2022 (arXiv:2205.05198), section 4, count the same way 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from megatron_collab.config import Config
+from megatron_collab.models import lora
 from megatron_collab.models.hf_config import ModelShape
+from megatron_collab.models.hf_to_megatron import TensorCut, shard_shape
 from megatron_collab.models.parallel_layout import stage_layers
 from megatron_collab.runtime import device
 from megatron_collab.trainer import logprobs
@@ -84,7 +91,7 @@ def _rotations(config: Config, shape: ModelShape, tokens: int) -> float:
 
     It has a row for every token of the longest sequence, of which a context parallel rank has a part.
     """
-    reference = config.train.stage == "rl" and config.algo.kl_coef > 0
+    reference = config.train.stage == "rl" and config.algo.kl_coef > 0 and not config.model.lora.rank
     networks = 1 + reference + _critic(config)
     rows = tokens * config.parallel.cp * networks * config.parallel.vpp
     return 4 * shape.head_dim * rows if engine(config) else 0.0
@@ -96,12 +103,30 @@ def layer_activations(config: Config, shape: ModelShape, number: int, tokens: in
     With a micro-batch of `tokens` on a context parallel rank.
     """
     layer = (_engine_layer if engine(config) else _local_layer)(config, shape, number, tokens)
+    if config.model.lora.rank:
+        attention, feed_forward = _adapters(config, shape, number, tokens)
+        layer = layer._replace(attention=layer.attention + attention, feed_forward=layer.feed_forward + feed_forward)
     everything = layer.attention + layer.feed_forward
     return {
         "none": (everything, 0.0),
         "selective": (layer.attention, layer.feed_forward),
         "full": (_rows(config, tokens) * _item(config) * shape.hidden, everything - layer.own_input),
     }[config.parallel.recompute]
+
+
+def _adapters(config: Config, shape: ModelShape, number: int, tokens: int) -> tuple[float, float]:
+    """Bytes that the adapters of layer `number` keep, of its attention and of its feed-forward."""
+    sparse = shape.experts is not None and number in shape.experts.layers
+    alone = replace(shape, layers=1, experts=replace(shape.experts, layers=(0,)) if shape.experts and sparse else None)
+    tp, dropped = config.parallel.tp, config.model.lora.dropout > 0
+    kept = [0.0, 0.0]
+    for entry, own in lora.adapted(alone, config.model.lora):
+        (rank, columns), (rows, _) = own[0].a.local(tp), shard_shape(entry, tp)
+        gathered = entry.cut is TensorCut.ROWS  # A x over the whole sequence, of an input over a part of it
+        width, read = len(own) * rank, _rows(config, tokens) if gathered else tokens
+        size = width * (tokens if gathered else _rows(config, tokens)) + width * (columns + rows)
+        kept["mlp." in entry.megatron] += _item(config) * size + dropped * (_item(config) + 1) * columns * read
+    return kept[0], kept[1]
 
 
 def engine(config: Config) -> bool:
@@ -134,7 +159,7 @@ def _engine_layer(config: Config, shape: ModelShape, number: int, tokens: int) -
 def _read_again(config: Config, shape: ModelShape, number: int) -> float:
     """Bytes that a number takes which a product of layer `number` reads in both passes."""
     model = config.model
-    if not model.fp8 or not model.fp8_skip_first <= number < shape.layers - model.fp8_skip_last:
+    if model.lora.rank or not model.fp8 or not model.fp8_skip_first <= number < shape.layers - model.fp8_skip_last:
         return _item(config)
     return 1 + 4 / 128 if model.fp8_recipe == "blockwise" else 1
 

@@ -1,6 +1,6 @@
 """What PEFT makes of adapters on a model of transformers, in a process of its own: without torchvision, as with TRL.
 
-Called with a folder: its case.json names the model, the PEFT folder of the first adapters, AdamW's settings and the
+Called with folders. In each case.json names the model, the PEFT folder of the first adapters, AdamW's settings and the
 number of steps; samples.npz has token_ids and loss_mask of each sample. Writes there before.npz and after.npz, the
 log-probs of the trained tokens of each sample, and gradients.safetensors, trained.safetensors: the adapters' first
 gradients of the mean loss, and the adapters after the steps.
@@ -55,4 +55,5 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    for argument in sys.argv[1:]:
+        main(Path(argument))

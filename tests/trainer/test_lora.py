@@ -59,7 +59,7 @@ def configure(folder: Path, name: str, settings: dict[str, object]) -> Config:
         "model.lora.alpha": 6.0,
         "model.lora.targets": MODELS[name][2],
         "optim.warmup_steps": 0,
-        "optim.lr": 1e-2,
+        "optim.lr": 1e-3,
     }
     return make_config(folder / name, own | settings)
 
@@ -78,7 +78,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         make_model(folder / name, experts=experts, **fields)
         config = configure(folder, name, {})
         shape, generator = hf_config.read(folder / name / "config.json"), torch.Generator().manual_seed(1)
-        factors = {f.key: torch.randn(f.shape, generator=generator) * 0.2 for f in lora.factors(shape, config.model.lora)}
+        factors = {
+            f.key: torch.randn(f.shape, generator=generator) * 0.2 for f in lora.factors(shape, config.model.lora)
+        }
         theirs = folder / "peft" / name
         (theirs / "adapters").mkdir(parents=True)
         write_peft(theirs / "adapters", config.model.lora, factors, str(folder / name))
@@ -87,7 +89,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         case = {"model": str(folder / name), "adapters": str(theirs / "adapters"), "adamw": adamw, "steps": STEPS}
         (theirs / "case.json").write_text(json.dumps(case | {"clip_grad": config.optim.clip_grad}))
         np.savez(theirs / "samples.npz", **arrays)
-        subprocess.run([*program, str(theirs)], env=aside, check=True)
+    subprocess.run([*program, *(str(folder / "peft" / name) for name in MODELS)], env=aside, check=True)
     return folder
 
 
@@ -148,8 +150,9 @@ def test_log_probs_equal_peft_before_and_after_three_steps(
     for when in ("before", "after"):
         wanted = np.load(theirs / f"{when}.npz")
         for number, (sample, row) in enumerate(zip(SAMPLES, found[0][layout][when], strict=True)):
-            assert np.abs(row[sample.loss_mask > 0] - wanted[f"arr_{number}"]).max() < TOLERANCE * 2
-    assert max(np.abs(a - b).max() for a, b in zip(found[0][layout]["before"], found[0][layout]["base"], strict=True)) > 0.1
+            assert np.abs(row[sample.loss_mask > 0] - wanted[f"arr_{number}"]).max() < TOLERANCE
+    before, base = (np.concatenate(found[0][layout][which]) for which in ("before", "base"))
+    assert np.abs(before - base).max() > 0.1
 
 
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "dp2"])
