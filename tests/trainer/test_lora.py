@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,17 +18,20 @@ import pytest
 import torch
 from megatron.core import parallel_state
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_collab.checkpoint import convert, hf, storage
 from megatron_collab.checkpoint.adapters import read_peft, write_peft
 from megatron_collab.checkpoint.checkpointer import Checkpoints
 from megatron_collab.config import Config
 from megatron_collab.models import hf_config, lora
+from megatron_collab.runtime.process import RunStopped
 from megatron_collab.trainer.megatron import lora as adapters
+from megatron_collab.trainer.megatron import model as policies
 from megatron_collab.trainer.megatron import parallel
 from megatron_collab.trainer.trainer import PolicyTrainer
 from megatron_collab.types import Batch
-from tests.ranks import make_config, make_model, make_samples, run_ranks
+from tests.ranks import learn, make_config, make_model, make_samples, run_ranks
 
 pytestmark = pytest.mark.processes
 
@@ -105,6 +109,7 @@ def measure(folder: Path) -> dict[str, Any]:
         config = configure(folder, name, settings)
         with parallel.init_parallel(config):
             results[layout] = in_layout(config, folder, layout, name)
+    results["lives"] = live(folder)
     return results
 
 
@@ -134,8 +139,63 @@ def in_layout(config: Config, folder: Path, layout: str, name: str) -> dict[str,
         convert.to_peft(checkpoint, out / "peft", folder / name, "base", None)
         convert.to_hf(checkpoint, out / "merged", folder / name, None, 1 << 30)
     torch.distributed.barrier()
-    state = sum(part.numel() for part in trainer.policy.gradients())
-    return {"first": first, "base": base, "before": before, "after": after, "gradients": gradients, "state": state}
+    return {"first": first, "base": base, "before": before, "after": after, "gradients": gradients}
+
+
+RL = {"train.stage": "rl", "algo.kl_coef": 0.1, "model.lora.dropout": 0.3}
+LIVES: dict[str, dict[str, object]] = {
+    "tp2-sp": {**RL, **SEQUENCE},
+    "dp2-gae": {**RL, "algo.advantage": "gae", "algo.critic_lr": 1e-3},
+}
+
+
+def live(folder: Path) -> dict[str, Any]:
+    """As one of two ranks: adapters that learn from reward, from the start and again from their checkpoint."""
+    found: dict[str, Any] = {}
+    batch = Batch(SAMPLES)
+    for name, settings in LIVES.items():
+        config, saved = configure(folder, "qwen3", settings), folder / "lives" / name
+        with parallel.init_parallel(config):
+            trainer = PolicyTrainer(config)
+            base = trainer.log_probs(trainer.policy.chunks, batch)
+            for _ in range(2):
+                learn(trainer, batch)
+            reference = trainer.score(batch).reference_log_probs
+            now, again = (trainer.log_probs(trainer.policy.chunks, batch) for _ in range(2))
+            with Checkpoints(saved, 1, 60.0) as checkpoints:
+                checkpoints.save(2, trainer.checkpointed, {})
+            metrics = [learn(trainer, batch) for _ in range(2)]
+            other = PolicyTrainer(config)
+            with Checkpoints(saved, 1, 60.0) as checkpoints:
+                checkpoints.load_latest(other.checkpointed)
+            other.step = 2
+            resumed = [learn(other, batch) for _ in range(2)]
+            pairs = zip(weights_of(trainer), weights_of(other), strict=True)
+            found[name] = {
+                "reference": [base, reference],
+                "still": [now, again],
+                "metrics": [metrics, resumed],
+                "same": all(torch.equal(*pair) for pair in pairs),
+                "copies": trainer.reference,
+            }
+    with parallel.init_parallel(configure(folder, "qwen3", RL | {"parallel.pp": 2})):
+        trainer = PolicyTrainer(configure(folder, "qwen3", RL | {"parallel.pp": 2}))
+        with Checkpoints(folder / "lives" / "tp2-sp", 1, 60.0) as checkpoints:
+            checkpoints.load_latest(trainer.checkpointed)
+        found["resharded"] = [trainer.log_probs(trainer.policy.chunks, batch), found["tp2-sp"]["still"][0]]
+        if torch.distributed.get_rank() == 0:
+            convert.to_checkpoint(folder / "qwen3", folder / "whole", None, 1 << 30)
+        torch.distributed.barrier()
+        with Checkpoints(folder / "whole", 1, 60.0) as checkpoints, pytest.raises(RunStopped) as refused:
+            checkpoints.load_latest(trainer.checkpointed)
+        found["refused"] = str(refused.value)
+    return found
+
+
+def weights_of(trainer: PolicyTrainer) -> list[torch.Tensor]:
+    """All that is trained."""
+    networks = trainer.trainables.values()
+    return [p for one in networks for chunk in one.chunks for p in chunk.parameters() if p.requires_grad]
 
 
 def factors_of(trainer: PolicyTrainer) -> list[torch.nn.Parameter]:
@@ -195,3 +255,54 @@ def test_what_a_run_exports_is_its_checkpoint_merged(folder: Path, layout: str, 
 def test_at_the_start_the_model_is_the_base(found: list[dict[str, Any]], layout: str) -> None:
     for results in found:
         assert all(map(np.array_equal, results[layout]["first"], results[layout]["base"]))
+
+
+@pytest.mark.parametrize("name", LIVES)
+def test_a_resumed_run_is_the_same_run_dropout_included(found: list[dict[str, Any]], name: str) -> None:
+    for rank in found:
+        lived = rank["lives"][name]
+        first, second = lived["metrics"]
+        assert lived["same"] and first == second
+        assert first[0]["grad_norm"] > 0 and first[0]["kl"] > 0
+
+
+@pytest.mark.parametrize("name", LIVES)
+def test_the_reference_is_the_base_without_a_copy(found: list[dict[str, Any]], name: str) -> None:
+    lived = found[0]["lives"][name]
+    base, reference = (np.concatenate(rows) for rows in lived["reference"])
+    now, again = (np.concatenate(rows) for rows in lived["still"])
+    assert lived["copies"] is None and np.array_equal(base, reference)
+    assert np.array_equal(now, again)  # nothing drops out where nothing is learned
+    assert np.abs(now - base).max() > 1e-3
+
+
+def test_another_layout_goes_on_from_a_checkpoint_and_whole_weights_are_refused(found: list[dict[str, Any]]) -> None:
+    ours, theirs = (np.concatenate(rows) for rows in found[0]["lives"]["resharded"])
+    assert np.abs(ours - theirs).max() < TOLERANCE
+    assert "contains whole weights, and with model.lora.rank" in found[0]["lives"]["refused"]
+
+
+def test_a_checkpoint_holds_adapters_alone(folder: Path, found: object) -> None:
+    checkpoint = storage.find_checkpoint(folder / "lives" / "dp2-gae")
+    keys = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    config = configure(folder, "qwen3", {})
+    wanted = {f.key for f in lora.factors(hf_config.read(folder / "qwen3" / "config.json"), config.model.lora)}
+    stored = {re.sub(r"^(critic\.)?(optimizer\.state\.\w+?\.)?", "", key) for key in keys if "_extra_state" not in key}
+    assert stored == wanted | {"value_head.weight"}
+
+
+def test_dropout_leaves_out_inputs_of_adapters(one_rank: Config, folder: Path) -> None:
+    config = configure(folder, "qwen3", {"model.lora.dropout": 0.25})
+    (chunk,) = policies.load(config)
+    one = next(adapters.adapters_of([chunk]))
+    for part in (*one.a.values(), *one.b.values()):
+        torch.nn.init.ones_(part)
+    x = torch.ones(4000, 1, 32)
+    whole = one(x)
+    with adapters.dropping([chunk]):
+        dropped = one(x)
+    assert not torch.equal(whole, dropped)
+    assert dropped.mean() == pytest.approx(whole.mean(), rel=0.01)
+    kept = 0.75 * dropped / whole * 32  # how many of 32 inputs
+    assert torch.allclose(kept, kept.round(), atol=1e-3)
+    assert torch.equal(one(x), whole)
