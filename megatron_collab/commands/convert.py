@@ -42,6 +42,7 @@ def main(arguments: Sequence[str]) -> int:
     patches.apply("megatron")
     from megatron_collab.checkpoint import convert, storage
     from megatron_collab.commands import verify
+    from megatron_collab.config import ConfigError
     from megatron_collab.runtime import hub
 
     warnings.filterwarnings("ignore", category=FutureWarning)  # torch's, about names that Megatron-Core uses
@@ -54,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
         began = hub.download(given.model, "--model") if hub.named(given.model) else Path(given.model)
         adapters = "lora" in (storage.read_state(checkpoint) or {})
         if given.verify and (given.peft or adapters):
-            parser.error("--verify is for whole weights; of merged ones every number is compared without it")
+            raise ConfigError("--verify: is for whole weights; of adapters every number is compared anyway")
         if given.peft:
             convert.to_peft(checkpoint, folder, began, given.model, dtype)
         else:

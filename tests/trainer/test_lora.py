@@ -23,9 +23,10 @@ from torch.distributed.checkpoint import FileSystemReader
 from megatron_collab.checkpoint import convert, hf, storage
 from megatron_collab.checkpoint.adapters import read_peft, write_peft
 from megatron_collab.checkpoint.checkpointer import Checkpoints
+from megatron_collab.commands.__main__ import run
 from megatron_collab.config import Config
 from megatron_collab.models import hf_config, lora
-from megatron_collab.runtime.process import RunStopped
+from megatron_collab.runtime.process import EXIT_BAD_INPUT, RunStopped
 from megatron_collab.trainer.megatron import lora as adapters
 from megatron_collab.trainer.megatron import model as policies
 from megatron_collab.trainer.megatron import parallel
@@ -255,6 +256,30 @@ def test_what_a_run_exports_is_its_checkpoint_merged(folder: Path, layout: str, 
 def test_at_the_start_the_model_is_the_base(found: list[dict[str, Any]], layout: str) -> None:
     for results in found:
         assert all(map(np.array_equal, results[layout]["first"], results[layout]["base"]))
+
+
+def test_convert_writes_adapters_or_merges_them(
+    folder: Path, found: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def tool(*words: object) -> int:
+        return run("convert", [str(word) for word in words])
+
+    checkpoint, out, base = folder / "out" / "tp2" / "checkpoints", folder / "out" / "tp2", folder / "qwen3"
+    assert tool(checkpoint, tmp_path / "peft", "--model", base, "--peft") == 0
+    assert tool(checkpoint, tmp_path / "hf", "--model", base) == 0
+    for one, other in ((tmp_path / "peft", out / "peft"), (tmp_path / "hf", out / "merged")):
+        (file,) = one.glob("*.safetensors")
+        assert file.read_bytes() == (other / file.name).read_bytes()
+    assert json.loads((tmp_path / "peft" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
+    capsys.readouterr()
+    for words, said in (
+        ((checkpoint, tmp_path / "no", "--model", folder / "experts"), "give the model that the run started from"),
+        ((folder / "whole", tmp_path / "no", "--model", base, "--peft"), "holds whole weights"),
+        ((checkpoint, tmp_path / "no", "--model", base, "--verify"), "--verify: is for whole weights"),
+    ):
+        assert tool(*words) == EXIT_BAD_INPUT
+        assert said in (error := capsys.readouterr().err) and error.count("\n") == 1
+    assert not (tmp_path / "no").exists()
 
 
 @pytest.mark.parametrize("name", LIVES)

@@ -40,7 +40,7 @@ import torch  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
 from megatron_collab.checkpoint import convert, storage  # noqa: E402
-from megatron_collab.checkpoint.adapters import PEFT_WEIGHTS  # noqa: E402
+from megatron_collab.checkpoint.adapters import PEFT_WEIGHTS, write_peft  # noqa: E402
 from megatron_collab.checkpoint.checkpointer import Checkpoints  # noqa: E402
 from megatron_collab.config import Config  # noqa: E402
 from megatron_collab.inference.client import SGLangClient  # noqa: E402
@@ -100,9 +100,9 @@ def make_samples() -> tuple[Sample, ...]:
     return tuple(samples)
 
 
-def save(trainer: PolicyTrainer, folder: Path, step: int) -> None:
+def save(trainer: PolicyTrainer, folder: Path) -> None:
     with Checkpoints(folder, 1, 120.0) as checkpoints:
-        checkpoints.save(step, trainer.checkpointed, {})
+        checkpoints.save(trainer.step, trainer.checkpointed, {})
 
 
 def sizes(trainer: PolicyTrainer, folder: Path) -> np.ndarray:
@@ -116,7 +116,7 @@ def sizes(trainer: PolicyTrainer, folder: Path) -> np.ndarray:
 def full_sizes(model: Path, folder: Path, batch: Batch) -> np.ndarray:
     trainer = PolicyTrainer(configure(model, None))
     trainer.update(batch)
-    save(trainer, folder, 1)
+    save(trainer, folder)
     return sizes(trainer, folder)
 
 
@@ -174,12 +174,12 @@ def measure(folder: Path, smoke: bool) -> dict[str, float]:
     with SGLangServer(config, folder / "server.log") as server, parallel.init_parallel(config):
         full = full_sizes(model, folder / "full", Batch(samples))
         trainer = PolicyTrainer(config)
-        save(trainer, folder / "first", 0)
-        first = storage.find_checkpoint(folder / "first")
-        convert.to_peft(first, folder / "peft", model, str(model), None)
+        first = {p.factor.key: p.detach().clone() for p in trainer.chunks[0].parameters() if p.requires_grad}
+        (folder / "peft").mkdir()
+        write_peft(folder / "peft", config.model.lora, first, str(model))
         for _ in range(STEPS):
             trainer.update(Batch(samples))
-        save(trainer, folder / "adapters", STEPS)
+        save(trainer, folder / "adapters")
         convert.to_peft(storage.find_checkpoint(folder / "adapters"), folder / "trained", model, str(model), None)
         theirs = peft(folder / "peft", model, config, samples)
         before, after = (load_file(folder / name / PEFT_WEIGHTS) for name in ("peft", "trained"))

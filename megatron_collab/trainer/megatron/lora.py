@@ -79,7 +79,7 @@ class Adapters(torch.nn.Module):
 
     def merged(self, weight: Tensor) -> Tensor:
         """This rank's shard of a weight [out, in] with the adapters merged into it."""
-        return merged(weight, self._blocks, *(list(each.values()) for each in (self.a, self.b)), self.scale)
+        return merged(weight, self._blocks, list(self.a.values()), list(self.b.values()), self.scale)
 
     def attach(self, linear: torch.nn.Module) -> None:
         """Have `linear` add them to its output, and its weight know them."""

@@ -111,6 +111,18 @@ def test_virtual_stages(tmp_path: Path, recompute: str) -> None:
         assert of_activations[0] == pytest.approx(1, abs=0.01), one.kind.stage
 
 
+def test_adapters(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a whole run: frozen weights, no reference, what adapters keep, weights merged on their way to the servers."""
+    monkeypatch.setattr(servers, "rehearse", lambda order: [servers.Served(0)])
+    config, shape, hf = given([*options, "model.lora.rank=16", "rollout.server.colocated=false"])
+    plan = plan_memory(config, shape)
+    for one in rehearse(config, shape, hf):
+        found = {line.part: line.ratio for line in lines(plan[one.kind.stage], one.parts) if line.phase == "training"}
+        names = ("parameters", "gradients", "optimizer", "activations")
+        assert [found[name] for name in names] == pytest.approx([1] * 4, abs=0.02), found
+        assert "reference" not in found
+
+
 def test_a_critic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With tiles so small that more is held for the values of hidden states than for the log-probs."""
     monkeypatch.setattr(logprobs, "TILE", dict.fromkeys(logprobs.TILE, 1 << 15))
