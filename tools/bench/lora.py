@@ -52,7 +52,7 @@ from megatron_collab.types import Batch, Sample, Turn  # noqa: E402
 from megatron_collab.weight_sync.sync import WeightSync  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
-VOCAB, RANK, LR, STEPS = 4608, 32, 1e-3, 3
+VOCAB, RANK, LR, STEPS = 4608, 32, 2e-4, 3
 SEQUENCES, LONGEST = 16, 96
 PROMPTS, PROMPT, REPLY = 8, 24, 16
 SIZES = {"hidden_size": 1024, "intermediate_size": 3200, "num_attention_heads": 16, "num_key_value_heads": 8}
@@ -103,6 +103,18 @@ def make_samples() -> tuple[Sample, ...]:
 def save(trainer: PolicyTrainer, folder: Path) -> None:
     with Checkpoints(folder, 1, 120.0) as checkpoints:
         checkpoints.save(trainer.step, trainer.checkpointed, {})
+
+
+@torch.no_grad()
+def draw_b(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
+    """Every A and B by its key, B drawn: where it is zero A has no gradient, and AdamW would scale up rounding."""
+    generator, found = torch.Generator().manual_seed(0), {}
+    for parameter in (p for p in trainer.chunks[0].parameters() if p.requires_grad):
+        if "lora_B" in parameter.factor.key:
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
+        found[parameter.factor.key] = parameter.detach().clone()
+    trainer.policy.optimizer.reload_model_params()
+    return found
 
 
 def sizes(trainer: PolicyTrainer, folder: Path) -> np.ndarray:
@@ -174,7 +186,7 @@ def measure(folder: Path, smoke: bool) -> dict[str, float]:
     with SGLangServer(config, folder / "server.log") as server, parallel.init_parallel(config):
         full = full_sizes(model, folder / "full", Batch(samples))
         trainer = PolicyTrainer(config)
-        first = {p.factor.key: p.detach().clone() for p in trainer.chunks[0].parameters() if p.requires_grad}
+        first = draw_b(trainer)
         (folder / "peft").mkdir()
         write_peft(folder / "peft", config.model.lora, first, str(model))
         for _ in range(STEPS):
