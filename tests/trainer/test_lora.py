@@ -64,7 +64,7 @@ def configure(folder: Path, name: str, settings: dict[str, object]) -> Config:
         "model.lora.alpha": 6.0,
         "model.lora.targets": MODELS[name][2],
         "optim.warmup_steps": 0,
-        "optim.lr": 1e-3,
+        "optim.lr": 3e-4,  # AdamW scales up rounding where a gradient is nothing else
     }
     return make_config(folder / name, own | settings)
 
@@ -238,7 +238,7 @@ def test_three_steps_equal_peft_and_are_exported_as_it_has_them(folder: Path, la
     before = load_file(folder / "peft" / LAYOUTS[layout][0] / "adapters" / "adapter_model.safetensors")
     assert ours.keys() == wanted.keys()
     for name in wanted:
-        assert (before[name] - wanted[name]).abs().max() > 100 * TOLERANCE
+        assert (before[name] - wanted[name]).abs().max() > 50 * TOLERANCE
         assert (ours[name] - wanted[name]).abs().max() < TOLERANCE, name
 
 
@@ -321,7 +321,7 @@ def test_dropout_leaves_out_inputs_of_adapters(one_rank: Config, folder: Path) -
     (chunk,) = policies.load(config)
     one = next(adapters.adapters_of([chunk]))
     for part in (*one.a.values(), *one.b.values()):
-        torch.nn.init.ones_(part)
+        torch.nn.init.ones_(part.data)
     x = torch.ones(4000, 1, 32)
     whole = one(x)
     with adapters.dropping([chunk]):

@@ -7,7 +7,8 @@ CPU. PEFT has the same adapters on the same model in transformers, in a process 
 peft_reference.py), with what requirements/bench.lock installs aside.
 
     state_over_full = bytes of gradients, optimizer and checkpoint with adapters / without, the largest of the three;
-    peft_step_diff = the largest difference of an A or a B from PEFT's after three steps of AdamW on the same loss;
+    peft_step_diff = the largest difference of an A or a B from PEFT's after three steps of AdamW (rate 1e-4) on the same
+                     loss: where a gradient is but rounding, AdamW's step is too, and as large as any other;
     step_size = how far the steps moved an A or a B at most;
     logprob_diff = the largest difference, in nats, of SGLang's log-probs of tokens that it samples after these steps
                    from the trainer's, once adapters have been merged on their way into the server.
@@ -52,7 +53,7 @@ from megatron_collab.types import Batch, Sample, Turn  # noqa: E402
 from megatron_collab.weight_sync.sync import WeightSync  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
-VOCAB, RANK, LR, STEPS = 4608, 32, 2e-4, 3
+VOCAB, RANK, LR, STEPS = 4608, 32, 1e-4, 3
 SEQUENCES, LONGEST = 16, 96
 PROMPTS, PROMPT, REPLY = 8, 24, 16
 SIZES = {"hidden_size": 1024, "intermediate_size": 3200, "num_attention_heads": 16, "num_key_value_heads": 8}
