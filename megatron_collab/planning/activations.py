@@ -20,8 +20,8 @@ by blocks.
 
 With model.lora.rank (trainer/megatron/lora.py) weights are frozen: it is the adapters of a linear layer that read its
 input again, of i bytes; layers.py's norms keep no result of their own, i less, and experts only what SwiGLU reads,
-k 2 i e. Adapters keep, with k matrices of rank r in a layer of `in` columns and `out` rows on the rank: A x, i k r; A and
-B put together, i k r (in + out) once a micro-batch; with dropout a mask, 1 in.
+k 2 i e. Adapters keep, with k matrices of rank r in a layer of `in` columns and `out` rows on the rank: A x, i k r; A
+and B put together, i k r (in + out) once a micro-batch; with dropout a mask, 1 in.
 
 Selective recompute keeps nothing of the feed-forward, or the experts and their router, but their input. Full recompute
 keeps only the input of a layer, i h / s (in float32 layers.py's first norm has the same). Both recompute one layer at a

@@ -7,8 +7,8 @@ CPU. PEFT has the same adapters on the same model in transformers, in a process 
 peft_reference.py), with what requirements/bench.lock installs aside.
 
     state_over_full = bytes of gradients, optimizer and checkpoint with adapters / without, the largest of the three;
-    peft_step_diff = the largest difference of an A or a B from PEFT's after three steps of AdamW on the same loss, with a
-                     learning rate of 1e-4: where a gradient is nothing but rounding, so is its step, whatever its size;
+    peft_step_diff = the largest difference of an A or a B from PEFT's after three steps of AdamW on the same loss, at a
+                     learning rate of 1e-4: where a gradient is nothing but rounding, so is AdamW's step;
     step_size = how far the steps moved an A or a B at most;
     logprob_diff = the largest difference, in nats, of SGLang's log-probs of tokens that it samples after these steps
                    from the trainer's, once adapters have been merged on their way into the server.

@@ -114,13 +114,14 @@ def test_virtual_stages(tmp_path: Path, recompute: str) -> None:
 def test_adapters(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """In a whole run: frozen weights, no reference, what adapters keep, weights merged on their way to the servers."""
     monkeypatch.setattr(servers, "rehearse", lambda order: [servers.Served(0)])
-    config, shape, hf = given([*options, "model.lora.rank=16", "rollout.server.colocated=false"])
-    plan = plan_memory(config, shape)
-    for one in rehearse(config, shape, hf):
-        found = {line.part: line.ratio for line in lines(plan[one.kind.stage], one.parts) if line.phase == "training"}
-        names = ("parameters", "gradients", "optimizer", "activations")
-        assert [found[name] for name in names] == pytest.approx([1] * 4, abs=0.02), found
-        assert "reference" not in found
+    apart = ["rollout.server.colocated=false", "parallel.offload=false"]
+    config, shape, hf = given([*options, *apart, "model.lora.rank=16"])
+    found, plan = list(rehearse(config, shape, hf)), plan_memory(config, shape)
+    every = ratios((one, plan[one.kind.stage]) for one in found)
+    assert len(every) > 8 and 0.95 <= min(every) <= max(every) <= 1.05
+    for one in found:
+        parts = {part.name: part.training for part in one.parts}
+        assert "reference" not in parts and parts["gradients"] < parts["parameters"] / 4
 
 
 def test_a_critic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
