@@ -76,7 +76,10 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         beat(f"saving step {step}")
         items, common = snapshot(networks)
         generators = pickle.dumps({name: get() for name, (get, _) in _generators().items()})
-        told = {"state": state, "model": asdict(unwrap(networks[MAIN].chunks[0]).shape)}
+        policy = unwrap(networks[MAIN].chunks[0])
+        told = {"state": state, "model": asdict(policy.shape)}
+        if policy.lora is not None:
+            told["lora"] = asdict(policy.lora)
         self._writing = self._thread.submit(self._write, step, items, common, generators, json.dumps(told))
 
     def finish(self) -> None:
@@ -168,6 +171,11 @@ def _load(
     if saved.get("weights_only"):
         _say(f"{checkpoint}: contains weights only; training starts with a new optimizer, at step {saved['step']}")
         policy = networks[MAIN]
+        if unwrap(policy.chunks[0]).lora is not None:
+            raise RunStopped(
+                f"{checkpoint}: contains whole weights, and with model.lora.rank a run trains adapters alone; give the "
+                "Hugging Face folder that they are from as model.path"
+            )
         load_weights(policy.chunks, checkpoint)
         assert policy.optimizer is not None
         policy.optimizer.reload_model_params()

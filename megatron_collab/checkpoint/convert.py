@@ -22,12 +22,14 @@ from torch.distributed.checkpoint.default_planner import create_default_global_s
 from torch.distributed.checkpoint.planner import WriteItem
 
 from megatron_collab.checkpoint import hf, storage
+from megatron_collab.checkpoint.adapters import StoredAdapters, write_peft
 from megatron_collab.checkpoint.hf import HFTensors
 from megatron_collab.checkpoint.stored import FUSED, METADATA, Location, Stored, locate
 from megatron_collab.checkpoint.torch_dist import SaveItems, write_item
 from megatron_collab.config import ConfigError
 from megatron_collab.models import hf_to_megatron
 from megatron_collab.models.hf_to_megatron import LAYER, ModelShape, TensorCut, WeightEntry
+from megatron_collab.models.lora import from_state
 
 EMBEDDING = "embedding.word_embeddings.weight"
 _WAY_OUT = "give the model that the run started from"
@@ -36,10 +38,36 @@ _WAY_OUT = "give the model that the run started from"
 def to_hf(checkpoint: Path, folder: Path, source: Path, dtype: torch.dtype | None, file_bytes: int) -> None:
     """Write the weights of `checkpoint` (a step_N folder) as a Hugging Face folder; all other files come from `source`.
 
-    Files have at most `file_bytes`; `dtype` is that of the checkpoint unless given. ConfigError where `folder`
-    exists, the checkpoint is damaged, it holds another model than `source` describes, or what was written is not what
-    was read. Memory: one file, one Megatron parameter and one stored part of it.
+    Adapters are merged into the weights of `source`. Files have at most `file_bytes`; `dtype` is that of the checkpoint
+    unless given. ConfigError where `folder` exists, the checkpoint is damaged, it holds another model than `source`
+    describes, or what was written is not what was read. Memory: one file, one Megatron parameter and one stored part
+    of it.
     """
+    shape, stored = _read(checkpoint, folder, source)
+    dtype = dtype or stored.dtype(EMBEDDING)
+    with _refusing(folder), hf.replacing(folder) as partial:
+        writer = hf.HFWriter(partial, shape, dtype, file_bytes)
+        for entry in _exported(shape):
+            writer.fill(stored.read(entry.megatron), hf_to_megatron.pieces(entry, shape, tp=1, tp_rank=0))
+        writer.finish(source)
+        _check_written(stored, HFTensors(partial, shape), shape, dtype)
+
+
+def to_peft(checkpoint: Path, folder: Path, source: Path, base: str, dtype: torch.dtype | None) -> None:
+    """Write the adapters of `checkpoint` as a folder of PEFT, for the model in `source` by the name of `base`.
+
+    `dtype` is that of the checkpoint unless given. ConfigError as in `to_hf`, and where it holds whole weights. Memory:
+    all adapters.
+    """
+    _, stored = _read(checkpoint, folder, source)
+    if not isinstance(stored, StoredAdapters):
+        raise ConfigError(f"{checkpoint}: holds whole weights: its run had no model.lora.rank; remove --peft")
+    with _refusing(folder), hf.replacing(folder) as partial:
+        write_peft(partial, stored.lora, stored.factors(dtype), base)
+
+
+def _read(checkpoint: Path, folder: Path, source: Path) -> tuple[ModelShape, Stored | StoredAdapters]:
+    """What is to be written to `folder`, which must not exist: the checkpoint, checked against `source`."""
     if folder.exists():
         raise ConfigError(f"{folder}: exists; give another folder, or remove it")
     saved = storage.read_state(checkpoint)
@@ -48,16 +76,12 @@ def to_hf(checkpoint: Path, folder: Path, source: Path, dtype: torch.dtype | Non
         damage = [f"{METADATA} is missing"]
     if damage:
         raise ConfigError(f"{checkpoint}: is damaged ({'; '.join(damage)}); give another checkpoint")
-    shape, stored = hf.read_shape(source), Stored(checkpoint)
+    shape, stored, lora = hf.read_shape(source), Stored(checkpoint), from_state(saved or {})
     _check_described((saved or {}).get("model"), shape, source)
+    if lora is not None:
+        return shape, StoredAdapters(stored, lora, HFTensors(source, shape), shape, source)
     _check_model(stored, shape, source)
-    dtype = dtype or stored.dtype(EMBEDDING)
-    with _refusing(folder), hf.replacing(folder) as partial:
-        writer = hf.HFWriter(partial, shape, dtype, file_bytes)
-        for entry in _exported(shape):
-            writer.fill(stored.read(entry.megatron), hf_to_megatron.pieces(entry, shape, tp=1, tp_rank=0))
-        writer.finish(source)
-        _check_written(stored, HFTensors(partial, shape), shape, dtype)
+    return shape, stored
 
 
 def to_checkpoint(source: Path, folder: Path, dtype: torch.dtype | None, file_bytes: int) -> None:
@@ -124,7 +148,7 @@ def _check_model(stored: Stored, shape: ModelShape, source: Path) -> None:
         raise ConfigError(f"--model={source}: has no {others[0]}, or less of it, than the checkpoint; {_WAY_OUT}")
 
 
-def _check_written(stored: Stored, tensors: HFTensors, shape: ModelShape, dtype: torch.dtype) -> None:
+def _check_written(stored: Stored | StoredAdapters, tensors: HFTensors, shape: ModelShape, dtype: torch.dtype) -> None:
     """Both hold the same numbers in `dtype`, the one that was written: to the last bit."""
     for entry in _exported(shape):
         parameter = stored.read(entry.megatron)

@@ -179,10 +179,15 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def named_shards(chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """This rank's parameters, named as in `hf_to_megatron.table`: layers and experts are counted globally."""
+    """This rank's parameters, named as in `hf_to_megatron.table`: layers and experts are counted globally.
+
+    Without the adapters of those that have any (trainer/megatron/lora.py).
+    """
     for chunk in chunks:
         policy = unwrap(chunk)
         for name, parameter in policy.named_parameters():
+            if hasattr(parameter, "factor"):
+                continue
             layer = hf_to_megatron.LAYER.fullmatch(name)
             if layer:
                 module, local = policy.decoder.layers[int(layer[1])], layer[2]
@@ -195,8 +200,14 @@ def named_shards(chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[str, torch
 
 
 def values(shard: torch.nn.Parameter) -> torch.Tensor:
-    """The values of a parameter, detached, and dequantised if it is kept in FP8."""
-    return dequantize_fp8_tensor(shard.detach()) if is_float8tensor(shard) else shard.detach()
+    """The values of a parameter, detached, dequantised if it is kept in FP8, its adapters merged into it."""
+    found = dequantize_fp8_tensor(shard.detach()) if is_float8tensor(shard) else shard.detach()
+    return shard.adapters.merged(found).detach() if hasattr(shard, "adapters") else found
+
+
+def computed(shard: torch.nn.Parameter) -> bool:
+    """Whether its `values` are made anew at every call, and are not the parameter itself."""
+    return is_float8tensor(shard) or hasattr(shard, "adapters")
 
 
 def load_hf(chunks: Sequence[torch.nn.Module], folder: Path) -> None:
@@ -238,7 +249,10 @@ def fill(chunks: Sequence[torch.nn.Module], tensors: HFTensors) -> None:
             parameter.copy_(loaded)
             # Beside an FP8 parameter TransformerEngine keeps, on the host, what the optimizer's master begins with.
             if hasattr(parameter, "get_high_precision_init_val"):
-                parameter.get_high_precision_init_val().copy_(loaded)
+                if parameter.requires_grad:
+                    parameter.get_high_precision_init_val().copy_(loaded)
+                else:
+                    parameter.clear_high_precision_init_val()
 
 
 def save_hf(chunks: Sequence[torch.nn.Module], folder: Path, source: Path) -> None:

@@ -210,13 +210,40 @@ def _read(wanted: dict[str, Any], checkpoint: Path, kept: Callable[[ShardedObjec
 
 
 def _load(chunks: Sequence[torch.nn.Module], parts: Mapping[str, Any], strict: bool = True) -> None:
-    """`strict`: the parts are complete."""
+    """`strict`: the parts are complete, but for what adapters are added to."""
     for key, model in _models(chunks).items():
-        model.load_state_dict(parts[key], strict=strict)
+        model.load_state_dict(parts[key], strict=strict and not _factors(model))
 
 
 def _sharded_chunks(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
-    return {key: model.sharded_state_dict(metadata=_metadata()) for key, model in _models(chunks).items()}
+    """All parameters of the chunks; of those with adapters (models/lora.py) these, and what else is trained.
+
+    With what TransformerEngine keeps beside weights.
+    """
+    found = {}
+    for key, model in _models(chunks).items():
+        state, factors = model.sharded_state_dict(metadata=_metadata()), _factors(model)
+        if factors:
+            kept = (name for name in state if name not in factors)
+            others = {n: state[n] for n in kept if isinstance(state[n], ShardedObject) or state[n].data.requires_grad}
+            state = others | {name: _sharded_factor(parameter) for name, parameter in factors.items()}
+        found[key] = state
+    return found
+
+
+def _factors(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The parameters of adapters, by their names in `model`."""
+    return {name: parameter for name, parameter in model.named_parameters() if hasattr(parameter, "factor")}
+
+
+def _sharded_factor(parameter: torch.nn.Parameter) -> ShardedTensor:
+    """An A or a B as the part of a global tensor, which is of one layer: a checkpoint has it as PEFT does."""
+    rank, size = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+    copies = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    cuts, copy = [(parameter.factor.axis, rank, size)], 0
+    if parameter.factor.axis is None:
+        cuts, copy = [], rank
+    return ShardedTensor.from_rank_offsets(parameter.factor.key, parameter, *cuts, replica_id=(0, copy, copies))
 
 
 def _beside_weights(chunks: Mapping[str, Any]) -> dict[str, Any]:

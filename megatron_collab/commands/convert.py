@@ -1,6 +1,7 @@
 """Convert a checkpoint to a Hugging Face folder, or a Hugging Face folder to a checkpoint to start from.
 
     megatron-collab convert RUN OUT --model HF        # the newest checkpoint; or RUN@50, RUN@best (train.keep_best)
+    megatron-collab convert RUN OUT --model HF --peft # the adapters of a run with model.lora.rank, as PEFT reads them
     megatron-collab convert HF OUT --to-megatron              # OUT: the `checkpoints` folder of a new run
 
 One process, no GPU, the memory of one file: the whole model is never loaded, except by --verify.
@@ -27,17 +28,21 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("out", type=Path, help="folder to write")
     parser.add_argument("--model", help="model of the run's start, folder or name of the Hub: config and tokenizer")
     parser.add_argument("--to-megatron", action="store_true", help="convert a Hugging Face folder to a checkpoint")
+    parser.add_argument("--peft", action="store_true", help="write adapters alone; without it they are merged")
     parser.add_argument("--shard-size", type=_bytes, default=_bytes("5GB"), help="size of the largest file [5GB]")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="dtype of the result [that of the source]")
     parser.add_argument("--verify", action="store_true", help="compare log-probs of source and result")
     given = parser.parse_args(arguments)
     if given.to_megatron == (given.model is not None):
         parser.error("give --model HF to convert a checkpoint, or --to-megatron to convert a Hugging Face folder")
+    if given.peft and given.to_megatron:
+        parser.error("--peft writes the adapters of a checkpoint; remove --to-megatron")
     import torch
 
     patches.apply("megatron")
     from megatron_collab.checkpoint import convert, storage
     from megatron_collab.commands import verify
+    from megatron_collab.config import ConfigError
     from megatron_collab.runtime import hub
 
     warnings.filterwarnings("ignore", category=FutureWarning)  # torch's, about names that Megatron-Core uses
@@ -48,7 +53,13 @@ def main(arguments: Sequence[str]) -> int:
     else:
         checkpoint, folder = storage.find_checkpoint(given.source), given.out
         began = hub.download(given.model, "--model") if hub.named(given.model) else Path(given.model)
-        convert.to_hf(checkpoint, folder, began, dtype, given.shard_size)
+        adapters = "lora" in (storage.read_state(checkpoint) or {})
+        if given.verify and (given.peft or adapters):
+            raise ConfigError("--verify: is for whole weights; of adapters every number is compared anyway")
+        if given.peft:
+            convert.to_peft(checkpoint, folder, began, given.model, dtype)
+        else:
+            convert.to_hf(checkpoint, folder, began, dtype, given.shard_size)
     print(f"{given.out}: written from {checkpoint if folder is given.out else folder}")
     if not given.verify:
         return 0

@@ -11,6 +11,7 @@ from megatron_collab.config.schema import (
     DataConfig,
     EndpointConfig,
     LlmConfig,
+    LoraConfig,
     ModelConfig,
     OptimConfig,
     RewardConfig,

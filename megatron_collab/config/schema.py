@@ -22,6 +22,7 @@ TOOL_PARSERS = (  # as SGLang calls them
     "minimax-m2", "minimax-m3", "mistral", "muse", "nanbeige", "poolside_v1", "pythonic", "qwen", "qwen25",
     "qwen3_coder", "response_template", "spark25", "step3", "step3p5", "trinity",
 )
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 FORMATS = (  # of rows, as data/formats.py reads them
     "auto", "task", "messages", "collabllm", "recipe", "humaneval", "bigcodebench", "preference", "sharegpt",
     "question_answer", "problem_solution", "recipe_sft", "prompt_completion", "prompt", "text",
@@ -51,6 +52,16 @@ class LaunchConfig:
 
 
 @dataclass
+class LoraConfig:
+    """Low-rank adapters, which are trained in place of the model's weights."""
+
+    rank: int | None = option(None, "rank of adapters (LoRA), alone trained; none: all weights are", ge=1, le=4096)
+    alpha: float = option(16.0, "what adapters add is multiplied by alpha / rank", gt=0, le=100_000)
+    targets: list[str] = option([*LORA_TARGETS], "linear layers with adapters; experts have none", choices=LORA_TARGETS)
+    dropout: float = option(0.0, "share of an adapter's inputs that training leaves out", ge=0, lt=1)
+
+
+@dataclass
 class ModelConfig:
     path: str = option(MISSING, "policy: Hugging Face folder, or OWNER/NAME[@REVISION] of the Hub")
     chat_template_args: dict[str, Any] = option({}, "arguments of the chat template, as {enable_thinking: false}")
@@ -60,6 +71,7 @@ class ModelConfig:
     fp8_params: bool = option(False, "keep the trained parameters in FP8 between steps, with float32 masters")
     fp8_skip_first: int = option(0, "first layers that stay in bfloat16", ge=0)
     fp8_skip_last: int = option(0, "last layers that stay in bfloat16", ge=0)
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
 
 # Of the layout may change what a checkpoint is resharded over in a test.

@@ -15,6 +15,7 @@ from megatron_collab.config import SETTINGS, Config, ConfigError, compose, read_
 from megatron_collab.config.extension import make_absolute
 from megatron_collab.config.schema import (
     AlgoConfig,
+    LoraConfig,
     OptimConfig,
     ParallelConfig,
     PublishConfig,
@@ -63,7 +64,13 @@ def load(arguments: Sequence[str], defaults: Mapping[str, Any] = {}) -> Config:
         config,
         launch=replace(config.launch, nproc_per_node=1),
         model=replace(
-            config.model, fp8=None, fp8_recipe="delayed", fp8_params=False, fp8_skip_first=0, fp8_skip_last=0
+            config.model,
+            fp8=None,
+            fp8_recipe="delayed",
+            fp8_params=False,
+            fp8_skip_first=0,
+            fp8_skip_last=0,
+            lora=LoraConfig(),
         ),
         parallel=ParallelConfig(),
         optim=OptimConfig(),

@@ -10,9 +10,9 @@ from pathlib import Path
 from filelock import FileLock
 
 from megatron_collab.checkpoint import storage
-from megatron_collab.config import SETTINGS, Config, ConfigError, read_settings, require
+from megatron_collab.config import SETTINGS, Config, ConfigError, LoraConfig, read_settings, require
 from megatron_collab.config.load import leaves
-from megatron_collab.models import hf_config
+from megatron_collab.models import hf_config, lora
 from megatron_collab.runtime import hub
 from megatron_collab.runtime.files import replace
 
@@ -67,6 +67,7 @@ def _checked(config: Config, given: str) -> Path:
     critic = [settings == "gae" for settings in (advantage, config.algo.advantage)]
     message = f"{setting}: of algo.advantage={advantage}, and only gae has a critic; keep it"
     require(critic[0] == critic[1] or stage == "sft", message)
+    _check_adapters(setting, run, lora.from_state(saved or {}), config.model.lora)
     step = (saved or {})["step"]
     message = f"{setting}: the run goes on from step {step}, and train.steps={config.train.steps}; raise it"
     require(step < config.train.steps, message)
@@ -76,6 +77,17 @@ def _checked(config: Config, given: str) -> Path:
         message = f"{setting}: of another architecture than model.path={config.model.path}; give {model}"
         require(same, message)
     return checkpoint
+
+
+def _check_adapters(setting: str, run: Path, before: LoraConfig | None, after: LoraConfig) -> None:
+    """What a checkpoint has adapters of is added to the same model in the same way."""
+    if before is None:
+        message = f"{setting}: trained whole weights, and model.lora.rank={after.rank} adapters; start from its model, "
+        return require(after.rank is None, f"{message}model.path={run}/hf")
+    for name in ("rank", "alpha", "targets"):
+        had, has = getattr(before, name), getattr(after, name)
+        same = sorted(had) == sorted(has) if name == "targets" else had == has
+        require(same, f"{setting}: has adapters of model.lora.{name}={had}, and here it is {has}; give the same")
 
 
 def _share(file: Path, target: Path) -> None:

@@ -30,7 +30,7 @@ from megatron_collab.data.evaluation import EvaluationSet, evaluation_sets
 from megatron_collab.launch import endpoints
 from megatron_collab.launch.machine import check_processes
 from megatron_collab.launch.servers import check_servers, check_servers_of_model, check_servers_on_machine
-from megatron_collab.models import hf_config, parallel_layout
+from megatron_collab.models import hf_config, lora, parallel_layout
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.reward import metrics
 from megatron_collab.reward.multiturn import reward_function
@@ -277,6 +277,10 @@ def check_layout(config: Config) -> None:
     model = config.model
     message = f"<parallel.cp>: needs model.dtype=bfloat16, not {model.dtype}; set parallel.cp=1"
     check(parallel.cp == 1 or model.dtype == "bfloat16", message)
+    targets = model.lora.targets
+    check(bool(targets), "model.lora.targets=[]: nothing would be trained; name a layer, or set model.lora.rank=null")
+    twice = next((name for name in targets if targets.count(name) > 1), "")
+    check(not twice, f"model.lora.targets: {twice} is named twice; name it once")
     if not model.fp8:
         for setting in ("fp8_recipe", "fp8_params", "fp8_skip_first", "fp8_skip_last"):
             default = getattr(model, setting) == getattr(ModelConfig, setting)
@@ -292,7 +296,11 @@ def check_layout(config: Config) -> None:
         "<model.fp8_params>: with model.fp8_recipe=delayed the reference model of <algo.kl_coef> is never scaled; "
     )
     scaled = model.fp8_recipe != "delayed" or config.train.stage == "sft" or config.algo.kl_coef == 0
-    check(scaled or not model.fp8_params, message + "choose model.fp8_recipe=blockwise, or set model.fp8_params=false")
+    out = "choose model.fp8_recipe=blockwise, or set model.fp8_params=false"
+    check(scaled or not model.fp8_params, message + out)
+    message = "<model.fp8_params>: with model.fp8_recipe=delayed the weights that <model.lora.rank> freezes are never "
+    scaled = model.fp8_recipe != "delayed" or model.lora.rank is None
+    check(scaled or not model.fp8_params, f"{message}scaled; {out}")
     message = "keeps no layers in bfloat16; choose model.fp8_recipe=tensorwise, or set model.fp8_skip_*=0"
     skips = model.fp8_skip_first + model.fp8_skip_last > 0
     check(model.fp8_recipe != "delayed" or not skips, f"<model.fp8_recipe>: {message}")
@@ -332,6 +340,9 @@ def check_layout_of_model(config: Config, shape: ModelShape) -> None:
         check(experts.count % parallel.ep == 0, message)
         message = "<parallel.tp>: a model with experts also needs parallel.sequence_parallel=true; set it"
         check(parallel.tp == 1 or parallel.sequence_parallel, message)
+    bare = lora.without_adapters(shape, config.model.lora) if config.model.lora.rank else None
+    message = f"layer {bare} has experts, which get no adapters, and nothing else of it is named; add o_proj"
+    require(bare is None, f"model.lora.targets={config.model.lora.targets}: {message}")
     if not config.model.fp8:
         return
     # TransformerEngine reads the scales of grouped experts before Megatron-Core has put them together.

@@ -18,6 +18,11 @@ by blocks.
     experts instead       k (q h + (2 i + q) e) / s         k i (h + 3 e) / s: k of n experts of width e, routed evenly
     and their router      (k (20 + i) + n (9 + i) + 4) / s  (k (20 + i) + n (1 + i)) / s
 
+With model.lora.rank (trainer/megatron/lora.py) weights are frozen: it is the adapters of a linear layer that read its
+input again, of i bytes; layers.py's norms keep no result of their own, i less, and experts only what SwiGLU reads,
+k 2 i e. Adapters keep, with k matrices of rank r in a layer of `in` columns and `out` rows on the rank: A x, i k r; A
+and B put together, i k r (in + out) once a micro-batch; with dropout a mask, 1 in.
+
 Selective recompute keeps nothing of the feed-forward, or the experts and their router, but their input. Full recompute
 keeps only the input of a layer, i h / s (in float32 layers.py's first norm has the same). Both recompute one layer at a
 time. Korthikanti et al. 2022 (arXiv:2205.05198), section 4, count the same way for a layer with dropout and no gate.
@@ -26,10 +31,13 @@ time. Korthikanti et al. 2022 (arXiv:2205.05198), section 4, count the same way 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from megatron_collab.config import Config
+from megatron_collab.models import lora
 from megatron_collab.models.hf_config import ModelShape
+from megatron_collab.models.hf_to_megatron import TensorCut, shard_shape
 from megatron_collab.models.parallel_layout import stage_layers
 from megatron_collab.runtime import device
 from megatron_collab.trainer import logprobs
@@ -84,7 +92,7 @@ def _rotations(config: Config, shape: ModelShape, tokens: int) -> float:
 
     It has a row for every token of the longest sequence, of which a context parallel rank has a part.
     """
-    reference = config.train.stage == "rl" and config.algo.kl_coef > 0
+    reference = config.train.stage == "rl" and config.algo.kl_coef > 0 and not config.model.lora.rank
     networks = 1 + reference + _critic(config)
     rows = tokens * config.parallel.cp * networks * config.parallel.vpp
     return 4 * shape.head_dim * rows if engine(config) else 0.0
@@ -96,12 +104,30 @@ def layer_activations(config: Config, shape: ModelShape, number: int, tokens: in
     With a micro-batch of `tokens` on a context parallel rank.
     """
     layer = (_engine_layer if engine(config) else _local_layer)(config, shape, number, tokens)
+    if config.model.lora.rank:
+        attention, feed_forward = _adapters(config, shape, number, tokens)
+        layer = layer._replace(attention=layer.attention + attention, feed_forward=layer.feed_forward + feed_forward)
     everything = layer.attention + layer.feed_forward
     return {
         "none": (everything, 0.0),
         "selective": (layer.attention, layer.feed_forward),
         "full": (_rows(config, tokens) * _item(config) * shape.hidden, everything - layer.own_input),
     }[config.parallel.recompute]
+
+
+def _adapters(config: Config, shape: ModelShape, number: int, tokens: int) -> tuple[float, float]:
+    """Bytes that the adapters of layer `number` keep, of its attention and of its feed-forward."""
+    sparse = shape.experts is not None and number in shape.experts.layers
+    alone = replace(shape, layers=1, experts=replace(shape.experts, layers=(0,)) if shape.experts and sparse else None)
+    tp, dropped = config.parallel.tp, config.model.lora.dropout > 0
+    kept = [0.0, 0.0]
+    for entry, own in lora.adapted(alone, config.model.lora):
+        (rank, columns), (rows, _) = own[0].a.local(tp), shard_shape(entry, tp)
+        gathered = entry.cut is TensorCut.ROWS  # A x over the whole sequence, of an input over a part of it
+        width, read = len(own) * rank, _rows(config, tokens) if gathered else tokens
+        size = width * (tokens if gathered else _rows(config, tokens)) + width * (columns + rows)
+        kept["mlp." in entry.megatron] += _item(config) * size + dropped * columns * read
+    return kept[0], kept[1]
 
 
 def engine(config: Config) -> bool:
@@ -126,7 +152,11 @@ def _engine_layer(config: Config, shape: ModelShape, number: int, tokens: int) -
         feed_forward = rows * (read_again * hidden + 4) + (2 * item + read_again) * shape.ffn * tokens / tp
         return _Layer(attention, feed_forward, own_input)
     attention += rows * (item * hidden + 4)
-    each = read_again * hidden + (2 * item + read_again) * experts.ffn
+    each = (
+        2 * item * experts.ffn
+        if config.model.lora.rank
+        else read_again * hidden + (2 * item + read_again) * experts.ffn
+    )
     router = experts.per_token * (20 + item) + experts.count * (9 + item) + 4
     return _Layer(attention, rows * (experts.per_token * each + router), own_input)
 
@@ -134,7 +164,7 @@ def _engine_layer(config: Config, shape: ModelShape, number: int, tokens: int) -
 def _read_again(config: Config, shape: ModelShape, number: int) -> float:
     """Bytes that a number takes which a product of layer `number` reads in both passes."""
     model = config.model
-    if not model.fp8 or not model.fp8_skip_first <= number < shape.layers - model.fp8_skip_last:
+    if model.lora.rank or not model.fp8 or not model.fp8_skip_first <= number < shape.layers - model.fp8_skip_last:
         return _item(config)
     return 1 + 4 / 128 if model.fp8_recipe == "blockwise" else 1
 
@@ -146,17 +176,18 @@ def _local_layer(config: Config, shape: ModelShape, number: int, tokens: int) ->
     """
     item, tp, rows = _item(config), config.parallel.tp, _rows(config, tokens)
     queries, keys = _widths(config, shape, tokens)
-    attention = 2 * rows * (_norm(shape.hidden, item) + item * shape.hidden)
+    attention = 2 * rows * (_norm(config, shape.hidden) + item * shape.hidden)
     attention += item * (queries + 2 * keys) + item * queries
     views = keys + (queries if shape.heads == shape.kv_heads else 0)
     if shape.qk_norm:
-        attention += (4 + item) * (queries + keys) + 4 * tokens * (shape.heads + shape.kv_heads) / tp
+        attention += _kept_by_norms(config) * (queries + keys) + 4 * tokens * (shape.heads + shape.kv_heads) / tp
         attention -= 4 * views if item == 4 else 0
     attention += item * (2 * queries + keys) + 4 * tokens * shape.heads / tp
     own_input, experts = rows * item * shape.hidden if item == 4 else 0.0, shape.experts
     if experts is None or number not in experts.layers:
         return _Layer(attention, item * 3 * shape.ffn * tokens / tp, own_input)
-    feed_forward = rows * experts.per_token * item * (shape.hidden + 3 * experts.ffn)
+    each = 2 * experts.ffn if config.model.lora.rank else shape.hidden + 3 * experts.ffn
+    feed_forward = rows * experts.per_token * item * each
     feed_forward += rows * (experts.per_token * (20 + item) + experts.count * (1 + item))
     return _Layer(attention, feed_forward, own_input)
 
@@ -171,7 +202,7 @@ def _beside_layers(config: Config, shape: ModelShape, tokens: int, first: bool, 
     if engine(config):
         kept, norm, received = 8.0 * tokens, state + 4 * rows, False  # its layers keep their input
     else:
-        kept, norm = tokens * (8.0 + 2 * item * shape.head_dim), rows * _norm(shape.hidden, item)
+        kept, norm = tokens * (8.0 + 2 * item * shape.head_dim), rows * _norm(config, shape.hidden)
         received = not first and recompute != "full"  # in which they keep their input too
     result = (norm if recompute == "none" else 0.0) if last else state
     return kept + received * state + result
@@ -208,9 +239,14 @@ def _rows(config: Config, tokens: int) -> float:
     return tokens / config.parallel.tp if config.parallel.sequence_parallel else tokens
 
 
-def _norm(width: int, item: int) -> float:
-    """Bytes a token that an RMS norm keeps; its output is counted with the consumer."""
-    return (4 + item) * width + 4
+def _norm(config: Config, width: int) -> float:
+    """Bytes a token that an RMS norm of layers.py keeps; its output is counted with the consumer."""
+    return _kept_by_norms(config) * width + 4
+
+
+def _kept_by_norms(config: Config) -> int:
+    """Of each number: the input in float32, and for the gradient of the weights the result before they scale it."""
+    return 4 + (0 if config.model.lora.rank else _item(config))
 
 
 def head(config: Config, shape: ModelShape, tokens: int) -> float:

@@ -18,6 +18,7 @@ from megatron_collab.inference import served
 from megatron_collab.launch import validate
 from megatron_collab.models import hf_config, hf_to_megatron, hf_to_sglang
 from megatron_collab.models.hf_config import ModelShape
+from megatron_collab.models.lora import adapters
 from megatron_collab.models.parallel_layout import ranks, serving, stages
 from megatron_collab.planning.activations import activations, head, micro_batch_tokens
 from megatron_collab.runtime import hub
@@ -98,7 +99,7 @@ def plan_memory(config: Config, shape: ModelShape) -> list[list[MemoryPart]]:
     found = []
     for rank in range(parallel.pp):
         parts = network_parts(config, shape, rank)
-        if sampling and config.algo.kl_coef > 0:
+        if sampling and config.algo.kl_coef > 0 and not config.model.lora.rank:
             parts.append(reference_part(config, shape, rank))
         if sampling and config.algo.advantage == "gae":
             parts += network_parts(config, shape, rank, critic=True)
@@ -132,7 +133,8 @@ def network_parts(config: Config, shape: ModelShape, rank: int, critic: bool = F
     8 / d where it is float32 itself, over d data (times context) parallel ranks (Rajbhandari et al. 2020,
     arXiv:1910.02054, stage 1); experts have tp cp dp / ep replicas instead. With FP8 the linear layers hold data and
     transpose, 2 bytes a weight: with model.fp8_params instead of their parameters, else in addition. A `critic` has a
-    value head of width h on the last stage, and does not train its output layer.
+    value head of width h on the last stage, and does not train its output layer. With model.lora.rank adapters alone
+    are trained.
     """
     parallel = config.parallel
     item = DTYPES[config.model.dtype].itemsize
@@ -165,7 +167,7 @@ def _weights(config: Config, elements: float, eight_bit: float, each: int) -> fl
 
 def _counts(config: Config, shape: ModelShape, rank: int, critic: bool) -> tuple[float, float, float, float]:
     """Elements on a rank: trained dense ones, trained experts, those with FP8 data, frozen ones."""
-    parallel, model = config.parallel, config.model
+    parallel, model, lora = config.parallel, config.model, config.model.lora
     stage_of = stages(shape, trainer_layout(config))
     found: Counter[str] = Counter()
     for entry in hf_to_megatron.table(shape):
@@ -177,14 +179,18 @@ def _counts(config: Config, shape: ModelShape, rank: int, critic: bool) -> tuple
             continue
         size = prod(hf_to_megatron.shard_shape(entry, parallel.tp))
         output = entry.megatron.startswith("output_layer") and entry.exported
-        found["expert" if entry.expert else "frozen" if critic and output else "dense"] += size
+        still = "frozen " if lora.rank or (critic and output) else ""
+        found[still + ("expert" if entry.expert else "dense")] += size
+        for _, *factors in adapters(entry, lora):
+            found["dense"] += sum(prod(factor.local(parallel.tp)) for factor in factors)
         fp8 = model.fp8 and model.fp8_skip_first <= number < shape.layers - model.fp8_skip_last
         if fp8 and ".linear_" in entry.megatron:
             found["fp8 expert" if entry.expert else "fp8"] += size
     if critic and rank == parallel.pp - 1:
         found["dense"] += shape.hidden
     ep = parallel.ep
-    return found["dense"], found["expert"] / ep, found["fp8"] + found["fp8 expert"] / ep, found["frozen"]
+    frozen = found["frozen dense"] + found["frozen expert"] / ep
+    return found["dense"], found["expert"] / ep, found["fp8"] + found["fp8 expert"] / ep, frozen
 
 
 def server_weights(config: Config, shape: ModelShape) -> float:

@@ -25,6 +25,7 @@ from megatron_collab.patches.megatron import count_padding
 from megatron_collab.runtime import device
 from megatron_collab.runtime.process import beat
 from megatron_collab.runtime.rank0 import PreemptionWatch, check_preemption
+from megatron_collab.trainer.megatron import lora
 from megatron_collab.trainer.megatron.config import DTYPES
 from megatron_collab.trainer.microbatches import Columns, MicroBatch, make_micro_batches
 
@@ -86,7 +87,8 @@ class Trainable:
             total, report = loss(micro_batch, hidden)
             return total * undone, report
 
-        reports = _schedule(self.chunks, micro_batches, scaled, interruptible=first, forward_only=False)
+        with lora.dropping(self.chunks):
+            reports = _schedule(self.chunks, micro_batches, scaled, interruptible=first, forward_only=False)
         if first:
             check_preemption()
         _, norm, _ = self.optimizer.step()

@@ -28,7 +28,7 @@ from megatron_collab.runtime.process import beat
 from megatron_collab.runtime.rank0 import meet
 from megatron_collab.trainer.critic import Critic
 from megatron_collab.trainer.losses import Head, Report, apply_head, policy_objective, reported, supervised_objective
-from megatron_collab.trainer.megatron import model
+from megatron_collab.trainer.megatron import lora, model
 from megatron_collab.trainer.microbatches import Columns, MicroBatch, make_micro_batches
 from megatron_collab.trainer.network import Frozen, Trainable, infer, learning_rate
 from megatron_collab.types import Batch, Sample, Scored
@@ -37,7 +37,8 @@ from megatron_collab.types import Batch, Sample, Scored
 class PolicyTrainer:
     """Trains the policy of model.path, of which this rank has `chunks`; `step` counts the updates.
 
-    `reference` is the frozen first policy, needed where algo.kl_coef > 0 in rl; `critic` where algo.advantage=gae.
+    `reference` is a frozen copy of the first policy, needed where algo.kl_coef > 0 in rl, unless adapters are trained
+    (model.lora): without them the policy itself is the first one. `critic` is there where algo.advantage=gae.
     """
 
     def __init__(self, config: Config, load: model.Load = model.load) -> None:
@@ -45,7 +46,9 @@ class PolicyTrainer:
         self.config = config
         self.supervised = config.train.stage == "sft"
         self.chunks = load(config)
-        self.reference = None if self.supervised or config.algo.kl_coef == 0 else model.frozen_copy(self.chunks)
+        self.referred = not self.supervised and config.algo.kl_coef > 0
+        copied = self.referred and not config.model.lora.rank
+        self.reference = model.frozen_copy(self.chunks) if copied else None
         self.critic = None if self.supervised or config.algo.advantage != "gae" else Critic(config, load)
         self.policy = Trainable(config, self.chunks)
         self.temperature = 1.0 if self.supervised else config.rollout.turn.temperature
@@ -94,10 +97,13 @@ class PolicyTrainer:
         beat(f"the scoring of step {self.step}")
         algo = self.config.algo
         old = reference = values = None
-        if algo.mini_batches * algo.epochs > 1 or (self.reference is not None and algo.kl_in == "reward"):
+        if algo.mini_batches * algo.epochs > 1 or (self.referred and algo.kl_in == "reward"):
             old = self.log_probs(self.policy.chunks, batch)
         if self.reference is not None:
             reference = self.log_probs(self.reference, batch)
+        elif self.referred:
+            with lora.base_alone(self.chunks):
+                reference = self.log_probs(self.policy.chunks, batch)
         if self.critic:
             values = _joined(self.critic.values(_cut(_columns(batch), batch.samples)), batch.samples)
         return Scored(batch.samples, batch.metrics, old, reference, values)
@@ -178,8 +184,7 @@ class PolicyTrainer:
 
     def _reduced(self, reports: Sequence[Report], tokens: float, steps: int) -> dict[str, float]:
         """The loss, averaged over the optimizer steps; means over the trained tokens, and maxima, over all ranks."""
-        reference = self.reference is not None
-        summed, largest = ([], []) if self.supervised else reported(self.config.algo, reference)
+        summed, largest = ([], []) if self.supervised else reported(self.config.algo, self.referred)
         sums = torch.zeros(1 + len(summed), device=self.device)
         maxima = torch.zeros(len(largest), device=self.device)
         if parallel_state.get_tensor_model_parallel_rank() == 0:  # its peers report the same tokens

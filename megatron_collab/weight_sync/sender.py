@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 
 import torch
-from megatron.core.fp8_utils import is_float8tensor
 from torch import Tensor
 
-from megatron_collab.checkpoint.hf import values
+from megatron_collab.checkpoint.hf import computed, values
 from megatron_collab.runtime.device import kind
 from megatron_collab.runtime.process import beat
 from megatron_collab.weight_sync.encoding import (
@@ -41,7 +40,7 @@ class Sender:
         # parts[k][t]: [start, stop) of the k-th bucket of server rank t that they lie in
         self.parts = [spans((t, piece.offset, piece.size) for t, piece in items) for items in rounds]
         self._copied = [[item for item in items if not self._converts(item)] for items in rounds]
-        # sorted, so that each shard is taken out of FP8 once
+        # sorted, so that each shard is taken out of FP8, or merged, once
         self._converted = [sorted(filter(self._converts, items), key=_shard) for items in rounds]
         self._copies: dict[int, tuple[list[int], list[tuple[list[Tensor], list[Tensor]]]]] = {}
 
@@ -86,9 +85,9 @@ class Sender:
                     sums[taker, target] = sum(own, sums.get((taker, target), torch.zeros_like(own[0])))
 
     def _converts(self, item: Item) -> bool:
-        """Whether it is in FP8 at one end, which a plain copy cannot convert."""
+        """Whether it is in FP8 at one end, or has adapters to merge: more than a plain copy."""
         _, piece = item
-        return piece.quantised or is_float8tensor(self._shards[piece.shard])
+        return piece.quantised or computed(self._shards[piece.shard])
 
     def _planned(self, number: int, parts: Mapping[int, Tensor]) -> list[tuple[list[Tensor], list[Tensor]]]:
         """Views of `parts` and of the shards to copy there; cached until an address changes."""

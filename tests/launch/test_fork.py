@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from megatron_collab.checkpoint import storage
-from megatron_collab.config import Config, ConfigError, compose
+from megatron_collab.config import Config, ConfigError, LoraConfig, compose
 from megatron_collab.launch.fork import fork
 from megatron_collab.runtime import hub
 from tests.ranks import make_model
@@ -95,6 +96,28 @@ def test_what_cannot_be_gone_on_with(
     with pytest.raises(ConfigError, match=said) as error:
         fork(made)
     assert "\n" not in str(error.value) and str(error.value).startswith(f"run.fork={other}{given}")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        (None, {"rank": 8}, "trained whole weights, and model.lora.rank=8 adapters; start from its model, model.path="),
+        ({"rank": 8}, {}, "has adapters of model.lora.rank=8, and here it is None; give the same"),
+        ({"rank": 8}, {"rank": 8, "alpha": 32.0}, "has adapters of model.lora.alpha=16.0, and here it is 32.0"),
+        ({"rank": 8}, {"rank": 8, "targets": ["q_proj"]}, "has adapters of model.lora.targets="),
+        ({"rank": 8}, {"rank": 8, "dropout": 0.1}, ""),
+    ],
+)
+def test_adapters_are_gone_on_with_as_they_are(
+    tmp_path: Path, other: Path, before: dict[str, object] | None, after: dict[str, object], said: str
+) -> None:
+    file = other / "checkpoints" / "step_20" / "state.json"
+    if before:
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"lora": asdict(LoraConfig(**before))}))
+    made = config(tmp_path, f"{other}@20")
+    made.model.lora = LoraConfig(**after)
+    with pytest.raises(ConfigError, match=said) if said else nullcontext():
+        fork(made)
 
 
 def test_a_folder_with_checkpoints_of_its_own_is_no_fork(tmp_path: Path, other: Path) -> None:

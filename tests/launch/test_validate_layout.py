@@ -147,12 +147,35 @@ def test_recipes_of_fp8_need_their_devices(
             {**FP8, "model.fp8_recipe": "delayed", "model.fp8_params": True, "algo.kl_coef": 0.1},
             "model.fp8_params=true: with model.fp8_recipe=delayed the reference model of algo.kl_coef=0.1 is",
         ),
+        (
+            {**FP8, "model.fp8_recipe": "delayed", "model.fp8_params": True, "algo.kl_coef": 0.0, "model.lora.rank": 8},
+            "model.fp8_params=true: with model.fp8_recipe=delayed the weights that model.lora.rank=8 freezes are never",
+        ),
         ({**FP8, "model.fp8_skip_last": -1}, "model.fp8_skip_last=-1: "),
         ({**FP8, "train.tokens_per_micro_batch": 100}, "must be a multiple of 16"),
     ],
     ids=str,
 )
 def test_what_fp8_cannot_go_with(engine: None, settings: dict[str, Any], said: str) -> None:
+    assert said in refused(settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"model.lora.rank": 0}, "model.lora.rank=0: must be at least 1 and at most 4096"),
+        (
+            {"model.lora.targets": ["q_proj", "w1"]},
+            "model.lora.targets=w1: choose one of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj",
+        ),
+        ({"model.lora.targets": ["query_proj"]}, "; the nearest is "),
+        ({"model.lora.targets": []}, "model.lora.targets=[]: nothing would be trained"),
+        ({"model.lora.targets": ["q_proj", "q_proj"]}, "model.lora.targets: q_proj is named twice; name it once"),
+        ({"model.lora.dropout": 1.0}, "model.lora.dropout=1.0: must be at least 0 and below 1"),
+    ],
+    ids=str,
+)
+def test_adapters_that_cannot_be(settings: dict[str, Any], said: str) -> None:
     assert said in refused(settings)
 
 
@@ -193,6 +216,11 @@ def test_what_fp8_cannot_go_with(engine: None, settings: dict[str, Any], said: s
         ),
         (FP8, EXPERTS, "model.fp8=hybrid: the width of an expert on a rank, 24, is no multiple of 16"),
         (
+            {"model.lora.rank": 8, "model.lora.targets": ["gate_proj", "up_proj"]},
+            EXPERTS | {"mlp_only_layers": [0]},
+            "model.lora.targets=['gate_proj', 'up_proj']: layer 1 has experts, which get no adapters, and nothing else",
+        ),
+        (
             {**FP8, "parallel.pp": 2, "launch.nproc_per_node": 2, "model.fp8_skip_first": 3},
             DENSE,
             "model.fp8_skip_first=3: a pipeline stage has 2 layers; choose at most 2",
@@ -212,6 +240,8 @@ def test_what_does_not_suit_the_model(engine: None, settings: dict[str, Any], sh
         ({"parallel.cp": 2, "launch.nproc_per_node": 2}, DENSE),
         ({"parallel.tp": 4, "parallel.pp": 2, "launch.nproc_per_node": 4, "launch.nodes": 2}, DENSE),
         ({**FP8, "model.fp8_params": True, "model.fp8_skip_last": 2}, DENSE),
+        ({**FP8, "model.fp8_params": True, "model.lora.rank": 8}, DENSE),
+        ({"model.lora.rank": 8, "model.lora.targets": ["q_proj", "up_proj"]}, EXPERTS),
         ({**FP8, "model.fp8_recipe": "delayed", "model.fp8_params": True, "algo.kl_coef": 0.0}, DENSE),
     ],
     ids=str,

@@ -95,6 +95,27 @@ def test_one_rank(one_rank: Config, family: str, dtype: str, recompute: str) -> 
         assert plan[part] == pytest.approx(size, rel=TENTH), part
 
 
+ADAPTERS = {"model.lora.rank": 32, "launch.nproc_per_node": 1}
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("qwen3", {}),
+        ("llama", {"parallel.recompute": "full"}),
+        ("qwen3_moe", {"parallel.recompute": "none"}),
+    ],
+)
+def test_adapters_alone_have_gradients_and_an_optimizer(
+    one_rank: Config, family: str, settings: dict[str, object]
+) -> None:
+    config = layout(ADAPTERS | settings)
+    plan = planned(config, SHAPES[family])
+    assert "reference" not in plan and "reference" in planned(layout(settings), SHAPES[family])
+    for part, size in held(config, SHAPES[family], micro_batches=1).items():
+        assert plan[part] == pytest.approx(size, rel=TENTH), part
+
+
 LARGE = {"hidden_size": 1024, "intermediate_size": 2816, "head_dim": 64, "num_attention_heads": 16}
 LARGE |= {"num_key_value_heads": 8, "num_hidden_layers": 8, "vocab_size": 32_000, "max_position_embeddings": 8192}
 

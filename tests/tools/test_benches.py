@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BENCHES = sorted(file.stem for file in (ROOT / "tools" / "bench").glob("*.py"))
 # More than a quarter of a minute: they start servers, train, or import in many processes.
 SLOW = {"async_steps", "booking", "in_flight", "judge_outage", "layouts", "logprob", "preemption", "prefix", "publish"}
-SLOW |= {"gpu", "rehearse", "step", "train_turns", "tree"}
+SLOW |= {"gpu", "lora", "rehearse", "step", "train_turns", "tree"}
 # No order beats the bounds that the benches divide by, and nothing may be lost, read wrongly or played again.
 HOLDS: dict[str, Callable[[dict[str, float]], bool]] = {
     "accuracy": lambda values: values["wrong"] == values["gold_wrong"] == values["perturbed_accepted"] == 0,
@@ -27,6 +27,7 @@ HOLDS: dict[str, Callable[[dict[str, float]], bool]] = {
     "in_flight": lambda values: values["lost"] == 0 and values["conversations"] >= 100,
     "judge_outage": lambda values: values["wrong_scores"] == values["zero_by_failure"] == values["away_wrong"] == 0,
     "judge_parse": lambda values: values["crashes"] == values["wrong_type"] == values["wrong_value"] == 0,
+    "lora": lambda values: values["peft_step_diff"] <= 1e-5 and values["logprob_diff"] <= 1e-4,
     "preemption": lambda values: (values["saved"], values["equal"], values["played_again"]) == (values["of"], 1, 0),
     "rehearse": lambda values: values["failed"] == 0 and values["rank_classes"] > 0,
     "sandbox": lambda values: values["earned"] == values["honest_failed"] == 0,

@@ -44,6 +44,8 @@ CASES: dict[str, tuple[str, dict[str, int], int]] = {
     "ep2-to-tp2": ("experts", {"ep": 2}, 1 << 17),
     "two-nodes-tp2": ("untied-twice", {"tp": 2}, 1 << 17),
     "two-nodes-pp2": ("untied-twice", {"pp": 2}, 1 << 17),
+    "adapters-tp2": ("untied", {"tp": 2}, 1 << 17),
+    "adapters-pp2": ("tied", {"pp": 2}, 1 << 20),
     "two-servers": ("untied-twice", {"tp": 2}, 1 << 17),
 }
 TWO_NODES = ("two-nodes-tp2", "two-nodes-pp2")  # of one rank and one server each; the others have one node
@@ -51,6 +53,7 @@ TWO_NODES = ("two-nodes-tp2", "two-nodes-pp2")  # of one rank and one server eac
 OTHERS = {
     "tp2": (("network", 0), ("disk", 0), ("memory", 1)),
     "pp2": (("network", 1),),
+    "adapters-tp2": (("disk", 0),),
 }
 UPDATES = 2
 TURNS, PROMPT, REPLY = 12, 20, 16
@@ -165,6 +168,8 @@ def publish_in_every_case(folder: Path, servers: dict[str, Any]) -> dict[str, An
 def publish_in(folder: Path, name: str, servers: dict[str, Any]) -> dict[str, Any]:
     kind, layout, bucket_bytes = CASES[name]
     config = configure(folder / kind.removesuffix("-twice"), layout, servers[kind][0]["tp"])
+    if name.startswith("adapters"):
+        config.model.lora.rank = 8
     if name in TWO_NODES:
         config.launch.nodes, config.launch.nproc_per_node = 2, 1
     first = 10 * (1 + list(CASES).index(name))

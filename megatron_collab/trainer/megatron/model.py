@@ -17,12 +17,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_collab.checkpoint.hf import load_hf, unwrap
-from megatron_collab.config import Config
+from megatron_collab.config import Config, LoraConfig
 from megatron_collab.models import hf_config
 from megatron_collab.models.hf_to_megatron import ModelShape
 from megatron_collab.patches import megatron
 from megatron_collab.runtime import device, hub
 from megatron_collab.runtime.process import beat
+from megatron_collab.trainer.megatron import lora
 from megatron_collab.trainer.megatron.config import backend_spec, transformer_config
 from megatron_collab.trainer.megatron.layers import RotaryTable, inverse_frequencies, rotated
 from megatron_collab.trainer.megatron.paths import PackedTrees
@@ -56,6 +57,7 @@ class PolicyModel(GPTModel):
             vp_stage=vp_stage,
         )
         self.shape = shape
+        self.lora: LoraConfig | None = None  # of its adapters, if it has any
         # No buffer: those are rounded where the model is.
         self.inverse_frequencies = inverse_frequencies(shape.rope, shape.head_dim)
         if config.apply_rope_fusion:
@@ -101,8 +103,14 @@ class _BFloat16(Float16Module):
 
 
 def build(config: Config, shape: ModelShape) -> list[torch.nn.Module]:
-    """This rank's stages of the model on its device, weights uninitialised: one per virtual pipeline stage."""
-    return _build(transformer_config(config, shape), shape, torch.device(device.select(config.launch.device).type))
+    """This rank's stages of the model on its device, weights uninitialised: one per virtual pipeline stage.
+
+    With model.lora.rank they are frozen, and have adapters.
+    """
+    chunks = _build(transformer_config(config, shape), shape, torch.device(device.select(config.launch.device).type))
+    if config.model.lora.rank:
+        lora.add(chunks, config, shape)
+    return chunks
 
 
 def _build(config: TransformerConfig, shape: ModelShape, where: torch.device) -> list[torch.nn.Module]:

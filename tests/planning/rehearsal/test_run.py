@@ -111,6 +111,19 @@ def test_virtual_stages(tmp_path: Path, recompute: str) -> None:
         assert of_activations[0] == pytest.approx(1, abs=0.01), one.kind.stage
 
 
+def test_adapters(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a whole run: frozen weights, no reference, what adapters keep, weights merged on their way to the servers."""
+    monkeypatch.setattr(servers, "rehearse", lambda order: [servers.Served(0)])
+    apart = ["rollout.server.colocated=false", "parallel.offload=false"]
+    config, shape, hf = given([*options, *apart, "model.lora.rank=16"])
+    found, plan = list(rehearse(config, shape, hf)), plan_memory(config, shape)
+    every = ratios((one, plan[one.kind.stage]) for one in found)
+    assert len(every) > 8 and 0.95 <= min(every) <= max(every) <= 1.05
+    for one in found:
+        parts = {part.name: part.training for part in one.parts}
+        assert "reference" not in parts and parts["gradients"] < parts["parameters"] / 4
+
+
 def test_a_critic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With tiles so small that more is held for the values of hidden states than for the log-probs."""
     monkeypatch.setattr(logprobs, "TILE", dict.fromkeys(logprobs.TILE, 1 << 15))

@@ -57,6 +57,18 @@ RECOMPUTED = ("selective", "full")
 FP8 = {"delayed": "hybrid", "tensorwise": "hybrid", "blockwise": "e4m3"}
 
 
+# Adapters: (whether in the engine's layers, dtype of the base)
+ADAPTED = ((False, "float32"), (True, "float32"), (True, "bfloat16"), (True, "blockwise"), (True, "fp8 parameters"))
+
+
+class Adapted(NamedTuple):
+    """What a model with adapters does: hidden states, gradients of these, and weights as they are published."""
+
+    hidden: torch.Tensor
+    gradients: dict[str, torch.Tensor]
+    published: dict[str, torch.Tensor]
+
+
 class Found(NamedTuple):
     """What one model does: hidden states, gradients, their norm, weights after a step, keys of its checkpoint."""
 
@@ -96,6 +108,8 @@ def measure() -> dict[str, Any]:
                 results[f"{name} {engine} bfloat16"] = one(config, name, engine, "bfloat16")
             for recipe in FP8:
                 results[f"{name} True {recipe}"] = one(config, name, True, "bfloat16", recipe)
+        for engine, precision in ADAPTED:
+            results[f"adapters {engine} {precision}"] = with_adapters(config, engine, precision)
     for layout, settings in LAYOUTS.items():
         config.parallel = ParallelConfig(**settings)
         FP8GlobalStateManager.reset()  # it has the groups of the layout before
@@ -147,6 +161,31 @@ def one(config: Config, name: str, engine: bool, dtype: str, recipe: str | None 
     state = hf.unwrap(model.chunks[0]).sharded_state_dict(metadata=metadata)
     keys = {part.key for part in state.values() if "_extra_state" not in part.key}
     return Found(hidden.detach().float(), gradients, float(norm), trained, keys)
+
+
+def with_adapters(config: Config, engine: bool, precision: str) -> Adapted:
+    """A dense model whose A and B follow from their names, in every layer."""
+    plain = precision in ("float32", "bfloat16")
+    config.model.lora.rank, config.model.fp8_params = 4, precision == "fp8 parameters"
+    dtype, recipe = (precision, None) if plain else ("bfloat16", "blockwise")
+    model = build(config, {"model_type": "qwen3"}, engine, dtype, recipe)
+    config.model.lora.rank, config.model.fp8_params = None, False
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    factors = {name: p for name, p in hf.unwrap(model.chunks[0]).named_parameters() if hasattr(p, "factor")}
+    assert factors.keys() == {name for name, p in hf.unwrap(model.chunks[0]).named_parameters() if p.requires_grad}
+    for number, (_, parameter) in enumerate(sorted(factors.items())):
+        generator = torch.Generator().manual_seed(10 * number + (0 if parameter.factor.axis is None else rank))
+        with torch.no_grad():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    for chunk in model.chunks:
+        chunk.zero_grad_buffer()
+    hidden = model.chunks[0](*inputs())
+    weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(2)) / hidden.numel() ** 0.5
+    (hidden.float() * weights).sum().backward()
+    get_model_config(model.chunks[0]).finalize_model_grads_func(model.chunks)
+    gradients = {p.factor.key: p.main_grad.clone() for p in factors.values()}
+    published = {name: hf.values(shard).float() for name, shard in hf.named_shards(model.chunks)}
+    return Adapted(hidden.detach().float(), gradients, published)
 
 
 def in_layout(config: Config, engine: bool, dtype: str, recipe: str | None = None) -> Part:
@@ -212,6 +251,29 @@ def test_in_float32_the_engine_is_the_local_layers(found: list[dict[str, Any]], 
         assert error(engine.hidden, local.hidden) < 1e-5
         assert all(error(engine.gradients[name], local.gradients[name]) < 1e-5 for name in local.gradients)
         assert all(error(engine.trained[name], local.trained[name]) < 1e-4 for name in local.trained)
+
+
+@pytest.mark.parametrize(
+    ("precision", "hidden", "gradient", "weight"),
+    [
+        ("float32", 1e-5, 1e-5, 1e-6),
+        ("bfloat16", 0.03, 0.05, 0.005),
+        ("blockwise", 0.2, 0.4, 0.005),
+        ("fp8 parameters", 0.2, 0.4, 0.05),
+    ],
+)
+def test_adapters_on_the_engines_layers_are_those_on_the_local_ones(
+    found: list[dict[str, Any]], precision: str, hidden: float, gradient: float, weight: float
+) -> None:
+    """To the rounding of the precision, in which the base is; adapters are in bfloat16 beside FP8."""
+    for rank in found:
+        exact, engine = rank["adapters False float32"], rank[f"adapters True {precision}"]
+        assert engine.gradients.keys() == exact.gradients.keys() and len(exact.gradients) == 2 * 7 * 2
+        assert engine.published.keys() == exact.published.keys()
+        assert error(engine.hidden, exact.hidden) < hidden
+        together = [torch.cat([each.gradients[key].flatten() for key in exact.gradients]) for each in (engine, exact)]
+        assert error(*together) < gradient
+        assert all(error(engine.published[name], exact.published[name]) < weight for name in exact.published)
 
 
 @pytest.mark.parametrize("model", MODELS)

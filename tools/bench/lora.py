@@ -1,0 +1,224 @@
+"""Adapters against the whole model, against PEFT, and against a server that was given them merged.
+
+    .venv/bin/python tools/bench/lora.py [--smoke]
+
+A random float32 Qwen3 of 48 million parameters, adapters of rank 32 on all linear layers (alpha 16), one process on the
+CPU. PEFT has the same adapters on the same model in transformers, in a process of its own (tests/trainer/
+peft_reference.py), with what requirements/bench.lock installs aside.
+
+    state_over_full = bytes of gradients, optimizer and checkpoint with adapters / without, the largest of the three;
+    peft_step_diff = the largest difference of an A or a B from PEFT's after three steps of AdamW on the same loss, at a
+                     learning rate of 1e-4: where a gradient is nothing but rounding, so is AdamW's step;
+    step_size = how far the steps moved an A or a B at most;
+    logprob_diff = the largest difference, in nats, of SGLang's log-probs of tokens that it samples after these steps
+                   from the trainer's, once adapters have been merged on their way into the server.
+
+--smoke: a model of 700 thousand parameters, whose adapters are a larger share of it. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from megatron_collab import patches
+
+warnings.filterwarnings("ignore")
+patches.apply("torchvision", "megatron")
+
+import torch  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+
+from megatron_collab.checkpoint import convert, storage  # noqa: E402
+from megatron_collab.checkpoint.adapters import PEFT_WEIGHTS, write_peft  # noqa: E402
+from megatron_collab.checkpoint.checkpointer import Checkpoints  # noqa: E402
+from megatron_collab.config import Config  # noqa: E402
+from megatron_collab.inference.client import SGLangClient  # noqa: E402
+from megatron_collab.inference.server import SGLangServer  # noqa: E402
+from megatron_collab.runtime.network import bindable  # noqa: E402
+from megatron_collab.trainer.megatron import parallel  # noqa: E402
+from megatron_collab.trainer.trainer import PolicyTrainer  # noqa: E402
+from megatron_collab.types import Batch, Sample, Turn  # noqa: E402
+from megatron_collab.weight_sync.sync import WeightSync  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+VOCAB, RANK, LR, STEPS = 4608, 32, 1e-4, 3
+SEQUENCES, LONGEST = 16, 96
+PROMPTS, PROMPT, REPLY = 8, 24, 16
+SIZES = {"hidden_size": 1024, "intermediate_size": 3200, "num_attention_heads": 16, "num_key_value_heads": 8}
+SMOKE_SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def make_model(folder: Path, smoke: bool) -> None:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from megatron_collab.environments import tiny_model
+
+    tokenizer = tiny_model.word_tokenizer([f"word{number}" for number in range(VOCAB - len(tiny_model.SPECIAL))])
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        **(SMOKE_SIZES if smoke else SIZES),
+        vocab_size=VOCAB,
+        num_hidden_layers=3,
+        head_dim=16 if smoke else 64,
+        initializer_range=0.05,
+        max_position_embeddings=2048,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    Qwen3ForCausalLM(config).float().save_pretrained(folder)
+
+
+def configure(folder: Path, rank: int | None) -> Config:
+    config = Config()
+    config.launch.device, config.launch.timeout = "cpu", 120.0
+    config.model.path, config.model.dtype, config.model.lora.rank = str(folder), "float32", rank
+    config.train.stage, config.optim.lr = "sft", LR
+    config.rollout.server.max_total_tokens = 4096
+    return config
+
+
+def make_samples() -> tuple[Sample, ...]:
+    """Sequences of which the second half is trained."""
+    rng = np.random.default_rng(0)
+    samples = []
+    for length in rng.integers(LONGEST // 4, LONGEST, SEQUENCES):
+        mask = (np.arange(length) >= length // 2).astype(np.float32)
+        samples.append(Sample(rng.integers(10, VOCAB, length), mask, np.zeros(length, np.float32)))
+    return tuple(samples)
+
+
+def save(trainer: PolicyTrainer, folder: Path) -> None:
+    with Checkpoints(folder, 1, 120.0) as checkpoints:
+        checkpoints.save(trainer.step, trainer.checkpointed, {})
+
+
+@torch.no_grad()
+def draw_b(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
+    """Every A and B by its key, B drawn: where it is zero A has no gradient, and AdamW would scale up rounding."""
+    generator, found = torch.Generator().manual_seed(0), {}
+    for parameter in (p for p in trainer.chunks[0].parameters() if p.requires_grad):
+        if "lora_B" in parameter.factor.key:
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
+        found[parameter.factor.key] = parameter.detach().clone()
+    trainer.policy.optimizer.reload_model_params()
+    return found
+
+
+def sizes(trainer: PolicyTrainer, folder: Path) -> np.ndarray:
+    """Bytes of the gradients, of the optimizer's state, and of the checkpoint in `folder`."""
+    gradients = sum(part.nbytes for part in trainer.policy.gradients())
+    optimizer = sum(part.nbytes() for part in trainer.policy.optimizer_storages())
+    files = sum(file.stat().st_size for file in folder.rglob("*.distcp"))
+    return np.array([gradients, optimizer, files], dtype=np.float64)
+
+
+def full_sizes(model: Path, folder: Path, batch: Batch) -> np.ndarray:
+    trainer = PolicyTrainer(configure(model, None))
+    trainer.update(batch)
+    save(trainer, folder)
+    return sizes(trainer, folder)
+
+
+def peft(folder: Path, model: Path, config: Config, samples: tuple[Sample, ...]) -> dict[str, torch.Tensor]:
+    """The adapters in `folder` after PEFT's steps."""
+    adamw = {"lr": LR, "betas": [config.optim.beta1, config.optim.beta2], "weight_decay": config.optim.weight_decay}
+    case = {"model": str(model), "adapters": str(folder), "adamw": adamw, "steps": STEPS}
+    (folder / "case.json").write_text(json.dumps(case | {"clip_grad": config.optim.clip_grad}))
+    columns: dict[str, Any] = {name: np.empty(len(samples), dtype=object) for name in ("token_ids", "loss_mask")}
+    for name, column in columns.items():
+        for number, sample in enumerate(samples):
+            column[number] = getattr(sample, name)
+    np.savez(folder / "samples.npz", **columns)
+    aside = {**os.environ, "PYTHONPATH": str(Path(sys.prefix) / "compared")}
+    program = [sys.executable, str(ROOT / "tests" / "trainer" / "peft_reference.py"), str(folder)]
+    subprocess.run(program, env=aside, check=True)
+    return load_file(folder / "trained.safetensors")
+
+
+def published(trainer: PolicyTrainer, config: Config, server: SGLangServer) -> float:
+    """The largest difference of log-probs after the weights, adapters merged, have been published to `server`."""
+    line: Any = SimpleNamespace(
+        url=server.url, api_key=server.api_key, tp=1, index=0, generation=0, resume=lambda tag: None
+    )
+    line.ask = lambda *arguments, **options: SGLangServer.ask(line, *arguments, **options)
+    fleet: Any = SimpleNamespace(present=lambda: [line], lost=lambda server, reason: sys.exit(reason))
+    with WeightSync(config, trainer.chunks, trainer.shape, fleet) as publisher:
+        publisher.publish(1)
+    samples = []
+    for turn in asyncio.run(sample(config, server)):
+        length = len(turn.prompt_ids) + len(turn.token_ids)
+        log_probs, mask = np.zeros((2, length), np.float32)
+        log_probs[len(turn.prompt_ids) :], mask[len(turn.prompt_ids) :] = turn.log_probs, 1.0
+        samples.append(Sample(np.array(turn.prompt_ids + turn.token_ids, np.int64), mask, log_probs))
+    found = trainer.log_probs(trainer.policy.chunks, Batch(tuple(samples)))
+    return max(float(np.abs((a - b.log_probs) * b.loss_mask).max()) for a, b in zip(found, samples, strict=True))
+
+
+async def sample(config: Config, server: SGLangServer) -> list[Turn]:
+    prompts = np.random.default_rng(1).integers(10, VOCAB, (PROMPTS, PROMPT)).tolist()
+    client = SGLangClient(server.url, server.api_key, config.rollout)
+    requests = [
+        client.generate(tuple(prompt), max_new_tokens=REPLY, sampling=config.rollout.turn, seed=number)
+        for number, prompt in enumerate(prompts)
+    ]
+    turns = await asyncio.gather(*requests)
+    await client.close()
+    return turns
+
+
+def measure(folder: Path, smoke: bool) -> dict[str, float]:
+    model, samples = folder / "model", make_samples()
+    make_model(model, smoke)
+    config = configure(model, RANK)
+    with SGLangServer(config, folder / "server.log") as server, parallel.init_parallel(config):
+        full = full_sizes(model, folder / "full", Batch(samples))
+        trainer = PolicyTrainer(config)
+        first = draw_b(trainer)
+        (folder / "peft").mkdir()
+        write_peft(folder / "peft", config.model.lora, first, str(model))
+        for _ in range(STEPS):
+            trainer.update(Batch(samples))
+        save(trainer, folder / "adapters")
+        convert.to_peft(storage.find_checkpoint(folder / "adapters"), folder / "trained", model, str(model), None)
+        theirs = peft(folder / "peft", model, config, samples)
+        before, after = (load_file(folder / name / PEFT_WEIGHTS) for name in ("peft", "trained"))
+        assert after.keys() == theirs.keys()
+        server.wait_healthy(400)
+        return {
+            "state_over_full": float((sizes(trainer, folder / "adapters") / full).max()),
+            "peft_step_diff": largest_difference(after, theirs),
+            "logprob_diff": published(trainer, config, server),
+            "step_size": largest_difference(after, before),
+        }
+
+
+def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--smoke", action="store_true", help="a small model: shows that it runs, no figures")
+    smoke = parser.parse_args().smoke
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    os.environ |= alone | {"MASTER_PORT": str(bindable("bench", 0))}
+    with TemporaryDirectory() as temporary:
+        print(json.dumps({"name": "lora", "values": measure(Path(temporary), smoke)}))
+
+
+if __name__ == "__main__":
+    main()
