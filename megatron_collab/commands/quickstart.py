@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
         f"\nReport: {root}/rl/report.html\n"
         f"Learned: asks when something is missing {result['ask_when_missing_before']:.3f} -> "
         f"{result['ask_when_missing_after']:.3f}, asks when nothing is {result['needless_before']:.3f} -> "
-        f"{result['needless_after']:.3f}, final answer right {result['accuracy_before']:.3f} -> "
+        f"{result['needless_after']:.3f}, right when something was missing {result['accuracy_before']:.3f} -> "
         f"{result['accuracy_after']:.3f}, in {result['train_minutes']} minutes."
     )
     print(json.dumps(result))

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache
-from itertools import product
+from itertools import count, cycle, islice, product
 from pathlib import Path
 from typing import ClassVar
 
@@ -32,6 +32,8 @@ CONTEXT = 256  # tokens; the longest conversation takes about a third
 COMPLETE_EVERY = 6  # in every so many conversations the first message says everything
 # The training tasks show more of what a first message rarely is: complete, or followed by a question and its answer.
 TRAIN_COMPLETE_EVERY, TRAIN_LATER = 3, 0.25
+# In so many of every so many evaluated tasks it says everything: enough to count the questions that are needless.
+EVALUATED, EVALUATED_COMPLETE = 640, (5, 8)
 # How the supervised conversations behave.
 ASKS, ASKS_ALL, ASKS_AGAIN, ASKS_NEEDLESSLY = 0.28, 0.5, 0.2, 0.06
 
@@ -88,19 +90,32 @@ def check_goal(goal: str) -> None:
 
 
 def tasks(seed: int, n: int, *, held_out: bool = False) -> list[Task]:
-    """`n` tasks. Held-out ones have goals that no other task has, and all begin with the user's first message."""
+    """`n` tasks. Held-out ones all begin with the user's first message; its goal and its words occur in no training."""
     rng = random.Random(f"tasks {seed} {held_out}")
-    made = []
-    for i in range(n):
-        goal = _goal(rng, held_out)
-        given = _given(rng, i % (COMPLETE_EVERY if held_out else TRAIN_COMPLETE_EVERY) == 0)
+    made = enumerate(islice(_evaluated(rng) if held_out else _trained(rng), n))
+    name = f"booking-{'eval' if held_out else 'train'}-{seed}"
+    return [Task(f"{name}-{i}", messages, json.dumps(goal), final(goal), USER) for i, (goal, messages) in made]
+
+
+def _trained(rng: random.Random) -> Iterator[tuple[Goal, tuple[Message, ...]]]:
+    for i in count():
+        goal, given = _opening(rng, i % TRAIN_COMPLETE_EVERY == 0, held_out=False)
         messages = [_first(goal, given)]
-        if not held_out and rng.random() < TRAIN_LATER:
+        if rng.random() < TRAIN_LATER:
             unknown = set(SLOTS) - given or set(SLOTS)
             messages += _exchange(goal, messages, _some(rng, unknown))
-        name = f"booking-{'eval' if held_out else 'train'}-{seed}-{i}"
-        made.append(Task(name, tuple(messages), json.dumps(goal), final(goal), USER))
-    return made
+        yield goal, tuple(messages)
+
+
+def _evaluated(rng: random.Random) -> Iterator[tuple[Goal, tuple[Message, ...]]]:
+    """The complete ones go through all held-out goals before one comes again."""
+    goals = _goals(held_out=True)
+    once = cycle(rng.sample(goals, len(goals)))
+    share, of = EVALUATED_COMPLETE
+    for i in count():
+        complete = i * share % of < share  # spread evenly: any first part has both kinds
+        goal, given = (next(once), set(SLOTS)) if complete else _opening(rng, False, held_out=True)
+        yield goal, (_first(goal, given),)
 
 
 def conversations(seed: int, n: int) -> list[tuple[Message, ...]]:
@@ -110,8 +125,7 @@ def conversations(seed: int, n: int) -> list[tuple[Message, ...]]:
 
 
 def _conversation(rng: random.Random, complete: bool) -> tuple[Message, ...]:
-    goal = _goal(rng, held_out=False)
-    given = _given(rng, complete)
+    goal, given = _opening(rng, complete, held_out=False)
     messages = [_first(goal, given)]
     unknown = set(SLOTS) - given
     if not unknown and rng.random() < ASKS_NEEDLESSLY:
@@ -126,22 +140,28 @@ def _conversation(rng: random.Random, complete: bool) -> tuple[Message, ...]:
     return (*messages, Message("assistant", final(guess)))
 
 
-def _goal(rng: random.Random, held_out: bool) -> dict[str, str]:
+def _opening(rng: random.Random, complete: bool, held_out: bool) -> tuple[Goal, set[str]]:
+    """A goal and the slots that the first message gives of it; goal and message are both held out, or neither."""
     goals = _goals(held_out)
-    return dict(zip(SLOTS, goals[rng.randrange(len(goals))], strict=True))
+    while True:
+        goal = rng.choice(goals)
+        given = set(SLOTS) if complete else set(rng.sample(list(SLOTS), rng.randrange(len(SLOTS))))
+        if _held_out(goal, given) == held_out:
+            return goal, given
 
 
 @cache
-def _goals(held_out: bool) -> list[tuple[str, ...]]:
-    """Every eighth combination of slot values is held out; each single value occurs on both sides."""
-    numbered = product(*(enumerate(values) for values in SLOTS.values()))
-    chosen = [goal for goal in numbered if (sum(i for i, _ in goal) % 8 == 0) == held_out]
-    return [tuple(value for _, value in goal) for goal in chosen]
+def _goals(held_out: bool) -> list[Goal]:
+    every = (dict(zip(SLOTS, values, strict=True)) for values in product(*SLOTS.values()))
+    return [goal for goal in every if _held_out(goal, SLOTS) == held_out]
 
 
-def _given(rng: random.Random, complete: bool) -> set[str]:
-    """The slots that the first message gives."""
-    return set(SLOTS) if complete else set(rng.sample(list(SLOTS), rng.randrange(len(SLOTS))))
+def _held_out(goal: Goal, given: Collection[str]) -> bool:
+    """Whether a first message that gives these slots is kept from training; with all slots, whether the goal is.
+
+    Three of five are, and each single value occurs on both sides. A request that gives nothing is trained on.
+    """
+    return len(given) > 0 and sum(SLOTS[slot].index(goal[slot]) for slot in given) % 5 < 3
 
 
 def _some(rng: random.Random, slots: Collection[str]) -> set[str]:
@@ -173,17 +193,17 @@ class Booking(World):
     result_names: ClassVar[Mapping[str, str]] = {
         "ask_when_missing": "ask_when_missing",
         "needless": "ask_when_complete",
-        "accuracy": "booking_right",
+        "accuracy": "right_when_missing",
     }
 
     def make(self, folder: Path, seed: int, source: str | None) -> None:
-        """Write model/, sft.jsonl (4,096 conversations), train.jsonl (4,096 tasks), eval.jsonl (256 held-out tasks)."""
+        """Write model/, sft.jsonl (4,096 conversations), train.jsonl (4,096 tasks), eval.jsonl (640 held-out tasks)."""
         # Which take seconds to import; the script and the metrics need neither.
         from megatron_collab.data.datasets import task_row, write_jsonl
         from megatron_collab.environments import tiny_model
 
         tiny_model.save(folder / "model", tiny_model.word_tokenizer(words()), seed, CONTEXT)
         write_jsonl(folder / "train.jsonl", map(task_row, tasks(seed, 4096)))
-        write_jsonl(folder / "eval.jsonl", map(task_row, tasks(seed, 256, held_out=True)))
+        write_jsonl(folder / "eval.jsonl", map(task_row, tasks(seed, EVALUATED, held_out=True)))
         rows = ({"messages": [message.as_dict() for message in messages]} for messages in conversations(seed, 4096))
         write_jsonl(folder / "sft.jsonl", rows)

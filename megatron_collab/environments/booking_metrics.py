@@ -34,6 +34,14 @@ class BookingRight(BookingMetric):
         return float(replies[-1].strip() == task.answer)
 
 
+class RightWhenMissing(BookingRight):
+    """The same over the tasks whose messages leave something open."""
+
+    @classmethod
+    def lacks(cls, options: Any, task: Task) -> str | None:
+        return super().lacks(options, task) or (None if booking.missing(task) else "a slot that is left open")
+
+
 class AskWhenMissing(BookingMetric):
     """Whether the trained turn asks, over the tasks whose messages leave something open."""
 

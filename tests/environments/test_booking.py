@@ -57,18 +57,35 @@ def test_tasks_come_from_their_seed() -> None:
     assert booking.tasks(1, 50) == booking.tasks(1, 50) != booking.tasks(2, 50)
 
 
-def test_no_held_out_goal_is_trained_on() -> None:
-    trained = {task.answer for task in booking.tasks(0, 4096)}
-    held_out = {task.answer for task in booking.tasks(0, 256, held_out=True)}
-    assert len(held_out) > 50 and len(trained) > 500
-    assert not held_out & trained
+def test_no_goal_and_no_first_message_that_is_evaluated_is_trained_on() -> None:
+    evaluated = booking.tasks(0, booking.EVALUATED, held_out=True)
+    trained = booking.tasks(0, 4096)
+    conversations = booking.conversations(0, 4096)
+    booked = {messages[-1].content for messages in conversations if says_everything(messages)}  # others guess
+    goals = {task.answer for task in trained} | booked
+    first = {task.messages[0].content for task in trained} | {messages[0].content for messages in conversations}
+    assert len(goals) > 250 and len(first) > 350
+    assert not {task.answer for task in evaluated} & goals
+    assert not {task.messages[0].content for task in evaluated} & first
 
 
-def test_held_out_tasks_begin_at_the_beginning_and_some_say_everything() -> None:
-    tasks = booking.tasks(0, 256, held_out=True)
+def says_everything(messages: tuple[Message, ...]) -> bool:
+    """Whether the user has said everything in the end: what is booked is the goal then, not a guess."""
+    said = " ".join(message.content for message in messages if message.role == "user")
+    return all(part in said for part in ("people", "day", "pm"))
+
+
+def test_each_value_of_a_slot_is_trained_on() -> None:
+    said = " ".join(message.content for task in booking.tasks(0, 4096) for message in task.messages)
+    assert all(f" {word} " in f" {said} " for values in booking.SLOTS.values() for word in values)
+
+
+def test_evaluated_tasks_begin_at_the_beginning_and_400_different_ones_say_everything() -> None:
+    tasks = booking.tasks(0, booking.EVALUATED, held_out=True)
     assert all(len(task.messages) == 1 for task in tasks)
-    complete = sum(not booking.missing(task) for task in tasks)
-    assert complete == 43
+    complete = [task for task in tasks if not booking.missing(task)]
+    assert len({task.goal for task in complete}) == len(complete) == 400
+    assert [bool(booking.missing(task)) for task in tasks[:8]] == [False, True, False, True, False, False, True, False]
 
 
 def test_a_quarter_of_the_training_tasks_begins_later() -> None:

@@ -43,6 +43,12 @@ def test_the_last_reply_is_what_is_judged() -> None:
     assert score("BookingRight", task("day"), booking.ask(["people", "time"])) == 0.0
 
 
+def test_where_all_was_said_being_right_takes_no_collaboration() -> None:
+    assert score("RightWhenMissing", task("day"), booking.ask(["people", "time"]), RIGHT) == 1.0
+    assert score("RightWhenMissing", task("day"), WRONG) == 0.0
+    assert score("RightWhenMissing", task(*ALL), RIGHT) is None
+
+
 def test_the_closing_message_of_the_user_does_not_hide_the_last_reply() -> None:
     assert score_of(f"{METRICS}:BookingRight", task(*ALL), play(task(*ALL), RIGHT, booking.STOP)) == 1.0
 

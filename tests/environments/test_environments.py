@@ -34,7 +34,7 @@ def test_the_booking_world_is_a_model_and_data(world: Path) -> None:
     assert hf["model_type"] == "qwen3" and hf["eos_token_id"] == chat.end_id
     assert 400_000 < sum(weight.numel() for weight in weights.values()) < 600_000
     assert len(load_tasks(world / "train.jsonl")) == len(load_conversations(world / "sft.jsonl")) == 4096
-    assert list(load_tasks(world / "eval.jsonl")) == booking.tasks(0, 256, held_out=True)
+    assert list(load_tasks(world / "eval.jsonl")) == booking.tasks(0, booking.EVALUATED, held_out=True)
     longest = max(len(chat.first(messages)) for messages in load_conversations(world / "sft.jsonl"))
     assert longest < booking.CONTEXT / 3
 

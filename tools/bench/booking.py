@@ -1,7 +1,8 @@
 """The measured result: the quickstart with comparison for several seeds, its table and its picture.
 
 `python tools/bench/booking.py [--seeds 0 1 2] [--root runs/quickstart] [--smoke]` runs what is not there yet, writes
-docs/figures/booking.svg, prints a Markdown table and, last, one JSON object with the worst value over the seeds.
+docs/figures/booking.svg, prints a Markdown table of the shares, each with its 95 % interval (Wilson's, of the
+tasks it is about), and, last, one JSON object with the worst value over the seeds.
 --smoke: one seed of a few steps on one rank in a temporary folder, the picture too.
 """
 
@@ -15,6 +16,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import matplotlib
+from scipy.stats import binomtest
+
+from megatron_collab.environments import booking
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -29,16 +33,17 @@ SMOKE: tuple[str, ...] = (
 )
 SMOKE += ("rollout.futures=2", "optim.warmup_steps=1", "reward.malformed=null")
 SMOKE += ("launch.nproc_per_node=1", "parallel.tp=1")
-# key of result.json: (the bound, whether larger is better, what it is)
+# key of result.json: (the bound, whether larger is better, what it is, of which tasks it is a share)
+INCOMPLETE, COMPLETE = "incomplete", "complete"
 BOUNDS = {
-    "ask_when_missing_before": (0.45, False, "asks when something is missing, after SFT"),
-    "ask_when_missing_after": (0.90, True, "… after GRPO with MR"),
-    "single_turn_ask_after": (None, False, "… after GRPO with the reward of the turn alone"),
-    "needless_before": (None, False, "asks when nothing is missing, after SFT"),
-    "needless_after": (0.05, False, "… after GRPO with MR"),
-    "accuracy_before": (0.45, False, "final answer right, after SFT"),
-    "accuracy_after": (0.80, True, "… after GRPO with MR"),
-    "train_minutes": (12.0, False, "minutes of training on this machine"),
+    "ask_when_missing_before": (0.45, False, "asks when something is missing, after SFT", INCOMPLETE),
+    "ask_when_missing_after": (0.90, True, "… after GRPO with MR", INCOMPLETE),
+    "single_turn_ask_after": (None, False, "… after GRPO with the reward of the turn alone", INCOMPLETE),
+    "needless_before": (None, False, "asks when nothing is missing, after SFT", COMPLETE),
+    "needless_after": (0.05, False, "… after GRPO with MR", COMPLETE),
+    "accuracy_before": (0.45, False, "right when something was missing, after SFT", INCOMPLETE),
+    "accuracy_after": (0.80, True, "… after GRPO with MR", INCOMPLETE),
+    "train_minutes": (12.0, False, "minutes of training on this machine", None),
 }
 
 
@@ -63,15 +68,31 @@ def measure(seeds: list[int], root: Path, picture: Path, overrides: tuple[str, .
     results = [json.loads((folder / "result.json").read_text()) for folder in folders]
     draw(folders, picture)
 
+    counts = [tasks_of(seed, folder) for seed, folder in zip(seeds, folders, strict=True)]
     print("\n| | bound | " + " | ".join(f"seed {seed}" for seed in seeds) + " |")
     print("|---" * (len(results) + 2) + "|")
     worst = {}
-    for key, (bound, larger, meaning) in BOUNDS.items():
+    for key, (bound, larger, meaning, kind) in BOUNDS.items():
         values = [result[key] for result in results]
         worst[key] = min(values) if larger else max(values)
-        shown = "" if bound is None else f"{'≥' if larger else '≤'} {bound}"
-        print(f"| {meaning} | {shown} | " + " | ".join(f"{value:.3f}" for value in values) + " |")
+        limit = "" if bound is None else f"{'≥' if larger else '≤'} {bound}"
+        shown = [share(value, n[kind]) if kind else f"{value:.1f}" for value, n in zip(values, counts, strict=True)]
+        print(f"| {meaning} | {limit} | " + " | ".join(shown) + " |")
+    print(", ".join(f"{n} {kind}" for kind, n in counts[0].items()) + " tasks a seed")
     print(json.dumps({"name": "booking", "values": worst}))
+
+
+def tasks_of(seed: int, folder: Path) -> dict[str, int]:
+    """How many tasks of each kind were evaluated."""
+    evaluated = json.loads((folder / "rl" / "evaluations.json").read_text())["after"]["tasks"]
+    incomplete = sum(bool(booking.missing(task)) for task in booking.tasks(seed, evaluated, held_out=True))
+    return {INCOMPLETE: incomplete, COMPLETE: evaluated - incomplete}
+
+
+def share(value: float, n: int) -> str:
+    """With its 95 % interval."""
+    interval = binomtest(round(value * n), n).proportion_ci(0.95, "wilson")
+    return f"{value:.3f} [{interval.low:.3f}, {interval.high:.3f}]"
 
 
 def draw(folders: list[Path], picture: Path) -> None:

@@ -29,7 +29,7 @@ SMOKE: tuple[str, ...] = (
 SMOKE += ("optim.warmup_steps=1", "train.eval_tasks=4", "reward.malformed=null")
 SMOKE += ("launch.nproc_per_node=1", "parallel.tp=1")
 TURNS = ("first", "all")
-METRICS = ("ask_when_missing", "right_once_told", "booking_right")
+METRICS = ("ask_when_missing", "right_once_told", "right_when_missing")
 
 
 def main() -> None:
