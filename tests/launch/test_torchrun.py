@@ -92,6 +92,7 @@ time.sleep(600)
 ENDS = """
 import os, signal, sys, time
 if os.environ["RANK"] == "0":
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # ends by SIGTERM, as a rank that waits for it does
     time.sleep(600)
 code = int(sys.argv[1])
 os.kill(os.getpid(), -code) if code < 0 else sys.exit(code)
