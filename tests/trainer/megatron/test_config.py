@@ -222,9 +222,12 @@ def test_the_engines_layers_are_taken_where_it_is(found: set[str], monkeypatch: 
     monkeypatch.setattr(
         config, "get_gpt_decoder_block_spec", lambda *given, **more: asked.append((given, more)) or "block"
     )
+    # The module itself imports TransformerEngine.
+    filled = SimpleNamespace(fill_in=lambda block: f"{block} with our attention")
+    monkeypatch.setattr("megatron_collab.trainer.megatron.engine_attention", filled, raising=False)
     found.add("transformer_engine")
     made = transformer_config(configure({}), MOE)
-    assert backend_spec(made, vp_stage=1) == "block"
+    assert backend_spec(made, vp_stage=1) == "block with our attention"
     assert asked == [((made, True), {"normalization": "RMSNorm", "vp_stage": 1})]
 
 
