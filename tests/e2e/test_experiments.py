@@ -173,6 +173,8 @@ def test_the_first_evening_trains_a_tiny_model(tmp_path: Path) -> None:
         f"model.path={tmp_path}/model",
         f"data.path={tmp_path}",
         f"data.dir={tmp_path}/world",
+        # The made tokenizer has no thoughts; test_thinking.py has one that does.
+        *("rollout.strip_thoughts=false", "rollout.turn.thinking_budget=null", "rollout.future.thinking_budget=null"),
     ]
     run = train(tmp_path, "qwen3_0_6b", *settings)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
