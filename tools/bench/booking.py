@@ -12,6 +12,7 @@ import argparse
 import json
 import subprocess
 import sys
+from math import nan
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -102,7 +103,7 @@ def draw(folders: list[Path], picture: Path) -> None:
     for run, colour, label in runs:
         for i, folder in enumerate(folders):
             rows = [json.loads(line) for line in (folder / run / "metrics.jsonl").read_text().splitlines()]
-            asked = [row["score/ask_when_missing"] for row in rows]
+            asked = [row.get("score/ask_when_missing", nan) for row in rows]  # of few prompts, all may be complete
             axes.plot(range(len(asked)), asked, color=colour, alpha=0.7, linewidth=1, label=label if i == 0 else None)
     axes.set(xlabel="step", ylabel="asks when something is missing", ylim=(0, 1))
     axes.legend(frameon=False, loc="center right")
