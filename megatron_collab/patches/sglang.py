@@ -196,7 +196,7 @@ PATCHES = (
     _sglang(
         "batch-invariant products",
         why="SGLang's batch-invariant mode is made of triton kernels; on CPU padding the rows of F.linear and "
-        "torch.matmul has the same effect.",
+        "torch.matmul has the same effect, with inference.ROW_BY_ROW.",
         upstream="sglang/srt/model_executor/model_runner.py:844",
         until="SGLang has a batch-invariant mode for CPU",
         test="tests/patches/test_sglang.py::test_a_server_on_cpu_forks_and_computes_row_by_row",
