@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -63,8 +64,9 @@ class Message:
 class Task:
     """What a user wants, and how the conversation about it begins.
 
-    `messages` ends with a user message and is all that the policy sees; `goal` is seen by the simulated user alone,
-    `answer` by the metrics alone. `user` names who plays the user; NAME? counts where the configuration has that name.
+    `messages` ends with a user message and is all that the policy sees; without one the user opens the conversation.
+    `goal` is seen by the simulated user alone, `answer` by the metrics alone. `user` names who plays the user; NAME?
+    counts where the configuration has that name. `played`: how many of the last messages the data do not have.
     """
 
     id: str
@@ -73,6 +75,21 @@ class Task:
     answer: str
     user: str
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    played: int = 0
+
+    @property
+    def unopened(self) -> bool:
+        """Whether the user opens the conversation: there is no message but a system one."""
+        return all(message.role == "system" for message in self.messages)
+
+    @property
+    def given(self) -> Task:
+        """The task as the data have it."""
+        return replace(self, messages=self.messages[: len(self.messages) - self.played], played=0)
+
+    def play_on(self, *messages: Message) -> Task:
+        """The task with further messages, which were played."""
+        return replace(self, messages=(*self.messages, *messages), played=self.played + len(messages))
 
 
 class Finish(StrEnum):
@@ -155,6 +172,13 @@ class Conversation:
         mine = [at for at, role in enumerate(roles) if role == "assistant"]
         replies = [at for at in mine[len(mine) - len(self.turns) :] if roles[at + 1 : at + 2] != ["tool"]]
         return tuple(self.messages[at].content for at in replies)
+
+    @property
+    def said(self) -> int:
+        """The messages of the user and the policy's replies to it, those of the task included."""
+        roles = [message.role for message in self.messages]
+        calls = sum(role == "assistant" and after == "tool" for role, after in pairwise(roles))
+        return roles.count("user") + roles.count("assistant") - calls
 
     def add_turn(self, turn: Turn) -> Conversation:
         """Append the policy's turn; its prompt must be the stream so far."""

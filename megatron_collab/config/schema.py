@@ -244,6 +244,9 @@ class RolloutConfig:
     max_assistant_turns: int = option(
         3, "turns of the policy with the trained one; tool calls do not count", ge=1, le=1000
     )
+    max_messages: int | None = option(
+        None, "messages of user and policy in a conversation, with those of the task; none: no limit", ge=2, le=10_000
+    )
     train_turns: str = option("first", "the trained turn alone, or its futures' turns too", choices=("first", "all"))
     turn: SamplingConfig = field(default_factory=SamplingConfig)
     future: SamplingConfig = field(default_factory=SamplingConfig)

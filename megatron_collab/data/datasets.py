@@ -132,6 +132,8 @@ class SurveyedSources(Generic[_Read]):
             return len(renderer.first(example.messages) if task else rendered(renderer, example).token_ids)
 
         def at_most(messages: Sequence[Message]) -> int:
+            if all(message.role == "system" for message in messages):
+                return 0  # the user opens it, and no template renders nothing
             written = isinstance(messages, ToolConversation)  # what the template makes of calls is known in full only
             return sys.maxsize if written else renderer.at_most(messages)
 

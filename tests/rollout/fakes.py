@@ -113,10 +113,18 @@ class FakePolicy:
 class FakeUser:
     """A user of one conversation that answers with `reply(goal, messages)`; records how it was called."""
 
-    def __init__(self, reply: Callable[[str, Sequence[Message]], UserReply | str], goal: str) -> None:
-        self._reply = reply
+    def __init__(
+        self,
+        reply: Callable[[str, Sequence[Message]], UserReply | str],
+        goal: str,
+        opens: Callable[[], str] = lambda: "hi",
+    ) -> None:
+        self._reply, self._opens = reply, opens
         self.goal = goal
         self.calls: list[str] = []
+
+    async def open(self) -> str:
+        return self._opens()
 
     async def start(self, conversation: Conversation) -> None:
         self.calls.append("start")
@@ -136,12 +144,13 @@ class FakeUsers:
 
     def __init__(self, reply: Callable[[str, Sequence[Message]], UserReply | str]) -> None:
         self.reply = reply
+        self.opens: Callable[[str], str] = "opened by {}".format  # by the name of the sample
         self.made: dict[str, FakeUser] = {}
         self.config, self.counters = config(), Counter[str]()
 
     def make(self, task: Task, sample: str) -> FakeUser:
         assert sample not in self.made
-        self.made[sample] = FakeUser(self.reply, task.goal)
+        self.made[sample] = FakeUser(self.reply, task.goal, lambda: self.opens(sample))
         return self.made[sample]
 
     def ended(self, task: Task, conversation: Conversation) -> None:

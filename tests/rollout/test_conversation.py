@@ -82,6 +82,14 @@ def test_both_limits_hold_and_the_policy_has_the_last_word(user_turns: int, assi
     assert conversation.messages[-1].role == "assistant"
 
 
+@pytest.mark.parametrize(("limit", "messages"), [(2, 2), (3, 2), (4, 4), (7, 6), (14, 8)])
+def test_messages_are_limited_with_those_of_the_task_and_without_tools(limit: int, messages: int) -> None:
+    policy = FakePolicy(lambda prompt, seed: "ok" if "<tool>" in prompt else 'call calculator {"expression": "2+3"}')
+    (conversation,) = play(policy, max_user_turns=3, max_assistant_turns=4, max_messages=limit, tools=["calculator"])
+    assert conversation.said == messages and conversation.messages[-1] == Message("assistant", "ok")
+    assert conversation.ending is Ending.TURN_LIMIT and len(conversation.messages) == messages + 2
+
+
 def test_the_user_ends_it_and_the_closing_message_stays() -> None:
     (conversation,) = play(says("end"))
     assert conversation.ending is Ending.USER_DONE

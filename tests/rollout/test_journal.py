@@ -40,6 +40,10 @@ def test_a_group_comes_back_to_the_last_bit(tmp_path: Path) -> None:
     opened(tmp_path).write(3, {"train-3-0": GROUP})
     assert opened(tmp_path).find("train-3-0", TASK) == GROUP
     assert opened(tmp_path).find("train-3-1", TASK) is None
+    given = replace(TASK, messages=())
+    begun = replace(GROUP, task=given.play_on(*TASK.messages))  # by the user
+    opened(tmp_path).write(3, {"train-3-2": begun})
+    assert opened(tmp_path).find("train-3-2", given) == begun and opened(tmp_path).find("train-3-2", TASK) is None
 
 
 def test_it_serves_its_own_task_and_weights_that_the_run_has(tmp_path: Path) -> None:
