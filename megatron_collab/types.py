@@ -109,6 +109,9 @@ class Turn:
     is the decoded reply without its end-of-turn token, thoughts included, with a `<think>` that the prompt has opened.
     `forced` is (start, stop) in `token_ids` of what closed a thought at the end of its budget: these tokens were not
     sampled, have a log-probability of 0 here, and are not trained.
+
+    `routing` (rollout.routing_replay, of turns that are trained): the experts that the engine sent tokens to, unsigned
+    integers [R, layers * experts of a token], of the R tokens before the last one of prompt and reply together.
     """
 
     prompt_ids: tuple[int, ...]
@@ -118,11 +121,17 @@ class Turn:
     finish: Finish
     text: str
     forced: tuple[int, int] = (0, 0)
+    routing: np.ndarray | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("log_probs", "versions"):
             if len(getattr(self, name)) != len(self.token_ids):
                 raise ValueError(f"a turn of {len(self.token_ids)} tokens has {len(getattr(self, name))} {name}")
+
+    @property
+    def stream(self) -> tuple[int, ...]:
+        """What it saw, and what it said."""
+        return self.prompt_ids + self.token_ids
 
     def fault(self) -> str | None:
         """Why the turn cannot be shown to a user, or None."""
@@ -291,7 +300,8 @@ class Sample:
     trained); `credits`: none in sft; `version`: of the oldest weights which sampled a trained token (0 in sft);
     `later`: of turns after the trained one; `cuts`: where a further token sequence begins, in order, since later turns
     have not seen the thoughts of earlier ones. Sequences are apart in the model and together in all else: as one
-    sample they are compared, averaged and drawn to a mini-batch.
+    sample they are compared, averaged and drawn to a mini-batch. `routing` (rollout.routing_replay): the experts of
+    each token, unsigned integers [S, layers * experts of a token], 0 for a sequence's last token, which is never read.
     """
 
     token_ids: np.ndarray
@@ -301,6 +311,7 @@ class Sample:
     version: int = 0
     later: bool = False
     cuts: tuple[int, ...] = ()
+    routing: np.ndarray | None = None
 
 
 @dataclass(frozen=True)

@@ -254,6 +254,7 @@ class RolloutConfig:
         8192, "longest token stream of a conversation, reply included; longer data is left out", ge=2
     )
     strip_thoughts: bool = option(False, "later turns see the replies of earlier ones without their thoughts")
+    routing_replay: bool = option(False, "tokens are trained through the experts that the server chose (MoE; R3)")
     deadline: float = mutable(900.0, "seconds one future may take; then it ends without a score", gt=0)
     system_prompt: str | None = option(None, "FILE.j2: put in front of tasks and SFT conversations that have none")
     tools: list[str] = option([], "tools of the policy: calculator, package.module:Class or package.module:function")

@@ -67,6 +67,7 @@ def settings_of(config: Config, one: EvaluationSet) -> Config:
     rollout = replace(
         rollout,
         futures=1,
+        routing_replay=False,
         turn=_sampling(rollout.turn, one),
         future=_sampling(rollout.future, one),
         max_user_turns=one.max_user_turns or rollout.max_user_turns,

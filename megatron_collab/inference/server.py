@@ -302,6 +302,7 @@ def arguments(
     if cache_tokens is not None:
         options["max-total-tokens"] = cache_tokens
     options |= {"sleep-on-idle": True, "skip-server-warmup": True, SCORES_FLAG: serves is Serves.SCORES}
+    options["enable-return-routed-experts"] = serves is Serves.POLICY and config.rollout.routing_replay
     if on_cpu:
         options |= {"device": "cpu", "attention-backend": "torch_native", "sampling-backend": "pytorch"}
         flags = ("disable-overlap-schedule", "disable-cuda-graph", "enable-deterministic-inference")

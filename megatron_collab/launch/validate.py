@@ -102,6 +102,8 @@ def check_settings(config: Config) -> None:
         samples *= train.rollouts_per_prompt * (1 + (rollout.futures if rollout.train_turns == "all" else 0))
     message = f"<algo.mini_batches>: a step has at most {samples} samples; choose at most as many"
     check(config.algo.mini_batches <= samples, message)
+    message = "<rollout.routing_replay>: sft samples nothing whose experts could be replayed; set it to false"
+    check(train.stage == "rl" or not rollout.routing_replay, message)
     check_layout(config)
     for one in evaluation_sets(config) if train.stage == "sft" else ():
         plain = EvaluationSet(one.source, one.name, one.subset, one.split, one.tasks)

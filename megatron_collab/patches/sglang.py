@@ -204,6 +204,15 @@ PATCHES = (
         when=on_cpu,
     ),
     _sglang(
+        "host memory that is not pinned",
+        why="A server keeps the experts of every cached token in memory that CUDA's runtime pins, on a CPU too.",
+        upstream="sglang/srt/state_capturer/base.py:68",
+        until="SGLang pins host memory on GPUs alone",
+        test="tests/inference/test_routing.py::test_every_position_is_routed_once",
+        sets={"sglang.srt.mem_cache.pool_host.common._cuda_host_register": lambda *_: None},
+        when=on_cpu,
+    ),
+    _sglang(
         "no Megatron in servers",
         why="SGLang's dumper for debugging imports Megatron, and with it TransformerEngine, into every process of a "
         "server. That takes seconds, and ends it where an import raises anything but ImportError, as without a driver.",

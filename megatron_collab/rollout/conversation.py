@@ -254,7 +254,8 @@ class Player:
             affinity=place.stream,
         )
         try:
-            turn = await thinking.sampled(ask, self.renderer, conversation.token_ids, sampling, room)
+            routing_from = self._routing_from(conversation, sampling)
+            turn = await thinking.sampled(ask, self.renderer, conversation.token_ids, sampling, room, routing_from)
         except EngineError as error:
             return conversation.end(Ending.ERROR, str(error))
         if turn.finish is Finish.ABORT:
@@ -262,6 +263,16 @@ class Player:
         conversation = conversation.add_turn(turn)
         full = turn.finish is Finish.LENGTH and len(turn.token_ids) == room
         return conversation.end(Ending.LENGTH) if full else conversation
+
+    def _routing_from(self, conversation: Conversation, sampling: SamplingConfig) -> int | None:
+        """The first position of which the next turn is to have the experts: the first that no turn before it has.
+
+        None where the turn is not trained: in futures, unless rollout.train_turns=all.
+        """
+        if not self.rollout.routing_replay or (sampling is self.rollout.future and self.rollout.train_turns != "all"):
+            return None
+        known = conversation.turns[-1].stream if conversation.turns else ()
+        return len(known) - 1 if known and conversation.token_ids[: len(known)] == known else 0
 
     def _append(
         self, conversation: Conversation, messages: Sequence[Message], sampling: SamplingConfig

@@ -28,7 +28,7 @@ from megatron_collab.runtime.process import beat
 from megatron_collab.runtime.rank0 import meet
 from megatron_collab.trainer.critic import Critic
 from megatron_collab.trainer.losses import Head, Report, apply_head, policy_objective, reported, supervised_objective
-from megatron_collab.trainer.megatron import lora, model
+from megatron_collab.trainer.megatron import lora, model, routing
 from megatron_collab.trainer.microbatches import Columns, MicroBatch, make_micro_batches
 from megatron_collab.trainer.network import Frozen, Trainable, infer, learning_rate
 from megatron_collab.types import Batch, Sample, Scored
@@ -46,6 +46,8 @@ class PolicyTrainer:
         self.config = config
         self.supervised = config.train.stage == "sft"
         self.chunks = load(config)
+        if not self.supervised and config.rollout.routing_replay:
+            routing.add(self.chunks)  # not those of reference and critic: other networks, with experts of their own
         self.referred = not self.supervised and config.algo.kl_coef > 0
         copied = self.referred and not config.model.lora.rank
         self.reference = model.frozen_copy(self.chunks) if copied else None
@@ -100,12 +102,13 @@ class PolicyTrainer:
         if algo.mini_batches * algo.epochs > 1 or (self.referred and algo.kl_in == "reward"):
             old = self.log_probs(self.policy.chunks, batch)
         if self.reference is not None:
-            reference = self.log_probs(self.reference, batch)
+            reference = self.log_probs(self.reference, batch, replay=False)
         elif self.referred:
             with lora.base_alone(self.chunks):
-                reference = self.log_probs(self.policy.chunks, batch)
+                reference = self.log_probs(self.policy.chunks, batch, replay=False)
         if self.critic:
-            values = _joined(self.critic.values(_cut(_columns(batch), batch.samples)), batch.samples)
+            columns = _cut(_columns(batch, replay=False), batch.samples)
+            values = _joined(self.critic.values(columns), batch.samples)
         return Scored(batch.samples, batch.metrics, old, reference, values)
 
     def update(self, batch: Batch) -> dict[str, float]:
@@ -156,10 +159,13 @@ class PolicyTrainer:
         error = math.sqrt(n / (n - 1) * spread) / sum(tokens) if n > 1 else math.nan
         return {"tasks": n, "tokens": sum(tokens), "score/loss": loss, "score_se/loss": error}
 
-    def log_probs(self, chunks: Sequence[torch.nn.Module], batch: Batch) -> list[np.ndarray]:
-        """Log-probs of the trained tokens, 0 elsewhere, float32 [S] for each sample on every rank; collective."""
+    def log_probs(self, chunks: Sequence[torch.nn.Module], batch: Batch, *, replay: bool = True) -> list[np.ndarray]:
+        """Log-probs of the trained tokens, 0 elsewhere, float32 [S] for each sample on every rank; collective.
+
+        `replay`: the policy takes the experts of the samples, where they have any.
+        """
         head = self._head(chunks)
-        columns = _cut(_columns(batch), batch.samples)
+        columns = _cut(_columns(batch, replay=replay), batch.samples)
         rows = infer(self.config, chunks, columns, lambda micro_batch, hidden: head(micro_batch, hidden)[0])
         return _joined(rows, batch.samples)
 
@@ -200,14 +206,16 @@ class PolicyTrainer:
         return dict(zip(["loss", *summed, *largest], values, strict=True))
 
 
-def _columns(batch: Batch) -> Columns:
-    """What is known of every token of every sample."""
+def _columns(batch: Batch, *, replay: bool = True) -> Columns:
+    """What is known of every token of every sample; without their routing where there is none, or no `replay`."""
     names = ["token_ids", "loss_mask"] + (["log_probs"] if isinstance(batch, Scored) else [])
     columns: dict[str, Sequence[np.ndarray]] = {
         name: [getattr(sample, name) for sample in batch.samples] for name in names
     }
     scored = {field.name: getattr(batch, field.name) for field in fields(batch)[len(fields(Batch)) :]}
-    return columns | {name: rows for name, rows in scored.items() if rows is not None}
+    columns |= {name: rows for name, rows in scored.items() if rows is not None}
+    routing = [sample.routing for sample in batch.samples if sample.routing is not None]
+    return columns | {"routing": routing} if replay and len(routing) == len(batch.samples) else columns
 
 
 def _cut(columns: Columns, samples: Sequence[Sample]) -> Columns:

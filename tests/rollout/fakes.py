@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from megatron_collab.config import Config, SamplingConfig
 from megatron_collab.config.schema import UserConfig
 from megatron_collab.rollout.users import UserReply
@@ -65,6 +67,13 @@ class CharacterRenderer:
         return encode(text.replace("</think>", "}"))
 
 
+def routing(stream: Sequence[int], start: int | None, number: int) -> np.ndarray | None:
+    """Experts that say of which position they are and of which request, [R, 2], of those from `start` on."""
+    if start is None:
+        return None
+    return np.array([(position, number) for position in range(start, len(stream) - 1)], np.uint8)
+
+
 class FakePolicy:
     """Answers with `reply(prompt, seed)` after a random wait of up to `wait` seconds; counts what is in flight.
 
@@ -88,6 +97,7 @@ class FakePolicy:
         seed: int,
         affinity: str,
         stop: int | None = None,
+        routing_from: int | None = None,
     ) -> Turn:
         self.now += 1
         self.peak = max(self.peak, self.now)
@@ -101,7 +111,8 @@ class FakePolicy:
         whole = (*encode(text), END)
         ids = whole[:max_new_tokens]
         finish = Finish.STOP if len(ids) == len(whole) else Finish.LENGTH
-        return Turn(prompt_ids, ids, (-0.5,) * len(ids), (7,) * len(ids), finish, decode(ids))
+        experts = routing(prompt_ids + ids, routing_from, len(self.seeds))
+        return Turn(prompt_ids, ids, (-0.5,) * len(ids), (7,) * len(ids), finish, decode(ids), routing=experts)
 
     async def tool_calls(self, text: str, schemas: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
         if not text.startswith("call "):

@@ -46,6 +46,17 @@ def test_a_group_comes_back_to_the_last_bit(tmp_path: Path) -> None:
     assert opened(tmp_path).find("train-3-2", given) == begun and opened(tmp_path).find("train-3-2", TASK) is None
 
 
+def test_a_turn_comes_back_with_its_experts(tmp_path: Path) -> None:
+    """Which have no part in telling turns apart."""
+    one, experts = rollout(0.1, 2), np.arange(8, dtype=np.uint8).reshape(4, 2)
+    routed = replace(one, start=replace(one.start, turns=(replace(one.start.turns[0], routing=experts),)))
+    opened(tmp_path).write(3, {"train-3-0": Group(TASK, (routed,))})
+    found = opened(tmp_path).find("train-3-0", TASK)
+    assert found is not None and found.rollouts == (one,)
+    assert found.rollouts[0].start.turns[0].routing.dtype == np.uint8
+    assert found.rollouts[0].start.turns[0].routing.tolist() == experts.tolist()
+
+
 def test_it_serves_its_own_task_and_weights_that_the_run_has(tmp_path: Path) -> None:
     """GROUP was sampled by versions 2 and 3."""
     opened(tmp_path).write(2, {"train-2-0": GROUP})
