@@ -34,11 +34,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "dense": {"family": "qwen3", "ffn": WIDTH * 32},
 }
 TURNS, PROMPT, REPLY = 24, 16, 64
+START = {"cpu": 400.0, "cuda": 1800.0}  # on a GPU the first start compiles kernels
 
 
-def config_of(folder: Path, name: str) -> Config:
+def config_of(folder: Path, name: str, device_type: str = "cpu") -> Config:
     """In bfloat16, in which two scores of experts are often nearly equal."""
-    config = serving_config(folder / name)
+    config = serving_config(folder / name, device_type)
     config.model.dtype, config.rollout.routing_replay, config.algo.kl_coef = "bfloat16", name == "experts", 0.0
     return config
 
@@ -52,13 +53,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def running(folder: Path) -> Iterator[dict[str, SGLangServer]]:
+def running(folder: Path, device_type: str) -> Iterator[dict[str, SGLangServer]]:
     with ExitStack() as stack:
-        made = {
-            name: stack.enter_context(SGLangServer(config_of(folder, name), folder / f"{name}.log")) for name in MODELS
-        }
+        made = {}
+        for name in MODELS:
+            config, log = config_of(folder, name, device_type), folder / f"{name}-{device_type}.log"
+            made[name] = stack.enter_context(SGLangServer(config, log))
         for server in made.values():
-            server.wait_healthy(400.0)
+            server.wait_healthy(START[device_type])
         yield made
 
 
@@ -85,8 +87,8 @@ def sampled(
 PROMPTS = [tuple(row) for row in np.random.default_rng(0).integers(3, 500, (TURNS, PROMPT)).tolist()]
 
 
-def test_every_position_is_routed_once(running: dict[str, SGLangServer]) -> None:
-    """A later turn has the experts of what is new alone; all of them, cached or not, say the same."""
+def test_every_position_is_routed_once(running: dict[str, SGLangServer], device_type: str) -> None:
+    """A later turn has the experts of what is new alone; on a CPU all of them, cached or not, say the same."""
     server = running["experts"]
     first = sampled(server, PROMPTS[:4], lambda _: 0, tokens=12)
     longer = [(*turn.stream, 9, 9) for turn in first]
@@ -94,29 +96,33 @@ def test_every_position_is_routed_once(running: dict[str, SGLangServer]) -> None
     cached = sampled(server, longer, lambda _: 0, tokens=12)
     flush(server)
     fresh = sampled(server, longer, lambda _: 0, tokens=12)
-    assert fresh == cached == later
+    exact = device_type == "cpu"
+    assert not exact or fresh == cached == later
     for one, two, whole, again in zip(first, later, cached, fresh, strict=True):
         assert one.routing is not None and two.routing is not None and whole.routing is not None
         assert one.routing.dtype == np.uint8 and one.routing.shape == (len(one.stream) - 1, LAYERS * WIDTH)
-        assert np.array_equal(np.concatenate([one.routing, two.routing]), whole.routing)
-        assert np.array_equal(whole.routing, again.routing)
+        assert len(one.routing) + len(two.routing) == len(two.stream) - 1
+        assert not exact or np.array_equal(np.concatenate([one.routing, two.routing]), whole.routing)
+        assert not exact or np.array_equal(whole.routing, again.routing)
         chosen = np.sort(whole.routing.reshape(-1, LAYERS, WIDTH), axis=-1)
         assert chosen.max() < EXPERTS and (np.diff(chosen, axis=-1) > 0).all()
         assert len(np.unique(chosen)) == EXPERTS
     (plain,) = sampled(server, PROMPTS[:1], None, tokens=12)
-    assert plain == first[0] and plain.routing is None
+    assert plain.routing is None and (not exact or plain == first[0])
 
 
 def test_with_replay_the_trainer_agrees_with_the_server_as_of_a_dense_model(
-    running: dict[str, SGLangServer], folder: Path, one_rank: Config
+    running: dict[str, SGLangServer], folder: Path, device_type: str, request: pytest.FixtureRequest
 ) -> None:
     """Server and trainer, both in bfloat16: without replay some tokens go to other experts."""
+    request.getfixturevalue({"cpu": "one_rank", "cuda": "one_gpu"}[device_type])
     from megatron_collab.trainer.trainer import PolicyTrainer
 
     apart = {}
     for name, server in running.items():
         turns = sampled(server, PROMPTS, (lambda _: 0) if name == "experts" else None)
-        batch, trainer = Batch(tuple(sample([turn], []) for turn in turns)), PolicyTrainer(config_of(folder, name))
+        trainer = PolicyTrainer(config_of(folder, name, device_type))
+        batch = Batch(tuple(sample([turn], []) for turn in turns))
         for replay in (True, False):
             rows = trainer.log_probs(trainer.chunks, batch, replay=replay)
             pairs = zip(rows, batch.samples, strict=True)
