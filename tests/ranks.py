@@ -151,8 +151,10 @@ def make_config(folder: Path, settings: Mapping[str, object]) -> Config:
 
 def learn(trainer: Any, batch: Batch) -> dict[str, float]:
     """One step of a PolicyTrainer, as train.py makes it."""
-    if not trainer.supervised:
-        batch = with_advantages(trainer.score(batch), trainer.config.algo)
+    if trainer.objective != "sft":
+        batch = trainer.score(batch)
+    if trainer.objective == "policy":
+        batch = with_advantages(batch, trainer.config.algo)
     return trainer.update(batch)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron_collab.config import Config
 from megatron_collab.models.parallel_layout import alignment
 from megatron_collab.trainer.megatron.paths import packing
-from megatron_collab.trainer.prefix_tree import Tree, cost, plan_trees, positions
+from megatron_collab.trainer.prefix_tree import Tree, cost, pair_trees, plan_trees, positions
 
 # Per-sample arrays [S] by name: token_ids int64, all others float32.
 Columns = Mapping[str, Sequence[np.ndarray]]
@@ -235,10 +235,11 @@ def requested(columns: Columns, samples: Sequence[int], rows: Sequence[np.ndarra
     )
 
 
-def make_micro_batches(config: Config, columns: Columns, device: torch.device) -> list[MicroBatch]:
+def make_micro_batches(config: Config, columns: Columns, device: torch.device, pairs: bool = False) -> list[MicroBatch]:
     """Pack samples into this rank's micro-batches; no collective, since every rank makes the same plan.
 
-    Predictions are requested where the column `loss_mask` is not 0.
+    Predictions are requested where the column `loss_mask` is not 0. `pairs`: samples 2 k and 2 k + 1 stay together, in
+    this order, so that numbers 2 k and 2 k + 1 of a micro-batch are a pair.
     """
     parallel = config.parallel
     multiple_of = parallel.pp if parallel.vpp > 1 else 1
@@ -246,7 +247,10 @@ def make_micro_batches(config: Config, columns: Columns, device: torch.device) -
     budget = config.train.tokens_per_micro_batch * parallel.cp
     align, total = alignment(config)
     targets = [int(np.count_nonzero(mask)) for mask in columns["loss_mask"]]
-    trees = plan_trees(columns["token_ids"], targets, budget, ranks * multiple_of, align=align)
+    if pairs:
+        trees = pair_trees(columns["token_ids"], targets, align=align)
+    else:
+        trees = plan_trees(columns["token_ids"], targets, budget, ranks * multiple_of, align=align)
     plan = pack(
         [int(tree.sizes[-1]) for tree in trees],
         ranks,
