@@ -16,7 +16,7 @@ from megatron_collab.config import Config
 from megatron_collab.trainer.megatron import parallel
 from megatron_collab.trainer.trainer import PolicyTrainer
 from megatron_collab.types import Batch, Sample, Scored
-from tests.ranks import hidden_states, learn, make_config, make_model, make_samples, run_ranks
+from tests.ranks import hidden_states, learn, make_config, make_model, make_pairs, make_samples, run_ranks
 
 SAMPLES = make_samples(11, seed=1)
 Maker = Callable[..., PolicyTrainer]
@@ -45,6 +45,8 @@ STAGES: dict[str, dict[str, object]] = {
     },
     "gae": {"algo.advantage": "gae", "algo.kl_in": "reward", "algo.kl": "k1", "algo.critic_lr": 1e-3},
     "sft": {"train.stage": "sft"},
+    "dpo": {"train.stage": "dpo", "algo.dpo.precompute": False, "algo.mini_batches": 2},
+    "ipo": {"train.stage": "dpo", "algo.dpo.precompute": False, "algo.dpo.loss": "ipo", "model.lora.rank": 4},
 }
 
 
@@ -92,7 +94,8 @@ def train(folder: Path, settings: Mapping[str, object]) -> dict[str, object]:
     """Inside a process group: metrics of three updates on two batches, and log-probs and validation after them."""
     config = make_config(folder, settings)
     actor = PolicyTrainer(config)
-    batches = [Batch(make_samples(11, seed)) for seed in (1, 2, 1)]
+    make = make_pairs if config.objective == "dpo" else make_samples
+    batches = [Batch(make(11, seed)) for seed in (1, 2, 1)]
     metrics = [learn(actor, batch) for batch in batches]
     log_probs = [row.tolist() for row in actor.log_probs(actor.chunks, batches[0])]
     return {"metrics": metrics, "log_probs": log_probs, "validation": actor.validate(batches[:2])}
