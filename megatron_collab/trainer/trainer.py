@@ -138,9 +138,10 @@ class PolicyTrainer:
         """Learn from `batch` in algo.epochs times algo.mini_batches optimizer steps; metrics are equal on all ranks.
 
         It is Scored, but for sft; for the policy loss with advantages, and the engine's log-probs are compared with the
-        old ones in mismatch/max_abs and mismatch/k3 (KL from the engine's distribution to the policy's). ValueError
-        where nothing is trained, FloatingPointError where the gradient is not finite. Preempted on every rank if rank 0 received a preemption
-        notice before the first optimizer step; nothing has changed then.
+        old ones in mismatch/max_abs and mismatch/k3 (KL from the engine's distribution to the policy's).
+
+        ValueError where nothing is trained, FloatingPointError where the gradient is not finite. Preempted on every
+        rank if rank 0 received a preemption notice before the first optimizer step; nothing has changed then.
         """
         beat(f"the update of step {self.step}")
         lr = learning_rate(self.config.optim, self.config.train.steps, self.step)

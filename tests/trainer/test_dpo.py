@@ -111,4 +111,4 @@ def test_the_reference_is_the_same_however_it_is_computed(folder: Path) -> None:
         assert now == pytest.approx(kept, rel=1e-4, abs=1e-5)
     assert not (folder / "computed" / "reference").exists()
     assert adapters[0]["loss"] == pytest.approx(whole[0]["loss"], abs=1e-5)
-    assert 0 < adapters[1]["dpo/margin"]
+    assert adapters[1]["dpo/margin"] > 0

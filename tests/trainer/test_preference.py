@@ -100,7 +100,9 @@ def test_an_objective_is_the_weighted_loss_of_its_pairs(monkeypatch: pytest.Monk
     assert total == pytest.approx(expected.loss.mean().item(), rel=1e-6) and report[0] == pytest.approx(total)
     margins = (expected.chosen - expected.rejected).numpy()
     named = dict(zip(reported_of_pairs(), report[1:], strict=True))
-    assert named["dpo/accuracy"] == (margins > 0).sum() and named["dpo/margin"] == pytest.approx(margins.sum(), rel=1e-5)
+    assert named["dpo/accuracy"] == (margins > 0).sum() and named["dpo/margin"] == pytest.approx(
+        margins.sum(), rel=1e-5
+    )
 
     sums: list[torch.Tensor] = []
     monkeypatch.setattr(preference.parallel_state, "get_context_parallel_world_size", lambda: 2)

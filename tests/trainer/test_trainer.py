@@ -122,6 +122,8 @@ def assert_same_training(found: dict, expected: dict, times: float = 1) -> None:
     for number, (updated, wanted) in enumerate(zip(found["metrics"], expected["metrics"], strict=True)):
         assert updated.keys() == wanted.keys()
         for name in wanted:
+            if (number, name) == (0, "dpo/accuracy"):
+                continue  # before the policy moves the margins are rounding
             # The largest of all ratios moves most, and with mini-batches there have been optimizer steps before it.
             tolerance = times * (1e-6 if number == 0 and name != "ratio_max_deviation" else 2e-5)
             assert updated[name] == pytest.approx(wanted[name], rel=tolerance, abs=tolerance), (number, name)

@@ -34,6 +34,7 @@ import numpy as np
 from megatron_collab import patches
 
 warnings.filterwarnings("ignore")
+sys.path.append(str(Path(sys.prefix) / "compared"))  # see tools/setup_env.sh
 patches.apply("torchvision", "megatron")
 
 import torch  # noqa: E402
@@ -101,7 +102,6 @@ def ours(folder: Path, samples: list[Sample], loss: str) -> Callable[[], Found]:
 
 def trl(folder: Path, samples: list[Sample], loss: str, micro_batch: int) -> Callable[[], Found]:
     """TRL's trainer on the batches that its collator makes of the pairs."""
-    sys.path.append(str(Path(sys.prefix) / "compared"))  # see tools/setup_env.sh
     from datasets import Dataset
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
@@ -140,7 +140,7 @@ def trl(folder: Path, samples: list[Sample], loss: str, micro_batch: int) -> Cal
     def update() -> Found:
         total = 0.0
         for part in parts:
-            value = trainer._compute_loss(trainer.model, part) / len(parts)
+            value = trainer._compute_loss(trainer.model, dict(part), False) / len(parts)
             trainer.accelerator.backward(value)
             total += value.item()
         norm = trainer.accelerator.clip_grad_norm_(trainer.model.parameters(), CLIP)
