@@ -57,7 +57,7 @@ def test_a_pair_may_call_tools(tmp_path: Path) -> None:
     chosen, rejected = data.batch(0).samples
     assert "compute" in chat.tokenizer.decode(rejected.token_ids), "the prompt has the schema"
     first, second = texts(data, (chosen, rejected))
-    assert '"name": "compute"' in first and "42|" in first and "tool_response" not in first and second == "\n40|"
+    assert '"name": "compute"' in first and "42|" in first and second == "40|"
 
 
 def test_of_candidates_the_best_is_paired_with_the_worst(tmp_path: Path) -> None:
