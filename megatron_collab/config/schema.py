@@ -116,6 +116,9 @@ class DpoConfig:
     precompute: bool = option(
         True, "stage dpo: log-probs of the reference are computed once and kept in run.dir; false: at every step"
     )
+    refresh: int = option(
+        0, "rl: every so many steps the policy becomes the reference; 0: the first policy stays it", ge=0
+    )
     gap: float = option(0.0, "rl: what best and worst of a group must differ by at least to be a pair", ge=0, le=MANY)
 
 

@@ -116,6 +116,10 @@ def check_settings(config: Config) -> None:
     dpo = config.algo.dpo
     message = "<algo.dpo.label_smoothing>: algo.dpo.loss=ipo has no labels; set it to 0, or choose sigmoid"
     check(config.objective != "dpo" or dpo.loss != "ipo" or dpo.label_smoothing == 0, message)
+    message = "<algo.dpo.refresh>: <train.stage> learns from other models' replies, near the first policy; set it to 0"
+    check(train.stage != "dpo" or dpo.refresh == 0, message)
+    message = "<algo.dpo.refresh>: with <model.lora.rank> the reference is the model without adapters; set it to 0"
+    check(config.objective != "dpo" or dpo.refresh == 0 or config.model.lora.rank is None, message)
     if train.stage == "rl":
         check_reward(config)
         _check_rollouts(config)

@@ -40,9 +40,9 @@ from megatron_collab.types import Batch, Sample, Scored
 class PolicyTrainer:
     """Trains the policy of model.path, of which this rank has `chunks`; `step` counts the updates.
 
-    The reference of KL and DPO is the first policy. `reference` is a frozen copy of it, unless adapters are trained
-    (model.lora), without which the policy itself is the first one, or its log-probs are kept (`keep_reference`).
-    `critic` is there where algo.advantage=gae.
+    The reference of KL and DPO is the first policy, or with algo.dpo.refresh a later one. `reference` is a frozen copy
+    of it, unless adapters are trained (model.lora), without which the policy itself is the first one, or its log-probs
+    are kept (`keep_reference`). `critic` is there where algo.advantage=gae.
     """
 
     def __init__(self, config: Config, load: model.Load = model.load) -> None:
@@ -78,9 +78,11 @@ class PolicyTrainer:
     def checkpointed(self) -> dict[str, Checkpointable]:
         """The networks of which a checkpoint has something, by name.
 
-        Of the reference it has no weight, but with delayed scaling the history that its next scales depend on.
+        Of the reference it has the weights with algo.dpo.refresh alone, which follow from nothing else; with delayed
+        scaling the history that its next scales depend on.
         """
-        return {**self.trainables, **({"reference": Frozen(self.reference)} if self.reference else {})}
+        moves = self.config.algo.dpo.refresh > 0
+        return {**self.trainables, **({"reference": Frozen(self.reference, moves)} if self.reference else {})}
 
     @contextmanager
     def offloaded(self) -> Iterator[None]:
@@ -99,6 +101,8 @@ class PolicyTrainer:
     def score(self, batch: Batch) -> Scored:
         """Log-probs and values of every trained token before the update, the same on every rank; collective.
 
+        The reference is refreshed where algo.dpo.refresh says so.
+
         Old log-probs are the policy's own; they are computed apart only where the update's first forward pass does not
         give them in time. Preempted on every rank once rank 0 has received a preemption notice.
         """
@@ -107,6 +111,9 @@ class PolicyTrainer:
         old = values = None
         if self.objective == "policy" and (algo.mini_batches * algo.epochs > 1 or (refers and algo.kl_in == "reward")):
             old = self.log_probs(self.policy.chunks, batch)
+        refresh = algo.dpo.refresh if self.objective == "dpo" else 0
+        if self.reference is not None and refresh and self.step and self.step % refresh == 0:
+            model.copy_weights(self.chunks, self.reference)
         reference = self.reference_log_probs(batch) if refers else None
         if self.critic:
             values = _joined(self.critic.values(_cut(_columns(batch), batch.samples)), batch.samples)
@@ -121,7 +128,7 @@ class PolicyTrainer:
             self._kept = KeptReference(self.config, data, self._base_log_probs)
 
     def reference_log_probs(self, batch: Batch) -> list[np.ndarray]:
-        """As `log_probs`, of the first policy; collective."""
+        """As `log_probs`, of the reference; collective."""
         if self._kept:
             return self._kept.log_probs(batch)
         if self.reference is not None:

@@ -77,6 +77,11 @@ from tests.helpers import refused
             ["algo=online_dpo", "rollout.futures=0", "rollout.strip_thoughts=true"],
             "rollout.strip_thoughts=true: algo.objective=dpo compares conversations of one sequence each; set it to",
         ),
+        (
+            ["algo=online_dpo", "algo.dpo.refresh=5", "model.lora.rank=4"],
+            "algo.dpo.refresh=5: with model.lora.rank=4 the reference is the model without adapters; set it to 0",
+        ),
+        (["train.stage=dpo", "algo.dpo.refresh=5"], "algo.dpo.refresh=5: train.stage=dpo learns from other models'"),
         (["algo=online_dpo", "algo.mini_batches=5000"], "algo.mini_batches=5000: a step has at most"),
     ],
 )

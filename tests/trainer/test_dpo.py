@@ -11,12 +11,15 @@ from unittest import mock
 import pytest
 
 from megatron_collab import train
+from megatron_collab.checkpoint.checkpointer import Checkpoints
 from megatron_collab.config import Config
 from megatron_collab.data.datasets import write_jsonl
 from megatron_collab.runtime import hang_detector
 from megatron_collab.trainer.megatron import parallel
+from megatron_collab.trainer.trainer import PolicyTrainer
+from megatron_collab.types import Batch
 from tests.helpers import configured, make_model
-from tests.ranks import run_ranks
+from tests.ranks import make_pairs, run_ranks
 
 pytestmark = pytest.mark.processes
 
@@ -68,7 +71,26 @@ def run_all(folder: Path) -> None:
         times = [file.stat().st_mtime_ns for file in known]
         for run, settings in RUNS.items():
             train.train_supervised(configure(folder, run, settings))
+    with parallel.init_parallel(configure(folder, "refreshed", {})):
+        (folder / "refreshed.json").write_text(json.dumps([refreshed(folder, None), refreshed(folder, 3)]))
     assert known and times == [file.stat().st_mtime_ns for file in known]
+
+
+def refreshed(folder: Path, stopped: int | None) -> list[dict[str, float]]:
+    """What updates of online DPO report whose reference is refreshed every second step, `stopped` before one or not."""
+    settings = {"train.stage": "rl", "algo.objective": "dpo", "algo.dpo.refresh": 2, "algo.kl_coef": 0.0}
+    config = configure(folder, f"refreshed-{stopped}", settings)
+    trainer, found = PolicyTrainer(config), list[dict[str, float]]()
+    for step in range(5):
+        if step == stopped:
+            with Checkpoints(Path(config.run.dir), 1, 120.0) as checkpoints:
+                checkpoints.save(step, trainer.checkpointed, {})
+                checkpoints.finish()
+                trainer = PolicyTrainer(config)
+                checkpoints.load_latest(trainer.checkpointed)
+            trainer.step = step
+        found.append(trainer.update(trainer.score(Batch(make_pairs(4, seed=1)))))
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +124,13 @@ def test_a_resumed_run_ends_with_the_same_bits(folder: Path) -> None:
     assert metrics(folder, "resumed") == metrics(folder, "whole")
     weights = [(folder / run / "hf" / "model.safetensors").read_bytes() for run in ("whole", "resumed")]
     assert weights[0] == weights[1]
+
+
+def test_a_reference_that_is_refreshed_is_in_the_checkpoint(folder: Path) -> None:
+    whole, stopped = json.loads((folder / "refreshed.json").read_text())
+    assert stopped == whole
+    margins = [abs(step["dpo/margin"]) for step in whole]
+    assert max(margins[0], margins[2], margins[4]) < 1e-5 < 1e-3 < min(margins[1], margins[3])
 
 
 def test_the_reference_is_the_same_however_it_is_computed(folder: Path) -> None:
