@@ -195,6 +195,10 @@ class SupervisedData:
         """The examples of a set, in its order, as many at a time as a step has."""
         return self._batches(self._sets[one][: one.tasks], self.size)
 
+    def __len__(self) -> int:
+        """Examples of data.train and of the sets of data.eval."""
+        return sum(map(len, self.examples.sets)) + sum(len(self._sets[one][: one.tasks]) for one in self._sets)
+
     def whole(self, size: int) -> Iterator[Batch]:
         """All of data.train and of the sets of data.eval, source by source, `size` examples at a time."""
         for examples in self.examples.sets:

@@ -15,10 +15,12 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import torch.distributed as dist
 
 from megatron_collab.config import Config
 from megatron_collab.data.datasets import SupervisedData
 from megatron_collab.models import hf_weights
+from megatron_collab.observability.run import progress
 from megatron_collab.runtime import files, hub
 from megatron_collab.runtime.rank0 import shared
 from megatron_collab.types import Batch, Sample
@@ -43,6 +45,7 @@ class KeptReference:
             self._read(part)
         if shared(known.exists):
             return
+        bar = progress("log-probs of the reference", len(data), unit="pair") if dist.get_rank() == 0 else None
         for batch in data.whole(PART):
             pairs = [batch.samples[at : at + 2] for at in range(0, len(batch.samples), 2)]
             samples = tuple(one for pair in pairs if not all(map(self._knows, pair)) for one in pair)
@@ -51,6 +54,10 @@ class KeptReference:
                 rows = compute(Batch(samples))
                 shared(partial(self._write, parts[-1], samples, rows))
                 self._read(parts[-1])
+            if bar:
+                bar.update(len(pairs))
+        if bar:
+            bar.close()
         shared(known.touch)
 
     def log_probs(self, batch: Batch) -> list[np.ndarray]:
