@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -63,8 +64,9 @@ class Message:
 class Task:
     """What a user wants, and how the conversation about it begins.
 
-    `messages` ends with a user message and is all that the policy sees; `goal` is seen by the simulated user alone,
-    `answer` by the metrics alone. `user` names who plays the user; NAME? counts where the configuration has that name.
+    `messages` ends with a user message and is all that the policy sees; without one the user opens the conversation.
+    `goal` is seen by the simulated user alone, `answer` by the metrics alone. `user` names who plays the user; NAME?
+    counts where the configuration has that name. `played`: how many of the last messages the data do not have.
     """
 
     id: str
@@ -73,6 +75,21 @@ class Task:
     answer: str
     user: str
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    played: int = 0
+
+    @property
+    def unopened(self) -> bool:
+        """Whether the user opens the conversation: there is no message but a system one."""
+        return all(message.role == "system" for message in self.messages)
+
+    @property
+    def given(self) -> Task:
+        """The task as the data have it."""
+        return replace(self, messages=self.messages[: len(self.messages) - self.played], played=0)
+
+    def play_on(self, *messages: Message) -> Task:
+        """The task with further messages, which were played."""
+        return replace(self, messages=(*self.messages, *messages), played=self.played + len(messages))
 
 
 class Finish(StrEnum):
@@ -92,6 +109,9 @@ class Turn:
     is the decoded reply without its end-of-turn token, thoughts included, with a `<think>` that the prompt has opened.
     `forced` is (start, stop) in `token_ids` of what closed a thought at the end of its budget: these tokens were not
     sampled, have a log-probability of 0 here, and are not trained.
+
+    `routing` (rollout.routing_replay, of turns that are trained): the experts that the engine sent tokens to, unsigned
+    integers [R, layers * experts of a token], of the R tokens before the last one of prompt and reply together.
     """
 
     prompt_ids: tuple[int, ...]
@@ -101,11 +121,17 @@ class Turn:
     finish: Finish
     text: str
     forced: tuple[int, int] = (0, 0)
+    routing: np.ndarray | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("log_probs", "versions"):
             if len(getattr(self, name)) != len(self.token_ids):
                 raise ValueError(f"a turn of {len(self.token_ids)} tokens has {len(getattr(self, name))} {name}")
+
+    @property
+    def stream(self) -> tuple[int, ...]:
+        """What it saw, and what it said."""
+        return self.prompt_ids + self.token_ids
 
     def fault(self) -> str | None:
         """Why the turn cannot be shown to a user, or None."""
@@ -155,6 +181,13 @@ class Conversation:
         mine = [at for at, role in enumerate(roles) if role == "assistant"]
         replies = [at for at in mine[len(mine) - len(self.turns) :] if roles[at + 1 : at + 2] != ["tool"]]
         return tuple(self.messages[at].content for at in replies)
+
+    @property
+    def said(self) -> int:
+        """The messages of the user and the policy's replies to it, those of the task included."""
+        roles = [message.role for message in self.messages]
+        calls = sum(role == "assistant" and after == "tool" for role, after in pairwise(roles))
+        return roles.count("user") + roles.count("assistant") - calls
 
     def add_turn(self, turn: Turn) -> Conversation:
         """Append the policy's turn; its prompt must be the stream so far."""
@@ -267,7 +300,8 @@ class Sample:
     trained); `credits`: none in sft; `version`: of the oldest weights which sampled a trained token (0 in sft);
     `later`: of turns after the trained one; `cuts`: where a further token sequence begins, in order, since later turns
     have not seen the thoughts of earlier ones. Sequences are apart in the model and together in all else: as one
-    sample they are compared, averaged and drawn to a mini-batch.
+    sample they are compared, averaged and drawn to a mini-batch. `routing` (rollout.routing_replay): the experts of
+    each token, unsigned integers [S, layers * experts of a token], 0 for a sequence's last token, which is never read.
     """
 
     token_ids: np.ndarray
@@ -277,6 +311,7 @@ class Sample:
     version: int = 0
     later: bool = False
     cuts: tuple[int, ...] = ()
+    routing: np.ndarray | None = None
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import pytest
 
 from megatron_collab import patches
 from megatron_collab.config import Config
+from megatron_collab.inference import ROW_BY_ROW
 from megatron_collab.inference.server import SGLangServer
 from megatron_collab.runtime import files
 from tests import gpus
@@ -21,6 +22,7 @@ from tests.helpers import free_port, make_model
 # Ray reads the token once in a process, and tests that set the environment take away what they find new in it.
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 os.environ.setdefault(*files.COMPILE_CACHE)
+os.environ.setdefault(*ROW_BY_ROW)  # as servers on a CPU have it
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 patches.apply("megatron", "litellm")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import socket
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -21,6 +22,7 @@ from megatron_collab.config import Config, ConfigError
 from megatron_collab.launch.validate import load
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.hf_to_megatron import hf_shapes
+from megatron_collab.runtime.network import FIRST_PORT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast  # which takes seconds to import
@@ -66,10 +68,16 @@ def listening(processes: Iterable[psutil.Process]) -> dict[psutil.Process, set[t
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nobody listens on right now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port of the loopback interface that nobody listens on right now.
+
+    It is drawn from below those that runs take, which are below those that the kernel gives to connections: else one
+    of theirs may have it before who asked here.
+    """
+    while True:
+        port = random.SystemRandom().randrange(10_000, FIRST_PORT)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def make_model(

@@ -120,11 +120,11 @@ def without_overlong(sample: Sample, config: Config) -> Sample:
     return replace(sample, credits=tuple(map(lowered, sample.credits)))
 
 
-def sample(turns: Sequence[Turn], credits: Sequence[Credit], *, later: bool = False) -> Sample:
+def sample(turns: Sequence[Turn], credits: Sequence[Credit], *, before: Sequence[Turn] = ()) -> Sample:
     """Trained turns of a conversation, each after the prompt that it saw, with the `credits` of their `_spans`.
 
     A turn whose prompt goes on from the turn before is in the same token sequence; the others begin sequences of their
-    own (rollout.strip_thoughts). `later`: they are turns after the trained one.
+    own (rollout.strip_thoughts). `before`: the turns up to the trained one, where these are later.
     """
     streams = _streams(turns)
     token_ids = np.concatenate([np.array(stream, np.int64) for stream in streams])
@@ -135,7 +135,9 @@ def sample(turns: Sequence[Turn], credits: Sequence[Credit], *, later: bool = Fa
         mask[start + turn.forced[0] : start + turn.forced[1]] = 0.0
     oldest = min((version for turn in turns for version in turn.versions), default=0)
     cuts = tuple(accumulate(len(stream) for stream in streams))[:-1]
-    return Sample(token_ids, mask, log_probs, tuple(credits), oldest, later, cuts)
+    parts = [part for stream in streams if (part := _routing(stream, [*before, *turns])) is not None]
+    routing = np.concatenate(parts) if parts else None
+    return Sample(token_ids, mask, log_probs, tuple(credits), oldest, bool(before), cuts, routing)
 
 
 def _decoupled(rollouts: Sequence[Rollout], reward: RewardConfig) -> list[Rollout]:
@@ -184,7 +186,7 @@ def _with_futures(rollouts: Sequence[Rollout], config: Config, name: str) -> lis
                 own = conversation.turns[len(turns) :] if len(known) >= _fewest(config) else ()
                 credit = Credit(_spans(own), value, f"{name}/later/{number}", f"{name}/later")
                 if own:
-                    later.append(sample(own, [credit], later=True))
+                    later.append(sample(own, [credit], before=turns))
                 else:
                     credits.append(credit)
         first.append(sample(turns, credits))
@@ -204,7 +206,7 @@ def _spans(turns: Sequence[Turn]) -> tuple[tuple[int, int], ...]:
     for before, turn in pairwise([None, *turns]):
         assert turn is not None
         if before is not None and not _goes_on(before, turn):
-            begin += len(before.prompt_ids) + len(before.token_ids)
+            begin += len(before.stream)
         start = begin + len(turn.prompt_ids)
         spans.append((start, start + len(turn.token_ids)))
     return tuple(spans)
@@ -213,10 +215,26 @@ def _spans(turns: Sequence[Turn]) -> tuple[tuple[int, int], ...]:
 def _streams(turns: Sequence[Turn]) -> list[tuple[int, ...]]:
     """The token sequences of the sample: each up to the last of the turns that go on from one another."""
     ends = [turn for turn, after in pairwise([*turns, None]) if turn and not (after and _goes_on(turn, after))]
-    return [turn.prompt_ids + turn.token_ids for turn in ends]
+    return [turn.stream for turn in ends]
+
+
+def _routing(stream: tuple[int, ...], turns: Sequence[Turn]) -> np.ndarray | None:
+    """The experts of each token of `stream`, as in Sample; of the first of `turns` that has them, None where none has.
+
+    That is the turn that has sampled the token, or was asked with it. A later one reads it again where the engine's
+    cache has lost it, and it may then go to other experts.
+    """
+    parts, known = list[np.ndarray](), 0
+    for turn in turns:
+        if turn.routing is not None and turn.stream == stream[: len(turn.stream)]:
+            end = len(turn.stream) - 1  # the last token has not been read
+            begin = end - len(turn.routing)
+            assert begin <= known, f"no turn has the experts of tokens {known} to {begin}"
+            parts.append(turn.routing[known - begin :])
+            known = end
+    return np.concatenate([*parts, np.zeros_like(parts[0][:1])]) if parts else None
 
 
 def _goes_on(before: Turn, turn: Turn) -> bool:
     """Whether the prompt of `turn` begins with all of `before`."""
-    seen = before.prompt_ids + before.token_ids
-    return turn.prompt_ids[: len(seen)] == seen
+    return turn.prompt_ids[: len(before.stream)] == before.stream

@@ -272,6 +272,9 @@ class RolloutConfig:
     max_assistant_turns: int = option(
         3, "turns of the policy with the trained one; tool calls do not count", ge=1, le=1000
     )
+    max_messages: int | None = option(
+        None, "messages of user and policy in a conversation, with those of the task; none: no limit", ge=2, le=10_000
+    )
     train_turns: str = option("first", "the trained turn alone, or its futures' turns too", choices=("first", "all"))
     turn: SamplingConfig = field(default_factory=SamplingConfig)
     future: SamplingConfig = field(default_factory=SamplingConfig)
@@ -279,6 +282,7 @@ class RolloutConfig:
         8192, "longest token stream of a conversation, reply included; longer data is left out", ge=2
     )
     strip_thoughts: bool = option(False, "later turns see the replies of earlier ones without their thoughts")
+    routing_replay: bool = option(False, "tokens are trained through the experts that the server chose (MoE; R3)")
     deadline: float = mutable(900.0, "seconds one future may take; then it ends without a score", gt=0)
     system_prompt: str | None = option(None, "FILE.j2: put in front of tasks and SFT conversations that have none")
     tools: list[str] = option([], "tools of the policy: calculator, package.module:Class or package.module:function")

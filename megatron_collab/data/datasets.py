@@ -143,6 +143,8 @@ class SurveyedSources(Generic[_Read]):
             if isinstance(example, Pair):
                 return max(map(at_most, conversations(example)))
             messages = example.messages if isinstance(example, Task) else example
+            if all(message.role == "system" for message in messages):
+                return 0  # the user opens it, and no template renders nothing
             written = isinstance(messages, ToolConversation)  # what the template makes of calls is known in full only
             return sys.maxsize if written else renderer.at_most(messages)
 

@@ -26,6 +26,7 @@ class EvaluationSet(Source):
     user: str | None = option(None, "user of every task, as user.name; none: that of training")
     max_user_turns: int | None = option(None, "as in rollout; none: that of training", ge=1)
     max_assistant_turns: int | None = option(None, "as in rollout; none: that of training", ge=1)
+    max_messages: int | None = option(None, "as in rollout; none: that of training", ge=2)
     max_new_tokens: int | None = option(None, "token budget of every turn; none: those of training", ge=1)
 
     @property
@@ -66,10 +67,12 @@ def settings_of(config: Config, one: EvaluationSet) -> Config:
     rollout = replace(
         rollout,
         futures=1,
+        routing_replay=False,
         turn=_sampling(rollout.turn, one),
         future=_sampling(rollout.future, one),
         max_user_turns=one.max_user_turns or rollout.max_user_turns,
         max_assistant_turns=one.max_assistant_turns or rollout.max_assistant_turns,
+        max_messages=one.max_messages or rollout.max_messages,
     )
     return replace(
         config,

@@ -19,7 +19,10 @@ _WHOLE = -1  # in place of a number of messages: of a row that cannot be read, w
 
 
 def prefixes(task: Task) -> Iterator[Task]:
-    """The task at every depth: its messages up to each of the user's."""
+    """The task at every depth: its messages up to each of the user's; itself where the user opens it."""
+    if task.unopened:
+        yield task
+        return
     for at, message in enumerate(task.messages):
         if at + 1 == len(task.messages):
             yield task

@@ -33,7 +33,8 @@ class Candidate(NamedTuple):
 def messages_of(value: Any, column: str, roles: Collection[str] = ROLES) -> Messages:
     """Messages {role, content} of a row."""
     if not value:
-        raise ValueError(f"no {column}; give a list of messages {{role, content}}")
+        opened = ", or [] where the user opens the conversation" if column == "prompt" else ""
+        raise ValueError(f"no {column}; give a list of messages {{role, content}}{opened}")
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         raise ValueError(f"{column} is not a list of messages {{role, content}}")
     found = []
@@ -48,11 +49,13 @@ def messages_of(value: Any, column: str, roles: Collection[str] = ROLES) -> Mess
 
 
 def checked_task(task: Any) -> Task:
-    """`task`, whose messages must be the user's and the assistant's in turn, the last the user's."""
+    """`task`, whose messages must be the user's and the assistant's in turn, the last the user's; or none."""
     if not isinstance(task, Task):
         raise ValueError(f"data.format gives a {type(task).__name__}; it must be a megatron_collab.types.Task")
     roles = [message.role for message in task.messages]
-    last = roles[-1] if roles else "none"
+    if task.unopened and len(roles) < 2:
+        return task
+    last = roles[-1]
     if last != "user":
         raise ValueError(f"the prompt ends with a message of the {last}; its last message must be the user's")
     if "system" in roles[1:]:
@@ -105,8 +108,13 @@ def with_text(row: Row, *columns: str) -> Row:
 
 
 def opening(row: Row) -> Messages:
-    """The prompt of a row: messages, or the text of the user's only one."""
-    prompt = row.get("prompt")
+    """The prompt of a row: messages, or the text of the user's only one.
+
+    The user opens the conversation where it is [], or where no row has that column.
+    """
+    prompt = row.get("prompt", [])
+    if prompt == []:
+        return ()
     return (Message("user", text_of(row, "prompt")),) if isinstance(prompt, str) else messages_of(prompt, "prompt")
 
 
@@ -114,8 +122,7 @@ def task(row: Row, number: int) -> Task:
     row = with_text(row, "id", "answer")
     texts = {"id": str(number), "goal": None, "answer": "", "user": ""}
     found = {column: text_of(row, column, default) for column, default in texts.items()}
-    messages = opening(row)
-    return Task(messages=messages, metadata=_metadata(row), **found)
+    return Task(found["id"], opening(row), found["goal"], found["answer"], found["user"], _metadata(row))
 
 
 def _metadata(row: Row) -> Mapping[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import zip_longest
 
 from megatron_collab.types import Message, visible
 
@@ -26,7 +27,7 @@ def render(messages: Sequence[Message], *, tools: bool = False) -> str:
 def shown(messages: Sequence[Message], *, tools: bool = False) -> list[Message]:
     """The messages without system ones and thoughts; tools' messages and the calls before them only with `tools`."""
     found = []
-    for message, after in zip(messages, [*messages[1:], None], strict=True):
+    for message, after in zip_longest(messages, messages[1:]):
         about_tools = message.role == "tool" or (message.role == "assistant" and after and after.role == "tool")
         if message.role != "system" and (tools or not about_tools):
             text = visible(message.content) if message.role == "assistant" else message.content

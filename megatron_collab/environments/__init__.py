@@ -32,7 +32,10 @@ class World(Extension):
 
 
 class Script:
-    """A function, from a task's goal and the conversation to the user's next message."""
+    """A function, from a task's goal and the conversation to the user's next message.
+
+    There are no messages where the user opens the conversation.
+    """
 
     def __call__(self, goal: str, messages: Sequence[Message]) -> str:
         raise NotImplementedError

@@ -72,7 +72,13 @@ def missing(task: Task) -> frozenset[str]:
 
 
 def reply(goal: str, messages: Sequence[Message]) -> str:
-    """The user's next message, by a goal in JSON: what was asked for, the request again, or the end after a booking."""
+    """The user's next message, by a goal in JSON: what was asked for, the request again, or the end after a booking.
+
+    Without messages the first one, which gives a random part of the goal that follows from the goal.
+    """
+    if not messages:
+        rng = random.Random(goal)
+        return _first(json.loads(goal), set(rng.sample(list(SLOTS), rng.randrange(len(SLOTS))))).content
     text = messages[-1].content
     if is_final(text):
         return f"thanks . {STOP}"

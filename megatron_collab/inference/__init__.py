@@ -6,3 +6,7 @@ CHECK_VARIABLE = "MEGATRON_COLLAB_SERVER_CHECK"  # JSON of the settings' argumen
 STACKS_VARIABLE = "MEGATRON_COLLAB_SERVER_STACKS"  # folder and name of the files with the stacks of its processes
 SCORES_FLAG = "is-embedding"  # SGLang's argument for models that give no tokens, as reward models
 MEETING = "megatron-collab"  # before :// of where the ranks of a server over several nodes meet
+
+# Of a server on a CPU, read at its first product: MKL takes the same kernel however many rows there are. Without it, it
+# takes another for few rows, how few depends on the processor. It takes no more time but for products of a few rows.
+ROW_BY_ROW = ("MKL_CBWR", "AUTO,STRICT")

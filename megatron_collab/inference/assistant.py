@@ -33,10 +33,11 @@ class Assistant(Protocol):
         seed: int,
         affinity: str,
         stop: int | None = None,
+        routing_from: int | None = None,
     ) -> Turn:
         """The next turn after `prompt_ids`, which say the same as `messages`, at most to the token `stop`.
 
-        Raises EngineError.
+        `routing_from`: the first position of which it is to have the experts, None for none. Raises EngineError.
         """
 
     async def tool_calls(self, text: str, schemas: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
@@ -107,8 +108,12 @@ class LlmAssistant:
         seed: int,
         affinity: str,
         stop: int | None = None,
+        routing_from: int | None = None,
     ) -> Turn:
-        """As Assistant says; the seed is sent to the run's own servers alone, since few endpoints know one."""
+        """As Assistant says; the seed is sent to the run's own servers alone, since few endpoints know one.
+
+        What it says is never trained, so nothing asks for its experts.
+        """
         endpoint = with_token_budget(self.endpoint, max_new_tokens)
         if str(endpoint.model).startswith(SERVED):
             endpoint = replace(endpoint, model=f"{endpoint.model}/{seed}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import random
 from collections import Counter
@@ -11,6 +12,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 import aiohttp
+import numpy as np
 
 from megatron_collab.config import RolloutConfig, SamplingConfig
 from megatron_collab.types import Finish, ToolCall, Turn
@@ -59,10 +61,12 @@ class SGLangClient:
         sampling: SamplingConfig,
         seed: int,
         stop: int | None = None,
+        routing_from: int | None = None,
     ) -> Turn:
         """Sample one turn of at most `max_new_tokens`; log-probs are of the distribution at the temperature.
 
-        It ends with an end-of-turn token or with the token `stop`; neither is in its text.
+        It ends with an end-of-turn token or with the token `stop`; neither is in its text. `routing_from`: the first
+        position of which the turn is to have the experts (rollout.routing_replay), None for none.
         Of several concurrent requests with the same prompt one is sent first; the others wait for its prefill.
         `seed` (64 bits, signed) decides the sample where the server is deterministic. Raises EngineError when the
         server rejects the request or does not answer in time, ServerGone when it is unreachable at every attempt.
@@ -82,6 +86,8 @@ class SGLangClient:
                 "stream_interval": max_new_tokens,  # one event for the first token, one for the whole turn
             },
         }
+        if routing_from is not None:
+            body |= {"return_routed_experts": True, "routed_experts_start_len": routing_from}
         first = prompt_ids not in self._reading
         read = self._reading.setdefault(prompt_ids, asyncio.Event())
         if not first:
@@ -94,9 +100,12 @@ class SGLangClient:
                 del self._reading[prompt_ids]
         meta = answer["meta_info"]
         finish = Finish(meta["finish_reason"]["type"])
+        routing = None
         if finish is not Finish.ABORT:
             self.counters["prefill_tokens"] += meta["prompt_tokens"] - meta["cached_tokens"]
             self.counters["cached_tokens"] += meta["cached_tokens"]
+            if routing_from is not None:
+                routing = _routing(meta, len(prompt_ids) + len(answer["output_ids"]) - 1 - routing_from)
         return Turn(
             prompt_ids=tuple(prompt_ids),
             token_ids=tuple(answer["output_ids"]),
@@ -104,6 +113,7 @@ class SGLangClient:
             versions=_versions(meta, len(answer["output_ids"])),
             finish=finish,
             text=answer["text"],
+            routing=routing,
         )
 
     async def tool_calls(self, text: str, schemas: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
@@ -204,3 +214,15 @@ def _versions(meta: Mapping[str, Any], tokens: int) -> tuple[int, ...]:
     """The version of the weights of each of a turn's `tokens`; SGLang gives spans where it changed within the turn."""
     spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": tokens}]
     return tuple(int(span["version"]) for span in spans for _ in range(span["start"], span["end"]))
+
+
+def _routing(meta: Mapping[str, Any], tokens: int) -> np.ndarray:
+    """The experts of so many tokens, [tokens, layers * experts of a token] in the smallest integers that hold them.
+
+    SGLang gives those of all tokens that it has read, cached ones as they were when they were read: of all but the last
+    token of a reply. EngineError where it gives others.
+    """
+    experts = np.frombuffer(base64.b64decode(meta.get("routed_experts") or ""), np.int32)
+    if not len(experts) or len(experts) % tokens:
+        raise EngineError(f"rollout.routing_replay: {len(experts)} experts of {tokens} tokens; SGLang must give all")
+    return experts.reshape(tokens, -1).astype(np.min_scalar_type(experts.max()))

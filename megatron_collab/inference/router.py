@@ -47,6 +47,7 @@ class Router:
         seed: int,
         affinity: str,
         stop: int | None = None,
+        routing_from: int | None = None,
         messages: Sequence[Message] = (),
     ) -> Turn:
         """See SGLangClient.generate; all turns of an `affinity` are sampled by one server while it is reachable.
@@ -58,7 +59,12 @@ class Router:
 
         async def sample(client: SGLangClient) -> Turn:
             turn = await client.generate(
-                prompt_ids, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, stop=stop
+                prompt_ids,
+                max_new_tokens=max_new_tokens,
+                sampling=sampling,
+                seed=seed,
+                stop=stop,
+                routing_from=routing_from,
             )
             if UNPUBLISHED in turn.versions and not self.unpublished:
                 raise ServerGone(f"{client.url}: has not received the run's weights")

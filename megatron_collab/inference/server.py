@@ -19,7 +19,14 @@ from typing import Any, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 from megatron_collab.config import Config
-from megatron_collab.inference import CHECK_VARIABLE, KEY_VARIABLE, PARENT_VARIABLE, SCORES_FLAG, STACKS_VARIABLE
+from megatron_collab.inference import (
+    CHECK_VARIABLE,
+    KEY_VARIABLE,
+    PARENT_VARIABLE,
+    ROW_BY_ROW,
+    SCORES_FLAG,
+    STACKS_VARIABLE,
+)
 from megatron_collab.inference.server_args import plain, words
 from megatron_collab.models import hf_config
 from megatron_collab.models.parallel_layout import first_gpu, servers_per_node
@@ -295,6 +302,7 @@ def arguments(
     if cache_tokens is not None:
         options["max-total-tokens"] = cache_tokens
     options |= {"sleep-on-idle": True, "skip-server-warmup": True, SCORES_FLAG: serves is Serves.SCORES}
+    options["enable-return-routed-experts"] = serves is Serves.POLICY and config.rollout.routing_replay
     if on_cpu:
         options |= {"device": "cpu", "attention-backend": "torch_native", "sampling-backend": "pytorch"}
         flags = ("disable-overlap-schedule", "disable-cuda-graph", "enable-deterministic-inference")
@@ -352,6 +360,7 @@ def _environment(config: Config, api_key: str, index: int) -> dict[str, str]:
     if device.select(config.launch.device).type == "cpu":
         # Compiling takes seconds and is no faster at this size.
         settings |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
+        settings |= dict([ROW_BY_ROW])
         settings["SGLANG_NCCL_SO_PATH"] = os.devnull  # ranks of a server would take the NCCL of a torch for CUDA
         cores, tp = sorted(os.sched_getaffinity(0)), config.rollout.server.tp
         if tp > 1:

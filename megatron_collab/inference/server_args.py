@@ -30,7 +30,11 @@ _BY_SETTING = {
     "nnodes node-rank": "rollout.server.nnodes",
     "port nccl-port dist-init-addr nccl-init-addr": "rollout.server.port",
 }
-_BY_SETTING_OF_POLICY = {"dtype": "model.dtype", "context-length allow-auto-truncate": "rollout.context_length"}
+_BY_SETTING_OF_POLICY = {
+    "dtype": "model.dtype",
+    "context-length allow-auto-truncate": "rollout.context_length",
+    "enable-return-routed-experts": "rollout.routing_replay",
+}
 # What the run relies on in any server: its processes and address, its key, the answers that its clients read.
 _OF_THE_RUN = (
     "config api-key admin-api-key ssl-* enable-ssl-refresh *grpc* use-ray *sidecar* is-embedding skip-tokenizer-init "

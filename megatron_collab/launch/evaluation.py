@@ -76,7 +76,7 @@ def load(arguments: Sequence[str], defaults: Mapping[str, Any] = {}) -> Config:
         optim=OptimConfig(),
         algo=AlgoConfig(),
         train=TrainConfig(eval_tasks=config.train.eval_tasks),
-        rollout=replace(rollout, server=server, train_turns="first", max_staleness=0),
+        rollout=replace(rollout, server=server, train_turns="first", max_staleness=0, routing_replay=False),
         publish=PublishConfig(),
         servers={name: {**asdict(model), "colocated": False} for name, model in served.named(config).items()},
     )

@@ -20,7 +20,8 @@ from megatron_collab.runtime.process import LAUNCHER, global_rank
 
 _TAKEN = (
     *("model.chat_template_args", "model.dtype", "user", "users", "servers"),
-    *("rollout.max_user_turns", "rollout.max_assistant_turns", "rollout.turn", "rollout.future"),
+    *("rollout.max_user_turns", "rollout.max_assistant_turns", "rollout.max_messages"),
+    *("rollout.turn", "rollout.future"),
     *("rollout.context_length", "rollout.deadline", "rollout.system_prompt", "rollout.tools", "rollout.tool_options"),
     *(
         "rollout.strip_thoughts",

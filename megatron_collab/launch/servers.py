@@ -117,6 +117,8 @@ def check_servers_of_model(config: Config, shape: ModelShape) -> None:
     check = partial(require, config=config)
     message = f"<rollout.context_length>: the model has {shape.max_positions} positions; choose at most as many"
     check(config.rollout.context_length <= shape.max_positions, message)
+    message = "<rollout.routing_replay>: the model has no experts; set it to false"
+    check(shape.experts is not None or not config.rollout.routing_replay, message)
     layout = plan.server_layout(config)
     check(layout.ep == 1 or shape.experts is not None, "<rollout.server.ep>: the model has no experts; set 1")
     fault = plan.layout_fault(shape, plan.trainer_layout(config), layout)

@@ -105,6 +105,10 @@ def check_settings(config: Config) -> None:
     what = "pairs" if config.objective == "dpo" else "samples"
     message = f"<algo.mini_batches>: a step has at most {samples} {what}; choose at most as many"
     check(config.algo.mini_batches <= samples, message)
+    message = (
+        f"<rollout.routing_replay>: {train.stage} samples nothing whose experts could be replayed; set it to false"
+    )
+    check(train.stage == "rl" or not rollout.routing_replay, message)
     check_layout(config)
     for one in evaluation_sets(config) if train.stage != "rl" else ():
         plain = EvaluationSet(one.source, one.name, one.subset, one.split, one.tasks)

@@ -197,6 +197,7 @@ def rows_of(groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
                     "task": group.task.id,
                     "rollout": i,
                     "future": j,
+                    **({"played": group.task.played} if group.task.played else {}),  # as the user's first message
                     "reward": None if isinstance(reward, Missing) else reward,
                     **({"turns": raw} if any(text != visible(text) for text in raw) else {}),  # with their thoughts
                     **({"cut": cut} if cut else {}),  # turns that their token budget has cut

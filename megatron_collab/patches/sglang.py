@@ -196,11 +196,20 @@ PATCHES = (
     _sglang(
         "batch-invariant products",
         why="SGLang's batch-invariant mode is made of triton kernels; on CPU padding the rows of F.linear and "
-        "torch.matmul has the same effect.",
+        "torch.matmul has the same effect, with inference.ROW_BY_ROW.",
         upstream="sglang/srt/model_executor/model_runner.py:844",
         until="SGLang has a batch-invariant mode for CPU",
         test="tests/patches/test_sglang.py::test_a_server_on_cpu_forks_and_computes_row_by_row",
         sets={"sglang.srt.batch_invariant_ops.enable_batch_invariant_mode": _enable_batch_invariant_mode},
+        when=on_cpu,
+    ),
+    _sglang(
+        "host memory that is not pinned",
+        why="A server keeps the experts of every cached token in memory that CUDA's runtime pins, on a CPU too.",
+        upstream="sglang/srt/state_capturer/base.py:68",
+        until="SGLang pins host memory on GPUs alone",
+        test="tests/inference/test_routing.py::test_every_position_is_routed_once",
+        sets={"sglang.srt.mem_cache.pool_host.common._cuda_host_register": lambda *_: None},
         when=on_cpu,
     ),
     _sglang(

@@ -21,6 +21,7 @@ from megatron_collab.rollout import thinking
 from megatron_collab.rollout.tools import ToolFailure
 from megatron_collab.rollout.tools.toolbox import ConversationTools, Toolbox
 from megatron_collab.rollout.users import FINISH_SECONDS, User, UserError, UserReply, Users, failing
+from megatron_collab.rollout.users.named import user_of
 from megatron_collab.types import Conversation, Ending, Failed, Finish, Future, Group, Message, Reward, Rollout, Task
 
 
@@ -57,10 +58,34 @@ class Player:
         self.strict = config.reward.malformed is not None
 
     async def play(self, task: Task, stream: str) -> Group:
-        """train.rollouts_per_prompt rollouts of `task`, all at once, as reward.mode and rollout.futures say."""
+        """train.rollouts_per_prompt rollouts of `task`, all at once, as reward.mode and rollout.futures say.
+
+        Where the user opens the conversation, it does so once: what is compared begins with the same message.
+        """
+        task, why = await self._opened(task, stream)
         places = [RolloutPlace(stream, i) for i in range(self.config.train.rollouts_per_prompt)]
-        rollouts = await asyncio.gather(*(self._play(task, place) for place in places))
+        if why:
+            failed = Conversation(task.messages, ()).end(*why)
+            rollouts = [self._rollout(failed, [Future(failed, await self.rewards.score(task, failed))]) for _ in places]
+        else:
+            rollouts = await asyncio.gather(*(self._play(task, place) for place in places))
         return Group(task, malformed_last(rollouts) if self.config.reward.malformed_worst else tuple(rollouts))
+
+    async def _opened(self, task: Task, stream: str) -> tuple[Task, tuple[Ending, str] | None]:
+        """The task with its user's first message, unless it has one; or why it has none."""
+        if not task.unopened:
+            return task, None
+        try:
+            async with asyncio.timeout(self.rollout.deadline):
+                with failing(task, self.users):
+                    said = await self.users.make(task, f"{stream}/opening").open()
+                    if not isinstance(said, str) or not said.strip():
+                        raise UserError(f"user {user_of(task, self.config)}: opens the conversation with {said!r}")
+        except UserError as error:
+            return task, (Ending.ERROR, str(error))
+        except TimeoutError:
+            return task, (Ending.DEADLINE, self._late())
+        return task.play_on(Message("user", said)), None
 
     async def _play(self, task: Task, place: RolloutPlace) -> Rollout:
         """A trained turn and its futures; without futures a whole conversation, every turn of the policy trained.
@@ -119,7 +144,7 @@ class Player:
             async with asyncio.timeout(self.rollout.deadline):
                 return await self._turn(conversation, place, self.rollout.turn, tools)
         except TimeoutError:
-            return self._late(conversation)
+            return conversation.end(Ending.DEADLINE, self._late())
 
     async def play_on(
         self,
@@ -139,6 +164,8 @@ class Player:
                     user = self.users.make(task, place.name)
                     await user.start(conversation)
                 for _ in range(min(self.rollout.max_user_turns, self.rollout.max_assistant_turns - 1)):
+                    if self.rollout.max_messages and conversation.said + 2 > self.rollout.max_messages:
+                        break
                     if not conversation.ending:
                         with failing(task, self.users):
                             conversation = self._heard(conversation, await user.reply(conversation), sampling)
@@ -149,7 +176,7 @@ class Player:
         except UserError as error:
             conversation = conversation.end(Ending.ERROR, str(error))
         except TimeoutError:
-            conversation = self._late(conversation)
+            conversation = conversation.end(Ending.DEADLINE, self._late())
         finally:
             if user:
                 conversation = await self._finished(conversation, task, user, deadline)
@@ -174,7 +201,7 @@ class Player:
         except UserError as error:
             failed = conversation.end(Ending.ERROR, str(error))
         except TimeoutError:
-            failed = self._late(conversation)
+            failed = conversation.end(Ending.DEADLINE, self._late())
         return conversation if conversation.ending in (Ending.ERROR, Ending.DEADLINE) else failed
 
     def refuse_malformed(self, conversation: Conversation) -> Conversation:
@@ -227,7 +254,8 @@ class Player:
             affinity=place.stream,
         )
         try:
-            turn = await thinking.sampled(ask, self.renderer, conversation.token_ids, sampling, room)
+            routing_from = self._routing_from(conversation, sampling)
+            turn = await thinking.sampled(ask, self.renderer, conversation.token_ids, sampling, room, routing_from)
         except EngineError as error:
             return conversation.end(Ending.ERROR, str(error))
         if turn.finish is Finish.ABORT:
@@ -235,6 +263,16 @@ class Player:
         conversation = conversation.add_turn(turn)
         full = turn.finish is Finish.LENGTH and len(turn.token_ids) == room
         return conversation.end(Ending.LENGTH) if full else conversation
+
+    def _routing_from(self, conversation: Conversation, sampling: SamplingConfig) -> int | None:
+        """The first position of which the next turn is to have the experts: the first that no turn before it has.
+
+        None where the turn is not trained: in futures, unless rollout.train_turns=all.
+        """
+        if not self.rollout.routing_replay or (sampling is self.rollout.future and self.rollout.train_turns != "all"):
+            return None
+        known = conversation.turns[-1].stream if conversation.turns else ()
+        return len(known) - 1 if known and conversation.token_ids[: len(known)] == known else 0
 
     def _append(
         self, conversation: Conversation, messages: Sequence[Message], sampling: SamplingConfig
@@ -252,8 +290,8 @@ class Player:
             return conversation.add_messages(messages, ()).end(Ending.LENGTH)
         return conversation.begin_anew(messages, prompt)
 
-    def _late(self, conversation: Conversation) -> Conversation:
-        return conversation.end(Ending.DEADLINE, f"not ended after rollout.deadline={self.rollout.deadline:g} s")
+    def _late(self) -> str:
+        return f"not ended after rollout.deadline={self.rollout.deadline:g} s"
 
 
 def credited(conversation: Conversation, rewards: Mapping[int, float]) -> Conversation:

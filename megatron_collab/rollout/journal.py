@@ -90,7 +90,8 @@ class Journal:
             pickled = content.read(entry.stop - entry.start)
         try:
             group: Group = pickle.loads(pickled)
-            return group if group.task == task else None
+            begins = group.task.messages[: len(task.messages)] == task.messages  # what the user opened is behind them
+            return group if begins and group.task.given == task.given else None
         except (AttributeError, ImportError, TypeError, ValueError):  # of another version of the package
             return None
 

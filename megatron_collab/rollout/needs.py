@@ -61,6 +61,8 @@ class _Users:
 
     def check(self, task: Task) -> None:
         kind, argument, config = self._kind(user_of(task, self._config))
+        if task.unopened and not kind.opens:
+            raise ValueError("it has no message, and this user opens no conversation; give it one, or another user")
         kind.check_task(task, argument, config)
 
     def _resolved(self, name: str) -> tuple[type[User], str, Config]:

@@ -109,8 +109,10 @@ def _by_id(wanted: set[Any], tasks: Iterable[Examples[Task]]) -> dict[str, list[
 
 def _task_of(row: Row, known: Mapping[str, Sequence[Task]]) -> Task:
     for task in known.get(row["task"], ()):
-        if [message.as_dict() for message in task.messages] == row["messages"][: len(task.messages)]:
-            return task
+        given, messages = len(task.messages), row["messages"]
+        if [message.as_dict() for message in task.messages] == messages[:given]:
+            played = messages[given : given + row.get("played", 0)]
+            return task.play_on(*(Message(message["role"], message["content"]) for message in played))
     raise ConfigError(f"task {row['task']}: {_TASKLESS}")
 
 

@@ -264,7 +264,7 @@ def group_seconds(config: Config, groups: int) -> float:
     if judged:
         scoring = max(scoring, ceil(judged / min(places, llm.max_concurrent)) * judge.deadline)
     users = user_settings(config).values()
-    said = conversations * rollout.max_user_turns * max(user.attempts for user in users)
+    said = conversations * (1 + rollout.max_user_turns) * max(user.attempts for user in users)
     calls = judged * judge.attempts + said
     tokens = judged * judge.attempts * token_budget(judge) + said * max(map(token_budget, users))
     tokens += calls * rollout.context_length  # prompts

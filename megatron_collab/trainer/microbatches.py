@@ -24,7 +24,7 @@ from megatron_collab.models.parallel_layout import alignment
 from megatron_collab.trainer.megatron.paths import packing
 from megatron_collab.trainer.prefix_tree import Tree, cost, pair_trees, plan_trees, positions
 
-# Per-sample arrays [S] by name: token_ids int64, all others float32.
+# Per-sample arrays by name: token_ids int64 [S], routing as in Sample, all others float32 [S].
 Columns = Mapping[str, Sequence[np.ndarray]]
 Indices = tuple[int, ...]
 
@@ -180,7 +180,7 @@ class MicroBatch:
     `token_ids` and `position_ids` are int64 [1, T]. Of each requested prediction: `positions` (where it is in T),
     `labels` (the token it predicts) and `sequence` (its sample's number within the micro-batch), int64 [N]; `columns`
     float32 [N] by name; `where` its token's place in all samples' tokens laid end to end. `samples` is the number of
-    sequences.
+    sequences. `routing` as PolicyModel takes it; a position that several samples share has that of the first.
     """
 
     token_ids: Tensor
@@ -192,6 +192,7 @@ class MicroBatch:
     columns: dict[str, Tensor]
     where: np.ndarray
     samples: int
+    routing: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -235,12 +236,25 @@ def requested(columns: Columns, samples: Sequence[int], rows: Sequence[np.ndarra
     )
 
 
+def replayed(routing: Sequence[np.ndarray], samples: Sequence[int], packed: Packed) -> np.ndarray:
+    """The experts of each position, int16 [T, layers * experts of a token], of `samples` by their column `routing`.
+
+    Of the first sample that has the position; -1 in padding.
+    """
+    experts: np.ndarray = np.full((packed.token_ids.shape[1], routing[0].shape[1]), -1, np.int16)
+    for index, own in reversed(list(zip(samples, packed.rows, strict=True))):
+        experts[own] = routing[index][: len(own)]
+    return experts
+
+
 def make_micro_batches(config: Config, columns: Columns, device: torch.device, pairs: bool = False) -> list[MicroBatch]:
     """Pack samples into this rank's micro-batches; no collective, since every rank makes the same plan.
 
-    Predictions are requested where the column `loss_mask` is not 0. `pairs`: samples 2 k and 2 k + 1 stay together, in
-    this order, so that numbers 2 k and 2 k + 1 of a micro-batch are a pair.
+    Predictions are requested where the column `loss_mask` is not 0. The column `routing` may be left out. `pairs`:
+    samples 2 k and 2 k + 1 stay together, in this order, so that numbers 2 k and 2 k + 1 of a micro-batch are a pair.
     """
+    routing = columns.get("routing")
+    columns = {name: rows for name, rows in columns.items() if name != "routing"}
     parallel = config.parallel
     multiple_of = parallel.pp if parallel.vpp > 1 else 1
     ranks = parallel_state.get_data_parallel_world_size()
@@ -282,6 +296,7 @@ def make_micro_batches(config: Config, columns: Columns, device: torch.device, p
             columns={name: tensor(values) for name, values in found.columns.items()},
             where=found.where,
             samples=len(samples),
+            routing=None if routing is None else tensor(replayed(routing, samples, packed)[kept]),
         )
 
     return [micro_batch(indices) for indices in plan[parallel_state.get_data_parallel_rank()]]

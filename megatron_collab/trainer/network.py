@@ -218,7 +218,13 @@ def _schedule(
         if watched:
             watch.check()
         micro_batch = next(batches)
-        output = chunk(micro_batch.token_ids, micro_batch.position_ids, None, packed_seq_params=micro_batch.packed)
+        output = chunk(
+            micro_batch.token_ids,
+            micro_batch.position_ids,
+            None,
+            packed_seq_params=micro_batch.packed,
+            routing=micro_batch.routing,
+        )
         unwrap(chunk).set_input_tensor(None)  # else what it was sent, and the gradient, stay until its next pass
         return output, partial(loss, micro_batch)
 

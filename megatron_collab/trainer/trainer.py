@@ -30,7 +30,7 @@ from megatron_collab.runtime.rank0 import meet
 from megatron_collab.trainer.critic import Critic
 from megatron_collab.trainer.kept_reference import KeptReference
 from megatron_collab.trainer.losses import Head, Report, apply_head, policy_objective, reported, supervised_objective
-from megatron_collab.trainer.megatron import lora, model
+from megatron_collab.trainer.megatron import lora, model, routing
 from megatron_collab.trainer.microbatches import Columns, MicroBatch, make_micro_batches
 from megatron_collab.trainer.network import Frozen, Trainable, infer, learning_rate
 from megatron_collab.trainer.preference import preference_objective, reported_of_pairs, validated
@@ -50,6 +50,8 @@ class PolicyTrainer:
         self.config = config
         self.objective = config.objective
         self.chunks = load(config)
+        if config.train.stage == "rl" and config.rollout.routing_replay:
+            routing.add(self.chunks)  # not those of reference and critic: other networks, with experts of their own
         self.reference = model.frozen_copy(self.chunks) if config.copies_reference else None
         self._kept: KeptReference | None = None
         critic = self.objective == "policy" and config.algo.advantage == "gae"
@@ -81,7 +83,7 @@ class PolicyTrainer:
         Of the reference it has the weights with algo.dpo.refresh alone, which follow from nothing else; with delayed
         scaling the history that its next scales depend on.
         """
-        moves = self.config.algo.dpo.refresh > 0
+        moves = self.objective == "dpo" and self.config.algo.dpo.refresh > 0
         return {**self.trainables, **({"reference": Frozen(self.reference, moves)} if self.reference else {})}
 
     @contextmanager
@@ -116,7 +118,8 @@ class PolicyTrainer:
             model.copy_weights(self.chunks, self.reference)
         reference = self.reference_log_probs(batch) if refers else None
         if self.critic:
-            values = _joined(self.critic.values(_cut(_columns(batch), batch.samples)), batch.samples)
+            columns = _cut(_columns(batch, replay=False), batch.samples)
+            values = _joined(self.critic.values(columns), batch.samples)
         return Scored(batch.samples, batch.metrics, old, reference, values)
 
     def keep_reference(self, data: SupervisedData) -> None:
@@ -132,14 +135,14 @@ class PolicyTrainer:
         if self._kept:
             return self._kept.log_probs(batch)
         if self.reference is not None:
-            return self.log_probs(self.reference, batch)
+            return self.log_probs(self.reference, batch, replay=False)
         assert self.config.model.lora.rank is not None
         return self._base_log_probs(batch)
 
     def _base_log_probs(self, batch: Batch) -> list[np.ndarray]:
         """Of the policy without its adapters, if it has any."""
         with lora.base_alone(self.chunks):
-            return self.log_probs(self.policy.chunks, batch)
+            return self.log_probs(self.policy.chunks, batch, replay=False)
 
     def update(self, batch: Batch) -> dict[str, float]:
         """Learn from `batch` in algo.epochs times algo.mini_batches optimizer steps; metrics are equal on all ranks.
@@ -203,10 +206,13 @@ class PolicyTrainer:
             reference += self.reference_log_probs(batch)
         return validated(masks, rows, reference, self.config.algo.dpo)
 
-    def log_probs(self, chunks: Sequence[torch.nn.Module], batch: Batch) -> list[np.ndarray]:
-        """Log-probs of the trained tokens, 0 elsewhere, float32 [S] for each sample on every rank; collective."""
+    def log_probs(self, chunks: Sequence[torch.nn.Module], batch: Batch, *, replay: bool = True) -> list[np.ndarray]:
+        """Log-probs of the trained tokens, 0 elsewhere, float32 [S] for each sample on every rank; collective.
+
+        `replay`: the policy takes the experts of the samples, where they have any.
+        """
         head = self._head(chunks)
-        columns = _cut(_columns(batch), batch.samples)
+        columns = _cut(_columns(batch, replay=replay), batch.samples)
         rows = infer(self.config, chunks, columns, lambda micro_batch, hidden: head(micro_batch, hidden)[0])
         return _joined(rows, batch.samples)
 
@@ -254,14 +260,16 @@ class PolicyTrainer:
         return dict(zip(["loss", *summed, *largest], values, strict=True))
 
 
-def _columns(batch: Batch) -> Columns:
-    """What is known of every token of every sample."""
+def _columns(batch: Batch, *, replay: bool = True) -> Columns:
+    """What is known of every token of every sample; without their routing where there is none, or no `replay`."""
     names = ["token_ids", "loss_mask"] + (["log_probs"] if isinstance(batch, Scored) else [])
     columns: dict[str, Sequence[np.ndarray]] = {
         name: [getattr(sample, name) for sample in batch.samples] for name in names
     }
     scored = {field.name: getattr(batch, field.name) for field in fields(batch)[len(fields(Batch)) :]}
-    return columns | {name: rows for name, rows in scored.items() if rows is not None}
+    columns |= {name: rows for name, rows in scored.items() if rows is not None}
+    routing = [sample.routing for sample in batch.samples if sample.routing is not None]
+    return columns | {"routing": routing} if replay and len(routing) == len(batch.samples) else columns
 
 
 def _cut(columns: Columns, samples: Sequence[Sample]) -> Columns:

@@ -8,6 +8,7 @@ import pytest
 
 from megatron_collab.data.datasets import task_row, write_jsonl
 from megatron_collab.data.examples import load_conversations, load_tasks
+from megatron_collab.data.prefixes import prefixes
 from megatron_collab.types import Message, Task
 
 HI, HELLO = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
@@ -57,7 +58,6 @@ def test_conversations(tmp_path: Path) -> None:
     ("change", "fault"),
     [
         ({"prompt": None}, "no prompt"),
-        ({"prompt": []}, "no prompt"),
         ({"prompt": 5}, "prompt is not a list"),
         ({"prompt": [HI, HELLO]}, "its last message must be the user's"),
         ({"prompt": [{"role": "human", "content": "hi"}]}, "role 'human'"),
@@ -71,6 +71,18 @@ def test_a_bad_task_is_refused_by_file_and_row(tmp_path: Path, change: dict, fau
     with pytest.raises(ValueError) as refusal:
         list(load_tasks(path, "data.eval"))
     assert str(refusal.value).startswith(f"data.eval={path} row 1: ") and fault in str(refusal.value)
+
+
+def test_the_user_opens_where_the_prompt_is_empty_or_no_row_has_one(tmp_path: Path) -> None:
+    system = Message("system", "s")
+    rows = [ROW | {"prompt": []}, ROW, ROW | {"prompt": [system.as_dict()]}]
+    found = list(load_tasks(file(tmp_path, rows)))
+    assert [task.unopened for task in found] == [True, False, True]
+    assert [task.messages for task in found[::2]] == [(), (system,)]
+    (found,) = load_tasks(file(tmp_path, [{"goal": "a table"}]))
+    assert found.unopened and found.goal == "a table" and [*prefixes(found)] == [found]
+    opened = found.play_on(Message("user", "hi"))
+    assert not opened.unopened and opened.played == 1 and opened.given == found
 
 
 def test_the_number_of_the_bad_row_is_given(tmp_path: Path) -> None:

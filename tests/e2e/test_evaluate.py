@@ -37,6 +37,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sft = ["experiment=booking_sft", "train.steps=60", "train.checkpoint_every=30", "optim.warmup_steps=10"]
     program = Program([*sft, f"run.dir={root}/sft", f"data.dir={root}/world"], root / "sft.log")
     program.finish()
+    rows = [row | {"prompt": []} for row in lines(root / "world" / "eval.jsonl")]
+    (root / "world" / "unopened.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return root
 
 
@@ -50,9 +52,13 @@ def scores(rows: list[dict[str, Any]]) -> list[tuple[str, int, dict, list]]:
 
 
 def test_a_checkpoint_is_evaluated_and_goes_on_where_it_was_killed(root: Path, start: Callable[..., Program]) -> None:
-    """And its conversations are those of the same weights as a Hugging Face folder, to the letter."""
-    run = root / "checkpoint"
-    of_checkpoint = arguments(root, "checkpoint", f"model.path={root}/sft@60")
+    """And its conversations are those of the same weights as a Hugging Face folder, to the letter.
+
+    The user opens those of one set.
+    """
+    run, opened = root / "checkpoint", SETS.replace("eval.jsonl, name: sampled", "unopened.jsonl, name: sampled")
+    opened = opened.replace("WORLD", f"{root}/world")
+    of_checkpoint = arguments(root, "checkpoint", f"model.path={root}/sft@60", opened)
     killed = start(of_checkpoint, module="megatron_collab.evaluate")
     killed.when(lambda: (run / "evaluations.json").exists())
     killed.process.kill()
@@ -63,13 +69,16 @@ def test_a_checkpoint_is_evaluated_and_goes_on_where_it_was_killed(root: Path, s
     start(of_checkpoint, module="megatron_collab.evaluate").finish()
     assert (run / f"eval_{first.replace('/', '_')}.jsonl").stat().st_mtime_ns == written, "what is recorded stays"
 
-    start(arguments(root, "folder", f"model.path={root}/sft/hf"), module="megatron_collab.evaluate").finish()
+    start(arguments(root, "folder", f"model.path={root}/sft/hf", opened), module="megatron_collab.evaluate").finish()
     for one, conversations in (("greedy", 6), ("sampled", 12)):
         rows = lines(run / f"eval_{one}_model.jsonl")
         assert len(rows) == conversations
         assert scores(rows) == scores(lines(root / "folder" / f"eval_{one}_model.jsonl"))
     sampled = lines(run / "eval_sampled_model.jsonl")
-    assert any(a["messages"] != b["messages"] for a, b in zip(sampled[::2], sampled[1::2], strict=True))
+    pairs = list(zip(sampled[::2], sampled[1::2], strict=True))
+    assert any(a["messages"] != b["messages"] for a, b in pairs)
+    assert all(a["messages"][0] == b["messages"][0] and a["played"] == b["played"] == 1 for a, b in pairs)
+    assert all(a["messages"][0]["content"].startswith(booking.REQUEST) for a, _ in pairs)
 
     result = json.loads((run / "result.json").read_text())
     assert (result["step"], json.loads((root / "folder" / "result.json").read_text())["step"]) == (60, 0)

@@ -33,7 +33,7 @@ CASES = {
         "qwen3",
         ["model.fp8=hybrid", "model.fp8_recipe=tensorwise", "model.fp8_params=true"],
     ),
-    "experts": ("qwen3_moe", []),
+    "experts": ("qwen3_moe", ["rollout.routing_replay=true"]),
     "two servers": ("qwen3", TWO),
 }
 # The part of `nats_apart` that rounding may explain. On a CPU, with transformers and these models: bfloat16 0.0002 to

@@ -1,5 +1,5 @@
 """A policy that thinks, trained on real servers: turns with budgets for thoughts, futures that do not think, and later
-turns that see no earlier thought."""
+turns that see no earlier thought. It has experts, of which the trainer takes those that the servers chose."""
 
 from __future__ import annotations
 
@@ -25,11 +25,22 @@ TEMPLATE = (
 )
 
 
+def give_experts(folder: Path) -> None:
+    """Have a random Qwen3-MoE in the place of the Qwen3 of `folder`, of its sizes."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = json.loads((folder / "config.json").read_text())
+    fields = {name: size for name, size in sizes.items() if name not in ("architectures", "model_type")}
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**fields, **experts)).save_pretrained(folder)
+
+
 def test_a_policy_that_thinks_is_trained_on_what_it_saw(tmp_path: Path) -> None:
     tokenizer = tiny_model.word_tokenizer(WORDS)
     tokenizer.add_tokens(["<think>", "</think>"])
     tokenizer.chat_template = TEMPLATE
     tiny_model.save(tmp_path / "model", tokenizer, 0, 256)
+    give_experts(tmp_path / "model")
     task = {"prompt": [{"role": "user", "content": "which day ?"}], "goal": "g", "answer": "a", "user": "replay"}
     write_jsonl(tmp_path / "tasks.jsonl", [{**task, "metadata": {"replay": ["a b ?", "c d ?"]}}] * 8)
     run = tmp_path / "run"
@@ -38,7 +49,7 @@ def test_a_policy_that_thinks_is_trained_on_what_it_saw(tmp_path: Path) -> None:
         *(f"model.path={tmp_path}/model", f"data.train={tmp_path}/tasks.jsonl"),
         *("rollout.strip_thoughts=true", "rollout.turn.thinking_budget=12", "rollout.turn.max_new_tokens=12"),
         *("rollout.future.enable_thinking=false", "rollout.future.max_new_tokens=12"),
-        *("rollout.futures=2", "rollout.train_turns=all", "rollout.context_length=250"),
+        *("rollout.futures=2", "rollout.train_turns=all", "rollout.context_length=250", "rollout.routing_replay=true"),
         *("rollout.server.max_total_tokens=65536", "reward.weights={token_amount: -0.1}", "reward.malformed=null"),
         *("train.steps=2", "train.prompts_per_step=4", "train.rollouts_per_prompt=4", "optim.lr=1e-3"),
     ]

@@ -138,7 +138,7 @@ def test_a_policy_learns_to_use_a_tool(tmp_path: Path) -> None:
         "reward.weights={right: 1.0, reward_model: 0.0}",
         "reward.metrics.reward_model.model=./reward_model",
         "reward.metrics.right.metric=./mine.py:Right",
-        "train.steps=10",
+        "train.steps=14",
         "train.prompts_per_step=16",
         "train.rollouts_per_prompt=4",
         "train.eval_tasks=64",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
@@ -92,6 +94,26 @@ def test_a_turn_is_what_the_engine_says() -> None:
     sampling |= {"stop_token_ids": [], "skip_special_tokens": True}
     body = {"input_ids": [4, 5, 6], "return_logprob": True, "stream": True}
     assert seen == ["Bearer secret", {**body, "sampling_params": {**sampling, "stream_interval": 9}}]
+
+
+@pytest.mark.parametrize(("largest", "dtype"), [(200, np.uint8), (300, np.uint16)])
+def test_a_turn_has_the_experts_of_all_but_its_last_token(largest: int, dtype: type) -> None:
+    experts = np.arange(largest - 15, largest + 1, dtype=np.int32)  # of four tokens in two layers, two for each
+    seen: list[Any] = []
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        seen.append(await request.json())
+        meta = ANSWER["meta_info"] | {"routed_experts": base64.b64encode(experts.tobytes()).decode()}
+        return await stream(request, BEGUN, {**ANSWER, "meta_info": meta})
+
+    async def use(client: SGLangClient, start: int) -> Turn:
+        return await client.generate((4, 5, 6), max_new_tokens=9, sampling=SAMPLING, seed=-3, routing_from=start)
+
+    turn = served(handler, lambda client: use(client, 1))
+    assert turn == TURN and turn.routing.dtype == dtype and turn.routing.tolist() == experts.reshape(4, 4).tolist()
+    assert seen[0]["return_routed_experts"] is True and seen[0]["routed_experts_start_len"] == 1
+    with pytest.raises(EngineError, match=r"rollout\.routing_replay: 16 experts of 5 tokens"):
+        served(handler, lambda client: use(client, 0))
 
 
 def test_a_turn_of_many_pieces_is_whole() -> None:

@@ -391,6 +391,13 @@ def test_experts_are_computed_by_a_kernel_that_takes_their_weights_as_they_are(o
     assert arguments(on_gpus, 0)["moe-runner-backend"] == "triton"
 
 
+def test_servers_on_a_cpu_have_products_whose_rows_do_not_depend_on_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MKL_CBWR", raising=False)
+    config = Config()
+    config.launch.device = "cpu"
+    assert server_module._environment(config, "key", 0)["MKL_CBWR"] == "AUTO,STRICT"
+
+
 def test_the_environment_on_gpus(on_gpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         monkeypatch.setenv(name, "expandable_segments:True")

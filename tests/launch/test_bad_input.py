@@ -379,6 +379,7 @@ def test_a_folder_that_holds_another_run(
         ),
         (["data.eval=[{source: a.jsonl, name: m}]", "train.keep_best=eval/accuracy"], "the nearest is eval/m/accuracy"),
         (["train.keep_best=-eval/token_amount", "train.eval_every=70"], "to a multiple of train.checkpoint_every=50"),
+        (["train.stage=sft", "rollout.routing_replay=true"], "rollout.routing_replay=true: sft samples nothing"),
         (["train.stage=sft", "data.eval=[{source: a.jsonl, samples: 2}]"], "data.eval[a]: samples is of conversations"),
     ],
 )

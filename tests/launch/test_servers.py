@@ -249,6 +249,14 @@ def test_a_model_that_cannot_be_cut_like_that(model: dict[str, Any], settings: d
     assert said in refused(servers.check_servers_of_model, configure(**settings), ModelShape.from_hf(model))
 
 
+def test_experts_are_replayed_of_models_that_have_some() -> None:
+    config = configure()
+    config.rollout.routing_replay = True
+    said = "rollout.routing_replay=true: the model has no experts; set it to false"
+    assert refused(servers.check_servers_of_model, config, ModelShape.from_hf(DENSE)) == said
+    servers.check_servers_of_model(config, ModelShape.from_hf(EXPERTS))
+
+
 def test_models_that_can_be_cut() -> None:
     servers.check_servers_of_model(configure(tp=2, fp8=True), ModelShape.from_hf(WIDE))
     servers.check_servers_of_model(configure(tp=2, ep=2, fp8=True), ModelShape.from_hf(EXPERTS | {"head_dim": 128}))

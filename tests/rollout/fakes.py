@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from megatron_collab.config import Config, SamplingConfig
 from megatron_collab.config.schema import UserConfig
 from megatron_collab.rollout.users import UserReply
@@ -65,6 +67,13 @@ class CharacterRenderer:
         return encode(text.replace("</think>", "}"))
 
 
+def routing(stream: Sequence[int], start: int | None, number: int) -> np.ndarray | None:
+    """Experts that say of which position they are and of which request, [R, 2], of those from `start` on."""
+    if start is None:
+        return None
+    return np.array([(position, number) for position in range(start, len(stream) - 1)], np.uint8)
+
+
 class FakePolicy:
     """Answers with `reply(prompt, seed)` after a random wait of up to `wait` seconds; counts what is in flight.
 
@@ -88,6 +97,7 @@ class FakePolicy:
         seed: int,
         affinity: str,
         stop: int | None = None,
+        routing_from: int | None = None,
     ) -> Turn:
         self.now += 1
         self.peak = max(self.peak, self.now)
@@ -101,7 +111,8 @@ class FakePolicy:
         whole = (*encode(text), END)
         ids = whole[:max_new_tokens]
         finish = Finish.STOP if len(ids) == len(whole) else Finish.LENGTH
-        return Turn(prompt_ids, ids, (-0.5,) * len(ids), (7,) * len(ids), finish, decode(ids))
+        experts = routing(prompt_ids + ids, routing_from, len(self.seeds))
+        return Turn(prompt_ids, ids, (-0.5,) * len(ids), (7,) * len(ids), finish, decode(ids), routing=experts)
 
     async def tool_calls(self, text: str, schemas: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
         if not text.startswith("call "):
@@ -113,10 +124,18 @@ class FakePolicy:
 class FakeUser:
     """A user of one conversation that answers with `reply(goal, messages)`; records how it was called."""
 
-    def __init__(self, reply: Callable[[str, Sequence[Message]], UserReply | str], goal: str) -> None:
-        self._reply = reply
+    def __init__(
+        self,
+        reply: Callable[[str, Sequence[Message]], UserReply | str],
+        goal: str,
+        opens: Callable[[], str] = lambda: "hi",
+    ) -> None:
+        self._reply, self._opens = reply, opens
         self.goal = goal
         self.calls: list[str] = []
+
+    async def open(self) -> str:
+        return self._opens()
 
     async def start(self, conversation: Conversation) -> None:
         self.calls.append("start")
@@ -136,12 +155,13 @@ class FakeUsers:
 
     def __init__(self, reply: Callable[[str, Sequence[Message]], UserReply | str]) -> None:
         self.reply = reply
+        self.opens: Callable[[str], str] = "opened by {}".format  # by the name of the sample
         self.made: dict[str, FakeUser] = {}
         self.config, self.counters = config(), Counter[str]()
 
     def make(self, task: Task, sample: str) -> FakeUser:
         assert sample not in self.made
-        self.made[sample] = FakeUser(self.reply, task.goal)
+        self.made[sample] = FakeUser(self.reply, task.goal, lambda: self.opens(sample))
         return self.made[sample]
 
     def ended(self, task: Task, conversation: Conversation) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from jinja2 import TemplateError
 
-from megatron_collab.algo.credit import whole
+from megatron_collab.algo.credit import sample, whole
 from megatron_collab.config import RewardConfig
 from megatron_collab.inference.client import EngineError
 from megatron_collab.llm.limiter import BudgetSpent
@@ -82,6 +82,14 @@ def test_both_limits_hold_and_the_policy_has_the_last_word(user_turns: int, assi
     assert conversation.messages[-1].role == "assistant"
 
 
+@pytest.mark.parametrize(("limit", "messages"), [(2, 2), (3, 2), (4, 4), (7, 6), (14, 8)])
+def test_messages_are_limited_with_those_of_the_task_and_without_tools(limit: int, messages: int) -> None:
+    policy = FakePolicy(lambda prompt, seed: "ok" if "<tool>" in prompt else 'call calculator {"expression": "2+3"}')
+    (conversation,) = play(policy, max_user_turns=3, max_assistant_turns=4, max_messages=limit, tools=["calculator"])
+    assert conversation.said == messages and conversation.messages[-1] == Message("assistant", "ok")
+    assert conversation.ending is Ending.TURN_LIMIT and len(conversation.messages) == messages + 2
+
+
 def test_the_user_ends_it_and_the_closing_message_stays() -> None:
     (conversation,) = play(says("end"))
     assert conversation.ending is Ending.USER_DONE
@@ -95,6 +103,34 @@ def test_tokens_are_appended() -> None:
     assert first.prompt_ids == encode("<user>hi<assistant>")
     assert second.prompt_ids == first.prompt_ids + first.token_ids + encode("<user>go on<assistant>")
     assert conversation.token_ids == second.prompt_ids + second.token_ids
+
+
+@pytest.mark.parametrize(("settings", "later"), [({}, False), ({"train_turns": "all"}, True)])
+def test_turns_that_are_trained_have_the_experts_of_what_no_turn_before_has(
+    settings: dict[str, Any], later: bool
+) -> None:
+    (conversation,) = play(says("ok"), max_user_turns=1, routing_replay=True, **settings)
+    first, second = conversation.turns
+    seen = len(first.stream)
+    assert first.routing is not None and first.routing[:, 0].tolist() == list(range(seen - 1))
+    assert (second.routing is not None) is later
+    if second.routing is not None:
+        assert second.routing[:, 0].tolist() == list(range(seen - 1, len(second.stream) - 1))
+        made = sample([second], [], before=[first]).routing
+        assert made is not None
+        assert made.tolist() == [[at, 1 + (at >= seen - 1)] for at in range(len(second.stream) - 1)] + [[0, 0]]
+
+
+def test_turns_that_see_no_earlier_thoughts_have_the_experts_of_all_that_they_saw() -> None:
+    policy = FakePolicy(lambda prompt, seed: "<think>hm</think>ok")
+    (conversation,) = play(policy, max_user_turns=1, routing_replay=True, strip_thoughts=True, train_turns="all")
+    first, second = conversation.turns
+    assert second.prompt_ids[: len(first.stream)] != first.stream
+    made = sample([first, second], []).routing
+    assert made is not None and len(made) == len(first.stream) + len(second.stream)
+    assert made[:, 0].tolist() == [*range(len(first.stream) - 1), 0, *range(len(second.stream) - 1), 0]
+    assert first.routing is not None and second.routing is not None
+    assert (first.routing[:, 1] == 1).all() and (second.routing[:, 1] == 2).all()
 
 
 def test_turn_and_futures_have_budgets_of_their_own() -> None:

@@ -11,7 +11,7 @@ from megatron_collab.data.evaluation import EvaluationSet, settings_of
 from megatron_collab.inference.client import EngineError
 from megatron_collab.rollout.conversation import Player
 from megatron_collab.types import Conversation, Ending, Failed, Group, Message, Missing, Score, Task
-from tests.rollout.fakes import STOP, CharacterRenderer, FakePolicy, FakeUsers, config
+from tests.rollout.fakes import STOP, CharacterRenderer, FakePolicy, FakeUsers, config, encode
 
 TASK = Task("t", (Message("user", "hi"),), "goal", "answer", "testing")
 
@@ -206,3 +206,35 @@ def test_a_reward_function_that_fails_is_missing_for_that_rollout_alone(
     assert found == [Failed(f"reward.mode={mode}: {why}")] * len(found)
     assert len(found) == playing.counters["reward_failed"] == failed
     assert [value for value in values if not isinstance(value, Missing)] == [2.0] * (4 - failed)
+
+
+UNOPENED = Task("t", (Message("system", "s"),), "goal", "answer", "testing")
+
+
+def test_where_the_user_opens_it_all_rollouts_begin_with_the_same_message() -> None:
+    playing = player(FakePolicy(by_seed), FakeRewards(last_is_ok), futures=2)
+    group = asyncio.run(playing.play(UNOPENED, "s"))
+    assert group.task.messages == (*UNOPENED.messages, Message("user", "opened by s/opening"))
+    assert group.task.played == 1 and group.task.given == UNOPENED
+    for rollout in group.rollouts:
+        for future in rollout.futures:
+            assert future.conversation.messages[:2] == group.task.messages
+            assert future.conversation.turns[0].prompt_ids == encode("<system>s<user>opened by s/opening<assistant>")
+
+
+def fails(text: str) -> str:
+    raise ValueError("no idea")
+
+
+@pytest.mark.parametrize(
+    ("opens", "why"), [(fails, "ValueError: no idea"), (lambda sample: " ", "opens the conversation with ' '")]
+)
+def test_a_user_who_cannot_open_is_an_error_of_its_group_alone(opens: Callable[[str], str], why: str) -> None:
+    playing = player(FakePolicy(by_seed), FakeRewards(last_is_ok), futures=2)
+    playing.users.opens = opens  # type: ignore[attr-defined]
+    group = asyncio.run(playing.play(UNOPENED, "s"))
+    assert group.task == UNOPENED and len(group.rollouts) == 4
+    for rollout in group.rollouts:
+        (future,) = rollout.futures
+        assert future.conversation.ending is Ending.ERROR and why in future.conversation.error
+        assert isinstance(rollout.reward.value, Missing)

@@ -40,6 +40,21 @@ def test_a_group_comes_back_to_the_last_bit(tmp_path: Path) -> None:
     opened(tmp_path).write(3, {"train-3-0": GROUP})
     assert opened(tmp_path).find("train-3-0", TASK) == GROUP
     assert opened(tmp_path).find("train-3-1", TASK) is None
+    given = replace(TASK, messages=())
+    begun = replace(GROUP, task=given.play_on(*TASK.messages))  # by the user
+    opened(tmp_path).write(3, {"train-3-2": begun})
+    assert opened(tmp_path).find("train-3-2", given) == begun and opened(tmp_path).find("train-3-2", TASK) is None
+
+
+def test_a_turn_comes_back_with_its_experts(tmp_path: Path) -> None:
+    """Which have no part in telling turns apart."""
+    one, experts = rollout(0.1, 2), np.arange(8, dtype=np.uint8).reshape(4, 2)
+    routed = replace(one, start=replace(one.start, turns=(replace(one.start.turns[0], routing=experts),)))
+    opened(tmp_path).write(3, {"train-3-0": Group(TASK, (routed,))})
+    found = opened(tmp_path).find("train-3-0", TASK)
+    assert found is not None and found.rollouts == (one,)
+    assert found.rollouts[0].start.turns[0].routing.dtype == np.uint8
+    assert found.rollouts[0].start.turns[0].routing.tolist() == experts.tolist()
 
 
 def test_it_serves_its_own_task_and_weights_that_the_run_has(tmp_path: Path) -> None:

@@ -82,6 +82,18 @@ def test_what_was_played_comes_back(folder: Path) -> None:
             assert isinstance(one.reward.value, Missing) if missing else one.reward.value == other.reward.value
 
 
+def test_what_the_user_opened_with_comes_back(tmp_path: Path) -> None:
+    given = replace(A, messages=())
+    task = given.play_on(Message("user", "hello"))
+    append(
+        tmp_path / "transcripts.jsonl",
+        [{"step": 0, **row} for row in rows_of([Group(task, (rollout(future(task, "one")),))])],
+    )
+    write_jsonl(tmp_path / "tasks.jsonl", [task_row(given)])
+    (found,) = groups_of(rows_of_step(tmp_path, None)[1], [load_tasks(tmp_path / "tasks.jsonl")])
+    assert found.task == task and found.rollouts[0].start.replies == ("one",)
+
+
 def test_a_task_is_found_by_its_messages_where_ids_are_there_twice(folder: Path) -> None:
     other = replace(A, messages=(Message("user", "another"),))
     write_jsonl(folder / "tasks.jsonl", map(task_row, (other, *TASKS)))

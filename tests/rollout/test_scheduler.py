@@ -391,4 +391,4 @@ def test_judges_have_their_deadline_and_wait_for_the_limiter() -> None:
     assert group_seconds(judged, 1) == 2 * (100 + 110 + 3 * 50 + 20)
     judged.llm.requests_per_minute = 60
     judged.reward.judge.attempts, judged.user.attempts, judged.rollout.max_user_turns = 6, 3, 2
-    assert group_seconds(judged, 1) == 2 * (100 + 110 + 150 + 20 + 12 * (6 + 2 * 3)), "a call a second"
+    assert group_seconds(judged, 1) == 2 * (100 + 110 + 150 + 20 + 12 * (6 + 3 * 3)), "a call a second"

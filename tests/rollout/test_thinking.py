@@ -10,7 +10,7 @@ import pytest
 from megatron_collab.config import SamplingConfig
 from megatron_collab.rollout import thinking
 from megatron_collab.types import Finish, Turn
-from tests.rollout.fakes import END, CharacterRenderer, decode, encode
+from tests.rollout.fakes import END, CharacterRenderer, decode, encode, routing
 
 CHAT = CharacterRenderer()
 OPENED, PLAIN = encode("<user>hi<assistant><think>"), encode("<user>hi<assistant>")
@@ -27,7 +27,14 @@ class Reciter:
     def __init__(self, prompt: tuple[int, ...], text: str, reply: str) -> None:
         self.prompt, self.text, self.reply, self.asked = prompt, shown(text), reply, list[dict[str, Any]]()
 
-    async def __call__(self, prompt_ids: tuple[int, ...], *, max_new_tokens: int, stop: int | None = None) -> Turn:
+    async def __call__(
+        self,
+        prompt_ids: tuple[int, ...],
+        *,
+        max_new_tokens: int,
+        stop: int | None = None,
+        routing_from: int | None = None,
+    ) -> Turn:
         self.asked.append({"max_new_tokens": max_new_tokens, "stop": stop})
         said = decode(prompt_ids[len(self.prompt) :])
         whole = (*encode(self.text.removeprefix(said) if self.text.startswith(said) else self.reply), END)
@@ -36,13 +43,22 @@ class Reciter:
         ids = whole[:max_new_tokens]
         finish = Finish.STOP if len(ids) == len(whole) else Finish.LENGTH
         text = decode(ids[:-1] if stop is not None and ids[-1:] == (stop,) else ids)
-        return Turn(prompt_ids, ids, (-0.5,) * len(ids), (7,) * len(ids), finish, text.replace("}", "</think>"))
+        text, n = text.replace("}", "</think>"), len(ids)
+        experts = routing(prompt_ids + ids, routing_from, len(self.asked))
+        return Turn(prompt_ids, ids, (-0.5,) * n, (7,) * n, finish, text, routing=experts)
 
 
-def sampled(prompt: tuple[int, ...], text: str, budget: int | None, reply: int, room: int = 1000) -> Turn:
+def sampled(
+    prompt: tuple[int, ...],
+    text: str,
+    budget: int | None,
+    reply: int,
+    room: int = 1000,
+    routing_from: int | None = None,
+) -> Turn:
     policy = Reciter(prompt, text, "so")
     sampling = SamplingConfig(max_new_tokens=reply, thinking_budget=budget)
-    return asyncio.run(thinking.sampled(policy, CHAT, prompt, sampling, room))
+    return asyncio.run(thinking.sampled(policy, CHAT, prompt, sampling, room, routing_from))
 
 
 def test_a_thought_within_its_budget_leaves_the_reply_its_own() -> None:
@@ -83,3 +99,14 @@ def test_the_context_bounds_both() -> None:
         assert (turn.finish is Finish.LENGTH) == (room < 5 + closed + 3)
     cut = sampled(OPENED, "hm</think>which day", 5, 10, 3)
     assert (cut.text, cut.finish, len(cut.token_ids)) == ("<think>hm</think>", Finish.LENGTH, 3)
+
+
+@pytest.mark.parametrize("text", ["hm hm hm hm hm", "hm</think>which day", "hm</think>"])
+def test_both_requests_of_a_turn_give_the_experts_of_what_they_read(text: str) -> None:
+    """The tokens that closed a thought were read for the reply, as was the last one of the thought."""
+    turn = sampled(OPENED, text, 5, 10, routing_from=3)
+    assert turn.routing is not None
+    thought = len(OPENED) + (5 if turn.forced[1] else len("hm}"))
+    positions = range(3, len(turn.stream) - 1)
+    assert turn.routing.tolist() == [[position, 1 + (position >= thought - 1)] for position in positions]
+    assert sampled(OPENED, text, 5, 10).routing is None

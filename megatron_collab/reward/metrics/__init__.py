@@ -201,7 +201,7 @@ def prompt(rubric: Prompt | str, task: Task, conversation: Conversation, fields:
         "conversation": render(conversation.messages, tools=True),
         "goal": task.goal,
         "answer": task.answer,
-        "question": task.messages[-1].content,
+        "question": task.messages[-1].content if task.messages else "",  # one that the user opens, in a check of it
     }
     if isinstance(rubric, Prompt):
         described = str(task.metadata.get("task_desc") or "")

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron_collab.config import Config, ConfigError, EndpointConfig, Extension, build, lookup, require
 from megatron_collab.config.extension import NoOptions
@@ -69,7 +69,10 @@ class User(Extension):
 
     `argument` is the part of the name after KIND/. Random draws follow from `sample`, the conversation's name, or from
     the task. `users` is shared in the process. `Options`: a frozen dataclass of settings, user.options.SETTING.
+    `opens`: whether they say the first message of a task that has none.
     """
+
+    opens: ClassVar[bool] = False
 
     def __init__(self, task: Task, argument: str, sample: str, users: Users) -> None:
         super().__init__(options_of(type(self), users.config, users.group))
@@ -96,6 +99,10 @@ class User(Extension):
 
         `config` is as these users see it; `argument` as in `unavailable`.
         """
+
+    async def open(self) -> str:
+        """The first message of the conversation, where the task has none; of a user of its own. Raises UserError."""
+        raise NotImplementedError
 
     async def start(self, conversation: Conversation) -> None:
         """Called once, before the first reply, with the conversation so far. Raises UserError."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -20,7 +21,7 @@ from megatron_collab.llm.answer import Field, LlmError, MalformedAnswer
 from megatron_collab.llm.endpoint import POLICY, SERVED
 from megatron_collab.rollout.users import User, UserError, UserReply, Users
 from megatron_collab.rollout.users.guardrails import COMPLAINTS, refusal
-from megatron_collab.types import Conversation, Task
+from megatron_collab.types import Conversation, Message, Task
 
 FIELDS = (
     Field("current_answer", str, help="the assistant's answer to your goal so far; empty if there is none"),
@@ -28,10 +29,14 @@ FIELDS = (
     Field("response", str, help="your next message"),
 )
 
+OPEN = "There is no message yet. You begin the conversation: write your first message."
+
 VARIABLES = ("goal", "task_desc", "persona", "stop", "metadata")  # of user.prompt
 
 
 class LlmUser(User):
+    opens = True
+
     def __init__(self, task: Task, argument: str, sample: str, users: Users) -> None:
         super().__init__(task, argument, sample, users)
         config = users.config
@@ -62,8 +67,17 @@ class LlmUser(User):
         if config.user.prompt:  # ours fits every task
             system_prompt(config.user, task)
 
+    async def open(self) -> str:
+        said = await self._say(())
+        if self.users.config.user.stop in said:
+            raise UserError(f"user {self.model}: ends the conversation before it has begun: {said[:200]!r}")
+        return said
+
     async def reply(self, conversation: Conversation) -> UserReply:
-        """For each attempt the endpoint has its own retries and deadline for an answer in the right format."""
+        return self.says(await self._say(conversation.messages))
+
+    async def _say(self, messages: Sequence[Message]) -> str:
+        """The user's next message. For each attempt the endpoint has its own retries and deadline for an answer."""
         config, again, why = self.users.config.user, list[dict[str, str]](), ""
         try:
             system = system_prompt(config, self.task, self.persona)
@@ -71,13 +85,13 @@ class LlmUser(User):
             instructions = system_prompt(config, nothing)
         except PromptError as error:
             raise UserError(f"user {self.model}: {error}") from error
-        request = [{"role": "system", "content": system}, {"role": "user", "content": render(conversation.messages)}]
+        request = [{"role": "system", "content": system}, {"role": "user", "content": render(messages) or OPEN}]
         for _ in range(config.attempts):
             answer = await self._ask([*request, *again])
             self.users.counters["user_replies"] += 1
-            refused = refusal(answer["response"], self.task, instructions, conversation.messages)
+            refused = refusal(answer["response"], self.task, instructions, messages)
             if refused is None:
-                return self.says(answer["response"])
+                return str(answer["response"])
             self.users.counters[refused] += 1
             said = {"role": "assistant", "content": json.dumps(answer, ensure_ascii=False)}
             again = [said, {"role": "user", "content": COMPLAINTS[refused]}]

@@ -35,8 +35,11 @@ _COMMON = frozenset(
 class ScriptedUser(User):
     """`scripted/WORLD` answers by the environment's script, from the task's goal and the conversation.
 
-    The script sees what an llm user sees: no tool calls, no thoughts. Guardrails do not apply to it.
+    The script sees what an llm user sees: no tool calls, no thoughts; nothing where the user opens the conversation.
+    Guardrails do not apply to it.
     """
+
+    opens = True
 
     def __init__(self, task: Task, argument: str, sample: str, users: Users) -> None:
         super().__init__(task, argument, sample, users)
@@ -52,6 +55,9 @@ class ScriptedUser(User):
         if check := environments.find_goal_check(argument):
             check(task.goal)
 
+    async def open(self) -> str:
+        return self.script(self.task.goal, [])
+
     async def reply(self, conversation: Conversation) -> UserReply:
         self.users.counters["user_replies"] += 1
         return self.says(self.script(self.task.goal, shown(conversation.messages)))
@@ -60,6 +66,8 @@ class ScriptedUser(User):
 class ReplayUser(User):
     """A recorded user: says the messages of metadata["replay"] one after the other, then ends the conversation."""
 
+    opens = True
+
     @classmethod
     def check_task(cls, task: Task, argument: str, config: Config) -> None:
         recorded_of(task)
@@ -67,8 +75,12 @@ class ReplayUser(User):
     async def start(self, conversation: Conversation) -> None:
         self._recorded()
 
+    async def open(self) -> str:
+        return self._recorded()[0]
+
     async def reply(self, conversation: Conversation) -> UserReply:
-        said = sum(message.role == "user" for message in conversation.messages[len(self.task.messages) :])
+        given = len(self.task.given.messages)
+        said = sum(message.role == "user" for message in conversation.messages[given:])
         left = self._recorded()[said:]
         return self.says(left[0] if left else self.users.config.user.stop)
 
@@ -84,8 +96,11 @@ class RevealUser(User):
 
     A fact is asked for by the words that it shares with the assistant's questions. A word counts 1/n where n facts
     hold it, so that names count more than the common subject; facts with more than half of the best count are told. A
-    question that shares no word with any fact asks for all: words cannot tell "what else?" from a paraphrase.
+    question that shares no word with any fact asks for all: words cannot tell "what else?" from a paraphrase. The
+    user opens a conversation with the goal's question.
     """
+
+    opens = True
 
     @classmethod
     def check_task(cls, task: Task, argument: str, config: Config) -> None:
@@ -99,6 +114,12 @@ class RevealUser(User):
             raise UserError(f"user reveal: of task {self.task.id} {error}") from error
         said = [message.content for message in conversation.messages if message.role == "user"]
         self.told = {i for i, fact in enumerate(self.facts) if any(fact in text for text in said)}
+
+    async def open(self) -> str:
+        question = json.loads(self.task.goal).get("question")
+        if not isinstance(question, str):
+            raise UserError(f"user reveal: the goal of task {self.task.id} has no question to open with")
+        return question
 
     async def reply(self, conversation: Conversation) -> UserReply:
         text = conversation.messages[-1].content

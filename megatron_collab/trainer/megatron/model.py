@@ -27,6 +27,7 @@ from megatron_collab.trainer.megatron import lora
 from megatron_collab.trainer.megatron.config import backend_spec, transformer_config
 from megatron_collab.trainer.megatron.layers import RotaryTable, inverse_frequencies, rotated
 from megatron_collab.trainer.megatron.paths import PackedTrees
+from megatron_collab.trainer.megatron.routing import ReplayedRouter
 
 Load = Callable[[Config], list[torch.nn.Module]]  # gives this rank's chunks of a new network
 
@@ -38,7 +39,8 @@ class PolicyModel(GPTModel):
     gives the last stage's hidden states after the final norm, [1, t, h] in the model's dtype, complete on every
     tensor-parallel rank. Their gradient is summed over these ranks, so that each may bring that of its own
     rows of `head`. Positions count from 0 in every sequence, and along every path of PackedTrees. With sequence
-    parallelism t must be a multiple of tp.
+    parallelism t must be a multiple of tp. `routing=...` are the experts that `routers` take (routing.py), int16
+    [t, layers * experts of a token] of all layers of the model, -1 where a token goes to those of the router's choice.
     """
 
     def __init__(self, config: TransformerConfig, shape: ModelShape, vp_stage: int | None = None) -> None:
@@ -58,6 +60,7 @@ class PolicyModel(GPTModel):
         )
         self.shape = shape
         self.lora: LoraConfig | None = None  # of its adapters, if it has any
+        self.routers: list[ReplayedRouter] = []  # those that take the experts they are given
         # No buffer: those are rounded where the model is.
         self.inverse_frequencies = inverse_frequencies(shape.rope, shape.head_dim)
         if config.apply_rope_fusion:
@@ -69,12 +72,25 @@ class PolicyModel(GPTModel):
         return self.shared_embedding_or_output_weight() if self.shape.tied else self.output_layer.weight
 
     def forward(
-        self, token_ids: Tensor, position_ids: Tensor, attention_mask: None, packed_seq_params: PackedSeqParams
+        self,
+        token_ids: Tensor,
+        position_ids: Tensor,
+        attention_mask: None,
+        packed_seq_params: PackedSeqParams,
+        routing: Tensor | None = None,
     ) -> Tensor:
         packing = packed_seq_params
         if not self.config.apply_rope_fusion:
             packing = rotated(packing, position_ids, self.inverse_frequencies, self.config.params_dtype)
-        return super().forward(token_ids, position_ids, attention_mask, packed_seq_params=packing)
+        self._route(routing)
+        output = super().forward(token_ids, position_ids, attention_mask, packed_seq_params=packing)
+        if self.routers and output.requires_grad:  # by its backward pass other micro-batches have come forward
+            output.register_hook(lambda _: self._route(routing))
+        return output
+
+    def _route(self, routing: Tensor | None) -> None:
+        for router in self.routers:
+            router.take(routing)
 
     def _preprocess(
         self, *, position_ids: Tensor, packed_seq_params: PackedSeqParams, **others: Any

@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from megatron_collab.data.transcript import render
 from megatron_collab.llm import client as clients
 from megatron_collab.llm.limiter import BudgetSpent
 from megatron_collab.rollout.users import UserError, UserReply, Users
-from megatron_collab.rollout.users.llm import FIELDS, LlmUser, system_prompt
+from megatron_collab.rollout.users.llm import FIELDS, OPEN, LlmUser, system_prompt
 from megatron_collab.types import Conversation, Message, Task
 from tests.conftest import Served
 from tests.llm.endpoint import Endpoint, Reply, fails, hangs, says
@@ -76,6 +77,18 @@ def test_the_user_sees_its_goal_and_the_conversation_and_never_the_answer() -> N
 
 
 @pytest.mark.slow
+def test_the_user_opens_a_conversation_from_its_goal() -> None:
+    async def play(made: Users) -> str:
+        return await made.make(replace(task("llm", "buy milk", "42"), messages=()), "s").open()
+
+    opened, requests, counted = with_endpoint(answer(" "), answer("I need something"), play=play)
+    assert opened == "I need something" and counted == {"user_replies": 2, "user_empty": 1}
+    system, shown = requests[0]["messages"]
+    assert '{"goal": "buy milk"}' in system["content"] and shown["content"] == OPEN
+    with pytest.raises(UserError, match="ends the conversation before it has begun"):
+        with_endpoint(answer(f"bye {STOP}"), play=play)
+
+
 def test_200_conversations_at_once_keep_their_own_goals() -> None:
     async def repeat(request: web.Request) -> web.StreamResponse:
         """The user's model says the secret of the goal that it was shown, and how far the conversation is."""

@@ -68,6 +68,13 @@ def test_a_stated_answer_ends_the_conversation(text: str) -> None:
     assert Talk(FACTS)(text) == "END"
 
 
+def test_the_question_opens_the_conversation() -> None:
+    assert asyncio.run(Talk(FACTS).user.open()) == "How many?"
+    other = users().make(Task("t", (), json.dumps({"facts": FACTS}), "", "reveal"), "s")
+    with pytest.raises(UserError, match="the goal of task t has no question to open with"):
+        asyncio.run(other.open())
+
+
 def test_what_was_said_before_the_start_is_told() -> None:
     says = Talk(FACTS, "Who?", FACTS[0])
     assert says("What else?") == f"{FACTS[1]} {FACTS[2]}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -82,6 +83,16 @@ def test_the_recorded_messages_are_said_in_order_then_the_conversation_ends() ->
     assert asyncio.run(user.reply(said("hi", "a", "first", "b"))).message == Message("user", "second")
     last = asyncio.run(user.reply(said("hi", "a", "first", "b", "second", "c")))
     assert last.done and last.message == Message("user", STOP)
+
+
+def test_scripts_and_recordings_open_a_conversation() -> None:
+    opened = asyncio.run(users().make(TASK, "s").open())
+    assert opened.startswith("please book a table") and asyncio.run(users().make(TASK, "t").open()) == opened
+    assert booking.missing(replace(TASK, messages=(Message("user", opened),))) != frozenset(), "not all of it"
+    given = replace(task("replay", replay=["first", "second"]), messages=())
+    assert asyncio.run(users().make(given, "s").open()) == "first"
+    played = given.play_on(Message("user", "first"))
+    assert asyncio.run(users().make(played, "s").reply(said("first", "a"))).message.content == "second"
 
 
 def test_what_the_task_begins_with_is_not_said_again() -> None:

@@ -19,6 +19,7 @@ from megatron_collab.trainer.trainer import PolicyTrainer
 from megatron_collab.types import Batch
 from tests.ranks import learn, make_config, make_model, make_samples, run_ranks
 from tests.trainer.megatron import test_te_cpu as engine
+from tests.trainer.test_routing import planted
 
 pytestmark = pytest.mark.processes
 
@@ -27,13 +28,14 @@ RANKS = 2
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(measure, RANKS, make_model(tmp_path_factory.mktemp("context") / "model"), engine=True)
+    folder = make_model(tmp_path_factory.mktemp("context") / "model", experts=True)
+    return run_ranks(measure, RANKS, folder, engine=True)
 
 
 def measure(folder: Path) -> dict[str, Any]:
     """As one of the ranks: by context size the states and gradients of one pass, log-probs and metrics of two updates.
 
-    Without context parallelism the ranks are data parallel.
+    Without context parallelism the ranks are data parallel. In the updates routers are given their experts.
     """
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
@@ -44,10 +46,10 @@ def measure(folder: Path) -> dict[str, Any]:
         FP8GlobalStateManager.reset()  # it has the groups of the layout before
         with parallel.init_parallel(config):
             results[f"pass {cp}"] = one_pass(config)
-            trainer = PolicyTrainer(make_config(folder, {"parallel.cp": cp}))
-            samples = make_samples(11, 1)
-            results[f"scored {cp}"] = trainer.log_probs(trainer.policy.chunks, Batch(samples))
-            results[f"updates {cp}"] = [learn(trainer, Batch(make_samples(11, seed))) for seed in (1, 2)]
+            trainer = PolicyTrainer(make_config(folder, {"parallel.cp": cp, "rollout.routing_replay": True}))
+            batches = [Batch(planted(make_samples(11, seed))) for seed in (1, 2)]
+            results[f"scored {cp}"] = trainer.log_probs(trainer.policy.chunks, batches[0])
+            results[f"updates {cp}"] = [learn(trainer, batch) for batch in batches]
     return results
 
 

@@ -250,7 +250,10 @@ def test_in_float32_the_engine_is_the_local_layers(found: list[dict[str, Any]], 
         assert engine.gradients.keys() == local.gradients.keys()  # which are the names that a publish goes by
         assert error(engine.hidden, local.hidden) < 1e-5
         assert all(error(engine.gradients[name], local.gradients[name]) < 1e-5 for name in local.gradients)
-        assert all(error(engine.trained[name], local.trained[name]) < 1e-4 for name in local.trained)
+        for name, gradient in local.gradients.items():
+            # AdamW divides a gradient by its own size, so that one which is lost in rounding has a step of either sign.
+            clear = gradient.abs() > 1e-3 * gradient.square().mean().sqrt()
+            assert error(engine.trained[name][clear], local.trained[name][clear]) < 1e-4, name
 
 
 @pytest.mark.parametrize(
