@@ -151,6 +151,8 @@ def test_one_metric_stands_twice_under_other_names() -> None:
         ("gspo", {"loss": "gspo", "average": "sequence", "clip_low": 3e-4, "clip_high": 4e-4, "mini_batches": 4}),
         ("cispo", {"loss": "cispo", "clip_low": 1.0, "clip_high": 4.0, "kl_coef": 0.0, "mini_batches": 16}),
         ("ppo", {"advantage": "gae", "kl_in": "reward", "kl": "k1", "mini_batches": 4}),
+        ("online_dpo", {"objective": "dpo", "kl_coef": 0.0}),
+        ("best_of_n", {"objective": "sft", "kl_coef": 0.0}),
     ],
 )
 def test_a_published_algorithm_is_one_word(name: str, expected: dict[str, object]) -> None:
