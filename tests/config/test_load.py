@@ -185,7 +185,7 @@ def test_every_value_says_where_it_is_from() -> None:
             "experiment=bokking: not in conf/experiment; the nearest is booking; there are booking,",
         ),
         ("reward=pper", "reward=pper: not in conf/reward; the nearest is paper; there are collabllm, paper, verl ("),
-        ("algo=xyz", "algo=xyz: not in conf/algo; there are cispo,"),
+        ("algo=xyz", "algo=xyz: not in conf/algo; there are best_of_n, cispo,"),
         ("--hepl", "--hepl: no such argument; there are --help, --cfg and option=value"),
         ("steps", "steps: give option=value"),
         ("user.stop=[[END", "user.stop=[[END: cannot be read; quote special characters: 'user.stop=\"[[END\"' ("),
