@@ -2,7 +2,7 @@
 
     .venv/bin/python tools/bench/dpo.py [--smoke]
 
-A random Qwen3 of 25 million parameters; 64 pairs of two replies to a prompt, all with lognormal lengths; AdamW, clipped
+A random Qwen3 of 4 million parameters; 32 pairs of two replies to a prompt, all with lognormal lengths; AdamW, clipped
 gradient; float32, one process, one thread. Both sides have the reference's log-probs beforehand. An update of ours is
 that of a run, from the samples: it packs them, and the replies of a pair share their prompt. TRL gets padded batches
 ready made, in the size of micro-batch that was faster in its first update. The sides alternate.
@@ -46,8 +46,8 @@ from megatron_collab.trainer.megatron import parallel  # noqa: E402
 from megatron_collab.trainer.trainer import PolicyTrainer  # noqa: E402
 from megatron_collab.types import Batch, Sample, Scored  # noqa: E402
 
-PAIRS, SMOKE_PAIRS, UPDATES = 64, 8, 3
-VOCAB, LR, CLIP, BETA = 32_768, 1e-5, 1.0, 0.1
+PAIRS, SMOKE_PAIRS, UPDATES = 32, 8, 3
+VOCAB, LR, CLIP, BETA = 4096, 1e-5, 1.0, 0.1
 MEAN_LOG_PROMPT, MEAN_LOG_REPLY, SIGMA, SHORTEST, LONGEST = 4.6, 3.7, 0.8, 8, 1024
 TRL_MICRO_BATCHES = (4, 16)  # pairs
 LOSSES = ("sigmoid_norm", "ipo", "sigmoid")
@@ -59,10 +59,10 @@ def make_model(folder: Path) -> int:
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCAB,
-        hidden_size=384,
-        intermediate_size=1024,
-        num_hidden_layers=7,
-        num_attention_heads=6,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=64,
         tie_word_embeddings=True,
