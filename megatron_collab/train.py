@@ -1,7 +1,7 @@
 """The training loop: `python -m megatron_collab.train experiment=NAME [option=value …]`.
 
 Checks the configuration, starts itself under torchrun unless torchrun started it, and trains: every rank runs
-`train_rl` or `train_sft`. Rank 0 also holds the SGLang servers and the Ray workers.
+`train_rl` or `train_supervised`. Rank 0 also holds the SGLang servers and the Ray workers.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def train_rl(config: Config) -> None:
         session.finish(trainer)
 
 
-def train_sft(config: Config) -> None:
-    """Learn from conversations: from the last checkpoint in run.dir, or from model.path, to train.steps."""
+def train_supervised(config: Config) -> None:
+    """Learn from conversations (sft) or pairs (dpo): as `train_rl` from the last checkpoint, to train.steps."""
     patches.apply("megatron")
     from megatron_collab.data.datasets import SupervisedData
     from megatron_collab.trainer.megatron.parallel import init_parallel
@@ -90,6 +90,7 @@ def train_sft(config: Config) -> None:
     with Session(config) as session:
         session.enter(init_parallel(config))
         trainer, data = PolicyTrainer(config), SupervisedData(config)
+        trainer.keep_reference(data)  # dpo: log-probs of the first policy, before it learns
         step = session.resume(trainer)
         clock = Stopwatch()
 
@@ -97,7 +98,8 @@ def train_sft(config: Config) -> None:
             with session.saved_when_stopped(step, trainer):
                 if session.validate(step, trainer, data):
                     clock.lap("evaluation")
-                stats = trainer.update(data.batch(step))
+                scored = trainer.score(data.batch(step))  # dpo: reference log-probs
+                stats = trainer.update(scored)
             clock.lap("update")
             session.record(step, {**stats, **clock.read()})
             step += 1
@@ -120,7 +122,7 @@ def prepared(arguments: list[str], held: ExitStack) -> program.Prepared | str:
     prepare.prepare(config)
     if done := prepare.finished(config):
         return f"{config.run.dir}: all {done} steps are done; raise train.steps to train on, or choose another run.dir"
-    return config, partial(train_sft if config.train.stage == "sft" else train_rl, config)
+    return config, partial(train_rl if config.train.stage == "rl" else train_supervised, config)
 
 
 def main(arguments: list[str]) -> int:

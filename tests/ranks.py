@@ -137,6 +137,19 @@ def make_samples(count: int, seed: int) -> tuple[Sample, ...]:
     return tuple(samples)
 
 
+def make_pairs(count: int, seed: int) -> tuple[Sample, ...]:
+    """Pairs of random replies to prompts of 4 to 40 tokens, the chosen one first; some have words in common."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for prompt in rng.integers(4, 41, size=count):
+        begun = rng.integers(0, HF["vocab_size"], size=prompt + 2)
+        for length in rng.integers(3, 12, size=2):
+            ids = np.concatenate([begun, rng.integers(0, HF["vocab_size"], size=length)])
+            mask = (np.arange(len(ids)) >= prompt).astype(np.float32)
+            samples.append(Sample(ids, mask, np.zeros_like(mask)))
+    return tuple(samples)
+
+
 def make_config(folder: Path, settings: Mapping[str, object]) -> Config:
     """A configuration where every term of the update matters, with `settings` by their dotted names."""
     config = Config()
@@ -151,8 +164,10 @@ def make_config(folder: Path, settings: Mapping[str, object]) -> Config:
 
 def learn(trainer: Any, batch: Batch) -> dict[str, float]:
     """One step of a PolicyTrainer, as train.py makes it."""
-    if not trainer.supervised:
-        batch = with_advantages(trainer.score(batch), trainer.config.algo)
+    if trainer.objective != "sft":
+        batch = trainer.score(batch)
+    if trainer.objective == "policy":
+        batch = with_advantages(batch, trainer.config.algo)
     return trainer.update(batch)
 
 

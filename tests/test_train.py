@@ -59,7 +59,7 @@ def test_a_stopped_run_says_why_in_one_line(
         with parallel.leader_ends_first(1.0, Session(config).explain):
             raise RunStopped("llm.budget_usd=5 is used up")
 
-    monkeypatch.setattr(train, "train_sft", stopped)
+    monkeypatch.setattr(train, "train_supervised", stopped)
     monkeypatch.setattr(train.process, "die_with_parent", lambda parent: None)
     monkeypatch.setattr(signals, "keep_notices", lambda rank, grace: None)
     monkeypatch.setattr(prepare, "prepare", lambda config: None)

@@ -20,8 +20,11 @@ def with_advantages(batch: Scored, algo: AlgoConfig) -> Scored:
     """The batch with the advantages of its tokens by the estimator algo.advantage, and with gae the critic's targets.
 
     With algo.kl_in=reward the estimate algo.kl of the KL to the reference, times algo.kl_coef, is subtracted from the
-    reward. Only trained tokens are read. ValueError on a credit that is no finite number.
+    reward. Only trained tokens are read. ValueError on a credit that is no finite number. What is learned from without
+    advantages (algo.objective) stays as it is.
     """
+    if algo.objective != "policy":
+        return batch
     samples = batch.samples
     worth = [credit.value for sample in samples for credit in sample.credits]
     if not np.isfinite(worth).all():

@@ -21,19 +21,48 @@ def samples_of(group: Group, config: Config, number: int) -> list[Sample]:
     """The trained sequences of a group with their credits; rollouts without a reward are dropped.
 
     `number` is that of the group in the batch, since the same task may be played twice. Where rollouts are compared
-    with each other, a group with fewer than two rewards gives no samples.
+    with each other, a group with fewer than two rewards gives no samples. For dpo they are a pair, the
+    better one first.
     """
     rollouts = [rollout for rollout in group.rollouts if not isinstance(rollout.reward.value, Missing)]
+    if config.objective != "policy":
+        rollouts = chosen(rollouts, config)
     if len(rollouts) < _fewest(config):
         return []
-    if config.algo.advantage == "gdpo":
+    if config.objective == "policy" and config.algo.advantage == "gdpo":
         rollouts = _decoupled(rollouts, config.reward)
     name = f"{number}/{group.task.id}"
     if config.reward.mode != "single_turn" and config.rollout.futures == 0:
         samples = [whole(rollout, config.reward, name) for rollout in rollouts]
     else:
         samples = _with_futures(rollouts, config, name)
-    return [without_overlong(one, config) for one in samples] if config.algo.overlong else samples
+    overlong = config.objective == "policy" and config.algo.overlong
+    return [without_overlong(one, config) for one in samples] if overlong else samples
+
+
+def chosen(rollouts: Sequence[Rollout], config: Config) -> list[Rollout]:
+    """The first of the best rollouts for algo.objective=sft, and for dpo after it the first of the worst.
+
+    None where nothing is to be learned: the best one is malformed; or no worse than the worst one, or by less than
+    algo.dpo.gap, or word for word the same.
+
+    sft: RAFT (Dong et al. 2023, arXiv:2304.06767, algorithm 1). dpo: online DPO (Guo et al. 2024, arXiv:2402.04792),
+    there of two replies.
+    """
+    best, worst = max(rollouts, key=_worth, default=None), min(rollouts, key=_worth, default=None)
+    if best is None or worst is None or best.malformed:
+        return []
+    if config.objective == "sft":
+        return [best]
+    gap = _worth(best) - _worth(worst)
+    differ = [turn.token_ids for turn in best.start.turns] != [turn.token_ids for turn in worst.start.turns]
+    return [best, worst] if gap > 0 and gap >= config.algo.dpo.gap and differ else []
+
+
+def _worth(rollout: Rollout) -> float:
+    """Its reward, with what users and tools gave for its turns."""
+    assert not isinstance(rollout.reward.value, Missing)
+    return rollout.reward.value + sum(rollout.start.turn_rewards)
 
 
 def teaches(samples: Sequence[Sample]) -> bool:
@@ -166,6 +195,8 @@ def _with_futures(rollouts: Sequence[Rollout], config: Config, name: str) -> lis
 
 def _fewest(config: Config) -> int:
     """Fewest rewards of a group that give a gradient."""
+    if config.objective != "policy":
+        return 2 if config.objective == "dpo" else 1
     return 2 if config.algo.advantage in GROUPED else 1
 
 

@@ -46,13 +46,16 @@ _EXTRA = "_extra_state"  # of a module: what TransformerEngine keeps beside weig
 class Checkpointable(Protocol):
     """A network on this rank: its chunks (one, or one a virtual pipeline stage) and their optimizer.
 
-    One without optimizer is frozen: a checkpoint has of it what TransformerEngine keeps beside weights, nothing else.
+    Of one that never `moves` a checkpoint has what TransformerEngine keeps beside weights, nothing else. One without
+    optimizer does not learn.
     """
 
     @property
     def chunks(self) -> list[torch.nn.Module]: ...
     @property
     def optimizer(self) -> MegatronOptimizer | None: ...
+    @property
+    def moves(self) -> bool: ...
 
 
 def snapshot(networks: Mapping[str, Checkpointable]) -> tuple[list[Written], dict[str, Any]]:
@@ -70,10 +73,10 @@ def snapshot(networks: Mapping[str, Checkpointable]) -> tuple[list[Written], dic
                 content = io.BytesIO()
                 torch.save([entry.data], content)
                 items.append((WriteItem(MetadataIndex(prefix + entry.unique_key), WriteItemType.BYTE_IO), content))
-        if network.optimizer is None:
+        if not network.moves:
             continue
         shards = {entry.data: entry for entry in nested_values(chunks) if not isinstance(entry, ShardedObject)}
-        optimizers = network.optimizer.chained_optimizers
+        optimizers = network.optimizer.chained_optimizers if network.optimizer else []
         for optimizer in optimizers:
             items.extend(_optimizer_blocks(optimizer, shards, prefix))
         for entry in shards.values():
@@ -81,6 +84,8 @@ def snapshot(networks: Mapping[str, Checkpointable]) -> tuple[list[Written], dic
                 tensor = part.data.detach().to("cpu", copy=True).reshape(_stacked(part, part.local_shape))
                 items.append(_block(prefix + part.key, part, part.global_offset, tensor))
         states = [{**optimizer.state_dict(), "param_state_sharding_type": _SHARDING} for optimizer in optimizers]
+        if not states:
+            continue
         own = {"optimizer": copy.deepcopy(states[0] if len(states) == 1 else dict(enumerate(states)))}
         common.update(own if name == MAIN else {name: own})
     return items, common
@@ -145,7 +150,7 @@ def restore(networks: Mapping[str, Checkpointable], read: Callable[[dict[str, An
     loaded = read(wanted)
     for name, network in networks.items():
         parts = loaded if name == MAIN else loaded[name]
-        _load(network.chunks, parts, strict=network.optimizer is not None)
+        _load(network.chunks, parts, strict=network.moves)
         if network.optimizer is not None:
             _complete_groups(network.optimizer, parts["optimizer"])
             network.optimizer.load_state_dict(parts["optimizer"])
@@ -154,8 +159,10 @@ def restore(networks: Mapping[str, Checkpointable], read: Callable[[dict[str, An
 def _wanted(network: Checkpointable) -> dict[str, Any]:
     """The sharded state that fills the network and its optimizer."""
     chunks = _sharded_chunks(network.chunks)
-    if network.optimizer is None:
+    if not network.moves:
         return _beside_weights(chunks)
+    if network.optimizer is None:
+        return _with_room(chunks)
     for optimizer in network.optimizer.chained_optimizers:
         optimizer._init_optimizer_states_with_dummy_values()  # there must be state for the load to fill
     state = network.optimizer.sharded_state_dict(chunks, is_loading=True, metadata=_metadata())

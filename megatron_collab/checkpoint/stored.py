@@ -22,7 +22,7 @@ from megatron_collab.models.hf_to_megatron import LAYER, Shape
 METADATA = ".metadata"  # of torch.distributed.checkpoint: which tensor lies where
 FUSED = {norm: fused for fused, norm in hf_to_megatron.FUSED_NAMES.items()}
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(.+)")
-_OTHERS = ("optimizer.", "critic.")  # how keys begin that are not of the policy's weights
+_OTHERS = ("optimizer.", "critic.", "reference.")  # how keys begin that are not of the policy's weights
 
 Location = tuple[str, tuple[int, ...]]
 

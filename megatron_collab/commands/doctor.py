@@ -10,8 +10,8 @@ conf/shapes. Exit code 1 if the run does not fit, 2 for settings that cannot wor
 
 `megatron-collab doctor --data SOURCE` takes what data.train and data.eval take: a file, a folder, a glob, a name of the
 Hub, settings as '{source: NAME, subset: NAME, split: NAME}', or a list of these. It reads every row and prints for each
-source which format it is in and why, how many rows are taken and left out, and five of them as tasks, or as
-conversations where they are no tasks.
+source which format it is in and why, how many rows are taken and left out, and five of them: as pairs, as tasks, or as
+conversations where they are neither.
 
 `megatron-collab doctor --llm experiment=NAME [option=value …]` makes one real call to each language model that the run
 would ask, users, judge and metrics' own, and prints latency, tokens and price. Exit code 1 if one does not answer.
@@ -31,6 +31,7 @@ from megatron_collab import patches
 from megatron_collab.commands import ArgumentParser, positive
 from megatron_collab.config import Config, ConfigError, EndpointConfig, compose, make_absolute
 from megatron_collab.runtime import device, gpu_set
+from megatron_collab.types import Message, Task
 
 if TYPE_CHECKING:
     from megatron_collab.data.sources import Source
@@ -128,8 +129,8 @@ def print_data(text: str) -> int:
 def _print_source(source: Source) -> None:
     # Hugging Face's library takes seconds to import.
     from megatron_collab.data.examples import load_any
+    from megatron_collab.data.pairs import Pair
     from megatron_collab.data.survey import survey
-    from megatron_collab.types import Task
 
     try:
         examples = load_any(source, "--data")
@@ -148,13 +149,22 @@ def _print_source(source: Source) -> None:
             user = example.user or "llm"
             user = f"{user[:-1]} where users has it, else llm" if user.endswith("?") else user
             print(f"\ntask {example.id}: user {user}{metadata}")
-            lines = [("goal", example.goal), ("answer", example.answer)]
+            _print_texts(example.messages)
+            _print_texts([Message("goal", example.goal), Message("answer", example.answer)])
+        elif isinstance(example, Pair):
+            print(f"\npair{' with scores {:g} and {:g}'.format(*example.scores) if example.scores else ''}:")
+            _print_texts(example.prompt)
+            for side, messages in (("chosen", example.chosen), ("rejected", example.rejected)):
+                print(f" {side}")
+                _print_texts(messages)
         else:
             print("\nconversation:")
-            lines = []
-        messages = example.messages if isinstance(example, Task) else example
-        for name, content in [*((message.role, message.content) for message in messages), *lines]:
-            print(f"  {name + ':':10} {textwrap.shorten(content, _WIDTH, placeholder=' …')}")
+            _print_texts(example)
+
+
+def _print_texts(messages: Sequence[Message]) -> None:
+    for message in messages:
+        print(f"  {message.role + ':':10} {textwrap.shorten(message.content, _WIDTH, placeholder=' …')}")
 
 
 def print_endpoints(overrides: Sequence[str]) -> int:

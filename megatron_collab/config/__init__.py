@@ -9,6 +9,7 @@ from megatron_collab.config.schema import (
     AlgoConfig,
     Config,
     DataConfig,
+    DpoConfig,
     EndpointConfig,
     LlmConfig,
     LoraConfig,

@@ -103,7 +103,32 @@ class OptimConfig:
 
 
 @dataclass
+class DpoConfig:
+    """Learning from pairs: train.stage=dpo, and in rl algo.objective=dpo."""
+
+    loss: str = option(
+        "sigmoid",
+        "loss of a pair: DPO, DPO of means over tokens (sigmoid_norm), or IPO",
+        choices=("sigmoid", "sigmoid_norm", "ipo"),
+    )
+    beta: float = option(0.1, "how near to the reference the policy stays; tau of IPO", gt=0, le=1000)
+    label_smoothing: float = option(0.0, "sigmoid: share of pairs taken to be the wrong way round", ge=0, lt=0.5)
+    precompute: bool = option(
+        True, "stage dpo: log-probs of the reference are computed once and kept in run.dir; false: at every step"
+    )
+    refresh: int = option(
+        0, "rl: every so many steps the policy becomes the reference; 0: the first policy stays it", ge=0
+    )
+    gap: float = option(0.0, "rl: what best and worst of a group must differ by at least to be a pair", ge=0, le=MANY)
+
+
+@dataclass
 class AlgoConfig:
+    objective: str = option(
+        "policy",
+        "rl: what is learned from a group: all by their advantages (policy), best against worst (dpo), best (sft)",
+        choices=("policy", "dpo", "sft"),
+    )
     advantage: str = option(
         "grpo",
         "baseline: group, batch, or critic (gae)",
@@ -155,13 +180,16 @@ class AlgoConfig:
         1e-5, "gae: peak learning rate of the critic; warm-up and schedule as in optim", gt=0, le=1
     )
     critic_clip: float = option(0.2, "gae: how far a value may move from the old one before its loss is clipped", gt=0)
+    dpo: DpoConfig = field(default_factory=DpoConfig)
 
 
 @dataclass
 class TrainConfig:
-    stage: str = option("rl", "rl (multiturn-aware reward) or sft (supervised)", choices=("rl", "sft"))
+    stage: str = option(
+        "rl", "rl (multiturn-aware reward), sft (supervised) or dpo (pairs)", choices=("rl", "sft", "dpo")
+    )
     steps: int = mutable(100, "steps of the run", ge=1)
-    prompts_per_step: int = option(16, "tasks a step (rl) or conversations a step (sft)", ge=1)
+    prompts_per_step: int = option(16, "tasks (rl), conversations (sft) or pairs (dpo) a step", ge=1)
     rollouts_per_prompt: int = option(8, "trained turns sampled for each task: the group of GRPO", ge=1)
     tokens_per_micro_batch: int = mutable(8192, "tokens packed to a micro-batch; a longer sequence goes alone", ge=1)
     checkpoint_every: int = mutable(50, "steps between checkpoints; the last step always saves one", ge=1)
@@ -372,7 +400,7 @@ class DataConfig:
     world_options: dict[str, Any] = option({}, "settings of a world given as package.module:Class")
     dir: str | None = option(None, "folder where the world is made")
     path: str | None = option(None, "source data of the world, where it has one (gsm8k: folder with train.jsonl)")
-    train: Any = option(MISSING, "tasks or conversations: file, folder, glob, name of the Hub, or a list of sources")
+    train: Any = option(MISSING, "tasks, conversations or pairs: file, folder, glob, name on the Hub, or a list")
     eval: Any = mutable(None, "what is evaluated: a source as of data.train, or a list of sets [{source: …, name: …}]")
     format: str = option("auto", "how rows are read; auto: by their columns", choices=FORMATS, extensible=True)
     format_options: dict[str, Any] = option({}, "settings of a reader given as package.module:Class")
@@ -401,6 +429,22 @@ class Config:
     llm: LlmConfig = field(default_factory=LlmConfig)
     publish: PublishConfig = field(default_factory=PublishConfig)
     data: DataConfig = field(default_factory=DataConfig)
+
+    @property
+    def objective(self) -> str:
+        """What the policy learns by: policy (advantages), sft (likelihood) or dpo (pairs)."""
+        return self.algo.objective if self.train.stage == "rl" else self.train.stage
+
+    @property
+    def refers(self) -> bool:
+        """Whether the loss needs log-probs of a reference, which is the first policy."""
+        return self.objective == "dpo" or (self.objective == "policy" and self.algo.kl_coef > 0)
+
+    @property
+    def copies_reference(self) -> bool:
+        """Whether the reference is a model of its own beside the policy, and not the policy without its adapters."""
+        stored = self.train.stage == "dpo" and self.algo.dpo.precompute
+        return self.refers and not stored and self.model.lora.rank is None
 
 
 def uses_wandb(run: RunConfig) -> bool:

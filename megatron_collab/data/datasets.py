@@ -18,12 +18,15 @@ from filelock import FileLock
 
 from megatron_collab import __version__
 from megatron_collab.config import Config, nearest, require
+from megatron_collab.data.candidates import paired
 from megatron_collab.data.chat_template import ChatRenderer, policys, system_prompt, tokenizer_files
 from megatron_collab.data.evaluation import EvaluationSet, evaluation_sets, settings_of
-from megatron_collab.data.examples import Examples, TaskReader, load_conversations, load_tasks
+from megatron_collab.data.examples import Examples, TaskReader, load_conversations, load_pairs, load_tasks
+from megatron_collab.data.formats import FORMATS
 from megatron_collab.data.mixture import Mixture
+from megatron_collab.data.pairs import Pair, conversations
 from megatron_collab.data.prefixes import at_every_depth
-from megatron_collab.data.readers import Row
+from megatron_collab.data.readers import Messages, Row
 from megatron_collab.data.sources import TrainingSource, sources, unread
 from megatron_collab.data.survey import Needs, Survey, survey
 from megatron_collab.data.tool_messages import ToolConversation
@@ -38,7 +41,7 @@ _Read = TypeVar("_Read")
 class SurveyedSources(Generic[_Read]):
     """The sources of data.train or data.eval (`setting`), and of each the examples that the run takes: `sets`.
 
-    Tasks for rl; for sft conversations. Those that do not fit into rollout.context_length are left out.
+    Tasks for rl, conversations for sft, pairs for dpo. Those that do not fit into rollout.context_length are left out.
     """
 
     def __init__(
@@ -54,21 +57,24 @@ class SurveyedSources(Generic[_Read]):
 
         Raises ConfigError, and ValueError naming setting, file and row for what cannot be read.
         """
-        rl = config.train.stage == "rl"
+        stage = config.train.stage
         self._config, self._tools, self.setting = config, tools, setting
         self._renderer: ChatRenderer | None = None
         self._folder = Path(config.run.dir) / FOLDER
         self._folder.mkdir(parents=True, exist_ok=True)
         self.sources = list(sources)
         self.sets: list[Examples[_Read]] = []
+        self.fingerprints: list[str] = []  # of each source: what its rows are, and how they become tokens
         self.surveys: list[Survey] = []
         for source in self.sources:
-            load: Any = load_tasks if rl else load_conversations
+            load: Any = {"rl": load_tasks, "sft": load_conversations, "dpo": load_pairs}[stage]
             examples: Examples[Any] = load(source, setting, config.data, self._folder)
-            if rl and config.data.prefixes and setting == "data.train":
+            if stage == "rl" and config.data.prefixes and setting == "data.train":
                 examples = at_every_depth(examples)
+            if stage == "dpo" and FORMATS[examples.format].pair is None:
+                examples = paired(examples)
             # A prompt needs room for a token of the reply.
-            found = self._survey(examples, self._room() - int(rl), needs(self.settings(source)))
+            found = self._survey(examples, self._room() - int(stage == "rl"), needs(self.settings(source)))
             examples.leave_out(found.left_out)
             require(
                 len(examples) > 0, f"{setting}={source.source}: all rows are left out: {_counts(found)}; give others"
@@ -116,6 +122,7 @@ class SurveyedSources(Generic[_Read]):
         asked = [sorted(needs.lacks), needs.decides]
         of = [fingerprint, examples.use, examples.format, longest, changed, prompt, asked, __version__]
         key = hashlib.blake2b(json.dumps(of, sort_keys=True).encode(), digest_size=8).hexdigest()
+        self.fingerprints.append(key)
         file = self._folder / f"survey-{key}.json"
         with FileLock(self._folder / f".{file.name}.lock"):  # ranks that were started by hand ask at once
             if not file.is_file():
@@ -128,10 +135,14 @@ class SurveyedSources(Generic[_Read]):
         renderer = self._renderer = self._renderer or policys(self._config, self._tools)
 
         def tokens(example: Any) -> int:
-            task = isinstance(example, Task)
-            return len(renderer.first(example.messages) if task else rendered(renderer, example).token_ids)
+            if isinstance(example, Task):
+                return len(renderer.first(example.messages))
+            return max(len(sample.token_ids) for sample in samples_of(renderer, example))
 
-        def at_most(messages: Sequence[Message]) -> int:
+        def at_most(example: Any) -> int:
+            if isinstance(example, Pair):
+                return max(map(at_most, conversations(example)))
+            messages = example.messages if isinstance(example, Task) else example
             if all(message.role == "system" for message in messages):
                 return 0  # the user opens it, and no template renders nothing
             written = isinstance(messages, ToolConversation)  # what the template makes of calls is known in full only
@@ -164,30 +175,57 @@ class TrainingData(SurveyedSources[_Read]):
 
 
 class SupervisedData:
-    """Batches of data.train by step, from (run.seed, step) alone, and the sets of data.eval; the same on every rank."""
+    """Batches of data.train by step, from (run.seed, step) alone, and the sets of data.eval; the same on every rank.
+
+    Of conversations (sft), each a sample, or of pairs (dpo), each two: the chosen one, then the rejected one.
+    """
 
     def __init__(self, config: Config) -> None:
         self.renderer = policys(config)
-        self.conversations = TrainingData[tuple[Message, ...]](config)
+        self.examples = TrainingData[Messages | Pair](config)
         sets = evaluation_sets(config)
-        given = SurveyedSources[tuple[Message, ...]](config, "data.eval", sets)
+        given = SurveyedSources[Messages | Pair](config, "data.eval", sets)
         self._sets = dict(zip(sets, given.sets, strict=True))
         self.seed, self.size = config.run.seed, config.train.prompts_per_step
+        # Equal ones mean that `whole` has the same batches.
+        self.fingerprint = [*self.examples.fingerprints, *given.fingerprints, *(one.tasks for one in sets)]
 
     def batch(self, step: int) -> Batch:
-        positions = range(step * self.size, (step + 1) * self.size)
-        return Batch(tuple(rendered(self.renderer, self.conversations.at(at, self.seed)) for at in positions))
+        return self._batch(self.examples.at(at, self.seed) for at in range(step * self.size, (step + 1) * self.size))
 
     def validation(self, one: EvaluationSet) -> Iterator[Batch]:
-        """The conversations of a set, in its order, as many at a time as a step has."""
-        conversations = self._sets[one][: one.tasks]
-        for start in range(0, len(conversations), self.size):
-            part = conversations[start : start + self.size]
-            yield Batch(tuple(rendered(self.renderer, messages) for messages in part))
+        """The examples of a set, in its order, as many at a time as a step has."""
+        return self._batches(self._sets[one][: one.tasks], self.size)
+
+    def __len__(self) -> int:
+        """Examples of data.train and of the sets of data.eval."""
+        return sum(map(len, self.examples.sets)) + sum(len(self._sets[one][: one.tasks]) for one in self._sets)
+
+    def whole(self, size: int) -> Iterator[Batch]:
+        """All of data.train and of the sets of data.eval, source by source, `size` examples at a time."""
+        for examples in self.examples.sets:
+            yield from self._batches(examples, size)
+        for one in self._sets:
+            yield from self._batches(self._sets[one][: one.tasks], size)
+
+    def _batches(self, examples: Sequence[Any], size: int) -> Iterator[Batch]:
+        for start in range(0, len(examples), size):
+            yield self._batch(examples[start : start + size])
+
+    def _batch(self, examples: Iterable[Any]) -> Batch:
+        return Batch(tuple(sample for example in examples for sample in samples_of(self.renderer, example)))
 
 
-def rendered(renderer: ChatRenderer, messages: Sequence[Message]) -> Sample:
-    """Token ids of a conversation with a loss on every assistant message, its end-of-turn token included.
+def samples_of(renderer: ChatRenderer, example: Messages | Pair) -> tuple[Sample, ...]:
+    """A conversation as a sample, a pair as two, of which what follows the shared prompt is learned from."""
+    if isinstance(example, Pair):
+        return tuple(rendered(renderer, side, len(example.prompt)) for side in conversations(example))
+    return (rendered(renderer, example),)
+
+
+def rendered(renderer: ChatRenderer, messages: Sequence[Message], start: int = 0) -> Sample:
+    """Token ids of a conversation with a loss on every assistant message, its end-of-turn token included, from message
+    `start` on.
 
     Built from the pieces a rollout is built from, so that training and sampling see the same stream.
     """
@@ -200,7 +238,7 @@ def rendered(renderer: ChatRenderer, messages: Sequence[Message]) -> Sample:
         reply = renderer.call(messages[i]) if messages[i].tool_calls else renderer.reply(messages[i].content)
         between = renderer.next(messages[i + 1 : following], reply) if i + 1 < len(messages) else ()
         token_ids += reply + between
-        mask += [1.0] * len(reply) + [0.0] * len(between)
+        mask += [float(i >= start)] * len(reply) + [0.0] * len(between)
     loss_mask = np.array(mask, np.float32)
     return Sample(np.array(token_ids, np.int64), loss_mask, np.zeros_like(loss_mask))
 
@@ -219,6 +257,15 @@ def conversation_row(messages: Sequence[Message]) -> dict[str, Any]:
         call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
     tools = messages.tools if isinstance(messages, ToolConversation) else ()
     return {"messages": rows} | ({"tools": json.dumps(tools)} if tools else {})
+
+
+def pair_row(pair: Pair) -> dict[str, Any]:
+    """A pair as a row that `load_pairs` reads."""
+    parts = {"prompt": pair.prompt, "chosen": pair.chosen, "rejected": pair.rejected}
+    row: dict[str, Any] = {name: conversation_row(part)["messages"] for name, part in parts.items()}
+    if pair.scores:
+        row |= {"score_chosen": pair.scores[0], "score_rejected": pair.scores[1]}
+    return row | ({"tools": json.dumps(pair.tools)} if pair.tools else {})
 
 
 def write_jsonl(path: Path, rows: Iterable[Row]) -> None:

@@ -157,9 +157,9 @@ def load_any(source: Source, setting: str) -> Examples[Any]:
     return _examples(source, setting, None, None, None)
 
 
-def load_pairs(source: Source, setting: str, data: DataConfig) -> Examples[Any]:
+def load_pairs(source: Source, setting: str, data: DataConfig, cache: Path | None = None) -> Examples[Any]:
     """Pairs; conversations where the source has scored candidates, of which pairs are made yet. As `load_tasks`."""
-    return _examples(source, setting, data, None, "pair")
+    return _examples(source, setting, data, cache, "pair")
 
 
 def _examples(

@@ -14,7 +14,7 @@ from megatron_collab.data.readers import Candidate, Messages, Row
 from megatron_collab.types import Task
 
 Use = Literal["task", "conversation", "pair"]  # what rows are read as: for rl, sft, dpo
-_STAGES: dict[str, Use] = {"rl": "task", "sft": "conversation"}
+STAGES: dict[str, Use] = {"rl": "task", "sft": "conversation", "dpo": "pair"}
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,14 @@ def recognise(name: str, columns: Collection[str], first: Row, use: Use, where: 
     for each in recognised:
         if each in known:
             return each, f"it has {', '.join(FORMATS[each].columns)}"
-    for each, (stage, other) in itertools.product(recognised, _STAGES.items()):
-        if use in _STAGES.values() and FORMATS[each].reads(other):
+    for each, (stage, other) in itertools.product(recognised, STAGES.items()):
+        if use in STAGES.values() and FORMATS[each].reads(other):
             fault = f"these are rows of the format {each}, which train.stage={stage} reads as {other}s"
             raise ValueError(f"{where}: {fault}; give rows that are read as {use}s, or choose that stage")
-    usual = "task" if use == "task" else "messages"
-    if FORMATS[usual].columns[0] in columns or "goal" in columns:  # its rows are told what they lack
+    usual = {"task": "task", "conversation": "messages", "pair": "preference"}[use]
+    if FORMATS[usual].columns[0] in columns or (
+        "goal" in columns and use != "pair"
+    ):  # its rows are told what they lack
         return usual, f"it has {FORMATS[usual].columns[0]}"
     raise ValueError(
         f"{where}: the columns {', '.join(columns)} are those of no known format of {use}s ({', '.join(known)}); set "
@@ -97,8 +99,10 @@ def recognise(name: str, columns: Collection[str], first: Row, use: Use, where: 
 
 
 def natural_use(columns: Collection[str], first: Row) -> Use:
-    """What rows of these columns are: tasks where they can be read as tasks, else conversations."""
+    """What rows of these columns are: pairs, else tasks where they can be read as tasks, else conversations."""
     known = [format for format in FORMATS.values() if format.recognises(columns, first)]
+    if known and known[0].pair:
+        return "pair"
     if not any(format.reads("task") for format in known) and any(format.reads("conversation") for format in known):
         return "conversation"
     return "task"

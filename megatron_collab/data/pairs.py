@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from megatron_collab.data.readers import Messages, Row, Unfit, in_turn, last_request, messages_of, opening, text_of
+from megatron_collab.data.tool_messages import ToolConversation, Tools, has_tools, tool_conversation
 from megatron_collab.types import Message, Task
 
 _SPEAKER = re.compile(r"\n\n(Human|Assistant):")  # how HH-RLHF writes a conversation
+
+_APART = "whose chosen and rejected are not replies of the assistant to the same message of the user"
 
 
 class Pair(NamedTuple):
@@ -18,31 +22,61 @@ class Pair(NamedTuple):
     chosen: Messages
     rejected: Messages
     scores: tuple[float, float] | None = None
+    tools: Tools | None = None  # schemas; None where there are no calls either
 
 
 def pair(row: Row) -> Pair:
-    """Each side is a reply or the whole conversation; the prompt stands alone or is what both begin with."""
-    sides = [_side(row.get(column), column) for column in ("chosen", "rejected")]
+    """Of a row whose sides differ; as `_read`."""
+    read = _read(row)
+    if read.chosen == read.rejected:
+        raise Unfit("whose chosen and rejected are the same")
+    return read
+
+
+def _read(row: Row) -> Pair:
+    """Each side is a reply or the whole conversation; the prompt stands alone or is what both begin with.
+
+    The prompt goes up to the last message before they differ that the assistant replies to. With `tools`, and with
+    calls of tools in its messages, a row is as those of `messages`.
+    """
+    sides = _conversations(row)
     shared = 0
     while shared < min(map(len, sides)) - 1 and sides[0][shared] == sides[1][shared]:
         shared += 1
-    prompt = sides[0][:shared] or _prompt(row)
-    chosen, rejected = (side[shared:] for side in sides)
-    if prompt[-1].role != "user" or [chosen[0].role, rejected[0].role] != ["assistant", "assistant"]:
-        raise Unfit("whose chosen and rejected are not replies of the assistant to the same message of the user")
+    while shared and sides[0][shared - 1].role not in ("user", "tool"):
+        shared -= 1
+    if not shared:
+        raise Unfit(_APART)
+    tools = sides[0].tools if isinstance(sides[0], ToolConversation) else None
     named = ("score_chosen", "chosen_score"), ("score_rejected", "rejected_score")
     scores = [next((row[name] for name in names if isinstance(row.get(name), int | float)), None) for names in named]
     both = (float(scores[0]), float(scores[1])) if None not in scores else None  # type: ignore[arg-type]
-    return Pair(prompt, chosen, rejected, both)
+    return Pair(sides[0][:shared], sides[0][shared:], sides[1][shared:], both, tools)
+
+
+def conversations(pair: Pair) -> tuple[Messages, Messages]:
+    """Both whole, the chosen one first."""
+    sides = (*pair.prompt, *pair.chosen), (*pair.prompt, *pair.rejected)
+    if pair.tools is None:
+        return sides
+    return ToolConversation(sides[0], pair.tools), ToolConversation(sides[1], pair.tools)
 
 
 def preference_task(row: Row, number: int) -> Task:
-    return last_request(pair(row).prompt, number)
+    return last_request(_read(row).prompt, number)
 
 
 def preference_conversation(row: Row) -> Messages:
-    read = pair(row)
-    return in_turn(read.prompt + read.chosen, "chosen")
+    return conversations(_read(row))[0]
+
+
+def _as_messages(value: Any, role: str) -> list[Any]:
+    """Messages as a row has them; a text is one of `role`."""
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    if not isinstance(value, list) or not all(isinstance(message, Mapping) for message in value):
+        raise ValueError("prompt, chosen and rejected must be texts or lists of messages {role, content}")
+    return value
 
 
 def _prompt(row: Row) -> Messages:
@@ -52,9 +86,28 @@ def _prompt(row: Row) -> Messages:
     return (Message("system", system), *asked) if system and asked[0].role != "system" else asked
 
 
+def _conversations(row: Row) -> list[Messages]:
+    """The chosen conversation and the rejected one, with the prompt."""
+    columns = ("chosen", "rejected")
+    if any(has_tools({"messages": row.get(column), "tools": row.get("tools")}) for column in columns):
+        given = [_as_messages(row.get(column), "assistant") for column in columns]
+        alone = [message.get("role") == "assistant" for message in given[0][:1]] == [True]
+        asked = _as_messages(row.get("prompt"), "user") if alone else []
+        return [tool_conversation({"messages": [*asked, *side], "tools": row.get("tools")}) for side in given]
+    sides = [_side(row.get(column), column) for column in columns]
+    if sides[0][0].role == sides[1][0].role == "assistant":
+        prompt = _prompt(row)
+        if prompt[-1].role != "user":
+            raise Unfit(_APART)
+        sides = [(*prompt, *side) for side in sides]
+    return [in_turn(side, column) for side, column in zip(sides, columns, strict=True)]
+
+
 def _side(value: Any, column: str) -> Messages:
     if not isinstance(value, str):
         return messages_of(value, column)
+    if not value.strip():
+        raise Unfit("that have an empty message")
     if not value.startswith("\n\nHuman:"):
         return (Message("assistant", value),)
     _, *parts = _SPEAKER.split(value)

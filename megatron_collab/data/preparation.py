@@ -9,20 +9,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_collab.config import DataConfig
+from megatron_collab.data.candidates import extremes, pair_of
 from megatron_collab.data.chat_template import ChatRenderer
-from megatron_collab.data.datasets import conversation_row, rendered, task_row
+from megatron_collab.data.datasets import conversation_row, pair_row, rendered, task_row
 from megatron_collab.data.examples import Examples, load_conversations, load_pairs, load_tasks
-from megatron_collab.data.formats import FORMATS, Use
-from megatron_collab.data.pairs import Pair
+from megatron_collab.data.formats import FORMATS
+from megatron_collab.data.pairs import Pair, conversations
 from megatron_collab.data.prefixes import Prompts, prefixes
-from megatron_collab.data.readers import Candidate, Messages, Unfit
+from megatron_collab.data.readers import Messages, Unfit
 from megatron_collab.data.rows import ALL
 from megatron_collab.data.sources import Source
 from megatron_collab.data.survey import best_of_conversations, candidates_of
 from megatron_collab.data.tool_messages import ToolConversation
 from megatron_collab.types import Message, Task
-
-USES: dict[str, Use] = {"rl": "task", "sft": "conversation", "dpo": "pair"}
 
 
 @dataclass(frozen=True)
@@ -94,14 +93,9 @@ class Preparation:
             if pair.scores and pair.scores[0] - pair.scores[1] < self._gap:
                 self.dropped[f"pairs whose scores differ by less than {self._gap:g}"] += 1
                 continue
-            prompt = self._opened(pair.prompt)
-            sides = [(*prompt, *side) for side in (pair.chosen, pair.rejected)]
-            if self._fits(*sides):
-                parts = {"prompt": prompt, "chosen": pair.chosen, "rejected": pair.rejected}
-                made: dict[str, Any] = {name: [each.as_dict() for each in part] for name, part in parts.items()}
-                if pair.scores:
-                    made |= {"score_chosen": pair.scores[0], "score_rejected": pair.scores[1]}
-                yield Prepared(_group(prompt), made)
+            opened = pair._replace(prompt=self._opened(pair.prompt))
+            if self._fits(*conversations(opened)):
+                yield Prepared(_group(opened.prompt), pair_row(opened))
 
     def _as_published(self) -> Iterator[Pair]:
         for number, row in self.examples.numbered():
@@ -109,20 +103,13 @@ class Preparation:
                 yield pair
 
     def _of_candidates(self) -> Iterator[Pair]:
-        """The first of the best and the first of the worst candidates of each prompt of a conversation."""
-        turns: dict[tuple[str, str], list[tuple[int, Candidate, str]]] = {}
-        for one in candidates_of(self.examples, self._format):
-            turns.setdefault((one[1].conversation, one[2]), []).append(one)
-        for candidates in turns.values():
-            if len(candidates) == 1:
+        for one in extremes(self.examples):
+            if one.best == one.worst:
                 self.dropped["turns with one candidate"] += 1
                 continue
-            best = max(candidates, key=lambda one: one[1].score)
-            worst = min(candidates, key=lambda one: one[1].score)
-            sides = [self._read(self.examples.rows[one[0]], one[0]) for one in (best, worst)]
-            if sides[0] and sides[1]:
-                chosen, rejected = (side[-1:] for side in sides)
-                yield Pair(sides[0][:-1], chosen, rejected, (best[1].score, worst[1].score))
+            best, worst = (self._read(self.examples.rows[at], at) for at in one[:2])
+            if best and worst:
+                yield pair_of(best, worst, one.scores)
 
     def _read(self, row: Any, number: int) -> Any:
         try:

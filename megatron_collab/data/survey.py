@@ -17,7 +17,7 @@ from jinja2 import TemplateError
 from megatron_collab.data.examples import Examples
 from megatron_collab.data.formats import FORMATS, Format
 from megatron_collab.data.parsing import NAMED, refused
-from megatron_collab.data.readers import Candidate, Messages, Unfit
+from megatron_collab.data.readers import Candidate, Unfit
 from megatron_collab.types import Task
 
 Lacks = Callable[[Task], str | None]  # what a task lacks that a metric or a user needs; None: nothing
@@ -59,13 +59,13 @@ class Survey:
 def survey(
     examples: Examples[Any],
     longest: int,
-    at_most: Callable[[Messages], int],
+    at_most: Callable[[Any], int],
     tokens: Callable[[Any], int],
     needs: Needs = _NO_NEEDS,
 ) -> Survey:
     """Read every row; those of more than `longest` tokens, and those that are not to be learned from, are left out.
 
-    `tokens` of an example are asked for only where `at_most`, a bound of its messages', is above `longest`. Raises
+    `tokens` of an example are asked for only where `at_most`, a bound of them, is above `longest`. Raises
     ValueError for bad rows, naming setting, file and row of the first, and how many there are.
     """
     left_out, dropped, users = list[int](), Counter[str](), dict[str, str]()
@@ -79,8 +79,7 @@ def survey(
             example = examples.read(row, number)
             if taken is not None and number not in taken:
                 raise Unfit("in place of which another candidate is taken")
-            messages = example.messages if isinstance(example, Task) else example
-            if at_most(messages) > longest and _counted(example, tokens, examples.at, number) > longest:
+            if at_most(example) > longest and _counted(example, tokens, examples.at, number) > longest:
                 raise Unfit(f"of more than {longest} tokens")
             lacked = _lacked(example, needs, examples.at, number) if isinstance(example, Task) else {}
         except Unfit as reason:

@@ -8,11 +8,13 @@ from typing import Any
 
 from megatron_collab.types import Message, ToolCall
 
+Tools = tuple[Mapping[str, Any], ...]  # schemas of tools
+
 
 class ToolConversation(tuple[Message, ...]):
     """The messages of a conversation, and `tools`: the schemas that its prompt tells the policy of."""
 
-    tools: tuple[Mapping[str, Any], ...]
+    tools: Tools
 
     def __new__(cls, messages: Iterable[Message], tools: Iterable[Mapping[str, Any]] = ()) -> ToolConversation:
         made = super().__new__(cls, messages)

@@ -66,7 +66,10 @@ def _checked(config: Config, given: str) -> Path:
     require(stage == config.train.stage, f"{message}{run}/hf")
     critic = [settings == "gae" for settings in (advantage, config.algo.advantage)]
     message = f"{setting}: of algo.advantage={advantage}, and only gae has a critic; keep it"
-    require(critic[0] == critic[1] or stage == "sft", message)
+    require(critic[0] == critic[1] or stage != "rl", message)
+    moved = [bool(one) for one in (before.get("algo.dpo.refresh"), config.algo.dpo.refresh)]
+    message = f"{setting}: of algo.dpo.refresh={before.get('algo.dpo.refresh', 0)}, and its reference with it; keep it"
+    require(moved[0] == moved[1], message)
     _check_adapters(setting, run, lora.from_state(saved or {}), config.model.lora)
     step = (saved or {})["step"]
     message = f"{setting}: the run goes on from step {step}, and train.steps={config.train.steps}; raise it"

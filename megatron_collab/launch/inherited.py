@@ -80,12 +80,12 @@ def _of_run(arguments: Sequence[str]) -> tuple[Path, dict[str, Any]]:
         return file, {}
     try:
         recorded = json.loads(file.read_text())
-        trained_on_conversations = recorded["train"]["stage"] == "sft"
+        played = recorded["train"]["stage"] == "rl"
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"model.path={path}: {file} holds no settings of a run; restore it") from error
     left = _given(arguments, composed)
     left |= {name for option in left for name in _TOGETHER.get(option, [])}
-    if trained_on_conversations:  # which are no tasks
+    if not played:  # its data are no tasks
         left |= {"data.eval", *_TOGETHER["data.eval"]}
     values = {}
     for name, default, _ in declared(Config):

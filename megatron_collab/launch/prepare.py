@@ -46,6 +46,12 @@ if TYPE_CHECKING:
     from megatron_collab.data.datasets import SurveyedSources
     from megatron_collab.data.survey import Survey
 
+# Settings of algo that algo.objective=policy alone reads.
+_OF_POLICY_LOSS = (
+    *("advantage", "loss", "average", "clip_low", "clip_high", "clip_dual", "kl", "kl_in", "entropy_coef"),
+    *("correction", "later_weight", "overlong", "critic_warmup"),
+)
+
 
 def locked(config: Config) -> AbstractContextManager[object]:
     """run.dir, for this run alone: its first process takes the lock before all else. ConfigError where it cannot."""
@@ -90,6 +96,10 @@ def without_effect(config: Config) -> list[str]:
     algo, usual = config.algo, AlgoConfig()
     if config.train.stage != "rl":
         return []
+    if config.objective != "policy":
+        differ = [name for name in _OF_POLICY_LOSS if getattr(algo, name) != getattr(usual, name)]
+        said = ", ".join(f"algo.{name}={getattr(algo, name)}" for name in differ)
+        return [f"{said}: without effect with algo.objective={algo.objective}; remove it"] if differ else []
     lines = []
     names = [] if algo.loss == usual.loss else ["loss"]
     names += [name for name in ("clip_low", "clip_high", "clip_dual") if getattr(algo, name) != getattr(usual, name)]

@@ -60,7 +60,7 @@ def check_servers(config: Config) -> None:
     message = "<rollout.max_staleness>: servers need devices of their own; set rollout.server.colocated=false, or 0"
     check(in_turn or not server.colocated, message)
     message = "<rollout.max_staleness>: needs an importance correction; set algo.correction=truncated, or 0"
-    check(in_turn or config.algo.correction != "none", message)
+    check(in_turn or config.algo.correction != "none" or config.objective != "policy", message)
 
 
 def check_servers_on_machine(config: Config) -> None:

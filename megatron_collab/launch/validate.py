@@ -27,6 +27,7 @@ from megatron_collab.config.extension import make, make_absolute
 from megatron_collab.config.load import leaves
 from megatron_collab.data import sources
 from megatron_collab.data.evaluation import EvaluationSet, evaluation_sets
+from megatron_collab.data.formats import STAGES
 from megatron_collab.launch import endpoints
 from megatron_collab.launch.machine import check_processes
 from megatron_collab.launch.servers import check_servers, check_servers_of_model, check_servers_on_machine
@@ -94,26 +95,39 @@ def check_settings(config: Config) -> None:
         options = attrgetter(f"{setting}_options")(config)
         message = f"{setting}_options: <{setting}> has no options; remove them"
         check(not options or ":" in str(attrgetter(setting)(config)), message)
-    message = "<data.format>: readers give tasks, and <train.stage> reads conversations; set it to auto"
+    reads = STAGES[config.train.stage]
+    message = f"<data.format>: readers give tasks, and <train.stage> reads {reads}s; set it to auto"
     check(":" not in config.data.format or config.train.stage == "rl", message)
     train, rollout = config.train, config.rollout
     samples = train.prompts_per_step  # of which every optimizer step needs one
-    if train.stage == "rl":
+    if config.objective == "policy":
         samples *= train.rollouts_per_prompt * (1 + (rollout.futures if rollout.train_turns == "all" else 0))
-    message = f"<algo.mini_batches>: a step has at most {samples} samples; choose at most as many"
+    what = "pairs" if config.objective == "dpo" else "samples"
+    message = f"<algo.mini_batches>: a step has at most {samples} {what}; choose at most as many"
     check(config.algo.mini_batches <= samples, message)
-    message = "<rollout.routing_replay>: sft samples nothing whose experts could be replayed; set it to false"
+    message = (
+        f"<rollout.routing_replay>: {train.stage} samples nothing whose experts could be replayed; set it to false"
+    )
     check(train.stage == "rl" or not rollout.routing_replay, message)
     check_layout(config)
-    for one in evaluation_sets(config) if train.stage == "sft" else ():
+    for one in evaluation_sets(config) if train.stage != "rl" else ():
         plain = EvaluationSet(one.source, one.name, one.subset, one.split, one.tasks)
         played = next((name for name, value in vars(one).items() if value != getattr(plain, name)), None)
-        require(played is None, f"{one.setting}: {played} is of conversations that are played, and sft plays none")
+        require(
+            played is None, f"{one.setting}: {played} is of conversations that are played, and {train.stage} plays none"
+        )
     _check_best(config)
+    dpo = config.algo.dpo
+    message = "<algo.dpo.label_smoothing>: algo.dpo.loss=ipo has no labels; set it to 0, or choose sigmoid"
+    check(config.objective != "dpo" or dpo.loss != "ipo" or dpo.label_smoothing == 0, message)
+    message = "<algo.dpo.refresh>: <train.stage> learns from other models' replies, near the first policy; set it to 0"
+    check(train.stage != "dpo" or dpo.refresh == 0, message)
+    message = "<algo.dpo.refresh>: with <model.lora.rank> the reference is the model without adapters; set it to 0"
+    check(config.objective != "dpo" or dpo.refresh == 0 or config.model.lora.rank is None, message)
     if train.stage == "rl":
         check_reward(config)
         _check_rollouts(config)
-        _check_algo(config)
+        (_check_algo if config.objective == "policy" else _check_choice)(config)
         check_servers(config)
         endpoints.check_settings(config)
         _check_asked_models(config)
@@ -143,7 +157,9 @@ def _check_best(config: Config) -> None:
     train, sets = config.train, [one.name for one in evaluation_sets(config)]
     if train.keep_best is None:
         return
-    scored = ["reward", *config.reward.weights] if train.stage == "rl" else ["loss"]
+    scored = {"rl": ["reward", *config.reward.weights], "sft": ["loss"], "dpo": ["loss", "accuracy", "margin"]}[
+        train.stage
+    ]
     known = ["/".join(filter(None, ["eval", one, metric])) for one in sets for metric in scored]
     given = train.keep_best.removeprefix("-")
     there = f"there are {', '.join(known)}" if known else "data.eval has no sets"
@@ -238,6 +254,23 @@ def _check_algo(config: Config) -> None:
     check(algo.advantage != "gae" or config.reward.turn_credit != "reward_to_go", message)
 
 
+def _check_choice(config: Config) -> None:
+    """What learns from the best, or the best and the worst, of a group."""
+    check = partial(require, config=config)
+    algo, rollout = config.algo, config.rollout
+    of = "<algo.objective>: chooses among the rollouts of a task"
+    check(config.train.rollouts_per_prompt > 1, f"{of}; set train.rollouts_per_prompt to 2 or more")
+    check(rollout.train_turns == "first", f"{of}, whose futures are not learned from; set rollout.train_turns=first")
+    conversations = config.reward.mode != "single_turn" and rollout.futures == 0
+    equal = config.reward.turn_credit == "equal"
+    message = "<reward.turn_credit>: <algo.objective> learns from all turns of a conversation; set it to equal"
+    check(equal or not conversations, message)
+    message = "<rollout.strip_thoughts>: <algo.objective> compares conversations of one sequence each; set it to false"
+    check(algo.objective == "sft" or not (conversations and rollout.strip_thoughts), message)
+    message = "<algo.dynamic_sampling>: with <algo.objective> every group teaches; set it to 0"
+    check(algo.objective == "dpo" or algo.dynamic_sampling == 0, message)
+
+
 def check_model(config: Config, described: Path | None = None) -> ModelShape:
     """The model against the layout, from config.json in its folder or from the file `described`; its shape."""
     path = config.model.path
@@ -294,10 +327,8 @@ def check_layout(config: Config) -> None:
     check(model.fp8_recipe != "mxfp8" or not model.fp8_params, message)
     # TransformerEngine scales such parameters in the optimizer's step, which the reference does not have. Left at 1,
     # the scale would cost its weights most of their digits.
-    message = (
-        "<model.fp8_params>: with model.fp8_recipe=delayed the reference model of <algo.kl_coef> is never scaled; "
-    )
-    scaled = model.fp8_recipe != "delayed" or config.train.stage == "sft" or config.algo.kl_coef == 0
+    message = "<model.fp8_params>: with model.fp8_recipe=delayed the reference, the first policy, is never scaled; "
+    scaled = model.fp8_recipe != "delayed" or not config.refers
     out = "choose model.fp8_recipe=blockwise, or set model.fp8_params=false"
     check(scaled or not model.fp8_params, message + out)
     message = "<model.fp8_params>: with model.fp8_recipe=delayed the weights that <model.lora.rank> freezes are never "

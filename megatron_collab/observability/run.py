@@ -86,7 +86,8 @@ def line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
     parts = [f"step {step + 1}/{steps}"]
     if "reward" in metrics:
         parts += [f"reward {metrics['reward']:.3f}±{metrics['reward_se']:.3f}", _shown(scores(metrics))]
-    parts += [f"{name} {metrics[name]:.3g}" for name in ("loss", "kl", "grad_norm", "lr") if name in metrics]
+    of_update = ("loss", "kl", "dpo/accuracy", "dpo/margin", "grad_norm", "lr")
+    parts += [f"{name.removeprefix('dpo/')} {metrics[name]:.3g}" for name in of_update if name in metrics]
     if metrics.get("missing"):
         parts.append(f"missing scores {metrics['missing']:.0f}")
     laps = [f"{name.removeprefix('seconds/')} {value:.2f}s" for name, value in metrics.items() if "seconds/" in name]

@@ -53,8 +53,9 @@ class _Layer(NamedTuple):
 
 
 def micro_batch_tokens(config: Config) -> int:
-    """Tokens of the largest micro-batch on a rank; a sequence above the budget is one of its own."""
+    """Tokens of the largest micro-batch on a rank; a sequence, or a pair, above the budget is one of its own."""
     longest = -(-config.rollout.context_length // config.parallel.cp) if config.train.stage == "rl" else 0
+    longest *= 2 if config.objective == "dpo" else 1
     return max(config.train.tokens_per_micro_batch, longest)
 
 
@@ -92,8 +93,7 @@ def _rotations(config: Config, shape: ModelShape, tokens: int) -> float:
 
     It has a row for every token of the longest sequence, of which a context parallel rank has a part.
     """
-    reference = config.train.stage == "rl" and config.algo.kl_coef > 0 and not config.model.lora.rank
-    networks = 1 + reference + _critic(config)
+    networks = 1 + config.copies_reference + _critic(config)
     rows = tokens * config.parallel.cp * networks * config.parallel.vpp
     return 4 * shape.head_dim * rows if engine(config) else 0.0
 
@@ -264,7 +264,7 @@ def head(config: Config, shape: ModelShape, tokens: int) -> float:
 
 
 def _critic(config: Config) -> bool:
-    return config.train.stage == "rl" and config.algo.advantage == "gae"
+    return config.objective == "policy" and config.algo.advantage == "gae"
 
 
 def _widths(config: Config, shape: ModelShape, tokens: int) -> tuple[float, float]:

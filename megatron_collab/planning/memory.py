@@ -99,9 +99,9 @@ def plan_memory(config: Config, shape: ModelShape) -> list[list[MemoryPart]]:
     found = []
     for rank in range(parallel.pp):
         parts = network_parts(config, shape, rank)
-        if sampling and config.algo.kl_coef > 0 and not config.model.lora.rank:
+        if config.copies_reference:
             parts.append(reference_part(config, shape, rank))
-        if sampling and config.algo.advantage == "gae":
+        if config.objective == "policy" and config.algo.advantage == "gae":
             parts += network_parts(config, shape, rank, critic=True)
         parts.append(MemoryPart("activations", activations(config, shape, rank, tokens), 0.0))
         if rank == parallel.pp - 1:

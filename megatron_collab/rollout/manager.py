@@ -220,7 +220,7 @@ class _Chosen:
         self.played: list[Group] = []
         self.lacking = 0
         self._kept: dict[Slot, list[Sample]] = {}
-        self._idle = self._dropped = 0
+        self._idle = self._dropped = self._pairless = 0
 
     def add(self, groups: Mapping[Slot, Group]) -> None:
         """The groups of a round: the step's own, or a refill."""
@@ -229,6 +229,7 @@ class _Chosen:
             samples = samples_of(group, self.config, len(self.played))
             young = fresh(samples, self.step - self.ahead, self.config)
             self.played.append(group)
+            self._pairless += not samples and self.config.objective == "dpo"
             self._dropped += len(samples) - len(young)
             if samples and not young:
                 self.lacking += 1
@@ -242,12 +243,14 @@ class _Chosen:
         """The trained samples, in the order of the slots, and the metrics; RunStopped where there are none."""
         samples = tuple(sample for slot in sorted(self._kept) for sample in self._kept[slot])
         if not samples:
-            reason = "rewards that differ" if self.dynamic else "rewards"
+            reason = "rewards that differ" if self.dynamic or self.config.objective == "dpo" else "rewards"
             age = f" of version {self.step - self.ahead} or newer" if self.ahead else ""
             raise RunStopped(f"step {self.step}: no group has enough {reason}{age}, so nothing can be learned")
         metrics, kept = summary(self.played, applying(self.config)), float(len(self._kept))
         if self.dynamic:
             metrics |= {"dynamic/kept": kept, "dynamic/dropped": self._idle, "dynamic/refills": self.refill}
+        if self.config.objective == "dpo":
+            metrics["dpo/groups_without_pair"] = self._pairless
         if self.ahead or self._dropped:
             ages = [float(self.step - sample.version) for sample in samples]
             metrics |= {"staleness/mean": mean(ages), "staleness/max": max(ages), "staleness/dropped": self._dropped}

@@ -174,7 +174,7 @@ def supervised_objective(head: Head) -> Objective:
     def objective(micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Report]:
         log_probs, _ = head(micro_batch, hidden)
         total = (-log_probs * micro_batch.columns["weights"]).sum()
-        return total, _report(total, {}, {})
+        return total, report(total, {}, {})
 
     return objective
 
@@ -208,12 +208,13 @@ def policy_objective(head: Head, algo: AlgoConfig) -> Objective:
         sums["mismatch/k3"] = kl(engine, old, "k3")
         maxima = {"ratio_max_deviation": (terms.ratio - 1.0).abs(), "mismatch/max_abs": (engine - old).abs()}
         total = (loss * columns["weights"]).sum()
-        return total, _report(total, sums, maxima)
+        return total, report(total, sums, maxima)
 
     return objective
 
 
-def _report(total: Tensor, sums: dict[str, Tensor], maxima: dict[str, Tensor]) -> Report:
+def report(total: Tensor, sums: dict[str, Tensor], maxima: dict[str, Tensor]) -> Report:
+    """That of a micro-batch, from its part of the loss and numbers by trained token or pair."""
     return (
         total.detach().clone(),  # the schedule divides the loss in place
         {name: value.detach().sum() for name, value in sums.items()},

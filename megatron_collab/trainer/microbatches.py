@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron_collab.config import Config
 from megatron_collab.models.parallel_layout import alignment
 from megatron_collab.trainer.megatron.paths import packing
-from megatron_collab.trainer.prefix_tree import Tree, cost, plan_trees, positions
+from megatron_collab.trainer.prefix_tree import Tree, cost, pair_trees, plan_trees, positions
 
 # Per-sample arrays by name: token_ids int64 [S], routing as in Sample, all others float32 [S].
 Columns = Mapping[str, Sequence[np.ndarray]]
@@ -247,10 +247,11 @@ def replayed(routing: Sequence[np.ndarray], samples: Sequence[int], packed: Pack
     return experts
 
 
-def make_micro_batches(config: Config, columns: Columns, device: torch.device) -> list[MicroBatch]:
+def make_micro_batches(config: Config, columns: Columns, device: torch.device, pairs: bool = False) -> list[MicroBatch]:
     """Pack samples into this rank's micro-batches; no collective, since every rank makes the same plan.
 
-    Predictions are requested where the column `loss_mask` is not 0. The column `routing` may be left out.
+    Predictions are requested where the column `loss_mask` is not 0. The column `routing` may be left out. `pairs`:
+    samples 2 k and 2 k + 1 stay together, in this order, so that numbers 2 k and 2 k + 1 of a micro-batch are a pair.
     """
     routing = columns.get("routing")
     columns = {name: rows for name, rows in columns.items() if name != "routing"}
@@ -260,7 +261,10 @@ def make_micro_batches(config: Config, columns: Columns, device: torch.device) -
     budget = config.train.tokens_per_micro_batch * parallel.cp
     align, total = alignment(config)
     targets = [int(np.count_nonzero(mask)) for mask in columns["loss_mask"]]
-    trees = plan_trees(columns["token_ids"], targets, budget, ranks * multiple_of, align=align)
+    if pairs:
+        trees = pair_trees(columns["token_ids"], targets, align=align)
+    else:
+        trees = plan_trees(columns["token_ids"], targets, budget, ranks * multiple_of, align=align)
     plan = pack(
         [int(tree.sizes[-1]) for tree in trees],
         ranks,

@@ -34,14 +34,17 @@ Loss = Callable[[MicroBatch, Tensor], tuple[Tensor, Any]]
 
 
 class Frozen(NamedTuple):
-    """One network that does not learn, as a checkpoint sees it."""
+    """One network that does not learn, as a checkpoint sees it; `moves`: it gets other weights from time to time."""
 
     chunks: list[torch.nn.Module]
+    moves: bool = False
     optimizer: None = None
 
 
 class Trainable:
     """One network in training: `chunks` (several with virtual pipeline stages) and AdamW, sharded over the ranks."""
+
+    moves = True
 
     def __init__(self, config: Config, chunks: Sequence[torch.nn.Module]) -> None:
         self.config = config

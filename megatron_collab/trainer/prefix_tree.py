@@ -92,6 +92,21 @@ def plan_trees(
     return sorted(_spread(trees, parts), key=lambda tree: min(tree.samples))
 
 
+def pair_trees(token_ids: Sequence[np.ndarray], targets: Sequence[int], *, align: int = 1) -> list[Tree]:
+    """Samples 2 k and 2 k + 1 in tree k, which is never cut; what they begin with is shared as in `prefix_trees`.
+
+    `align` as in `plan_trees`.
+    """
+    trees = []
+    for first in range(0, len(token_ids), 2):
+        numbers = (first, first + 1)
+        lengths = tuple(-(-positions(len(token_ids[number])) // align) * align for number in numbers)
+        common = _common(*(np.asarray(token_ids[number])[:-1] for number in numbers))
+        shared = common if align == 1 and _matters(common, lengths[1], FEWEST) else 0
+        trees.append(Tree(numbers, lengths, (0, shared), tuple(targets[number] for number in numbers)))
+    return trees
+
+
 def prefix_trees(token_ids: Sequence[np.ndarray], targets: Sequence[int], *, fewest: int = FEWEST) -> list[Tree]:
     """Samples that share a prefix that matters (`fewest` positions, PART) in one tree; `targets` as in Tree."""
     inputs = [np.asarray(row)[:-1].astype(">u4") for row in token_ids]  # big-endian: bytes order as the numbers do
@@ -106,7 +121,7 @@ def prefix_trees(token_ids: Sequence[np.ndarray], targets: Sequence[int], *, few
 
     for place, number in enumerate(order):
         shared = _common(inputs[order[place - 1]], inputs[number]) if place else 0
-        if shared < max(fewest, PART * len(inputs[number])):
+        if not _matters(shared, len(inputs[number]), fewest):
             if members:
                 close()
             members, shared = [], 0
@@ -114,6 +129,11 @@ def prefix_trees(token_ids: Sequence[np.ndarray], targets: Sequence[int], *, few
     if members:
         close()
     return trees
+
+
+def _matters(shared: int, length: int, fewest: int) -> bool:
+    """Whether so long a prefix is worth a branch for a sample of `length` positions."""
+    return shared >= max(fewest, PART * length)
 
 
 def _common(left: np.ndarray, right: np.ndarray) -> int:

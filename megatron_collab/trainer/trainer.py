@@ -22,42 +22,50 @@ from megatron_collab.algo.advantages import token_weights
 from megatron_collab.checkpoint.hf import unwrap
 from megatron_collab.checkpoint.sharded_state import Checkpointable
 from megatron_collab.config import Config
+from megatron_collab.data.datasets import SupervisedData
 from megatron_collab.models.hf_to_megatron import ModelShape
 from megatron_collab.runtime import device
 from megatron_collab.runtime.process import beat
 from megatron_collab.runtime.rank0 import meet
 from megatron_collab.trainer.critic import Critic
+from megatron_collab.trainer.kept_reference import KeptReference
 from megatron_collab.trainer.losses import Head, Report, apply_head, policy_objective, reported, supervised_objective
 from megatron_collab.trainer.megatron import lora, model, routing
 from megatron_collab.trainer.microbatches import Columns, MicroBatch, make_micro_batches
 from megatron_collab.trainer.network import Frozen, Trainable, infer, learning_rate
+from megatron_collab.trainer.preference import preference_objective, reported_of_pairs, validated
 from megatron_collab.types import Batch, Sample, Scored
 
 
 class PolicyTrainer:
     """Trains the policy of model.path, of which this rank has `chunks`; `step` counts the updates.
 
-    `reference` is a frozen copy of the first policy, needed where algo.kl_coef > 0 in rl, unless adapters are trained
-    (model.lora): without them the policy itself is the first one. `critic` is there where algo.advantage=gae.
+    The reference of KL and DPO is the first policy, or with algo.dpo.refresh a later one. `reference` is a frozen copy
+    of it, unless adapters are trained (model.lora), without which the policy itself is the first one, or its log-probs
+    are kept (`keep_reference`). `critic` is there where algo.advantage=gae.
     """
 
     def __init__(self, config: Config, load: model.Load = model.load) -> None:
         """Load the networks that config.train.stage and config.algo need; collective."""
         self.config = config
-        self.supervised = config.train.stage == "sft"
+        self.objective = config.objective
         self.chunks = load(config)
-        if not self.supervised and config.rollout.routing_replay:
+        if config.train.stage == "rl" and config.rollout.routing_replay:
             routing.add(self.chunks)  # not those of reference and critic: other networks, with experts of their own
-        self.referred = not self.supervised and config.algo.kl_coef > 0
-        copied = self.referred and not config.model.lora.rank
-        self.reference = model.frozen_copy(self.chunks) if copied else None
-        self.critic = None if self.supervised or config.algo.advantage != "gae" else Critic(config, load)
+        self.reference = model.frozen_copy(self.chunks) if config.copies_reference else None
+        self._kept: KeptReference | None = None
+        critic = self.objective == "policy" and config.algo.advantage == "gae"
+        self.critic = Critic(config, load) if critic else None
         self.policy = Trainable(config, self.chunks)
-        self.temperature = 1.0 if self.supervised else config.rollout.turn.temperature
+        self.temperature = config.rollout.turn.temperature if config.train.stage == "rl" else 1.0
         self.device = next(self.chunks[0].parameters()).device
         self.step = 0
         head = self._head(self.chunks)
-        self._loss = supervised_objective(head) if self.supervised else policy_objective(head, config.algo)
+        self._loss, self._sums, self._maxima = {
+            "policy": lambda: (policy_objective(head, config.algo), *reported(config.algo, config.refers)),
+            "sft": lambda: (supervised_objective(head), [], []),
+            "dpo": lambda: (preference_objective(head, config.algo.dpo), reported_of_pairs(), []),
+        }[self.objective]()
 
     @property
     def shape(self) -> ModelShape:
@@ -72,9 +80,11 @@ class PolicyTrainer:
     def checkpointed(self) -> dict[str, Checkpointable]:
         """The networks of which a checkpoint has something, by name.
 
-        Of the reference it has no weight, but with delayed scaling the history that its next scales depend on.
+        Of the reference it has the weights with algo.dpo.refresh alone, which follow from nothing else; with delayed
+        scaling the history that its next scales depend on.
         """
-        return {**self.trainables, **({"reference": Frozen(self.reference)} if self.reference else {})}
+        moves = self.objective == "dpo" and self.config.algo.dpo.refresh > 0
+        return {**self.trainables, **({"reference": Frozen(self.reference, moves)} if self.reference else {})}
 
     @contextmanager
     def offloaded(self) -> Iterator[None]:
@@ -93,31 +103,55 @@ class PolicyTrainer:
     def score(self, batch: Batch) -> Scored:
         """Log-probs and values of every trained token before the update, the same on every rank; collective.
 
+        The reference is refreshed where algo.dpo.refresh says so.
+
         Old log-probs are the policy's own; they are computed apart only where the update's first forward pass does not
         give them in time. Preempted on every rank once rank 0 has received a preemption notice.
         """
         beat(f"the scoring of step {self.step}")
-        algo = self.config.algo
-        old = reference = values = None
-        if algo.mini_batches * algo.epochs > 1 or (self.referred and algo.kl_in == "reward"):
+        algo, refers = self.config.algo, self.config.refers
+        old = values = None
+        if self.objective == "policy" and (algo.mini_batches * algo.epochs > 1 or (refers and algo.kl_in == "reward")):
             old = self.log_probs(self.policy.chunks, batch)
-        if self.reference is not None:
-            reference = self.log_probs(self.reference, batch, replay=False)
-        elif self.referred:
-            with lora.base_alone(self.chunks):
-                reference = self.log_probs(self.policy.chunks, batch, replay=False)
+        refresh = algo.dpo.refresh if self.objective == "dpo" else 0
+        if self.reference is not None and refresh and self.step and self.step % refresh == 0:
+            model.copy_weights(self.chunks, self.reference)
+        reference = self.reference_log_probs(batch) if refers else None
         if self.critic:
             columns = _cut(_columns(batch, replay=False), batch.samples)
             values = _joined(self.critic.values(columns), batch.samples)
         return Scored(batch.samples, batch.metrics, old, reference, values)
 
+    def keep_reference(self, data: SupervisedData) -> None:
+        """With algo.dpo.precompute in stage dpo, know the reference's log-probs of all `data` from here on; collective.
+
+        To be called while the policy is the first one: before a checkpoint is loaded and anything is learned.
+        """
+        if self.config.train.stage == "dpo" and self.config.algo.dpo.precompute:
+            self._kept = KeptReference(self.config, data, self._base_log_probs)
+
+    def reference_log_probs(self, batch: Batch) -> list[np.ndarray]:
+        """As `log_probs`, of the reference; collective."""
+        if self._kept:
+            return self._kept.log_probs(batch)
+        if self.reference is not None:
+            return self.log_probs(self.reference, batch, replay=False)
+        assert self.config.model.lora.rank is not None
+        return self._base_log_probs(batch)
+
+    def _base_log_probs(self, batch: Batch) -> list[np.ndarray]:
+        """Of the policy without its adapters, if it has any."""
+        with lora.base_alone(self.chunks):
+            return self.log_probs(self.policy.chunks, batch, replay=False)
+
     def update(self, batch: Batch) -> dict[str, float]:
         """Learn from `batch` in algo.epochs times algo.mini_batches optimizer steps; metrics are equal on all ranks.
 
-        In rl it is Scored, with advantages. The engine's log-probs are compared with the old ones in mismatch/max_abs
-        and mismatch/k3 (KL from the engine's distribution to the policy's). ValueError where nothing is trained,
-        FloatingPointError where the gradient is not finite. Preempted on every rank if rank 0 received a preemption
-        notice before the first optimizer step; nothing has changed then.
+        It is Scored, but for sft; for the policy loss with advantages, and the engine's log-probs are compared with the
+        old ones in mismatch/max_abs and mismatch/k3 (KL from the engine's distribution to the policy's).
+
+        ValueError where nothing is trained, FloatingPointError where the gradient is not finite. Preempted on every
+        rank if rank 0 received a preemption notice before the first optimizer step; nothing has changed then.
         """
         beat(f"the update of step {self.step}")
         lr = learning_rate(self.config.optim, self.config.train.steps, self.step)
@@ -126,7 +160,7 @@ class PolicyTrainer:
         critic_alone = self.critic is not None and self.step < algo.critic_warmup
         reports: list[Report] = []
         metrics: list[dict[str, float]] = []
-        for _, rows in product(range(algo.epochs), _split(len(batch.samples), algo.mini_batches)):
+        for _, rows in product(range(algo.epochs), _split(len(batch.samples), algo.mini_batches, self._unit)):
             micro_batches = self._weighted(batch, columns, rows)
             step: dict[str, float] = {}
             if not critic_alone:
@@ -137,17 +171,22 @@ class PolicyTrainer:
             metrics.append(step)
         self.step += 1
         means = {name: float(np.mean([step[name] for step in metrics])) for name in metrics[0]}
-        reduced = {} if critic_alone else self._reduced(reports, batch.loss_tokens * algo.epochs, len(metrics))
-        return {**reduced, **means, "lr": lr, "tokens": batch.loss_tokens}
+        counted = len(batch.samples) / 2 if self.objective == "dpo" else batch.loss_tokens
+        reduced = {} if critic_alone else self._reduced(reports, counted * algo.epochs, len(metrics))
+        pairs = {"dpo/pairs": counted} if self.objective == "dpo" else {}
+        return {**reduced, **means, "lr": lr, "tokens": batch.loss_tokens, **pairs}
 
     def validate(self, batches: Iterable[Batch]) -> dict[str, float]:
         """Loss per trained token of all `batches` together, without a gradient, as metrics of a set; collective.
 
+        Of pairs, see preference.validated.
         `score_se/loss` is the standard error over the conversations, for a ratio of means: with the loss L of n
         conversations of s_i nats and t_i tokens, sqrt(n / (n - 1) sum_i (s_i - L t_i)^2) / sum_i t_i. Preempted as in
         `score`.
         """
         beat(f"the validation of step {self.step}")
+        if self.objective == "dpo":
+            return self._validate_pairs(batches)
         nats: list[float] = []
         tokens: list[float] = []
         for batch in batches:
@@ -158,6 +197,14 @@ class PolicyTrainer:
         spread = sum((s - loss * t) ** 2 for s, t in zip(nats, tokens, strict=True))
         error = math.sqrt(n / (n - 1) * spread) / sum(tokens) if n > 1 else math.nan
         return {"tasks": n, "tokens": sum(tokens), "score/loss": loss, "score_se/loss": error}
+
+    def _validate_pairs(self, batches: Iterable[Batch]) -> dict[str, float]:
+        masks, rows, reference = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
+        for batch in batches:
+            masks += [sample.loss_mask for sample in batch.samples]
+            rows += self.log_probs(self.policy.chunks, batch)
+            reference += self.reference_log_probs(batch)
+        return validated(masks, rows, reference, self.config.algo.dpo)
 
     def log_probs(self, chunks: Sequence[torch.nn.Module], batch: Batch, *, replay: bool = True) -> list[np.ndarray]:
         """Log-probs of the trained tokens, 0 elsewhere, float32 [S] for each sample on every rank; collective.
@@ -173,9 +220,7 @@ class PolicyTrainer:
         """This rank's micro-batches of the mini-batch `rows`, with the weight of each token in its loss."""
         part = {name: values[rows.start : rows.stop] for name, values in columns.items()}
         samples = batch.samples[rows.start : rows.stop]
-        if self.supervised:
-            weights = token_weights(part["loss_mask"], "token")
-        else:
+        if self.objective == "policy":
             weights = token_weights(
                 part["loss_mask"],
                 self.config.algo.average,
@@ -183,14 +228,23 @@ class PolicyTrainer:
                 later=[sample.later for sample in samples],
                 later_weight=self.config.algo.later_weight,
             )
-        return make_micro_batches(self.config, _cut({**part, "weights": weights}, samples), self.device)
+        else:  # of pairs the mean over pairs, in each of which both replies weigh the same
+            weights = token_weights(part["loss_mask"], {"sft": "token", "dpo": "sequence"}[self.objective])
+        columns = _cut({**part, "weights": weights}, samples)
+        return make_micro_batches(self.config, columns, self.device, pairs=self.objective == "dpo")
+
+    @property
+    def _unit(self) -> int:
+        """Samples that are learned from together."""
+        return 2 if self.objective == "dpo" else 1
 
     def _head(self, chunks: Sequence[torch.nn.Module]) -> Head:
         return partial(apply_head, chunks[-1], self.temperature, self.shape.vocab)
 
-    def _reduced(self, reports: Sequence[Report], tokens: float, steps: int) -> dict[str, float]:
-        """The loss, averaged over the optimizer steps; means over the trained tokens, and maxima, over all ranks."""
-        summed, largest = ([], []) if self.supervised else reported(self.config.algo, self.referred)
+    def _reduced(self, reports: Sequence[Report], count: float, steps: int) -> dict[str, float]:
+        """The loss, averaged over the optimizer steps; means over `count` trained tokens or pairs, and maxima, over all
+        ranks."""
+        summed, largest = self._sums, self._maxima
         sums = torch.zeros(1 + len(summed), device=self.device)
         maxima = torch.zeros(len(largest), device=self.device)
         if parallel_state.get_tensor_model_parallel_rank() == 0:  # its peers report the same tokens
@@ -202,7 +256,7 @@ class PolicyTrainer:
         if largest:
             dist.all_reduce(maxima, dist.ReduceOp.MAX)
         loss, *means = sums.tolist()
-        values = [loss / steps, *(value / tokens for value in means), *maxima.tolist()]
+        values = [loss / steps, *(value / count for value in means), *maxima.tolist()]
         return dict(zip(["loss", *summed, *largest], values, strict=True))
 
 
@@ -233,7 +287,8 @@ def _joined(rows: Sequence[np.ndarray], samples: Sequence[Sample]) -> list[np.nd
     return [np.concatenate([next(left) for _ in range(1 + len(sample.cuts))]) for sample in samples]
 
 
-def _split(count: int, parts: int) -> list[range]:
-    """Rows 0 to `count` in order, cut into at most `parts` pieces of nearly the same size."""
-    bounds = np.linspace(0, count, min(parts, count) + 1).round().astype(int).tolist()
+def _split(count: int, parts: int, unit: int = 1) -> list[range]:
+    """Rows 0 to `count` in order, cut into at most `parts` pieces of nearly the same number of whole units."""
+    units = count // unit
+    bounds = (unit * np.linspace(0, units, min(parts, units) + 1).round().astype(int)).tolist()
     return [range(start, end) for start, end in pairwise(bounds)]

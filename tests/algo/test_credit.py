@@ -344,3 +344,57 @@ def test_overlong_counts_thought_and_reply() -> None:
     for length, cost in ((4, 0.0), (6, 0.5), (8, 1.0)):
         one, _ = samples_of(Group(TASK, (rollout(1.0, length), rollout(0.0))), options, 0)
         assert one.credits[0].value == 1.0 - cost
+
+
+def chosen_of(objective: str, *values: Score, gap: float = 0.0, **settings: object) -> list[float]:
+    """The values of the samples of a group whose replies are of 1, 2, … tokens."""
+    made = config(**settings)
+    made.algo.objective, made.algo.dpo.gap = objective, gap
+    rollouts = tuple(rollout(value, length) for length, value in enumerate(values, 1))
+    return [sample.credits[0].value for sample in samples_of(Group(TASK, rollouts), made, 0)]
+
+
+def test_a_pair_is_the_best_against_the_worst_of_a_group() -> None:
+    assert chosen_of("dpo", 0.5, 0.75, Missing("lost"), 0.25, 0.75) == [0.75, 0.25]
+    assert chosen_of("dpo", 0.5, 0.75, 0.25, gap=0.5) == [0.75, 0.25]
+    assert chosen_of("dpo", 0.5, 0.75, 0.25, gap=0.51) == chosen_of("dpo", 0.5, 0.5) == chosen_of("dpo", 0.5) == []
+    same = Group(TASK, (rollout(0.5), rollout(0.75)))
+    made = config()
+    made.algo.objective = "dpo"
+    assert samples_of(same, made, 0) == [], "word for word"
+
+
+def test_the_best_of_a_group_is_learned_from_alone() -> None:
+    assert chosen_of("sft", 0.5, 0.75, Missing("lost"), 0.75) == [0.75]
+    assert chosen_of("sft", Missing("lost"), 0.25) == [0.25]
+    assert chosen_of("sft", Missing("lost")) == []
+
+
+def test_nothing_is_learned_from_a_malformed_best() -> None:
+    broken = conversation(1).end(Ending.MALFORMED)
+    bad = Rollout(broken, (Future(broken, {}),), Reward(-1.0))
+    for objective, expected in (("sft", 0), ("dpo", 0)):
+        made = config()
+        made.algo.objective = objective
+        assert len(samples_of(Group(TASK, (bad, bad)), made, 0)) == expected
+    made = config()
+    made.algo.objective = "dpo"
+    pair = samples_of(Group(TASK, (bad, rollout(0.5, 3))), made, 0)
+    assert [sample.credits[0].value for sample in pair] == [0.5, -1.0]
+
+
+def test_whole_conversations_are_compared_with_what_their_turns_were_given() -> None:
+    made = config(futures=0)
+    made.algo.objective = "dpo"
+    group = Group(TASK, (played(0.5, [0.0, 0.0]), played(0.25, [0.5, 0.5, 0.0])))
+    best, worst = samples_of(group, made, 0)
+    assert [best.credits[0].value, worst.credits[0].value] == [1.25, 0.5]
+    assert best.loss_mask.sum() == 6 and worst.loss_mask.sum() == 4
+
+
+def test_of_a_pair_both_are_fresh_or_none() -> None:
+    made = config()
+    made.algo.objective = "dpo"
+    pair = samples_of(Group(TASK, (rollout(0.5, 1), rollout(0.25, 2))), made, 0)
+    assert fresh(pair, 4, made) == pair
+    assert fresh([pair[0], replace(pair[1], version=3)], 4, made) == []

@@ -52,6 +52,37 @@ from tests.helpers import refused
             ["algo.advantage=gae", "reward.turn_credit=reward_to_go"],
             "reward.turn_credit=reward_to_go: algo.advantage=gae makes returns itself",
         ),
+        (["algo.objective=best"], "algo.objective=best: choose one of policy, dpo, sft"),
+        (["algo.dpo.loss=hinge"], "algo.dpo.loss=hinge: choose one of sigmoid, sigmoid_norm, ipo"),
+        (["algo.dpo.beta=0"], "algo.dpo.beta=0.0: must be above 0"),
+        (["algo.dpo.label_smoothing=0.5"], "algo.dpo.label_smoothing=0.5: must be at least 0 and below 0.5"),
+        (
+            ["algo=online_dpo", "algo.dpo.loss=ipo", "algo.dpo.label_smoothing=0.1"],
+            "algo.dpo.label_smoothing=0.1: algo.dpo.loss=ipo has no labels; set it to 0, or choose sigmoid",
+        ),
+        (
+            ["algo=online_dpo", "train.rollouts_per_prompt=1"],
+            "algo.objective=dpo: chooses among the rollouts of a task; set train.rollouts_per_prompt to 2 or more",
+        ),
+        (
+            ["algo=best_of_n", "rollout.futures=2", "rollout.train_turns=all"],
+            "algo.objective=sft: chooses among the rollouts of a task, whose futures are not learned from; set rollout",
+        ),
+        (["algo=best_of_n", "algo.dynamic_sampling=2"], "algo.dynamic_sampling=2: with algo.objective=sft every group"),
+        (
+            ["algo=online_dpo", "rollout.futures=0", "reward.turn_credit=last"],
+            "reward.turn_credit=last: algo.objective=dpo learns from all turns of a conversation; set it to equal",
+        ),
+        (
+            ["algo=online_dpo", "rollout.futures=0", "rollout.strip_thoughts=true"],
+            "rollout.strip_thoughts=true: algo.objective=dpo compares conversations of one sequence each; set it to",
+        ),
+        (
+            ["algo=online_dpo", "algo.dpo.refresh=5", "model.lora.rank=4"],
+            "algo.dpo.refresh=5: with model.lora.rank=4 the reference is the model without adapters; set it to 0",
+        ),
+        (["train.stage=dpo", "algo.dpo.refresh=5"], "algo.dpo.refresh=5: train.stage=dpo learns from other models'"),
+        (["algo=online_dpo", "algo.mini_batches=5000"], "algo.mini_batches=5000: a step has at most"),
     ],
 )
 def test_what_cannot_work_names_the_setting_and_the_way_out(overrides: list[str], said: str) -> None:
@@ -81,6 +112,11 @@ def test_weights_of_sequences_do_not_cut_them() -> None:
         (["algo=dapo", "algo.mini_batches=1", "algo.epochs=2"], []),
         (["algo.kl=k1"], ["algo.kl=k1: without effect in the loss"]),
         (["algo=ppo"], []),
+        (["algo=online_dpo"], []),
+        (
+            ["algo=best_of_n", "algo.entropy_coef=0.1"],
+            ["algo.entropy_coef=0.1: without effect with algo.objective=sft"],
+        ),
     ],
 )
 def test_what_has_no_effect_is_said_at_the_start(overrides: list[str], said: list[str]) -> None:

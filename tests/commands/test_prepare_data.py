@@ -181,7 +181,7 @@ def test_whole_conversations_become_prefixes_and_long_ones_are_dropped(tmp_path:
         (["--max-tokens", "5"], "--max-tokens and --model: give both or neither"),
         (["--max-tokens", "5", "--model", "nowhere"], "--model=nowhere: no tokenizer.json there"),
         (["--system-prompt", "none.txt"], "--system-prompt=none.txt: no such file"),
-        (["--to", "dpo"], "are those of no known format of pairs"),
+        (["--to", "dpo"], "question_answer, which train.stage=rl reads as tasks; give rows that are read as pairs"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(

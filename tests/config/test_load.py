@@ -151,6 +151,8 @@ def test_one_metric_stands_twice_under_other_names() -> None:
         ("gspo", {"loss": "gspo", "average": "sequence", "clip_low": 3e-4, "clip_high": 4e-4, "mini_batches": 4}),
         ("cispo", {"loss": "cispo", "clip_low": 1.0, "clip_high": 4.0, "kl_coef": 0.0, "mini_batches": 16}),
         ("ppo", {"advantage": "gae", "kl_in": "reward", "kl": "k1", "mini_batches": 4}),
+        ("online_dpo", {"objective": "dpo", "kl_coef": 0.0}),
+        ("best_of_n", {"objective": "sft", "kl_coef": 0.0}),
     ],
 )
 def test_a_published_algorithm_is_one_word(name: str, expected: dict[str, object]) -> None:
@@ -183,7 +185,7 @@ def test_every_value_says_where_it_is_from() -> None:
             "experiment=bokking: not in conf/experiment; the nearest is booking; there are booking,",
         ),
         ("reward=pper", "reward=pper: not in conf/reward; the nearest is paper; there are collabllm, paper, verl ("),
-        ("algo=xyz", "algo=xyz: not in conf/algo; there are cispo,"),
+        ("algo=xyz", "algo=xyz: not in conf/algo; there are best_of_n, cispo,"),
         ("--hepl", "--hepl: no such argument; there are --help, --cfg and option=value"),
         ("steps", "steps: give option=value"),
         ("user.stop=[[END", "user.stop=[[END: cannot be read; quote special characters: 'user.stop=\"[[END\"' ("),

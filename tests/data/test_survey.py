@@ -90,7 +90,7 @@ def test_overlong_conversations_are_left_out(tmp_path: Path) -> None:
     data = SupervisedData(config)
     batches = [data.batch(step) for step in range(3)]
     assert all(len(sample.token_ids) <= 64 for batch in batches for sample in batch.samples)
-    expected = [rendered(data.renderer, messages).token_ids.tolist() for messages in data.conversations.sets[0]]
+    expected = [rendered(data.renderer, messages).token_ids.tolist() for messages in data.examples.sets[0]]
     assert len(expected) == 2
     for batch in batches:
         assert sorted(sample.token_ids.tolist() for sample in batch.samples) == sorted(expected)

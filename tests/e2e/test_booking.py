@@ -290,6 +290,22 @@ def test_a_fork_goes_on_from_the_training_state_of_another_run(
     assert {name: record["step"] for name, record in evaluations.items()} == {"before": 40, "after": 60}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("algo", ["online_dpo", "best_of_n"])
+def test_the_best_of_a_group_is_learned_from(
+    root: Path, supervised: Path, start: Callable[..., Program], algo: str
+) -> None:
+    run = root / algo
+    start([*rl(root, algo), f"algo={algo}", "train.steps=2", "train.prompts_per_step=8", "train.eval_tasks=0"]).finish()
+    first, second = lines(run / "metrics.jsonl")
+    assert first["reward"] == first["reward"] and second["grad_norm"] > 0
+    if algo == "best_of_n":
+        assert first["loss"] > 0 and "kl" not in first
+        return
+    assert first["loss"] == pytest.approx(0.6931472, abs=1e-4) and abs(first["dpo/margin"]) < 1e-4
+    assert 1 <= first["dpo/pairs"] == 8 - first["dpo/groups_without_pair"]
+
+
 def test_what_is_sampled_is_what_is_trained(trained: Path) -> None:
     """The engine's log-probs of its samples are the trainer's, at the start and after every update."""
     metrics = lines(trained / "metrics.jsonl")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import nullcontext
 from dataclasses import asdict
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,7 @@ def test_run_from_is_run_fork() -> None:
         ("@20", {"train.steps": 20}, "goes on from step 20, and train.steps=20; raise it"),
         ("@20", {"train.stage": "sft"}, "a run of train.stage=rl, and its optimizer with it; start from its model"),
         ("@20", {"algo.advantage": "gae"}, "of algo.advantage=grpo, and only gae has a critic; keep it"),
+        ("@20", {"algo.dpo.refresh": 5}, "of algo.dpo.refresh=0, and its reference with it; keep it"),
         ("@20", {"model.path": "experts"}, "of another architecture than model.path="),
         ("/nothing", {}, "contains no checkpoint; give a run"),
     ],
@@ -89,10 +91,10 @@ def test_what_cannot_be_gone_on_with(
 ) -> None:
     made = config(tmp_path, f"{other}{given}")
     for name, value in settings.items():
-        group, option = name.split(".")
+        group, _, option = name.rpartition(".")
         if option == "path":
             value = str(make_model(tmp_path / str(value), experts=True))
-        setattr(getattr(made, group), option, value)
+        setattr(attrgetter(group)(made), option, value)
     with pytest.raises(ConfigError, match=said) as error:
         fork(made)
     assert "\n" not in str(error.value) and str(error.value).startswith(f"run.fork={other}{given}")

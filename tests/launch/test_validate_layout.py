@@ -145,7 +145,7 @@ def test_recipes_of_fp8_need_their_devices(
         ),
         (
             {**FP8, "model.fp8_recipe": "delayed", "model.fp8_params": True, "algo.kl_coef": 0.1},
-            "model.fp8_params=true: with model.fp8_recipe=delayed the reference model of algo.kl_coef=0.1 is",
+            "model.fp8_params=true: with model.fp8_recipe=delayed the reference, the first policy, is never",
         ),
         (
             {**FP8, "model.fp8_recipe": "delayed", "model.fp8_params": True, "algo.kl_coef": 0.0, "model.lora.rank": 8},

@@ -255,6 +255,10 @@ def test_what_is_where_in_the_two_phases() -> None:
     supervised = compose(["experiment=train_70b", "train.stage=sft"])
     names = {part.name for part in memory.plan_memory(supervised, shape)[3]}
     assert names == {"parameters", "gradients", "optimizer", "activations", "head"}
+    pairs = compose(["experiment=train_70b", "train.stage=dpo"])
+    assert {part.name for part in memory.plan_memory(pairs, shape)[3]} == names
+    pairs.algo.dpo.precompute = False
+    assert {part.name for part in memory.plan_memory(pairs, shape)[3]} == names | {"reference"}
 
 
 # A server on two of eight GPUs, which are those of the first of four stages.

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_collab.trainer.microbatches import collate
-from megatron_collab.trainer.prefix_tree import FEWEST, Tree, cost, plan_trees, positions, prefix_trees
+from megatron_collab.trainer.prefix_tree import FEWEST, Tree, cost, pair_trees, plan_trees, positions, prefix_trees
 
 
 def of(*parts: tuple[int, int]) -> np.ndarray:
@@ -50,6 +50,15 @@ def test_a_tree_costs_the_positions_and_the_attention_of_its_branches() -> None:
 def test_keys_that_are_gathered_are_bounded() -> None:
     (tree,) = trees_of(*(of((1, 1000), (token, 2)) for token in range(2, 34)))
     assert tree.sizes[-1] == -(-32 * 1001 // 8) > 1000 + 32
+
+
+def test_a_pair_is_one_tree_whatever_its_size() -> None:
+    samples = [of((1, 40), (2, 5)), of((1, 40), (3, 9)), of((1, 4), (4, 5)), of((1, 4), (5, 900)), *[of((6, 30))] * 2]
+    trees = pair_trees(samples, [5, 9, 5, 900, 1, 1])
+    assert [(tree.samples, tree.shared) for tree in trees] == [((0, 1), (0, 40)), ((2, 3), (0, 0)), ((4, 5), (0, 29))]
+    assert [int(tree.sizes[-1]) for tree in trees] == [52, 911, 29]
+    aligned = pair_trees(samples, [5, 9, 5, 900, 1, 1], align=16)
+    assert [(tree.lengths, tree.shared) for tree in aligned][:2] == [((48, 48), (0, 0)), ((16, 912), (0, 0))]
 
 
 FUTURES = [of((1, 100), (rollout, 20), (10 + future, 41)) for rollout in range(2, 6) for future in range(3)]

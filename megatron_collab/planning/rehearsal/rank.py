@@ -77,21 +77,23 @@ def _held(chunks: Iterable[torch.nn.Module]) -> Iterator[Tensor]:
 
 
 def one_batch(config: Config, shape: ModelShape, micro_batches: int) -> Batch:
-    """As many full micro-batches for every data parallel rank, each one sequence of which every token is trained."""
+    """As many full micro-batches for every data parallel rank, each one sequence of which every token is trained, or a
+    pair of them that share nothing."""
     parallel = config.parallel
     groups = ranks(config) // (parallel.tp * parallel.pp * parallel.cp)
-    length = micro_batch_tokens(config) * parallel.cp + 1
+    sides = 2 if config.objective == "dpo" else 1
+    length = micro_batch_tokens(config) * parallel.cp // sides + 1
     mask = (np.arange(length) > 0).astype(np.float32)
-    ids: np.ndarray = np.arange(length) % shape.vocab
-    samples = (Sample(ids, mask, np.zeros(length, np.float32)),) * (micro_batches * groups)
-    if config.train.stage == "sft":
+    begun: list[np.ndarray] = [(np.arange(length) + side) % shape.vocab for side in range(sides)]
+    samples = tuple(Sample(ids, mask, np.zeros(length, np.float32)) for ids in begun) * (micro_batches * groups)
+    if config.objective == "sft":
         return Batch(samples)
     rows = [sample.log_probs for sample in samples]
     values = rows if config.algo.advantage == "gae" else None
     return Scored(
         samples,
         old_log_probs=rows if config.algo.mini_batches * config.algo.epochs > 1 else None,
-        reference_log_probs=rows if config.algo.kl_coef > 0 else None,
+        reference_log_probs=rows if config.refers else None,
         values=values,
         advantages=rows,
         returns=values,
@@ -177,9 +179,9 @@ def step(trainer: PolicyTrainer, config: Config, micro_batches: int, ledger: Led
         mock.patch.object(trainers, "make_micro_batches", made),
         mock.patch.object(network, "make_micro_batches", made),
         # One optimizer step, which has all micro-batches: another holds the same.
-        mock.patch.object(trainers, "_split", lambda count, parts: [range(count)]),
+        mock.patch.object(trainers, "_split", lambda count, *_: [range(count)]),
     ):
-        if not trainer.supervised:
+        if config.objective != "sft":
             trainer.score(one_batch(config, trainer.shape, 1))
         with activations_booked(ledger, trainer):
             trainer.update(one_batch(config, trainer.shape, micro_batches))

@@ -154,8 +154,16 @@ def frozen_copy(chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
     twins = _build(copy.copy(policy.config), policy.shape, next(policy.parameters()).device)
     for twin, chunk in zip(twins, chunks, strict=True):
         twin.requires_grad_(False)
-        for target, source in zip(twin.parameters(), chunk.parameters(), strict=True):
-            target.copy_(source.detach())
+        copy_weights([chunk], [twin])
+        for target in twin.parameters():
             if hasattr(target, "clear_high_precision_init_val"):
                 target.clear_high_precision_init_val()  # on the host, for the master of an optimizer that it has not
     return [twin.eval() for twin in twins]
+
+
+@torch.no_grad()
+def copy_weights(sources: Sequence[torch.nn.Module], targets: Sequence[torch.nn.Module]) -> None:
+    """Give `targets`, frozen copies, the weights that `sources` have now."""
+    for one, other in zip(sources, targets, strict=True):
+        for source, target in zip(one.parameters(), other.parameters(), strict=True):
+            target.copy_(source.detach())

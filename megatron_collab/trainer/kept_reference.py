@@ -1,0 +1,109 @@
+"""Log-probs of the reference for all pairs of a run, computed once and kept in run.dir/reference.
+
+A folder belongs to a model; what is in it is found by the tokens of a sample, so other data adds to it. It has parts,
+each of two files: NUMBER.npy, float32, the log-probs of the trained tokens of its samples end to end, and NUMBER.json,
+where those of each sample begin, by its key. A part with the second is whole. `known-DIGEST` says that all samples of
+the data with this digest are there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch.distributed as dist
+
+from megatron_collab.config import Config
+from megatron_collab.data.datasets import SupervisedData
+from megatron_collab.models import hf_weights
+from megatron_collab.observability.run import progress
+from megatron_collab.runtime import files, hub
+from megatron_collab.runtime.rank0 import shared
+from megatron_collab.types import Batch, Sample
+
+FOLDER = "reference"  # in run.dir
+PART = 512  # pairs whose log-probs are computed and written together
+
+
+class KeptReference:
+    """The log-probs of every sample of the data, on every rank."""
+
+    def __init__(self, config: Config, data: SupervisedData, compute: Callable[[Batch], list[np.ndarray]]) -> None:
+        """Compute and keep what is not there yet; collective. `compute`: log-probs as PolicyTrainer.log_probs gives.
+
+        Preempted as in `compute`: what was computed until then stays.
+        """
+        self.folder = Path(config.run.dir) / FOLDER / model_digest(config)
+        self._known: dict[str, tuple[np.ndarray, int]] = {}  # by key: the values of its part, where its own begin
+        known = self.folder / f"known-{_digest(data.fingerprint)}"
+        parts: list[int] = shared(self._parts)
+        for part in parts:
+            self._read(part)
+        if shared(known.exists):
+            return
+        bar = progress("log-probs of the reference", len(data), unit="pair") if dist.get_rank() == 0 else None
+        for batch in data.whole(PART):
+            pairs = [batch.samples[at : at + 2] for at in range(0, len(batch.samples), 2)]
+            samples = tuple(one for pair in pairs if not all(map(self._knows, pair)) for one in pair)
+            if samples:
+                parts.append(parts[-1] + 1 if parts else 0)
+                rows = compute(Batch(samples))
+                shared(partial(self._write, parts[-1], samples, rows))
+                self._read(parts[-1])
+            if bar:
+                bar.update(len(pairs))
+        if bar:
+            bar.close()
+        shared(known.touch)
+
+    def log_probs(self, batch: Batch) -> list[np.ndarray]:
+        """Those of the trained tokens, 0 elsewhere, float32 [S] for each sample."""
+        rows = []
+        for sample in batch.samples:
+            values, start = self._known[_key(sample)]
+            trained, row = sample.loss_mask > 0, np.zeros_like(sample.loss_mask)
+            row[trained] = values[start : start + np.count_nonzero(trained)]
+            rows.append(row)
+        return rows
+
+    def _knows(self, sample: Sample) -> bool:
+        return _key(sample) in self._known
+
+    def _parts(self) -> list[int]:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return sorted(int(file.stem) for file in self.folder.glob("*.json"))
+
+    def _write(self, part: int, samples: tuple[Sample, ...], rows: list[np.ndarray]) -> None:
+        trained = [row[sample.loss_mask > 0] for sample, row in zip(samples, rows, strict=True)]
+        starts = np.cumsum([0, *map(len, trained)]).tolist()
+        with files.writing(self.folder / f"{part}.npy"):
+            np.save(self.folder / f"{part}.npy", np.concatenate(trained))
+        index = {_key(sample): start for sample, start in zip(samples, starts[:-1], strict=True)}
+        files.replace(self.folder / f"{part}.json", json.dumps(index))
+
+    def _read(self, part: int) -> None:
+        values = np.load(self.folder / f"{part}.npy", mmap_mode="r")
+        index: dict[str, int] = json.loads((self.folder / f"{part}.json").read_text())
+        self._known |= {key: (values, start) for key, start in index.items()}
+
+
+def model_digest(config: Config) -> str:
+    """Of config.json, of the names, sizes and times of the files of weights, and of the dtype."""
+    folder = hub.folder(config.model.path)
+    weights = [folder / name for name in sorted({tensor.file for tensor in hf_weights.read(folder).values()})]
+    about = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in weights]
+    return _digest([(folder / "config.json").read_text(), about, config.model.dtype, config.model.fp8])
+
+
+def _digest(of: object) -> str:
+    return hashlib.blake2b(json.dumps(of, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def _key(sample: Sample) -> str:
+    """Follows from its tokens, and from which of them are trained."""
+    content = sample.token_ids.astype(np.int64).tobytes() + (sample.loss_mask > 0).tobytes()
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
