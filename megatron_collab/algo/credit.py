@@ -231,7 +231,7 @@ def _routing(stream: tuple[int, ...], turns: Sequence[Turn]) -> np.ndarray | Non
             begin = end - len(turn.routing)
             assert begin <= known, f"no turn has the experts of tokens {known} to {begin}"
             parts.append(turn.routing[known - begin :])
-            known = end
+            known = max(known, end)
     return np.concatenate([*parts, np.zeros_like(parts[0][:1])]) if parts else None
 
 

@@ -269,7 +269,8 @@ def _columns(batch: Batch, *, replay: bool = True) -> Columns:
     scored = {field.name: getattr(batch, field.name) for field in fields(batch)[len(fields(Batch)) :]}
     columns |= {name: rows for name, rows in scored.items() if rows is not None}
     routing = [sample.routing for sample in batch.samples if sample.routing is not None]
-    return columns | {"routing": routing} if replay and len(routing) == len(batch.samples) else columns
+    assert len(routing) in (0, len(batch.samples)), "all samples of a run have experts to replay, or none has"
+    return columns | {"routing": routing} if replay and routing else columns
 
 
 def _cut(columns: Columns, samples: Sequence[Sample]) -> Columns:
