@@ -22,6 +22,7 @@ from megatron_collab.data.datasets import SupervisedData
 from megatron_collab.models import hf_weights
 from megatron_collab.observability.run import progress
 from megatron_collab.runtime import files, hub
+from megatron_collab.runtime.process import RunStopped
 from megatron_collab.runtime.rank0 import shared
 from megatron_collab.types import Batch, Sample
 
@@ -35,7 +36,8 @@ class KeptReference:
     def __init__(self, config: Config, data: SupervisedData, compute: Callable[[Batch], list[np.ndarray]]) -> None:
         """Compute and keep what is not there yet; collective. `compute`: log-probs as PolicyTrainer.log_probs gives.
 
-        Preempted as in `compute`: what was computed until then stays.
+        Preempted as in `compute`: what was computed until then stays. RunStopped where a file is damaged, or cannot be
+        written.
         """
         self.folder = Path(config.run.dir) / FOLDER / model_digest(config)
         self._known: dict[str, tuple[np.ndarray, int]] = {}  # by key: the values of its part, where its own begin
@@ -58,12 +60,14 @@ class KeptReference:
                 bar.update(len(pairs))
         if bar:
             bar.close()
-        shared(known.touch)
+        shared(partial(files.replace, known, ""))
 
     def log_probs(self, batch: Batch) -> list[np.ndarray]:
-        """Those of the trained tokens, 0 elsewhere, float32 [S] for each sample."""
+        """Those of the trained tokens, 0 elsewhere, float32 [S] for each sample. RunStopped where one is not known."""
         rows = []
         for sample in batch.samples:
+            if not self._knows(sample):
+                raise self._damaged(self.folder)
             values, start = self._known[_key(sample)]
             trained, row = sample.loss_mask > 0, np.zeros_like(sample.loss_mask)
             row[trained] = values[start : start + np.count_nonzero(trained)]
@@ -86,9 +90,18 @@ class KeptReference:
         files.replace(self.folder / f"{part}.json", json.dumps(index))
 
     def _read(self, part: int) -> None:
-        values = np.load(self.folder / f"{part}.npy", mmap_mode="r")
-        index: dict[str, int] = json.loads((self.folder / f"{part}.json").read_text())
+        file = self.folder / f"{part}.npy"
+        try:
+            values = np.load(file, mmap_mode="r")
+            index: dict[str, int] = json.loads(file.with_suffix(".json").read_text())
+        except (OSError, ValueError, EOFError) as error:
+            raise self._damaged(file) from error
         self._known |= {key: (values, start) for key, start in index.items()}
+
+    def _damaged(self, where: Path) -> RunStopped:
+        return RunStopped(
+            f"{where}: lacks log-probs of the reference; remove {self.folder}, and they are computed again"
+        )
 
 
 def model_digest(config: Config) -> str:

@@ -116,3 +116,10 @@ def test_an_outage_is_not_refilled(world: Callable[..., World]) -> None:
     with pytest.raises(RunStopped, match=r"12 of 18 rollouts have no reward"):
         made.next(0)
     assert len(made.played) == PROMPTS
+
+
+def test_groups_without_a_pair_are_no_part_of_a_batch_for_dpo(world: Callable[..., World]) -> None:
+    made = world(lambda task: EQUAL, 0)
+    made.config.algo.objective = "dpo"
+    with pytest.raises(RunStopped, match="no group has enough rewards that differ"):
+        made.next(4)

@@ -1,0 +1,98 @@
+"""Log-probs of the reference on disk: computed once, added to, gone on with where a run was stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_collab.config import Config
+from megatron_collab.runtime.process import Preempted, RunStopped
+from megatron_collab.trainer import kept_reference
+from megatron_collab.trainer.kept_reference import KeptReference
+from megatron_collab.types import Batch, Sample
+from tests.ranks import make_config, make_model, make_pairs
+
+PAIRS = make_pairs(7, seed=2)
+
+
+class Data:
+    """Of SupervisedData what is asked for."""
+
+    def __init__(self, samples: Sequence[Sample]) -> None:
+        self.samples, self.fingerprint = tuple(samples), [len(samples)]
+
+    def __len__(self) -> int:
+        return len(self.samples) // 2
+
+    def whole(self, size: int) -> Iterator[Batch]:
+        for start in range(0, len(self.samples), 2 * size):
+            yield Batch(self.samples[start : start + 2 * size])
+
+
+@pytest.fixture
+def keep(tmp_path: Path, one_rank: Config, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, list[int]]]:
+    """What is kept of some samples, and how many were computed for it at a time, up to `most` times."""
+    config = make_config(make_model(tmp_path / "model"), {"run.dir": str(tmp_path / "run")})
+    monkeypatch.setattr(kept_reference, "PART", 3)
+
+    def made(samples: Sequence[Sample], most: int = 9) -> tuple[Any, list[int]]:
+        computed: list[int] = []
+
+        def compute(batch: Batch) -> list[np.ndarray]:
+            if len(computed) == most:
+                raise Preempted("SIGUSR1")
+            computed.append(len(batch.samples))
+            return [values(sample) for sample in batch.samples]
+
+        data: Any = Data(samples)
+        return KeptReference(config, data, compute), computed
+
+    return made
+
+
+def values(sample: Sample) -> np.ndarray:
+    return (sample.loss_mask * -np.sqrt(sample.token_ids)).astype(np.float32)
+
+
+def check(kept: KeptReference, samples: Sequence[Sample]) -> None:
+    for found, sample in zip(kept.log_probs(Batch(tuple(samples))), samples, strict=True):
+        np.testing.assert_array_equal(found, values(sample))
+
+
+def test_they_are_computed_once_and_other_data_adds_to_them(keep: Callable[..., Any]) -> None:
+    kept, computed = keep(PAIRS[:8])
+    assert computed == [6, 2]
+    check(kept, PAIRS[:8][::-1])
+    again, computed = keep(PAIRS[:8])
+    assert computed == []
+    check(again, PAIRS[:8])
+    more, computed = keep(PAIRS)
+    assert computed == [4, 2], "what is known of the second part is not computed again"
+    check(more, PAIRS)
+
+
+def test_a_run_that_was_stopped_goes_on_where_it_was(keep: Callable[..., Any]) -> None:
+    with pytest.raises(Preempted):
+        keep(PAIRS, most=1)
+    kept, computed = keep(PAIRS)
+    assert computed == [6, 2]
+    check(kept, PAIRS)
+
+
+@pytest.mark.parametrize("damage", ["cut", "lost"])
+def test_a_damaged_file_is_named_with_the_way_out(keep: Callable[..., Any], tmp_path: Path, damage: str) -> None:
+    keep(PAIRS)
+    (file,) = tmp_path.glob("run/reference/*/0.npy")
+    file.write_bytes(file.read_bytes()[:50]) if damage == "cut" else file.unlink()
+    with pytest.raises(RunStopped, match=r"0\.npy: lacks log-probs of the reference; remove .*/reference/\w+, and"):
+        keep(PAIRS)
+
+
+def test_what_is_not_known_stops_the_run(keep: Callable[..., Any]) -> None:
+    kept, _ = keep(PAIRS[:8])
+    with pytest.raises(RunStopped, match="lacks log-probs"):
+        kept.log_probs(Batch(PAIRS))
