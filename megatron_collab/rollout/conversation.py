@@ -15,6 +15,7 @@ from functools import partial
 from megatron_collab.config import Config, SamplingConfig
 from megatron_collab.inference.assistant import Assistant, Renderer
 from megatron_collab.inference.client import EngineError
+from megatron_collab.llm.caller import ask_as
 from megatron_collab.reward.multiturn import malformed_last, reward_function
 from megatron_collab.reward.workers import RewardClient
 from megatron_collab.rollout import thinking
@@ -92,6 +93,7 @@ class Player:
 
         A turn after which nothing can follow is scored as it is, with reward.mode=single_turn every turn.
         """
+        ask_as(place.name)
         async with self.tools.open(task) as tools:
             start = await self.trained_turn(task, place, tools)
             if self.strict:
@@ -110,6 +112,7 @@ class Player:
 
         Its tools go on from the state in which the trained turn has left `tools`.
         """
+        ask_as(place.name)
         if not start.ending:
             async with tools.fork() as own:
                 start = await self.play_on(start, task, place, self.rollout.future, tools=own)
