@@ -132,7 +132,7 @@ class Scrub:
         return replace(call, question=self._walk(call.question, "question"), answer=answer, failed=failed)
 
     def report(self) -> str:
-        counts = ", ".join(f"{name} {count}" for name, count in self._counts.items())
+        counts = ", ".join(f"{name} {count}" for name, count in sorted(self._counts.items()) if count)
         changed = f"; {self._answers} answers are others now, and a replay gives these" if self._answers else ""
         return f"removed by field: {counts or 'nothing'}{changed}"
 

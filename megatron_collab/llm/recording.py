@@ -59,7 +59,7 @@ class Taken:
 
 
 @dataclass
-class Asked:
+class CallKey:
     """A question (JSON), the name of the conversation that asks it, and how often it has asked the same before.
 
     `shared`: whoever asks, the answer is the same, as those of judges, which are cached.
@@ -92,7 +92,7 @@ class Call:
     taken: Taken
 
 
-class Stored(NamedTuple):
+class StoredCall(NamedTuple):
     """A call as a shard has it."""
 
     time: float
@@ -112,7 +112,7 @@ class Stored(NamedTuple):
         except (zstandard.ZstdError, ValueError, TypeError, LookupError, RecursionError) as error:
             raise ValueError(f"a recorded call is damaged: {error}") from error
 
-    def containing(self, call: Call) -> Stored:
+    def containing(self, call: Call) -> StoredCall:
         """`call` in place of what it holds, found by the same."""
         return self._replace(content=_compressed(call))
 
@@ -125,11 +125,11 @@ class Shard:
         self.file = folder / f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}{SUFFIX}"
         self._run, self._out = run, -1
 
-    def record(self, asked: Asked, call: Call) -> None:
+    def record(self, asked: CallKey, call: Call) -> None:
         """RunStopped where it cannot be written."""
-        self.append(Stored(call.time, asked.key, asked.digest, _digest(asked.name.encode()), _compressed(call)))
+        self.append(StoredCall(call.time, asked.key, asked.digest, _digest(asked.name.encode()), _compressed(call)))
 
-    def append(self, stored: Stored) -> None:
+    def append(self, stored: StoredCall) -> None:
         """As `record`. Once written it outlives the process, and the machine once this has written its buffers."""
         head = _HEAD.pack(len(stored.content), stored.time, stored.key, stored.digest, stored.name)
         self._write(head + _CRC.pack(zlib.crc32(head)) + stored.content)
@@ -179,7 +179,7 @@ class Recording:
     def __len__(self) -> int:
         return len(self._index)
 
-    def find(self, asked: Asked) -> Call | None:
+    def find(self, asked: CallKey) -> Call | None:
         """The latest answer to the same of the same conversation; of a shared question also that of another one.
 
         Raises ValueError where it is damaged.
@@ -193,20 +193,20 @@ class Recording:
         """The calls of a conversation, by time."""
         return (self.stored(int(number)).call() for number in self._by_name.find(_digest(name.encode())))
 
-    def stored(self, number: int) -> Stored:
+    def stored(self, number: int) -> StoredCall:
         """The call of this number, by time."""
         _, _, shard, at = self._index[number].item()
         content = self._content[shard]
         size, time, key, question, name = _HEAD.unpack_from(content, at)
         begin = at + _HEAD.size + _CRC.size
-        return Stored(time, key, question, name, bytes(content[begin : begin + size]))
+        return StoredCall(time, key, question, name, bytes(content[begin : begin + size]))
 
     def superseded(self) -> set[int]:
         """The numbers of the calls in place of which a later one counts."""
         last = {bytes(key): number for number, key in enumerate(self._index["key"])}
         return set(range(len(self))) - set(last.values())
 
-    def _read(self, shard: Path) -> Iterator[tuple[int, Stored]]:
+    def _read(self, shard: Path) -> Iterator[tuple[int, StoredCall]]:
         """The calls of a shard without their content, each with where it begins."""
         with shard.open("rb") as file:
             first = file.readline(_LINE)
@@ -231,7 +231,7 @@ class Recording:
             end = at + _HEAD.size + _CRC.size + size
             if _CRC.unpack_from(content, at + _HEAD.size)[0] != zlib.crc32(head) or end > len(content):
                 break
-            yield at, Stored(time, key, question, name, b"")
+            yield at, StoredCall(time, key, question, name, b"")
             at, calls = end, calls + 1
         if at < len(content) or not at:
             self.torn.append(f"{shard}: ends within a call; {calls} before it are read")

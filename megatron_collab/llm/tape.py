@@ -13,7 +13,7 @@ from typing import Any
 from megatron_collab.config import Config
 from megatron_collab.llm.answer import AnswerTooLong, LlmError
 from megatron_collab.llm.caller import Caller, caller
-from megatron_collab.llm.recording import Asked, Call, Recording, Shard, Taken
+from megatron_collab.llm.recording import Call, CallKey, Recording, Shard, Taken
 from megatron_collab.runtime.process import RunStopped
 from megatron_collab.runtime.redact import redact, redacted
 
@@ -51,7 +51,7 @@ class Tape:
         A `shared` question has the same answer whoever asks. Raises the recorded LlmError, that of `ask`, NotRecorded.
         """
         who = caller() or self._nobody
-        asked = Asked(who.name, 0, question, shared)
+        asked = CallKey(who.name, 0, question, shared)
         if not shared:
             asked.number = who.asked[asked.digest]
             who.asked[asked.digest] += 1
@@ -67,7 +67,7 @@ class Tape:
         taken, self._counters = self._counters, defaultdict(float)
         return dict(taken)
 
-    def _found(self, recording: Recording, asked: Asked) -> Call | None:
+    def _found(self, recording: Recording, asked: CallKey) -> Call | None:
         try:
             call = recording.find(asked)
             if call is None and not self._live:
@@ -85,7 +85,7 @@ class Tape:
             raise _FAILURES.get(kind, LlmError)(why)
         return call.answer
 
-    async def _recorded(self, shard: Shard, asked: Asked, ask: Callable[[Taken], Awaitable[Any]]) -> Any:
+    async def _recorded(self, shard: Shard, asked: CallKey, ask: Callable[[Taken], Awaitable[Any]]) -> Any:
         taken, answer, failed = Taken(), None, None
         try:
             answer = redacted(await ask(taken))
@@ -120,7 +120,7 @@ def run_name(config: Config) -> str:
     return str(Path(config.run.dir).absolute())
 
 
-def _not_recorded(recording: Recording, asked: Asked) -> str:
+def _not_recorded(recording: Recording, asked: CallKey) -> str:
     folder = ", ".join(map(str, recording.folders))
     said = f"llm.replay={folder}: has no answer to a question of {asked.name or 'nobody'} to {asked.question['model']}"
     out = "replay with the settings and data of the recorded run, or set llm.replay_missing=live, which asks the model"
@@ -130,7 +130,7 @@ def _not_recorded(recording: Recording, asked: Asked) -> str:
     return f"{said}; the nearest is of {near.name or 'nobody'}, and differs in {difference(asked, near)}; {out}"
 
 
-def nearest(recording: Recording, asked: Asked) -> Call | None:
+def nearest(recording: Recording, asked: CallKey) -> Call | None:
     """The call of the same conversation, or else of any, that is most like it: the model, then how far messages agree.
 
     Of a large recording it looks at every so manieth call.
@@ -151,7 +151,7 @@ def _likeness(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[int, ..
     return one.get("model") == other.get("model"), at, characters, same
 
 
-def difference(asked: Asked, call: Call) -> str:
+def difference(asked: CallKey, call: Call) -> str:
     """In which settings and in which message a question differs from a recorded one, on one line."""
     one, other = asked.question, call.question
     found = []

@@ -19,7 +19,7 @@ from megatron_collab.llm.answer import AnswerTooLong, Field, LlmError
 from megatron_collab.llm.cache import Cache
 from megatron_collab.llm.caller import ask_as
 from megatron_collab.llm.client import LlmClient
-from megatron_collab.llm.recording import SUFFIX, Asked, Call, Recording, Shard, Taken
+from megatron_collab.llm.recording import SUFFIX, Call, CallKey, Recording, Shard, Taken
 from megatron_collab.llm.tape import NotRecorded, Tape, open_tape
 from megatron_collab.runtime.process import RunStopped
 from tests.helpers import configured
@@ -278,7 +278,7 @@ def test_replies_of_an_assistant_and_policies_and_served_models(tmp_path: Path) 
     shard = Shard(tmp_path / "calls", "run")
     question = {"model": "served/helper", "temperature": 0.0, "max_tokens": 2048, "messages": QUESTION}
     question |= {"schema": None, "sample": None}
-    shard.record(Asked("", 0, question), Call("", 0, 1.0, question, ["from served", 2, "stop"], None, Taken()))
+    shard.record(CallKey("", 0, question), Call("", 0, 1.0, question, ["from served", 2, "stop"], None, Taken()))
     helper = EndpointConfig(model="served/helper/train-0-0/0/0")
     assert replay(tmp_path, helper, replies).text == "from served", "with no server there"
 
@@ -286,7 +286,7 @@ def test_replies_of_an_assistant_and_policies_and_served_models(tmp_path: Path) 
 def make_shard(folder: Path, calls: int) -> Path:
     shard = Shard(folder, "run")
     for number in range(calls):
-        asked = Asked("a", number, {"model": "m", "messages": []})
+        asked = CallKey("a", number, {"model": "m", "messages": []})
         shard.record(asked, Call("a", number, float(number), dict(asked.question), {"n": number}, None, Taken()))
     return shard.file
 
@@ -302,7 +302,7 @@ def test_a_torn_shard_is_read_up_to_the_tear_and_named(tmp_path: Path, left: str
     calls = 2 if kept > 100 else 0
     assert len(recording) == calls
     assert recording.torn == [f"{file}: ends within a call; {calls} before it are read"]
-    assert recording.find(Asked("a", 0, {"model": "m", "messages": []})) is not None or not calls
+    assert recording.find(CallKey("a", 0, {"model": "m", "messages": []})) is not None or not calls
     make_shard(tmp_path, 1)
     assert len(Recording(tmp_path)) == calls + 1, "a resumed run writes another shard"
 
@@ -315,7 +315,7 @@ def test_what_is_damaged_or_no_recording_is_said(tmp_path: Path) -> None:
     content[-20] ^= 1
     file.write_bytes(content)
     recording = Recording(tmp_path)
-    asked = [Asked("a", number, {"model": "m", "messages": []}) for number in range(2)]
+    asked = [CallKey("a", number, {"model": "m", "messages": []}) for number in range(2)]
     first = recording.find(asked[0])
     assert first is not None and first.answer == {"n": 0}
     with pytest.raises(ValueError, match="a recorded call is damaged"):
