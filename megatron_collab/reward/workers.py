@@ -82,8 +82,8 @@ class RewardWorker:
             judge = metrics.Judge(client, reward.judge)
         self.timeout = reward.timeout
         self.metrics = {name: kind(options, judge) for name, (kind, options) in kinds.items()}
-        for made in self.metrics.values():
-            made.tape = self._tape
+        for name, made in self.metrics.items():
+            made.name, made.tape = name, self._tape
         for metric, model in metrics.scorers(reward).items() if served else ():
             self.metrics[metric].servers = served[model].addresses
         # Per metric: a slow one delays no other.

@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import random
+import re
+import shlex
 import subprocess
 import sys
 from itertools import count
@@ -22,6 +24,7 @@ from tests.llm.endpoint import Endpoint, says
 
 pytestmark = pytest.mark.processes
 
+ROOT = Path(__file__).resolve().parents[2]
 KEY = "sk-proj-0123456789abcdef0123456789"
 # What a replay takes and costs, and what the policy's server finds in its cache, which depends on who asks first.
 OTHER = ("seconds/", "llm/", "count/cached_tokens", "count/prefill_tokens")
@@ -102,3 +105,11 @@ def test_a_recorded_run_is_trained_again_to_the_bit_without_endpoint_and_key(tmp
     cost = sum(step["llm/usd"] for step in before)
     assert sum(step["llm/replayed_usd"] for step in after) == pytest.approx(cost) and cost > 0
     assert all(KEY.encode() not in file.read_bytes() for file in calls.iterdir())
+
+    commands = re.findall(r"^    megatron-collab (recording .*)", (ROOT / "docs/howto/recordings.md").read_text(), re.M)
+    assert len(commands) == 3
+    for command in commands:
+        done = [sys.executable, "-m", "megatron_collab.commands", *shlex.split(command)]
+        said = subprocess.run(done, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+        assert f"{requests} calls" in said
+    assert {"merged", "public"} <= {folder.name for folder in tmp_path.iterdir()}

@@ -58,6 +58,7 @@ class Metric(Extension):
     def __init__(self, options: Any, judge: Judge) -> None:
         super().__init__(options)
         self.judge = judge
+        self.name = ""  # in reward.weights
         self.tape: Tape | None = None  # that records or replays what it asks of models other than the judge
         self.servers: Sequence[tuple[str, str]] = ()  # address and key of each that the run has started for `served`
         self.counters: Counter[str] = Counter()  # shown as count/METRIC_NAME

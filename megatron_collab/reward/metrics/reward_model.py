@@ -78,10 +78,11 @@ class RewardModel(Metric):
         async def live(taken: Taken) -> dict[str, Any]:
             began = time.monotonic()
             found = await self._scored(conversation.messages)
-            taken.seconds, taken.requests = time.monotonic() - began, 1
+            taken.seconds, taken.requests, taken.version = time.monotonic() - began, 1, self.options.model
             return found
 
-        model, messages = self.options.model or self.options.url, [each.as_dict() for each in conversation.messages]
+        # Neither address nor folder: they may be others where it is replayed.
+        model, messages = f"reward.metrics.{self.name}", [each.as_dict() for each in conversation.messages]
         try:
             if self.tape is None:
                 found = await live(Taken())
