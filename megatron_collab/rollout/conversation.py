@@ -63,6 +63,7 @@ class Player:
 
         Where the user opens the conversation, it does so once: what is compared begins with the same message.
         """
+        ask_as(f"{stream}/opening")
         task, why = await self._opened(task, stream)
         places = [RolloutPlace(stream, i) for i in range(self.config.train.rollouts_per_prompt)]
         if why:

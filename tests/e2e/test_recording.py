@@ -79,10 +79,11 @@ def steps(run: Path) -> list[dict[str, Any]]:
 
 
 def test_a_recorded_run_is_trained_again_to_the_bit_without_endpoint_and_key(tmp_path: Path) -> None:
-    """By other workers, which play and score in another order."""
+    """By other workers, which play and score in another order. Every other conversation is opened by the user."""
+    first_messages = [[{"role": "user", "content": f"hi {i}"}] if i % 2 else [] for i in range(4)]
     rows = [
-        {"prompt": [{"role": "user", "content": f"hi {i}"}], "goal": "a table", "answer": "a blue one", "id": str(i)}
-        for i in range(4)
+        {"prompt": messages, "goal": "a table", "answer": "a blue one", "id": str(i)}
+        for i, messages in enumerate(first_messages)
     ]
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = [f"data.train={tmp_path}/tasks.jsonl", f"model.path={make_model(tmp_path / 'policy', layers=1)}"]
