@@ -120,8 +120,8 @@ class Measured:
         self.positions = 0
 
     def update(self) -> None:
-        def counted(*given: object) -> object:
-            found = make_micro_batches(*given)  # type: ignore[arg-type]
+        def counted(*given: object, **options: bool) -> object:
+            found = make_micro_batches(*given, **options)  # type: ignore[arg-type]
             self.positions = sum(micro_batch.token_ids.shape[1] for micro_batch in found)
             return found
 
