@@ -44,6 +44,7 @@ CPU = [
     "tqdm",
     "filelock",
     "packaging",
+    "zstandard",
 ]
 DEV = ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "import-linter"]
 

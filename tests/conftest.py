@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from megatron_collab import patches
 from megatron_collab.config import Config
@@ -25,6 +26,8 @@ os.environ.setdefault(*files.COMPILE_CACHE)
 os.environ.setdefault(*ROW_BY_ROW)  # as servers on a CPU have it
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 patches.apply("megatron", "litellm")
+settings.register_profile("busy", deadline=None)  # of an example: a machine may be busy with others
+settings.load_profile("busy")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -23,6 +23,7 @@ LAZY = {
     "commands.doctor": "lists what is missing on a machine without torch",
     "commands.plan_sync": "answers --help and wrong arguments before torch is imported",
     "commands.prepare_data": "answers --help and wrong arguments before transformers is imported",
+    "commands.recording": "answers --help and wrong arguments before numpy is imported",
     "commands.score": "answers --help and wrong arguments before Ray and the libraries of data are imported",
     "commands.rehearse": "answers --help and wrong arguments before torch is imported",
     "launch.slurm": "its commands address and wait, which every node runs, need no torch",

@@ -23,6 +23,7 @@ COMMANDS = {
     "convert": "convert a checkpoint to a Hugging Face folder, or the other way round",
     "report": "rewrite report.html of a run",
     "score": "score the futures of a run under several rewards, side by side",
+    "recording": "recorded calls of users and judges: contents, price, latency; merge and scrub them",
 }
 
 

@@ -185,8 +185,13 @@ def print_endpoints(overrides: Sequence[str]) -> int:
     if not asked:
         print("This run asks no language model.")
         return 0
+    endpoints.check_recordings(config)
+    if config.llm.offline:
+        models = ", ".join(dict.fromkeys(str(each.endpoint.model) for each in asked))
+        print(f"Recorded calls answer for {models} (llm.replay={config.llm.replay}); nothing is called.")
+        return 0
     unpriced = endpoints.check_prices(config, asked)
-    endpoints.check_support(asked)
+    endpoints.check_support(config, asked)
     print("".join(f"{line}\n" for line in unpriced), end="")
     labels = [("", "model"), *((each.setting, str(each.endpoint.model)) for each in asked)]
     widths = [*(max(map(len, column)) for column in zip(*labels, strict=True)), 7, 6, 0]

@@ -12,7 +12,7 @@ from megatron_collab import patches
 from megatron_collab.checkpoint import hf
 from megatron_collab.checkpoint.sharded_state import load_weights
 from megatron_collab.config import Config
-from megatron_collab.runtime.network import HOST, bindable
+from megatron_collab.runtime.network import alone
 from megatron_collab.trainer.megatron import model as policies
 from megatron_collab.trainer.megatron import parallel
 
@@ -49,8 +49,7 @@ def _transformers(folder: Path, dtype: torch.dtype | None, tokens: torch.Tensor)
 def _megatron(checkpoint: Path, folder: Path, dtype: torch.dtype | None, tokens: torch.Tensor) -> torch.Tensor:
     config = Config()
     config.launch.device, config.model.dtype = "cpu", "float32"
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": HOST}
-    os.environ["MASTER_PORT"] = str(bindable("--verify", 0))
+    os.environ |= alone("--verify")
     shape = hf.read_shape(folder)
     with parallel.init_parallel(config):
         chunks = policies.build(config, shape)

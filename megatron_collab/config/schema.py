@@ -386,6 +386,19 @@ class LlmConfig:
         {}, "USD per million tokens of prompts and answers, as {openai/m: [2.5, 10]}; other models: LiteLLM's"
     )
     cache: str | None = mutable(None, "folder of the judges' answers; none: llm_cache in run.dir")
+    record: str | None = mutable(None, "folder to which all calls of users, judges and served models are recorded")
+    replay: str | None = mutable(
+        None, "folder of recorded calls, which answer in place of the models: no network, no key, no cost"
+    )
+    replay_missing: str = mutable(
+        "error", "a call that is not recorded ends the run (error), or is made (live)", choices=("error", "live")
+    )
+    replay_latency: float = mutable(0.0, "times the recorded seconds that a replayed call takes", ge=0, le=1000)
+
+    @property
+    def offline(self) -> bool:
+        """Whether no call is made: recorded ones alone answer."""
+        return self.replay is not None and self.replay_missing == "error"
 
 
 @dataclass

@@ -142,6 +142,7 @@ def read_data(config: Config, schemas: Sequence[Mapping[str, Any]], trains: bool
     if sets := evaluation_sets(config):
         data.append(datasets.SurveyedSources(config, "data.eval", sets, schemas, needs))
     if config.train.stage == "rl":
+        endpoints.check_recordings(config)
         surveyed = [one for given in data for one in _surveyed(given)]
         examples = users_of_tasks(config, surveyed)
         check_users(config, examples)
@@ -152,7 +153,7 @@ def read_data(config: Config, schemas: Sequence[Mapping[str, Any]], trains: bool
             asked += endpoints.of_assistant(config)
             endpoints.check_served(config, asked)
             unpriced = endpoints.check_prices(config, asked)
-            endpoints.check_support(asked)
+            endpoints.check_support(config, asked)
             for line in unpriced if global_rank() == 0 else ():
                 print(f"megatron-collab: {line}", file=sys.stderr)
     return data

@@ -159,7 +159,8 @@ def _check_served(config: Config) -> None:
         message = f"{group}.replicas x {group}.tp: {here} devices, and of the trainer there are <launch.nproc_per_node>"
         fits = not model.colocated or here <= config.launch.nproc_per_node
         require(fits, f"{message}; lower one of them, or set {group}.colocated=false", config)
-    for metric, name in metrics.scorers(config.reward).items():
+    scorers = {} if config.llm.offline else metrics.scorers(config.reward)
+    for metric, name in scorers.items():
         if name in models and models[name][0] == f"reward.metrics.{metric}":  # its own
             continue
         said = f"reward.metrics.{metric}.model={SERVED}{name}"

@@ -179,7 +179,8 @@ def check_reward(config: Config) -> None:
             require(name in weights, f"{setting}.{name}: not in reward.weights; add reward.weights.{name}=WEIGHT")
     for name in weights:
         metric, settings = metrics.split(name, reward.metrics.get(name, {}))
-        reason = metric.unavailable(settings)
+        replayed = config.llm.offline and metric.served(settings) is not None  # its servers are not started
+        reason = None if replayed else metric.unavailable(settings)
         require(reason is None, f"reward.weights.{name}: {reason}")
         judged = reward.judge.model or getattr(settings, "model", None) or not metric.judged(settings)
         check(bool(judged), f"reward.weights.{name}: needs a judge; set reward.judge.model to a model of LiteLLM's")

@@ -1,4 +1,4 @@
-"""Client of language models through LiteLLM: retries, rate limits, cached answers in a given format."""
+"""Client of language models through LiteLLM: retries, rate limits, cached or recorded answers in a given format."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ from litellm._internal_context import is_internal_call
 from openai import OpenAIError
 
 from megatron_collab.config import EndpointConfig
-from megatron_collab.llm.answer import AnswerTooLong, Field, LlmError, MalformedAnswer, json_schema, parse
+from megatron_collab.llm.answer import AnswerTooLong, Field, LlmError, MalformedAnswer, checked, json_schema, parse
 from megatron_collab.llm.cache import Cache, key_of
-from megatron_collab.llm.endpoint import SERVED, arguments, identity, token_budget, way_out
+from megatron_collab.llm.endpoint import POLICY, SERVED, arguments, identity, question_of, token_budget, way_out
 from megatron_collab.llm.limiter import Ended, Line, Wish
 from megatron_collab.llm.price import Prices, tokens_at_most
+from megatron_collab.llm.recording import Taken
 from megatron_collab.llm.served import OwnServers, ServedModel, causes, unconnected
+from megatron_collab.llm.tape import Tape
 from megatron_collab.patches.litellm import BodyTooLong, be_quiet, limit_bodies
 from megatron_collab.runtime.redact import redact
 
@@ -62,11 +64,12 @@ class LlmClient:
         keys: Mapping[str, str] = {},
         served: Mapping[str, ServedModel] = {},
         prices: Mapping[str, Sequence[float]] = {},
+        tape: Tape | None = None,
     ) -> None:
         """`limiter`: the handle of a Limiter; none: no limits. `keys`: by api_base, of the servers of policy/SAMPLE.
 
         `served`: by NAME, the models called served/NAME, or served/NAME/SAMPLE where answers to the same differ.
-        `prices`: llm.prices.
+        `prices`: llm.prices. `tape`: records or replays answers; not those of the policy, which depend on its weights.
         """
         be_quiet()
         limit_bodies(LONGEST_BODY)
@@ -74,7 +77,7 @@ class LlmClient:
         self.took: dict[str, float] = {"tokens": 0, "usd": 0.0, "unpriced": 0}  # all calls so far
         self._own = OwnServers(keys, served)
         self._line = None if limiter is None else Line(limiter)
-        self._cache = cache
+        self._cache, self._tape = cache, tape
         self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._unconstrained: set[tuple[str, str | None]] = set()  # endpoints that refuse a response_format
 
@@ -92,19 +95,16 @@ class LlmClient:
         `sample` numbers the answers to the same question, each asked for once and cached; none: no cache. Raises
         LlmError where there is no usable answer within `endpoint.attempts` and `endpoint.deadline`, which count neither
         waiting for the limiter nor attempts without a connection, unless there are `others` to ask; AnswerTooLong;
-        BudgetSpent.
+        BudgetSpent; NotRecorded.
         """
-        if sample is None or self._cache is None:
-            return await self._ask(endpoint, messages, fields, others)
-        asked = {**identity(endpoint), "model": self._own.model(endpoint)}
-        key = key_of({**asked, "messages": messages, "schema": json_schema(fields), "sample": sample})
-        lock = self._asking.setdefault(key, asyncio.Lock())
-        async with lock:  # concurrent callers with the same question find the answer in the cache
-            answer = self._cache.get(key, fields)
-            if answer is None:
-                answer = await self._ask(endpoint, messages, fields, others)
-                self._cache.put(key, answer)
-            return answer
+
+        async def live(taken: Taken) -> dict[str, Any]:
+            return await self._cached(endpoint, messages, fields, sample, others, taken)
+
+        if self._tape is None or _on_policy(endpoint):
+            return await live(Taken())
+        question = {**question_of(endpoint), "messages": messages, "schema": json_schema(fields), "sample": sample}
+        return checked(await self._tape.answer(question, live, shared=sample is not None), fields)
 
     async def reply(self, endpoint: EndpointConfig, messages: Messages) -> Reply:
         """What the model says, as it says it, its tokens estimated if they are not reported. Raises as `ask`."""
@@ -112,28 +112,58 @@ class LlmClient:
         def counted(reply: Reply) -> Reply:
             return reply if reply.tokens else reply._replace(tokens=litellm.token_counter(text=reply.text))
 
-        async def say(again: Messages, allowance: _Allowance) -> Reply:
-            return await self._call(endpoint, messages, allowance)
+        async def live(taken: Taken) -> Reply:
+            async def say(again: Messages, allowance: _Allowance) -> Reply:
+                return await self._call(endpoint, messages, allowance)
 
-        return await self._until_read(endpoint, say, counted)
+            return await self._until_read(endpoint, say, counted, taken)
+
+        if self._tape is None or _on_policy(endpoint):
+            return await live(Taken())
+        question = {**question_of(endpoint), "messages": messages, "schema": None, "sample": None}
+        return Reply(*await self._tape.answer(question, live))
+
+    async def _cached(
+        self,
+        endpoint: EndpointConfig,
+        messages: Messages,
+        fields: Sequence[Field],
+        sample: str | None,
+        others: bool,
+        taken: Taken,
+    ) -> dict[str, Any]:
+        """The values of `fields`, from the cache where they are there."""
+        if sample is None or self._cache is None:
+            return await self._ask(endpoint, messages, fields, others, taken)
+        asked = {**identity(endpoint), "model": self._own.model(endpoint)}
+        key = key_of({**asked, "messages": messages, "schema": json_schema(fields), "sample": sample})
+        lock = self._asking.setdefault(key, asyncio.Lock())
+        async with lock:  # concurrent callers with the same question find the answer in the cache
+            answer = self._cache.get(key, fields)
+            taken.cached = answer is not None
+            if answer is None:
+                answer = await self._ask(endpoint, messages, fields, others, taken)
+                self._cache.put(key, answer)
+            return answer
 
     async def _ask(
-        self, endpoint: EndpointConfig, messages: Messages, fields: Sequence[Field], others: bool
+        self, endpoint: EndpointConfig, messages: Messages, fields: Sequence[Field], others: bool, taken: Taken
     ) -> dict[str, Any]:
         async def say(again: Messages, allowance: _Allowance) -> Reply:
             return await self._constrained(endpoint, [*messages, *again], fields, allowance)
 
-        return await self._until_read(endpoint, say, lambda reply: parse(reply.text, fields), others)
+        return await self._until_read(endpoint, say, lambda reply: parse(reply.text, fields), taken, others)
 
     async def _until_read(
         self,
         endpoint: EndpointConfig,
         say: Callable[[Messages, _Allowance], Awaitable[Reply]],
         read: Callable[[Reply], _Read],
+        taken: Taken,
         others: bool = False,
     ) -> _Read:
         """What `read` makes of what the model says; asked for again where it cannot, with messages that say why."""
-        allowance = _Allowance(endpoint.deadline)
+        allowance = _Allowance(endpoint.deadline, taken)
         again: Messages = []
         failure: Exception | None = None
         tries, longest = 0, _FIRST_PAUSE
@@ -207,6 +237,7 @@ class LlmClient:
                 async with asyncio.timeout(seconds):
                     answer = await litellm.acompletion(messages=messages, max_retries=0, **options)
             ended = self._took(endpoint, messages, answer)
+            allowance.note(answer)
         except BaseException as error:
             if _may_cost(error):
                 ended = most
@@ -219,6 +250,7 @@ class LlmClient:
             self.took["tokens"] += ended.tokens or 0
             self.took["usd"] += ended.usd or 0.0
             self.took["unpriced"] += ended.usd is None
+            allowance.pay(ended.usd)
             if line:
                 line.end(replace(ended, call=number))
         text, choice = _text(answer), answer.choices[0] if answer.choices else None
@@ -245,9 +277,10 @@ class LlmClient:
 
 @dataclass
 class _Allowance:
-    """Seconds left for the attempts of one question and the pauses between them."""
+    """Seconds left for the attempts of one question and the pauses between them, and what these have `taken`."""
 
     left: float
+    taken: Taken
 
     @contextmanager
     def spending(self) -> Iterator[None]:
@@ -255,7 +288,26 @@ class _Allowance:
         try:
             yield
         finally:
-            self.left -= time.monotonic() - began
+            seconds = time.monotonic() - began
+            self.left -= seconds
+            self.taken.seconds += seconds
+
+    def note(self, answer: Any) -> None:
+        """Add the tokens of an answer, by its endpoint's count, and which model has given it."""
+        usage = getattr(answer, "usage", None)
+        self.taken.prompt_tokens += getattr(usage, "prompt_tokens", None) or 0
+        self.taken.answer_tokens += getattr(usage, "completion_tokens", None) or 0
+        versions = getattr(answer, "model", None), getattr(answer, "system_fingerprint", None)
+        self.taken.version = " ".join(str(version) for version in versions if version)
+
+    def pay(self, usd: float | None) -> None:
+        """Add what a request has cost; None: not known."""
+        self.taken.requests += 1
+        self.taken.usd = None if usd is None or self.taken.usd is None else self.taken.usd + usd
+
+
+def _on_policy(endpoint: EndpointConfig) -> bool:
+    return str(endpoint.model).startswith(f"{POLICY}/")
 
 
 def _text(answer: Any) -> str:

@@ -90,8 +90,19 @@ def identity(endpoint: EndpointConfig) -> dict[str, Any]:
     return {name: value for name in (*first, *later) if (value := getattr(endpoint, name)) or name in first}
 
 
-def check_settings(endpoint: EndpointConfig, group: str) -> None:
-    """ConfigError for headers and extra arguments that cannot be, as settings of `group`."""
+def question_of(endpoint: EndpointConfig) -> dict[str, Any]:
+    """What a recorded answer is found by, beside messages, JSON: not where the model is, nor how it is let in to.
+
+    A model that the run serves has its name in `servers`.
+    """
+    found = identity(endpoint)
+    if found["model"].startswith(SERVED):  # served/NAME/SAMPLE
+        found["model"] = SERVED + found["model"].removeprefix(SERVED).partition("/")[0]
+    return {name: value for name, value in found.items() if name not in ("api_base", "headers")}
+
+
+def check_settings(endpoint: EndpointConfig, group: str, asked: bool = True) -> None:
+    """ConfigError for headers and extra arguments that cannot be, as settings of `group`; it may not be `asked`."""
     out = f"set {group}.headers.NAME={ENVIRONMENT}VARIABLE, which is read when a request is sent"
     budget = endpoint.extra.get(_COMPLETION)
     message = f"{group}.extra.{_COMPLETION}={budget}: must be a whole number of at least 1"
@@ -109,7 +120,8 @@ def check_settings(endpoint: EndpointConfig, group: str) -> None:
         variable = value.removeprefix(ENVIRONMENT) if value.startswith(ENVIRONMENT) else None
         require(variable is not None or not _SECRET.search(name), f"{group}.headers.{name}: holds a key; {out}")
         message = f"{group}.headers.{name}={value}: no such variable in the environment"
-        require(variable is None or variable in os.environ, message + nearest(variable or "", os.environ))
+        there = variable is None or variable in os.environ or not asked
+        require(there, message + nearest(variable or "", os.environ))
 
 
 def check_support(endpoint: EndpointConfig, setting: str, group: str) -> None:

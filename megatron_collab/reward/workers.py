@@ -17,7 +17,9 @@ from ray.exceptions import RayActorError
 
 from megatron_collab import patches
 from megatron_collab.config import Config, RewardConfig
+from megatron_collab.llm.caller import ask_as, caller
 from megatron_collab.llm.served import ServedModel
+from megatron_collab.llm.tape import open_tape
 from megatron_collab.reward import metrics
 from megatron_collab.runtime import keys, stacks
 from megatron_collab.runtime.process import RunStopped
@@ -36,11 +38,12 @@ Scores = dict[str, Score]
 
 @dataclass(frozen=True)
 class Job:
-    """One conversation and the metrics to apply to it."""
+    """One conversation and the names of the metrics to apply to it."""
 
     names: tuple[str, ...]
     task: Task
     conversation: Conversation
+    name: str = ""  # of the conversation, as whose the calls of judges are recorded
 
 
 _Jobs = dict[asyncio.Future[Scores], Job]
@@ -63,6 +66,7 @@ class RewardWorker:
         # These have the judge's deadline, which does not count the time spent waiting for the rate limiter.
         self._judged = {name for name, (kind, options) in kinds.items() if kind.judged(options)}
         judge: Any = None
+        self._tape = open_tape(config)
         self._cache: Cache | None = None
         if self._judged:
             patches.apply("litellm")
@@ -73,18 +77,22 @@ class RewardWorker:
 
             folder = Path(config.llm.cache) if config.llm.cache else Path(config.run.dir) / "llm_cache"
             self._cache = Cache(folder)
-            client = LlmClient(ray.get_actor(limiter.NAME), self._cache, served=served, prices=config.llm.prices)
+            bound = ray.get_actor(limiter.NAME)
+            client = LlmClient(bound, self._cache, served=served, prices=config.llm.prices, tape=self._tape)
             judge = metrics.Judge(client, reward.judge)
         self.timeout = reward.timeout
         self.metrics = {name: kind(options, judge) for name, (kind, options) in kinds.items()}
+        for name, made in self.metrics.items():
+            made.name, made.tape = name, self._tape
         for metric, model in metrics.scorers(reward).items() if served else ():
             self.metrics[metric].servers = served[model].addresses
         # Per metric: a slow one delays no other.
         self._places = {name: asyncio.Semaphore(reward.concurrency) for name in kinds}
 
-    async def take_counters(self) -> dict[str, int]:
-        """Counts of the metrics since the last call."""
-        taken = {f"{metric}_{what}": n for metric, made in self.metrics.items() for what, n in made.counters.items()}
+    async def take_counters(self) -> dict[str, float]:
+        """Counts of the metrics and of replayed calls since the last call."""
+        taken: dict[str, float] = self._tape.take_counters() if self._tape else {}
+        taken |= {f"{metric}_{what}": n for metric, made in self.metrics.items() for what, n in made.counters.items()}
         for made in self.metrics.values():
             made.counters.clear()
         if self._cache:
@@ -111,6 +119,7 @@ class RewardWorker:
                 task.cancel()
 
     async def _score(self, job: Job) -> Scores:
+        ask_as(job.name)
         scores = await asyncio.gather(*(self._one(name, job) for name in job.names))
         return {name: score for name, score in zip(job.names, scores, strict=True) if score is not None}
 
@@ -167,7 +176,8 @@ class RewardClient:
             if not self._gathered:
                 _start(self._send(), self._sending)
             scores: asyncio.Future[Scores] = asyncio.get_running_loop().create_future()
-            self._gathered[scores] = Job(self.names, task, conversation)
+            asking = caller()
+            self._gathered[scores] = Job(self.names, task, conversation, asking.name if asking else "")
             return await scores
 
     async def _send(self) -> None:

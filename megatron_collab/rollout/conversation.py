@@ -15,6 +15,7 @@ from functools import partial
 from megatron_collab.config import Config, SamplingConfig
 from megatron_collab.inference.assistant import Assistant, Renderer
 from megatron_collab.inference.client import EngineError
+from megatron_collab.llm.caller import ask_as
 from megatron_collab.reward.multiturn import malformed_last, reward_function
 from megatron_collab.reward.workers import RewardClient
 from megatron_collab.rollout import thinking
@@ -62,6 +63,7 @@ class Player:
 
         Where the user opens the conversation, it does so once: what is compared begins with the same message.
         """
+        ask_as(f"{stream}/opening")
         task, why = await self._opened(task, stream)
         places = [RolloutPlace(stream, i) for i in range(self.config.train.rollouts_per_prompt)]
         if why:
@@ -92,6 +94,7 @@ class Player:
 
         A turn after which nothing can follow is scored as it is, with reward.mode=single_turn every turn.
         """
+        ask_as(place.name)
         async with self.tools.open(task) as tools:
             start = await self.trained_turn(task, place, tools)
             if self.strict:
@@ -110,6 +113,7 @@ class Player:
 
         Its tools go on from the state in which the trained turn has left `tools`.
         """
+        ask_as(place.name)
         if not start.ending:
             async with tools.fork() as own:
                 start = await self.play_on(start, task, place, self.rollout.future, tools=own)

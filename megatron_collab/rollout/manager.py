@@ -189,7 +189,8 @@ class RolloutManager(AbstractContextManager["RolloutManager"]):
             counts["from_journal"], self._flight.from_journal = self._flight.from_journal, 0
         before, self._spent = self._spent, self._spend()
         step = spending(before, self._spent)
-        return {**{f"count/{name}": float(count) for name, count in sorted(counts.items())}, **step}
+        named = {name if name.startswith("llm/") else f"count/{name}": float(n) for name, n in sorted(counts.items())}
+        return {**named, **step}
 
     def _spend(self) -> dict[str, float]:
         (spent,) = answers({"what was spent, of the limiter": self._workers.limiter.spend.remote()}, self._timeout)

@@ -56,10 +56,14 @@ class ConversationWorker:
         from megatron_collab.inference.router import Router
         from megatron_collab.llm import limiter
         from megatron_collab.llm.client import LlmClient
+        from megatron_collab.llm.tape import open_tape
 
         own = {f"{url}/v1": key for url, key in servers}
         self.config, self.endpoints = config, list(own)
-        self.client = LlmClient(ray.get_actor(limiter.NAME), keys=own, served=served, prices=config.llm.prices)
+        self.tape = open_tape(config)
+        self.client = LlmClient(
+            ray.get_actor(limiter.NAME), keys=own, served=served, prices=config.llm.prices, tape=self.tape
+        )
         self.policy: Assistant
         self.renderer: Renderer
         if config.assistant.model:
@@ -88,9 +92,10 @@ class ConversationWorker:
             for player in self.players.values():
                 player.users.engine = self.engine
 
-    async def take_counters(self) -> dict[str, int]:
-        """Counts of users, tools and connections to the servers since the last call."""
-        taken = Counter(self.policy.take_counters())
+    async def take_counters(self) -> dict[str, float]:
+        """Counts of users, tools, connections to the servers and replayed calls since the last call."""
+        taken: Counter[str] = Counter(self.policy.take_counters())
+        taken.update(self.tape.take_counters() if self.tape else {})
         for player in self.players.values():
             for counters in (player.users.counters, player.tools.counters, player.counters):
                 taken.update(counters)

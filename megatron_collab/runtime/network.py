@@ -87,6 +87,12 @@ def bindable(setting: str, port: int, host: str = HOST, part: int = 0, parts: in
     raise ValueError(f"{setting}={port}: {reason}; choose another, or 0 for a free one")
 
 
+def alone(setting: str) -> dict[str, str]:
+    """The variables of torchrun's for a process that is the only rank. ValueError naming `setting` without a port."""
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": HOST}
+    return rank | {"MASTER_PORT": str(bindable(setting, 0))}
+
+
 def variables(config: Config) -> dict[str, str]:
     """Environment variables that bind gloo and NCCL to launch.interface; read with a process's first group."""
     name = config.launch.interface or LOOPBACK

@@ -20,6 +20,12 @@ def asked() -> list[AskedModel]:
     return [AskedModel(f"users.{number}.model", "user", EndpointConfig(model)) for number, model in enumerate(MODELS)]
 
 
+def test_recorded_answers_cost_nothing() -> None:
+    config = Config()
+    config.llm.budget_usd, config.llm.replay = 5.0, "calls"
+    assert check_prices(config, asked()) == []
+
+
 def test_without_a_budget_a_line_says_of_which_calls_the_cost_is_unknown() -> None:
     config = Config()
     config.llm.prices = {"openai/given": [1, 2]}

@@ -13,9 +13,10 @@ import pytest
 import torch
 from aiohttp import web
 
-from megatron_collab.config import ConfigError
+from megatron_collab.config import Config, ConfigError
 from megatron_collab.inference import client
 from megatron_collab.inference.server import SGLangServer
+from megatron_collab.llm.tape import Tape, open_tape
 from megatron_collab.reward import metrics
 from megatron_collab.reward.metrics import reward_model
 from megatron_collab.reward.metrics.reward_model import KEY_VARIABLE
@@ -33,6 +34,7 @@ class Server:
     """Answers (status, body) one after the other, the last one for ever; keeps what it was asked."""
 
     played = PLAYED
+    tape: Tape | None = None
 
     def __init__(self, *answers: tuple[int, Any]) -> None:
         self.answers = list(answers)
@@ -55,7 +57,7 @@ class Server:
                 await web.TCPSite(runner, "127.0.0.1", 0).start()
                 url = f"http://127.0.0.1:{runner.addresses[0][1]}/"
                 scorer = metric("reward_model", url=url)
-                self.counters = scorer.counters
+                self.counters, scorer.tape = scorer.counters, self.tape
                 return await scorer.score(TASK, self.played)
             finally:
                 await runner.cleanup()
@@ -105,6 +107,27 @@ def test_what_is_too_long_is_cut_by_turns_from_the_front() -> None:
     server = Long(*[(200, TOKENS), refused] * 3)
     found = server.score()
     assert isinstance(found, Missing) and "context length" in found.why
+
+
+def test_scores_are_recorded_and_replayed_without_a_server(tmp_path: Path) -> None:
+    """That of a cut conversation too, and why there was none."""
+    refused = (400, "longer than the model's context length (9 tokens)")
+    for name, answers, wanted, cut in (
+        ("whole", [(200, TOKENS), (200, {"embedding": [0.25]})], 0.25, 0),
+        ("cut", [(200, TOKENS), refused, (200, TOKENS), (200, {"embedding": [0.5]})], 0.5, 1),
+        ("none", [(200, TOKENS), (200, {"embedding": [0.5, 0.5]})], "the model has 2 outputs", 0),
+    ):
+        config = Config()
+        config.run.dir, config.llm.record = str(tmp_path), str(tmp_path / name)
+        server = Server(*answers)
+        server.tape = open_tape(config)
+        found = server.score()
+        again = metric("reward_model", url="http://127.0.0.1:9")
+        config.llm.record, config.llm.replay = None, str(tmp_path / name)
+        again.tape = open_tape(config)
+        assert asyncio.run(again.score(TASK, PLAYED)) == found
+        assert str(wanted) in found.why if isinstance(found, Missing) else found == wanted
+        assert again.counters == server.counters == ({"cut": 1} if cut else {})
 
 
 def test_conversations_are_spread_over_the_servers_and_go_on_where_one_is_gone() -> None:

@@ -169,6 +169,25 @@ def gated(gate: Any, experts: torch.Tensor) -> Any:
     return forward
 
 
+@pytest.mark.parametrize("settings", [{}, {"model.lora.rank": 4, "model.lora.targets": ["o_proj"]}])
+def test_reference_and_critic_choose_for_themselves(
+    folder: Path, one_rank: Config, settings: dict[str, object]
+) -> None:
+    """The old log-probs are those of the experts that are replayed."""
+    changed = {"algo.kl_coef": 0.1, "algo.advantage": "gae", "algo.mini_batches": 2, **settings}
+    trainer = PolicyTrainer(make_config(folder, SETTINGS | changed))
+    assert trainer.critic
+    torch.nn.init.constant_(trainer.critic.chunks[0].module.value_head.weight, 0.1)
+    samples = make_samples(4, seed=2)
+    own, given = (trainer.score(Batch(batch)) for batch in (samples, planted(samples)))
+
+    def apart(name: str) -> float:
+        return max(np.abs(a - b).max() for a, b in zip(getattr(own, name), getattr(given, name), strict=True))
+
+    assert apart("reference_log_probs") == apart("values") == 0.0
+    assert apart("old_log_probs") > 0.1
+
+
 @pytest.mark.processes
 def test_experts_are_replayed_in_every_layout(folder: Path, one_rank: Config) -> None:
     """The router's own choice, given to it, changes no bit; another choice changes all, as in transformers."""

@@ -41,7 +41,7 @@ import torch  # noqa: E402
 from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
 from megatron_collab.config import Config  # noqa: E402
-from megatron_collab.runtime.network import bindable  # noqa: E402
+from megatron_collab.runtime.network import alone  # noqa: E402
 from megatron_collab.trainer.megatron import parallel  # noqa: E402
 from megatron_collab.trainer.trainer import PolicyTrainer  # noqa: E402
 from megatron_collab.types import Batch, Sample, Scored  # noqa: E402
@@ -192,9 +192,7 @@ def main() -> None:
     options.add_argument("--smoke", action="store_true", help="our updates alone, of few pairs: no figures")
     given = options.parse_args()
     torch.set_num_threads(1)
-    rank = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
-    os.environ |= {name: str(value) for name, value in rank.items()}
-    os.environ["MASTER_PORT"] = str(bindable("MASTER_PORT", 0))
+    os.environ |= alone("bench")
     config = Config()
     config.launch.device = "cpu"
     with tempfile.TemporaryDirectory() as scratch, parallel.init_parallel(config):

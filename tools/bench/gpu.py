@@ -42,7 +42,7 @@ from megatron_collab.config import Config
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.hf_to_megatron import hf_shapes
 from megatron_collab.runtime import device
-from megatron_collab.runtime.network import bindable
+from megatron_collab.runtime.network import alone
 from megatron_collab.runtime.process import EXIT_BAD_INPUT
 from megatron_collab.types import Batch, Sample
 
@@ -195,14 +195,7 @@ def as_part(part: str, folder: Path, size: Size) -> dict[str, float]:
 
         install()
     patches.apply("torchvision", "megatron")
-    rank = {
-        "RANK": 0,
-        "LOCAL_RANK": 0,
-        "WORLD_SIZE": 1,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": bindable("bench", 0),
-    }
-    os.environ |= {name: str(value) for name, value in rank.items()}
+    os.environ |= alone("bench")
     return publish(folder, size) if part == "publish" else train(folder, size, fp8=part == "fp8")
 
 

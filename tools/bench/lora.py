@@ -46,7 +46,7 @@ from megatron_collab.checkpoint.checkpointer import Checkpoints  # noqa: E402
 from megatron_collab.config import Config  # noqa: E402
 from megatron_collab.inference.client import SGLangClient  # noqa: E402
 from megatron_collab.inference.server import SGLangServer  # noqa: E402
-from megatron_collab.runtime.network import bindable  # noqa: E402
+from megatron_collab.runtime.network import alone  # noqa: E402
 from megatron_collab.trainer.megatron import parallel  # noqa: E402
 from megatron_collab.trainer.trainer import PolicyTrainer  # noqa: E402
 from megatron_collab.types import Batch, Sample, Turn  # noqa: E402
@@ -214,8 +214,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="a small model: shows that it runs, no figures")
     smoke = parser.parse_args().smoke
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    os.environ |= alone | {"MASTER_PORT": str(bindable("bench", 0))}
+    os.environ |= alone("bench")
     with TemporaryDirectory() as temporary:
         print(json.dumps({"name": "lora", "values": measure(Path(temporary), smoke)}))
 

@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -38,11 +39,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
 from megatron_collab.algo.advantages import with_advantages  # noqa: E402
 from megatron_collab.config import Config  # noqa: E402
-from megatron_collab.runtime.network import bindable  # noqa: E402
+from megatron_collab.runtime.network import alone  # noqa: E402
 from megatron_collab.trainer import prefix_tree  # noqa: E402
 from megatron_collab.trainer import trainer as trainers  # noqa: E402
 from megatron_collab.trainer.megatron import parallel  # noqa: E402
-from megatron_collab.trainer.microbatches import make_micro_batches  # noqa: E402
+from megatron_collab.trainer.microbatches import MicroBatch, make_micro_batches  # noqa: E402
 from megatron_collab.trainer.trainer import PolicyTrainer  # noqa: E402
 from megatron_collab.types import Batch, Credit, Sample  # noqa: E402
 
@@ -120,8 +121,8 @@ class Measured:
         self.positions = 0
 
     def update(self) -> None:
-        def counted(*given: object, **options: bool) -> object:
-            found = make_micro_batches(*given, **options)  # type: ignore[arg-type]
+        def counted(*given: Any, **named: Any) -> list[MicroBatch]:
+            found = make_micro_batches(*given, **named)
             self.positions = sum(micro_batch.token_ids.shape[1] for micro_batch in found)
             return found
 
@@ -138,9 +139,7 @@ def main() -> None:
     options.add_argument("--smoke", action="store_true", help="one round of one prompt: shows that it runs, no figures")
     given = options.parse_args()
     torch.set_num_threads(1)
-    rank = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
-    os.environ |= {name: str(value) for name, value in rank.items()}
-    os.environ["MASTER_PORT"] = str(bindable("MASTER_PORT", 0))
+    os.environ |= alone("bench")
     config = Config()
     config.launch.device = "cpu"
     with tempfile.TemporaryDirectory() as scratch, parallel.init_parallel(config):

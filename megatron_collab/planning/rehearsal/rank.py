@@ -169,10 +169,10 @@ def step(trainer: PolicyTrainer, config: Config, micro_batches: int, ledger: Led
     Each micro-batch is full. Only one is scored, as no pass without a gradient keeps anything.
     """
 
-    def made(*given: Any, **options: bool) -> list[MicroBatch]:
+    def made(*given: Any, **named: Any) -> list[MicroBatch]:
         """Of real numbers: the lengths of sequences are read from them."""
         with _disable_current_modes():
-            return make_micro_batches(*given, **options)
+            return make_micro_batches(*given, **named)
 
     ledger.reset()
     with (

@@ -33,6 +33,7 @@ from megatron_collab.types import Conversation, Missing, Score, Task
 
 if TYPE_CHECKING:  # LiteLLM takes a second to import, and checking the settings needs none of it
     from megatron_collab.llm.client import LlmClient
+    from megatron_collab.llm.tape import Tape
 
 METRICS = {
     "accuracy": f"{__name__}.accuracy:Accuracy",
@@ -57,6 +58,8 @@ class Metric(Extension):
     def __init__(self, options: Any, judge: Judge) -> None:
         super().__init__(options)
         self.judge = judge
+        self.name = ""  # in reward.weights
+        self.tape: Tape | None = None  # that records or replays what it asks of models other than the judge
         self.servers: Sequence[tuple[str, str]] = ()  # address and key of each that the run has started for `served`
         self.counters: Counter[str] = Counter()  # shown as count/METRIC_NAME
 
@@ -127,9 +130,12 @@ def split(name: str, settings: Mapping[str, Any]) -> tuple[type[Metric], Any]:
 def served_models(config: Config) -> dict[str, tuple[str, ServedConfig]]:
     """The models beside the policy that the run serves, by name, each with the group of its settings.
 
-    Those of `servers`, and by metric of reward.weights its own. Raises ConfigError as `split`.
+    Those of `servers`, and by metric of reward.weights its own; none where recorded calls alone answer. Raises
+    ConfigError as `split`.
     """
     found = {name: (f"servers.{name}", model) for name, model in served_by_run.named(config).items()}
+    if config.llm.offline:
+        return {}
     for name, (kind, options) in _kinds(config.reward).items():
         if (model := kind.served(options)) and not model.model.startswith(SERVED):
             message = f"servers.{name}: the metric {name} has servers of this name; choose another name"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,9 @@ import aiohttp
 from megatron_collab.config import ServedConfig, option
 from megatron_collab.inference.client import EngineError, ServerGone, TransientError, post
 from megatron_collab.inference.served import score_fault
+from megatron_collab.llm.answer import LlmError
 from megatron_collab.llm.endpoint import SERVED
+from megatron_collab.llm.recording import Taken
 from megatron_collab.reward.metrics import Judge, Metric
 from megatron_collab.types import Conversation, Message, Missing, Score, Task
 
@@ -72,44 +75,62 @@ class RewardModel(Metric):
         return ServedConfig(options.model, options.replicas, options.tp) if options.model else None
 
     async def score(self, task: Task, conversation: Conversation) -> Score | None:
+        async def live(taken: Taken) -> dict[str, Any]:
+            began = time.monotonic()
+            found = await self._scored(conversation.messages)
+            taken.seconds, taken.requests, taken.version = time.monotonic() - began, 1, self.options.model
+            return found
+
+        # Neither address nor folder: they may be others where it is replayed.
+        model, messages = f"reward.metrics.{self.name}", [each.as_dict() for each in conversation.messages]
+        try:
+            if self.tape is None:
+                found = await live(Taken())
+            else:
+                found = await self.tape.answer({"model": model, "messages": messages}, live, shared=True)
+        except LlmError as error:
+            return Missing(str(error))
+        self.counters.update(["cut"] if found["cut"] else [])
+        return float(found["score"])
+
+    async def _scored(self, messages: Sequence[Message]) -> dict[str, Any]:
+        """The score by the server with the least to do, and whether messages were cut for it. Raises LlmError."""
         left, why = dict(self.servers), "no server of the reward model"
         while left:
             url = min(left, key=self._in_flight.__getitem__)
             key = left.pop(url)
             self._in_flight[url] += 1
             try:
-                return await self._score(url, key, conversation.messages)
+                return await self._score(url, key, messages)
             except ServerGone as error:  # another one may be there
                 why = str(error)
             except EngineError as error:
-                return Missing(str(error))
+                raise LlmError(str(error)) from error
             finally:
                 self._in_flight[url] -= 1
-        return Missing(why)
+        raise LlmError(why)
 
-    async def _score(self, url: str, key: str, messages: Sequence[Message]) -> Score:
+    async def _score(self, url: str, key: str, messages: Sequence[Message]) -> dict[str, Any]:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         timeout = aiohttp.ClientTimeout(total=TIMEOUT)
         async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
-            for number, shown in enumerate(_cut(messages)):
+            for shown in _cut(messages):
                 chat = {"messages": [message.as_dict() for message in shown], "add_generation_prompt": False}
                 tokens = await self._ask(session, f"{url}/v1/tokenize", chat, "tokens")
                 try:
                     outputs = await self._ask(session, f"{url}/classify", {"input_ids": tokens}, "embedding")
+                    break
                 except EngineError as error:
                     if _TOO_LONG not in str(error):
                         raise
                     refusal = error
-                    continue
-                self.counters.update(["cut"] if number else [])
-                break
             else:
                 raise refusal  # even the last turn is too long
         if len(outputs) != 1:
-            return Missing(f"{url}: the model has {len(outputs)} outputs; a reward model has one")
+            raise EngineError(f"{url}: the model has {len(outputs)} outputs; a reward model has one")
         if not isinstance(outputs[0], float) or not math.isfinite(outputs[0]):
-            return Missing(f"{url}: the model's output is {outputs[0]}")
-        return outputs[0]
+            raise EngineError(f"{url}: the model's output is {outputs[0]}")
+        return {"score": outputs[0], "cut": shown is not messages}
 
     async def _ask(self, session: aiohttp.ClientSession, url: str, body: dict[str, Any], wanted: str) -> list[Any]:
         """The list `wanted` of the server's answer; EngineError without one."""

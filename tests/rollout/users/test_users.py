@@ -108,7 +108,7 @@ def test_counters_start_anew_once_they_are_taken() -> None:
         for _ in range(2)
     )
     worker.players = {None: training, EvaluationSet("e.jsonl"): evaluation}
-    worker.policy = SimpleNamespace(take_counters=lambda: {"servers_lost": 0})
+    worker.policy, worker.tape = SimpleNamespace(take_counters=lambda: {"servers_lost": 0}), None
     training.users.counters["user_leak"] += 2
     evaluation.users.counters["user_leak"] += 3
     training.tools.counters["tool_calls"] += 1

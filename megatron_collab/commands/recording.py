@@ -1,0 +1,172 @@
+"""Recorded calls of language models (llm.record): what is in them, several as one, and without what should not be in.
+
+    megatron-collab recording show FOLDER … [--calls N]
+    megatron-collab recording merge FOLDER … --out FOLDER
+    megatron-collab recording scrub FOLDER … --out FOLDER [--pattern REGEX …] [--field NAME …]
+
+`show` prints for each model its calls, tokens, price, percentiles of latency and versions, and of N calls what was
+asked and answered. `merge` writes one shard; of calls that a later one supersedes, as those of a conversation that was
+played again, only the last. `scrub` does the same and writes *** for what a regular expression matches, and for all
+texts of a field (messages, or a value of an answer as thought). Keys that the environment holds are removed in any
+case. Questions are still found as they were asked; answers are replayed as they are then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_collab.commands import ArgumentParser
+from megatron_collab.config import ConfigError, require
+from megatron_collab.runtime.redact import HIDDEN, redact
+
+if TYPE_CHECKING:
+    from megatron_collab.llm.recording import Call, Recording
+
+_PERCENTILES = (50, 90, 99)
+_WIDTH = 200  # characters of a text that are shown
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = ArgumentParser("recording", __doc__)
+    parser.add_argument("action", choices=("show", "merge", "scrub"))
+    parser.add_argument("folder", type=Path, nargs="+", help="recording")
+    parser.add_argument("--calls", type=int, default=0, metavar="N", help="show: print the first N calls too [0]")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="merge, scrub: folder to write, which is new")
+    parser.add_argument("--pattern", action="append", default=[], metavar="REGEX", help="scrub: what is removed")
+    parser.add_argument("--field", action="append", default=[], metavar="NAME", help="scrub: whose texts are removed")
+    given = parser.parse_intermixed_args(arguments)
+    from megatron_collab.llm.recording import Recording
+
+    try:
+        recording = Recording(*given.folder)
+        for torn in recording.torn:
+            print(torn)
+        if given.action == "show":
+            _show(recording, given.calls)
+        elif given.action == "merge":
+            _write(recording, given)
+        else:
+            scrub = Scrub([_pattern(text) for text in given.pattern], set(given.field))
+            _write(recording, given, scrub)
+            print(scrub.report())
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return 0
+
+
+def _show(recording: Recording, shown: int) -> None:
+    by_model: dict[str, list[Call]] = defaultdict(list)
+    for number in range(len(recording)):
+        call = recording.stored(number).call()
+        if number < shown:
+            _print_call(call)
+        by_model[str(call.question["model"])].append(replace(call, question={}, answer=None))
+    runs, superseded = ", ".join(sorted(recording.runs)), len(recording.superseded())
+    print(f"{len(recording)} calls of {runs or 'no run'} in {len(recording.shards)} shards; {superseded} superseded")
+    for model, calls in sorted(by_model.items()):
+        print(f"\n{model}: {_period(calls)}")
+        for line in _lines(calls):
+            print(f"  {line}")
+
+
+def _lines(calls: Sequence[Call]) -> Iterator[str]:
+    """What the calls of a model were, what they took and cost."""
+    made = [call for call in calls if not call.taken.cached]
+    failed = Counter(call.failed[0] for call in calls if call.failed)
+    yield f"calls     {len(calls)}: {len(calls) - len(made)} cached, {failed.total()} failed{_counts(failed)}"
+    yield f"requests  {sum(call.taken.requests for call in calls)}"
+    prompt, answer = (sum(getattr(call.taken, f"{of}_tokens") for call in calls) for of in ("prompt", "answer"))
+    yield f"tokens    {prompt} of prompts, {answer} of answers"
+    unpriced = sum(call.taken.usd is None for call in calls)
+    price = f"{sum(call.taken.usd or 0.0 for call in calls):.4f} USD"
+    yield f"price     {price}{f', and {unpriced} calls whose price is not known' if unpriced else ''}"
+    if made:
+        seconds = sorted(call.taken.seconds for call in made)
+        shares = [f"p{share} {seconds[(len(seconds) - 1) * share // 100]:.3f}" for share in _PERCENTILES]
+        yield f"seconds   {', '.join(shares)}, longest {seconds[-1]:.3f}"
+    versions = Counter(call.taken.version for call in made if call.taken.version)
+    yield f"versions  {', '.join(versions) or 'not said'}"
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return f" ({', '.join(f'{name} {count}' for name, count in sorted(counts.items()))})" if counts else ""
+
+
+def _period(calls: Sequence[Call]) -> str:
+    times = [call.time for call in calls]
+    first, last = (datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d %H:%M:%S") for time in (min(times), max(times)))
+    return f"from {first} to {last} UTC"
+
+
+def _print_call(call: Call) -> None:
+    print(f"{call.name or 'nobody'} asks {call.question['model']}:")
+    for message in call.question.get("messages") or []:
+        print(f"  {message.get('role')}: {_short(message.get('content'))}")
+    print(f"  -> {_short(call.failed or call.answer)}\n")
+
+
+def _short(value: Any) -> str:
+    text = " ".join(str(value).split())
+    return text if len(text) <= _WIDTH else f"{text[:_WIDTH]}…"
+
+
+class Scrub:
+    """Replaces texts of calls by ***, and counts them by the field that they are in."""
+
+    def __init__(self, patterns: Sequence[re.Pattern[str]], fields: set[str]) -> None:
+        self._patterns, self._fields = patterns, fields
+        self._counts: Counter[str] = Counter()
+        self._answers = 0
+
+    def __call__(self, call: Call) -> Call:
+        answer = self._walk(call.answer, "answer")
+        self._answers += answer != call.answer
+        failed = call.failed and (call.failed[0], self._walk(call.failed[1], "failed"))
+        return replace(call, question=self._walk(call.question, "question"), answer=answer, failed=failed)
+
+    def report(self) -> str:
+        counts = ", ".join(f"{name} {count}" for name, count in sorted(self._counts.items()) if count)
+        changed = f"; {self._answers} answers are others now, and a replay gives these" if self._answers else ""
+        return f"removed by field: {counts or 'nothing'}{changed}"
+
+    def _walk(self, part: Any, field: str) -> Any:
+        if isinstance(part, Mapping):
+            return {name: self._walk(value, field if field in self._fields else name) for name, value in part.items()}
+        if isinstance(part, list):
+            return [self._walk(value, field) for value in part]
+        if not isinstance(part, str):
+            return part
+        found = HIDDEN if field in self._fields else redact(part)
+        for pattern in self._patterns:
+            found = pattern.sub(HIDDEN, found)
+        self._counts[field] += found != part
+        return found
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise ConfigError(f"--pattern={text}: is no regular expression ({error})") from error
+
+
+def _write(recording: Recording, given: argparse.Namespace, change: Callable[[Call], Call] = lambda call: call) -> None:
+    """The calls that count, by time, as one shard in a new folder."""
+    from megatron_collab.llm.recording import Shard
+
+    require(given.out is not None, f"{given.action}: give the folder to write as --out=FOLDER")
+    require(not given.out.exists() or not any(given.out.iterdir()), f"--out={given.out}: is not empty; give a new one")
+    superseded = recording.superseded()
+    shard = Shard(given.out, ", ".join(sorted(recording.runs)))
+    numbers = [number for number in range(len(recording)) if number not in superseded]
+    for number in numbers:
+        stored = recording.stored(number)
+        shard.append(stored.containing(change(stored.call())))
+    print(f"{shard.file}: {len(numbers)} calls; {len(superseded)} superseded ones are left out")

@@ -1,0 +1,260 @@
+"""Recorded calls of language models on disk: what was asked, what came back, what it took.
+
+A recording is a folder of shards. Each process appends to a shard of its own, and every answer is recorded before it is
+used. A shard begins with a line of JSON ({format, run}); each call is a header with the digests that it is found by,
+and the call as JSON, compressed by zstd with a checksum. A shard that was being written when its process or machine
+died is read up to the tear.
+
+A call is found by who asks (caller.py), what, and the how manieth time. Of several of the same the latest counts: the
+conversation was played again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import secrets
+import socket
+import struct
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import zstandard
+
+from megatron_collab.runtime import files
+
+SUFFIX = ".calls"
+FORMAT = 1
+LONGEST = 1 << 26  # bytes of one call
+_LINE = 1 << 12  # bytes of a shard's first line, at most
+_DIGEST = 16  # bytes
+_HEAD = struct.Struct(f">Id{_DIGEST}s{_DIGEST}s{_DIGEST}s")  # bytes of the call, its time, digests: key, question, name
+_CRC = struct.Struct(">I")  # of the header, which it follows
+_OWN = 0o600  # what users say and judges answer is nobody else's
+_COMPRESSOR, _DECOMPRESSOR = zstandard.ZstdCompressor(write_checksum=True), zstandard.ZstdDecompressor()
+_INDEX: np.dtype[Any] = np.dtype([("key", f"S{_DIGEST}"), ("time", "f8"), ("shard", "i4"), ("at", "i8")])
+
+
+@dataclass
+class Taken:
+    """What an answer took: tokens, US dollars (None: not known), seconds of all requests, pauses included.
+
+    `version`: the model that answered, as its endpoint calls it; `cached`: nothing was asked, and this took nothing.
+    """
+
+    prompt_tokens: int = 0
+    answer_tokens: int = 0
+    usd: float | None = 0.0
+    seconds: float = 0.0
+    requests: int = 0
+    version: str = ""
+    cached: bool = False
+
+
+@dataclass
+class CallKey:
+    """A question (JSON), the name of the conversation that asks it, and how often it has asked the same before.
+
+    `shared`: whoever asks, the answer is the same, as those of judges, which are cached.
+    """
+
+    name: str
+    number: int
+    question: Mapping[str, Any]
+    shared: bool = False
+
+    @cached_property
+    def digest(self) -> bytes:
+        return _digest(json.dumps(self.question, sort_keys=True).encode())
+
+    @cached_property
+    def key(self) -> bytes:
+        return _digest(self.digest + f"{self.number}/{self.name}".encode())
+
+
+@dataclass(frozen=True)
+class Call:
+    """A recorded call. `answer` is JSON, None where it `failed`, which is then the kind of the error and its text."""
+
+    name: str
+    number: int
+    time: float  # seconds since 1970, of the answer
+    question: dict[str, Any]
+    answer: Any
+    failed: tuple[str, str] | None
+    taken: Taken
+
+
+class StoredCall(NamedTuple):
+    """A call as a shard has it."""
+
+    time: float
+    key: bytes
+    digest: bytes  # of the question as it was asked, before anything was redacted
+    name: bytes  # digest of the conversation's name
+    content: bytes
+
+    def call(self) -> Call:
+        """Raises ValueError where it is damaged."""
+        try:
+            if not 0 <= zstandard.get_frame_parameters(self.content).content_size <= LONGEST:
+                raise ValueError("too long")
+            found = json.loads(_DECOMPRESSOR.decompress(self.content))
+            failed = found["failed"] and (str(found["failed"][0]), str(found["failed"][1]))
+            return Call(**{**found, "failed": failed, "taken": Taken(**found["taken"])})
+        except (zstandard.ZstdError, ValueError, TypeError, LookupError, RecursionError) as error:
+            raise ValueError(f"a recorded call is damaged: {error}") from error
+
+    def containing(self, call: Call) -> StoredCall:
+        """`call` in place of what it holds, found by the same."""
+        return self._replace(content=_compressed(call))
+
+
+class Shard:
+    """A new file of a recording, to which calls are appended; the file is made with the first one."""
+
+    def __init__(self, folder: Path, run: str) -> None:
+        """`run`: what is recorded, as its run.dir."""
+        self.file = folder / f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}{SUFFIX}"
+        self._run, self._out = run, -1
+
+    def record(self, asked: CallKey, call: Call) -> None:
+        """RunStopped where it cannot be written."""
+        self.append(StoredCall(call.time, asked.key, asked.digest, _digest(asked.name.encode()), _compressed(call)))
+
+    def append(self, stored: StoredCall) -> None:
+        """As `record`. Once written it outlives the process, and the machine once this has written its buffers."""
+        head = _HEAD.pack(len(stored.content), stored.time, stored.key, stored.digest, stored.name)
+        self._write(head + _CRC.pack(zlib.crc32(head)) + stored.content)
+
+    def _write(self, content: bytes) -> None:
+        with files.writing(self.file):
+            if self._out < 0:
+                self.file.parent.mkdir(0o700, parents=True, exist_ok=True)
+                self._out = os.open(self.file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, _OWN)
+                content = json.dumps({"format": FORMAT, "run": self._run}).encode() + b"\n" + content
+            while content:
+                content = content[os.write(self._out, content) :]
+
+
+class Recording:
+    """The calls in one folder or several, as they were when it was opened.
+
+    Of each call some 50 bytes are in memory. `torn` says of each shard that ends in the middle of a call where it does.
+    """
+
+    def __init__(self, *folders: Path) -> None:
+        """Raises ValueError for what is no recording, or one of a later version."""
+        self.folders = folders
+        self.runs: set[str] = set()
+        self.torn: list[str] = []
+        self.shards: list[Path] = []
+        self._content: list[bytes | mmap.mmap] = []
+        index: list[tuple[bytes, float, int, int]] = []
+        questions, names = list[bytes](), list[bytes]()
+        for folder in folders:
+            found = sorted(folder.glob(f"*{SUFFIX}")) if folder.is_dir() else []
+            if not found:
+                raise ValueError(f"{folder}: holds no recorded calls (*{SUFFIX})")
+            for shard in found:
+                for at, stored in self._read(shard):
+                    index.append((stored.key, stored.time, len(self.shards), at))
+                    questions.append(stored.digest)
+                    names.append(stored.name)
+                self.shards.append(shard)
+        self._index = np.array(index, _INDEX)
+        order = np.lexsort((self._index["at"], self._index["shard"], self._index["time"]))
+        self._index = self._index[order]  # in the order of time
+        self._by_key = _Sorted(self._index["key"])
+        self._by_question = _Sorted(np.array(questions, f"S{_DIGEST}")[order])
+        self._by_name = _Sorted(np.array(names, f"S{_DIGEST}")[order])
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def find(self, asked: CallKey) -> Call | None:
+        """The latest answer to the same of the same conversation; of a shared question also that of another one.
+
+        Raises ValueError where it is damaged.
+        """
+        found = self._by_key.find(asked.key)
+        if not len(found) and asked.shared:
+            found = self._by_question.find(asked.digest)
+        return self.stored(int(found[-1])).call() if len(found) else None
+
+    def of(self, name: str) -> Iterator[Call]:
+        """The calls of a conversation, by time."""
+        return (self.stored(int(number)).call() for number in self._by_name.find(_digest(name.encode())))
+
+    def stored(self, number: int) -> StoredCall:
+        """The call of this number, by time."""
+        _, _, shard, at = self._index[number].item()
+        content = self._content[shard]
+        size, time, key, question, name = _HEAD.unpack_from(content, at)
+        begin = at + _HEAD.size + _CRC.size
+        return StoredCall(time, key, question, name, bytes(content[begin : begin + size]))
+
+    def superseded(self) -> set[int]:
+        """The numbers of the calls in place of which a later one counts."""
+        last = {bytes(key): number for number, key in enumerate(self._index["key"])}
+        return set(range(len(self))) - set(last.values())
+
+    def _read(self, shard: Path) -> Iterator[tuple[int, StoredCall]]:
+        """The calls of a shard without their content, each with where it begins."""
+        with shard.open("rb") as file:
+            first = file.readline(_LINE)
+            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if first else b""
+        self._content.append(content)
+        if first.endswith(b"\n"):
+            try:
+                said = json.loads(first)
+                form, run = said["format"], str(said["run"])
+            except (ValueError, TypeError, LookupError) as error:
+                raise ValueError(f"{shard}: is no shard of a recording") from error
+            if form != FORMAT:
+                raise ValueError(f"{shard}: has format {form}, and this version reads {FORMAT}; update it")
+            self.runs.add(run)
+            at = len(first)
+        else:
+            at = 0
+        calls = 0
+        while at + _HEAD.size + _CRC.size <= len(content) and at:
+            head = content[at : at + _HEAD.size]
+            size, time, key, question, name = _HEAD.unpack(head)
+            end = at + _HEAD.size + _CRC.size + size
+            if _CRC.unpack_from(content, at + _HEAD.size)[0] != zlib.crc32(head) or end > len(content):
+                break
+            yield at, StoredCall(time, key, question, name, b"")
+            at, calls = end, calls + 1
+        if at < len(content) or not at:
+            self.torn.append(f"{shard}: ends within a call; {calls} before it are read")
+
+
+class _Sorted:
+    """Finds the places of a value in an array."""
+
+    def __init__(self, values: np.ndarray[Any, Any]) -> None:
+        self._order = np.argsort(values, kind="stable")
+        self._values = values[self._order]
+
+    def find(self, value: bytes) -> np.ndarray[Any, Any]:
+        """In ascending order."""
+        wanted = np.array(value, self._values.dtype)
+        low, high = (np.searchsorted(self._values, wanted, side) for side in ("left", "right"))
+        return self._order[low:high]
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=_DIGEST).digest()
+
+
+def _compressed(call: Call) -> bytes:
+    content = json.dumps({**vars(call), "taken": asdict(call.taken)}).encode()
+    return _COMPRESSOR.compress(content)
