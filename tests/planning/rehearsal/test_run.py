@@ -124,6 +124,15 @@ def test_adapters(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         assert "reference" not in parts and parts["gradients"] < parts["parameters"] / 4
 
 
+def test_pairs(options: list[str]) -> None:
+    """Of stage dpo, with a copy of the model as reference."""
+    config, shape, hf = given([*options, "train.stage=dpo", "algo.dpo.precompute=false"])
+    found, plan = list(rehearse(config, shape, hf)), plan_memory(config, shape)
+    every = ratios((one, plan[one.kind.stage]) for one in found)
+    assert len(every) > 8 and 0.95 <= min(every) <= max(every) <= 1.05
+    assert all("reference" in {part.name for part in one.parts} for one in found)
+
+
 def test_a_critic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With tiles so small that more is held for the values of hidden states than for the log-probs."""
     monkeypatch.setattr(logprobs, "TILE", dict.fromkeys(logprobs.TILE, 1 << 15))
