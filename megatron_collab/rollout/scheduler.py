@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
 from megatron_collab.config import Config
 from megatron_collab.data.evaluation import EvaluationSet
@@ -26,7 +26,7 @@ from megatron_collab.rollout.journal import Journal, failed, scored
 from megatron_collab.rollout.users import FINISH_SECONDS
 from megatron_collab.rollout.users.named import user_settings
 from megatron_collab.runtime import stacks
-from megatron_collab.runtime.process import Hung
+from megatron_collab.runtime.process import Hung, RunStopped
 from megatron_collab.runtime.rank0 import from_leader
 from megatron_collab.types import Group, Task
 
@@ -97,6 +97,14 @@ def answered(asked: Sequence[Any], seconds: float) -> list[Any]:
         with suppress(RayError):
             found.append(ray.get(reference))
     return found
+
+
+def raised(error: Exception) -> Exception:
+    """What a worker raised; what stops the run without the traces of the workers between, since it says why itself."""
+    cause = error
+    while isinstance(cause, RayTaskError):
+        cause = cause.cause
+    return cause if isinstance(cause, RunStopped) else error
 
 
 class Flight:
@@ -196,7 +204,7 @@ class Flight:
                     asked.group = ray.get(asked.reference)
                     written.setdefault(asked.slot.step, {})[asked.key] = asked.group
                 except Exception as error:
-                    failures.append(error)
+                    failures.append(raised(error))
                     del self._asked[asked.slot]
         for step, groups in written.items():
             self._journal.write(step, groups)

@@ -27,11 +27,12 @@ from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.environments import booking, tiny_model
 from megatron_collab.inference.client import EngineError
 from megatron_collab.llm.client import LlmClient
+from megatron_collab.llm.limiter import BudgetSpent
 from megatron_collab.reward.workers import RewardClient, RewardWorker
 from megatron_collab.rollout import scheduler
 from megatron_collab.rollout.conversation import Player
 from megatron_collab.rollout.journal import Journal, WeightDigests
-from megatron_collab.rollout.scheduler import Asked, Flight, Slot, answered, answers
+from megatron_collab.rollout.scheduler import Asked, Flight, Slot, answered, answers, raised
 from megatron_collab.rollout.users import Users
 from megatron_collab.rollout.workers import start_workers
 from megatron_collab.runtime.process import Hung
@@ -324,3 +325,25 @@ def test_a_stranger_without_the_token_is_refused(session: None, tmp_path: Path) 
     )
     assert stranger.returncode != 0
     assert "InvalidAuthToken" in stranger.stderr
+
+
+class Stopped:
+    """A worker who stops the run, or fails, or asks one who does."""
+
+    async def act(self, how: str, other: Any = None) -> None:
+        if other is not None:
+            await other.act.remote(how)
+        raise BudgetSpent("llm.budget_usd=1 is used up") if how == "stops" else ValueError("fails")
+
+
+def test_what_stops_the_run_says_so_without_the_traces_of_workers(session: None) -> None:
+    first, second = start_actor(Stopped), start_actor(Stopped)
+    for other in (None, second):
+        with pytest.raises(BudgetSpent) as stopped:
+            ray.get(first.act.remote("stops", other))
+        assert "Traceback" in str(stopped.value) or "ray::" in str(stopped.value)
+        found = raised(stopped.value)
+        assert type(found) is BudgetSpent and str(found) == "llm.budget_usd=1 is used up"
+        with pytest.raises(ValueError) as failed:
+            ray.get(first.act.remote("fails", other))
+        assert raised(failed.value) is failed.value, "where it was is shown"
