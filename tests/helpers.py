@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
-import socket
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from operator import attrgetter
@@ -22,7 +20,7 @@ from megatron_collab.config import Config, ConfigError
 from megatron_collab.launch.validate import load
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.hf_to_megatron import hf_shapes
-from megatron_collab.runtime.network import FIRST_PORT
+from megatron_collab.runtime.network import bindable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast  # which takes seconds to import
@@ -68,16 +66,8 @@ def listening(processes: Iterable[psutil.Process]) -> dict[psutil.Process, set[t
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nobody listens on right now.
-
-    It is drawn from below those that runs take, which are below those that the kernel gives to connections: else one
-    of theirs may have it before who asked here.
-    """
-    while True:
-        port = random.SystemRandom().randrange(10_000, FIRST_PORT)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
+    """A port of the loopback interface that nobody listens on, below those that the kernel gives to connections."""
+    return bindable("port", 0)
 
 
 def make_model(
