@@ -89,6 +89,7 @@ class Engine:
         seed: int,
         affinity: str,
         stop: int | None = None,
+        routing_from: int | None = None,
     ) -> Turn:
         await self.simulation.call("engine", str(seed), affinity)
         return Turn(prompt_ids, (seed,), (-1.0,), (0,), Finish.STOP, str(seed))

@@ -15,6 +15,7 @@ from megatron_collab.config import Config, EndpointConfig, UserConfig
 from megatron_collab.data.transcript import render
 from megatron_collab.llm import client as clients
 from megatron_collab.llm.limiter import BudgetSpent
+from megatron_collab.llm.recording import Taken
 from megatron_collab.rollout.users import UserError, UserReply, Users
 from megatron_collab.rollout.users.llm import FIELDS, OPEN, LlmUser, system_prompt
 from megatron_collab.types import Conversation, Message, Task
@@ -335,7 +336,7 @@ def test_what_the_trained_model_says_follows_from_the_conversations_name(servers
     async def draw(sample: str, **extra: Any) -> str:
         at = f"{url}/v1"
         endpoint = EndpointConfig(model=f"policy/{sample}", api_base=at, temperature=1.0, max_tokens=20, extra=extra)
-        return await client._call(endpoint, [{"role": "user", "content": "hi"}], clients._Allowance(60.0))
+        return await client._call(endpoint, [{"role": "user", "content": "hi"}], clients._Allowance(60.0, Taken()))
 
     async def play() -> list[str]:
         arguments = {"enable_thinking": False}  # which the server takes, and this model's template does not use
