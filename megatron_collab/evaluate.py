@@ -27,15 +27,17 @@ from megatron_collab.launch import evaluation, inherited, prepare, program
 # Imported in the function: what needs Megatron, Ray or SGLang, which only a rank does.
 
 
-def evaluate(config: Config, serving: Config, step: int) -> None:
+def evaluate(config: Config, serving: Config, step: int, builds: bool = False) -> None:
     """Evaluate the sets of data.eval that are not recorded yet; every rank runs it, and the first one does the work.
 
-    `serving` is `config` with the model as servers load it; `step`: of its weights in their run.
+    `serving` is `config` with the model as servers load it; `step`: of its weights in their run. `builds`:
+    conversations are built, see build_dataset.py.
     """
     patches.apply("megatron")
     from megatron_collab.observability.folder import RunFolder
     from megatron_collab.rollout.evaluation import Evaluator
     from megatron_collab.rollout.servers import Servers
+    from megatron_collab.rollout.synthesis import Synthesis
     from megatron_collab.trainer.megatron.parallel import init_parallel
     from megatron_collab.trainer.session import Session
 
@@ -44,7 +46,7 @@ def evaluate(config: Config, serving: Config, step: int) -> None:
         session.enter(init_parallel(serving))
         run = session.enter(RunFolder(config, start=step, steps=step))
         serve = partial(servers.serve_loaded, version=step)
-        evaluator = Evaluator(serving, run, restore=serve)
+        evaluator = (Synthesis if builds else Evaluator)(serving, run, restore=serve)
         if run.leader:
             session.enter(evaluator.alone(servers, step))
         serve()

@@ -87,6 +87,11 @@ class Task:
         """The task as the data have it."""
         return replace(self, messages=self.messages[: len(self.messages) - self.played], played=0)
 
+    def under(self, prompt: str) -> Task:
+        """The task with this system message in place of its own."""
+        said = tuple(message for message in self.messages if message.role != "system")
+        return replace(self, messages=(Message("system", prompt), *said))
+
     def play_on(self, *messages: Message) -> Task:
         """The task with further messages, which were played."""
         return replace(self, messages=(*self.messages, *messages), played=self.played + len(messages))

@@ -15,6 +15,7 @@ from megatron_collab.runtime.redact import redact_output
 COMMANDS = {
     "train": "train a policy: experiment=NAME [option=value …]",
     "evaluate": "evaluate a checkpoint, a Hugging Face folder or any model of LiteLLM's, without training",
+    "build-dataset": "conversations built turn by turn, of several candidates the best; as rows to train on",
     "quickstart": "the booking world, supervised and then with GRPO, on two CPU cores",
     "doctor": "what this machine provides; --plan: GPU memory of a run; --data: rows; --llm: calls its models",
     "prepare-data": "rows to train on from published data, split by conversation",
@@ -41,8 +42,9 @@ def main() -> int:
         nearest = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0)[0]
         print(f"megatron-collab: no command {name!r}; did you mean {nearest}? (all commands: --help)", file=sys.stderr)
         return EXIT_BAD_INPUT
-    if name in ("train", "evaluate"):  # which replace this process, to block the preemption signal before they import
-        os.execv(sys.executable, [sys.executable, "-m", f"megatron_collab.{name}", *arguments])
+    # These replace this process, to block the preemption signal before they import.
+    if name in ("train", "evaluate", "build-dataset"):
+        os.execv(sys.executable, [sys.executable, "-m", f"megatron_collab.{name.replace('-', '_')}", *arguments])
     return run(name, arguments)
 
 

@@ -348,6 +348,15 @@ class AssistantConfig(EndpointConfig):
 
 
 @dataclass
+class BuildConfig:
+    """Conversations that `megatron-collab build-dataset` builds about the tasks of data.eval."""
+
+    candidates: int = option(4, "replies that are compared at every turn", ge=1, le=1000)
+    proactive: float = option(0.0, "share of the candidates, and of their futures, under build.prompt", ge=0, le=1)
+    prompt: str | None = option(None, "FILE.j2: system message of that share, not in the rows; none: collaborator.j2")
+
+
+@dataclass
 class RewardConfig:
     mode: str = option(
         "mr",
@@ -438,6 +447,7 @@ class Config:
         {}, "models beside the policy that the run serves, by names of yours; served/NAME is their name to LiteLLM"
     )
     assistant: AssistantConfig = field(default_factory=AssistantConfig)
+    build: BuildConfig = field(default_factory=BuildConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     llm: LlmConfig = field(default_factory=LlmConfig)
     publish: PublishConfig = field(default_factory=PublishConfig)

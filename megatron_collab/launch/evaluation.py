@@ -11,7 +11,7 @@ from filelock import FileLock
 
 from megatron_collab import environments, patches
 from megatron_collab.checkpoint import storage
-from megatron_collab.config import SETTINGS, Config, ConfigError, compose, read_settings, require
+from megatron_collab.config import SETTINGS, Config, ConfigError, compose, read_prompt, read_settings, require
 from megatron_collab.config.extension import make_absolute
 from megatron_collab.config.schema import (
     AlgoConfig,
@@ -38,17 +38,19 @@ _FILE_BYTES = 5 * 10**9
 _UNUSED = "unused"
 
 
-def load(arguments: Sequence[str], defaults: Mapping[str, Any] = {}) -> Config:
+def load(arguments: Sequence[str], defaults: Mapping[str, Any] = {}, builds: bool = False) -> Config:
     """The settings of an evaluation, composed as those of a run; training's are left at their defaults.
 
     What is to be evaluated is model.path (a Hugging Face folder, or a checkpoint as RUN, RUN@STEP, RUN@best) or
-    assistant.model. `defaults`: values of options by name, in place of the schema's. Raises ConfigError.
+    assistant.model. `defaults`: values of options by name, in place of the schema's. `builds`: conversations are built,
+    each turn of as many candidates as training has rollouts. Raises ConfigError.
     """
     unused = [f"data.train={_UNUSED}"]
     if any(argument.startswith("assistant.model=") for argument in arguments):
         unused.append(f"model.path={_UNUSED}")
     config = make_absolute(compose([*unused, *arguments], defaults))
     assistant, rollout = config.assistant, config.rollout
+    rollouts = config.build.candidates if builds else TrainConfig.rollouts_per_prompt
     server = replace(rollout.server, colocated=False, fp8=False)  # servers keep the weights that they load
     if assistant.model:
         endpoints.check_settings(config)
@@ -75,12 +77,14 @@ def load(arguments: Sequence[str], defaults: Mapping[str, Any] = {}) -> Config:
         parallel=ParallelConfig(),
         optim=OptimConfig(),
         algo=AlgoConfig(),
-        train=TrainConfig(eval_tasks=config.train.eval_tasks),
+        train=replace(TrainConfig(eval_tasks=config.train.eval_tasks), rollouts_per_prompt=rollouts),
         rollout=replace(rollout, server=server, train_turns="first", max_staleness=0, routing_replay=False),
         publish=PublishConfig(),
         servers={name: {**asdict(model), "colocated": False} for name, model in served.named(config).items()},
     )
-    require(config.data.eval is not None, "data.eval: not set; give the tasks that are evaluated")
+    require(config.data.eval is not None, "data.eval: not set; give the tasks")
+    if builds:
+        check_building(config)
     require(bool(evaluation_sets(config)), "train.eval_tasks=0: nothing is evaluated; set it to 1 or more")
     if assistant.model:
         out = "remove rollout.tools and rollout.mcp_servers, or evaluate model.path"
@@ -96,12 +100,23 @@ def load(arguments: Sequence[str], defaults: Mapping[str, Any] = {}) -> Config:
     return config
 
 
-def pin(config: Config) -> None:
+def check_building(config: Config) -> None:
+    """ConfigError where conversations cannot be built by these settings."""
+    rollout = config.rollout
+    require(rollout.max_messages is not None, "rollout.max_messages: not set; say how long conversations may be, as 14")
+    require(rollout.futures > 0, "rollout.futures=0: the user's next message is that of a future; set 1 or more")
+    message = "plays no futures, of which one has the user's next message; choose another"
+    require(config.reward.mode != "single_turn", f"reward.mode=single_turn: {message}")
+    require(bool(config.reward.weights), "reward.weights: not set; give the metrics by which a candidate is the best")
+    read_prompt("build.prompt", config.build.prompt, "collaborator", ())
+
+
+def pin(config: Config, module: str = "megatron_collab.evaluate") -> None:
     """Make the world; names of the Hub and of runs become those of the commits and checkpoints, in `config`, that the
     evaluation goes by from its first start on. ConfigError.
     """
     run_dir = Path(config.run.dir)
-    prepare.check_nodes(config, "megatron_collab.evaluate")
+    prepare.check_nodes(config, module)
     message = "holds a run that trains; give the evaluation a run.dir of its own"
     require(not (run_dir / "metrics.jsonl").exists(), f"run.dir={run_dir}: {message}")
     try:

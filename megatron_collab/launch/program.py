@@ -1,4 +1,4 @@
-"""The frame of the programs that torchrun runs, train.py and evaluate.py: refusals, torchrun, signals, exit codes."""
+"""The frame of the programs that torchrun runs, as train.py: refusals, torchrun, signals, exit codes."""
 
 from __future__ import annotations
 

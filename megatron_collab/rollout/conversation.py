@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from megatron_collab.config import Config, SamplingConfig
+from megatron_collab.config import Config, SamplingConfig, read_prompt
 from megatron_collab.inference.assistant import Assistant, Renderer
 from megatron_collab.inference.client import EngineError
 from megatron_collab.llm.caller import ask_as
@@ -57,6 +57,7 @@ class Player:
         self.reward = reward_function(config.reward)
         self.counters: Counter[str] = Counter()  # reward_failed, of reward.mode
         self.strict = config.reward.malformed is not None
+        self.proactive = read_prompt("build.prompt", config.build.prompt, "collaborator", ()).render().strip()
 
     async def play(self, task: Task, stream: str) -> Group:
         """train.rollouts_per_prompt rollouts of `task`, all at once, as reward.mode and rollout.futures say.
@@ -70,7 +71,9 @@ class Player:
             failed = Conversation(task.messages, ()).end(*why)
             rollouts = [self._rollout(failed, [Future(failed, await self.rewards.score(task, failed))]) for _ in places]
         else:
-            rollouts = await asyncio.gather(*(self._play(task, place) for place in places))
+            under = [task.under(self.proactive)] * round(self.config.build.proactive * len(places))
+            asked = zip([*under, *[task] * (len(places) - len(under))], places, strict=True)
+            rollouts = await asyncio.gather(*(self._play(one, place) for one, place in asked))
         return Group(task, malformed_last(rollouts) if self.config.reward.malformed_worst else tuple(rollouts))
 
     async def _opened(self, task: Task, stream: str) -> tuple[Task, tuple[Ending, str] | None]:

@@ -82,6 +82,15 @@ class Evaluator:
             self._flight.collect(0.0)
 
     def _begin(self, one: EvaluationSet, name: str, step: int) -> None:
+        tasks, settings = self._prepared(one), settings_of(self.config, one)
+        self._flight = Flight(settings, self._workers, self._journal, self._lost_all, self._beside)
+        stream = f"eval-{name.replace('/', '-')}"
+        for index, task in enumerate(tasks):
+            self._flight.begin(Asked(Slot(step, 0, index), f"{stream}-{index}", task, one))
+        self._flight.wait_for(len(tasks), f"evaluation {name}")
+
+    def _prepared(self, one: EvaluationSet) -> list[Task]:
+        """The tasks of a set, which are about to be begun."""
         if not self._beside:  # an outage while nothing was in flight has no effect
             self._pool.recover()
         if not self._tasks:
@@ -89,12 +98,7 @@ class Evaluator:
                 tools = schemas(make_tools(self.config.rollout))
             given = SurveyedSources[Task](self.config, "data.eval", self.sets, tools, needs)
             self._tasks = {each: tasks[: each.tasks] for each, tasks in zip(self.sets, given.sets, strict=True)}
-        tasks, settings = self._tasks[one], settings_of(self.config, one)
-        self._flight = Flight(settings, self._workers, self._journal, self._lost_all, self._beside)
-        stream = f"eval-{name.replace('/', '-')}"
-        for index, task in enumerate(tasks):
-            self._flight.begin(Asked(Slot(step, 0, index), f"{stream}-{index}", task, one))
-        self._flight.wait_for(len(tasks), f"evaluation {name}")
+        return self._tasks[one]
 
     def _record(self, one: EvaluationSet, name: str, step: int) -> None:
         assert self._flight is not None

@@ -117,12 +117,14 @@ class Flight:
         journal: Journal,
         servers_lost: Callable[[], bool],
         beside: Flight | None = None,
+        after: Callable[[Asked, Group], Asked | None] = lambda asked, group: None,
     ) -> None:
         """`servers_lost`: whether there was a time, since they were last there, when no server of a model was left.
 
-        `beside`: groups that stay in flight, with the same workers and journal, while these are waited for.
+        `beside`: groups that stay in flight, with the same workers and journal, while these are waited for. `after`:
+        the group that is begun in place of a finished one, if any; the one after which none is begun is taken.
         """
-        self._config, self._beside = config, beside
+        self._config, self._beside, self._after = config, beside, after
         self._workers = cycle(enumerate(workers))
         self._servers_lost = servers_lost
         self._journal = journal
@@ -176,6 +178,8 @@ class Flight:
             if asked.disturbed and (failed(group) or not (scored(group) or asked.again)):
                 again = asked.again or not failed(group)
                 self.begin(Asked(asked.slot, asked.stream, asked.task, asked.one, again=again))
+            elif following := self._after(asked, group):
+                self.begin(following)
             else:
                 self._taken[asked.slot] = group
                 self._bar.update(1)

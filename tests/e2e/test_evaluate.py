@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +17,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from megatron_collab.data.examples import load_tasks
+from megatron_collab.data.sources import Source
 from megatron_collab.environments import booking
 from tests.e2e.test_booking import Program, lines, start
 from tests.helpers import make_reward_model
@@ -89,6 +92,43 @@ def test_a_checkpoint_is_evaluated_and_goes_on_where_it_was_killed(root: Path, s
     assert "Evaluation sampled" in (run / "report.html").read_text()
     again = start(of_checkpoint, module="megatron_collab.evaluate")
     assert again.wait() == 0 and "all sets are evaluated" in again.log.read_text()
+
+
+def test_conversations_are_built_turn_by_turn_and_go_on_where_they_were_killed(
+    root: Path, start: Callable[..., Program]
+) -> None:
+    run, tasks = root / "built", f"data.eval={root}/world/unopened.jsonl"
+    more = (tasks, "train.eval_tasks=6", "build.candidates=3", "rollout.futures=2", "rollout.max_messages=6")
+    command = arguments(root, "built", f"model.path={root}/sft/hf", *more)
+    killed = start(command, module="megatron_collab.build_dataset")
+    killed.when(lambda: any(file.stat().st_size for file in run.glob("journal/*.groups")))
+    killed.process.kill()
+    killed.process.wait()
+    assert killed.gone() == []
+    resumed = start(command, module="megatron_collab.build_dataset")
+    resumed.finish()
+    # 6 tasks, 3 turns, 3 candidates, 2 futures with 2 messages of the user each.
+    said = "6 conversations: at most 270 replies, 222 messages of users, 0 judgements"
+    assert said in resumed.log.read_text()
+    rows = lines(run / "built" / "train.jsonl")
+    by_turn: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        by_turn[row["conv_id"], row["turn_id"]].append(row)
+    assert len({name for name, _ in by_turn}) == 6 and max(turn for _, turn in by_turn) >= 1
+    for (name, turn), candidates in by_turn.items():
+        assert len({json.dumps(row["prompt"]) for row in candidates}) == 1 and len(candidates) <= 3
+        prompt = candidates[0]["prompt"]
+        assert len(prompt) == 2 * turn + 1 <= 5 and prompt[0]["content"].startswith(booking.REQUEST)
+        if turn:
+            before = by_turn[name, turn - 1]
+            best = max(before, key=lambda row: row["score"])
+            assert prompt[:-2] == best["prompt"] and prompt[-2]["content"] == best["completion"]
+    assert f"{len(rows)} candidates" in (run / "built" / "README.md").read_text()
+    assert len(load_tasks(Source(source=str(run / "built")))) == len(rows)
+    again = start(command, module="megatron_collab.build_dataset")
+    assert again.wait() == 0 and "all conversations are built" in again.log.read_text()
+    refused = start([*command[:-1], f"run.dir={root}/none"], module="megatron_collab.build_dataset")
+    assert refused.wait() == 2 and "rollout.max_messages: not set" in refused.log.read_text()
 
 
 async def _evaluated(

@@ -1,0 +1,104 @@
+"""Built conversations as rows with the columns of CollabLLM's published data, and what a card says of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_collab.config import Config
+from megatron_collab.data.datasets import write_jsonl
+from megatron_collab.runtime import files
+from megatron_collab.types import Group, Missing, Rollout
+
+CARD = """---
+configs:
+- config_name: default
+  data_files:
+{files}
+---
+# Conversations built turn by turn
+
+{conversations} conversations, {turns} turns, {rows} candidates with their rewards. At each turn {candidates} replies
+were sampled, each was played on {futures} times, and the one with the best mean reward went on.
+
+| | |
+|---|---|
+| assistant | {assistant} |
+| user | {user} |
+| reward | `{mode}` of {weights} |
+| turns of a conversation | {lengths} |
+| reward of the candidates, of those that went on | {mean:.3f}, {best:.3f} |
+
+Columns: `prompt` and `completion`; `score`, the reward; `conv_id` and `turn_id`; `single_turn_prompt`,
+`single_turn_completion` and `single_turn_metadata`, which are the task; `sessions`, the messages of each future;
+`rewards`, by metric the score of each future.
+"""
+
+
+def rows_of(conversation: Sequence[Group]) -> Iterator[dict[str, Any]]:
+    """Every candidate with a reward, of the turns of a conversation in order."""
+    for turn, group in enumerate(conversation):
+        for rollout in group.rollouts:
+            if not isinstance(rollout.reward.value, Missing) and rollout.start.replies:
+                yield _row(group, rollout, turn)
+
+
+def _row(group: Group, rollout: Rollout, turn: int) -> dict[str, Any]:
+    task, begins = group.task, len(rollout.start.messages)
+    scored = [future.scores for future in rollout.futures]
+    names = sorted({name for scores in scored for name in scores})
+    return {
+        "prompt": [message.as_dict() for message in task.messages],
+        "completion": rollout.start.replies[-1],
+        "conv_id": task.id,
+        "turn_id": turn,
+        "score": rollout.reward.value,
+        "single_turn_prompt": task.goal,
+        "single_turn_completion": task.answer,
+        "single_turn_metadata": json.dumps(dict(task.metadata)),
+        "sessions": [
+            [message.as_dict() for message in future.conversation.messages[begins:]] for future in rollout.futures
+        ],
+        "rewards": json.dumps({name: [_number(scores.get(name)) for scores in scored] for name in names}),
+    }
+
+
+def _number(score: Any) -> float | None:
+    return None if score is None or isinstance(score, Missing) else float(score)
+
+
+def write(folder: Path, name: str, conversations: Sequence[Sequence[Group]], config: Config) -> None:
+    """NAME.jsonl in `folder`, and README.md, the card of all that is there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [row for conversation in conversations for row in rows_of(conversation)]
+    unfinished = folder / f".{name}.jsonl"
+    write_jsonl(unfinished, rows)
+    unfinished.replace(folder / f"{name}.jsonl")
+    splits = sorted(file.stem for file in folder.glob("[!.]*.jsonl"))
+    lengths = np.bincount([len(conversation) for conversation in conversations])
+    tops = [
+        max(float(one.reward.value) for one in group.rollouts if not isinstance(one.reward.value, Missing))
+        for conversation in conversations
+        for group in conversation
+        if any(not isinstance(one.reward.value, Missing) for one in group.rollouts)
+    ]
+    card = CARD.format(
+        files="\n".join(f"  - split: {split}\n    path: {split}.jsonl" for split in splits),
+        conversations=len(conversations),
+        turns=sum(map(len, conversations)),
+        rows=len(rows),
+        candidates=config.train.rollouts_per_prompt,
+        futures=config.rollout.futures,
+        assistant=config.assistant.model or Path(config.model.path).name,
+        user=config.user.name or config.user.model or "as each task names it",
+        mode=config.reward.mode,
+        weights=", ".join(f"{name} ({weight:g})" for name, weight in config.reward.weights.items()),
+        lengths=", ".join(f"{count} of {turns}" for turns, count in enumerate(lengths) if count),
+        mean=float(np.mean([row["score"] for row in rows])) if rows else float("nan"),
+        best=float(np.mean(tops)) if tops else float("nan"),
+    )
+    files.replace(folder / "README.md", card)

@@ -1,0 +1,70 @@
+"""Of the candidates for a turn the best one goes on, with what the user said in one of its futures."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+
+from megatron_collab.rollout.conversation import Player
+from megatron_collab.rollout.synthesis import best, following, reply_of
+from megatron_collab.types import Ending, Group, Message, Missing, Task
+from tests.rollout.fakes import STOP, CharacterRenderer, FakePolicy, FakeUsers, config
+from tests.rollout.test_group import FakeRewards
+
+TASK = Task("t", (Message("system", "s"), Message("user", "hi")), "goal", "answer", "testing")
+
+
+def group(says: str = "ok", share: float = 0.0, task: Task = TASK) -> Group:
+    """Four candidates, of which the first is malformed; the reward is the length of what was said."""
+    options = config(futures=2, max_user_turns=1, max_assistant_turns=2)
+    options.reward.weights, options.train.rollouts_per_prompt = {"right": 1.0}, 4
+    options.build.proactive = share
+    numbers = iter(range(4))
+
+    def policy(prompt: str, seed: int) -> str:
+        if prompt.count("<user>") > task.played // 2 + 1:
+            return "later"
+        number = next(numbers)
+        return "" if number == 0 else f"{says} {number}"
+
+    def user(goal: str, messages: Sequence[Message]) -> str:
+        return STOP if "end" in messages[-1].content else f"and {messages[-1].content}"
+
+    rewards = FakeRewards(lambda conversation: float(conversation.replies[0][-1]))
+    player = Player(FakePolicy(policy), CharacterRenderer(), FakeUsers(user), rewards, options)  # type: ignore[arg-type]
+    return asyncio.run(player.play(task, "s"))
+
+
+def test_the_best_reply_and_the_users_answer_to_it_are_the_next_prompt() -> None:
+    found = group()
+    chosen = best(found)
+    assert chosen is not None and [message.content for message in reply_of(chosen)] == ["ok 3"]
+    task = following(found, 14, random.Random(0))
+    said = ["s", "hi", "ok 3", "and ok 3"]
+    assert task is not None and [message.content for message in task.messages] == said
+    assert (task.id, task.goal, task.played) == ("t", "goal", 2) and task.given == TASK
+    further = following(group(task=task), 14, random.Random(0))
+    assert further is not None and [message.content for message in further.messages] == [*said, "ok 3", "and ok 3"]
+
+
+def test_a_conversation_ends_where_its_user_ends_it_and_at_its_longest() -> None:
+    assert following(group("end"), 14, random.Random(0)) is None
+    assert following(group(), 4, random.Random(0)) is not None and following(group(), 3, random.Random(0)) is None
+
+
+def test_without_a_candidate_that_a_user_may_see_it_ends() -> None:
+    found = group()
+    malformed = Group(TASK, tuple(one for one in found.rollouts if one.start.ending is Ending.MALFORMED))
+    assert len(malformed.rollouts) == 1 and best(malformed) is None
+    assert following(malformed, 14, random.Random(0)) is None
+    silent = [one.reward.value for one in found.rollouts if isinstance(one.reward.value, Missing)]
+    assert silent == []
+
+
+def test_a_share_of_the_candidates_is_asked_to_involve_the_user_and_the_prompt_is_not_in_the_conversation() -> None:
+    found = group(share=0.5)
+    first = [one.start.messages[0].content for one in found.rollouts]
+    assert first[2:] == ["s", "s"] and first[0] == first[1] and "You help a user over several turns" in first[0]
+    task = following(found, 14, random.Random(0))
+    assert task is not None and [message.content for message in task.messages] == ["s", "hi", "ok 3", "and ok 3"]
