@@ -26,6 +26,8 @@ COMMANDS = {
     "score": "score the futures of a run under several rewards, side by side",
     "recording": "recorded calls of users and judges: contents, price, latency; merge and scrub them",
 }
+# These replace this process, to block the preemption signal before they import.
+PROGRAMS = ("train", "evaluate", "build-dataset")
 
 
 def main() -> int:
@@ -42,8 +44,7 @@ def main() -> int:
         nearest = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0)[0]
         print(f"megatron-collab: no command {name!r}; did you mean {nearest}? (all commands: --help)", file=sys.stderr)
         return EXIT_BAD_INPUT
-    # These replace this process, to block the preemption signal before they import.
-    if name in ("train", "evaluate", "build-dataset"):
+    if name in PROGRAMS:
         os.execv(sys.executable, [sys.executable, "-m", f"megatron_collab.{name.replace('-', '_')}", *arguments])
     return run(name, arguments)
 

@@ -82,7 +82,7 @@ def load(arguments: Sequence[str], defaults: Mapping[str, Any] = {}, builds: boo
         publish=PublishConfig(),
         servers={name: {**asdict(model), "colocated": False} for name, model in served.named(config).items()},
     )
-    require(config.data.eval is not None, "data.eval: not set; give the tasks")
+    require(config.data.eval is not None, "data.eval: not set; give the tasks that are evaluated")
     if builds:
         check_building(config)
     require(bool(evaluation_sets(config)), "train.eval_tasks=0: nothing is evaluated; set it to 1 or more")

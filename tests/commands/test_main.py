@@ -35,7 +35,7 @@ def test_help_and_version_answer_without_anything_heavy() -> None:
     assert run("--version").stdout == f"megatron-collab {__version__}\n[]\n"
 
 
-@pytest.mark.parametrize("command", [name for name in program.COMMANDS if name not in ("train", "evaluate")])
+@pytest.mark.parametrize("command", [name for name in program.COMMANDS if name not in program.PROGRAMS])
 def test_every_command_has_help(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -46,9 +46,9 @@ def test_every_command_has_help(
 
 
 @pytest.mark.processes
-def test_train_and_evaluate_are_programs_of_their_own() -> None:
+def test_what_torchrun_runs_is_a_program_of_its_own() -> None:
     """In a process of its own, whose exit code is that of the program."""
-    for name in ("train", "evaluate"):
+    for name in program.PROGRAMS:
         done = run(name, "experiment=booking", "parallel.pq=3")
         assert done.returncode == 2 and done.stdout == ""
         assert done.stderr.startswith("megatron-collab: ") and done.stderr.count("\n") == 1
