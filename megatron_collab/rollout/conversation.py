@@ -57,7 +57,8 @@ class Player:
         self.reward = reward_function(config.reward)
         self.counters: Counter[str] = Counter()  # reward_failed, of reward.mode
         self.strict = config.reward.malformed is not None
-        self.proactive = read_prompt("build.prompt", config.build.prompt, "collaborator", ()).render().strip()
+        asks = read_prompt("build.prompt", config.build.prompt, "collaborator", ()) if config.build.proactive else None
+        self.proactive = asks.render().strip() if asks else ""
 
     async def play(self, task: Task, stream: str) -> Group:
         """train.rollouts_per_prompt rollouts of `task`, all at once, as reward.mode and rollout.futures say.
