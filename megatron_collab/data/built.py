@@ -75,17 +75,13 @@ def write(folder: Path, name: str, conversations: Sequence[Sequence[Group]], con
     """NAME.jsonl in `folder`, and README.md, the card of all that is there."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = [row for conversation in conversations for row in rows_of(conversation)]
+    scores = [[row["score"] for row in rows_of([group])] for conversation in conversations for group in conversation]
     unfinished = folder / f".{name}.jsonl"
     write_jsonl(unfinished, rows)
     unfinished.replace(folder / f"{name}.jsonl")
     splits = sorted(file.stem for file in folder.glob("[!.]*.jsonl"))
     lengths = np.bincount([len(conversation) for conversation in conversations])
-    tops = [
-        max(float(one.reward.value) for one in group.rollouts if not isinstance(one.reward.value, Missing))
-        for conversation in conversations
-        for group in conversation
-        if any(not isinstance(one.reward.value, Missing) for one in group.rollouts)
-    ]
+    tops = [max(candidates) for candidates in scores if candidates]
     card = CARD.format(
         files="\n".join(f"  - split: {split}\n    path: {split}.jsonl" for split in splits),
         conversations=len(conversations),

@@ -5,8 +5,8 @@ used. A shard begins with a line of JSON ({format, run}); each call is a header 
 and the call as JSON, compressed by zstd with a checksum. A shard that was being written when its process or machine
 died is read up to the tear.
 
-A call is found by who asks (caller.py), what, and the how manieth time. Of several of the same the latest counts: the
-conversation was played again.
+A call is found by who asks (caller.py), what is asked, and how often the same was asked before. Of several of the same
+the latest counts: the conversation was played again.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Taken:
 class CallKey:
     """A question (JSON), the name of the conversation that asks it, and how often it has asked the same before.
 
-    `shared`: whoever asks, the answer is the same, as those of judges, which are cached.
+    `shared`: the answer does not depend on who asks, as with judges, whose answers are cached.
     """
 
     name: str

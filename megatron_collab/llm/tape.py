@@ -48,7 +48,8 @@ class Tape:
     ) -> Any:
         """The recorded answer to `question`, or that of `ask`, which notes what it took, without keys; both JSON.
 
-        A `shared` question has the same answer whoever asks. Raises the recorded LlmError, that of `ask`, NotRecorded.
+        The answer to a `shared` question does not depend on who asks. Raises the recorded LlmError, that of `ask`,
+        NotRecorded.
         """
         who = caller() or self._nobody
         asked = CallKey(who.name, 0, question, shared)
@@ -133,7 +134,7 @@ def _not_recorded(recording: Recording, asked: CallKey) -> str:
 def nearest(recording: Recording, asked: CallKey) -> Call | None:
     """The call of the same conversation, or else of any, that is most like it: the model, then how far messages agree.
 
-    Of a large recording it looks at every so manieth call.
+    Of a large recording it looks at a part of the calls, evenly spread.
     """
     near = list(recording.of(asked.name))
     step = -(-len(recording) // _LOOKED_AT) or 1
