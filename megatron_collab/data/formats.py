@@ -88,9 +88,8 @@ def recognise(name: str, columns: Collection[str], first: Row, use: Use, where: 
             fault = f"these are rows of the format {each}, which train.stage={stage} reads as {other}s"
             raise ValueError(f"{where}: {fault}; give rows that are read as {use}s, or choose that stage")
     usual = {"task": "task", "conversation": "messages", "pair": "preference"}[use]
-    if FORMATS[usual].columns[0] in columns or (
-        "goal" in columns and use != "pair"
-    ):  # its rows are told what they lack
+    if FORMATS[usual].columns[0] in columns or ("goal" in columns and use != "pair"):
+        # Its rows are told what they lack.
         return usual, f"it has {FORMATS[usual].columns[0]}"
     raise ValueError(
         f"{where}: the columns {', '.join(columns)} are those of no known format of {use}s ({', '.join(known)}); set "
