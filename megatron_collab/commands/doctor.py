@@ -170,6 +170,7 @@ def _print_texts(messages: Sequence[Message]) -> None:
 def print_endpoints(overrides: Sequence[str]) -> int:
     """A row for each language model that the run asks, as it answers its one call, and a line for each that failed."""
     from megatron_collab.launch import endpoints, prepare, validate
+    from megatron_collab.rollout import asked_models
 
     config = make_absolute(compose(overrides))
     validate.check_settings(config)
@@ -181,7 +182,7 @@ def print_endpoints(overrides: Sequence[str]) -> int:
         prepare.check_users(config, names)
     except (ValueError, OSError) as error:
         raise ConfigError(" ".join(str(error).split())) from error
-    asked = [*endpoints.of_users(config, names), *endpoints.of_judges(config)]
+    asked = [*asked_models.of_users(config, names), *asked_models.of_judges(config)]
     if not asked:
         print("This run asks no language model.")
         return 0

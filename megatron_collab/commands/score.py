@@ -115,9 +115,10 @@ def _check(config: Config) -> None:
     from megatron_collab.launch import endpoints, validate
     from megatron_collab.llm.endpoint import of_run
     from megatron_collab.reward import metrics
+    from megatron_collab.rollout import asked_models
 
     validate.check_reward(config)
-    asked = endpoints.of_judges(config)
+    asked = asked_models.of_judges(config)
     endpoints.check_prices(config, asked)
     for each in asked:
         message = f"{each.setting}={each.endpoint.model}: only the run serves it; give a model of LiteLLM's"

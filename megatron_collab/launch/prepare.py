@@ -26,7 +26,7 @@ from megatron_collab.launch.servers import check_arguments
 from megatron_collab.launch.validate import check_model
 from megatron_collab.observability import evaluations, records
 from megatron_collab.reward import metrics
-from megatron_collab.rollout import users
+from megatron_collab.rollout import asked_models, users
 from megatron_collab.rollout.needs import USER, WEIGHTS, needs
 from megatron_collab.rollout.tools import Toolset, toolbox
 from megatron_collab.rollout.tools.mcp_server import McpTools
@@ -149,8 +149,8 @@ def read_data(config: Config, schemas: Sequence[Mapping[str, Any]], trains: bool
         for given in data:
             check_needs(config, given, trained=given.setting == "data.train")
         if first_on_node():  # LiteLLM is slow to import
-            asked = [*endpoints.of_users(config, examples), *endpoints.of_judges(config)]
-            asked += endpoints.of_assistant(config)
+            asked = [*asked_models.of_users(config, examples), *asked_models.of_judges(config)]
+            asked += asked_models.of_assistant(config)
             endpoints.check_served(config, asked)
             unpriced = endpoints.check_prices(config, asked)
             endpoints.check_support(config, asked)

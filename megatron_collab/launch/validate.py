@@ -35,6 +35,7 @@ from megatron_collab.models import hf_config, lora, parallel_layout
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.reward import metrics
 from megatron_collab.reward.multiturn import reward_function
+from megatron_collab.rollout import asked_models
 from megatron_collab.rollout.tools import toolbox
 from megatron_collab.rollout.users import DEFAULT, split_user
 from megatron_collab.rollout.users.llm import users_prompt
@@ -196,7 +197,7 @@ def check_reward(config: Config) -> None:
 def _check_asked_models(config: Config) -> None:
     """What is said of users, judges and assistant before the tasks are read, some of which may name other users."""
     users = [*config.users, *(["llm"] if config.user.model else [])]
-    asked = [*endpoints.of_users(config, users), *endpoints.of_judges(config), *endpoints.of_assistant(config)]
+    asked = [*asked_models.of_users(config, users), *asked_models.of_judges(config), *asked_models.of_assistant(config)]
     endpoints.check_served(config, asked)
     endpoints.check_prices(config, asked)
 

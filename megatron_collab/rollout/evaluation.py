@@ -40,6 +40,7 @@ class Evaluator:
         """On rank 0, before anything else: who plays. `beside`: groups of training, which stay in flight."""
         assert servers.workers and servers.pool
         self._workers, self._pool = servers.workers.conversations, servers.pool
+        self._limiter = servers.workers.limiter
         self._lost_all, self._journal, self._beside = servers.lost_all, journal, beside
 
     @contextmanager

@@ -9,13 +9,12 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from megatron_collab.config import Config
 from megatron_collab.data.built import write
 from megatron_collab.data.evaluation import EvaluationSet
-from megatron_collab.reward.metrics import split
 from megatron_collab.rollout.evaluation import Evaluator
+from megatron_collab.rollout.meter import Meter
 from megatron_collab.rollout.needs import applying
-from megatron_collab.rollout.scheduler import Asked, Flight, Slot
+from megatron_collab.rollout.scheduler import Asked, Flight, Slot, answers
 from megatron_collab.rollout.summary import evaluated
 from megatron_collab.types import Conversation, Ending, Group, Message, Missing, Rollout, Task
 
@@ -29,20 +28,22 @@ class Synthesis(Evaluator):
     """
 
     def _begin(self, one: EvaluationSet, name: str, step: int) -> None:
-        self._groups: dict[int, list[Group]] = {}
         flight = Flight(self.config, self._workers, self._journal, self._lost_all, after=self._after)
         tasks = self._prepared(one)
         self._flight = flight
+        self._groups: list[list[Group]] = [[] for _ in tasks]
+        title = f"conversations{f' of {one.name}' if one.name else ''}"
+        self._meter = Meter(self.config, tasks, title, self._spend)
         for index, task in enumerate(tasks):
             flight.begin(Asked(Slot(0, 0, index), f"build-{one.name}-{index}.0", task))
-        tqdm.write(f"{len(tasks)} conversations: {most_calls(self.config, len(tasks))}")
-        flight.wait_for(len(tasks), f"conversations{f' of {one.name}' if one.name else ''}")
+        flight.wait_for(len(tasks), title)
 
     def _after(self, asked: Asked, group: Group) -> Asked | None:
         """The group of the next turn of a conversation, unless that has ended."""
-        self._groups.setdefault(asked.slot.number, []).append(group)
+        self._groups[asked.slot.number].append(group)
         draw = random.Random(f"{self.config.run.seed}/{asked.stream}")
         task = following(group, self.config.rollout.max_messages or 0, draw)
+        self._meter.turn(asked.slot.number, ended=task is None, played=asked.reference is not None)
         if task is None:
             return None
         turn = asked.slot.step + 1
@@ -51,22 +52,15 @@ class Synthesis(Evaluator):
 
     def _record(self, one: EvaluationSet, name: str, step: int) -> None:
         self._flight = None
-        conversations = [self._groups[index] for index in sorted(self._groups)]
-        write(Path(self.config.run.dir) / FOLDER, one.name or "train", conversations, self.config)
-        groups = [group for conversation in conversations for group in conversation]
+        tqdm.write(self._meter.line())
+        write(Path(self.config.run.dir) / FOLDER, one.name or "train", self._groups, self.config)
+        groups = [group for conversation in self._groups for group in conversation]
         self.run.evaluation(name, one.name, step, evaluated(groups, applying(self.config)), groups)
 
-
-def most_calls(config: Config, tasks: int) -> str:
-    """How much may be asked of models: bounds, since conversations and futures end before."""
-    rollout, turns = config.rollout, (config.rollout.max_messages or 0) // 2
-    candidates = tasks * turns * config.train.rollouts_per_prompt
-    futures = candidates * rollout.futures
-    later = min(rollout.max_user_turns, rollout.max_assistant_turns - 1)
-    judged = [split(name, config.reward.metrics.get(name, {})) for name in config.reward.weights]
-    scores = futures * sum(kind.judged(options) for kind, options in judged)
-    replies, said = candidates + futures * later, tasks + futures * later
-    return f"at most {replies} replies, {said} messages of users, {scores} judgements"
+    def _spend(self) -> dict[str, float]:
+        asked = {"what was spent, of the limiter": self._limiter.spend.remote()}
+        (spent,) = answers(asked, self.config.launch.timeout / 2)
+        return spent
 
 
 def best(group: Group) -> Rollout | None:

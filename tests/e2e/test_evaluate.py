@@ -107,8 +107,8 @@ def test_conversations_are_built_turn_by_turn_and_go_on_where_they_were_killed(
     assert killed.gone() == []
     resumed = start(command, module="megatron_collab.build_dataset")
     resumed.finish()
-    # 6 tasks, 3 turns, 3 candidates, 2 futures with 2 messages of the user each.
-    said = "6 conversations: at most 270 replies, 222 messages of users, 0 judgements"
+    # 6 tasks, 3 turns, 3 candidates, 2 futures with 2, 1 and 0 messages of the user.
+    said = "6 conversations: at most 162 replies, 114 messages of users, 0 judgements"
     assert said in resumed.log.read_text()
     rows = lines(run / "built" / "train.jsonl")
     by_turn: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)

@@ -6,7 +6,8 @@ import pytest
 
 from megatron_collab import patches
 from megatron_collab.config import Config, ConfigError, EndpointConfig
-from megatron_collab.launch.endpoints import AskedModel, check_prices
+from megatron_collab.launch.endpoints import check_prices
+from megatron_collab.rollout.asked_models import AskedModel
 
 MODELS = ("openai/nobody-knows", "openai/gpt-4o-mini", "policy", "served/judge", "openai/given")
 

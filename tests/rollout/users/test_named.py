@@ -12,6 +12,7 @@ import pytest
 from megatron_collab.config import Config, ConfigError, changes
 from megatron_collab.launch import endpoints
 from megatron_collab.llm.client import LlmClient
+from megatron_collab.rollout import asked_models
 from megatron_collab.rollout.scheduler import group_seconds
 from megatron_collab.rollout.users import Users, check_user
 from megatron_collab.rollout.users.named import as_user, user_of, user_settings
@@ -130,7 +131,7 @@ def test_limits_prices_and_settings_know_every_user(monkeypatch: pytest.MonkeyPa
     config.llm.requests_per_minute = 1
     plain = Config(user=config.user, llm=config.llm)
     assert group_seconds(config, 1) > 5 * group_seconds(plain, 1)
-    asked = endpoints.of_users(config, ["llm", "slow", "llm/openai/gpt-4o", "replay"])
+    asked = asked_models.of_users(config, ["llm", "slow", "llm/openai/gpt-4o", "replay"])
     settings = [(each.setting, each.group, each.endpoint.model) for each in asked]
     assert settings == [
         ("user.model", "user", "m"),
