@@ -18,11 +18,12 @@ ROOT = Path(__file__).resolve().parents[2]
 BENCHES = sorted(file.stem for file in (ROOT / "tools" / "bench").glob("*.py"))
 # More than a quarter of a minute: they start servers, train, or import in many processes.
 SLOW = {"async_steps", "booking", "in_flight", "judge_outage", "layouts", "logprob", "preemption", "prefix", "publish"}
-SLOW |= {"dpo", "gpu", "lora", "rehearse", "step", "train_turns", "tree"}
+SLOW |= {"build", "dpo", "gpu", "lora", "rehearse", "step", "train_turns", "tree"}
 # No order beats the bounds that the benches divide by, and nothing may be lost, read wrongly or played again.
 HOLDS: dict[str, Callable[[dict[str, float]], bool]] = {
     "accuracy": lambda values: values["wrong"] == values["gold_wrong"] == values["perturbed_accepted"] == 0,
     "bad_input": lambda values: sum(values[bad] for bad in ("traceback", "accepted_nonsense", "crash")) == 0,
+    "build": lambda values: values["makespan_over_bound"] >= 1 and values["turns_over_bound"] >= 1,
     "dpo": lambda values: abs(values["loss_1"] - math.log(2)) <= 1e-5 and values["loss_2"] < values["loss_1"],
     "futures": lambda values: values["makespan_over_bound"] >= 1 and values["serial_over_ours"] >= 1,
     "in_flight": lambda values: values["lost"] == 0 and values["conversations"] >= 100,

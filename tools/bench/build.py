@@ -1,0 +1,206 @@
+"""How close conversations that are built turn by turn come to the time they cannot beat: the longest of them.
+
+The real Synthesis, Flight, journal and Player over two Ray actors; engine, user and judge are simulated. 16 tasks, up
+to five turns of 4 candidates with 3 futures of two user turns; users end a third of the conversations at each message.
+A call takes MEDIAN seconds times two lognormal factors, one of its own and a heavy one of its task. These are as in the
+bench futures, the medians a tenth, so that what our own work adds shows; nothing limits how many calls run at once.
+
+The bound is the longest conversation: at each turn its slowest future with its score, since the best candidate is known
+only then. `makespan_over_bound` is the time from the first call until the rows are written over that, the worst of the
+seeds; `turns_over_bound` is that of an order which waits for the turn of all tasks before the next one, which it could
+not beat. `python tools/bench/build.py [--seeds 0 1 2] [--smoke]` prints, last, one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import random
+import time
+from collections import Counter
+from collections.abc import Sequence
+from itertools import zip_longest
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
+
+import ray
+import torch.distributed as dist
+
+from megatron_collab.config import Config
+from megatron_collab.data.datasets import task_row, write_jsonl
+from megatron_collab.environments import tiny_model
+from megatron_collab.rollout.conversation import Player
+from megatron_collab.rollout.synthesis import Synthesis
+from megatron_collab.rollout.users import UserReply
+from megatron_collab.rollout.workers import Workers
+from megatron_collab.runtime.ray_cluster import ray_session, start_actor
+from megatron_collab.types import Conversation, Finish, Group, Message, Score, Task, Turn
+
+TASKS, SMOKE_TASKS, WORKERS = 16, 2, 2
+CANDIDATES, FUTURES, USER_TURNS, MESSAGES = 4, 3, 2, 10
+SCRIPT = {"replay": ["said by nobody"]}  # of a user who asks no model; Users play in its place
+ENDS = 1 / 3  # of a user's messages
+MEDIAN = {"engine": 0.2, "user": 0.6, "judge": 0.2}  # seconds
+OWN, OF_TASK = 0.2, 1.0  # sigmas of the factors' logarithms
+
+
+def seconds(kind: str, name: str, task: str) -> float:
+    own = random.Random(f"{kind}/{name}").gauss(0.0, OWN)
+    of_task = random.Random(task).gauss(0.0, OF_TASK)
+    return MEDIAN[kind] * math.exp(own + (of_task if kind != "judge" else 0.0))
+
+
+async def takes(kind: str, name: str, task: str) -> str:
+    """After its time, the time that a call took, which is all that is said."""
+    found = seconds(kind, name, task)
+    await asyncio.sleep(found)
+    return str(found)
+
+
+class Engine:
+    """A policy and its chat template; a turn is one token."""
+
+    thought_end = None
+
+    async def generate(self, prompt_ids: tuple[int, ...], *, seed: int, affinity: str, **_: Any) -> Turn:
+        text = await takes("engine", str(seed), affinity.rpartition(".")[0])
+        return Turn(prompt_ids, (1,), (-1.0,), (0,), Finish.STOP, text)
+
+    def first(self, messages: Sequence[Message], thinking: bool | None = None) -> tuple[int, ...]:
+        return (0,)
+
+    def next(self, messages: Sequence[Message], turn: Sequence[int], thinking: bool | None = None) -> tuple[int, ...]:
+        return (0,)
+
+    def opens_thought(self, prompt: Sequence[int]) -> bool:
+        return False
+
+
+class User:
+    def __init__(self, sample: str) -> None:
+        self.sample = sample
+
+    async def start(self, conversation: Conversation) -> None:
+        """Nothing to set up."""
+
+    async def reply(self, conversation: Conversation) -> UserReply:
+        name = f"{self.sample}/{len(conversation.turns)}"
+        said = await takes("user", name, self.sample.partition(".")[0])
+        return UserReply(Message("user", said), random.Random(name).random() < ENDS)
+
+    async def finish(self, conversation: Conversation) -> float:
+        return 0.0
+
+
+class Users:
+    def __init__(self) -> None:
+        self.counters = Counter[str]()
+
+    def make(self, task: Task, sample: str) -> User:
+        return User(sample)
+
+    def ended(self, task: Task, conversation: Conversation) -> None:
+        """Nobody counts."""
+
+
+class Judge:
+    async def score(self, task: Task, conversation: Conversation) -> dict[str, Score]:
+        await takes("judge", said(conversation.messages), "")
+        return {"asks": random.Random(said(conversation.messages)).random()}
+
+
+def said(messages: Sequence[Message]) -> str:
+    return " ".join(message.content for message in messages)
+
+
+class Worker:
+    """Plays groups on the real Player. Also the run's limiter, which counts nothing."""
+
+    def __init__(self, config: Config) -> None:
+        engine: Any = Engine()
+        self.player = Player(engine, engine, Users(), Judge(), config)  # type: ignore[arg-type]
+
+    async def play(self, task: Task, stream: str, one: None) -> Group:
+        return await self.player.play(task, stream)
+
+    async def spend(self) -> dict[str, float]:
+        return dict.fromkeys(("calls", "usd", "unpriced"), 0.0)
+
+
+class Timed(Synthesis):
+    """Keeps the groups of the conversations."""
+
+    def built(self) -> list[list[Group]]:
+        return self._groups
+
+
+def settings(folder: Path, seed: int, tasks: int) -> Config:
+    config = Config()
+    config.run.dir, config.run.seed = str(folder), seed
+    config.data.eval, config.model.path = str(folder / "tasks.jsonl"), str(folder / "model")
+    config.train.rollouts_per_prompt, config.rollout.futures = CANDIDATES, FUTURES
+    config.rollout.max_user_turns, config.rollout.max_messages = USER_TURNS, MESSAGES
+    config.reward.weights = {"asks": 1.0}
+    tiny_model.byte_tokenizer([], 300).save_pretrained(folder / "model")
+    given = [Task(f"{seed}-{i}", (Message("user", "0.0"),), "goal", "answer", "replay", SCRIPT) for i in range(tasks)]
+    write_jsonl(folder / "tasks.jsonl", [task_row(task) for task in given])
+    return config
+
+
+def build(config: Config) -> tuple[float, list[list[Group]]]:
+    """The seconds until the rows of all conversations are written, and the groups of each."""
+    workers = [start_actor(Worker, config) for _ in range(WORKERS)]
+    ray.get([worker.spend.remote() for worker in workers])
+    pool = SimpleNamespace(recover=lambda: None)
+    servers: Any = SimpleNamespace(workers=Workers(workers, [], workers[0]), pool=pool, lost_all=lambda: False)
+    run: Any = SimpleNamespace(evaluation_due=lambda one, step: "model", evaluation=lambda *_: None)
+    synthesis = Timed(config, run, restore=lambda: None)
+    with synthesis.alone(servers, 0):
+        (one,) = synthesis.sets
+        synthesis._prepared(one)  # reads the tasks, which takes longer than all else here
+        began = time.monotonic()
+        synthesis.evaluate(0)
+        return time.monotonic() - began, synthesis.built()
+
+
+def longest(group: Group) -> float:
+    """The seconds of the slowest future of a turn, with its score."""
+    begins = len(group.task.messages)
+    futures = [future.conversation.messages for rollout in group.rollouts for future in rollout.futures]
+    played = (sum(float(message.content) for message in messages[begins:]) for messages in futures)
+    return max(took + seconds("judge", said(messages), "") for took, messages in zip(played, futures, strict=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(3)))
+    parser.add_argument("--smoke", action="store_true", help="one seed of two tasks: shows that it runs, no figures")
+    given = parser.parse_args()
+    tasks = SMOKE_TASKS if given.smoke else TASKS
+    over_bound, in_turns = [], []
+    config = Config()
+    config.rollout.workers = WORKERS
+    with TemporaryDirectory() as folder, ray_session(config):
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        for seed in given.seeds[:1] if given.smoke else given.seeds:
+            with TemporaryDirectory() as of_seed:
+                took, conversations = build(settings(Path(of_seed), seed, tasks))
+            chains = [[longest(group) for group in conversation] for conversation in conversations]
+            bound = max(map(sum, chains))
+            over_bound.append(took / bound)
+            in_turns.append(sum(map(max, zip_longest(*chains, fillvalue=0.0))) / bound)
+            turns = sum(map(len, chains))
+            print(
+                f"seed {seed}: {len(chains)} conversations of {turns} turns in {took:.2f} s; the longest {bound:.2f} s"
+            )
+        dist.destroy_process_group()
+    values = {"makespan_over_bound": max(over_bound), "turns_over_bound": sum(in_turns) / len(in_turns)}
+    print(json.dumps({"name": "build", "values": {name: round(value, 4) for name, value in values.items()}}))
+
+
+if __name__ == "__main__":
+    main()
