@@ -11,6 +11,7 @@ import json
 import os
 import re
 import threading
+from base64 import b64decode
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from urllib.parse import unquote, urlsplit
 _API = re.compile(
     r"/api/(?P<kind>model|dataset)s/(?P<repo>[^/]+/[^/]+)(?:/(?P<call>revision|tree|paths-info)/(?P<revision>[^/]+)(?:/(?P<path>.+))?)?"
 )
+_UPLOAD = re.compile(r"/api/datasets/(?P<repo>[^/]+/[^/]+)/(?P<call>preupload|commit)/main")
 _RESOLVE = re.compile(r"(?P<kind>/datasets)?/(?P<repo>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<path>.+)")
 
 
@@ -31,6 +33,7 @@ class Repo:
 
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     gated: bool = False
+    private: bool = False
 
     def find(self, revision: str) -> str | None:
         last = next(reversed(self.commits))
@@ -39,12 +42,13 @@ class Repo:
 
 @dataclass
 class StandInHub:
-    """`requests` are method and path of all that was asked, in order."""
+    """`requests` are method and path of all that was asked, in order; the next `fails` commits fail with a 503."""
 
     url: str = ""
     token: str = "hf_StandInToken123"
     repos: dict[tuple[str, str], Repo] = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)
+    fails: int = 0
 
     def add(self, kind: str, repo: str, folder: Path, *, gated: bool = False) -> str:
         """A commit on the main branch with the files of `folder`; its id."""
@@ -52,6 +56,9 @@ class StandInHub:
         files = {
             str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()
         }
+        return self.commit(repo, found, files)
+
+    def commit(self, repo: str, found: Repo, files: dict[str, bytes]) -> str:
         commit = hashlib.sha1(f"{repo} {len(found.commits)}".encode()).hexdigest()
         found.commits[commit] = files
         return commit
@@ -98,7 +105,52 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._refuse(404, "EntryNotFound")
 
-    do_HEAD = do_POST = do_GET
+    do_HEAD = do_GET
+
+    def do_POST(self) -> None:
+        path = unquote(urlsplit(self.path).path)
+        upload = _UPLOAD.fullmatch(path)
+        if not upload and path not in ("/api/repos/create", "/api/validate-yaml"):
+            return self.do_GET()
+        # A commit comes in chunks, without a length.
+        asked = self._chunks() if "chunked" in self.headers.get("Transfer-Encoding", "") else None
+        lines = (asked or self.rfile.read(int(self.headers.get("Content-Length", 0)))).splitlines()
+        if self.headers.get("Authorization") != f"Bearer {self.served.token}":
+            self._refuse(401, "Unauthorized")
+        elif upload:
+            self._upload(upload["repo"], upload["call"], [json.loads(line) for line in lines])
+        elif path == "/api/validate-yaml":
+            self._answer({"errors": [], "warnings": []})
+        else:
+            self._create(**json.loads(lines[0]))
+
+    def _chunks(self) -> bytes:
+        content = b""
+        while size := int(self.rfile.readline(), 16):
+            content += self.rfile.read(size)
+            self.rfile.readline()
+        self.rfile.readline()
+        return content
+
+    def _create(self, name: str, organization: str, type: str, visibility: str, **_: Any) -> None:
+        repo = f"{organization}/{name}"
+        there = (type, repo) in self.served.repos
+        self.served.repos.setdefault((type, repo), Repo(private=visibility == "private"))
+        body = json.dumps({"url": f"{self.served.url}/{type}s/{repo}"}).encode()
+        self._send(409 if there else 200, body, {"Content-Type": "application/json"})
+
+    def _upload(self, repo: str, call: str, lines: list[dict[str, Any]]) -> None:
+        found = self.served.repos[("dataset", repo)]
+        if call == "preupload":
+            files = lines[0]["files"]
+            modes = [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in files]
+            return self._answer({"files": modes})
+        if self.served.fails:
+            self.served.fails -= 1
+            return self._refuse(503, "Unavailable")
+        files = {line["value"]["path"]: line["value"]["content"] for line in lines if line["key"] == "file"}
+        commit = self.served.commit(repo, found, {path: b64decode(content) for path, content in files.items()})
+        self._answer({"commitUrl": f"{self.served.url}/datasets/{repo}/commit/{commit}", "commitOid": commit})
 
     def _api(self, kind: str, repo: str, call: str | None, revision: str | None, path: str | None) -> None:
         found = self._open(kind, repo, revision or "main")

@@ -47,6 +47,7 @@ def main(arguments: Sequence[str]) -> int:
     from jinja2 import TemplateError
 
     from megatron_collab.data.chat_template import ChatRenderer
+    from megatron_collab.data.datasets import to_parquet
     from megatron_collab.data.preparation import Preparation, groups_of_eval
     from megatron_collab.data.sources import given_sources
     from megatron_collab.runtime import hub
@@ -73,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
                 counts[side] += 1
         if given.parquet:
             for side in counts:
-                _to_parquet(given.out / f"{side}.jsonl")
+                to_parquet(given.out / f"{side}.jsonl")
     except (ValueError, OSError, TemplateError) as error:
         raise ConfigError(" ".join(str(error).split())) from error
     examples = prepared.examples
@@ -98,13 +99,3 @@ def main(arguments: Sequence[str]) -> int:
 
 def _said(dropped: dict[str, int] | Counter[str]) -> str:
     return ", ".join(f"{count} {reason}" for reason, count in dropped.items() if count)
-
-
-def _to_parquet(file: Path) -> None:
-    from datasets import Dataset, disable_progress_bars
-
-    disable_progress_bars()
-    with file.open() as lines:
-        rows = Dataset.from_list([json.loads(line) for line in lines], on_mixed_types="use_json")
-    rows.to_parquet(file.with_suffix(".parquet"))
-    file.unlink()

@@ -273,6 +273,19 @@ def write_jsonl(path: Path, rows: Iterable[Row]) -> None:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
+def to_parquet(file: Path) -> Path:
+    """The rows of a file of JSON lines as Parquet beside it, in its place."""
+    from datasets import Dataset, disable_progress_bars
+
+    disable_progress_bars()
+    with file.open() as lines:
+        rows = Dataset.from_list([json.loads(line) for line in lines], on_mixed_types="use_json")
+    written = file.with_suffix(".parquet")
+    rows.to_parquet(written)
+    file.unlink()
+    return written
+
+
 def _share(setting: str, lacking: Mapping[str, int], rows: int) -> str:
     why = ", ".join(f"{count} lack {what}" for what, count in lacking.items())
     return f"; {setting}: for {rows - sum(lacking.values())} of {rows} rows ({why})"

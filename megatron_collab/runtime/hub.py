@@ -17,6 +17,7 @@ from filelock import FileLock
 
 from megatron_collab.config import ConfigError, require
 from megatron_collab.runtime import files
+from megatron_collab.runtime.process import RunStopped
 
 Kind = Literal["model", "dataset"]
 PINS = "hub.json"
@@ -29,6 +30,10 @@ _FIRST = ("README.md", "config.json")  # small files that a commit is found with
 
 _NAME = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+class UploadFailed(RunStopped):
+    """The Hub does not take the files, which stay as they are."""
 
 
 class HubName(NamedTuple):
@@ -116,6 +121,40 @@ def download(path: str, setting: str, kind: Kind = "model", patterns: Sequence[s
         raise ConfigError(f"{said}: {_unreachable(error.__cause__ or error)}") from error
     except (errors.HfHubHTTPError, httpx.HTTPError, OSError) as error:
         raise ConfigError(f"{said}: {_unreachable(error)}") from error
+
+
+def check_upload(repo: str, setting: str) -> None:
+    """ConfigError, without asking the network, where nothing can be uploaded to `repo`."""
+    from huggingface_hub import constants, errors, get_token
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(repo)
+        fault = "" if "/" in repo else "names no owner"
+    except errors.HFValidationError as error:
+        fault = " ".join(str(error).split())
+    require(not fault, f"{setting}={repo}: {fault}; give OWNER/NAME")
+    message = "HF_HUB_OFFLINE is set, and the data set is to be uploaded; unset it, or remove this"
+    require(not constants.HF_HUB_OFFLINE, f"{setting}={repo}: {message}")
+    message = "needs a token that may write; set HF_TOKEN, or log in by `hf auth login`"
+    require(get_token() is not None, f"{setting}={repo}: {message}")
+
+
+def upload(folder: Path, repo: str, private: bool) -> str:
+    """The commit of the data set `repo` that has the files of `folder`; `private`: where it is made for them.
+
+    huggingface_hub tries again what may pass. Raises UploadFailed.
+    """
+    import httpx
+    from huggingface_hub import HfApi, errors
+
+    api = HfApi()
+    try:
+        api.create_repo(repo, repo_type="dataset", private=private, exist_ok=True)
+        return str(api.upload_folder(repo_id=repo, folder_path=folder, repo_type="dataset").oid)
+    except (errors.HfHubHTTPError, httpx.HTTPError, OSError) as error:
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+        raise UploadFailed(f"{folder}: not uploaded to {repo} ({why}); the same command tries again") from error
 
 
 def folder(path: str) -> Path:

@@ -105,3 +105,48 @@ def test_what_is_here_wins_and_a_path_is_no_name(
     for path in ("model", "/some/model", "runs/a/hf", "./some/none", "data/*.jsonl", "some/"):
         assert names.named(path) is None, path
     assert names.pin("some/model", "model.path", tmp_path / "run") == "some/model" and not Path("run").exists()
+
+
+UPLOAD = """
+import sys
+from pathlib import Path
+from megatron_collab.config import ConfigError
+from megatron_collab.runtime import hub
+for repo in sys.argv[2:]:
+    try:
+        hub.check_upload(repo, "build.push_to_hub")
+        print(hub.upload(Path(sys.argv[1]), repo, private=True))
+    except (ConfigError, hub.UploadFailed) as error:
+        print(error)
+"""
+
+
+def test_a_folder_is_uploaded_again_where_that_may_pass_and_what_cannot_be_is_said(
+    hub: StandInHub, tmp_path: Path
+) -> None:
+    def upload(*repos: str, **other: str) -> list[str]:
+        environment = hub.environment(tmp_path / "home", **other)
+        command = [sys.executable, "-c", UPLOAD, str(tmp_path / "built"), *repos]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout.splitlines()
+
+    (tmp_path / "built").mkdir()
+    (tmp_path / "built" / "README.md").write_text("---\nconfigs: []\n---\n# Card\n")
+    (tmp_path / "built" / "train.jsonl").write_text("{}\n")
+    hub.fails = 1
+    (commit,) = upload("me/chats", HF_TOKEN=hub.token)
+    found = hub.repos["dataset", "me/chats"]
+    assert found.private and [*found.commits] == [commit] and hub.fails == 0
+    assert found.commits[commit] == {file.name: file.read_bytes() for file in sorted((tmp_path / "built").iterdir())}
+    hub.requests.clear()
+    wrong = "hf_AnotherToken456"
+    (refused,) = upload("me/chats", HF_TOKEN=wrong)
+    assert refused.startswith(f"{tmp_path}/built: not uploaded to me/chats (") and wrong not in refused
+    assert refused.endswith("; the same command tries again") and hub.requests.count("POST /api/validate-yaml") == 1
+    said = upload("chats", "me/a b", "me/chats")
+    assert said[0].startswith("build.push_to_hub=chats: names no owner; give OWNER/NAME")
+    assert said[1].startswith("build.push_to_hub=me/a b: ") and said[1].endswith("; give OWNER/NAME")
+    assert said[2].startswith("build.push_to_hub=me/chats: needs a token that may write; set HF_TOKEN")
+    (offline,) = upload("me/chats", HF_TOKEN=hub.token, HF_HUB_OFFLINE="1")
+    assert offline.startswith("build.push_to_hub=me/chats: HF_HUB_OFFLINE is set")
