@@ -3,15 +3,19 @@
 About each task of data.eval a conversation is played: at every turn build.candidates replies are sampled, each is
 played on in rollout.futures futures and scored, and the best one goes on, with the user's answer in one of them.
 The assistant is that of an evaluation (model.path, or assistant.model), and so are users, judges, limits and budget.
-OUT/built has all candidates as rows with the columns of CollabLLM's data, and a card. Interrupted, the same command
-goes on.
+OUT/built has all candidates as rows with the columns of CollabLLM's data, and a card; build.push_to_hub uploads it.
+Interrupted, the same command goes on.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import sys
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 from megatron_collab.runtime import process, signals
 
@@ -19,10 +23,15 @@ if __name__ == "__main__":
     signals.begin()
     process.imports_begin()  # those below take seconds
 
+from megatron_collab.config import Config
+from megatron_collab.data.built import FOLDER
 from megatron_collab.evaluate import evaluate
 from megatron_collab.launch import evaluation, inherited, prepare, program
+from megatron_collab.runtime import files, hub, keys
+from megatron_collab.runtime.redact import redact
 
 MODULE = "megatron_collab.build_dataset"
+UPLOADED = "uploaded.json"  # in run.dir: what the Hub has
 
 
 def prepared(arguments: list[str], held: ExitStack) -> program.Prepared | str:
@@ -35,11 +44,49 @@ def prepared(arguments: list[str], held: ExitStack) -> program.Prepared | str:
         held.enter_context(prepare.locked(config))
         evaluation.pin(config, MODULE)
         if evaluation.done(config):
+            if not _uploaded(config):
+                return config, partial(_upload, config)
             return (
                 f"{config.run.dir}: all conversations are built; see built/README.md there, or choose another run.dir"
             )
         serving, step = evaluation.prepared(config)
-    return config, partial(evaluate, config, serving, step, builds=True)
+    return config, partial(_build, config, serving, step)
+
+
+def _build(config: Config, serving: Config, step: int) -> None:
+    evaluate(config, serving, step, builds=True)
+    _upload(config)
+
+
+def _uploaded(config: Config) -> bool:
+    """Whether build.push_to_hub has the rows as they are here."""
+    marker = Path(config.run.dir) / UPLOADED
+    return config.build.push_to_hub is None or (marker.is_file() and json.loads(marker.read_text()) == _state(config))
+
+
+def _state(config: Config) -> dict[str, Any]:
+    """Where the files of the data set go, and by name the digest of each."""
+    built = sorted((Path(config.run.dir) / FOLDER).iterdir())
+    return {
+        "repo": config.build.push_to_hub,
+        "files": {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in built},
+    }
+
+
+def _upload(config: Config) -> None:
+    """Raises RunStopped, having said why."""
+    repo = config.build.push_to_hub
+    if repo is None or process.global_rank() or _uploaded(config):
+        return
+    run_dir = Path(config.run.dir)
+    try:
+        with keys.lent():
+            commit = hub.upload(run_dir / FOLDER, repo, private=not config.build.public)
+    except hub.UploadFailed as error:
+        print(f"megatron-collab: {redact(str(error))}", file=sys.stderr)
+        raise
+    files.replace(run_dir / UPLOADED, json.dumps(_state(config)))
+    print(f"{run_dir / FOLDER}: uploaded to {repo} at {commit}")
 
 
 def main(arguments: list[str]) -> int:

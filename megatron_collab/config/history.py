@@ -20,6 +20,7 @@ from megatron_collab.config.schema import Config, ServedConfig
 # Earlier versions found every metric by its name alone; a run of them goes on with the same metric from another module.
 _NAMED = re.compile(r"reward\.metrics\.\w+\.metric")
 _OF_USERS = re.compile(r"^users\.[^.]+\.")
+_OF_ASSISTANTS = re.compile(r"^build\.assistants\.[^.]+\.")
 _OF_SERVERS = re.compile(r"^servers\.[^.]+\.")
 SETTINGS = "config.json"  # in run.dir: the settings that the run was last started with
 _PROMPTS = "prompts"  # in it: the prompts that the settings name, with their text
@@ -72,8 +73,8 @@ def changes(config: Config) -> list[Change]:
     rules |= {name: (default, rule) for name, default, rule in declared(Config)}
     found = []
     for name in sorted(before.keys() | after.keys()):
-        # Settings of a named user may change where those of `user` may.
-        alike = _OF_SERVERS.sub("servers.NAME.", _OF_USERS.sub("user.", name))
+        # Settings of a named user may change where those of `user` may; so it is with assistants.
+        alike = _OF_ASSISTANTS.sub("assistant.", _OF_SERVERS.sub("servers.NAME.", _OF_USERS.sub("user.", name)))
         owner = alike if alike in rules else _owner(alike, rules) or _owner(name, rules)
         if owner is None:
             continue  # an option that is gone

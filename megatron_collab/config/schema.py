@@ -352,8 +352,16 @@ class BuildConfig:
     """Conversations that `megatron-collab build-dataset` builds about the tasks of data.eval."""
 
     candidates: int = option(4, "replies that are compared at every turn", ge=1, le=1000)
+    assistants: dict[str, Any] = option(
+        {},
+        "who gives candidates, in turn, by names of yours: policy (model.path), a model, or settings of assistant; "
+        "none: model.path or assistant.model",
+    )
     proactive: float = option(0.0, "share of the candidates, and of their futures, under build.prompt", ge=0, le=1)
     prompt: str | None = option(None, "FILE.j2: system message of that share, not in the rows; none: collaborator.j2")
+    parquet: bool = mutable(False, "the rows are Parquet in place of JSON lines")
+    push_to_hub: str | None = mutable(None, "OWNER/NAME of the Hub to which the data set is uploaded in the end")
+    public: bool = mutable(False, "a data set that the upload makes is public; else private")
 
 
 @dataclass

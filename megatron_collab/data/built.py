@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron_collab.config import Config
-from megatron_collab.data.datasets import write_jsonl
+from megatron_collab.data.assistants import Dealt, dealt, named
+from megatron_collab.data.datasets import to_parquet, write_jsonl
 from megatron_collab.runtime import files
 from megatron_collab.types import Group, Missing, Rollout
 
+FOLDER = "built"  # in run.dir
+_SUFFIXES = (".jsonl", ".parquet")
 CARD = """---
 configs:
 - config_name: default
@@ -27,24 +30,25 @@ were sampled, each was played on {futures} times, and the one with the best mean
 
 | | |
 |---|---|
-| assistant | {assistant} |
+| assistant | {assistants} |
 | user | {user} |
 | reward | `{mode}` of {weights} |
 | turns of a conversation | {lengths} |
 | reward of the candidates, of those that went on | {mean:.3f}, {best:.3f} |
 
-Columns: `prompt` and `completion`; `score`, the reward; `conv_id` and `turn_id`; `single_turn_prompt`,
+Columns: `prompt` and `completion`; `score`, the reward; `assistant`, who gave the completion and played the futures,
+and `proactive`, whether it was asked to involve the user; `conv_id` and `turn_id`; `single_turn_prompt`,
 `single_turn_completion` and `single_turn_metadata`, which are the task; `sessions`, the messages of each future;
 `rewards`, by metric the score of each future.
 """
 
 
-def rows_of(conversation: Sequence[Group]) -> Iterator[dict[str, Any]]:
-    """Every candidate with a reward, of the turns of a conversation in order."""
+def rows_of(conversation: Sequence[Group], given: Sequence[Dealt]) -> Iterator[dict[str, Any]]:
+    """Every candidate with a reward, of the turns of a conversation in order; `given`: by whom, by its number."""
     for turn, group in enumerate(conversation):
-        for rollout in group.rollouts:
+        for rollout, by in zip(group.rollouts, given, strict=True):
             if not isinstance(rollout.reward.value, Missing) and rollout.start.replies:
-                yield _row(group, rollout, turn)
+                yield _row(group, rollout, turn) | by._asdict()
 
 
 def _row(group: Group, rollout: Rollout, turn: int) -> dict[str, Any]:
@@ -71,25 +75,42 @@ def _number(score: Any) -> float | None:
     return None if score is None or isinstance(score, Missing) else float(score)
 
 
+def _shares(given: Sequence[Dealt], rows: Sequence[Mapping[str, Any]], models: Mapping[str, Any]) -> Iterator[str]:
+    """Of each assistant, and whether it is proactive, its share of the rows and the mean of their rewards."""
+    for by in sorted(set(given)):
+        rewards = [row["score"] for row in rows if (row["assistant"], row["proactive"]) == by]
+        name = f"{by.assistant} ({models[by.assistant]})" if by.assistant in models else by.assistant
+        mean = f", reward {np.mean(rewards):.3f}" if rewards else ""
+        share = len(rewards) / max(1, len(rows))
+        yield f"{name}{', proactive' * by.proactive}: {share:.0%} of the candidates{mean}"
+
+
 def write(folder: Path, name: str, conversations: Sequence[Sequence[Group]], config: Config) -> None:
-    """NAME.jsonl in `folder`, and README.md, the card of all that is there."""
+    """NAME.jsonl (build.parquet: NAME.parquet) in `folder`, and README.md, the card of all that is there."""
     folder.mkdir(parents=True, exist_ok=True)
-    rows = [row for conversation in conversations for row in rows_of(conversation)]
-    scores = [[row["score"] for row in rows_of([group])] for conversation in conversations for group in conversation]
+    given, policy = dealt(config), Path(config.model.path).name
+    models = {name: each.model if each else policy for name, each in named(config).items()}
+    rows = [row for conversation in conversations for row in rows_of(conversation, given)]
+    groups = [group for conversation in conversations for group in conversation]
+    scores = [[row["score"] for row in rows_of([group], given)] for group in groups]
     unfinished = folder / f".{name}.jsonl"
     write_jsonl(unfinished, rows)
-    unfinished.replace(folder / f"{name}.jsonl")
-    splits = sorted(file.stem for file in folder.glob("[!.]*.jsonl"))
+    if config.build.parquet and rows:
+        unfinished = to_parquet(unfinished)
+    for suffix in _SUFFIXES:  # an earlier start may have written the other
+        (folder / f"{name}{suffix}").unlink(missing_ok=True)
+    unfinished.replace(folder / f"{name}{unfinished.suffix}")
+    splits = sorted(file.name for file in folder.glob("[!.]*") if file.suffix in _SUFFIXES)
     lengths = np.bincount([len(conversation) for conversation in conversations])
     tops = [max(candidates) for candidates in scores if candidates]
     card = CARD.format(
-        files="\n".join(f"  - split: {split}\n    path: {split}.jsonl" for split in splits),
+        files="\n".join(f"  - split: {Path(file).stem}\n    path: {file}" for file in splits),
         conversations=len(conversations),
-        turns=sum(map(len, conversations)),
+        turns=len(groups),
         rows=len(rows),
         candidates=config.train.rollouts_per_prompt,
         futures=config.rollout.futures,
-        assistant=config.assistant.model or Path(config.model.path).name,
+        assistants="; ".join(_shares(given, rows, models)),
         user=config.user.name or config.user.model or "as each task names it",
         mode=config.reward.mode,
         weights=", ".join(f"{name} ({weight:g})" for name, weight in config.reward.weights.items()),

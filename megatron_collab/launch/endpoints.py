@@ -14,6 +14,7 @@ from megatron_collab.llm import endpoint as endpoints
 from megatron_collab.llm.price import Prices
 from megatron_collab.llm.recording import SUFFIX, Recording
 from megatron_collab.llm.tape import run_name
+from megatron_collab.rollout import asked_models
 from megatron_collab.rollout.asked_models import AskedModel
 from megatron_collab.rollout.users.named import user_settings
 from megatron_collab.runtime.process import global_rank
@@ -31,6 +32,7 @@ def check_settings(config: Config) -> None:
     for group, endpoint in {
         **user_settings(config),
         "reward.judge": config.reward.judge,
+        **{each.group: each.endpoint for each in asked_models.of_assistant(config)},
         "assistant": config.assistant,
     }.items():
         endpoints.check_settings(endpoint, group, asked=not llm.offline)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -22,13 +23,14 @@ from megatron_collab.config.schema import (
     SamplingConfig,
     TrainConfig,
 )
-from megatron_collab.data import sources
+from megatron_collab.data import assistants, sources
 from megatron_collab.data.evaluation import EvaluationSet, evaluation_sets
 from megatron_collab.inference import served
 from megatron_collab.launch import endpoints, models, prepare, servers, validate
 from megatron_collab.llm.endpoint import token_budget
 from megatron_collab.models import parallel_layout
 from megatron_collab.observability import evaluations, records
+from megatron_collab.rollout import asked_models
 from megatron_collab.rollout.tools import toolbox
 from megatron_collab.runtime import device, hub, network
 from megatron_collab.runtime.process import RunStopped
@@ -36,6 +38,8 @@ from megatron_collab.runtime.process import RunStopped
 FOLDER = "hf"  # in run.dir: the checkpoint that is evaluated, as a Hugging Face folder
 _FILE_BYTES = 5 * 10**9
 _UNUSED = "unused"
+_OF_SETS = ("samples", "temperature", "user", "max_user_turns", "max_assistant_turns", "max_messages", "max_new_tokens")
+_OTHERS = re.compile(r"assistant\.model=|build\.assistants=(?!.*\bpolicy\b)")  # where model.path plays no part
 
 
 def load(arguments: Sequence[str], defaults: Mapping[str, Any] = {}, builds: bool = False) -> Config:
@@ -46,9 +50,11 @@ def load(arguments: Sequence[str], defaults: Mapping[str, Any] = {}, builds: boo
     each turn of as many candidates as training has rollouts. Raises ConfigError.
     """
     unused = [f"data.train={_UNUSED}"]
-    if any(argument.startswith("assistant.model=") for argument in arguments):
+    if any(_OTHERS.match(argument) for argument in arguments):
         unused.append(f"model.path={_UNUSED}")
     config = make_absolute(compose([*unused, *arguments], defaults))
+    if builds:
+        _cast(config)
     assistant, rollout = config.assistant, config.rollout
     rollouts = config.build.candidates if builds else TrainConfig.rollouts_per_prompt
     server = replace(rollout.server, colocated=False, fp8=False)  # servers keep the weights that they load
@@ -86,9 +92,9 @@ def load(arguments: Sequence[str], defaults: Mapping[str, Any] = {}, builds: boo
     if builds:
         check_building(config)
     require(bool(evaluation_sets(config)), "train.eval_tasks=0: nothing is evaluated; set it to 1 or more")
-    if assistant.model:
+    for each in asked_models.of_assistant(config)[:1]:
         out = "remove rollout.tools and rollout.mcp_servers, or evaluate model.path"
-        message = f"assistant.model={assistant.model}: calls no tools yet; {out}"
+        message = f"{each.setting}={each.endpoint.model}: calls no tools yet; {out}"
         require(not (config.rollout.tools or config.rollout.mcp_servers), message)
     validate.check_settings(config)
     validate.check_files_of_users(config)
@@ -100,6 +106,18 @@ def load(arguments: Sequence[str], defaults: Mapping[str, Any] = {}, builds: boo
     return config
 
 
+def _cast(config: Config) -> None:
+    """Write out build.assistants in `config`; without the policy the first of them takes its place. ConfigError."""
+    cast = assistants.named(config)
+    if not cast:
+        return
+    message = f"assistant.model={config.assistant.model}: build.assistants say who plays; give it as one of them"
+    require(config.assistant.model is None, message)
+    config.build.assistants = assistants.written_out(cast)
+    if all(cast.values()):
+        config.assistant = next(each for each in cast.values() if each)
+
+
 def check_building(config: Config) -> None:
     """ConfigError where conversations cannot be built by these settings."""
     rollout = config.rollout
@@ -108,6 +126,12 @@ def check_building(config: Config) -> None:
     message = "plays no futures, of which one has the user's next message; choose another"
     require(config.reward.mode != "single_turn", f"reward.mode=single_turn: {message}")
     require(bool(config.reward.weights), "reward.weights: not set; give the metrics by which a candidate is the best")
+    for one in evaluation_sets(config):
+        for name in _OF_SETS:
+            message = "conversations are built under the settings of rollout and user; set those"
+            require(getattr(one, name) == getattr(EvaluationSet, name), f"{one.setting}.{name}: {message}")
+    if config.build.push_to_hub is not None:
+        hub.check_upload(config.build.push_to_hub, "build.push_to_hub")
     read_prompt("build.prompt", config.build.prompt, "collaborator", ())
 
 

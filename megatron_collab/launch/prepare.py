@@ -17,6 +17,7 @@ from megatron_collab import environments
 from megatron_collab.config import AlgoConfig, Config, ConfigError, changes, read_settings, require
 from megatron_collab.config.extension import NoOptions
 from megatron_collab.config.load import leaves
+from megatron_collab.config.schema import BuildConfig
 from megatron_collab.data import sources
 from megatron_collab.data.evaluation import EvaluationSet, evaluation_sets
 from megatron_collab.inference.served import score_fault
@@ -67,6 +68,7 @@ def prepare(config: Config) -> None:
     check_nodes(config, "megatron_collab.train")
     message = "is evaluated by `megatron-collab evaluate`, and not trained; remove it"
     require(config.assistant.model is None, f"assistant.model={config.assistant.model}: {message}")
+    require(config.build == BuildConfig(), "build: is of `megatron-collab build-dataset`, and nothing here; remove it")
     try:
         environments.prepare(config)
         _pin(config)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from megatron_collab.config import Config, EndpointConfig, require
+from megatron_collab.data import assistants
 from megatron_collab.data.evaluation import evaluation_sets
 from megatron_collab.llm.endpoint import POLICY
 from megatron_collab.reward import metrics
@@ -47,8 +48,12 @@ def of_users(config: Config, names: Iterable[str]) -> list[AskedModel]:
 
 
 def of_assistant(config: Config) -> list[AskedModel]:
-    """The model that is evaluated in place of the policy, if any, as each set of data.eval asks it."""
+    """The models that play the assistant in place of the policy, if any, as each set of data.eval asks them."""
     setting, asked = "assistant.model", config.assistant
+    if config.build.assistants:
+        entries = assistants.named(config).items()
+        groups = ((f"build.assistants.{name}", endpoint) for name, endpoint in entries if endpoint)
+        return [AskedModel(f"{group}.model", group, endpoint) for group, endpoint in groups]
     if not asked.model:
         return []
     message = f"{setting}={POLICY}: the policy is evaluated as model.path; remove it"

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from megatron_collab.config import Config, SamplingConfig, read_prompt
+from megatron_collab.data.assistants import Dealt, dealt
 from megatron_collab.inference.assistant import Assistant, Renderer
 from megatron_collab.inference.client import EngineError
 from megatron_collab.llm.caller import ask_as
@@ -59,6 +60,7 @@ class Player:
         self.strict = config.reward.malformed is not None
         asks = read_prompt("build.prompt", config.build.prompt, "collaborator", ()) if config.build.proactive else None
         self.proactive = asks.render().strip() if asks else ""
+        self.cast: Mapping[str, Player] = {}  # by name of the assistant, where others than the policy play candidates
 
     async def play(self, task: Task, stream: str) -> Group:
         """train.rollouts_per_prompt rollouts of `task`, all at once, as reward.mode and rollout.futures say.
@@ -72,10 +74,12 @@ class Player:
             failed = Conversation(task.messages, ()).end(*why)
             rollouts = [self._rollout(failed, [Future(failed, await self.rewards.score(task, failed))]) for _ in places]
         else:
-            under = [task.under(self.proactive)] * round(self.config.build.proactive * len(places))
-            asked = zip([*under, *[task] * (len(places) - len(under))], places, strict=True)
-            rollouts = await asyncio.gather(*(self._play(one, place) for one, place in asked))
+            rollouts = await asyncio.gather(*map(partial(self._candidate, task), places, dealt(self.config)))
         return Group(task, malformed_last(rollouts) if self.config.reward.malformed_worst else tuple(rollouts))
+
+    async def _candidate(self, task: Task, place: RolloutPlace, candidate: Dealt) -> Rollout:
+        task = task.under(self.proactive) if candidate.proactive else task
+        return await self.cast.get(candidate.assistant, self)._play(task, place)
 
     async def _opened(self, task: Task, stream: str) -> tuple[Task, tuple[Ending, str] | None]:
         """The task with its user's first message, unless it has one; or why it has none."""

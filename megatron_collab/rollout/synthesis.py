@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from megatron_collab.data.built import write
+from megatron_collab.data.built import FOLDER, write
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.rollout.evaluation import Evaluator
 from megatron_collab.rollout.meter import Meter
@@ -17,8 +17,6 @@ from megatron_collab.rollout.needs import applying
 from megatron_collab.rollout.scheduler import Asked, Flight, Slot, answers
 from megatron_collab.rollout.summary import evaluated
 from megatron_collab.types import Conversation, Ending, Group, Message, Missing, Rollout, Task
-
-FOLDER = "built"  # in run.dir
 
 
 class Synthesis(Evaluator):

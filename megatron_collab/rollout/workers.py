@@ -5,14 +5,16 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
 
 from megatron_collab import patches
-from megatron_collab.config import Config
+from megatron_collab.config import Config, SamplingConfig
+from megatron_collab.config.schema import AssistantConfig
+from megatron_collab.data import assistants
 from megatron_collab.data.evaluation import EvaluationSet, settings_of
 from megatron_collab.reward.workers import RewardClient, RewardWorker
 from megatron_collab.rollout.tools.toolbox import make_tools, schemas
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from megatron_collab.inference.assistant import Assistant, Renderer
     from megatron_collab.llm.served import ServedModel
     from megatron_collab.rollout.conversation import Player
+    from megatron_collab.rollout.users import Users
 
 _GARBAGE = 50_000  # objects made and not yet gone, after which Python looks for cycles
 
@@ -96,7 +99,8 @@ class ConversationWorker:
         """Counts of users, tools, connections to the servers and replayed calls since the last call."""
         taken: Counter[str] = Counter(self.policy.take_counters())
         taken.update(self.tape.take_counters() if self.tape else {})
-        for player in self.players.values():
+        players = [each for player in self.players.values() for each in (player, *player.cast.values())]
+        for player in players:  # whose counters are empty the second time
             for counters in (player.users.counters, player.tools.counters, player.counters):
                 taken.update(counters)
                 counters.clear()
@@ -110,8 +114,26 @@ class ConversationWorker:
         if one not in self.players:
             config = self.config if one is None else settings_of(self.config, one)
             users = Users(config, self.client, self.engine)
-            self.players[one] = Player(self.policy, self.renderer, users, self.rewards, config)
+            self.players[one] = player = Player(self.policy, self.renderer, users, self.rewards, config)
+            player.cast = {
+                name: self._with(endpoint, config, users) if endpoint else player
+                for name, endpoint in assistants.named(config).items()
+            }
         return self.players[one]
+
+    def _with(self, endpoint: AssistantConfig, config: Config, users: Users) -> Player:
+        """A player with a model of build.assistants in place of the policy, under its own budget and temperature."""
+        from megatron_collab.data.chat_template import system_prompt
+        from megatron_collab.inference.assistant import LlmAssistant
+        from megatron_collab.llm.endpoint import token_budget
+        from megatron_collab.rollout.conversation import Player
+
+        sampling = SamplingConfig(token_budget(endpoint))
+        sampling.temperature = sampling.temperature if endpoint.temperature is None else endpoint.temperature
+        room = 2 * sampling.max_new_tokens * config.rollout.max_assistant_turns  # as launch/evaluation.py says
+        rollout = replace(config.rollout, turn=sampling, future=sampling, context_length=room)
+        assistant = LlmAssistant(endpoint, self.client, system_prompt(config))
+        return Player(assistant, assistant, users, self.rewards, replace(config, rollout=rollout))
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from megatron_collab.config import Config, DataConfig
+from megatron_collab.data.assistants import Dealt
 from megatron_collab.data.built import rows_of, write
 from megatron_collab.data.examples import load_conversations, load_pairs, load_tasks
 from megatron_collab.data.preparation import Preparation
@@ -24,6 +25,7 @@ from megatron_collab.types import (
     Turn,
 )
 
+BY = [Dealt("a", True), Dealt("b", False)]
 TASK = Task("t7", (Message("user", "hi"),), "a table", "done : 2", "llm", {"level": 3})
 
 
@@ -41,7 +43,7 @@ def built() -> list[Group]:
 
 
 def test_rows_have_the_published_columns() -> None:
-    rows = [*rows_of(built())]
+    rows = [*rows_of(built(), BY)]
     assert [(row["turn_id"], row["completion"], row["score"]) for row in rows] == [
         (0, "how many ?", 0.9),
         (0, "done : 3", 0.2),

@@ -14,14 +14,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 from aiohttp import web
 
 from megatron_collab.data.examples import load_tasks
 from megatron_collab.data.sources import Source
 from megatron_collab.environments import booking
+from megatron_collab.runtime.process import EXIT_STOPPED
 from tests.e2e.test_booking import Program, lines, start
 from tests.helpers import make_reward_model
+from tests.hub import StandInHub, serving
 from tests.llm.endpoint import Endpoint, says
 
 pytestmark = pytest.mark.processes
@@ -129,6 +132,56 @@ def test_conversations_are_built_turn_by_turn_and_go_on_where_they_were_killed(
     assert again.wait() == 0 and "all conversations are built" in again.log.read_text()
     refused = start([*command[:-1], f"run.dir={root}/none"], module="megatron_collab.build_dataset")
     assert refused.wait() == 2 and "rollout.max_messages: not set" in refused.log.read_text()
+
+
+def test_conversations_are_built_by_several_assistants_and_uploaded(root: Path) -> None:
+    """The policy on its server beside an endpoint; the first upload fails, and the same command does it alone."""
+    run = root / "cast"
+    more = (f"data.eval={root}/world/eval.jsonl", "train.eval_tasks=3", "build.candidates=3", "rollout.futures=1")
+    more = (*more, "rollout.max_messages=6", "build.parquet=true", "build.push_to_hub=me/bookings")
+
+    async def build(hub: StandInHub, token: str) -> tuple[int, str, list[dict[str, Any]]]:
+        async with Endpoint(says("a table for 2 people on monday at 6pm .")) as endpoint:
+            url = f"http://127.0.0.1:{endpoint.port}/v1"
+            other = f"{{model: openai/m, temperature: 0.3, api_base: '{url}', max_tokens: 30}}"
+            prices = "llm.prices={openai/m: [10, 100]}"
+            cast = ["build.assistants={policy: policy, other: " + other + "}", prices, f"model.path={root}/sft/hf"]
+            command = [sys.executable, "-m", "megatron_collab.build_dataset", *arguments(root, "cast", *more, *cast)]
+            environment = hub.environment(root / "home", OPENAI_API_KEY="sk-test", HF_TOKEN=token)
+            log = root / "cast.log"
+            with log.open("w") as stream:
+                process = await asyncio.create_subprocess_exec(
+                    *command, stdout=stream, stderr=subprocess.STDOUT, env=environment
+                )
+                code = await asyncio.wait_for(process.wait(), 300)
+            return code, log.read_text(), endpoint.requests
+
+    with serving() as hub:
+        code, log, requests = asyncio.run(build(hub, "hf_NobodysToken123"))
+        assert code == EXIT_STOPPED, log[-5000:]
+        assert f"{run}/built: not uploaded to me/bookings (HfHubHTTPError: " in log and "NobodysToken" not in log
+        assert "3 conversations: at most 54 replies, 30 messages of users, 0 judgements; at most " in log
+        assert f"have ended; {len(requests)} calls, {len(requests) * 0.003:.4g} USD" in log
+        table = pq.read_table(run / "built" / "train.parquet").to_pylist()
+        assert not list((run / "built").glob("*.jsonl"))
+        assert len(load_tasks(Source(source=str(run / "built")))) == len(table)
+        by = {name: [row for row in table if row["assistant"] == name] for name in ("policy", "other")}
+        assert sum(map(len, by.values())) == len(table) and all(by.values())
+        assert {row["completion"] for row in by["other"]} == {"a table for 2 people on monday at 6pm ."}
+        said = {message["content"] for row in by["policy"] for each in row["sessions"] for message in each}
+        assert not said & {row["completion"] for row in by["other"]}, "its futures are its own"
+        assert {(request["temperature"], request["max_tokens"]) for request in requests} == {(0.3, 30)}
+        card = (run / "built" / "README.md").read_text()
+        assert "| other (openai/m): " in card and "; policy (hf): " in card and "path: train.parquet" in card
+        settings = json.loads((run / "config.json").read_text())["build"]["assistants"]
+        assert [*settings] == ["policy", "other"]
+
+        code, log, requests = asyncio.run(build(hub, hub.token))
+        assert (code, requests) == (0, []) and "uploaded to me/bookings at " in log, log[-5000:]
+        (files,) = hub.repos["dataset", "me/bookings"].commits.values()
+        assert files == {file.name: file.read_bytes() for file in (run / "built").iterdir()}
+        code, log, _ = asyncio.run(build(hub, hub.token))
+        assert code == 0 and "all conversations are built" in log
 
 
 async def _evaluated(

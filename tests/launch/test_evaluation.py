@@ -15,6 +15,7 @@ from megatron_collab.config import Config, ConfigError, compose
 from megatron_collab.config.schema import AlgoConfig, ParallelConfig
 from megatron_collab.inference import server
 from megatron_collab.launch import evaluation, inherited, servers
+from megatron_collab.rollout import asked_models
 from megatron_collab.runtime import device
 from tests.helpers import make_model
 
@@ -342,3 +343,60 @@ def test_what_of_a_run_is_gone_is_said_with_where_it_is_from(tmp_path: Path, tas
     assert "personas=people.txt: no such file" in gone and gone.endswith(f"(users.a.personas {said}")
     (run / "config.json").write_text("{}")
     assert refused(given).endswith("config.json holds no settings of a run; restore it")
+
+
+BUILDS = ("rollout.max_messages=6", "assistant.max_tokens=50")
+
+
+def test_conversations_are_built_by_several_assistants(tmp_path: Path, tasks: Path) -> None:
+    """Without the policy there is neither a model nor a server of it."""
+    two = "build.assistants={a: {model: openai/gpt-4o-mini, temperature: 0.2}, b: openai/gpt-4o-mini}"
+    config = evaluation.load(given(tmp_path, tasks, two, *BUILDS), builds=True)
+    serving, _ = evaluation.prepared(config)
+    assert serving.rollout.server.replicas == 0 and config.assistant.temperature == 0.2
+    assert [(each.setting, each.endpoint.temperature) for each in asked_models.of_assistant(config)] == [
+        ("build.assistants.a.model", 0.2),
+        ("build.assistants.b.model", 1.0),
+    ]
+    model = make_model(tmp_path / "model")
+    both = [f"model.path={model}", "build.assistants={ours: policy, other: openai/m}", "rollout.context_length=256"]
+    budgets = [f"rollout.{part}.max_new_tokens=64" for part in ("turn", "future")]
+    config = evaluation.load(given(tmp_path, tasks, *both, *budgets, *BUILDS), builds=True)
+    assert config.assistant.model is None and config.rollout.turn.max_new_tokens == 64
+    assert evaluation.prepared(config)[0].rollout.server.replicas == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (
+            ["build.assistants={a: openai/m}", "assistant.model=openai/n"],
+            "build.assistants say who plays; give it as one",
+        ),
+        (
+            ["build.assistants={a: openai/m}", "rollout.tools=[calculator]"],
+            "build.assistants.a.model=openai/m: calls no",
+        ),
+        (["build.assistants={a: served/none}"], "build.assistants.a.model=served/none: servers has no none"),
+        (
+            ["build.assistants={a: {model: openai/m, extra: {seed_token: x}}}"],
+            "build.assistants.a.extra.seed_token",
+        ),
+        (
+            ["build.assistants={a: openai/m}", "llm.budget_usd=3"],
+            "no price of build.assistants.a.model=openai/m",
+        ),
+        (
+            ["assistant.model=openai/m", "build.push_to_hub=chats"],
+            "build.push_to_hub=chats: names no owner",
+        ),
+        (
+            ["assistant.model=openai/m", "data.eval=[{source: t.jsonl, samples: 2}]"],
+            "data.eval[t].samples: conv",
+        ),
+    ],
+)
+def test_what_cannot_be_built_is_refused_in_a_line(tmp_path: Path, tasks: Path, more: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        evaluation.load(given(tmp_path, tasks, *BUILDS, *more), builds=True)
+    assert said in str(error.value) and "\n" not in str(error.value)

@@ -111,3 +111,9 @@ def test_each_metric_picks_its_tasks_from_the_sources_and_its_share_is_said(tmp_
         ConfigError, match=r"data\.train=.*none\.jsonl: none of its tasks has an answer, which its user"
     ):
         prepare.read_data(config, ())
+
+
+@pytest.mark.parametrize("given", ["assistant.model=openai/m", "build.proactive=0.5"])
+def test_what_only_plays_is_not_trained(given: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{given.partition('.')[0]}.*; remove it"):
+        prepare.prepare(compose(["experiment=gsm8k", given]))

@@ -68,3 +68,25 @@ def test_a_share_of_the_candidates_is_asked_to_involve_the_user_and_the_prompt_i
     assert first[2:] == ["s", "s"] and first[0] == first[1] and "You help a user over several turns" in first[0]
     task = following(found, 14, random.Random(0))
     assert task is not None and [message.content for message in task.messages] == ["s", "hi", "ok 3", "and ok 3"]
+
+
+def test_candidates_are_dealt_to_the_assistants_who_play_their_own_futures() -> None:
+    options = config(futures=2, max_user_turns=1, max_assistant_turns=2)
+    options.reward.weights, options.train.rollouts_per_prompt = {"right": 1.0}, 5
+    options.build.proactive = 0.4
+    options.build.assistants = {"ours": "policy", "m": "openai/m", "n": "served/n"}
+    users, rewards = FakeUsers(lambda goal, messages: "go on"), FakeRewards(lambda conversation: 1.0)
+
+    def player(name: str) -> Player:
+        policy = FakePolicy(lambda prompt, seed: f"of {name}")
+        return Player(policy, CharacterRenderer(), users, rewards, options)  # type: ignore[arg-type]
+
+    first = player("ours")
+    first.cast = {"ours": first, "m": player("m"), "n": player("n")}
+    found = asyncio.run(first.play(TASK, "s"))
+    order = ["ours", "m", "n", "ours", "m"]
+    for name, one in zip(order, found.rollouts, strict=True):
+        assert {reply for future in one.futures for reply in future.conversation.replies} == {f"of {name}"}
+    assert [len(one.futures[0].conversation.replies) for one in found.rollouts] == [2] * 5
+    proactive = ["You help a user" in one.start.messages[0].content for one in found.rollouts]
+    assert proactive == [True, True, False, False, False]
