@@ -80,7 +80,7 @@ setup(
     license="Apache-2.0",
     python_requires="==3.11.*",
     packages=find_packages(include=["megatron_collab*"]),
-    package_data={"megatron_collab": ["**/*.j2", "py.typed"]},
+    package_data={"megatron_collab": ["**/*.j2", "**/*.yaml", "py.typed"]},
     cmdclass={"build_py": BuildWithConf},
     entry_points={"console_scripts": ["megatron-collab = megatron_collab.commands.__main__:main"]},
     extras_require={

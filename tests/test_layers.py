@@ -36,6 +36,7 @@ LAZY = {
     "inference.cpu.serve": "the attention of CPU servers is imported in the process that computes",
     "observability.folder": "what draws the report takes a second to import, and the run is over by then",
     "patches.sglang": "stands in for sgl_kernel only where that is missing",
+    "reproduce.run": "planning is imported with Megatron, which takes seconds, and only for a forecast",
     "reward.workers": "LiteLLM takes seconds to import, and most metrics need none",
     "rollout.workers": "the actors import what they need; the process that starts them does not",
 }

@@ -89,6 +89,7 @@ def test_the_program_runs_from_any_folder(environment: Path, tmp_path: Path) -> 
     program = environment / "bin" / "megatron-collab"
     assert run(program, "--version", cwd=tmp_path) == f"megatron-collab {__version__}\n"
     assert "launch.device=auto selects" in run(program, "doctor", cwd=tmp_path)
+    assert "-m megatron_collab.train experiment=" in run(program, "reproduce", "booking", "--commands", cwd=tmp_path)
     assert "on 128 GPUs" in run(program, "doctor", "--plan", "experiment=train_70b", cwd=tmp_path)
 
 

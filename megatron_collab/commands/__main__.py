@@ -16,6 +16,7 @@ COMMANDS = {
     "train": "train a policy: experiment=NAME [option=value …]",
     "evaluate": "evaluate a checkpoint, a Hugging Face folder or any model of LiteLLM's, without training",
     "build-dataset": "conversations built turn by turn, of several candidates the best; as rows to train on",
+    "reproduce": "a published comparison: its assistants trained and evaluated, our table beside the published one",
     "quickstart": "the booking world, supervised and then with GRPO, on two CPU cores",
     "doctor": "what this machine provides; --plan: GPU memory of a run; --data: rows; --llm: calls its models",
     "prepare-data": "rows to train on from published data, split by conversation",
@@ -27,7 +28,7 @@ COMMANDS = {
     "recording": "recorded calls of users and judges: contents, price, latency; merge and scrub them",
 }
 # These replace this process, to block the preemption signal before they import.
-PROGRAMS = ("train", "evaluate", "build-dataset")
+PROGRAMS = ("train", "evaluate", "build-dataset", "reproduce")
 
 
 def main() -> int:

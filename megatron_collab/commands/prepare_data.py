@@ -4,9 +4,10 @@
 
 --to rl: a task for every prefix of every conversation that ends with the user, each prompt once. --to sft: a row for
 each conversation; of scored candidates the best of its last turn. --to dpo: of each turn the best candidate against the
-worst. SOURCE is a file, a folder, a glob or a name of the Hub, or settings as '{source: NAME, subset: NAME}'. All its
-splits are read unless it has split: NAME. The new split is by conversation: no first message of a user, and so no
-prompt, is on both sides, nor on another side for rl than sft.
+worst. --to opened: a task for each goal, without a message, so that the user opens the conversation. SOURCE is a file,
+a folder, a glob or a name of the Hub, or settings as '{source: NAME, subset: NAME}'. All its splits are read unless it
+has split: NAME. The new split is by conversation: no first message of a user, and so no prompt, is on both sides, nor
+on another side for rl than sft.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ SUMMARY = "summary.json"
 def main(arguments: Sequence[str]) -> int:
     parser = ArgumentParser("prepare-data", __doc__)
     parser.add_argument("source", help="file, folder, glob, name of the Hub, or settings in braces")
-    parser.add_argument("--to", required=True, choices=("rl", "sft", "dpo"), help="what the rows are for")
+    parser.add_argument("--to", required=True, choices=("rl", "sft", "dpo", "opened"), help="what the rows are for")
     parser.add_argument("--out", required=True, type=Path, help="folder to write")
     parser.add_argument("--eval-share", type=float, default=0.1, help="share of the conversations for evaluation [0.1]")
     parser.add_argument("--seed", type=int, default=0, help="seed of the split [0]")
@@ -38,6 +39,8 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     require(0 <= given.eval_share < 1, f"--eval-share={given.eval_share:g}: must be at least 0 and below 1")
     require((given.max_tokens is None) == (given.model is None), "--max-tokens and --model: give both or neither")
+    message = f"--max-tokens={given.max_tokens}: tasks that the user opens have no prompt; remove it"
+    require(given.max_tokens is None or given.to != "opened", message)
     require(given.max_tokens is None or given.max_tokens > 0, f"--max-tokens={given.max_tokens}: must be above 0")
     require(not (given.out / SUMMARY).exists(), f"--out={given.out}: holds prepared data; remove it, or give another")
     system = given.system_prompt

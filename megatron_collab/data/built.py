@@ -39,7 +39,7 @@ were sampled, each was played on {futures} times, and the one with the best mean
 Columns: `prompt` and `completion`; `score`, the reward; `assistant`, who gave the completion and played the futures,
 and `proactive`, whether it was asked to involve the user; `conv_id` and `turn_id`; `single_turn_prompt`,
 `single_turn_completion` and `single_turn_metadata`, which are the task; `sessions`, the messages of each future;
-`rewards`, by metric the score of each future.
+`rewards`, by metric the score of each future; `user`, where the task names one.
 """
 
 
@@ -68,7 +68,7 @@ def _row(group: Group, rollout: Rollout, turn: int) -> dict[str, Any]:
             [message.as_dict() for message in future.conversation.messages[begins:]] for future in rollout.futures
         ],
         "rewards": json.dumps({name: [_number(scores.get(name)) for scores in scored] for name in names}),
-    }
+    } | ({"user": task.user} if task.user else {})
 
 
 def _number(score: Any) -> float | None:

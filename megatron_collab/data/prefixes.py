@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_collab.data.examples import Examples
-from megatron_collab.data.readers import Messages
 from megatron_collab.types import Task
 
 _WHOLE = -1  # in place of a number of messages: of a row that cannot be read, which the survey says
@@ -31,14 +30,14 @@ def prefixes(task: Task) -> Iterator[Task]:
 
 
 class Prompts:
-    """Which prompts were seen, in 16 bytes each."""
+    """Which prompts were seen, in 16 bytes each; where the user opens the conversation, which goals."""
 
     def __init__(self) -> None:
         self._seen = set[bytes]()
 
-    def new(self, prompt: Messages) -> bool:
-        digest, before = hashlib.blake2b(repr(prompt).encode(), digest_size=16).digest(), len(self._seen)
-        self._seen.add(digest)
+    def new(self, task: Task) -> bool:
+        seen, before = (task.messages, task.goal) if task.unopened else task.messages, len(self._seen)
+        self._seen.add(hashlib.blake2b(repr(seen).encode(), digest_size=16).digest())
         return len(self._seen) > before
 
 
@@ -47,7 +46,7 @@ def at_every_depth(examples: Examples[Task]) -> Examples[Task]:
     numbers, lengths, prompts = array("q"), array("q"), Prompts()
     for number, row in examples.numbered():
         try:
-            found = [len(one.messages) for one in prefixes(examples.read(row, number)) if prompts.new(one.messages)]
+            found = [len(one.messages) for one in prefixes(examples.read(row, number)) if prompts.new(one)]
         except ValueError:
             found = [_WHOLE]
         numbers.extend([number] * len(found))

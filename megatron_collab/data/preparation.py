@@ -27,7 +27,7 @@ from megatron_collab.types import Message, Task
 @dataclass(frozen=True)
 class Prepared:
     """A row that is written. Rows of equal `group`, the user's first message, are of one conversation: they stay on one
-    side of a split."""
+    side of a split. A task without a message has its goal in place of that."""
 
     group: str
     row: dict[str, Any]
@@ -35,7 +35,8 @@ class Prepared:
 
 class Preparation:
     """Rows for rl (every prefix of a conversation that ends with the user, each prompt once), sft (of scored candidates
-    the best of the last turn of a conversation) or dpo (the best against the worst candidate of a turn).
+    the best of the last turn of a conversation) or dpo (the best against the worst candidate of a turn); or opened: the
+    goals alone, each once, about which the user opens the conversation.
 
     `dropped` counts, after an iteration, what is left out and why. Iterations give the same rows.
     """
@@ -54,7 +55,7 @@ class Preparation:
 
         Raises ConfigError, and ValueError for what cannot be read.
         """
-        load: Any = {"rl": load_tasks, "sft": load_conversations, "dpo": load_pairs}[to]
+        load: Any = {"rl": load_tasks, "opened": load_tasks, "sft": load_conversations, "dpo": load_pairs}[to]
         # Published splits are by row: the last turn of a conversation may be in another one than its first.
         self.examples: Examples[Any] = load(replace(source, split=source.split or ALL), "SOURCE", DataConfig())
         self.dropped: Counter[str] = Counter()
@@ -64,18 +65,32 @@ class Preparation:
 
     def __iter__(self) -> Iterator[Prepared]:
         self.dropped = Counter()
-        return {"rl": self._tasks, "sft": self._conversations, "dpo": self._pairs}[self._to]()
+        rows = {"rl": self._tasks, "opened": self._unopened, "sft": self._conversations, "dpo": self._pairs}
+        return rows[self._to]()
 
     def _tasks(self) -> Iterator[Prepared]:
         prompts = Prompts()
         for number, row in self.examples.numbered():
             task: Task | None = self._read(row, number)
             for given in prefixes(task) if task else ():
-                prompt = self._opened(given.messages)
+                prompt = replace(given, messages=self._opened(given.messages))
                 if not prompts.new(prompt):
                     self.dropped["prefixes of conversations that another row has too"] += 1
-                elif self._fits(prompt):
-                    yield Prepared(_group(prompt), task_row(replace(given, messages=prompt)))
+                elif prompt.unopened or self._fits(prompt.messages):
+                    yield Prepared(_group(prompt.messages, prompt), task_row(prompt))
+
+    def _unopened(self) -> Iterator[Prepared]:
+        goals = set[tuple[str, str]]()
+        for number, row in self.examples.numbered():
+            task: Task | None = self._read(row, number)
+            if task is None:
+                continue
+            if (task.goal, task.answer) in goals:
+                self.dropped["goals that another row has too"] += 1
+                continue
+            goals.add((task.goal, task.answer))
+            system = tuple(message for message in task.messages if message.role == "system")
+            yield Prepared(_group(task.messages, task), task_row(replace(task, messages=self._opened(system))))
 
     def _conversations(self) -> Iterator[Prepared]:
         chosen = best_of_conversations(candidates_of(self.examples, self._format)) if self._format.candidate else None
@@ -122,7 +137,7 @@ class Preparation:
         """With the system message in front, in place of another one."""
         if not self._system:
             return messages
-        own = messages[1:] if messages[0].role == "system" else messages
+        own = tuple(message for message in messages if message.role != "system")
         opened = (Message("system", self._system), *own)
         return ToolConversation(opened, messages.tools) if isinstance(messages, ToolConversation) else opened
 
@@ -157,6 +172,7 @@ def _fraction(text: str) -> float:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest()) / 2**48
 
 
-def _group(messages: Messages) -> str:
-    first = next(message.content for message in messages if message.role == "user")
+def _group(messages: Messages, task: Task | None = None) -> str:
+    said = (message.content for message in messages if message.role == "user")
+    first = next(said, task.goal if task else "")
     return hashlib.blake2b(first.encode(), digest_size=16).hexdigest()

@@ -136,10 +136,11 @@ def _metadata(row: Row) -> Mapping[str, Any]:
 
 
 def collabllm_task(row: Row, number: int) -> Task:
-    """What the policy is asked for is single_turn_prompt, which the user alone knows."""
+    """What the policy is asked for is single_turn_prompt, which the user alone knows; ours may name the user."""
     goal, answer = text_of(row, "single_turn_prompt"), text_of(row, "single_turn_completion", "")
     metadata, messages = _object(row, "single_turn_metadata"), _collabllm_prompt(row)
-    return Task(f"{row['conv_id']}-{len(messages)}-{number}", messages, goal, answer, "", metadata)
+    user = text_of(row, "user", "")
+    return Task(f"{row['conv_id']}-{len(messages)}-{number}", messages, goal, answer, user, metadata)
 
 
 def collabllm_conversation(row: Row) -> Messages:

@@ -78,6 +78,24 @@ def test_tasks_are_every_prompt_once_and_split_by_conversation(published: Path, 
     assert {row["messages"][0]["content"] for row in rows_of(tmp_path / "sft" / "eval.jsonl")} == first[1]
 
 
+def test_goals_become_tasks_that_the_user_opens_on_the_side_of_their_conversations(
+    published: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "system.txt").write_text("Ask before you answer.\n")
+    opened, rows = tmp_path / "opened", ["--eval-share", "0.25"]
+    summary = prepared(published, "opened", opened, "--system-prompt", str(tmp_path / "system.txt"), *rows)
+    assert summary["kept"] == {"train": 13, "eval": 6}
+    assert summary["dropped"] == {"goals that another row has too": 180 - 19}
+    prepared(published, "rl", tmp_path / "rl", *rows)
+    for side in ("train", "eval"):
+        tasks = list(load_tasks(opened / f"{side}.jsonl"))
+        assert all(task.unopened and task.messages[0].content == "Ask before you answer." for task in tasks)
+        assert {task.goal for task in tasks} == {row["goal"] for row in rows_of(tmp_path / "rl" / f"{side}.jsonl")}
+        assert {(task.answer, task.metadata["level"]) for task in tasks} == {("42", "1")}
+    # They are prepared again: a task without a message stays as it is, and is held out by its goal.
+    assert sum(prepared(opened / "train.jsonl", "rl", tmp_path / "again", *rows)["kept"].values()) == 13
+
+
 def test_all_published_splits_are_read_unless_one_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """They are by row: the last turn of the conversation is in the other one."""
     rows, folder = candidates(0, 2, (0.5,)), tmp_path / "published"
@@ -180,6 +198,7 @@ def test_whole_conversations_become_prefixes_and_long_ones_are_dropped(tmp_path:
         (["--eval-share", "1"], "--eval-share=1: must be at least 0 and below 1"),
         (["--max-tokens", "5"], "--max-tokens and --model: give both or neither"),
         (["--max-tokens", "5", "--model", "nowhere"], "--model=nowhere: no tokenizer.json there"),
+        (["--to", "opened", "--max-tokens", "5", "--model", "m"], "tasks that the user opens have no prompt"),
         (["--system-prompt", "none.txt"], "--system-prompt=none.txt: no such file"),
         (["--to", "dpo"], "question_answer, which train.stage=rl reads as tasks; give rows that are read as pairs"),
     ],

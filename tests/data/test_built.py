@@ -64,6 +64,7 @@ def test_what_is_written_is_trained_on_in_every_stage(tmp_path: Path) -> None:
     source = Source(source=str(tmp_path))
     tasks = load_tasks(source)
     assert tasks.format == "collabllm" and tasks[0].goal == "a table" and tasks[0].metadata == {"level": 3}
+    assert tasks[0].user == "llm", "who played the user"
     assert [len(task.messages) for task in tasks] == [1, 1, 3]
     assert [message.content for message in load_conversations(source)[2]][-1] == "done : 2"
     assert load_pairs(source, "SOURCE", DataConfig()).format == "collabllm"

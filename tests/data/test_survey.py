@@ -151,6 +151,13 @@ def test_of_candidates_the_prefixes_are_their_prompts(tmp_path: Path) -> None:
     assert [len(each.messages) for each in TrainingData[Any](config).sets[0]] == [1, 3, 1]
 
 
+def test_tasks_that_the_user_opens_are_told_apart_by_their_goals(tmp_path: Path) -> None:
+    rows = [{**talk(), "goal": goal} for goal in ("a table", "a room", "a table")]
+    config = configured(tmp_path, rows)
+    config.data.prefixes = True
+    assert [each.goal for each in TrainingData[Any](config).sets[0]] == ["a table", "a room"]
+
+
 def test_a_bad_row_is_refused_with_its_place_among_prefixes_too(tmp_path: Path) -> None:
     config = configured(tmp_path, [talk("a", "b", "c"), talk("a", "b")])
     config.data.prefixes = True

@@ -63,12 +63,12 @@ class Program:
                 env={**os.environ, **environment, "MEGATRON_COLLAB_TEST": self.mark},
             )
 
-    def wait(self) -> int:
-        return self.process.wait(300)
+    def wait(self, timeout: float = 300) -> int:
+        return self.process.wait(timeout)
 
-    def finish(self) -> None:
+    def finish(self, timeout: float = 300) -> None:
         """Wait for the end, which has to be a good one."""
-        assert self.wait() == 0, self.log.read_text()[-5000:]
+        assert self.wait(timeout) == 0, self.log.read_text()[-5000:]
 
     def when(self, holds: Callable[[], bool], timeout: float = 300) -> None:
         deadline = time.monotonic() + timeout

@@ -1,0 +1,80 @@
+"""Make a published comparison again: each assistant of STUDY is trained and evaluated, one after the other.
+
+    megatron-collab reproduce collabllm --tasks math --budget 300
+
+STUDY is one of those below, or a FILE.yaml of yours. Every program has its own folder in --out, and an
+interrupted study goes on with the same command. page.md there has our table beside the published one. Settings
+(option=value) are of every program, as llm.max_concurrent=64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_collab.commands import EXIT_BAD_INPUT, ArgumentParser, positive
+from megatron_collab.config import ConfigError, require
+from megatron_collab.reproduce import plan, run, study
+from megatron_collab.runtime.redact import redact_output
+
+H100 = (989.0, 3.35)
+
+
+def main(arguments: Sequence[str]) -> int:
+    redact_output()
+    given = _parsed(arguments)
+    try:
+        require(given.seeds >= 1, f"--seeds={given.seeds}: must be 1 or more")
+        require(given.pilot >= 0, f"--pilot={given.pilot}: must be 0 or more")
+        require(given.replay is None or given.replay.is_dir(), f"--replay={given.replay}: no such folder")
+        chosen = study.read(given.study)
+        asked = plan.Given(
+            given.out or Path("runs") / chosen.name,
+            study.chosen(given.tasks, chosen.tasks, "--tasks"),
+            study.chosen(given.arms, chosen.arms, "--arms"),
+            given.model or chosen.model,
+            given.seeds,
+            given.build,
+            given.pilot,
+            given.record,
+            given.replay,
+            tuple(given.settings),
+        )
+        stages = plan.stages(chosen, asked)
+        if given.commands:
+            print("\n".join(run.shown(stage) for stage in stages))
+            return 0
+        return run.run(chosen, asked, stages, given.budget, given.gpu)
+    except ConfigError as error:
+        print(f"megatron-collab: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+
+
+def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = ArgumentParser("reproduce", __doc__)
+    parser.add_argument("study", metavar="STUDY", help=f"one of {', '.join(study.known())}, or FILE.yaml")
+    parser.add_argument("--tasks", metavar="A,B", help="tasks of the study [all]")
+    parser.add_argument("--arms", metavar="A,B", help="assistants; what they begin with is trained too [all]")
+    parser.add_argument("--model", help="model that all begin with [the study's]")
+    parser.add_argument("--seeds", type=int, default=3, help="how often each problem is played [3]")
+    parser.add_argument("--build", action="store_true", help="make the training data, in place of the published ones")
+    parser.add_argument("--out", type=Path, help="folder of the study [runs/STUDY]")
+    parser.add_argument("--budget", type=positive, metavar="USD", help="stop where all programs have spent so much")
+    parser.add_argument(
+        "--pilot", type=int, default=4, help="conversations of a task from which cost is said; 0: none [4]"
+    )
+    speed = "of a GPU in bfloat16 and of its memory, from which hours are said [989 3.35, an H100]"
+    parser.add_argument("--gpu", nargs=2, type=positive, default=H100, metavar=("TFLOP/S", "TB/S"), help=speed)
+    parser.add_argument("--record", type=Path, metavar="FOLDER", help="record all calls to language models there")
+    parser.add_argument(
+        "--replay", type=Path, metavar="FOLDER", help="answer them from there: no key, no network, no cost"
+    )
+    parser.add_argument("--commands", action="store_true", help="print the commands, and run nothing")
+    parser.add_argument("settings", nargs="*", metavar="option=value", help="settings of every program")
+    return parser.parse_intermixed_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,109 @@
+"""Studies whole, in small: the booking world's with scripted users, and the paper's with a made model and endpoint."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron_collab.data.datasets import write_jsonl
+from megatron_collab.reproduce.study import STUDIES, read
+from tests.e2e.test_booking import Program, start
+from tests.e2e.test_experiments import SMALL, SMALL_RL, Answers, endpoint, published
+from tests.helpers import make_model
+from tests.hub import serving
+
+__all__ = ["endpoint", "start"]  # fixtures
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+MODULE = "megatron_collab.reproduce"
+
+
+def small_booking(folder: Path) -> Path:
+    """The shipped study with fewer problems and steps."""
+    study: dict[str, Any] = yaml.safe_load((STUDIES / "booking.yaml").read_text())
+    study["tasks"]["booking"]["eval_tasks"] = 8
+    study["build"] += ["train.eval_tasks=12"]
+    study["settings"] += ["train.rollouts_per_prompt=8", "rollout.futures=2"]
+    for name, arm in study["arms"].items():
+        if "train" in arm:
+            arm["train"] += [f"train.steps={150 if name == 'base' else 2}", "train.eval_tasks=0"]
+            arm["train"] += ["optim.warmup_steps=10"] if name == "base" else ["train.prompts_per_step=8"]
+    (folder / "booking.yaml").write_text(yaml.safe_dump(study, sort_keys=False))
+    return folder / "booking.yaml"
+
+
+def test_the_booking_study_goes_on_where_it_was_killed(tmp_path: Path, start: Callable[..., Program]) -> None:
+    out = tmp_path / "out"
+    command = [str(small_booking(tmp_path)), "--out", str(out), "--seeds", "2"]
+    killed = start(command, module=MODULE)
+    killed.when(lambda: any(file.stat().st_size for file in (out / "booking").glob("build/journal/*.groups")))
+    killed.process.kill()
+    killed.process.wait()
+    assert killed.gone() == [], "the program that it ran ends with it"
+    base = (out / "booking" / "base" / "result.json").stat().st_mtime_ns
+    resumed = start(command, module=MODULE)
+    resumed.finish(1200)
+    assert (out / "booking" / "base" / "result.json").stat().st_mtime_ns == base, "what is done stays"
+    assert "expected of all: 0 USD\n" in resumed.log.read_text(), "nobody is paid"
+    table = (out / "page.md").read_text()
+    for arm in read("booking").arms.values():
+        assert re.search(rf"^\| {arm.title} (\| \d+\.\d+ ± \d+\.\d+ ){{2}}\| ", table, re.MULTILINE), table
+    again = start(command, module=MODULE)
+    assert again.wait() == 0 and "20/20 booking/grpo_eval: done" in again.log.read_text()
+
+
+def test_the_paper_is_recorded_and_replayed_without_key_or_network(
+    tmp_path: Path,
+    start: Callable[..., Program],
+    endpoint: str,
+) -> None:
+    study = read("collabllm")
+    make_model(tmp_path / "model", family="llama")
+    (tmp_path / "data").mkdir()
+    write_jsonl(tmp_path / "data" / "train.jsonl", [published(number) for number in range(24)])
+    settings = [
+        *SMALL,
+        *SMALL_RL,
+        "launch.nproc_per_node=2",
+        "rollout.max_user_turns=1",
+        "rollout.max_assistant_turns=2",
+    ]
+    paid = [f"user.api_base={endpoint}", f"reward.judge.api_base={endpoint}"]
+    paid += ["llm.prices={openai/gpt-4o-mini: [1, 2], openai/judge: [1, 2]}", "reward.judge.model=openai/judge"]
+    command = ["collabllm", "--tasks", "math", "--arms", "base,grpo", "--seeds", "1", "--pilot", "2"]
+    with serving() as hub:
+        hub.add("model", study.model, tmp_path / "model")
+        hub.add("dataset", study.tasks["math"].source, tmp_path / "data")
+        environment = {
+            **hub.environment(tmp_path / "home"),
+            "HF_HUB_OFFLINE": "0",
+            "OPENAI_API_KEY": "a-key-of-the-test",
+        }
+        first, calls = tmp_path / "first", ["--record", str(tmp_path / "calls")]
+        short = start(
+            [*command, "--out", str(first), *calls, "--budget", "1e-4", *settings, *paid], module=MODULE, **environment
+        )
+        assert short.wait(600) == 3
+        assert re.search(r"--budget=0.0001(: .* USD are spent and about .* to come| is used up)", short.log.read_text())
+        recorded = start([*command, "--out", str(first), *calls, *settings, *paid], module=MODULE, **environment)
+        recorded.finish(1200)
+        asked = len(Answers.asked)
+        del environment["OPENAI_API_KEY"]
+        second = tmp_path / "second"
+        nowhere = ["user.api_base=http://127.0.0.1:9/v1", "reward.judge.api_base=http://127.0.0.1:9/v1", *paid[2:]]
+        replay = ["--replay", str(tmp_path / "calls")]
+        start([*command, "--out", str(second), *replay, *settings, *nowhere], module=MODULE, **environment).finish(1200)
+    assert re.search(r"expected of all: (?!0 )\S+( ± \S+)? USD", recorded.log.read_text())
+    assert len(Answers.asked) == asked
+    assert (first / "results.json").read_text() == (second / "results.json").read_text()
+    for run in ("base_eval", "grpo_eval"):
+        files = [out / "math" / run / "eval_seed0_model.jsonl" for out in (first, second)]
+        assert files[0].read_bytes() == files[1].read_bytes()
+    found = {(row["arm"], row["column"]): row for row in json.loads((first / "results.json").read_text())}
+    assert found["base", "ITR"]["value"] == pytest.approx(100), "the judge gives 1"
+    assert "| Base | " in (first / "page.md").read_text()

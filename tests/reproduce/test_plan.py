@@ -1,0 +1,144 @@
+"""Studies as they are shipped, and the programs that they are."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_collab.config import ConfigError
+from megatron_collab.data.evaluation import evaluation_sets
+from megatron_collab.reproduce.plan import BUILD, EVALUATE, PREPARE, TRAIN, Given, Stage, stages
+from megatron_collab.reproduce.study import Study, chosen, known, read
+
+
+def given(study: Study, **more: object) -> Given:
+    return replace(Given(Path("out"), list(study.tasks), list(study.arms), study.model), **more)
+
+
+def by_name(planned: list[Stage]) -> dict[str, Stage]:
+    return {stage.title: stage for stage in planned}
+
+
+def test_every_study_can_be_composed_and_its_arms_have_numbers_for_every_column() -> None:
+    assert known() == ["booking", "collabllm"]
+    for name in known():
+        study = read(name)
+        for stage in stages(study, given(study)):
+            assert stage.prepares or stage.config.run.dir == str(stage.folder)
+        for arm in study.arms.values():
+            for task, printed in arm.published.items():
+                assert len(printed) == len(study.tasks[task].columns)
+
+
+def test_the_published_table_has_the_improvements_that_its_paper_states() -> None:
+    """Online DPO over the proactive base, last row of table 1; for ITR of mathematics the paper divides by the base."""
+    arms = read("collabllm").arms
+    online, proactive, base = (arms[name].published for name in ("online_dpo", "proactive", "base"))
+    improved = {
+        task: [round(100 * abs(new / old - 1), 1) for new, old in zip(online[task], proactive[task], strict=True)]
+        for task in ("medium", "code", "math")
+    }
+    assert improved["medium"] == [5.1, 8.3, 48.4] and improved["code"] == [18.2, 13.2, 54.3]
+    assert improved["math"][:2] == [32.0, 18.3] and round(100 * (online["math"][2] / base["math"][2] - 1), 1) == 36.4
+
+
+def test_the_paper_is_trained_and_evaluated_as_its_tables_say() -> None:
+    study = read("collabllm")
+    planned = by_name(stages(study, given(study, tasks=["code"])))
+    found = {
+        name: (c.optim.lr, c.train.prompts_per_step, c.train.stage, c.objective)
+        for name in ("sft", "ppo", "offline_dpo", "online_dpo")
+        if (c := planned[f"code/{name}"].config)
+    }
+    assert found == {  # table 6
+        "sft": (1e-5, 64, "sft", "sft"),
+        "ppo": (2e-6, 64, "rl", "policy"),
+        "offline_dpo": (5e-6, 64, "dpo", "dpo"),
+        "online_dpo": (5e-6, 32, "rl", "dpo"),
+    }
+    config = planned["code/ppo"].config
+    assert (config.model.lora.rank, config.model.lora.alpha, config.model.lora.dropout) == (32, 16, 0.1)
+    assert (config.rollout.futures, config.rollout.max_user_turns, config.reward.mode) == (3, 2, "paper")
+    assert config.reward.weights["pass_rate"] == 1 and config.reward.weights["token_amount"] == -5e-4
+    assert planned["code/ppo"].config.model.path == "out/code/sft/hf"  # section 4
+    assert planned["code/online_dpo"].config.model.path == "out/code/offline_dpo/hf"
+    evaluated = planned["code/base_eval"].config
+    sets = evaluation_sets(evaluated)
+    assert [(one.name, one.tasks, one.max_messages, one.max_user_turns) for one in sets] == [
+        (f"seed{seed}", 600, 14, 7) for seed in range(3)
+    ]
+    assert evaluated.rollout.system_prompt is None and evaluated.model.path == study.model
+    assert planned["code/proactive_eval"].config.rollout.system_prompt == "collaborator.j2"
+    medium = by_name(stages(study, given(study, tasks=["medium"])))["medium/ppo"].config
+    assert medium.reward.weights["token_amount"] == -1e-4 and "accuracy" not in medium.reward.weights
+
+
+def test_an_arm_brings_what_it_begins_with_and_data_come_first() -> None:
+    study = read("collabllm")
+    planned = stages(study, given(study, tasks=["math"], arms=["online_dpo"]))
+    names = [stage.name for stage in planned]
+    assert names == [
+        *("rows_opened", "rows_sft", "rows_dpo", "rows_rl", "pilot"),
+        *("sft", "offline_dpo", "online_dpo", "online_dpo_eval"),
+    ]
+    assert [stage.module for stage in planned] == [PREPARE] * 4 + [EVALUATE] + [TRAIN] * 3 + [EVALUATE]
+    both = stages(study, given(study, tasks=["math", "code"], arms=["sft"]))
+    assert [stage.task for stage in both] == ["math"] * 3 + ["code"] * 3 + ["math"] * 2 + ["code"] * 2
+    built = by_name(stages(study, given(study, tasks=["math"], arms=["sft"], build=True, pilot=0)))
+    assert [*built] == [f"math/{name}" for name in ("rows_opened", "build", "rows_sft", "sft", "sft_eval")]
+    build = built["math/build"]
+    assert build.module == BUILD and build.config.assistant.model == "openai/gpt-4o" and not build.first
+    assert built["math/rows_sft"].arguments[1] == "out/math/build/built"
+
+
+def test_steps_are_those_of_the_epochs(tmp_path: Path) -> None:
+    study = read("collabllm")
+    of_sft = by_name(stages(study, given(study, out=tmp_path, tasks=["math"])))["math/sft"]
+    assert of_sft.rows == tmp_path / "math" / "rows_sft" / "summary.json" and of_sft.steps(640) == 30
+    of_sft.rows.parent.mkdir(parents=True)
+    of_sft.rows.write_text(json.dumps({"kept": {"train": 65}}))
+    assert of_sft.command()[-1] == "train.steps=4"  # 195 rows in batches of 64
+    told = given(study, out=tmp_path, tasks=["math"], settings=("train.steps=2",))
+    assert "train.steps=4" not in by_name(stages(study, told))["math/sft"].command()
+
+
+def test_calls_are_recorded_and_replayed_by_program() -> None:
+    study = read("collabllm")
+    recorded = by_name(stages(study, given(study, tasks=["math"], record=Path("calls"))))
+    assert "llm.record=calls/math/pilot" in recorded["math/pilot"].arguments
+    assert recorded["math/ppo"].calls == Path("calls/math/ppo")
+    assert recorded["math/sft"].calls is None, "it asks no model"
+    replayed = by_name(stages(study, given(study, tasks=["math"], arms=["base"], replay=Path("calls"))))
+    assert "llm.replay=calls/math/base_eval" in replayed["math/base_eval"].arguments
+    booking = read("booking")
+    assert not any(stage.calls for stage in stages(booking, given(booking)) if not stage.prepares)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("title: x", "is no study: 'tasks'"),
+        ("tasks: {a: {title: A, source: s, columns: [{metric: m}]}}\narms: {}", "is no study: Column"),
+        ("tasks: [", "is no study: while parsing"),
+        (
+            "title: x\nmodel: m\ntasks: {}\narms: {b: {title: B, from: c}, c: {title: C}}",
+            "arms.b.from=c: no other arm above it is called so",
+        ),
+    ],
+)
+def test_a_file_that_is_no_study_is_refused(tmp_path: Path, content: str, said: str) -> None:
+    (tmp_path / "mine.yaml").write_text(content)
+    with pytest.raises(ConfigError, match=said):
+        read(str(tmp_path / "mine.yaml"))
+
+
+def test_names_that_a_study_lacks_are_refused() -> None:
+    with pytest.raises(ConfigError, match="STUDY=collab: there is none of that name; studies: booking, collabllm"):
+        read("collab")
+    arms = read("collabllm").arms
+    assert chosen("grpo, base", arms, "--arms") == ["base", "grpo"] and chosen(None, arms, "--arms") == list(arms)
+    with pytest.raises(ConfigError, match=r"--arms=grop: the study has base, .*; the nearest is grpo"):
+        chosen("grop", arms, "--arms")
