@@ -26,6 +26,7 @@ patches.apply("megatron")
 from megatron_collab.planning import memory  # noqa: E402 (Megatron is imported with it)
 
 COLLABLLM = [f"collabllm_{task}{stage}" for task in ("math", "medium", "code") for stage in ("_sft", "")]
+PAPER = [f"collabllm_paper_{task}" for task in ("math", "medium", "code")]
 # What a rehearsal changes: the sizes, the device, and where model, data and endpoints are.
 SMALL = [
     "launch.device=cpu",
@@ -106,7 +107,7 @@ def endpoint() -> Iterator[str]:
         thread.join()
 
 
-@pytest.mark.parametrize(("name", "gib"), [*((name, 80) for name in COLLABLLM), ("qwen3_0_6b", 24)])
+@pytest.mark.parametrize(("name", "gib"), [*((name, 80) for name in (*COLLABLLM, *PAPER)), ("qwen3_0_6b", 24)])
 def test_the_plan_fits_with_room_for_what_is_not_counted(name: str, gib: int) -> None:
     assert name in groups()["experiment"]
     config, shape = memory.read_run([f"experiment={name}"])
