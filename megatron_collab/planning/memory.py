@@ -15,6 +15,7 @@ from pathlib import Path
 
 from megatron_collab.config import CONF, Config, ConfigError, compose
 from megatron_collab.inference import served
+from megatron_collab.inference.adapters import SLOTS
 from megatron_collab.launch import validate
 from megatron_collab.models import hf_config, hf_to_megatron, hf_to_sglang
 from megatron_collab.models.hf_config import ModelShape
@@ -194,13 +195,17 @@ def _counts(config: Config, shape: ModelShape, rank: int, critic: bool) -> tuple
 
 
 def server_weights(config: Config, shape: ModelShape) -> float:
-    """Bytes of the parameters on the first rank of a server; in FP8 one each, and float32 scales of the blocks."""
-    item = DTYPES[config.model.dtype].itemsize
-    return sum(
+    """Bytes of the parameters on the first rank of a server; in FP8 one each, and float32 scales of the blocks.
+
+    With those of the adapters that it holds beside them, in all slots.
+    """
+    item, layout = DTYPES[config.model.dtype].itemsize, server_layout(config)
+    beside = SLOTS * item * sum(prod(each.shape) for each in hf_to_sglang.adapters(shape, layout, 0))
+    return beside + sum(
         fp8_nbytes(parameter.shape)
         if parameter.quantised
         else (item if parameter.constant is None else 4) * prod(parameter.shape)
-        for parameter in hf_to_sglang.table(shape, server_layout(config), 0)
+        for parameter in hf_to_sglang.table(shape, layout, 0)
     )
 
 
