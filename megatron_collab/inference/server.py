@@ -122,7 +122,7 @@ class ServerProcess:
         store = part.store if part else (self._scratch.path / "store").as_uri()
         written = (self._log.parent / stacks.FOLDER / self._log.stem).resolve()
         adapter = None
-        if self._serves is Serves.POLICY and self._config.model.lora.served:
+        if self._config.model.lora.served:
             adapter = self._scratch.path / "adapter"
             adapters.write(adapter, self._config)
         environment = _environment(self._config, self._api_key, self._index) | {
