@@ -66,6 +66,7 @@ class Served:
 
     rank: int
     weights: int = 0
+    adapters: int = 0
     kv_cache: int = 0
     fault: str = ""
 
@@ -111,10 +112,11 @@ def serve(order: Order, place: Place, folder: Path) -> Served:
         layers = config.num_hidden_layers
         with mock.patch.object(torch, "get_device_module"):  # there is none of "meta"
             pool = MHATokenToKVPool(order.tokens, 1, dtype, heads, size, layers, "meta", False)
-        held = [*model.parameters(), *model.buffers(), *beside.values()]
+        held = [*model.parameters(), *model.buffers()]
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in held}
         cache = sum(tensor.nbytes for tensor in [*pool.k_buffer, *pool.v_buffer])
-    return Served(place.rank, sum(storages.values()), cache)
+        adapters = sum(slots.nbytes for slots in beside.values())
+    return Served(place.rank, sum(storages.values()), adapters, cache)
 
 
 @contextmanager
