@@ -106,7 +106,7 @@ class Receiver:
         """
         store = SyncStore(self._store, publish)
         try:
-            parameters = parameters_of(model)
+            parameters = held_by(model)
             if self._buckets is None:
                 check_parameters(parameters, self._parameters)
                 self._buckets = self._open(store, next(iter(parameters.values())).device)
@@ -150,7 +150,7 @@ class Receiver:
         return planned_copies(parameters, rows, bucket, self._dtype)
 
 
-def parameters_of(model: torch.nn.Module) -> dict[str, Tensor]:
+def held_by(model: torch.nn.Module) -> dict[str, Tensor]:
     """What a server's rank holds, by the names of hf_to_sglang.py.
 
     A and B of all layers are in slots; the last one is that of the run's adapters (inference/adapters.py).

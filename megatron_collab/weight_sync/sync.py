@@ -184,10 +184,11 @@ class WeightSync:
     ) -> None:
         """`calls` are rank 0's, and know who failed."""
         store, of_calls = (SyncStore(each, self._number) for each in (self._store, self._calls_store))
-        every = self._config.publish.verify
-        verify = every > 0 and self._number % every == 0
         new = [peer for peer in peers if peer.new]
         first = first_round(self._plan, self._server, bool(new))
+        every = self._config.publish.verify
+        with_base = self._server.lora is not None and first == 0  # which may be sent once in a run
+        verify = every > 0 and (self._number % every == 0 or with_base)
         addresses = carrier.addresses(store, new)
         sums: Sums | None = {} if verify else None
         found: dict[ServerCall, list[int]] = {}  # by server, the checksums of what its ranks hold

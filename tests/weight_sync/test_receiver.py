@@ -23,7 +23,7 @@ from megatron_collab.models.hf_to_sglang import ServerLayout
 from megatron_collab.weight_sync import sync
 from megatron_collab.weight_sync.encoding import fp8_scales
 from megatron_collab.weight_sync.http_protocol import ServerCall
-from megatron_collab.weight_sync.receiver import Receiver, parameters_of
+from megatron_collab.weight_sync.receiver import Receiver, held_by
 from megatron_collab.weight_sync.sender import Sender
 from megatron_collab.weight_sync.store_protocol import SyncStore, connect
 from megatron_collab.weight_sync.sync import PublishError, WeightSync
@@ -237,18 +237,29 @@ def test_all_of_it_arrives_every_time(
     assert [server.calls[-6:] for server in fleet.servers] == [calls, calls]
 
 
-@pytest.mark.parametrize("transport", ["memory", "network"])
-def test_a_base_is_sent_to_new_servers_and_adapters_every_time(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that is started again is a new one."""
-    config, shards = configure(transport), make_shards(LLAMA)
-    config.model.lora = LoraConfig(rank=4, targets=["q_proj", "v_proj", "o_proj", "up_proj"], serve="adapters")
-    generator = torch.Generator().manual_seed(1)
+ADAPTERS = LoraConfig(rank=4, targets=["q_proj", "v_proj", "o_proj", "up_proj"], serve="adapters")
+
+
+@pytest.fixture
+def beside(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, torch.nn.Parameter], dict[str, torch.nn.Parameter]]:
+    """A base, and A and B beside it, random."""
+    shards, generator = make_shards(LLAMA), torch.Generator().manual_seed(1)
     factors = {
         factor.key: torch.nn.Parameter(torch.randn(factor.shape, generator=generator).to(torch.bfloat16))
-        for factor in lora.factors(LLAMA, config.model.lora)
+        for factor in lora.factors(LLAMA, ADAPTERS)
     }
     monkeypatch.setattr(sync, "named_shards", lambda chunks: shards.items())
     monkeypatch.setattr(sync, "named_factors", lambda chunks: factors.items())
+    return shards, factors
+
+
+@pytest.mark.parametrize("transport", ["memory", "network"])
+def test_a_base_is_sent_to_new_servers_and_adapters_every_time(
+    transport: str, beside: tuple[dict[str, torch.nn.Parameter], dict[str, torch.nn.Parameter]]
+) -> None:
+    """A server that is started again is a new one."""
+    config, (shards, factors) = configure(transport), beside
+    config.model.lora = ADAPTERS
     fleet, layout = make_fleet(config, LLAMA), sync.server_layout(config)
     with WeightSync(config, [], LLAMA, fleet, BUCKET) as sender:
         base = {name: shard.detach().clone() for name, shard in shards.items()}
@@ -262,7 +273,7 @@ def test_a_base_is_sent_to_new_servers_and_adapters_every_time(transport: str, m
             for server in fleet.servers:
                 assert_holds(server, layout, base, LLAMA)
                 for rank, model in enumerate(server.models):
-                    held = parameters_of(model)
+                    held = held_by(model)
                     for parameter in hf_to_sglang.adapters(LLAMA, layout, rank):
                         wanted = torch.zeros(parameter.shape, dtype=torch.bfloat16)
                         for part in parameter.parts:
@@ -384,6 +395,27 @@ def test_a_flipped_bit_is_found(shards: dict[str, torch.nn.Parameter], monkeypat
         with pytest.raises(PublishError, match="no server is there"):
             sender.publish(3)
     assert fleet.servers[0].calls.count("/continue_generation") == 1
+
+
+@pytest.mark.usefixtures("beside")
+def test_a_base_is_proved_whenever_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where `publish.verify` would not have that sync's turn: it may be the only one with a base."""
+    write = Sender.write
+
+    def write_and_flip(self: Sender, number: int, parts: dict[int, torch.Tensor], sums: Any = None) -> None:
+        write(self, number, parts, sums)
+        if number == 0:
+            parts[1][40] ^= 16
+
+    config = configure("memory")
+    config.model.lora, config.publish.verify = ADAPTERS, 10
+    fleet = make_fleet(config, LLAMA)
+    monkeypatch.setattr(Sender, "write", write_and_flip)
+    with (
+        WeightSync(config, [], LLAMA, fleet, BUCKET) as sender,
+        pytest.raises(PublishError, match="rank 1: holds other weights"),
+    ):
+        sender.publish(1)
 
 
 def test_a_publisher_that_goes_silent_is_given_up(shards: dict[str, torch.nn.Parameter]) -> None:
