@@ -255,7 +255,7 @@ PATCHES = (
         "sync has written there.",
         upstream="sglang/srt/lora/lora_manager.py:1016",
         until="SGLang loads pinned adapters when it starts",
-        test="tests/weight_sync/test_engine_parity.py::test_log_probs_agree_after_every_publish_and_only_then",
+        test="tests/e2e/test_adapters.py::test_a_run_samples_with_the_adapters_that_it_trains",
         uses=("sglang.srt.lora.lora_manager.LoRAManager.init_memory_pool",),
     ),
     _sglang(
