@@ -199,15 +199,23 @@ def named_shards(chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[str, torch
             yield name, parameter
 
 
-def values(shard: torch.nn.Parameter) -> torch.Tensor:
-    """The values of a parameter, detached, dequantised if it is kept in FP8, its adapters merged into it."""
+def named_factors(chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """This rank's parts of adapters, by their keys (models/lora.py)."""
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            if hasattr(parameter, "factor"):
+                yield parameter.factor.key, parameter
+
+
+def values(shard: torch.nn.Parameter, merge: bool = True) -> torch.Tensor:
+    """The values of a parameter, detached, dequantised if it is kept in FP8; `merge`: with its adapters merged."""
     found = dequantize_fp8_tensor(shard.detach()) if is_float8tensor(shard) else shard.detach()
-    return shard.adapters.merged(found).detach() if hasattr(shard, "adapters") else found
+    return shard.adapters.merged(found).detach() if merge and hasattr(shard, "adapters") else found
 
 
-def computed(shard: torch.nn.Parameter) -> bool:
+def computed(shard: torch.nn.Parameter, merge: bool = True) -> bool:
     """Whether its `values` are made anew at every call, and are not the parameter itself."""
-    return is_float8tensor(shard) or hasattr(shard, "adapters")
+    return is_float8tensor(shard) or (merge and hasattr(shard, "adapters"))
 
 
 def load_hf(chunks: Sequence[torch.nn.Module], folder: Path) -> None:

@@ -6,6 +6,7 @@ Takes the options of train. It needs neither GPU nor data nor weights: the model
 from conf/shapes. Colocated servers use the trainer's devices in order, others use further devices: of the same node if
 the trainer has only one, else of further nodes. Only transfers are counted: a round takes as long as the busiest link
 of a device in one direction. The floor is the time that the links of all server ranks need for what they receive.
+With model.lora.serve=adapters this is the first sync; what later ones send is said below it.
 Exit code 2 for settings that cannot work.
 """
 
@@ -38,12 +39,13 @@ def main(arguments: Sequence[str]) -> int:
     from megatron_collab.planning.memory import read_run
     from megatron_collab.planning.weight_sync_cost import Bandwidth, Sharding, sync_cost
     from megatron_collab.trainer.megatron.config import DTYPES
-    from megatron_collab.weight_sync.plan import plan_sync, server_layout, trainer_layout
+    from megatron_collab.weight_sync.plan import first_round, plan_sync, server_layout, trainer_layout
 
     config, shape = read_run(given.options)
     require(config.train.stage == "rl", "<train.stage>: has no servers to sync weights to; set train.stage=rl", config)
     trainer, parallel, server = trainer_layout(config), config.parallel, config.rollout.server
-    plan = plan_sync(shape, trainer, server_layout(config), DTYPES[config.model.dtype].itemsize)
+    layout = server_layout(config)
+    plan = plan_sync(shape, trainer, layout, DTYPES[config.model.dtype].itemsize)
     speeds = {link: GB * speed for link, speed in zip(Bandwidth, given.bandwidth, strict=True)}
     cost = sync_cost(config, shape, plan, speeds)
 
@@ -74,4 +76,7 @@ def main(arguments: Sequence[str]) -> int:
         f"{sum(cost.paths.values()) / GB:.2f} GB take {cost.seconds:.2f} s, {cost.seconds / cost.floor:.1f} times the "
         f"floor of {cost.floor:.2f} s."
     )
+    if later := first_round(plan, layout, new=False):
+        cost = sync_cost(config, shape, plan[later:], speeds)
+        print(f"Later syncs are of adapters alone: {sum(cost.paths.values()) / GB:.3f} GB take {cost.seconds:.3f} s.")
     return 0

@@ -59,6 +59,16 @@ class LoraConfig:
     alpha: float = option(16.0, "what adapters add is multiplied by alpha / rank", gt=0, le=100_000)
     targets: list[str] = option([*LORA_TARGETS], "linear layers with adapters; experts have none", choices=LORA_TARGETS)
     dropout: float = option(0.0, "share of an adapter's inputs that training leaves out", ge=0, lt=1)
+    serve: str = mutable(
+        "merged",
+        "servers hold weights with adapters merged, or the base and the adapters beside it",
+        choices=("merged", "adapters"),
+    )
+
+    @property
+    def served(self) -> bool:
+        """Whether the servers of the policy hold adapters."""
+        return self.rank is not None and self.serve == "adapters"
 
 
 @dataclass

@@ -44,8 +44,9 @@ class SGLangClient:
     `counters` counts prompt tokens: `prefill_tokens` were computed, `cached_tokens` were in the server's cache.
     """
 
-    def __init__(self, url: str, api_key: str, config: RolloutConfig) -> None:
-        self.url = url
+    def __init__(self, url: str, api_key: str, config: RolloutConfig, adapter: str | None = None) -> None:
+        """`adapter`: what the server calls the adapters that are sampled with (adapters.served); None for none."""
+        self.url, self.adapter = url, adapter
         self.timeout, self.tool_parser = config.turn_timeout, config.tool_parser
         # Marks of calls may be special tokens, as Mistral's [TOOL_CALLS], which parsers look for in the text.
         self.calls = bool(config.tools or config.mcp_servers)
@@ -86,6 +87,8 @@ class SGLangClient:
                 "stream_interval": max_new_tokens,  # one event for the first token, one for the whole turn
             },
         }
+        if self.adapter is not None:
+            body["lora_path"] = self.adapter
         if routing_from is not None:
             body |= {"return_routed_experts": True, "routed_experts_start_len": routing_from}
         first = prompt_ids not in self._reading

@@ -23,10 +23,19 @@ class Router:
     `in_flight` counts the requests of each server; `gone` are those not in use and those that became unreachable.
     """
 
-    def __init__(self, servers: Sequence[tuple[str, str]], config: RolloutConfig, unpublished: bool = False) -> None:
-        """`servers`: address and key of each. `unpublished`: accept servers without weights of the run."""
+    def __init__(
+        self,
+        servers: Sequence[tuple[str, str]],
+        config: RolloutConfig,
+        unpublished: bool = False,
+        adapter: str | None = None,
+    ) -> None:
+        """`servers`: address and key of each. `unpublished`: accept servers without weights of the run.
+
+        For `adapter` see SGLangClient.
+        """
         self.unpublished = unpublished
-        self.clients = [SGLangClient(url, key, config) for url, key in servers]
+        self.clients = [SGLangClient(url, key, config, adapter) for url, key in servers]
         self.in_flight = [0] * len(self.clients)
         self.gone: set[int] = set()
         self._all = self._allowed = frozenset(range(len(self.clients)))

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_collab.config import Config, ConfigError, ServedConfig, build, require
+from megatron_collab.config import Config, ConfigError, LoraConfig, ServedConfig, build, require
 from megatron_collab.inference.pool import ServerPool
 from megatron_collab.inference.server import ServerProcess, Serves, SGLangServer
 from megatron_collab.llm.served import ServedModel
@@ -47,7 +47,7 @@ def config_of(config: Config, model: ServedConfig, first_device: int) -> Config:
     ranks = config.launch.nproc_per_node if model.colocated else first_device
     launch = replace(config.launch, nodes=1, nproc_per_node=ranks)
     found = replace(config, launch=launch, rollout=replace(config.rollout, server=options))
-    return replace(found, model=replace(config.model, path=model.model))
+    return replace(found, model=replace(config.model, path=model.model, lora=LoraConfig()))
 
 
 def devices(model: ServedConfig) -> int:

@@ -26,6 +26,7 @@ from megatron_collab.inference import (
     ROW_BY_ROW,
     SCORES_FLAG,
     STACKS_VARIABLE,
+    adapters,
 )
 from megatron_collab.inference.server_args import plain, words
 from megatron_collab.models import hf_config
@@ -120,6 +121,10 @@ class ServerProcess:
         # The rendezvous of its ranks. SGLang's own store would listen on all interfaces.
         store = part.store if part else (self._scratch.path / "store").as_uri()
         written = (self._log.parent / stacks.FOLDER / self._log.stem).resolve()
+        adapter = None
+        if self._config.model.lora.served:
+            adapter = self._scratch.path / "adapter"
+            adapters.write(adapter, self._config)
         environment = _environment(self._config, self._api_key, self._index) | {
             "TMPDIR": str(self._scratch.path),
             "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": store,
@@ -127,7 +132,7 @@ class ServerProcess:
         }
         with self._log.open("ab") as output:
             self._process = subprocess.Popen(
-                _COMMAND + arguments(self._config, self.url, self._index, self._serves, part),
+                _COMMAND + arguments(self._config, self.url, self._index, self._serves, part, adapter),
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -280,9 +285,17 @@ class SGLangServer:
 
 
 def arguments(
-    config: Config, url: str, index: int, serves: Serves = Serves.POLICY, part: Part | None = None
+    config: Config,
+    url: str,
+    index: int,
+    serves: Serves = Serves.POLICY,
+    part: Part | None = None,
+    adapter: Path | None = None,
 ) -> list[str]:
-    """SGLang's command-line arguments for server number `index` of the run, or for a part of it, at `url`."""
+    """SGLang's command-line arguments for server number `index` of the run, or for a part of it, at `url`.
+
+    `adapter`: the folder of the adapters that it holds beside the base.
+    """
     server, address = config.rollout.server, urlsplit(url)
     options: dict[str, Any] = {
         "model-path": hub.folder(config.model.path),
@@ -310,8 +323,8 @@ def arguments(
     else:
         options["base-gpu-id"] = first_gpu(config, index)
         options["enable-memory-saver"] = server.colocated
-        # Weights of their own come back with the memory.
-        options["enable-weights-cpu-backup"] = server.colocated and serves is not Serves.POLICY
+        # Weights that no sync sends again come back with the memory.
+        options["enable-weights-cpu-backup"] = server.colocated and (serves is not Serves.POLICY or bool(adapter))
         if (
             serves is Serves.POLICY
             and not server.fp8
@@ -322,6 +335,8 @@ def arguments(
     if server.fp8:  # model.path is not in FP8: the weights come from the trainer
         override = json.dumps({"quantization_config": FP8_BLOCKS})
         options |= {"load-format": "dummy", "json-model-override-args": override}
+    if adapter:
+        options |= adapters.arguments(adapter, on_cpu)
     if part:
         options |= {"nnodes": server.nnodes, "node-rank": part.node}
     return words(options | plain(server.args))

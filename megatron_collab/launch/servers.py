@@ -54,6 +54,15 @@ def check_servers(config: Config) -> None:
     check(not server.fp8 or config.model.dtype == "bfloat16", message)
     message = "<publish.transport>: carries no FP8, which <rollout.server.fp8> needs; set publish.transport=auto"
     check(not server.fp8 or transport != "disk", message)
+    if config.model.lora.served:
+        message = (
+            "<publish.transport>: a folder holds a whole model, and not what <model.lora.serve> needs; set it to auto"
+        )
+        check(transport != "disk", message)
+        message = "<model.lora.serve>: was never tried beside a base in FP8, <rollout.server.fp8>; set one of them"
+        check(not server.fp8, message)
+        message = "<model.lora.serve>: <rollout.server.nnodes> would not agree on an adapter's id; set it to merged"
+        check(server.nnodes == 1, message)
     in_turn = config.rollout.max_staleness == 0
     _check_decided(config, on_cpu=config.launch.device == "cpu")
     _check_served(config)

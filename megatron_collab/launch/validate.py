@@ -318,6 +318,8 @@ def check_layout(config: Config) -> None:
     check(bool(targets), "model.lora.targets=[]: nothing would be trained; name a layer, or set model.lora.rank=null")
     twice = next((name for name in targets if targets.count(name) > 1), "")
     check(not twice, f"model.lora.targets: {twice} is named twice; name it once")
+    message = "<model.lora.serve>: there are none to serve; set model.lora.rank, or model.lora.serve=merged"
+    check(model.lora.serve == "merged" or model.lora.rank is not None, message)
     if not model.fp8:
         for setting in ("fp8_recipe", "fp8_params", "fp8_skip_first", "fp8_skip_last"):
             default = getattr(model, setting) == getattr(ModelConfig, setting)

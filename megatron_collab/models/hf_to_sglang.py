@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from megatron_collab.config import LoraConfig
+from megatron_collab.models import lora
 from megatron_collab.models.hf_config import Experts, ModelShape
 from megatron_collab.models.hf_to_megatron import Piece, Shape, divide, stacked
 
@@ -18,14 +20,20 @@ from megatron_collab.models.hf_to_megatron import Piece, Shape, divide, stacked
 _KV_SCALE_FAMILIES = {"llama", "mistral", "qwen2"}
 _TP = "rollout.server.tp"
 
+ADAPTERS = (".lora_a", ".lora_b")  # how the names of adapters end
+
 
 @dataclass(frozen=True)
 class ServerLayout:
-    """`ep` of the `tp` ranks' parts of a layer's experts are different ones; `fp8`: linear layers in blocks of FP8."""
+    """`ep` of the `tp` ranks' parts of a layer's experts are different ones; `fp8`: linear layers in blocks of FP8.
+
+    `lora`: the adapters that a server holds beside its parameters, if any.
+    """
 
     tp: int = 1
     ep: int = 1
     fp8: bool = False
+    lora: LoraConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -60,6 +68,36 @@ def table(shape: ModelShape, server: ServerLayout, rank: int) -> tuple[Parameter
         _whole("model.norm.weight", (shape.hidden,)),
         *heads,
     )
+
+
+def adapters(shape: ModelShape, server: ServerLayout, rank: int) -> tuple[Parameter, ...]:
+    """The A and B that rank `rank` holds, a lora_a and a lora_b of each linear layer that has any (srt/lora/layers.py).
+
+    The k matrices of a fused layer follow one another in A [k r, columns] and in B [rows, r], r the rank, cut as the
+    layer is; what is no target of such a layer stays zero.
+    """
+    if server.lora is None:
+        return ()
+    assert server.lora.rank is not None
+    r = server.lora.rank
+    keys = {factor.key for factor in lora.factors(shape, server.lora)}
+    found = []
+    for linear in table(shape, server, rank):
+        own = [(place, part, part.hf.removesuffix(".weight")) for place, part in enumerate(linear.parts)]
+        own = [(place, part, name) for place, part, name in own if f"{name}.lora_A.weight" in keys]
+        if not own:
+            continue
+        a, b = [], []
+        for place, part, name in own:
+            rows, columns = part.hf_index
+            at = slice(place * r, (place + 1) * r), part.shard_index[1]
+            a.append(Piece(f"{name}.lora_A.weight", (slice(0, r), columns), at))
+            b.append(Piece(f"{name}.lora_B.weight", (rows, slice(0, r)), (part.shard_index[0], slice(0, r))))
+        layer = linear.name.removesuffix(".weight")
+        shapes = (len(linear.parts) * r, linear.shape[1]), (linear.shape[0], r)
+        for name, sides, parts in zip(ADAPTERS, shapes, (a, b), strict=True):
+            found.append(Parameter(layer + name, sides, tuple(parts)))
+    return tuple(found)
 
 
 def check_layers(shape: ModelShape) -> None:

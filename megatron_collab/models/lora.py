@@ -18,6 +18,8 @@ from megatron_collab.config import LoraConfig
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.hf_to_megatron import Shape, TensorCut, WeightEntry, divide, pieces, table
 
+_CUTS = {None: TensorCut.WHOLE, 0: TensorCut.ROWS, 1: TensorCut.COLUMNS}
+
 
 @dataclass(frozen=True)
 class Factor:
@@ -79,6 +81,18 @@ def adapted(shape: ModelShape, lora: LoraConfig) -> Iterator[tuple[WeightEntry, 
 def factors(shape: ModelShape, lora: LoraConfig) -> list[Factor]:
     """Every A and B of a model."""
     return [factor for _, found in adapted(shape, lora) for adapter in found for factor in (adapter.a, adapter.b)]
+
+
+def factor_table(shape: ModelShape, lora: LoraConfig) -> tuple[WeightEntry, ...]:
+    """Every A and B as `table` has the parameters: both of its names are the key."""
+    return tuple(
+        WeightEntry(factor.key, (factor.key,), (factor.shape,), _CUTS[factor.axis]) for factor in factors(shape, lora)
+    )
+
+
+def projections(shape: ModelShape, lora: LoraConfig) -> list[str]:
+    """The targets that a model has adapters of."""
+    return sorted({adapter.projection for _, found in adapted(shape, lora) for adapter in found})
 
 
 def blocks(entry: WeightEntry, shape: ModelShape, lora: LoraConfig, tp: int) -> Blocks:

@@ -130,6 +130,26 @@ def zero_biases_of_heads() -> None:
         setattr(kind, "load_weights", zeroed(kind.load_weights))  # noqa: B010 (mypy refuses the assignment)
 
 
+def load_adapters_at_start() -> None:
+    """Called by a server with adapters, once its modules are imported."""
+    from sglang.srt.lora.lora_manager import LoRAManager
+
+    init_memory_pool = LoRAManager.init_memory_pool
+
+    def with_adapters(manager: Any) -> None:
+        init_memory_pool(manager)
+        manager.fetch_new_loras(set(manager.loras))
+
+    LoRAManager.init_memory_pool = with_adapters
+
+
+def leave_offsets_unpinned() -> None:
+    """Called by a server with adapters on a CPU, once its modules are imported."""
+    tensor = torch.tensor
+    vars(torch)["tensor"] = lambda *values, pin_memory=False, **options: tensor(*values, **options)
+    torch.Tensor.pin_memory = lambda tensor, device=None: tensor
+
+
 def _enable_batch_invariant_mode() -> None:
     vars(F)["linear"] = linear
     vars(torch)["matmul"] = matmul
@@ -228,6 +248,24 @@ PATCHES = (
         until="SGLang unlinks it, or takes its folder from a setting",
         test="tests/inference/test_server.py::test_what_sglang_leaves_in_the_temporary_folder_goes_with_the_server",
         uses=("sglang.srt.managers.load_snapshot.shm_path_for",),
+    ),
+    _sglang(
+        "adapters in their slot from the start",
+        why="SGLang puts adapters into the layers' A and B with the first request that names them, over what a weight "
+        "sync has written there.",
+        upstream="sglang/srt/lora/lora_manager.py:1016",
+        until="SGLang loads pinned adapters when it starts",
+        test="tests/e2e/test_adapters.py::test_a_run_samples_with_the_adapters_that_it_trains",
+        uses=("sglang.srt.lora.lora_manager.LoRAManager.init_memory_pool",),
+    ),
+    _sglang(
+        "offsets that are not pinned",
+        why="Layers with adapters keep their offsets in memory that CUDA pins, on a CPU too.",
+        upstream="sglang/srt/lora/layers.py:475",
+        until="SGLang pins host memory on GPUs alone",
+        test="tests/weight_sync/test_engine_parity.py::test_log_probs_agree_after_every_publish_and_only_then",
+        uses=("sglang.srt.lora.layers.ColumnParallelLinearWithLoRA.__init__",),
+        when=on_cpu,
     ),
     _sglang(
         "no bias in the heads of Qwen's reward models",

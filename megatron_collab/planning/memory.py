@@ -15,6 +15,7 @@ from pathlib import Path
 
 from megatron_collab.config import CONF, Config, ConfigError, compose
 from megatron_collab.inference import served
+from megatron_collab.inference.adapters import SLOTS
 from megatron_collab.launch import validate
 from megatron_collab.models import hf_config, hf_to_megatron, hf_to_sglang
 from megatron_collab.models.hf_config import ModelShape
@@ -111,8 +112,10 @@ def plan_memory(config: Config, shape: ModelShape) -> list[list[MemoryPart]]:
         own_ranks = range(rank * gpus // parallel.pp, (rank + 1) * gpus // parallel.pp)
         taken = {own % launch.nproc_per_node for own in own_ranks}
         if sampling and server.colocated and taken & serving(config):
+            stays = server_adapters(config, shape)
             parts += [
                 MemoryPart("server: weights", 0.0, server_weights(config, shape)),
+                *([MemoryPart("server: adapters", stays, stays)] if stays else []),
                 MemoryPart("server: KV cache", 0.0, kv_cache(config, shape)),
             ]
         for name, theirs, its in beside if own_ranks[0] < launch.nproc_per_node else ():  # on the first node
@@ -202,6 +205,12 @@ def server_weights(config: Config, shape: ModelShape) -> float:
         else (item if parameter.constant is None else 4) * prod(parameter.shape)
         for parameter in hf_to_sglang.table(shape, server_layout(config), 0)
     )
+
+
+def server_adapters(config: Config, shape: ModelShape) -> float:
+    """Bytes of the adapters, in all slots, beside these weights; SGLang does not give them back with the weights."""
+    beside = hf_to_sglang.adapters(shape, server_layout(config), 0)
+    return SLOTS * DTYPES[config.model.dtype].itemsize * sum(prod(each.shape) for each in beside)
 
 
 def kv_cache(config: Config, shape: ModelShape) -> float:

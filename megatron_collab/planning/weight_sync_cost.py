@@ -9,14 +9,15 @@ from enum import Enum
 from math import prod
 
 from megatron_collab.config import Config
-from megatron_collab.models import hf_to_megatron
+from megatron_collab.models import hf_to_megatron, lora
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.parallel_layout import first_gpu, ranks, server_nodes, server_ranks_per_node
 from megatron_collab.weight_sync.node_routing import places_of
 from megatron_collab.weight_sync.plan import Slice, SyncPlan, uses_memory
 
-# A parameter of a server rank, or one of its stacked experts: (server rank, name, first index of an expert).
-_Block = tuple[int, str, int]
+# What a parameter of a server rank, or one of its stacked experts, has of the shards of one name: (server rank, name of
+# the parameter, name of the shards, first index of an expert).
+_Block = tuple[int, str, str, int]
 
 
 class Bandwidth(Enum):
@@ -56,7 +57,7 @@ def sync_cost(config: Config, shape: ModelShape, plan: SyncPlan, bandwidths: Map
     With shared memory, what several servers of a place need is sent to the first of them once, and the others copy it.
     """
     servers, tp = range(config.rollout.server.replicas), config.rollout.server.tp
-    same, places = _same_shards(plan, shape, config.parallel.tp), places_of(config, on_gpus=True)
+    same, places = _same_shards(config, plan, shape), places_of(config, on_gpus=True)
     paths: Counter[tuple[Sharding, Bandwidth]] = Counter()
     sent: Counter[int] = Counter()
     received: Counter[tuple[int, int]] = Counter()
@@ -107,12 +108,13 @@ def _link(config: Config, source: int, device: int) -> Bandwidth:
 
 def _block(target: int, piece: Slice) -> _Block:
     stacked = len(piece.target_index) > len(piece.shard_index)
-    return target, piece.target, piece.target_index[0].start if stacked else 0
+    return target, piece.target, piece.shard, piece.target_index[0].start if stacked else 0
 
 
-def _same_shards(plan: SyncPlan, shape: ModelShape, tp: int) -> set[_Block]:
+def _same_shards(config: Config, plan: SyncPlan, shape: ModelShape) -> set[_Block]:
     """Blocks that equal one shard: what they take from the shards of that name has the size of one."""
-    shards = {entry.megatron: prod(hf_to_megatron.shard_shape(entry, tp)) for entry in hf_to_megatron.table(shape)}
+    entries = *hf_to_megatron.table(shape), *lora.factor_table(shape, config.model.lora)
+    shards = {entry.megatron: prod(hf_to_megatron.shard_shape(entry, config.parallel.tp)) for entry in entries}
     missing: dict[_Block, int] = {}
     for row in plan:
         for target, bucket in enumerate(row):

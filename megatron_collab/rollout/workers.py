@@ -55,6 +55,7 @@ class ConversationWorker:
         patches.apply("litellm")
         # Imported here: the process that starts the workers needs neither LiteLLM nor the tokenizer.
         from megatron_collab.data import chat_template
+        from megatron_collab.inference import adapters
         from megatron_collab.inference.assistant import LlmAssistant
         from megatron_collab.inference.router import Router
         from megatron_collab.llm import limiter
@@ -73,7 +74,7 @@ class ConversationWorker:
             system = chat_template.system_prompt(config)
             self.policy = self.renderer = LlmAssistant(config.assistant, self.client, system)
         else:
-            self.policy = Router(servers, config.rollout)
+            self.policy = Router(servers, config.rollout, adapter=adapters.served(config))
             self.renderer = chat_template.policys(config, schemas(make_tools(config.rollout)))
         self.rewards = RewardClient([ray.get_actor(name) for name in reward_workers], config.reward)
         self.engine = tuple(self.endpoints)

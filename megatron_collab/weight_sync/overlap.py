@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from megatron_collab.models import hf_to_megatron, hf_to_sglang, parallel_layout
+from megatron_collab.models import hf_to_megatron, hf_to_sglang, lora, parallel_layout
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.hf_to_megatron import Index, Piece, Shape
 from megatron_collab.models.hf_to_sglang import Parameter, ServerLayout
@@ -40,17 +40,18 @@ class WeightBlock:
 
 
 def placed(
-    shape: ModelShape, trainer: TrainerLayout, server: ServerLayout
+    shape: ModelShape, trainer: TrainerLayout, server: ServerLayout, adapters: bool = False
 ) -> Iterator[tuple[int, int | None, WeightBlock]]:
     """(pipeline stage, layer, block) of the whole model. Layers are alike: the blocks are those of a model of one.
 
+    `adapters`: of those that the server holds beside the model, and not of the model.
     ValueError, which names the setting, if a layout cannot hold the model or cuts blocks of FP8.
     """
     hf_to_sglang.check_layers(shape)
     experts = replace(shape.experts, layers=(0,)) if shape.experts else None
     outside: list[WeightBlock] = []
     inside: list[WeightBlock] = []
-    for block in _common(replace(shape, layers=1, experts=experts), trainer, server):
+    for block in _common(replace(shape, layers=1, experts=experts), trainer, server, adapters):
         (inside if "{}" in block.target else outside).append(block)
     for block in outside:
         yield 0 if block.shard.startswith("embedding.") else trainer.pp - 1, None, block
@@ -59,17 +60,21 @@ def placed(
             yield stage, layer, block
 
 
-def _common(shape: ModelShape, trainer: TrainerLayout, server: ServerLayout) -> Iterator[WeightBlock]:
+def _common(shape: ModelShape, trainer: TrainerLayout, server: ServerLayout, adapters: bool) -> Iterator[WeightBlock]:
     """Every element of every server rank in one block, blocks as large as both sides allow."""
+    entries = hf_to_megatron.table(shape)
+    if adapters:
+        assert server.lora is not None
+        entries = lora.factor_table(shape, server.lora)
     held: dict[str, list[_Held]] = defaultdict(list)
-    for entry in hf_to_megatron.table(shape):
+    for entry in entries:
         parts = parallel_layout.holders(entry, shape, trainer) if entry.exported else {}
         for part, holders in parts.items():
             for piece in hf_to_megatron.pieces(entry, shape, trainer.tp, part):
                 held[piece.hf].append((_LAYER.sub("layers.{}.", entry.megatron), holders, piece))
     tensors = hf_to_megatron.hf_shapes(shape)
     for rank in range(server.tp):
-        for parameter in hf_to_sglang.table(shape, server, rank):
+        for parameter in (hf_to_sglang.adapters if adapters else hf_to_sglang.table)(shape, server, rank):
             shared = (block for part in parameter.parts for block in _shared(rank, parameter, part, held[part.hf]))
             found = _merged(shared)
             if parameter.quantised:

@@ -26,7 +26,7 @@ from megatron_collab.config import Config
 from megatron_collab.models import hf_to_sglang
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.hf_to_megatron import Index
-from megatron_collab.models.hf_to_sglang import ServerLayout
+from megatron_collab.models.hf_to_sglang import ADAPTERS, ServerLayout
 from megatron_collab.models.parallel_layout import Holders, TrainerLayout, ranks
 from megatron_collab.weight_sync import overlap
 from megatron_collab.weight_sync.encoding import FP8_BLOCK, fp8_nbytes
@@ -77,7 +77,7 @@ def trainer_layout(config: Config) -> TrainerLayout:
 def server_layout(config: Config) -> ServerLayout:
     """The layout of each server of a run."""
     server = config.rollout.server
-    return ServerLayout(server.tp, server.ep, server.fp8)
+    return ServerLayout(server.tp, server.ep, server.fp8, config.model.lora if config.model.lora.served else None)
 
 
 def uses_memory(config: Config) -> bool:
@@ -92,10 +92,26 @@ def plan_sync(
 ) -> SyncPlan:
     """A plan that writes every element of every server rank once; `item_bytes`: of the model's dtype.
 
+    Adapters that a server holds beside the model have rounds of their own after it (see `first_round`).
     No bucket is larger than `bucket_bytes`, nor is what one source sends in a round to all server ranks.
     ValueError if a layout cannot hold the model, if it cuts FP8's blocks, or if `bucket_bytes` are too few.
     """
-    queues = _queues(shape, trainer, server, item_bytes)
+    found = _planned(_queues(shape, trainer, server, item_bytes), server, bucket_bytes)
+    if server.lora is not None:
+        found += _planned(_queues(shape, trainer, server, item_bytes, adapters=True), server, bucket_bytes)
+    return found
+
+
+def first_round(plan: SyncPlan, server: ServerLayout, new: bool) -> int:
+    """The round at which a sync begins: the first, if a server is `new` or holds no adapters; else that of these."""
+    if new or server.lora is None:
+        return 0
+    rows = ([piece.target for bucket in row for piece in bucket.slices] for row in plan)
+    return next(number for number, names in enumerate(rows) if names[0].endswith(ADAPTERS))
+
+
+def _planned(queues: Sequence[_Queue], server: ServerLayout, bucket_bytes: int) -> list[tuple[Bucket, ...]]:
+    """The rounds in which `queues` are sent."""
     per_target = Counter(queue.target for queue in queues)
     for queue in queues:  # all writers at once, unless the slack of queues like this came to over a quarter of a bucket
         most = bucket_bytes // (4 * per_target[queue.target] * queue.slack)
@@ -169,9 +185,11 @@ class _Queue:
         return _aligned(max(load.unit for load in self.loads)) + 3 * ALIGNMENT
 
 
-def _queues(shape: ModelShape, trainer: TrainerLayout, server: ServerLayout, item_bytes: int) -> list[_Queue]:
+def _queues(
+    shape: ModelShape, trainer: TrainerLayout, server: ServerLayout, item_bytes: int, adapters: bool = False
+) -> list[_Queue]:
     found: dict[tuple[int, range], list[_Load]] = defaultdict(list)
-    for stage, layer, block in overlap.placed(shape, trainer, server):
+    for stage, layer, block in overlap.placed(shape, trainer, server, adapters):
         rows, *columns = (cut.stop - cut.start for cut in block.shard_index)
         size, unit = (
             fp8_nbytes((count, *columns)) if block.quantised else count * prod(columns) * item_bytes

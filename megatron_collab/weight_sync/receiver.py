@@ -98,14 +98,15 @@ class Receiver:
         self._copies: dict[int, Copies] = {}
         self._pointers: list[int] = []  # of the parameters that the copies go to
 
-    def take(self, model: torch.nn.Module, publish: int, verify: bool) -> None:
-        """Put the weights of publish number `publish` into the model; `verify`: say the checksum of what it then holds.
+    def take(self, model: torch.nn.Module, publish: int, first: int, verify: bool) -> None:
+        """Put the weights of publish number `publish`, of the rounds from `first` on, into the model.
 
+        `verify`: say the checksum of what it then holds of them.
         ValueError where the parameters are not those of the plan; RuntimeError where the trainer stops sending.
         """
         store = SyncStore(self._store, publish)
         try:
-            parameters = dict(model.named_parameters())
+            parameters = held_by(model)
             if self._buckets is None:
                 check_parameters(parameters, self._parameters)
                 self._buckets = self._open(store, next(iter(parameters.values())).device)
@@ -114,13 +115,13 @@ class Receiver:
                 self._copies, self._pointers = {}, pointers
             for name, value in self._constants.items():  # at every publish: releasing memory loses them
                 parameters[name].fill_(value)
-            for number, bucket in enumerate(self._buckets.each(store)):
+            for number, bucket in enumerate(self._buckets.each(store, first), first):
                 if number not in self._copies:
                     self._copies[number] = self._plan(parameters, self._rounds[number], bucket)
                 for places, slices in self._copies[number]:
                     torch._foreach_copy_(places, slices)
                 synchronize(bucket)  # the bucket may be written again as soon as the next one is asked for
-            blocks = (block for rows in self._rounds for row in rows for block in row.placed(parameters))
+            blocks = (block for rows in self._rounds[first:] for row in rows for block in row.placed(parameters))
             found = read(checksum(*block) for block in blocks) if verify else 0
         except Exception as error:
             self._buckets, self._pointers = None, []  # the senders notice
@@ -147,6 +148,18 @@ class Receiver:
     def _plan(self, parameters: Mapping[str, Tensor], rows: Sequence[Row], bucket: Tensor) -> Copies:
         """Made once: in a small model these views would take a tenth of the time of the copies."""
         return planned_copies(parameters, rows, bucket, self._dtype)
+
+
+def held_by(model: torch.nn.Module) -> dict[str, Tensor]:
+    """What a server's rank holds, by the names of hf_to_sglang.py.
+
+    A and B of all layers are in slots; the last one is that of the run's adapters (inference/adapters.py).
+    """
+    held: dict[str, Tensor] = dict(model.named_parameters())
+    for name, layer in model.named_modules():
+        if hasattr(layer, "lora_a"):
+            held |= {f"{name}.lora_a": layer.lora_a[-1], f"{name}.lora_b": layer.lora_b[-1]}
+    return held
 
 
 def check_parameters(parameters: Mapping[str, Tensor], planned: Mapping[str, str]) -> None:

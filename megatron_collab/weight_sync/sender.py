@@ -34,9 +34,13 @@ class Sender:
         takers: Callable[[int, Slice], Iterable[int]],
         shards: Mapping[str, torch.nn.Parameter],
         dtype: torch.dtype,
+        merge: bool = True,
     ) -> None:
-        """`takers`: the places whose servers get a slice for this server rank from this trainer rank."""
-        self._takers, self._shards, self._dtype = takers, shards, dtype
+        """`takers`: the places whose servers get a slice for this server rank from this trainer rank.
+
+        `merge`: of a shard with adapters, send what they make of it.
+        """
+        self._takers, self._shards, self._dtype, self._merge = takers, shards, dtype, merge
         # parts[k][t]: [start, stop) of the k-th bucket of server rank t that they lie in
         self.parts = [spans((t, piece.offset, piece.size) for t, piece in items) for items in rounds]
         self._copied = [[item for item in items if not self._converts(item)] for items in rounds]
@@ -64,7 +68,7 @@ class Sender:
             torch._foreach_copy_(places, blocks)
         waiting: list[tuple[Tensor, Tensor]] = []  # places, and what is still to be quantised there
         for name, items in groupby(self._converted[number], key=_shard):
-            shard = values(self._shards[name])
+            shard = values(self._shards[name], self._merge)
             for item in items:
                 data, block = self._data(number, item, parts), shard[item[1].shard_index]
                 if item[1].quantised:
@@ -87,7 +91,7 @@ class Sender:
     def _converts(self, item: Item) -> bool:
         """Whether it is in FP8 at one end, or has adapters to merge: more than a plain copy."""
         _, piece = item
-        return piece.quantised or computed(self._shards[piece.shard])
+        return piece.quantised or computed(self._shards[piece.shard], self._merge)
 
     def _planned(self, number: int, parts: Mapping[int, Tensor]) -> list[tuple[list[Tensor], list[Tensor]]]:
         """Views of `parts` and of the shards to copy there; cached until an address changes."""
@@ -95,7 +99,7 @@ class Sender:
         memory = [*parts.values(), *(self._shards[piece.shard] for _, piece in items)]
         pointers = [tensor.data_ptr() for tensor in memory]
         if number not in self._copies or self._copies[number][0] != pointers:
-            blocks = [values(self._shards[piece.shard])[piece.shard_index] for _, piece in items]
+            blocks = [values(self._shards[piece.shard], self._merge)[piece.shard_index] for _, piece in items]
             places = [
                 self._data(number, item, parts).view(self._dtype).view(block.shape)
                 for item, block in zip(items, blocks, strict=True)

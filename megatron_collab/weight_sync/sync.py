@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_collab.checkpoint.hf import named_shards, save_hf
+from megatron_collab.checkpoint.hf import named_factors, named_shards, save_hf
 from megatron_collab.config import Config
 from megatron_collab.inference.pool import ServerPool
 from megatron_collab.inference.server import ServerError
@@ -36,7 +36,15 @@ from megatron_collab.trainer.megatron.config import DTYPES
 from megatron_collab.weight_sync.encoding import Sums, fp8_scales, read
 from megatron_collab.weight_sync.http_protocol import ServerCall, ServerCalls
 from megatron_collab.weight_sync.node_routing import hops, lacking, places_of, sent, written
-from megatron_collab.weight_sync.plan import BUCKET_BYTES, Slice, plan_sync, server_layout, trainer_layout, uses_memory
+from megatron_collab.weight_sync.plan import (
+    BUCKET_BYTES,
+    Slice,
+    first_round,
+    plan_sync,
+    server_layout,
+    trainer_layout,
+    uses_memory,
+)
 from megatron_collab.weight_sync.receiver import Row
 from megatron_collab.weight_sync.sender import Sender
 from megatron_collab.weight_sync.store_protocol import Peer, SyncStore, connect
@@ -90,11 +98,14 @@ class WeightSync:
         self._store, self._calls_store = (connect(self._address, self._prefix, limit) for _ in range(2))
         shards, places = dict(named_shards(self._chunks)), self._places
         place, home = places.of_rank(rank), next(iter(shards.values())).device
-        writer = Sender(written(self._plan, places, rank), lambda target, piece: [place], shards, dtype)
+        merge = self._server.lora is None
+        if not merge:
+            shards |= named_factors(self._chunks)
+        writer = Sender(written(self._plan, places, rank), lambda target, piece: [place], shards, dtype, merge)
         if not uses_memory(config):
             return NetworkTransport(writer, self._address, self._prefix, home, self._idle_timeout)
         crosses = sent(self._plan, places, rank)
-        away = Sender(crosses, lambda target, piece: lacking(places, target, piece.holders), shards, dtype)
+        away = Sender(crosses, lambda target, piece: lacking(places, target, piece.holders), shards, dtype, merge)
         relay = Relay(away, hops(self._plan, places), home, config.launch.timeout)
         devices = _devices(config, places.first_server(place))
         timeout = self._idle_timeout
@@ -173,15 +184,19 @@ class WeightSync:
     ) -> None:
         """`calls` are rank 0's, and know who failed."""
         store, of_calls = (SyncStore(each, self._number) for each in (self._store, self._calls_store))
+        new = [peer for peer in peers if peer.new]
+        first = first_round(self._plan, self._server, bool(new))
         every = self._config.publish.verify
-        verify = every > 0 and self._number % every == 0
-        addresses = carrier.addresses(store, [peer for peer in peers if peer.new])
+        with_base = self._server.lora is not None and first == 0  # which may be sent once in a run
+        verify = every > 0 and (self._number % every == 0 or with_base)
+        addresses = carrier.addresses(store, new)
         sums: Sums | None = {} if verify else None
         found: dict[ServerCall, list[int]] = {}  # by server, the checksums of what its ranks hold
 
         def bring(call: ServerCall) -> None:
             index, tp = call.server.index, call.server.tp
-            orders: list[dict[str, Any]] = [{"take": {"publish": self._number, "verify": verify}} for _ in range(tp)]
+            take = {"publish": self._number, "first": first, "verify": verify}
+            orders: list[dict[str, Any]] = [{"take": take} for _ in range(tp)]
             for rank, address in enumerate(addresses.get(index, ())):
                 orders[rank]["attach"] = self._attach(index, rank) | address
             try:
@@ -202,7 +217,7 @@ class WeightSync:
             call.go_on()
 
         calls.start(bring)
-        carrier.carry(store, peers, sums)
+        carrier.carry(store, peers, sums, first)
         calls.settle()
         dist.barrier()  # every rank has said whom it has abandoned, and waits for nothing on the store
         for call in calls.left():
@@ -268,7 +283,7 @@ def parameters_of(
     shape: ModelShape, server: ServerLayout, rank: int, dtype: str
 ) -> tuple[dict[str, str], dict[str, float]]:
     """Dtype and shape of every parameter that a server's rank must have; the numbers that some are filled with."""
-    table = hf_to_sglang.table(shape, server, rank)
+    table = (*hf_to_sglang.table(shape, server, rank), *hf_to_sglang.adapters(shape, server, rank))
     constants = {entry.name: entry.constant for entry in table if entry.constant is not None}
     parameters: dict[str, str] = {}
     for entry in table:

@@ -19,6 +19,16 @@ def test_the_plan_of_an_experiment(capsys: pytest.CaptureFixture[str]) -> None:
     assert "rank 0 of server 0 receives the most, 9.09 GB" in printed and "1163.06 GB take " in printed
 
 
+def test_adapters_are_a_small_part_of_a_sync(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["experiment=train_70b", *APART, "rollout.server.fp8=false", "model.lora.rank=32"]
+    assert run("plan-sync", [*options, "model.lora.serve=adapters"]) == 0
+    printed = capsys.readouterr().out
+    a = 3 * 8192 + 2 * 8192 + (8192 + 28672) / 8  # columns of qkv, gate and up, o, down on each of 128 server ranks
+    b = (10240 + 2 * 28672) / 8 + 2 * 8192  # rows of these
+    assert f"Later syncs are of adapters alone: {2 * 80 * 32 * (a + b) * 128 / 1e9:.3f} GB take " in printed
+    assert f"{2258.01 + 2 * 80 * 32 * (a + b) * 128 / 1e9:.2f} GB take " in printed
+
+
 def test_slower_links_take_longer(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["experiment=train_70b", *APART, "rollout.server.fp8=false"]
     assert run("plan-sync", [*options, "--bandwidth", "1000", "100", "1"]) == 0

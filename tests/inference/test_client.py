@@ -96,6 +96,20 @@ def test_a_turn_is_what_the_engine_says() -> None:
     assert seen == ["Bearer secret", {**body, "sampling_params": {**sampling, "stream_interval": 9}}]
 
 
+def test_a_turn_is_sampled_with_the_adapters_that_are_named() -> None:
+    seen: list[Any] = []
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        seen.append((await request.json())["lora_path"])
+        return await stream_turn(request)
+
+    async def use(client: SGLangClient) -> Turn:
+        client.adapter = "mine"
+        return await turn_of(client)
+
+    assert served(handler, use) == TURN and seen == ["mine"]
+
+
 @pytest.mark.parametrize(("largest", "dtype"), [(200, np.uint8), (300, np.uint16)])
 def test_a_turn_has_the_experts_of_all_but_its_last_token(largest: int, dtype: type) -> None:
     experts = np.arange(largest - 15, largest + 1, dtype=np.int32)  # of four tokens in two layers, two for each

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_collab.config import Config, ServedConfig
+from megatron_collab.config import Config, LoraConfig, ServedConfig
 from megatron_collab.inference import served
 from megatron_collab.inference.served import ModelServers, config_of, devices, first_device, score_fault
 from megatron_collab.inference.server import ServerError
@@ -224,3 +224,9 @@ def test_devices_come_after_those_of_the_policy() -> None:
     own, shared = (ServedConfig("judge", replicas=1, tp=2, colocated=colocated) for colocated in (False, True))
     assert (devices(own), devices(shared)) == (2, 0)
     assert [first_gpu(config_of(config, model, 6), 0) for model in (own, shared)] == [6, 0]
+
+
+def test_only_the_policy_has_adapters() -> None:
+    config = serving_config(Path("model"))
+    config.model.lora = LoraConfig(rank=8, serve="adapters")
+    assert not config_of(config, ServedConfig("judge"), 0).model.lora.served

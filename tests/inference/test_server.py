@@ -328,13 +328,15 @@ def on_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def arguments(model: Path, index: int, nodes: int = 1, **server: object) -> dict[str, str | None]:
+def arguments(
+    model: Path, index: int, nodes: int = 1, adapter: Path | None = None, **server: object
+) -> dict[str, str | None]:
     """Arguments of a server, by name; None: a flag."""
     config = Config()
     config.model.path, config.launch.nproc_per_node, config.launch.nodes = str(model), 4, nodes
     for name, value in server.items():
         setattr(config.rollout.server, name, value)
-    words = server_module.arguments(config, "http://10.0.0.1:30000", index)
+    words = server_module.arguments(config, "http://10.0.0.1:30000", index, adapter=adapter)
     return {
         word[2:]: None if following.startswith("--") else following
         for word, following in pairwise([*words, "--"])
@@ -383,6 +385,14 @@ def test_a_server_in_fp8_is_told_its_blocks_and_loads_no_weights(on_gpus: Path) 
             "weight_block_size": [128, 128],
         }
     }
+
+
+def test_a_server_with_adapters_has_a_slot_for_them_and_gets_its_base_back(on_gpus: Path) -> None:
+    added = dict(arguments(on_gpus, 0, adapter=Path("/made")).items() - arguments(on_gpus, 0).items())
+    adapters = {"lora_name": "policy", "lora_path": "/made", "pinned": True}
+    assert json.loads(added.pop("lora-paths") or "") == adapters
+    assert added == {"max-loras-per-batch": "2", "enable-weights-cpu-backup": None}
+    assert "enable-weights-cpu-backup" not in arguments(on_gpus, 0, adapter=Path("/made"), colocated=False)
 
 
 def test_experts_are_computed_by_a_kernel_that_takes_their_weights_as_they_are(on_gpus: Path) -> None:

@@ -231,6 +231,25 @@ def test_fp8_needs_bfloat16_and_a_transport_that_quantises() -> None:
     assert "needs model.dtype=bfloat16, not float32" in refused(servers.check_servers, config)
 
 
+def test_what_servers_with_adapters_cannot_go_with() -> None:
+    def given(**server: Any) -> Config:
+        config = configure(**server)
+        config.model.lora.rank, config.model.lora.serve = 8, "adapters"
+        return config
+
+    servers.check_servers(given(tp=2))
+    assert "a base in FP8, rollout.server.fp8=true; set one" in refused(servers.check_servers, given(fp8=True))
+    on_two = given(tp=2, nnodes=2)
+    on_two.launch.nodes = 2
+    said = "model.lora.serve=adapters: rollout.server.nnodes=2 would not agree on an adapter's id; set it to merged"
+    assert refused(servers.check_servers, on_two) == said
+    by_disk = given()
+    by_disk.publish.transport = "disk"
+    assert refused(servers.check_servers, by_disk).startswith("publish.transport=disk: a folder holds a whole model")
+    by_disk.model.lora.serve = "merged"
+    servers.check_servers(by_disk)
+
+
 @pytest.mark.parametrize(
     ("model", "settings", "said"),
     [

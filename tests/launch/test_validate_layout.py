@@ -172,6 +172,7 @@ def test_what_fp8_cannot_go_with(engine: None, settings: dict[str, Any], said: s
         ({"model.lora.targets": []}, "model.lora.targets=[]: nothing would be trained"),
         ({"model.lora.targets": ["q_proj", "q_proj"]}, "model.lora.targets: q_proj is named twice; name it once"),
         ({"model.lora.dropout": 1.0}, "model.lora.dropout=1.0: must be at least 0 and below 1"),
+        ({"model.lora.serve": "adapters"}, "model.lora.serve=adapters: there are none to serve; set model.lora.rank"),
     ],
     ids=str,
 )

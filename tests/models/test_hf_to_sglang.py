@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 import os
 import re
+from dataclasses import replace
+from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from megatron_collab import patches
-from megatron_collab.models import hf_to_megatron, hf_to_sglang
+from megatron_collab.config import LoraConfig
+from megatron_collab.models import hf_to_megatron, hf_to_sglang, lora
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.hf_to_sglang import Parameter, ServerLayout
+from megatron_collab.patches.sglang import leave_offsets_unpinned
 from megatron_collab.planning.rehearsal.servers import as_rank
 from megatron_collab.weight_sync.encoding import fp8_scales
 from tests.ranks import run_ranks
@@ -76,6 +81,9 @@ CASES = [
 ]
 
 
+ADAPTERS = [["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], ["v_proj", "up_proj"]]
+
+
 @pytest.mark.processes
 def test_ranks_hold_what_sglangs_models_hold(tmp_path: Path) -> None:
     """Names, shapes, dtypes, and after SGLang has loaded a checkpoint every element, on each rank."""
@@ -90,6 +98,7 @@ def compare_all(folder: Path) -> None:
     """
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     patches.apply("torchvision", "sglang")
+    leave_offsets_unpinned()
     torch.set_default_dtype(torch.float32)
     for hf, server in CASES:
         compare(hf, ServerLayout(**server), folder)
@@ -134,6 +143,38 @@ def compare(hf: dict[str, Any], layout: ServerLayout, folder: Path) -> None:
                 check_kv_scales(wanted, held, model)
             else:
                 check_elements(wanted, held, numbered(shape), model)
+                for targets in ADAPTERS:
+                    check_adapters(shape, replace(layout, lora=LoraConfig(rank=3, targets=targets)), rank, model)
+
+
+def check_adapters(shape: ModelShape, layout: ServerLayout, rank: int, model: torch.nn.Module) -> None:
+    """SGLang cuts A and B, stacked as it stacks those of fused layers, into what the rank is said to hold."""
+    from sglang.srt.lora.layers import get_lora_layer
+
+    assert layout.lora is not None
+    sizes = {factor.key: factor.shape for factor in lora.factors(shape, layout.lora)}
+    every = lora.factors(shape, LoraConfig(rank=3))
+    numbers = torch.arange(1, 1 + sum(prod(factor.shape) for factor in every), dtype=torch.float32)
+    pieces = numbers.split([prod(factor.shape) for factor in every])
+    whole = {
+        factor.key: number.view(factor.shape) * (factor.key in sizes)
+        for factor, number in zip(every, pieces, strict=True)
+    }
+    matrices = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+    seen = set()
+    for parameter in hf_to_sglang.adapters(shape, layout, rank):
+        name, _, kind = parameter.name.rpartition(".")
+        module, _, fused = name.rpartition(".")
+        layer = get_lora_layer(model.get_submodule(name), SimpleNamespace())
+        own = [f"{module}.{x}.lora_{kind[-1].upper()}.weight" for x in matrices.get(fused, (fused,))]
+        stacked = torch.cat([whole[key] for key in own])
+        wanted = layer.slice_lora_a_weights(stacked) if kind == "lora_a" else layer.slice_lora_b_weights(stacked)
+        held = torch.zeros(parameter.shape)
+        for part in parameter.parts:
+            held[part.shard_index] = whole[part.hf][part.hf_index]
+            seen.add(part.hf)
+        assert torch.equal(held, wanted), parameter.name
+    assert seen == sizes.keys()
 
 
 def check_fp8(wanted: dict[str, Parameter], held: dict[str, torch.Tensor], scales: dict[str, torch.Tensor]) -> None:

@@ -261,6 +261,17 @@ def test_what_is_where_in_the_two_phases() -> None:
     assert {part.name for part in memory.plan_memory(pairs, shape)[3]} == names | {"reference"}
 
 
+def test_a_server_keeps_two_slots_for_adapters_also_while_the_trainer_trains() -> None:
+    settings = ["rollout.server.fp8=false", "rollout.server.tp=2", "model.lora.rank=32", "model.lora.serve=adapters"]
+    config, shape = compose(["experiment=train_70b", *settings]), shape_of("Llama-3.3-70B-Instruct")
+    (part,) = (part for part in memory.plan_memory(config, shape)[0] if part.name == "server: adapters")
+    a = 3 * 8192 + 2 * 8192 + (8192 + 28672) / 2  # columns of qkv, gate and up, o, down
+    b = 10240 / 2 + 2 * 28672 / 2 + 2 * 8192  # rows
+    assert part.training == part.sampling == 2 * 2 * 80 * 32 * (a + b)
+    config.model.lora.serve = "merged"
+    assert "server: adapters" not in {part.name for part in memory.plan_memory(config, shape)[0]}
+
+
 # A server on two of eight GPUs, which are those of the first of four stages.
 ON_ONE_NODE = [
     "experiment=train_70b",

@@ -29,7 +29,11 @@ HOLDS: dict[str, Callable[[dict[str, float]], bool]] = {
     "in_flight": lambda values: values["lost"] == 0 and values["conversations"] >= 100,
     "judge_outage": lambda values: values["wrong_scores"] == values["zero_by_failure"] == values["away_wrong"] == 0,
     "judge_parse": lambda values: values["crashes"] == values["wrong_type"] == values["wrong_value"] == 0,
-    "lora": lambda values: values["peft_step_diff"] <= 1e-5 and values["logprob_diff"] <= 1e-4,
+    "lora": lambda values: (
+        values["peft_step_diff"] <= 1e-5
+        and max(values["logprob_diff"], values["logprob_diff_adapters"]) <= 1e-4
+        and values["sync_bytes_adapters"] < values["sync_bytes"]
+    ),
     "preemption": lambda values: (values["saved"], values["equal"], values["played_again"]) == (values["of"], 1, 0),
     "rehearse": lambda values: values["failed"] == 0 and values["rank_classes"] > 0,
     "sandbox": lambda values: values["earned"] == values["honest_failed"] == 0,

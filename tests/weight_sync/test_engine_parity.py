@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,8 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from megatron_collab.config import Config, RolloutConfig
+from megatron_collab.config import Config
+from megatron_collab.inference import adapters
 from megatron_collab.inference.client import SGLangClient
 from megatron_collab.inference.server import SGLangServer
 from megatron_collab.trainer.megatron import parallel
@@ -46,6 +48,9 @@ CASES: dict[str, tuple[str, dict[str, int], int]] = {
     "two-nodes-pp2": ("untied-twice", {"pp": 2}, 1 << 17),
     "adapters-tp2": ("untied", {"tp": 2}, 1 << 17),
     "adapters-pp2": ("tied", {"pp": 2}, 1 << 20),
+    "beside-tp2": ("beside", {"tp": 2, "sequence_parallel": True}, 1 << 17),
+    "beside-pp2": ("beside-cut", {"pp": 2}, 1 << 17),
+    "beside-experts": ("beside-experts", {"ep": 2}, 1 << 17),
     "two-servers": ("untied-twice", {"tp": 2}, 1 << 17),
 }
 TWO_NODES = ("two-nodes-tp2", "two-nodes-pp2")  # of one rank and one server each; the others have one node
@@ -54,6 +59,7 @@ OTHERS = {
     "tp2": (("network", 0), ("disk", 0), ("memory", 1)),
     "pp2": (("network", 1),),
     "adapters-tp2": (("disk", 0),),
+    "beside-tp2": (("network", 0), ("memory", 1)),
 }
 UPDATES = 2
 TURNS, PROMPT, REPLY = 12, 20, 16
@@ -63,24 +69,44 @@ TURNS, PROMPT, REPLY = 12, 20, 16
 def running(
     servers: dict[str, Served], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, list[SGLangServer]]]:
-    """With another server of the untied model, and one of experts that is cut in two."""
+    """With another server of the untied model, one of experts that is cut in two, and some with adapters."""
     folder = tmp_path_factory.mktemp("running")
-    experts = serving_config(make_model(folder / "experts", **EXPERTS))
-    experts.rollout.server.tp = 2
-    with (
-        SGLangServer(serving_config(servers["untied"].folder), folder / "second.log", index=1) as second,
-        SGLangServer(experts, folder / "experts.log") as cut,
-    ):
-        for server in (second, cut):
+    experts, untied = make_model(folder / "experts", **EXPERTS), servers["untied"].folder
+    others = {
+        "second": serving_config(untied),
+        "experts": serving_config(experts),
+        "beside": with_adapters(serving_config(untied), "beside"),
+        "beside-cut": with_adapters(serving_config(untied), "beside-cut"),
+        "beside-experts": with_adapters(serving_config(experts), "beside-experts"),
+    }
+    for cut in ("experts", "beside-cut", "beside-experts"):
+        others[cut].rollout.server.tp = 2
+    with ExitStack() as stack:
+        found = {}
+        for index, (kind, config) in enumerate(others.items(), start=1):
+            found[kind] = stack.enter_context(SGLangServer(config, folder / f"{kind}.log", index=index))
+        for server in found.values():
             server.wait_healthy(400.0)
         known = {kind: [served.server] for kind, served in servers.items()}
-        yield known | {"untied-twice": [*known["untied"], second], "experts": [cut]}
+        second = found.pop("second")
+        alone = {kind: [server] for kind, server in found.items()}
+        yield known | {"untied-twice": [*known["untied"], second], **alone}
+
+
+def with_adapters(config: Config, kind: str) -> Config:
+    """Adapters of rank 8, and servers that hold them beside the base where their `kind` says so."""
+    lora = config.model.lora
+    lora.rank, lora.serve = 8, "adapters" if kind.startswith("beside") else "merged"
+    if kind == "beside-experts":
+        lora.targets = ["q_proj", "v_proj", "o_proj"]
+    return config
 
 
 @pytest.fixture(scope="module")
 def found(running: dict[str, list[SGLangServer]], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("publish")
-    for kind, settings in {"untied": {}, "tied": {"tied": True}, "experts": EXPERTS}.items():
+    models: dict[str, dict[str, Any]] = {"untied": {}, "tied": {"tied": True}, "experts": EXPERTS, "beside": {}}
+    for kind, settings in (models | {"beside-cut": {}, "beside-experts": EXPERTS}).items():
         make_model(folder / kind, seed=1, **settings)  # other weights than the server's
     lines = {
         kind: [
@@ -108,6 +134,11 @@ def test_nothing_of_the_old_weights_stays_in_the_prefix_cache(found: dict[str, A
     everything = TURNS * (PROMPT - 1)  # the last token of a prompt is always read
     assert all(measured["cached"] == everything for measured in stale)
     assert all(measured["cached"] < TURNS for measured in published)
+
+
+@pytest.mark.parametrize("case", ["beside-tp2", "beside-pp2"])
+def test_a_turn_with_adapters_does_not_depend_on_the_batch(found: dict[str, Any], case: str) -> None:
+    assert found[case]["alone"] == [True, True, True]
 
 
 @pytest.mark.parametrize("case", ["two-servers", *TWO_NODES])
@@ -168,8 +199,8 @@ def publish_in_every_case(folder: Path, servers: dict[str, Any]) -> dict[str, An
 def publish_in(folder: Path, name: str, servers: dict[str, Any]) -> dict[str, Any]:
     kind, layout, bucket_bytes = CASES[name]
     config = configure(folder / kind.removesuffix("-twice"), layout, servers[kind][0]["tp"])
-    if name.startswith("adapters"):
-        config.model.lora.rank = 8
+    if name.startswith(("adapters", "beside")):
+        with_adapters(config, kind)
     if name in TWO_NODES:
         config.launch.nodes, config.launch.nproc_per_node = 2, 1
     first = 10 * (1 + list(CASES).index(name))
@@ -189,6 +220,8 @@ def publish_in(folder: Path, name: str, servers: dict[str, Any]) -> dict[str, An
                 rounds.append(case.measure())
         assert fleet is None or not fleet.reasons
         found: dict[str, Any] = {"first": first, "rounds": rounds, "stats": stats, "makers": makers}
+        if name.startswith("beside") and dist.get_rank() == 0:
+            found["alone"] = [case.alone(count) for count in (1, 2, 3)]
         later = first + UPDATES + 1
         found["others"] = {
             f"{way} {staleness}": [later + number, case.otherwise(way, staleness, later + number)]
@@ -212,15 +245,15 @@ def configure(folder: Path, layout: dict[str, int], server_tp: int = 1) -> Confi
     return config
 
 
-def sample_turns(server: dict[str, Any], seed: int, config: RolloutConfig) -> tuple[list[Turn], int]:
+def sample_turns(server: dict[str, Any], seed: int, config: Config, count: int = TURNS) -> tuple[list[Turn], int]:
     """Turns of the server's own, from the same random prompts each time, and the tokens of them it had cached."""
-    prompts = np.random.default_rng(0).integers(3, 500, (TURNS, PROMPT)).tolist()
+    prompts = np.random.default_rng(0).integers(3, 500, (TURNS, PROMPT)).tolist()[:count]
 
     async def sample() -> tuple[list[Turn], int]:
-        client = SGLangClient(server["url"], server["api_key"], config)
+        client = SGLangClient(server["url"], server["api_key"], config.rollout, adapters.served(config))
         try:
             requests = [
-                client.generate(tuple(prompt), max_new_tokens=REPLY, sampling=config.turn, seed=seed * 1000 + i)
+                client.generate(tuple(prompt), max_new_tokens=REPLY, sampling=config.rollout.turn, seed=seed * 1000 + i)
                 for i, prompt in enumerate(prompts)
             ]
             return await asyncio.gather(*requests), client.counters["cached_tokens"]
@@ -286,7 +319,7 @@ class Case:
         shared: list[Any] = [None]
         if dist.get_rank() == 0:
             asked = self.servers[:servers]
-            shared = [[sample_turns(server, self.seed, self.config.rollout) for server in asked]]
+            shared = [[sample_turns(server, self.seed, self.config) for server in asked]]
         dist.broadcast_object_list(shared)
         (turns, cached), *others = shared[0]
         values = np.random.default_rng(self.seed).normal(size=len(turns))
@@ -300,6 +333,16 @@ class Case:
             "cached": cached,
             "alike": all(found == turns for found, _ in others),
         }
+
+    def alone(self, count: int) -> bool:
+        """Whether the first turns of the last measure are the same, to the last bit, without the others."""
+        first, _ = sample_turns(self.servers[0], self.seed, self.config, count)
+        again = [to_sample(turn, 0.0) for turn in first]
+        pairs = zip(again, self.samples, strict=False)
+        return all(
+            np.array_equal(one.token_ids, other.token_ids) and np.array_equal(one.log_probs, other.log_probs)
+            for one, other in pairs
+        )
 
     def update(self) -> dict[str, float]:
         return learn(self.actor, Batch(self.samples))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import re
 from collections import Counter
 from dataclasses import replace
 
@@ -9,8 +11,9 @@ import numpy as np
 import pytest
 from megatron.core.parallel_state import RankGenerator
 
-from megatron_collab.config import CONF, compose
-from megatron_collab.models import hf_config, hf_to_megatron, hf_to_sglang
+from megatron_collab.config import CONF, LoraConfig, compose
+from megatron_collab.config.schema import LORA_TARGETS
+from megatron_collab.models import hf_config, hf_to_megatron, hf_to_sglang, lora
 from megatron_collab.models.hf_config import Experts, ModelShape
 from megatron_collab.models.hf_to_sglang import ServerLayout
 from megatron_collab.models.parallel_layout import TrainerLayout, stage_layers
@@ -23,19 +26,21 @@ ITEM = 4
 Shards = dict[str, np.ndarray]
 
 
-def tensors(shape: ModelShape) -> Shards:
-    """The Hugging Face model, every element a number of its own."""
+def tensors(shape: ModelShape, adapters: LoraConfig | None = None) -> Shards:
+    """The Hugging Face model, every element a number of its own; with every A and B of `adapters`."""
     found, start = {}, 1
-    for name, sides in hf_to_megatron.hf_shapes(shape).items():
+    beside = {factor.key: factor.shape for factor in lora.factors(shape, adapters or LoraConfig())}
+    for name, sides in (hf_to_megatron.hf_shapes(shape) | beside).items():
         count = int(np.prod(sides))
         found[name] = np.arange(start, start + count).reshape(sides)
         start += count
     return found
 
 
-def trainer_shards(shape: ModelShape, trainer: TrainerLayout) -> list[Shards]:
+def trainer_shards(shape: ModelShape, trainer: TrainerLayout, adapters: LoraConfig | None = None) -> list[Shards]:
     """What each rank holds, by Megatron's own account of the ranks' groups; padding of the vocabulary is -1."""
-    hf, entries = tensors(shape), {entry.megatron: entry for entry in hf_to_megatron.table(shape)}
+    every = *hf_to_megatron.table(shape), *lora.factor_table(shape, adapters or LoraConfig())
+    hf, entries = tensors(shape, adapters), {entry.megatron: entry for entry in every}
     dp = trainer.ranks // (trainer.tp * trainer.pp * trainer.cp)
     order = "tp-cp-ep-dp-pp"
     dense = RankGenerator(tp=trainer.tp, ep=1, dp=dp, pp=trainer.pp, cp=trainer.cp, order=order)
@@ -52,7 +57,7 @@ def trainer_shards(shape: ModelShape, trainer: TrainerLayout) -> list[Shards]:
     for rank in range(trainer.ranks):
         shards = {}
         for name, entry in entries.items():
-            layer = hf_to_megatron.LAYER.fullmatch(name)
+            layer = re.match(r"(?:decoder|model)\.layers\.(\d+)\.", name)
             stage = chunk_of[int(layer[1])] % trainer.pp if layer else 0 if "embedding" in name else trainer.pp - 1
             own = not entry.expert or int(name.split(".")[5]) // (shape.experts.count // trainer.ep) == ep_ranks[rank]
             if stage == pp_ranks[rank] and own:
@@ -66,9 +71,10 @@ def trainer_shards(shape: ModelShape, trainer: TrainerLayout) -> list[Shards]:
 
 def run(found: SyncPlan, shards: list[Shards], shape: ModelShape, server: ServerLayout) -> None:
     """Carry out a plan with numbers for elements, and compare with what each server rank must hold."""
-    hf = tensors(shape)
+    hf = tensors(shape, server.lora)
     for rank in range(server.tp):
-        parameters = {parameter.name: parameter for parameter in hf_to_sglang.table(shape, server, rank)}
+        every = *hf_to_sglang.table(shape, server, rank), *hf_to_sglang.adapters(shape, server, rank)
+        parameters = {parameter.name: parameter for parameter in every}
         held = {name: np.zeros(parameter.shape, int) for name, parameter in parameters.items()}
         written = {name: np.zeros(parameter.shape, int) for name, parameter in parameters.items()}
         for buckets in found:
@@ -126,6 +132,20 @@ def test_every_element_is_written_once_from_where_it_is(seed: int) -> None:
         run(found, shards, shape, server)
         check_buckets(found, bucket_bytes)
         assert all(piece.size == ITEM * elements(piece) for _, piece in slices(found))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_adapters_travel_after_the_model_and_later_alone(seed: int) -> None:
+    shape, trainer, server = draw(seed)
+    targets = {"o_proj", *random.Random(seed).sample(LORA_TARGETS, seed % len(LORA_TARGETS))}  # experts have none
+    server = replace(server, lora=LoraConfig(rank=1 + seed % 3, targets=sorted(targets)))
+    found = plan.plan_sync(shape, trainer, server, ITEM, 8192 * (1 + seed % 3))
+    run(found, trainer_shards(shape, trainer, server.lora), shape, server)
+    assert plan.first_round(found, server, new=True) == 0
+    first = plan.first_round(found, server, new=False)
+    factors = {entry.megatron for entry in lora.factor_table(shape, server.lora)}
+    assert {piece.shard for _, piece in slices(found[first:])} == factors
+    assert not factors & {piece.shard for _, piece in slices(found[:first])}
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -15,15 +15,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_collab.config import Config
+from megatron_collab.config import Config, LoraConfig
 from megatron_collab.inference.server import ServerError, SGLangServer
-from megatron_collab.models import hf_to_megatron, hf_to_sglang
+from megatron_collab.models import hf_to_megatron, hf_to_sglang, lora
 from megatron_collab.models.hf_config import Experts, ModelShape, Rope
 from megatron_collab.models.hf_to_sglang import ServerLayout
 from megatron_collab.weight_sync import sync
 from megatron_collab.weight_sync.encoding import fp8_scales
 from megatron_collab.weight_sync.http_protocol import ServerCall
-from megatron_collab.weight_sync.receiver import Receiver
+from megatron_collab.weight_sync.receiver import Receiver, held_by
 from megatron_collab.weight_sync.sender import Sender
 from megatron_collab.weight_sync.store_protocol import SyncStore, connect
 from megatron_collab.weight_sync.sync import PublishError, WeightSync
@@ -69,6 +69,9 @@ class Served:
                 self.hold(model, parameter.name, torch.zeros(parameter.shape, dtype=dtype))
                 if parameter.quantised:
                     self.hold(model, f"{parameter.name}_scale_inv", torch.zeros(fp8_scales(parameter.shape)))
+            for parameter in hf_to_sglang.adapters(shape, layout, rank):  # no parameters in SGLang, and in two slots
+                layer, _, kind = parameter.name.rpartition(".")
+                setattr(model.get_submodule(layer), kind, torch.zeros(2, *parameter.shape, dtype=torch.bfloat16))
 
     def resume(self, tag: str) -> None:
         self.calls.append(f"resume {tag}")
@@ -234,6 +237,53 @@ def test_all_of_it_arrives_every_time(
     assert [server.calls[-6:] for server in fleet.servers] == [calls, calls]
 
 
+ADAPTERS = LoraConfig(rank=4, targets=["q_proj", "v_proj", "o_proj", "up_proj"], serve="adapters")
+
+
+@pytest.fixture
+def beside(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, torch.nn.Parameter], dict[str, torch.nn.Parameter]]:
+    """A base, and A and B beside it, random."""
+    shards, generator = make_shards(LLAMA), torch.Generator().manual_seed(1)
+    factors = {
+        factor.key: torch.nn.Parameter(torch.randn(factor.shape, generator=generator).to(torch.bfloat16))
+        for factor in lora.factors(LLAMA, ADAPTERS)
+    }
+    monkeypatch.setattr(sync, "named_shards", lambda chunks: shards.items())
+    monkeypatch.setattr(sync, "named_factors", lambda chunks: factors.items())
+    return shards, factors
+
+
+@pytest.mark.parametrize("transport", ["memory", "network"])
+def test_a_base_is_sent_to_new_servers_and_adapters_every_time(
+    transport: str, beside: tuple[dict[str, torch.nn.Parameter], dict[str, torch.nn.Parameter]]
+) -> None:
+    """A server that is started again is a new one."""
+    config, (shards, factors) = configure(transport), beside
+    config.model.lora = ADAPTERS
+    fleet, layout = make_fleet(config, LLAMA), sync.server_layout(config)
+    with WeightSync(config, [], LLAMA, fleet, BUCKET) as sender:
+        base = {name: shard.detach().clone() for name, shard in shards.items()}
+        for version in range(4):
+            if version == 2:
+                fleet.servers[0] = Served(0, layout, LLAMA)
+                fleet.servers[0].generation = 1
+                base = {name: shard.detach().clone() for name, shard in shards.items()}
+            sender.publish(version)
+            assert not fleet.reasons
+            for server in fleet.servers:
+                assert_holds(server, layout, base, LLAMA)
+                for rank, model in enumerate(server.models):
+                    held = held_by(model)
+                    for parameter in hf_to_sglang.adapters(LLAMA, layout, rank):
+                        wanted = torch.zeros(parameter.shape, dtype=torch.bfloat16)
+                        for part in parameter.parts:
+                            wanted[part.shard_index] = factors[part.hf].detach()[part.hf_index]
+                        assert torch.equal(held[parameter.name], wanted), parameter.name
+            with torch.no_grad():  # what a run freezes, so that it is seen whether it was sent
+                for parameter in (*shards.values(), *factors.values()):
+                    parameter.mul_(-1.5)
+
+
 def test_a_folder_is_saved_before_anybody_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = configure("disk")
     config.run.dir = str(tmp_path)
@@ -347,6 +397,27 @@ def test_a_flipped_bit_is_found(shards: dict[str, torch.nn.Parameter], monkeypat
     assert fleet.servers[0].calls.count("/continue_generation") == 1
 
 
+@pytest.mark.usefixtures("beside")
+def test_a_base_is_proved_whenever_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where `publish.verify` would not have that sync's turn: it may be the only one with a base."""
+    write = Sender.write
+
+    def write_and_flip(self: Sender, number: int, parts: dict[int, torch.Tensor], sums: Any = None) -> None:
+        write(self, number, parts, sums)
+        if number == 0:
+            parts[1][40] ^= 16
+
+    config = configure("memory")
+    config.model.lora, config.publish.verify = ADAPTERS, 10
+    fleet = make_fleet(config, LLAMA)
+    monkeypatch.setattr(Sender, "write", write_and_flip)
+    with (
+        WeightSync(config, [], LLAMA, fleet, BUCKET) as sender,
+        pytest.raises(PublishError, match="rank 1: holds other weights"),
+    ):
+        sender.publish(1)
+
+
 def test_a_publisher_that_goes_silent_is_given_up(shards: dict[str, torch.nn.Parameter]) -> None:
     config = configure("memory", servers=1)
     fleet = make_fleet(config)
@@ -355,5 +426,5 @@ def test_a_publisher_that_goes_silent_is_given_up(shards: dict[str, torch.nn.Par
         receiver = fleet.servers[0].receivers[0]
         receiver._buckets, receiver._timeout = None, 0.2  # connects again, to wait less
         with pytest.raises(RuntimeError):
-            receiver.take(fleet.servers[0].models[0], publish=7, verify=False)
+            receiver.take(fleet.servers[0].models[0], publish=7, first=0, verify=False)
         assert "no answer" not in SyncStore(receiver._store, 7).answered(0, 0)["error"]

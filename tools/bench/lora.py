@@ -1,4 +1,4 @@
-"""Adapters against the whole model, against PEFT, and against a server that was given them merged.
+"""Adapters against the whole model, against PEFT, and against servers: merged, and beside the base.
 
     .venv/bin/python tools/bench/lora.py [--smoke]
 
@@ -11,7 +11,12 @@ peft_reference.py), with what requirements/bench.lock installs aside.
                      learning rate of 1e-4: where a gradient is nothing but rounding, so is AdamW's step;
     step_size = how far the steps moved an A or a B at most;
     logprob_diff = the largest difference, in nats, of SGLang's log-probs of tokens that it samples after these steps
-                   from the trainer's, once adapters have been merged on their way into the server.
+                   from the trainer's, once adapters have been merged on their way into the server;
+    sync_bytes = what a later weight sync sends, sync_seconds = how long it takes, the shortest of five;
+    tokens_per_second = how many tokens of eight replies at once the server samples in a second of its processes' CPU
+                        time, the most of five.
+
+_adapters after one of the last four: of a server that holds the base and the adapters beside it.
 
 --smoke: a model of 700 thousand parameters, whose adapters are a larger share of it. The last line is one JSON object.
 """
@@ -24,13 +29,17 @@ import json
 import os
 import subprocess
 import sys
+import time
 import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 
 from megatron_collab import patches
 
@@ -44,18 +53,21 @@ from megatron_collab.checkpoint import convert, storage  # noqa: E402
 from megatron_collab.checkpoint.adapters import PEFT_WEIGHTS, write_peft  # noqa: E402
 from megatron_collab.checkpoint.checkpointer import Checkpoints  # noqa: E402
 from megatron_collab.config import Config  # noqa: E402
+from megatron_collab.inference import adapters  # noqa: E402
 from megatron_collab.inference.client import SGLangClient  # noqa: E402
-from megatron_collab.inference.server import SGLangServer  # noqa: E402
+from megatron_collab.inference.server import ServerProcess, SGLangServer  # noqa: E402
 from megatron_collab.runtime.network import alone  # noqa: E402
 from megatron_collab.trainer.megatron import parallel  # noqa: E402
 from megatron_collab.trainer.trainer import PolicyTrainer  # noqa: E402
 from megatron_collab.types import Batch, Sample, Turn  # noqa: E402
+from megatron_collab.weight_sync.plan import first_round, plan_sync, server_layout, trainer_layout  # noqa: E402
 from megatron_collab.weight_sync.sync import WeightSync  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCAB, RANK, LR, STEPS = 4608, 32, 1e-4, 3
 SEQUENCES, LONGEST = 16, 96
 PROMPTS, PROMPT, REPLY = 8, 24, 16
+AGAIN, LONG = 5, 128  # times that something is timed, and tokens of a reply that is
 SIZES = {"hidden_size": 1024, "intermediate_size": 3200, "num_attention_heads": 16, "num_key_value_heads": 8}
 SMOKE_SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
 
@@ -82,10 +94,11 @@ def make_model(folder: Path, smoke: bool) -> None:
     Qwen3ForCausalLM(config).float().save_pretrained(folder)
 
 
-def configure(folder: Path, rank: int | None) -> Config:
+def configure(folder: Path, rank: int | None, serve: str = "merged") -> Config:
     config = Config()
     config.launch.device, config.launch.timeout = "cpu", 120.0
     config.model.path, config.model.dtype, config.model.lora.rank = str(folder), "float32", rank
+    config.model.lora.serve = serve
     config.train.stage, config.optim.lr = "sft", LR
     config.rollout.server.max_total_tokens = 4096
     return config
@@ -149,15 +162,18 @@ def peft(folder: Path, model: Path, config: Config, samples: tuple[Sample, ...])
     return load_file(folder / "trained.safetensors")
 
 
-def published(trainer: PolicyTrainer, config: Config, server: SGLangServer) -> float:
-    """The largest difference of log-probs after the weights, adapters merged, have been published to `server`."""
+def published(trainer: PolicyTrainer, config: Config, server: SGLangServer) -> dict[str, float]:
+    """Log-probs, bytes and seconds once the weights have been published to `server`, as its adapters are served."""
     line: Any = SimpleNamespace(
         url=server.url, api_key=server.api_key, tp=1, index=0, generation=0, resume=lambda tag: None
     )
     line.ask = lambda *arguments, **options: SGLangServer.ask(line, *arguments, **options)
     fleet: Any = SimpleNamespace(present=lambda: [line], lost=lambda server, reason: sys.exit(reason))
     with WeightSync(config, trainer.chunks, trainer.shape, fleet) as publisher:
-        publisher.publish(1)
+        publisher.publish(0)
+        seconds = min(timed(lambda: publisher.publish(1)) for _ in range(AGAIN))
+    plan = plan_sync(trainer.shape, trainer_layout(config), server_layout(config), 4)
+    rounds = plan[first_round(plan, server_layout(config), new=False) :]
     samples = []
     for turn in asyncio.run(sample(config, server)):
         length = len(turn.prompt_ids) + len(turn.token_ids)
@@ -165,14 +181,37 @@ def published(trainer: PolicyTrainer, config: Config, server: SGLangServer) -> f
         log_probs[len(turn.prompt_ids) :], mask[len(turn.prompt_ids) :] = turn.log_probs, 1.0
         samples.append(Sample(np.array(turn.prompt_ids + turn.token_ids, np.int64), mask, log_probs))
     found = trainer.log_probs(trainer.policy.chunks, Batch(tuple(samples)))
-    return max(float(np.abs((a - b.log_probs) * b.loss_mask).max()) for a, b in zip(found, samples, strict=True))
+    pairs = zip(found, samples, strict=True)
+    fastest = min(cpu_seconds(server, lambda: asyncio.run(sample(config, server, LONG))) for _ in range(AGAIN))
+    return {
+        "logprob_diff": max(float(np.abs((a - b.log_probs) * b.loss_mask).max()) for a, b in pairs),
+        "sync_bytes": sum(piece.size for row in rounds for bucket in row for piece in bucket.slices),
+        "sync_seconds": seconds,
+        "tokens_per_second": PROMPTS * LONG / fastest,
+    }
 
 
-async def sample(config: Config, server: SGLangServer) -> list[Turn]:
+def timed(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def cpu_seconds(server: SGLangServer, call: Callable[[], object]) -> float:
+    """What a server's processes take for a call."""
+    assert isinstance(server.process, ServerProcess)
+    leader = psutil.Process(server.process.pid)
+    processes = [leader, *leader.children(recursive=True)]
+    before = sum(sum(process.cpu_times()[:2]) for process in processes)
+    call()
+    return sum(sum(process.cpu_times()[:2]) for process in processes) - before
+
+
+async def sample(config: Config, server: SGLangServer, tokens: int = REPLY) -> list[Turn]:
     prompts = np.random.default_rng(1).integers(10, VOCAB, (PROMPTS, PROMPT)).tolist()
-    client = SGLangClient(server.url, server.api_key, config.rollout)
+    client = SGLangClient(server.url, server.api_key, config.rollout, adapters.served(config))
     requests = [
-        client.generate(tuple(prompt), max_new_tokens=REPLY, sampling=config.rollout.turn, seed=number)
+        client.generate(tuple(prompt), max_new_tokens=tokens, sampling=config.rollout.turn, seed=number)
         for number, prompt in enumerate(prompts)
     ]
     turns = await asyncio.gather(*requests)
@@ -183,8 +222,13 @@ async def sample(config: Config, server: SGLangServer) -> list[Turn]:
 def measure(folder: Path, smoke: bool) -> dict[str, float]:
     model, samples = folder / "model", make_samples()
     make_model(model, smoke)
-    config = configure(model, RANK)
-    with SGLangServer(config, folder / "server.log") as server, parallel.init_parallel(config):
+    config, beside = configure(model, RANK), configure(model, RANK, "adapters")
+    with ExitStack() as stack:
+        servers = [
+            stack.enter_context(SGLangServer(each, folder / f"{each.model.lora.serve}.log"))
+            for each in (config, beside)
+        ]
+        stack.enter_context(parallel.init_parallel(config))
         full = full_sizes(model, folder / "full", Batch(samples))
         trainer = PolicyTrainer(config)
         first = draw_b(trainer)
@@ -197,12 +241,15 @@ def measure(folder: Path, smoke: bool) -> dict[str, float]:
         theirs = peft(folder / "peft", model, config, samples)
         before, after = (load_file(folder / name / PEFT_WEIGHTS) for name in ("peft", "trained"))
         assert after.keys() == theirs.keys()
-        server.wait_healthy(400)
+        for server in servers:
+            server.wait_healthy(400)
+        merged, adapted = published(trainer, config, servers[0]), published(trainer, beside, servers[1])
         return {
             "state_over_full": float((sizes(trainer, folder / "adapters") / full).max()),
             "peft_step_diff": largest_difference(after, theirs),
-            "logprob_diff": published(trainer, config, server),
             "step_size": largest_difference(after, before),
+            **merged,
+            **{f"{name}_adapters": value for name, value in adapted.items()},
         }
 
 

@@ -49,6 +49,13 @@ def _exact_attention(runner: Any) -> Any:
     return ExactAttentionBackend(runner)
 
 
+def _exact_adapters() -> Any:
+    """The backend for adapters, as SGLang's register takes it."""
+    from megatron_collab.inference.cpu.adapters import ExactLoRABackend
+
+    return ExactLoRABackend
+
+
 def _meet(url: str, timeout: timedelta = timedelta(minutes=30), **_: Any) -> Iterator[tuple[Store, int, int]]:
     """The part of the run's store with the name in `url`; other ranks of the server open the same."""
     at = urlsplit(url)
@@ -74,6 +81,8 @@ patches.apply("torchvision", "sglang")
 from megatron_collab.patches.sglang import (
     hide_megatron,
     keep_loads_in_temporary_folder,
+    leave_offsets_unpinned,
+    load_adapters_at_start,
     on_cpu,
     zero_biases_of_heads,
 )
@@ -85,10 +94,12 @@ if on_cpu():  # its processes are forked
 
     from sglang.srt.arg_groups import choices
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.lora.backend.lora_registry import register_lora_backend
 
     choices.add_deterministic_attention_backend_choices(["torch_native"])
     choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
     register_attention_backend("torch_native")(_exact_attention)
+    register_lora_backend("torch_native")(_exact_adapters)
 
 from sglang.launch_server import run_server
 from sglang.srt.entrypoints import engine as engine  # brings what the spawned processes run
@@ -99,6 +110,10 @@ register_rendezvous_handler(MEETING, _meet)  # of the ranks of a server over sev
 keep_loads_in_temporary_folder()
 if f"--{SCORES_FLAG}" in sys.argv:
     zero_biases_of_heads()
+if "--lora-paths" in sys.argv:
+    load_adapters_at_start()
+    if on_cpu():
+        leave_offsets_unpinned()
 imports_done()
 
 

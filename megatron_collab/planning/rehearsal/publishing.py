@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from megatron_collab.checkpoint.hf import named_shards
+from megatron_collab.checkpoint.hf import named_factors, named_shards
 from megatron_collab.config import Config
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.planning.rehearsal.ledger import HOST, Ledger
@@ -51,7 +51,8 @@ class Publishing:
         plan, places, dtype = self.plan, self.places, DTYPES[self.config.model.dtype]
         place = places.of_rank(rank)
         with _disable_current_modes(), torch.device("meta"):
-            shards: Any = {name: torch.empty(shard.shape, dtype=shard.dtype) for name, shard in named_shards(chunks)}
+            held = [*named_shards(chunks), *named_factors(chunks)]
+            shards: Any = {name: torch.empty(shard.shape, dtype=shard.dtype) for name, shard in held}
             own = Sender(written(plan, places, rank), lambda target, piece: [place], shards, dtype)
             if uses_memory(self.config):
                 kept, buffers = self._through_memory(rank, own, shards)

@@ -70,8 +70,10 @@ def _servers(publish: publishing.Publishing, hf: dict[str, Any]) -> list[MemoryP
     for one in found:
         if one.fault:
             raise ConfigError(f"rank {one.rank} of a server: {one.fault}")
+    stays = max(one.adapters for one in found)
     return [
         MemoryPart("server: weights", 0, max(one.weights for one in found)),
+        *([MemoryPart("server: adapters", stays, stays)] if stays else []),
         MemoryPart("server: KV cache", 0, max(one.kv_cache for one in found)),
     ]
 

@@ -23,6 +23,9 @@ from unittest import mock
 import torch
 
 from megatron_collab import patches
+from megatron_collab.inference.adapters import SLOTS
+from megatron_collab.models import hf_to_sglang
+from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.hf_to_sglang import ServerLayout
 from megatron_collab.runtime import keys
 from megatron_collab.weight_sync.receiver import Row, check_parameters, planned_copies
@@ -63,6 +66,7 @@ class Served:
 
     rank: int
     weights: int = 0
+    adapters: int = 0
     kv_cache: int = 0
     fault: str = ""
 
@@ -92,7 +96,12 @@ def serve(order: Order, place: Place, folder: Path) -> Served:
     model_class, _ = ModelRegistry.resolve_model_cls(config.architectures)
     with as_rank(folder, order.layout, order.dtype, place.rank), torch.no_grad(), torch.device("meta"):
         model = model_class(config, quantisation)
-        parameters = dict(model.named_parameters())
+        shape = ModelShape.from_hf(order.hf)
+        beside = {
+            each.name: torch.empty(SLOTS, *each.shape, dtype=dtype)
+            for each in hf_to_sglang.adapters(shape, order.layout, place.rank)
+        }
+        parameters = dict(model.named_parameters()) | {name: slots[-1] for name, slots in beside.items()}
         check_parameters(parameters, place.parameters)
         for size, rows in place.buckets:
             bucket = torch.empty(size, dtype=torch.uint8)
@@ -106,7 +115,8 @@ def serve(order: Order, place: Place, folder: Path) -> Served:
         held = [*model.parameters(), *model.buffers()]
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in held}
         cache = sum(tensor.nbytes for tensor in [*pool.k_buffer, *pool.v_buffer])
-    return Served(place.rank, sum(storages.values()), cache)
+        adapters = sum(slots.nbytes for slots in beside.values())
+    return Served(place.rank, sum(storages.values()), adapters, cache)
 
 
 @contextmanager

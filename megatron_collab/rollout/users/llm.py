@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron_collab.config import Config, ConfigError, EndpointConfig, Prompt, PromptError, UserConfig, read_prompt
 from megatron_collab.data.transcript import render
+from megatron_collab.inference import adapters
 from megatron_collab.llm.answer import Field, LlmError, MalformedAnswer
 from megatron_collab.llm.endpoint import POLICY, SERVED
 from megatron_collab.rollout.users import User, UserError, UserReply, Users
@@ -123,8 +124,10 @@ class LlmUser(User):
             return random.Random(f"{api_base.removesuffix('/v1')} {self.task.id}").random()
 
         engine = sorted(self.users.engine, key=rank)
-        if arguments := self.users.config.model.chat_template_args:
-            config = replace(config, extra={"chat_template_kwargs": arguments, **config.extra})
+        arguments, adapter = self.users.config.model.chat_template_args, adapters.served(self.users.config)
+        asked: dict[str, Any] = {"chat_template_kwargs": arguments} if arguments else {}
+        asked |= {"lora_path": adapter} if adapter else {}
+        config = replace(config, extra={**asked, **config.extra})
         return [replace(config, model=f"policy/{self.sample}", api_base=api_base) for api_base in engine]
 
 

@@ -86,15 +86,15 @@ class NetworkTransport:
         groups = {p.server: {"name": self._name(store, p), "ranks": self._ranks, "tp": p.tp} for p in peers}
         return {server: [{"network": group}] * group["tp"] for server, group in groups.items()}
 
-    def carry(self, store: SyncStore, peers: Sequence[Peer], sums: Sums | None) -> None:
-        """Send all buckets to `peers`, leaving out those that fail; for `sums` see Sender.write."""
+    def carry(self, store: SyncStore, peers: Sequence[Peer], sums: Sums | None, first: int) -> None:
+        """Send the buckets from `first` on to `peers`, leaving out those that fail; for `sums` see Sender.write."""
         deadline = time.monotonic() + self._timeout
         for peer in peers:
             if peer.new:
                 self._meet(store, peer, deadline)
         under_way: dict[int, dict[int, list[dist.Work]]] = {}
         rounds = len(self._writer.parts)
-        for number in range(rounds + 2):
+        for number in range(first, rounds + 2):
             if works := under_way.pop(number - 2, {}):
                 self._settle(store, peers, number - 2, works)
             if number >= rounds:
@@ -103,9 +103,9 @@ class NetworkTransport:
             self._writer.write(number, parts, sums)
             sending = under_way[number] = {}
             for peer in [peer for peer in peers if peer.server in self._groups]:
-                group, first = self._groups[peer.server], self._ranks
+                group = self._groups[peer.server]
                 with self._losing(store, peer):
-                    sending[peer.server] = [group.send([data], first + t, number) for t, data in parts.items()]
+                    sending[peer.server] = [group.send([data], self._ranks + t, number) for t, data in parts.items()]
             store.set_sent(number, self._ranks)
 
     def clear(self, number: int) -> None:
@@ -178,10 +178,10 @@ class NetworkReceiver:
         largest = max((stop for own in parts for _, stop in own.values()), default=0)
         self._buckets = [torch.zeros(largest, dtype=torch.uint8, device=device) for _ in range(min(2, len(parts)))]
 
-    def each(self, store: SyncStore) -> Iterator[Tensor]:
-        """The buckets of a publish, uint8, as they become complete; each may change when the next one is asked for."""
-        coming = self._receive(0)
-        for number in range(len(self._parts)):
+    def each(self, store: SyncStore, first: int) -> Iterator[Tensor]:
+        """The buckets of a publish from `first` on, uint8, each as it is complete; it may change at the next one."""
+        coming = self._receive(first)
+        for number in range(first, len(self._parts)):
             deadline = time.monotonic() + self._timeout
             for work in coming:
                 finish(work, deadline, self._device)

@@ -133,14 +133,17 @@ class SharedMemoryTransport:
         offers = _gathered({(p.server, t): self._offer(t) for t in self._own for p in self._near(peers, t)})
         return {peer.server: [{"memory": offers[peer.server, t]} for t in range(peer.tp)] for peer in peers}
 
-    def carry(self, store: SyncStore, peers: Sequence[Peer], sums: Sums | None) -> None:
-        """Write all buckets, each once all `peers` have read what its segment held; for `sums` see Sender.write."""
+    def carry(self, store: SyncStore, peers: Sequence[Peer], sums: Sums | None, first: int) -> None:
+        """Write the buckets from `first` on, each once all `peers` have read what its segment held.
+
+        For `sums` see Sender.write.
+        """
         keys = PlaceStore(self._store, store.number)
         near = [peer for peer in peers if any(self._near([peer], t) for t in range(peer.tp))]
         with self._host.releasing(store, near, len(self._writer.parts)) if self._host else nullcontext():
-            for number, parts in enumerate(self._writer.parts):
+            for number, parts in enumerate(self._writer.parts[first:], first):
                 targets = sorted(parts.keys() | self._relay.receives(number))
-                if number >= 2:
+                if number >= first + 2:
                     self._wait_read(store, keys, number - 2, peers, targets)
                 segments = {t: self._segments[t][number % 2] for t in targets}
                 with self._relay.crossing(number, segments, sums):
@@ -299,10 +302,10 @@ class SharedMemoryReceiver:
         self._segments = [opened(handle) for handle in handles]
         self._sources, self._server, self._rank = sources, server, rank
 
-    def each(self, store: SyncStore) -> Iterator[Tensor]:
-        """The buckets of a publish, uint8, as they become complete; each may change when the next one is asked for."""
+    def each(self, store: SyncStore, first: int) -> Iterator[Tensor]:
+        """The buckets of a publish from `first` on, uint8, each as it is complete; it may change at the next one."""
         keys = PlaceStore(self._store, store.number)
-        for number, sources in enumerate(self._sources):
+        for number, sources in enumerate(self._sources[first:], first):
             keys.wait_written(number, sources)
             yield self._segments[number % 2]
             keys.set_loaded(number, self._server, self._rank)

@@ -15,7 +15,7 @@ from megatron_collab.commands.__main__ import run
 from megatron_collab.config import Config, ConfigError
 from megatron_collab.models import hf_to_megatron
 from megatron_collab.models.hf_config import ModelShape
-from megatron_collab.planning.memory import described, plan_memory, read_run
+from megatron_collab.planning.memory import described, plan_memory, read_run, server_adapters, server_weights
 from megatron_collab.planning.rehearsal import run as rehearsal
 from megatron_collab.planning.rehearsal import servers
 from megatron_collab.planning.rehearsal.compare import lines, ratios, table
@@ -111,11 +111,12 @@ def test_virtual_stages(tmp_path: Path, recompute: str) -> None:
         assert of_activations[0] == pytest.approx(1, abs=0.01), one.kind.stage
 
 
-def test_adapters(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a whole run: frozen weights, no reference, what adapters keep, weights merged on their way to the servers."""
+@pytest.mark.parametrize("serve", ["merged", "adapters"])
+def test_adapters(options: list[str], monkeypatch: pytest.MonkeyPatch, serve: str) -> None:
+    """In a whole run: frozen weights, no reference, what adapters keep, and what goes to the servers."""
     monkeypatch.setattr(servers, "rehearse", lambda order: [servers.Served(0)])
     apart = ["rollout.server.colocated=false", "parallel.offload=false"]
-    config, shape, hf = given([*options, *apart, "model.lora.rank=16"])
+    config, shape, hf = given([*options, *apart, "model.lora.rank=16", f"model.lora.serve={serve}"])
     found, plan = list(rehearse(config, shape, hf)), plan_memory(config, shape)
     every = ratios((one, plan[one.kind.stage]) for one in found)
     assert len(every) > 8 and 0.95 <= min(every) <= max(every) <= 1.05
@@ -167,8 +168,8 @@ def sizes(one: Rehearsed) -> list[float]:
 
 @pytest.mark.processes
 def test_a_server_that_is_not_as_the_plan_has_it(options: list[str]) -> None:
-    """SGLang's own parameters are compared, and every slice is put into them."""
-    config, shape, hf = given(options)
+    """SGLang's own parameters are compared, and every slice is put into them, adapters' beside them."""
+    config, shape, hf = given([*options, "model.lora.rank=16", "model.lora.serve=adapters"])
     order = Publishing.of(config, shape).order(hf)
     whole = order.places[0]
     name = "model.layers.0.mlp.down_proj.weight"
@@ -176,7 +177,8 @@ def test_a_server_that_is_not_as_the_plan_has_it(options: list[str]) -> None:
     size, rows = whole.buckets[0]
     beyond = replace(whole, buckets=[(size // 2, rows)])
     found = servers.rehearse(replace(order, places=[whole, less, beyond]))
-    assert found[0].fault == "" and found[0].weights > 0
+    assert found[0].fault == "" and found[0].weights == pytest.approx(server_weights(config, shape), rel=0.02)
+    assert found[0].adapters == server_adapters(config, shape) > 0
     assert name in found[1].fault and "no such parameter" in found[1].fault
     assert found[2].fault  # a bucket that is too small for its slices
 

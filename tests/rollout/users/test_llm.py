@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from megatron_collab.config import Config, EndpointConfig, UserConfig
+from megatron_collab.config import Config, EndpointConfig, LoraConfig, UserConfig
 from megatron_collab.data.transcript import render
 from megatron_collab.llm import client as clients
 from megatron_collab.llm.limiter import BudgetSpent
@@ -294,7 +294,7 @@ def test_a_server_that_is_gone_does_not_silence_the_user(monkeypatch: pytest.Mon
     assert asyncio.run(play()) == (["yes"] * 8, 8, {"user_replies": 8, "user_failed": 1})
 
 
-def test_the_template_of_the_trained_model_gets_its_arguments_from_the_user_too() -> None:
+def test_the_trained_model_is_asked_as_it_is_sampled_from() -> None:
     async def play() -> list[Any]:
         async with Endpoint(answer("yes")) as endpoint:
             made = users([(endpoint.config().api_base.removesuffix("/v1"), "secret")], model="policy", attempts=1)
@@ -302,9 +302,12 @@ def test_the_template_of_the_trained_model_gets_its_arguments_from_the_user_too(
             await made.make(task("llm"), "s").reply(said("hi", "hello"))
             made.config.user.extra = {"chat_template_kwargs": {"enable_thinking": True}}
             await made.make(task("llm"), "s").reply(said("hi", "hello"))
-            return [request["chat_template_kwargs"] for request in endpoint.requests]
+            made.config.model.lora = LoraConfig(rank=8, serve="adapters")
+            await made.make(task("llm"), "s").reply(said("hi", "hello"))
+            return [(request["chat_template_kwargs"], request.get("lora_path")) for request in endpoint.requests]
 
-    assert asyncio.run(play()) == [{"enable_thinking": False}, {"enable_thinking": True}]
+    arguments = [{"enable_thinking": False}, {"enable_thinking": True}, {"enable_thinking": True}]
+    assert asyncio.run(play()) == list(zip(arguments, [None, None, "policy"], strict=True))
 
 
 def addresses(servers: dict[str, Served]) -> list[tuple[str, str]]:

@@ -72,7 +72,7 @@ def test_an_abandoned_server_is_released_until_the_last_rank_has_written(one_ran
     run = SyncStore(host("", 60.0)[1], 1)
     place = PlaceStore(connect(transport._address, "", 60.0), 1)
     with ThreadPoolExecutor(1) as threads:
-        carried = threads.submit(transport.carry, run, [Peer(0, 1, False)], None)
+        carried = threads.submit(transport.carry, run, [Peer(0, 1, False)], None, 0)
         place.wait_written(0, [0])
         run.abandon(0, [0])
         assert place.late(0, [(0, 0)], 30.0) == set() and not carried.done()
