@@ -90,9 +90,7 @@ def _make(given: argparse.Namespace) -> int:
 
     logged, dropped = _read(given)
     named = {one.name: one for one in logged}
-    before = Counter[str]()
-    for one in logged:
-        before.update(one.placeholders.counts)
+    before = {one.name: one.placeholders.counts for one in logged}
     try:
         questions = {name: question_about(prompt, one) for name, one in named.items()}
     except PromptError as error:
@@ -106,14 +104,11 @@ def _make(given: argparse.Namespace) -> int:
     sides: dict[str, list[dict[str, Any]]] = {side: [] for side in ("train", *(["eval"] if held_out else []))}
     for task in tasks:
         sides["eval" if named[task.id].person in held_out else "train"].append(task_row(task))
-    kept = Counter[str]()
-    for task in tasks:
-        kept.update(named[task.id].placeholders.counts)
     logs.write(out, sides, named, before, dropped, str(config.reward.judge.model))
     if not config.llm.cache:  # it holds the names that the model has told
         shutil.rmtree(cache, ignore_errors=True)
     counts = ", ".join(f"{len(rows)} for {side}" for side, rows in sides.items())
-    print(f"{out}: {counts}; left out: {_said(dropped) or 'none'}; replaced: {_said(kept) or 'nothing'}")
+    print(f"{out}: {counts}; left out: {_said(dropped) or 'none'}")
     return 0
 
 
@@ -165,7 +160,6 @@ def _check_model(config: Config) -> None:
     from megatron_collab.llm.endpoint import POLICY
 
     patches.apply("litellm")
-
     endpoints.check_settings(config)
     asked = [endpoints.AskedModel(_MODEL, "reward.judge", config.reward.judge)]
     require(config.reward.judge.model != POLICY, f"{_MODEL}={POLICY}: no policy is served here; choose another model")

@@ -233,19 +233,21 @@ def write(
     folder: Path,
     sides: Mapping[str, Sequence[Row]],
     logged: Mapping[str, Logged],
-    before: Mapping[str, int],
+    before: Mapping[str, Mapping[str, int]],
     dropped: Mapping[str, int],
     model: str,
 ) -> None:
     """SIDE.jsonl in `folder` for each of `sides`, which hold rows of tasks, and README.md, the data set's card.
 
-    `logged`: the conversation of each row, by its id; `before`: by kind how much was replaced before `model` was asked.
+    `logged`: the conversation of each row, by its id; `before`: likewise, by kind how much was replaced in it before
+    `model` was asked.
     """
     rows = [row for side in sides.values() for row in side]
     about = [row["metadata"] for row in rows]
-    told = Counter[str]()
+    first, all_of = Counter[str](), Counter[str]()
     for row in rows:
-        told.update(logged[row["id"]].placeholders.counts)
+        first.update(before[row["id"]])
+        all_of.update(logged[row["id"]].placeholders.counts)
     messages = sorted(each["messages"] for each in about)
     reached = Counter(each["reached"] for each in about)
     opened = any(row["prompt"] for row in rows)
@@ -259,9 +261,7 @@ def write(
         messages=f"{messages[0]} to {messages[-1]}, the median {messages[len(messages) // 2]}",
         prompt="the user's first message" if opened else "empty: the simulated user opens the conversation",
         dropped="\n".join(f"- {count} {reason}" for reason, count in sorted(dropped.items())) or "Nothing.",
-        scrubbed="\n".join(
-            f"| {kind} | {before.get(kind, 0)} | {told[kind] - before.get(kind, 0)} |" for kind in sorted(told)
-        )
+        scrubbed="\n".join(f"| {kind} | {first[kind]} | {all_of[kind] - first[kind]} |" for kind in sorted(all_of))
         or "| none | 0 | 0 |",
     )
     folder.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,9 @@ from aiohttp import web
 
 from megatron_collab.commands.__main__ import run
 from megatron_collab.data.examples import load_tasks
+from megatron_collab.rollout.users.llm import LlmUser
 from tests.llm.endpoint import Endpoint, fails, in_thread, says
+from tests.rollout.users.helpers import users
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ["reward.judge.model=openai/m", "reward.judge.attempts=2"]
@@ -91,7 +93,7 @@ def answer(truth: Truth) -> dict[str, Any]:
 async def tell(request: web.Request) -> web.StreamResponse:
     asked = (await request.json())["messages"][0]["content"]
     (truth,) = (truth for truth in truths() if re.search(rf"\b{truth.about}\b", asked, re.IGNORECASE))
-    if truth.about == "desk5":
+    if truth.about == "sofa5":
         return await says("It is about a desk.")(request)
     return await says(answer(truth))(request)
 
@@ -142,7 +144,7 @@ def test_a_log_becomes_tasks_and_does_so_again_from_its_recording(
 
     sides = {side: rows_of(Path("out") / f"{side}.jsonl") for side in ("train", "eval")}
     by_goal = {re.findall(r"[a-z]+\d", row["goal"])[0]: row for side in sides.values() for row in side}
-    kept = {truth.about: truth for truth in truths() if truth.about != "desk5"}
+    kept = {truth.about: truth for truth in truths() if truth.about != "sofa5"}
     assert by_goal.keys() == kept.keys(), "each once, and none that was not described"
     people = {
         side: {kept[re.findall(r"[a-z]+\d", row["goal"])[0]].person for row in rows} for side, rows in sides.items()
@@ -163,6 +165,10 @@ def test_a_log_becomes_tasks_and_does_so_again_from_its_recording(
     assert persona.endswith("If you do not get what you want, you give up after 3 messages.")
     tasks = load_tasks("out/train.jsonl")
     assert len(tasks) == len(sides["train"]) and {task.user for task in tasks} == {""}
+    user = users(model="openai/m").make(tasks[0], "s/0")
+    assert isinstance(user, LlmUser) and user.persona == tasks[0].metadata["persona"], (
+        "who is played is who was described"
+    )
 
     card = files["README.md"].decode()
     for line in (
@@ -172,13 +178,14 @@ def test_a_log_becomes_tasks_and_does_so_again_from_its_recording(
         "- 1 without a message of the user",
         "- 1 that the model does not describe (MalformedAnswer)",
         "17 conversations of 6 people",
-        "| gave up | 5 of 17 |",
-        "| CARD | 6 | 0 |",
+        "| gave up | 6 of 17 |",
+        "| CARD | 5 | 0 |",
         "| DETAIL | 0 | 6 |",
-        "| EMAIL | 6 | 0 |",
-        "| PERSON | 6 | 6 |",
+        "| EMAIL | 5 | 0 |",
+        "| PERSON | 5 | 6 |",
     ):
         assert line in card, line
+    assert "not described: openai/m: MalformedAnswer: there is no JSON object\n" in shown.out
     assert "18 calls of openai/m: at most " in shown.out and " USD\n" in shown.out
     assert len(model.requests) == 18 + 1, "the malformed answer was asked for twice"
 
@@ -222,8 +229,6 @@ def test_with_a_model_of_names_none_is_sent(model: Endpoint) -> None:
 def test_the_commands_of_the_page_run(model: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / "docs/howto/users-from-logs.md").read_text().replace("\\\n", " ")
     monkeypatch.setenv("OPENAI_API_BASE", f"http://127.0.0.1:{model.port}/v1")
-    Path("prompts").mkdir()
-    Path("prompts/nurse.j2").write_text("Say who this is: {{ conversation }}")
     commands = [shlex.split(found) for found in re.findall(r"^    megatron-collab (.*)", page, re.MULTILINE)]
     made = [command for command in commands if command[0] != "train" and "--realism" not in command]
     assert len(made) >= 4

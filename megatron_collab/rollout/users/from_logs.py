@@ -136,7 +136,10 @@ async def describe_all(
         try:
             return await described(client, config.reward.judge, questions[name], one, opens)
         except Undescribed as error:
-            dropped[f"that the model does not describe ({error})"] += 1
+            why = f"that the model does not describe ({error})"
+            if not dropped[why]:
+                print(f"not described: {error.__cause__ or error}", flush=True)
+            dropped[why] += 1
         except LlmError as error:
             unanswered.append(str(error))
         finally:
