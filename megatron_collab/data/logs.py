@@ -58,7 +58,7 @@ Columns: `prompt`, {prompt}; `goal`, what the user wants and knows; `metadata.pe
 and how long they try, which the simulated user is told; and what was counted or told: `metadata.reached`,
 `metadata.gave_up`, `metadata.messages` of the user, `metadata.words` of a message (median).
 
-## What was left out
+## Conversations that were left out
 
 {dropped}
 

@@ -112,8 +112,12 @@ def cost(config: Config, questions: Sequence[str]) -> str:
         return f"{len(questions)} descriptions by {model}, recorded in {llm.replay}; nothing is called"
     prompt, answer = tokens_at_most(*questions), len(questions) * token_budget(config.reward.judge)
     usd = Prices(llm.prices).at_most(model, prompt, answer)
-    price = "at a price that is not known" if usd is None else f"{usd:.4g} USD"
+    price = _price({"usd": usd or 0.0, "unpriced": usd is None})
     return f"{len(questions)} calls of {model}: at most {prompt} tokens of prompts and {answer} of answers, {price}"
+
+
+def _price(took: Mapping[str, float]) -> str:
+    return "at a price that is not known" if took["unpriced"] else f"{took['usd']:.4g} USD"
 
 
 async def describe_all(
@@ -153,8 +157,7 @@ async def describe_all(
         except ExceptionGroup as errors:  # of which the others are due to the first
             raise errors.exceptions[0] from None
         finally:
-            tokens, usd = (client.took[name] for name in ("tokens", "usd"))
-            print(f"asked now: {tokens:.0f} tokens, {usd:.4g} USD", flush=True)
+            print(f"asked now: {client.took['tokens']:.0f} tokens, {_price(client.took)}", flush=True)
     if unanswered:
         out = "the same command asks for these again, and for no others"
         raise RunStopped(f"{len(unanswered)} conversations are not described, the first: {unanswered[0]}; {out}")

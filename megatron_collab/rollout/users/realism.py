@@ -29,6 +29,7 @@ FOLDS = 5
 _DRAWS = 1000  # of the bootstrap
 _SHOWN = 10  # features
 _COMMON = 50  # words that are features of their own
+_TOLD = ("please", "thank", "thanks")  # words that are features already
 _PLACEHOLDER = re.compile(r"<[A-Z]+_\d+>")
 _WORD = re.compile(r"[^\W\d_]+(?:['\u2019][^\W\d_]+)?")
 _GIVES_UP = re.compile(
@@ -194,7 +195,7 @@ RATES: dict[str, Callable[[Sequence[Spoken]], float]] = {
 def _table(texts: Sequence[str]) -> tuple[list[str], np.ndarray]:
     """The names of the features, and their values, a row for each text."""
     spoken = [Counter(word.casefold() for word in _WORD.findall(_PLACEHOLDER.sub(" ", text))) for text in texts]
-    often = Counter(word for words in spoken for word in words)
+    often = Counter(word for words in spoken for word in words if word not in _TOLD)
     common = [word for word, _ in sorted(often.items(), key=lambda each: (-each[1], each[0]))[:_COMMON]]
     columns: dict[str, list[float]] = {
         "words (logarithm)": [math.log1p(_words(text)) for text in texts],
