@@ -46,6 +46,7 @@ CPU = [
     "packaging",
     "zstandard",
 ]
+LOGS = ["presidio_analyzer", "scikit-learn", "datasketch"]  # for users-from-logs alone; Presidio brings spaCy
 DEV = ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "import-linter"]
 
 
@@ -86,6 +87,7 @@ setup(
     extras_require={
         "cpu": pinned(CPU, "cpu.lock"),
         "gpu": lines("gpu.in"),  # no GPU has run them: see requirements/gpu.in
+        "logs": pinned(LOGS, "cpu.lock"),
         "dev": pinned(DEV, "dev.lock"),
         "bench": lines("bench.lock"),
     },

@@ -25,6 +25,7 @@ LAZY = {
     "commands.prepare_data": "answers --help and wrong arguments before transformers is imported",
     "commands.recording": "answers --help and wrong arguments before numpy is imported",
     "commands.score": "answers --help and wrong arguments before Ray and the libraries of data are imported",
+    "commands.users_from_logs": "answers --help and wrong arguments before LiteLLM and Presidio are imported",
     "commands.rehearse": "answers --help and wrong arguments before torch is imported",
     "launch.slurm": "its commands address and wait, which every node runs, need no torch",
     "evaluate": "as train",

@@ -114,8 +114,8 @@ def test_extras_are_requirements_and_gpu_pins_its_set(monkeypatch: pytest.Monkey
     monkeypatch.setattr(setuptools, "setup", lambda **arguments: given.update(arguments))
     runpy.run_path(str(ROOT / "setup.py"))
     extras = {name: [Requirement(line) for line in lines] for name, lines in given["extras_require"].items()}
-    assert set(extras) == {"cpu", "gpu", "dev", "bench"}
-    for requirement in extras["cpu"] + extras["dev"]:
+    assert set(extras) == {"cpu", "gpu", "logs", "dev", "bench"}
+    for requirement in extras["cpu"] + extras["logs"] + extras["dev"]:
         assert str(requirement.specifier).startswith("==")
     gpu = {requirement.name: requirement for requirement in extras["gpu"]}
     pins = {"sglang": "==0.5.23", "megatron-core": "==0.16.1", "ray": "==2.60.0", "transformer-engine": "==2.20.2"}

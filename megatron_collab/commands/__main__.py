@@ -20,6 +20,7 @@ COMMANDS = {
     "quickstart": "the booking world, supervised and then with GRPO, on two CPU cores",
     "doctor": "what this machine provides; --plan: GPU memory of a run; --data: rows; --llm: calls its models",
     "prepare-data": "rows to train on from published data, split by conversation",
+    "users-from-logs": "tasks, with their users, from a product's conversations; and how real simulated users are",
     "rehearse": "a run on paper, rank by rank: what each holds, and the first that does not fit",
     "plan-sync": "how a run would sync its weights: bytes by path, rounds, seconds",
     "convert": "convert a checkpoint to a Hugging Face folder, or the other way round",
@@ -30,12 +31,14 @@ COMMANDS = {
 # These replace this process, to block the preemption signal before they import.
 PROGRAMS = ("train", "evaluate", "build-dataset", "reproduce")
 
+_OF_LOGS = ("presidio_analyzer", "sklearn", "datasketch", "spacy")  # which are heavy, and of one command alone
+
 
 def main() -> int:
     redact_output()
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
-        commands = "\n".join(f"  {command:14}{text}" for command, text in COMMANDS.items())
+        commands = "\n".join(f"  {command:16}{text}" for command, text in COMMANDS.items())
         print(f"usage: megatron-collab [--version] COMMAND …\n{commands}\nmegatron-collab COMMAND --help: its options")
         return 0
     if name == "--version":
@@ -58,7 +61,8 @@ def run(name: str, arguments: Sequence[str]) -> int:
 
         return int(command.main(arguments))
     except ModuleNotFoundError as error:
-        fault = f"{error.name} is not installed; install the extra cpu or gpu, as megatron-collab[cpu]"
+        extra = "logs" if name == "users-from-logs" and error.name in _OF_LOGS else "cpu or gpu"
+        fault = f"{error.name} is not installed; install the extra {extra}, as megatron-collab[{extra.split()[0]}]"
     except (ConfigError, OSError) as error:
         fault = str(error)
     print(f"megatron-collab: {fault}", file=sys.stderr)

@@ -25,15 +25,13 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_collab.commands import ArgumentParser
 from megatron_collab.config import (
-    SETTINGS,
     Config,
     ConfigError,
     RewardConfig,
     compose,
-    declared,
     groups,
     nearest,
-    read_settings,
+    recorded_values,
     require,
 )
 from megatron_collab.runtime.process import EXIT_STOPPED, RunStopped
@@ -83,9 +81,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _settings(given: argparse.Namespace) -> tuple[Config, dict[str, RewardConfig]]:
     """The run's settings with the options that are given, and the rewards by name. Raises ConfigError."""
-    recorded = read_settings(given.run)
-    require(recorded is not None, f"{given.run}: has no {SETTINGS}; give the folder of a run")
-    values = {name: _value(recorded, name, default) for name, default, _ in declared(Config)}
+    values = recorded_values(given.run)
     config = compose(given.option, values)
     require(config.train.stage == "rl", f"{given.run}: its train.stage is {config.train.stage}, which plays no futures")
     others = {name: value for name, value in values.items() if name.removeprefix("reward.") not in _OF_REWARD}
@@ -99,15 +95,6 @@ def _settings(given: argparse.Namespace) -> tuple[Config, dict[str, RewardConfig
         except ConfigError as error:
             raise ConfigError(f"--reward={name}: {error}") from error
     return config, rewards
-
-
-def _value(tree: Any, name: str, default: Any) -> Any:
-    """The recorded value of an option; the default where an earlier version has recorded none."""
-    for key in name.split("."):
-        if not isinstance(tree, Mapping) or key not in tree:
-            return default
-        tree = tree[key]
-    return tree
 
 
 def _check(config: Config) -> None:

@@ -1,7 +1,15 @@
 """The settings of a run: the schema (schema.py), how it is composed (load.py), and what a run may go on with."""
 
 from megatron_collab.config.extension import Extension, lookup, make, make_absolute, resolve
-from megatron_collab.config.history import SETTINGS, Change, changes, read_settings, recorded
+from megatron_collab.config.history import (
+    SETTINGS,
+    Change,
+    changes,
+    read_settings,
+    recorded,
+    recorded_value,
+    recorded_values,
+)
 from megatron_collab.config.load import COMMAND_LINE, CONF, build, compose, groups, layers, settings
 from megatron_collab.config.option import ConfigError, check_declared, declared, nearest, option, require
 from megatron_collab.config.prompt import SUFFIX, Prompt, PromptError, read_prompt

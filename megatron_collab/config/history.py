@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from omegaconf import MISSING
 
 from megatron_collab.config.load import leaves
-from megatron_collab.config.option import ConfigError, declared
+from megatron_collab.config.option import ConfigError, declared, require
 from megatron_collab.config.prompt import SUFFIX
 from megatron_collab.config.schema import Config, ServedConfig
 
@@ -53,6 +53,22 @@ def read_settings(run_dir: Path) -> dict[str, Any] | None:
     if not whole:
         raise _torn(file)
     return found
+
+
+def recorded_values(run_dir: Path) -> dict[str, Any]:
+    """By option what the run in `run_dir` was last started with. ConfigError where there is no run."""
+    settings = read_settings(run_dir)
+    require(settings is not None, f"{run_dir}: has no {SETTINGS}; give the folder of a run")
+    return {name: recorded_value(settings, name, default) for name, default, _ in declared(Config)}
+
+
+def recorded_value(settings: Any, name: str, default: Any) -> Any:
+    """The value of an option in what `read_settings` gives; `default` where an earlier version has recorded none."""
+    for key in name.split("."):
+        if not isinstance(settings, Mapping) or key not in settings:
+            return default
+        settings = settings[key]
+    return settings
 
 
 def _torn(file: Path) -> ConfigError:

@@ -340,7 +340,10 @@ class UserConfig(EndpointConfig):
     attempts: int = mutable(3, "tries before the future ends with an error", ge=1, le=1000)
     stop: str = option("[[TERMINATE CHAT]]", "text in the user's message that ends the conversation")
     prompt: str | None = option(None, "FILE.j2: instructions of the llm users; none: ours")
-    personas: str | None = option(None, "text file, a persona a line; each llm user gets one drawn by the task")
+    personas: str | None = option(
+        None,
+        "text file, a persona a line; each llm user gets one drawn by the task; none: metadata.persona of the task",
+    )
     options: dict[str, Any] = option({}, "settings of the users given as package.module:Class")
 
 

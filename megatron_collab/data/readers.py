@@ -230,6 +230,14 @@ def sharegpt_task(row: Row, number: int) -> Task:
 
 
 def sharegpt_conversation(row: Row) -> Messages:
+    messages = sharegpt_messages(row)
+    try:
+        return in_turn(messages)
+    except ValueError as error:
+        raise Unfit("that are not user and assistant in turn") from error
+
+
+def sharegpt_messages(row: Row) -> Messages:
     turns = row.get("conversations")
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise ValueError("conversations is not a list of messages {from, value}")
@@ -239,11 +247,7 @@ def sharegpt_conversation(row: Row) -> Messages:
             raise ValueError(f"conversations has a message from {turn.get('from')!r}; choose one of {roles}")
     if not all(isinstance(turn.get("value"), str) and turn["value"].strip() for turn in turns):
         raise Unfit("that have an empty message")
-    messages = tuple(Message(_SHAREGPT_ROLES[turn["from"]], turn["value"]) for turn in turns)
-    try:
-        return in_turn(messages)
-    except ValueError as error:
-        raise Unfit("that are not user and assistant in turn") from error
+    return tuple(Message(_SHAREGPT_ROLES[turn["from"]], turn["value"]) for turn in turns)
 
 
 def question_task(row: Row, number: int) -> Task:

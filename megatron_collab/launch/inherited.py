@@ -14,7 +14,16 @@ from omegaconf import MISSING
 
 from megatron_collab import config
 from megatron_collab.checkpoint import storage
-from megatron_collab.config import COMMAND_LINE, SETTINGS, Config, ConfigError, EndpointConfig, declared, layers
+from megatron_collab.config import (
+    COMMAND_LINE,
+    SETTINGS,
+    Config,
+    ConfigError,
+    EndpointConfig,
+    declared,
+    layers,
+    recorded_value,
+)
 from megatron_collab.config.load import leaves
 from megatron_collab.runtime.process import LAUNCHER, global_rank
 
@@ -90,19 +99,10 @@ def _of_run(arguments: Sequence[str]) -> tuple[Path, dict[str, Any]]:
     values = {}
     for name, default, _ in declared(Config):
         if name not in left and any(f"{name}.".startswith(f"{taken}.") for taken in _TAKEN):
-            value = _value(recorded, name, default)
+            value = recorded_value(recorded, name, default)
             if value != default:
                 values[name] = value
     return file, values
-
-
-def _value(tree: Any, name: str, default: Any) -> Any:
-    """The value of an option in settings as they are recorded; those of an earlier version may not have it."""
-    for key in name.split("."):
-        if not isinstance(tree, Mapping) or key not in tree:
-            return default
-        tree = tree[key]
-    return tree
 
 
 def _given(arguments: Sequence[str], composed: Mapping[str, Any]) -> set[str]:

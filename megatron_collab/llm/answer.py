@@ -70,6 +70,22 @@ def json_schema(fields: Sequence[Field]) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
 
 
+def how_to_answer(fields: Sequence[Field]) -> str:
+    """What a prompt ends with: the form of the answer, and what is asked for in it."""
+    lines = ",\n".join(f'  "{field.name}": {_described(field)}' for field in fields)
+    return f"Answer with one JSON object and nothing else:\n{{\n{lines}\n}}"
+
+
+def _described(field: Field) -> str:
+    if field.choices is not None:
+        kind = " or ".join(map(str, field.choices))
+    elif field.kind in (float, int):
+        kind = f"number from {field.low:g} to {field.high:g}"
+    else:
+        kind = "true or false" if field.kind is bool else "string"
+    return f"{kind}: {field.help}" if field.help else kind
+
+
 def parse(text: str, fields: Sequence[Field]) -> dict[str, Any]:
     """The values of `fields` in `text`, each of its field's type and range; MalformedAnswer with one reason.
 

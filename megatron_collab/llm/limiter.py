@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count, islice, takewhile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import ray
@@ -156,6 +157,12 @@ def start_limiter(config: LlmConfig, ledger: Path) -> Any:
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "scheduling_strategy": here}
     return ray.remote(**options)(Limiter).options(name=NAME).remote(config, ledger.absolute())
+
+
+def local_limiter(config: LlmConfig, ledger: Path) -> Any:
+    """A limiter in this process, for a program that asks models from nowhere else; called as the handle of an actor."""
+    limiter = Limiter(config, ledger)
+    return SimpleNamespace(talk=SimpleNamespace(remote=limiter.talk), write=limiter.write)
 
 
 class LimiterDied(RuntimeError):

@@ -14,7 +14,7 @@ from megatron_collab.commands import __main__ as program
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 FACES = {"convert_ckpt": "convert", "doctor": "doctor", "plan_publish": "plan_sync", "quickstart": "quickstart"}
-FACES |= {"recording": "recording", "report": "report", "score": "score"}
+FACES |= {"recording": "recording", "report": "report", "score": "score", "users_from_logs": "users_from_logs"}
 
 
 def run(*arguments: str, setup: str = "") -> subprocess.CompletedProcess[str]:

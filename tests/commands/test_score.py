@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from megatron_collab.config import recorded
 from megatron_collab.data.datasets import task_row, write_jsonl
 from megatron_collab.observability.folder import append, rows_of
 from megatron_collab.types import Group
-from tests.llm.endpoint import Endpoint, says
+from tests.llm.endpoint import Endpoint, in_thread, says
 from tests.rollout.published import GOLDEN, play, preset, verdict
 
 
@@ -44,14 +42,8 @@ def judge(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
         body = await request.json()
         return await says(verdict(body["messages"][-1]["content"]))(request)
 
-    endpoint, loop = Endpoint(judged), asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    asyncio.run_coroutine_threadsafe(endpoint.__aenter__(), loop).result()
-    yield endpoint
-    asyncio.run_coroutine_threadsafe(endpoint.__aexit__(None, None, None), loop).result()
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
+    with in_thread(Endpoint(judged)) as endpoint:
+        yield endpoint
 
 
 @pytest.mark.processes

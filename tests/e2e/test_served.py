@@ -93,3 +93,34 @@ def test_a_model_of_the_runs_own_is_user_and_judge(tmp_path: Path, device_type: 
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["servers/helper_lost"] for line in metrics] == [0, 0]
     assert (run / "sglang-helper-0.log").exists()
+
+
+def test_a_model_of_its_own_describes_the_users_of_a_log(tmp_path: Path) -> None:
+    """Whatever it says is of the asked form, since the server lets it say nothing else."""
+    said = [f"I want table {number} at the window of room {3 * number}" for number in range(12)]
+    log = [{"user_id": text, "messages": [{"role": "user", "content": text}]} for text in said]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in log))
+    settings = [
+        *ON["cpu"],
+        f"servers={{helper: {{model: {make_talker(tmp_path / 'talker')}, max_total_tokens: 32768, "
+        "args: {constrained-json-disable-any-whitespace: true}}}",
+        "reward.judge.model=served/helper",
+        "reward.judge.temperature=1",
+        "reward.judge.max_tokens=240",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_collab.commands",
+        "users-from-logs",
+        "log.jsonl",
+        "--out",
+        "out",
+        *settings,
+    ]
+    with (tmp_path / "console.log").open("w") as console:
+        code = subprocess.run(command, cwd=tmp_path, stdout=console, stderr=console, timeout=300).returncode
+    assert code == 0, (tmp_path / "console.log").read_text()[-5000:]
+    assert {file.name for file in (tmp_path / "out").iterdir()} <= {"train.jsonl", "eval.jsonl", "README.md"}
+    rows = [json.loads(line) for line in (tmp_path / "out/train.jsonl").read_text().splitlines()]
+    assert rows and {row["metadata"]["reached"] for row in rows} <= {"yes", "partly", "no"}

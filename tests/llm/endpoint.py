@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -57,6 +59,21 @@ async def resets(request: web.Request) -> web.Response:
     assert request.transport is not None
     request.transport.abort()
     return web.Response()
+
+
+@contextmanager
+def in_thread(endpoint: Endpoint) -> Iterator[Endpoint]:
+    """Serve on an event loop in a thread of its own, for a program that runs in this one."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        asyncio.run_coroutine_threadsafe(endpoint.__aenter__(), loop).result()
+        yield endpoint
+        asyncio.run_coroutine_threadsafe(endpoint.__aexit__(None, None, None), loop).result()
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
 
 
 class Endpoint:

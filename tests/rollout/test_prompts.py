@@ -105,5 +105,5 @@ def test_the_prompts_of_the_published_setting_are_named_without_a_folder() -> No
 
 def test_every_prompt_is_tested() -> None:
     there = {file.stem for file in PROMPTS.iterdir()}
-    users = {"user", "user_published", "feedback"}
+    users = {"user", "user_published", "feedback", "user_of_log"}
     assert there == {"accuracy", "bleu", "interactivity_holistic", "interactivity_parts", "collaborator"} | users

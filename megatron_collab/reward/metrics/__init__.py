@@ -27,7 +27,7 @@ from megatron_collab.config import (
 )
 from megatron_collab.data.transcript import render
 from megatron_collab.inference import served as served_by_run
-from megatron_collab.llm.answer import Field, LlmError
+from megatron_collab.llm.answer import Field, LlmError, how_to_answer
 from megatron_collab.llm.endpoint import SERVED
 from megatron_collab.types import Conversation, Missing, Score, Task
 
@@ -214,15 +214,4 @@ def prompt(rubric: Prompt | str, task: Task, conversation: Conversation, fields:
         filled = rubric.render(**values, task_desc=described, metadata=task.metadata)
     else:
         filled = PLACEHOLDER.sub(lambda found: values[found[1]], rubric)
-    lines = ",\n".join(f'  "{field.name}": {_described(field)}' for field in fields)
-    return f"{filled}\n\nAnswer with one JSON object and nothing else:\n{{\n{lines}\n}}"
-
-
-def _described(field: Field) -> str:
-    if field.choices is not None:
-        kind = " or ".join(map(str, field.choices))
-    elif field.kind is str:
-        kind = "string"
-    else:
-        kind = f"number from {field.low:g} to {field.high:g}"
-    return f"{kind}: {field.help}" if field.help else kind
+    return f"{filled}\n\n{how_to_answer(fields)}"

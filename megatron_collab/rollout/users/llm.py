@@ -43,7 +43,7 @@ class LlmUser(User):
         config = users.config
         self.model = argument or config.user.model
         pool, draw = config.user.personas, random.Random(f"{config.run.seed}/{task.id}")  # the same in every process
-        self.persona = draw.choice(read_personas(pool)) if pool else ""
+        self.persona = draw.choice(read_personas(pool)) if pool else str(task.metadata.get("persona") or "")
 
     @classmethod
     def unavailable(cls, argument: str, config: Config) -> str | None:

@@ -233,6 +233,20 @@ def test_a_task_draws_its_persona_once_for_all_its_conversations(tmp_path: Path)
     assert drawn[0] == random.Random("0/t0").choice(pool)
 
 
+def test_without_a_file_of_personas_a_task_brings_its_own(tmp_path: Path) -> None:
+    (tmp_path / "personas.txt").write_text("You are new here.\n")
+    own = task("llm", persona="You are in a hurry.")
+    for made, persona in (
+        (users(model="openai/m"), "You are in a hurry."),
+        (users(model="openai/m", personas=str(tmp_path / "personas.txt")), "You are new here."),
+    ):
+        user = made.make(own, "s/0")
+        assert isinstance(user, LlmUser) and user.persona == persona
+        assert f"Who you are: {persona}\n" in system_prompt(made.config.user, own, user.persona)
+    plain = users(model="openai/m").make(task("llm"), "s/0")
+    assert isinstance(plain, LlmUser) and plain.persona == ""
+
+
 @pytest.mark.parametrize("goal", ["a plain goal", 'quotes " and \\ and\nlines', "```json\n{}\n```", "{braces} {0}"])
 def test_a_request_gives_back_its_goal_and_conversation(goal: str) -> None:
     messages = [

@@ -1,0 +1,183 @@
+"""Users as a log shows them: a model describes the user of a conversation, and the description becomes a task.
+
+What can be counted is counted here: the messages of the user, their length. What has to be understood the model tells:
+the goal, whether it was reached, who the user is and how they write; and what is still personal in the conversation,
+which is then replaced in all that is written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from megatron_collab.config import Config, EndpointConfig, Prompt
+from megatron_collab.data.logs import Logged
+from megatron_collab.data.transcript import render
+from megatron_collab.inference.served import ModelServers, named
+from megatron_collab.llm.answer import AnswerTooLong, Field, LlmError, how_to_answer
+from megatron_collab.llm.cache import Cache
+from megatron_collab.llm.caller import ask_as
+from megatron_collab.llm.client import LlmClient
+from megatron_collab.llm.endpoint import SERVED, token_budget
+from megatron_collab.llm.limiter import local_limiter
+from megatron_collab.llm.price import Prices, tokens_at_most
+from megatron_collab.llm.tape import open_tape
+from megatron_collab.observability.run import progress
+from megatron_collab.runtime.process import RunStopped
+from megatron_collab.types import Message, Task
+
+DETAIL = "DETAIL"  # kind of placeholder
+FIELDS = (
+    Field("goal", str, help='what the user wants, with every fact that they give, to the user: "You want …"'),
+    Field("reached", str, choices=("yes", "partly", "no"), help="whether the user got what they wanted"),
+    Field("gave_up", bool, help="whether the user left, or turned to something else, without what they wanted"),
+    Field("persona", str, help='who the user is, in one or two sentences, to the user: "You are …"'),
+    Field("style", str, help='how the user writes, in one sentence, to the user: "You write …"'),
+    Field("names", str, help="names of people in the conversation, each as it is written there, separated by |"),
+    Field(
+        "details",
+        str,
+        help="addresses, and numbers of accounts, customers and documents, as they are written there, separated by |",
+    ),
+)
+_SEPARATOR = re.compile(r"[|\n]")
+# Errors that are due to the conversation, and would be the same another time.
+_FINAL = (
+    "AnswerTooLong",
+    "MalformedAnswer",
+    "BadRequestError",
+    "ContextWindowExceededError",
+    "ContentPolicyViolationError",
+)
+
+
+class Undescribed(LlmError):
+    """The model gives no description of a conversation, and would give none another time."""
+
+
+def question_about(prompt: Prompt, logged: Logged) -> str:
+    """What the model is asked about a conversation. Raises PromptError."""
+    return f"{prompt.render(conversation=render(logged.messages))}\n\n{how_to_answer(FIELDS)}"
+
+
+async def described(
+    client: LlmClient, endpoint: EndpointConfig, question: str, logged: Logged, opens: bool = False
+) -> Task:
+    """The task that the conversation was about; `opens`: its user opens the conversation, with words of their own.
+
+    Raises Undescribed, LlmError where the model may give an answer another time, BudgetSpent, NotRecorded.
+    """
+    try:
+        answer = await client.ask(endpoint, [{"role": "user", "content": question}], FIELDS, sample="0")
+    except LlmError as error:
+        # The kind of the last fault stands in the text, which is all that a recording keeps of it.
+        kind = str(error).removeprefix(f"{endpoint.model}: ").partition(":")[0]
+        kind = AnswerTooLong.__name__ if isinstance(error, AnswerTooLong) else kind
+        if kind not in _FINAL:
+            raise
+        raise Undescribed(kind) from error
+    places = logged.placeholders
+    for field, placeholder in (("names", "PERSON"), ("details", DETAIL)):
+        for text in _SEPARATOR.split(answer[field]):
+            places.add(text, placeholder)
+    clean = {name: places.replaced(value) for name, value in answer.items() if isinstance(value, str)}
+    if not clean["goal"].strip():
+        raise Undescribed("an empty goal")
+    opening = () if opens else (Message("user", places.replaced("\n".join(logged.opening))),)
+    return Task(logged.name, opening, clean["goal"], "", "", _metadata(logged, {**answer, **clean}))
+
+
+def _metadata(logged: Logged, answer: Mapping[str, Any]) -> dict[str, Any]:
+    messages = len(logged.said)
+    words = round(median(len(text.split()) for text in logged.said))
+    some = f"{messages} message{'s' if messages > 1 else ''}"
+    tries = f"give up after {some}" if answer["gave_up"] else f"keep trying for {some} or more"
+    counted = f"A message of yours has about {words} words. If you do not get what you want, you {tries}."
+    persona = " ".join([*(answer[name].strip() for name in ("persona", "style")), counted])
+    told = {name: answer[name] for name in ("reached", "gave_up")}
+    return {"persona": persona, **told, "messages": messages, "words": words}
+
+
+def cost(config: Config, questions: Sequence[str]) -> str:
+    """A line that says how many calls `questions` are, and what they cost at most."""
+    model, llm = str(config.reward.judge.model), config.llm
+    if llm.offline:
+        return f"{len(questions)} descriptions by {model}, recorded in {llm.replay}; nothing is called"
+    prompt, answer = tokens_at_most(*questions), len(questions) * token_budget(config.reward.judge)
+    usd = Prices(llm.prices).at_most(model, prompt, answer)
+    price = _price({"usd": usd or 0.0, "unpriced": usd is None})
+    return f"{len(questions)} calls of {model}: at most {prompt} tokens of prompts and {answer} of answers, {price}"
+
+
+def _price(took: Mapping[str, float]) -> str:
+    return "at a price that is not known" if took["unpriced"] else f"{took['usd']:.4g} USD"
+
+
+async def describe_all(
+    config: Config,
+    cache: Path,
+    logged: Mapping[str, Logged],
+    questions: Mapping[str, str],
+    opens: bool,
+    dropped: Counter[str],
+) -> list[Task]:
+    """A task for each of `logged` that the model describes, by name; `dropped` counts those that it does not.
+
+    Answers are kept in the folder `cache`, so that another start asks for the others alone. Raises RunStopped where
+    some may be described another time, BudgetSpent, NotRecorded.
+    """
+    unanswered = list[str]()
+
+    async def describe(name: str, one: Logged) -> Task | None:
+        ask_as(name)
+        try:
+            return await described(client, config.reward.judge, questions[name], one, opens)
+        except Undescribed as error:
+            why = f"that the model does not describe ({error})"
+            if not dropped[why]:
+                print(f"not described: {error.__cause__ or error}", flush=True)
+            dropped[why] += 1
+        except LlmError as error:
+            unanswered.append(str(error))
+        finally:
+            bar.update(1)
+        return None
+
+    with _client(config, cache) as client, closing(progress("describing users", len(logged), "conversation")) as bar:
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(describe(name, one)) for name, one in logged.items()]
+        except ExceptionGroup as errors:  # of which the others are due to the first
+            raise errors.exceptions[0] from None
+        finally:
+            print(f"asked now: {client.took['tokens']:.0f} tokens, {_price(client.took)}", flush=True)
+    if unanswered:
+        out = "the same command asks for these again, and for no others"
+        raise RunStopped(f"{len(unanswered)} conversations are not described, the first: {unanswered[0]}; {out}")
+    return [task for each in tasks if (task := each.result())]
+
+
+@contextmanager
+def _client(config: Config, cache: Path) -> Iterator[LlmClient]:
+    """Through which reward.judge.model is asked; where it is one of `servers`, it is served meanwhile."""
+    model, served = str(config.reward.judge.model), {}
+    answers = Cache(cache)
+    with ExitStack() as stack:
+        if model.startswith(SERVED) and not config.llm.offline:
+            name = model.removeprefix(SERVED)
+            logs = replace(config, run=replace(config.run, dir=str(cache)))
+            servers = stack.enter_context(ModelServers(logs, name, named(config)[name], 0))
+            servers.pool.begin()
+            while not servers.ready(config.launch.timeout):
+                pass
+            served[name] = servers.model
+        limiter = local_limiter(config.llm, cache / "spend.json")
+        stack.callback(limiter.write)
+        yield LlmClient(limiter, answers, served=served, prices=config.llm.prices, tape=open_tape(config))

@@ -1,0 +1,94 @@
+"""What is personal in a conversation is found and replaced, each by the same placeholder in all texts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import spacy
+
+from megatron_collab.config import ConfigError
+from megatron_collab.data.personal import PersonalData, Placeholders
+
+
+@pytest.fixture(scope="module")
+def data() -> PersonalData:
+    return PersonalData()
+
+
+@pytest.mark.parametrize(
+    ("text", "replaced"),
+    [
+        ("write to ann.meyer@corp.internal or b@example.org", "write to <EMAIL_1> or <EMAIL_2>"),
+        ("ANN@example.org, i.e. ann@example.org", "<EMAIL_1>, i.e. <EMAIL_1>"),
+        ("call +49 30 901820 or (212) 555-0187, not 12345678", "call <PHONE_1> or <PHONE_2>, not 12345678"),
+        ("card 4111 1111 1111 1111 = 4111-1111-1111-1111", "card <CARD_1> = <CARD_1>"),
+        ("4111 1111 1111 1112 has a wrong digit", "4111 1111 1111 1112 has a wrong digit"),
+        ("DE89 3704 0044 0532 0130 00 is DE89370400440532013000", "<IBAN_1> is <IBAN_1>"),
+        (
+            "from 192.168.0.12 and fe80::1ff:fe23:4567:890a, mac 00:1B:44:11:3A:B7",
+            "from <IP_1> and <IP_2>, mac <MAC_1>",
+        ),
+        ("ssn 219-09-9999; see https://example.org/u/ann?token=3", "ssn <SSN_1>; see <URL_1>"),
+        (
+            "std::min(a::b) in main.py, v1.2.3, on 2026-11-24 at 19:30",
+            "std::min(a::b) in main.py, v1.2.3, on 2026-11-24 at 19:30",
+        ),
+        ("Mr. Klee, my name is Ann van Meyer", "Mr. <PERSON_1>, my name is <PERSON_2>"),
+        (
+            "Hi, my name's Ann. ann, Ann's and ANN, not Anna",
+            "Hi, my name's <PERSON_1>. <PERSON_1>, <PERSON_1>'s and <PERSON_1>, not Anna",
+        ),
+        (
+            "It is late.\nKind regards,\nBob Klee\nSent by Bob",
+            "It is late.\nKind regards,\n<PERSON_1>\nSent by <PERSON_1>",
+        ),
+        ("my name is on the list, no regards, and I am Sorry", "my name is on the list, no regards, and I am Sorry"),
+    ],
+)
+def test_what_has_a_form_or_is_introduced(data: PersonalData, text: str, replaced: str) -> None:
+    places = Placeholders(data)
+    places.read(text)
+    assert places.replaced(text) == replaced
+    assert places.replaced(replaced) == replaced
+
+
+def test_of_a_conversation_every_text_has_the_same_placeholders(data: PersonalData) -> None:
+    texts = ["I am b@x.org", "Is b@x.org right, or a@x.org?", "a@x.org. Regards, Ann Meyer"]
+    places = Placeholders(data, ["u-77-blue"])
+    for text in texts:
+        places.read(text)
+    clean = [places.replaced(text) for text in texts]
+    assert clean == ["I am <EMAIL_1>", "Is <EMAIL_1> right, or <EMAIL_2>?", "<EMAIL_2>. Regards, <PERSON_1>"]
+    assert places.counts == {"PERSON": 1, "EMAIL": 2}
+    assert places.replaced("U-77-Blue") == "<PERSON_2>", "what the log calls the person"
+    assert places.counts == {"PERSON": 2, "EMAIL": 2}
+
+
+def test_what_is_told_later_is_replaced_as_whole_words_and_placeholders_stay(data: PersonalData) -> None:
+    places = Placeholders(data)
+    for text, kind in (
+        ("Eva  Lind", "PERSON"),
+        ("12 Elm Street", "DETAIL"),
+        ("x", "PERSON"),
+        ("", "DETAIL"),
+        ("EMAIL", "PERSON"),
+    ):
+        places.add(text, kind)
+    said = "eva of 12 elm\nstreet, Lind, evangelic <EMAIL_1> x"
+    assert places.replaced(said) == "<PERSON_1> of <DETAIL_1>, <PERSON_1>, evangelic <EMAIL_1> x"
+
+
+def test_a_model_of_spacy_finds_names_that_nothing_introduces(tmp_path: Path) -> None:
+    pipeline = spacy.blank("en")
+    pipeline.add_pipe("entity_ruler").add_patterns(
+        [{"label": "PERSON", "pattern": "Zoe"}, {"label": "GPE", "pattern": "Rome"}]
+    )
+    pipeline.to_disk(tmp_path / "names")
+    places = Placeholders(PersonalData(str(tmp_path / "names")))
+    places.read("Zoe flies to Rome")
+    assert places.replaced("Zoe flies to Rome") == "<PERSON_1> flies to Rome"
+    with pytest.raises(
+        ConfigError, match=r"^--spacy=no_such_model: spaCy cannot load it .*; install it with python -m"
+    ):
+        PersonalData("no_such_model")
