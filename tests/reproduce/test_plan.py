@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,8 +12,11 @@ import pytest
 
 from megatron_collab.config import ConfigError
 from megatron_collab.data.evaluation import evaluation_sets
+from megatron_collab.reproduce.__main__ import main
 from megatron_collab.reproduce.plan import BUILD, EVALUATE, PREPARE, TRAIN, Given, Stage, stages
 from megatron_collab.reproduce.study import Study, chosen, known, read
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def given(study: Study, **more: object) -> Given:
@@ -133,6 +138,16 @@ def test_a_file_that_is_no_study_is_refused(tmp_path: Path, content: str, said: 
     (tmp_path / "mine.yaml").write_text(content)
     with pytest.raises(ConfigError, match=said):
         read(str(tmp_path / "mine.yaml"))
+
+
+def test_the_commands_of_the_page_can_be_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "docs" / "howto" / "reproduce.md").read_text().replace("\\\n", "")
+    commands = re.findall(r"^    megatron-collab reproduce (.*)$", text, re.MULTILINE)
+    assert len(commands) == 4
+    for command in commands:
+        arguments = shlex.split(command.replace("--replay calls", ""))  # where there are none
+        assert main([*arguments, "--commands"]) == 0
+        assert capsys.readouterr().out.splitlines()[-1].startswith("python -m megatron_collab.evaluate")
 
 
 def test_names_that_a_study_lacks_are_refused() -> None:

@@ -17,13 +17,14 @@ from megatron_collab.trainer.megatron import parallel
 from megatron_collab.trainer.microbatches import context_slice
 from megatron_collab.trainer.trainer import PolicyTrainer
 from megatron_collab.types import Batch
-from tests.ranks import learn, make_config, make_model, make_samples, run_ranks
+from tests.ranks import learn, make_config, make_model, make_pairs, make_samples, run_ranks
 from tests.trainer.megatron import test_te_cpu as engine
 from tests.trainer.test_routing import planted
 
 pytestmark = pytest.mark.processes
 
 RANKS = 2
+PAIRS = {"train.stage": "dpo", "algo.dpo.precompute": False}
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def measure(folder: Path) -> dict[str, Any]:
     """As one of the ranks: by context size the states and gradients of one pass, log-probs and metrics of two updates.
 
-    Without context parallelism the ranks are data parallel. In the updates routers are given their experts.
+    Without context parallelism the ranks are data parallel. In the updates routers are given their experts, but not in
+    those by pairs.
     """
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
@@ -50,6 +52,9 @@ def measure(folder: Path) -> dict[str, Any]:
             batches = [Batch(planted(make_samples(11, seed))) for seed in (1, 2)]
             results[f"scored {cp}"] = trainer.log_probs(trainer.policy.chunks, batches[0])
             results[f"updates {cp}"] = [learn(trainer, batch) for batch in batches]
+            of_pairs = PolicyTrainer(make_config(folder, {"parallel.cp": cp, **PAIRS}))
+            results[f"pairs {cp}"] = [learn(of_pairs, Batch(make_pairs(11, seed))) for seed in (1, 2)]
+            del results[f"pairs {cp}"][0]["dpo/accuracy"]  # before the policy moves the margins are rounding
     return results
 
 
@@ -80,4 +85,6 @@ def test_updates_are_the_same(found: list[dict[str, Any]]) -> None:
     for rank in found:
         for here, wanted in zip(rank[f"scored {RANKS}"], rank["scored 1"], strict=True):
             np.testing.assert_allclose(here, wanted, rtol=0, atol=1e-5)
-        assert rank[f"updates {RANKS}"] == [pytest.approx(metrics, rel=1e-5, abs=1e-5) for metrics in rank["updates 1"]]
+        for which in ("updates", "pairs"):
+            wanted = [pytest.approx(metrics, rel=1e-5, abs=1e-5) for metrics in rank[f"{which} 1"]]
+            assert rank[f"{which} {RANKS}"] == wanted
