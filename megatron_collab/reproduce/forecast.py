@@ -16,6 +16,7 @@ from megatron_collab.planning.duration import Gpu, sampling_seconds, training_se
 from megatron_collab.reproduce.plan import BUILD, TRAIN, Stage, seed_names
 from megatron_collab.rollout import asked_models, cost
 from megatron_collab.rollout.cost import Calls, Cost, Means
+from megatron_collab.runtime import device
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def _expected(stage: Stage, config: Config, steps: int, pilot: Pilot, shape: Mod
         read = pilot.means["user"].prompt_tokens if "user" in pilot.means else 0.0
         most = cost.at_most(Calls(assistant=calls.assistant), {"assistant": paid}, config, read)
         usd = Cost(usd.usd + most.usd, usd.unpriced + most.unpriced, usd.error)
-    if config.launch.device != "cuda":
+    if config.launch.device != device.GPU:
         return Expected(stage.title, usd, None)
     served = not (paid and stage.module != TRAIN)
     seconds = _training(config, steps, pilot, shape, gpu) if stage.module == TRAIN else 0.0

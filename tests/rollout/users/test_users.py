@@ -103,16 +103,18 @@ def test_a_file_without_personas_is_refused(tmp_path: Path) -> None:
 
 def test_counters_start_anew_once_they_are_taken() -> None:
     worker: Any = object.__new__(ConversationWorker)
-    training, evaluation = (
-        SimpleNamespace(users=users(), tools=Toolbox(RolloutConfig(), None), counters=Counter())  # type: ignore[arg-type]
-        for _ in range(2)
+    training, evaluation, other = (
+        SimpleNamespace(users=users(), tools=Toolbox(RolloutConfig(), None), counters=Counter(), cast={})  # type: ignore[arg-type]
+        for _ in range(3)
     )
+    other.users, training.cast = training.users, {"ours": training, "other": other}  # as build.assistants has it
     worker.players = {None: training, EvaluationSet("e.jsonl"): evaluation}
     worker.policy, worker.tape = SimpleNamespace(take_counters=lambda: {"servers_lost": 0}), None
     training.users.counters["user_leak"] += 2
     evaluation.users.counters["user_leak"] += 3
     training.tools.counters["tool_calls"] += 1
-    training.counters["reward_failed"] += 4
+    training.counters["reward_failed"] += 1
+    other.counters["reward_failed"] += 3
     taken = asyncio.run(worker.take_counters())
     assert taken == {"user_leak": 5, "tool_calls": 1, "reward_failed": 4, "servers_lost": 0}
     assert asyncio.run(worker.take_counters()) == {"servers_lost": 0}
