@@ -41,6 +41,7 @@ from megatron_collab.runtime.process import EXIT_STOPPED, RunStopped
 
 if TYPE_CHECKING:
     from megatron_collab.data.logs import Logged
+    from megatron_collab.data.personal import PersonalData
 
 _PROMPT = "user_of_log"
 _MODEL = "reward.judge.model"
@@ -85,10 +86,11 @@ def _make(given: argparse.Namespace) -> int:
     # LiteLLM, Presidio and the libraries of data take seconds to import, which wrong arguments need not wait for.
     from megatron_collab.data import logs
     from megatron_collab.data.datasets import task_row
+    from megatron_collab.data.personal import PersonalData
     from megatron_collab.data.preparation import groups_of_eval
     from megatron_collab.rollout.users.from_logs import cost, describe_all, question_about
 
-    logged, dropped = _read(given)
+    logged, dropped, by = _read(given, PersonalData(given.spacy))
     named = {one.name: one for one in logged}
     before = {one.name: one.placeholders.counts for one in logged}
     try:
@@ -104,7 +106,7 @@ def _make(given: argparse.Namespace) -> int:
     sides: dict[str, list[dict[str, Any]]] = {side: [] for side in ("train", *(["eval"] if held_out else []))}
     for task in tasks:
         sides["eval" if named[task.id].person in held_out else "train"].append(task_row(task))
-    logs.write(out, sides, named, before, dropped, str(config.reward.judge.model))
+    logs.write(out, sides, named, by, before, dropped, str(config.reward.judge.model))
     if not config.llm.cache:  # it holds the names that the model has told
         shutil.rmtree(cache, ignore_errors=True)
     counts = ", ".join(f"{len(rows)} for {side}" for side, rows in sides.items())
@@ -112,17 +114,16 @@ def _make(given: argparse.Namespace) -> int:
     return 0
 
 
-def _read(given: argparse.Namespace) -> tuple[list[Logged], Counter[str]]:
-    """The conversations of the log, each once and without what is personal, and what was left out. ConfigError."""
+def _read(given: argparse.Namespace, data: PersonalData) -> tuple[list[Logged], Counter[str], str | None]:
+    """The conversations of the log, each once and without what is personal, what was left out, and the column that
+    says whose they are. ConfigError."""
     from megatron_collab.data import logs
-    from megatron_collab.data.personal import PersonalData
     from megatron_collab.data.rows import ALL, open_rows
     from megatron_collab.data.sources import given_sources
     from megatron_collab.observability.run import progress
 
     source, *others = given_sources(given.log, "LOG")
     require(not others, f"LOG={given.log}: give one log at a time")
-    data = PersonalData(given.spacy)
     dropped = Counter[str]()
     try:
         rows = open_rows(replace(source, split=source.split or ALL), "LOG")
@@ -133,9 +134,10 @@ def _read(given: argparse.Namespace) -> tuple[list[Logged], Counter[str]]:
         raise ConfigError(" ".join(str(error).split())) from error
     logged = logs.distinct(found, dropped)
     people = len({one.person for one in logged})
-    print(f"{source.source}: {len(rows)} rows, {len(logged)} conversations of {people} people")
+    whose = f" by {person}" if person else ""
+    print(f"{source.source}: {len(rows)} rows, {len(logged)} conversations of {people} people{whose}")
     require(bool(logged), f"LOG={given.log}: no conversation is left: {_said(dropped)}")
-    return logged, dropped
+    return logged, dropped, person
 
 
 def _person(given: argparse.Namespace, columns: Sequence[str]) -> str | None:
@@ -176,6 +178,7 @@ def _compare(given: argparse.Namespace) -> int:
     """Print how far simulated users can be told from those of the log."""
     config = compose(given.option, recorded_values(given.realism))
     require(config.train.stage == "rl", f"{given.realism}: its train.stage is {config.train.stage}, without users")
+    from megatron_collab.data.personal import PersonalData
     from megatron_collab.rollout import recorded
     from megatron_collab.rollout.users import realism
 
@@ -189,8 +192,9 @@ def _compare(given: argparse.Namespace) -> int:
         groups = recorded.groups_of(rows, tasks)
     except (ValueError, OSError) as error:
         raise ConfigError(" ".join(str(error).split())) from error
-    logged, _ = _read(given)
-    simulated = realism.simulated(groups, config.user.stop)
+    data = PersonalData(given.spacy)
+    logged, *_ = _read(given, data)
+    simulated = realism.simulated(groups, config.user.stop, data)
     real = realism.real(logged)
     print(f"simulated: {given.realism}, {what}\n")
     try:

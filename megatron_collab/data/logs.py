@@ -44,8 +44,7 @@ configs:
 ---
 # Tasks from a log
 
-{kept} conversations of {people} people, each as a task: what its user wanted, who they are and how they write. The
-files have no person in common.
+{kept} conversations{people}, each as a task: what its user wanted, who they are and how they write. {split}
 
 | | |
 |---|---|
@@ -178,11 +177,10 @@ def distinct(logged: Sequence[Logged], dropped: Counter[str]) -> list[Logged]:
             dropped[_AGAIN] += 1
         elif text in there:
             dropped[_REPEATED] += 1
-        elif near.has(shingles := _shingles(" ".join(words).split())):
+        elif not near.add(_shingles(" ".join(words).split())):
             dropped[_NEAR] += 1
         else:
             there.add(text)
-            near.add(shingles)
             kept.append(one)
     return kept
 
@@ -212,35 +210,33 @@ class _NearDuplicates:
         self._index = MinHashLSH(threshold=NEAR - 0.1, num_perm=_PERMUTATIONS)
         self._there = list[frozenset[str]]()
 
-    def has(self, shingles: frozenset[str]) -> bool:
-        """Whether one that was added has NEAR of the shingles of both."""
-        candidates = (self._there[number] for number in self._index.query(self._hashed(shingles)))
-        return any(len(shingles & other) >= NEAR * len(shingles | other) for other in candidates)
-
-    def add(self, shingles: frozenset[str]) -> None:
-        self._index.insert(len(self._there), self._hashed(shingles))
-        self._there.append(shingles)
-
-    def _hashed(self, shingles: frozenset[str]) -> Any:
+    def add(self, shingles: frozenset[str]) -> bool:
+        """Add one, unless another that was added has NEAR of the shingles of both; returns whether it was added."""
         from datasketch import MinHash
 
-        found = MinHash(_PERMUTATIONS)
-        found.update_batch([shingle.encode() for shingle in sorted(shingles)])
-        return found
+        hashed = MinHash(_PERMUTATIONS)
+        hashed.update_batch([shingle.encode() for shingle in sorted(shingles)])
+        candidates = (self._there[number] for number in self._index.query(hashed))
+        if any(len(shingles & other) >= NEAR * len(shingles | other) for other in candidates):
+            return False
+        self._index.insert(len(self._there), hashed)
+        self._there.append(shingles)
+        return True
 
 
 def write(
     folder: Path,
     sides: Mapping[str, Sequence[Row]],
     logged: Mapping[str, Logged],
+    by: str | None,
     before: Mapping[str, Mapping[str, int]],
     dropped: Mapping[str, int],
     model: str,
 ) -> None:
     """SIDE.jsonl in `folder` for each of `sides`, which hold rows of tasks, and README.md, the data set's card.
 
-    `logged`: the conversation of each row, by its id; `before`: likewise, by kind how much was replaced in it before
-    `model` was asked.
+    `logged`: the conversation of each row, by its id; `by`: the column that says whose it is; `before`: by the id, and
+    by kind, how much was replaced in it before `model` was asked.
     """
     rows = [row for side in sides.values() for row in side]
     about = [row["metadata"] for row in rows]
@@ -254,7 +250,8 @@ def write(
     card = CARD.format(
         files="\n".join(f"  - split: {side}\n    path: {side}.jsonl" for side in sides),
         kept=len(rows),
-        people=len({logged[row["id"]].person for row in rows}),
+        people=f" of {len({logged[row['id']].person for row in rows})} people" if by else "",
+        split="No person\nis in both files." if by else "No column\nsays whose they are: a person may be in both.",
         model=model,
         reached=", ".join(f"{name} {count}" for name, count in sorted(reached.items())),
         gave_up=f"{sum(each['gave_up'] for each in about)} of {len(about)}",

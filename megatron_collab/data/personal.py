@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from megatron_collab.config import ConfigError
+from megatron_collab.runtime.redact import redact
 
 PERSON = "PERSON"
 KINDS = {  # of what has a form, by Presidio's name
@@ -33,9 +34,21 @@ _SPELLED_AS_IS = ("EMAIL", "URL", PERSON)  # in the others spaces, dots and brac
 _SEPARATORS = re.compile(r"[\s().\-/]+")
 _TITLES = r"(?:Mr|Mrs|Ms|Miss|Dr|Prof)\b\.?"
 _NAME = r"[^\W\d_a-z][\w'\u2019-]+"  # begins with a capital, or a letter of a script without any
+# Presidio's own pattern ends at a host within a company, and leaves what follows it. A bare main.py is a file.
+_ADDRESS = (
+    r"(?:\b[a-z][a-z0-9+.\-]{1,20}://|\bwww\.)[^\s<>\"'`]*[^\s<>\"'`.,;:!?)\]}]"
+    r"|(?<![\w.@/])(?:[\w\-]{1,63}\.){1,8}[a-z]{2,}(?:/[^\s<>\"'`?]*)?\?[^\s<>\"'`=]+=[^\s<>\"'`]*[^\s<>\"'`.,;:!?)\]}]"
+)
 _INTRODUCED = re.compile(
     rf"(?:(?i:\b(?:my|full|first|last) name(?: is|'s|\u2019s|:)|\bname:|\b(?:regards|sincerely|cheers|yours),)\s+"
     rf"(?:{_TITLES}\s+)?|\b{_TITLES}[ ]+)({_NAME}(?:[ ]+(?:[a-z]{{2,3}}[ ]+)?{_NAME}){{0,2}})"
+)
+# In small letters only where a clause ends after it, for much else follows "my name is".
+_NO_NAME = r"(?:a|already|also|an|at|in|not|no|on|still|the|this|too|wrong)\b"
+_INTRODUCED_SMALL = re.compile(
+    rf"\b(?:my (?:(?:full|first|last) )?name(?: is|'s|\u2019s|:)|name:)\s+(?!{_NO_NAME})"
+    rf"([^\W\d_]{{2,}}(?:[ ]+(?!and\b|but\b|from\b)[^\W\d_]{{2,}})?)(?=\s*(?:[.,;:!?)\n]|\Z|(?:and|but|from)\b))",
+    re.IGNORECASE,
 )
 _PARTS = re.compile(r"[^\W\d_]{3,}")
 
@@ -53,17 +66,17 @@ class PersonalData:
 
     def __init__(self, spacy_model: str | None = None) -> None:
         """`spacy_model`: a package or a folder, which finds names of people. ConfigError where there is none."""
-        from presidio_analyzer import predefined_recognizers as given  # which takes seconds
+        from presidio_analyzer import Pattern  # which takes seconds
+        from presidio_analyzer import predefined_recognizers as given
 
         class AnyEmail(given.EmailRecognizer):
             def validate_result(self, pattern_text: str) -> None:
                 """Presidio's own asks the network whether there is such a domain; one within a company counts too."""
 
-        with_scheme = given.UrlRecognizer.PATTERNS[:1]  # main.py is a file
         self._recognisers = [
             *(AnyEmail(), given.PhoneRecognizer(), given.CreditCardRecognizer(), given.IbanRecognizer()),
             *(given.UsSsnRecognizer(), given.IpRecognizer(), given.MacAddressRecognizer(), given.CryptoRecognizer()),
-            given.UrlRecognizer(patterns=with_scheme),
+            given.UrlRecognizer(patterns=[Pattern("address", _ADDRESS, 0.6)]),
         ]
         self._model = _loaded(spacy_model) if spacy_model else None
 
@@ -83,7 +96,8 @@ class PersonalData:
 
     def names(self, text: str) -> Iterator[str]:
         """Names of people, as far as they can be told."""
-        yield from (found[1] for found in _INTRODUCED.finditer(text))
+        for introduced in (_INTRODUCED, _INTRODUCED_SMALL):
+            yield from (found[1] for found in introduced.finditer(text))
         if self._model:
             yield from (entity.text for entity in self._model(text).ents if entity.label_ in ("PERSON", "PER"))
 
@@ -117,18 +131,18 @@ class Placeholders:
         if len(text) < 2:
             return
         parts = _PARTS.findall(text) if kind == PERSON else []
-        spellings = [text, *(part for part in parts if part[0].isupper())]
+        spellings = [text, *(part for part in parts if part[0].isupper() or text.islower())]
         known = (self._told.get(spelling.casefold()) for spelling in (text, *parts[:1]))
         whole = next(filter(None, known), (kind, text))
         for spelling in spellings:
             self._told.setdefault(spelling.casefold(), whole)
         longest = sorted(self._told, key=len, reverse=True)
         looks = "|".join(r"\s+".join(map(re.escape, each.split())) for each in longest)
-        self._pattern = re.compile(rf"{_PLACEHOLDER}|(?<!\w)(?:{looks})(?!\w)", re.IGNORECASE)
+        self._pattern = re.compile(rf"{_PLACEHOLDER}|(?<![^\W_])(?:{looks})(?![^\W_])", re.IGNORECASE)
 
     def replaced(self, text: str) -> str:
-        """`text` without what is personal in it, as far as it was found or told."""
-        pieces, at = list[str](), 0
+        """`text` without API keys and what is personal in it, as far as it was found or told."""
+        text, pieces, at = redact(text), list[str](), 0
         for span in self._data.spans(text):
             pieces += [text[at : span.begin], self._placeholder(span.kind, text[span.begin : span.end])]
             at = span.end

@@ -178,6 +178,7 @@ def test_a_log_becomes_tasks_and_does_so_again_from_its_recording(
         "- 1 without a message of the user",
         "- 1 that the model does not describe (MalformedAnswer)",
         "17 conversations of 6 people",
+        "is in both files.",
         "| gave up | 6 of 17 |",
         "| CARD | 5 | 0 |",
         "| DETAIL | 0 | 6 |",
@@ -217,13 +218,18 @@ def test_a_spent_budget_is_said_and_a_larger_one_goes_on(model: Endpoint, capsys
     assert len(model.requests) == 18 + 1
 
 
-def test_with_a_model_of_names_none_is_sent(model: Endpoint) -> None:
+def test_with_a_model_of_names_none_is_sent(model: Endpoint, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a log that does not say whose its conversations are, which the card admits."""
+    Path("log.jsonl").write_text("".join(json.dumps({"messages": row["messages"]}) + "\n" for row in made_log()))
     pipeline = spacy.blank("en")
     names = [{"label": "PERSON", "pattern": name} for name in FRIENDS]
     pipeline.add_pipe("entity_ruler").add_patterns(names)
     pipeline.to_disk("names")
     assert made("out", "--spacy", "names", port=model.port) == 0
     assert not any(part in json.dumps(model.requests) for name in FRIENDS for part in name.split())
+    assert "no column says whose a conversation is (--person)" in capsys.readouterr().out
+    card = " ".join(Path("out/README.md").read_text().split())
+    assert "17 conversations, each" in card and "a person may be in both." in card and "No person" not in card
 
 
 def test_the_commands_of_the_page_run(model: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:

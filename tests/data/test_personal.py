@@ -31,6 +31,12 @@ def data() -> PersonalData:
         ),
         ("ssn 219-09-9999; see https://example.org/u/ann?token=3", "ssn <SSN_1>; see <URL_1>"),
         (
+            "http://wiki:8080/ann, (https://app.internal/reset/x1?t=2), http://10.0.0.1/ann or db://ann:pw7@corp.org/x.",
+            "<URL_1>, (<URL_2>), <URL_3> or <URL_4>.",
+        ),
+        ("www.example.org/u/ann, shop.org/reset?u=ann and src/main.py", "<URL_1>, <URL_2> and src/main.py"),
+        ("mail ann+news@example.org, key sk-abcdEFGH0123456789", "mail <EMAIL_1>, key ***"),
+        (
             "std::min(a::b) in main.py, v1.2.3, on 2026-11-24 at 19:30",
             "std::min(a::b) in main.py, v1.2.3, on 2026-11-24 at 19:30",
         ),
@@ -43,7 +49,10 @@ def data() -> PersonalData:
             "It is late.\nKind regards,\nBob Klee\nSent by Bob",
             "It is late.\nKind regards,\n<PERSON_1>\nSent by <PERSON_1>",
         ),
+        ("ZOE_2.zip of zoe: my name is zoe quist.", "<PERSON_1>_2.zip of <PERSON_1>: my name is <PERSON_1>."),
+        ("my name is ann and I am not anna", "my name is <PERSON_1> and I am not anna"),
         ("my name is on the list, no regards, and I am Sorry", "my name is on the list, no regards, and I am Sorry"),
+        ("my name is not found.", "my name is not found."),
     ],
 )
 def test_what_has_a_form_or_is_introduced(data: PersonalData, text: str, replaced: str) -> None:

@@ -40,11 +40,15 @@ FIELDS = (
     Field("gave_up", bool, help="whether the user left, or turned to something else, without what they wanted"),
     Field("persona", str, help='who the user is, in one or two sentences, to the user: "You are …"'),
     Field("style", str, help='how the user writes, in one sentence, to the user: "You write …"'),
-    Field("names", str, help="names of people in the conversation, each as it is written there, separated by |"),
+    Field(
+        "names",
+        str,
+        help="names of people in the conversation, each as it is written there, separated by |; empty if none",
+    ),
     Field(
         "details",
         str,
-        help="addresses, and numbers of accounts, customers and documents, as they are written there, separated by |",
+        help="addresses, and numbers of accounts, customers and documents, as they are written there, separated by |; empty if none",
     ),
 )
 _SEPARATOR = re.compile(r"[|\n]")

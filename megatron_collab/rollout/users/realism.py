@@ -4,6 +4,9 @@ The classifier is a logistic regression on what can be read in a message. It jud
 has not seen (cross-validation by groups: a person of the log, a task of the run), and its accuracy is the
 mean of the shares of the real and of the simulated messages that it gets right: 0.5 where it cannot tell them apart,
 however many there are of each. The interval is that of a bootstrap over the same groups, with the classifier as it is.
+
+Personal data is replaced on both sides, and a placeholder counts as a word without letters and digits: the log's texts
+would be told by it, or those of tasks that are made of a log.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from sklearn.pipeline import Pipeline, make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from megatron_collab.data.logs import Logged
+from megatron_collab.data.personal import PersonalData, Placeholders
 from megatron_collab.types import Group
 
 FOLDS = 5
@@ -48,7 +52,6 @@ _SAYS = {  # features that are there or not
     "thanks": re.compile(r"\b(?:thanks?|thx|thank you|cheers)\b", re.IGNORECASE),
     "says please": re.compile(r"\b(?:please|pls)\b", re.IGNORECASE),
     "has a number": re.compile(r"\d"),
-    "has a placeholder": _PLACEHOLDER,
     "has other letters than ASCII": re.compile(r"[^\x00-\x7f]"),
     "gives up": _GIVES_UP,
 }
@@ -82,22 +85,26 @@ def real(logged: Iterable[Logged]) -> list[Spoken]:
     return found
 
 
-def simulated(groups: Iterable[Group], stop: str) -> list[Spoken]:
-    """Of every future what its user has said that the task did not give, without the text that ends a conversation.
+def simulated(groups: Iterable[Group], stop: str, data: PersonalData) -> list[Spoken]:
+    """Of every future what its user has said that the task did not give, without the text that ends a conversation, and
+    without what is personal.
 
     The message that opened all conversations about a task is that of the first.
     """
     found = list[Spoken]()
     for group in groups:
         task = group.task
-        begins = (message.content for message in task.messages if message.role == "user")
-        opening = tuple(begins) if task.played and task.given.unopened else ()
+        begins = sum(message.role == "user" for message in task.messages)
+        opens = task.played and task.given.unopened
         for conversation in (future.conversation for rollout in group.rollouts for future in rollout.futures):
+            places = Placeholders(data)
+            for message in conversation.messages:
+                places.read(message.content)
             said = [message.content for message in conversation.messages if message.role == "user"]
-            following = said[sum(message.role == "user" for message in task.messages) :]
-            texts = (text.replace(stop, "").strip() for text in following)
-            found.append(Spoken(task.id, opening, tuple(filter(None, texts)), len(said)))
-            opening = ()
+            clean = [places.replaced(text.replace(stop, "").strip()) for text in said]
+            following = tuple(filter(None, clean[begins:]))
+            found.append(Spoken(task.id, tuple(clean[:begins]) if opens else (), following, begins + len(following)))
+            opens = False
     return found
 
 
@@ -120,7 +127,7 @@ def compare(real: Sequence[Spoken], simulated: Sequence[Spoken], seed: int) -> d
         if there < FOLDS:
             of = "people" if label == 0 else "tasks"
             raise ValueError(f"{what} has messages of {there} {of} to compare; there must be at least {FOLDS}")
-    names, values = _table(texts)
+    names, values = _table([_PLACEHOLDER.sub("_", text) for text in texts])
     told, which = np.array(labels), np.unique(groups, return_inverse=True)[1]
     folds = StratifiedGroupKFold(FOLDS, shuffle=True, random_state=seed)
     right = cross_val_predict(_classifier(), values, told, groups=which, cv=folds) == told
@@ -194,21 +201,30 @@ RATES: dict[str, Callable[[Sequence[Spoken]], float]] = {
 
 def _table(texts: Sequence[str]) -> tuple[list[str], np.ndarray]:
     """The names of the features, and their values, a row for each text."""
-    spoken = [Counter(word.casefold() for word in _WORD.findall(_PLACEHOLDER.sub(" ", text))) for text in texts]
-    often = Counter(word for words in spoken for word in words if word not in _TOLD)
+    often = Counter(word for text in texts for word in set(_spoken(text)) if word not in _TOLD)
     common = [word for word, _ in sorted(often.items(), key=lambda each: (-each[1], each[0]))[:_COMMON]]
-    columns: dict[str, list[float]] = {
-        "words (logarithm)": [math.log1p(_words(text)) for text in texts],
-        "lines (logarithm)": [math.log1p(text.count("\n")) for text in texts],
-        "letters of a word": [_mean([len(word) for word in words.elements()] or [0]) for words in spoken],
-        "share of capitals": [
-            _mean([letter.isupper() for letter in text if letter.isalpha()] or [0]) for text in texts
-        ],
-        "commas a word": [text.count(",") / max(_words(text), 1) for text in texts],
-        **{name: [float(bool(rule.search(text))) for text in texts] for name, rule in _SAYS.items()},
-        **{f"word: {word}": [float(word in words) for words in spoken] for word in common},
-    }
-    return list(columns), np.array(list(columns.values())).T
+    names = ["words (logarithm)", "lines (logarithm)", "letters of a word", "share of capitals", "commas a word"]
+    names += [*_SAYS, *(f"word: {word}" for word in common)]
+    values = np.empty((len(texts), len(names)))  # a row at a time: a log has a million messages
+    for row, text in zip(values, texts, strict=True):
+        spoken, words = _spoken(text), _words(text)
+        there = set(spoken)
+        row[:5] = (
+            math.log1p(words),
+            math.log1p(text.count("\n")),
+            _mean([len(word) for word in spoken] or [0]),
+            _mean([letter.isupper() for letter in text if letter.isalpha()] or [0]),
+            text.count(",") / max(words, 1),
+        )
+        row[5:] = [
+            *(bool(rule.search(text)) for rule in _SAYS.values()),
+            *(word in there for word in common),
+        ]
+    return names, values
+
+
+def _spoken(text: str) -> list[str]:
+    return [word.casefold() for word in _WORD.findall(text)]
 
 
 def _classifier() -> Pipeline:
@@ -226,8 +242,8 @@ def _interval(right: np.ndarray, told: np.ndarray, group: np.ndarray, seed: int)
     for label in (0, 1):
         of = np.unique(group[told == label], return_inverse=True)[1]
         hits, messages = (np.bincount(of, weights) for weights in (right[told == label], None))
-        drawn = draws.integers(len(messages), size=(_DRAWS, len(messages)))
-        shares.append(hits[drawn].sum(1) / messages[drawn].sum(1))
+        drawn = (draws.integers(len(messages), size=len(messages)) for _ in range(_DRAWS))
+        shares.append([hits[each].sum() / messages[each].sum() for each in drawn])
     return [float(np.quantile(np.mean(shares, axis=0), share)) for share in (0.025, 0.975)]
 
 

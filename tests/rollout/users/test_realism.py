@@ -13,6 +13,7 @@ import pytest
 from megatron_collab.commands.__main__ import run
 from megatron_collab.config import Config, recorded
 from megatron_collab.data.datasets import task_row, write_jsonl
+from megatron_collab.data.personal import PersonalData
 from megatron_collab.observability.folder import append, rows_of
 from megatron_collab.rollout.users.realism import Spoken, compare, shown, simulated
 from megatron_collab.types import Conversation, Ending, Finish, Future, Group, Message, Reward, Rollout, Task, Turn
@@ -54,6 +55,14 @@ def test_what_is_planted_tells_them_apart_and_is_named(end: str, feature: str) -
     named = {each["feature"]: each for each in found["features"]}
     assert named[feature]["simulated"] == 1 and named[feature]["real"] == 0 and named[feature]["weight"] > 0
     assert found["messages"][0] > 2 * found["messages"][1]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_what_was_replaced_on_one_side_alone_tells_nothing(seed: int) -> None:
+    """As a name that the describing model has listed, and the log still holds."""
+    real, placeholders = spoken(seed, end=" _"), spoken(seed + 100, end=" <PERSON_1>")
+    low, high = compare(real, placeholders, seed)["interval"]
+    assert low < 0.5 < high
 
 
 def test_nobody_is_recognised_by_another_message_of_theirs() -> None:
@@ -104,12 +113,13 @@ def test_what_the_task_gives_is_not_simulated() -> None:
     given = Task("a", (Message("user", "hello"),), "goal", "", "")
     unopened = Task("b", (), "goal", "", "")
     groups = [
-        play(given, ("more", f"thanks {STOP}"), (STOP,)),
+        play(given, ("more", f"thanks {STOP}"), (STOP,), ("mail a@x.org",)),
         play(unopened.play_on(Message("user", "good day")), ("more",), ("less",)),
     ]
-    assert [asdict(one) for one in simulated(groups, STOP)] == [
+    assert [asdict(one) for one in simulated(groups, STOP, PersonalData())] == [
         {"group": "a", "opening": (), "following": ("more", "thanks"), "turns": 3},
-        {"group": "a", "opening": (), "following": (), "turns": 2},
+        {"group": "a", "opening": (), "following": (), "turns": 1},
+        {"group": "a", "opening": (), "following": ("mail <EMAIL_1>",), "turns": 2},
         {"group": "b", "opening": ("good day",), "following": ("more",), "turns": 2},
         {"group": "b", "opening": (), "following": ("less",), "turns": 2},
     ]
@@ -144,10 +154,10 @@ def test_a_run_is_compared_with_a_log(
     (command,) = [line for line in page.splitlines() if "--realism runs/support" in line]
     assert run("users-from-logs", [*command.split()[2:], "--out", "realism.json"]) == 0
     shown = capsys.readouterr().out
-    assert "log.jsonl: 20 rows, 20 conversations of 20 people" in shown and "runs/support, step 3" in shown
+    assert "log.jsonl: 20 rows, 20 conversations of 20 people by user_id" in shown and "runs/support, step 3" in shown
     found = json.loads(Path("realism.json").read_text())
     assert found["interval"][0] > 0.9 and found["messages"] == [40, 60]
-    assert {"says please", "has a placeholder"} <= {each["feature"] for each in found["features"][:6]}
+    assert found["features"][0]["feature"] == "says please"
     assert run("users-from-logs", ["log.jsonl", "--realism", "runs/support", "--step", "9"]) == 2
     assert "--step=9: runs/support/transcripts.jsonl has none; its last one is 3" in capsys.readouterr().err
     write_jsonl(tmp_path / "log.jsonl", log[:4])
