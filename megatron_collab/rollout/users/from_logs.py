@@ -48,7 +48,8 @@ FIELDS = (
     Field(
         "details",
         str,
-        help="addresses, and numbers of accounts, customers and documents, as they are written there, separated by |; empty if none",
+        help="addresses, and numbers of accounts, customers and documents, as they are written there, separated by |; "
+        "empty if none",
     ),
 )
 _SEPARATOR = re.compile(r"[|\n]")
