@@ -19,7 +19,7 @@ from tests.helpers import make_model
 from tests.hub import serving
 
 __all__ = ["endpoint", "start"]  # fixtures
-pytestmark = [pytest.mark.processes, pytest.mark.slow]
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(2400)]  # twenty programs, on a busy machine
 MODULE = "megatron_collab.reproduce"
 
 
