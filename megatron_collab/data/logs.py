@@ -96,7 +96,7 @@ class Logged:
 
     @property
     def name(self) -> str:
-        """A digest of the messages, by which whoever has the log finds them."""
+        """A digest of the messages, to find them by in the log."""
         said = json.dumps([message.as_dict() for message in self.messages])
         return hashlib.blake2b(said.encode(), digest_size=6).hexdigest()
 

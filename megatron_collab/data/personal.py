@@ -1,9 +1,9 @@
 """Personal data in the texts of a conversation, replaced by placeholders as <EMAIL_1>, the same one in all its texts.
 
 What has a form is found by Presidio's recognisers, with checksums where there are any; they need no model. A name has
-no form: it is found where a text introduces it ("my name is …"), by a spaCy model where one is installed, or it is told
-by whoever read the conversation (`Placeholders.add`). Presidio's analyser around the recognisers is not used: it loads
-a language model, and asks the network for the domains that e-mail addresses may end with.
+no form. It is found where a text introduces it ("my name is …"), by a spaCy model where one is installed, or by the
+model that describes the conversation, which lists the names it has read (`Placeholders.add`). Presidio's analyser is
+left out: it loads a language model, and asks the network for the domains that e-mail addresses may end with.
 """
 
 from __future__ import annotations
