@@ -11,10 +11,10 @@ from megatron_collab.data.evaluation import evaluation_sets
 from megatron_collab.llm.endpoint import of_run
 from megatron_collab.llm.recording import SUFFIX, Recording
 from megatron_collab.models.hf_config import ModelShape
-from megatron_collab.observability import evaluations, records
+from megatron_collab.observability import evaluations
 from megatron_collab.planning.duration import Gpu, sampling_seconds, training_seconds
 from megatron_collab.reproduce.plan import BUILD, TRAIN, Stage, seed_names
-from megatron_collab.rollout import asked_models, cost
+from megatron_collab.rollout import asked_models, cost, recorded
 from megatron_collab.rollout.cost import Calls, Cost, Means
 from megatron_collab.runtime import device
 
@@ -52,7 +52,7 @@ def read(stage: Stage) -> Pilot:
         recording = Recording(calls)
         means = cost.measured(recording.stored(number).call() for number in range(len(recording)))
     name = evaluations.name_of(seed, evaluations.MODEL)
-    rows = [row for _, row in records.lines(evaluations.file_of(stage.folder, name)) if row is not None]
+    rows = recorded.rows_of_evaluation(stage.folder, name)
     replies = [sum(message["role"] == "assistant" for message in row["messages"]) for row in rows]
     tokens = float(evaluations.read(stage.folder)[name].get("turn_tokens", 0.0))
     return Pilot(means, _calls(stage.config, stage, 0), sum(replies) / max(1, len(replies)), tokens)

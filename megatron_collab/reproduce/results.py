@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_collab.observability import evaluations, records
 from megatron_collab.reproduce.plan import evaluation_of, seed_names
 from megatron_collab.reproduce.study import Column, Study
+from megatron_collab.rollout import recorded
 from megatron_collab.rollout.summary import mean, standard_error
 
 _NORMAL_95 = 1.959964  # standard errors to each side of a mean
@@ -36,13 +37,9 @@ def measured(out: Path, study: Study, task: str, arm: str, seeds: int) -> list[M
     folder = out / task / evaluation_of(arm)
     if not records.finished(folder):
         return None
-    rows = [list(_rows(folder, seed)) for seed in seed_names(seeds)]
+    names = (evaluations.name_of(seed, evaluations.MODEL) for seed in seed_names(seeds))
+    rows = [recorded.rows_of_evaluation(folder, name) for name in names]
     return [_column(column, rows) for column in study.tasks[task].columns]
-
-
-def _rows(folder: Path, seed: str) -> Iterator[records.Row]:
-    file = evaluations.file_of(folder, evaluations.name_of(seed, evaluations.MODEL))
-    yield from (row for _, row in records.lines(file) if row is not None)
 
 
 def _column(column: Column, rows: Sequence[Sequence[records.Row]]) -> Measured | None:

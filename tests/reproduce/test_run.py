@@ -59,8 +59,15 @@ class Programs:
         for seed in range(2):
             rows = [{"task": f"t{n}", "scores": {"right": (n + seed) % 2, "interactivity": 0.9}} for n in range(4)]
             write_jsonl(folder / f"eval_seed{seed}_model.jsonl", rows)
-        (folder / "result.json").write_text("{}")
+        record_evaluations(folder)
         return 0
+
+
+def record_evaluations(folder: Path) -> None:
+    """That both seeds are evaluated, and the program has ended."""
+    found = {f"seed{seed}/model": {"step": 0, "set": f"seed{seed}"} for seed in range(2)}
+    (folder / "evaluations.json").write_text(json.dumps(found))
+    (folder / "result.json").write_text("{}")
 
 
 def start(
@@ -139,7 +146,7 @@ def test_signals_reach_the_program_and_its_exit_code_is_the_studys(tmp_path: Pat
 def test_means_are_over_problems_and_seeds(tmp_path: Path) -> None:
     folder = tmp_path / "sums" / "base_eval"
     folder.mkdir(parents=True)
-    (folder / "result.json").write_text("{}")
+    record_evaluations(folder)
     scores = [[1, 0, 1, None], [1, 0, 0, 1]]
     for seed, row in enumerate(scores):
         rows = [{"task": f"t{n}", "scores": {"right": s, "interactivity": 0.8}} for n, s in enumerate(row)]
