@@ -59,7 +59,9 @@ def main(arguments: Sequence[str]) -> int:
     # Ray and the libraries of data take seconds to import, which wrong arguments need not wait for.
     from megatron_collab.reward.comparison import rewarded, together
 
-    title, played = _played(given, config)
+    from megatron_collab.rollout import recorded  # with the libraries of data, which take seconds
+
+    title, played = recorded.played(config, given.run, given.step, given.evaluation)
     shared = together(rewards)
     try:
         scores = _scores(replace(config, reward=shared.reward), played, config.reward)
@@ -112,21 +114,6 @@ def _check(config: Config) -> None:
         require(not of_run(each.endpoint.model), message)
     for name in metrics.scorers(config.reward):
         require(False, f"reward.metrics.{name}.model: only the run serves it; give the address of a server as url")
-
-
-def _played(given: argparse.Namespace, config: Config) -> tuple[str, list[Group]]:
-    """What was played and when. Raises ConfigError."""
-    from megatron_collab.rollout import recorded
-
-    try:
-        if given.evaluation:
-            rows = recorded.rows_of_evaluation(given.run, given.evaluation)
-            tasks = recorded.evaluated_tasks(config, given.evaluation)
-            return f"evaluation {given.evaluation}", recorded.groups_of(rows, tasks)
-        step, rows = recorded.rows_of_step(given.run, given.step)
-        return f"step {step} of training", recorded.groups_of(rows, recorded.training_tasks(config))
-    except (ValueError, OSError) as error:
-        raise ConfigError(" ".join(str(error).split())) from error
 
 
 def _scores(config: Config, played: Sequence[Group], own: RewardConfig) -> dict[int, Scores]:

@@ -182,16 +182,7 @@ def _compare(given: argparse.Namespace) -> int:
     from megatron_collab.rollout import recorded
     from megatron_collab.rollout.users import realism
 
-    try:
-        if given.evaluation:
-            rows = recorded.rows_of_evaluation(given.realism, given.evaluation)
-            tasks, what = recorded.evaluated_tasks(config, given.evaluation), f"evaluation {given.evaluation}"
-        else:
-            step, rows = recorded.rows_of_step(given.realism, given.step)
-            tasks, what = recorded.training_tasks(config), f"step {step}"
-        groups = recorded.groups_of(rows, tasks)
-    except (ValueError, OSError) as error:
-        raise ConfigError(" ".join(str(error).split())) from error
+    what, groups = recorded.played(config, given.realism, given.step, given.evaluation)
     data = PersonalData(given.spacy)
     logged, *_ = _read(given, data)
     simulated = realism.simulated(groups, config.user.stop, data)

@@ -35,6 +35,21 @@ _TASKLESS = "its messages begin with no task of that id; the data have changed s
 Row = Mapping[str, Any]
 
 
+def played(config: Config, folder: Path, step: int | None, evaluation: str | None) -> tuple[str, list[Group]]:
+    """What the run in `folder` has played, and when: at a training step (None: the last one) or in an evaluation.
+
+    Raises ConfigError.
+    """
+    try:
+        if evaluation:
+            rows, tasks = rows_of_evaluation(folder, evaluation), evaluated_tasks(config, evaluation)
+            return f"evaluation {evaluation}", groups_of(rows, tasks)
+        found, rows = rows_of_step(folder, step)
+        return f"step {found} of training", groups_of(rows, training_tasks(config))
+    except (ValueError, OSError) as error:
+        raise ConfigError(" ".join(str(error).split())) from error
+
+
 def rows_of_step(folder: Path, step: int | None) -> tuple[int, list[Row]]:
     """The futures of a training step of the run in `folder`, the last one where it is None. Raises ConfigError."""
     rows = [row for _, row in records.lines(folder / TRANSCRIPTS) if row is not None and records.of_step(row)]
