@@ -58,7 +58,6 @@ def main(arguments: Sequence[str]) -> int:
 
     # Ray and the libraries of data take seconds to import, which wrong arguments need not wait for.
     from megatron_collab.reward.comparison import rewarded, together
-
     from megatron_collab.rollout import recorded  # with the libraries of data, which take seconds
 
     title, played = recorded.played(config, given.run, given.step, given.evaluation)
