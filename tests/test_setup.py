@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
 import shutil
 import subprocess
 import sys
+import zipfile
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -91,7 +93,7 @@ class Place:
             env={**environment, **variables},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=600,
         )
 
     def installed(self) -> list[str]:
@@ -288,6 +290,41 @@ def test_torch_of_another_index(place: Place) -> None:
     assert said in refused(place.run(TORCH_INDEX="https://packages.example/other"))
 
 
+def add_wheel(index: Path, name: str, version: str, requires: str = "") -> None:
+    """A package without content, in a folder that pip takes for an index."""
+    stem, page = f"{name.replace('-', '_')}-{version}", index / name / "index.html"
+    info, file = f"{stem}.dist-info", f"{stem}-py3-none-any.whl"
+    page.parent.mkdir(parents=True, exist_ok=True)
+    with page.open("a") as links:
+        links.write(f'<a href="{file}">{file}</a>\n')
+    with zipfile.ZipFile(page.parent / file, "w") as wheel:
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{requires}")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_an_index_of_cpu_builds_gives_an_environment_without_cuda(place: Place) -> None:
+    """With pip itself, which takes 2.14.1+cpu for the version of the locks and keeps it when it looks elsewhere."""
+    folder = place.folder.parent
+    versions = {"setuptools": "84.2.1", "torchvision": "0.29.2", "nvidia-cublas": "13.1.1.3"}
+    for name, version in versions.items():
+        add_wheel(folder / "everything", name, version)
+    add_wheel(folder / "everything", "torch", "2.14.1", "Requires-Dist: nvidia-cublas")
+    add_wheel(folder / "cpu", "torch", "2.14.1+cpu", "Requires-Dist: setuptools")
+    add_wheel(folder / "cpu", "torchvision", "0.29.2+cpu")
+    locks = {"base": "setuptools==84.2.1\ntorch==2.14.1\ntorchvision==0.29.2\n", "gpu": "nvidia-cublas==13.1.1.3\n"}
+    for name in ("base", "gpu", "dev", "bench"):
+        (place.folder / "requirements" / f"{name}.lock").write_text(locks.get(name, ""))
+    shutil.rmtree(place.folder / ".venv")
+    indexes = {"PIP_INDEX_URL": str(folder / "everything"), "TORCH_INDEX": str(folder / "cpu")}
+    done = place.run(PYTHON=sys.executable, PIP_CONFIG_FILE=os.devnull, **indexes)
+    assert "setup [4/5]" in done.stdout and done.returncode == 1, done.stderr  # there is nothing to compare with
+    packages = [path.name.removesuffix(".dist-info") for path in (place.folder / ".venv").glob("lib/*/*/*.dist-info")]
+    assert sorted(packages)[1:] == ["setuptools-84.2.1", "torch-2.14.1+cpu", "torchvision-0.29.2+cpu"]  # after pip
+
+
 @pytest.mark.processes
 def test_a_cpu_build_of_torch_gets_no_packages_for_gpus(place: Place) -> None:
     build = place.folder / ".venv/lib/python3.12/site-packages/torch/version.py"
@@ -395,7 +432,7 @@ def test_no_python_is_one_line(place: Place) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("command", "said"), [("echo 3.11", "is 3.11 Python"), ("exit 1", "is no Python"), (FREE_THREADED, "t Python")]
+    ("command", "said"), [("echo 3.11", "is Python 3.11"), ("exit 1", "is no Python"), (FREE_THREADED, "t, 3.12 or")]
 )
 def test_a_python_of_another_version(place: Place, command: str, said: str) -> None:
     place.stub(place.bin / "python3", f"#!/bin/sh\n{command}\n")

@@ -71,7 +71,7 @@ choose_python() {
             fail "$PYTHON is not there; install Python 3.12 or 3.13, or say where it is: make setup PYTHON=/path/to/python3.12"
         VERSION=$(version_of "$PYTHON")
         accepted "$VERSION" ||
-            fail "$PYTHON is ${VERSION:-no} Python, 3.12 or 3.13 is needed; say where it is: make setup PYTHON=/path/to/python3.12"
+            fail "$PYTHON is ${VERSION:+Python }${VERSION:-no Python}, 3.12 or 3.13 is needed; say where it is: make setup PYTHON=/path/to/python3.12"
         [ "${inside:-$VERSION}" = "$VERSION" ] ||
             fail "$VENV was made with Python $inside, $PYTHON is $VERSION; remove $VENV and run $AGAIN PYTHON=$PYTHON again"
     elif [ -n "$inside" ]; then
