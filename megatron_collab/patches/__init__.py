@@ -22,9 +22,9 @@ _ENTRIES = {
     "ray": f"{__name__}.ray:PATCHES",
 }
 VERSIONS = {  # of the distributions, in the lock files
-    "torch": ("2.13.0", "2.14.1"),
-    "torchvision": ("0.28.0", "0.29.2"),
-    "megatron-core": ("0.16.1",),
+    "torch": ("2.14.1",),
+    "torchvision": ("0.29.2",),
+    "megatron-core": ("0.19.2",),
     "sglang": ("0.5.23",),
     "litellm": ("1.106.2",),
     "ray": ("2.60.0",),

@@ -28,6 +28,11 @@ _CUDA_ONLY = (
     *("flash_attn", "flash_attn_3", "flashattn_hopper", "flash_mla", "deep_ep", "grouped_gemm"),
 )
 _LOGGERS = ("wandb", "torch.utils.tensorboard")
+_MESSAGES = {  # by logger: what every rank would print of a machine or a choice that is known
+    "torch.utils.cpp_extension": "No CUDA runtime is found",
+    "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
+    "megatron.core.distributed.distributed_data_parallel": "full_param_layout not provided",
+}
 
 
 def without_cuda() -> bool:
@@ -49,6 +54,8 @@ def _silence_warnings() -> None:
     warnings.filterwarnings("ignore", module=r"megatron\.core\.")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")
     warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
+    for logger, message in _MESSAGES.items():
+        logging.getLogger(logger).addFilter(lambda record, message=message: message not in record.getMessage())
 
 
 class CudaMeansCpu(TorchFunctionMode):
