@@ -25,7 +25,7 @@ case "$*" in
     -c*sysconfig*) echo {include} ;;
     -c*) echo {version} ;;
     *"pip --version"*) echo pip ;;
-    *"pip install"* | *"pip wheel"*) echo $NVTE_NO_LOCAL_VERSION "$@" >> {calls}; {install} ;;
+    *"pip install"* | *"pip wheel"*) echo $NVTE_NO_LOCAL_VERSION $PIP_CONSTRAINT "$@" >> {calls}; {install} ;;
     *) exit 1 ;;
 esac
 """
@@ -190,6 +190,12 @@ def test_torch_comes_first_then_the_locks_without_dependencies_then_the_project(
     assert compared.endswith("--target .venv/compared -r requirements/bench.lock")
     assert project.endswith("--no-deps --no-build-isolation -e .")
     assert [line.split("]")[0] for line in done.stdout.splitlines()[:5]] == [f"setup [{n}/5" for n in range(1, 6)]
+
+
+@pytest.mark.processes
+def test_versions_are_those_of_the_locks_in_a_container_that_keeps_its_own(place: Place) -> None:
+    assert place.run(PIP_CONSTRAINT="/etc/pip/constraint.txt").returncode == 0
+    assert len(place.installed()) == 5 and not any("/etc/pip" in call for call in place.installed())
 
 
 @pytest.mark.processes
@@ -374,6 +380,10 @@ def test_a_python_is_looked_for(place: Place, pythons: dict[str, str], chosen: s
     assert place.installed()[0] == str(folder / chosen)
 
 
+# The Python of these tests, as a free-threaded build; for such ones there are no wheels.
+FREE_THREADED = f"exec {sys.executable} -c 'import sys; sys.abiflags = \"t\"; exec(sys.argv[1])' \"$2\""
+
+
 @pytest.mark.processes
 def test_no_python_is_one_line(place: Place) -> None:
     shutil.rmtree(place.folder / ".venv")
@@ -384,7 +394,9 @@ def test_no_python_is_one_line(place: Place) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("command", "said"), [("echo 3.11", "is 3.11 Python"), ("exit 1", "is no Python")])
+@pytest.mark.parametrize(
+    ("command", "said"), [("echo 3.11", "is 3.11 Python"), ("exit 1", "is no Python"), (FREE_THREADED, "t Python")]
+)
 def test_a_python_of_another_version(place: Place, command: str, said: str) -> None:
     place.stub(place.bin / "python3", f"#!/bin/sh\n{command}\n")
     line = refused(place.run(PYTHON="python3"))

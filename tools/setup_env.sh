@@ -9,6 +9,7 @@
 # Run again it installs nothing; interrupted it goes on. What stands in the way is said in one line that
 # begins with "setup:", and the exit code is 1. pip's own output goes to .venv/setup.log.
 set -euo pipefail
+unset PIP_CONSTRAINT # NVIDIA's containers set it, to keep a torch of their own
 
 VENV=${VENV:-.venv}
 LOG=$VENV/setup.log

@@ -20,6 +20,7 @@ would ask, users, judge and metrics' own, and prints latency, tokens and price. 
 from __future__ import annotations
 
 import asyncio
+import platform
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
@@ -56,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
 def print_probes() -> int:
     """A table of the probes; the last column says what is used in place of a missing one."""
     found = device.probes()
-    rows = [("", "found", "enables", "without it")]
+    rows = [("", "found", "enables", "without it"), ("python", platform.python_version(), "everything", "-")]
     for probe in found:
         used = "-" if probe.found else f"-> {probe.fallback or 'nothing: required'}"
         state = probe.detail if probe.found else f"missing: {probe.detail}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import platform
 import subprocess
 import sys
 import time
@@ -29,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_every_probe_has_a_row(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("doctor", []) == 0
     rows = capsys.readouterr().out.splitlines()
+    assert rows.pop(1).split()[:2] == ["python", platform.python_version()]
     assert [row.split()[0] for row in rows[1 : len(probes()) + 1]] == [probe.name for probe in probes()]
     for row, probe in zip(rows[1:], probes(), strict=False):
         assert probe.detail in row and probe.enables in row

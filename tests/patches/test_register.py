@@ -47,7 +47,7 @@ def test_the_test_of_an_entry_exists(entry: Patch) -> None:
 
 @pytest.mark.parametrize("entry", named(REGISTER))
 def test_versions_are_those_of_the_lock_files(entry: Patch) -> None:
-    locks = [(REPOSITORY / "requirements" / name).read_text() for name in ("cpu.lock", "gpu.lock")]
+    locks = [(REPOSITORY / "requirements" / name).read_text() for name in ("base.lock", "gpu.lock")]
     pinned = {m[1] for lock in locks if (m := re.search(rf"^{entry.library}==(.+)$", lock, re.MULTILINE))}
     assert set(patches.VERSIONS[entry.library]) == pinned
 
