@@ -155,6 +155,11 @@ _INTERFACES = {
         "Megatron-Core has a hook around its exchanges",
         "tests/planning/rehearsal/test_run.py::test_virtual_stages",
     ),
+    "megatron.core.pipeline_parallel.p2p_communication.P2PCommunicator._communicate_shapes": (
+        "trainer/megatron/pipeline.py answers by the plan of micro-batches; Megatron asks the neighbors, and waits",
+        "P2PCommunicator takes the shapes that it receives",
+        "tests/trainer/megatron/test_pipeline.py::test_no_shape_is_exchanged_and_no_stage_waits_for_its_device",
+    ),
     "sglang._platform_stubs": (
         "patches/sglang.py uses the modules that SGLang makes for machines without triton",
         "SGLang installs them wherever triton is missing",

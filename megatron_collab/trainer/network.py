@@ -16,6 +16,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer import get_standard_config_overrides as no_decay_for_norms_and_biases
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
@@ -27,6 +28,7 @@ from megatron_collab.runtime.process import beat
 from megatron_collab.runtime.rank0 import PreemptionWatch, check_preemption
 from megatron_collab.trainer.megatron import lora
 from megatron_collab.trainer.megatron.config import DTYPES
+from megatron_collab.trainer.megatron.pipeline import PlannedCommunicator
 from megatron_collab.trainer.microbatches import Columns, MicroBatch, make_micro_batches
 
 # From a micro-batch and the last stage's hidden states [1, T, h] to (loss, report).
@@ -229,13 +231,16 @@ def _schedule(
         return output, partial(loss, micro_batch)
 
     batches = [iter(micro_batches) for _ in chunks]
+    lengths = [micro_batch.token_ids.shape[1] for micro_batch in micro_batches]
     reports = get_forward_backward_func()(
         forward_step_func=forward,
         data_iterator=batches,
         model=list(chunks),
         num_microbatches=len(micro_batches),
-        seq_length=micro_batches[0].token_ids.shape[1],  # sent from stage to stage; sequences vary
+        seq_length=lengths[0],  # without effect: lengths differ, and the communicator has them
         micro_batch_size=1,
+        p2p_communicator=PlannedCommunicator(get_model_config(chunks[0]), lengths),
+        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
         **options,
     )
     watch.settle()
