@@ -95,19 +95,14 @@ DISTRIBUTED_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer.DistributedOp
 
 # Private interfaces of libraries that the package calls or overrides: what uses it and why, until when, the test.
 _INTERFACES = {
-    "megatron.core.models.gpt.gpt_model.GPTModel._postprocess": (
-        "trainer/megatron/model.py overrides it, so that the logits are never made",
-        "GPTModel can return hidden states",
-        "tests/trainer/megatron/test_model.py::test_hidden_states_stay_in_the_models_precision",
-    ),
     f"{DISTRIBUTED_OPTIMIZER}._get_main_param_and_optimizer_states": (
-        "checkpoint/sharded_state.py has each rank write its own part; Megatron gathers it on one rank first",
-        "Megatron-Core saves fully reshardable checkpoints in parallel",
+        "checkpoint/sharded_state.py has each rank write its own part; Megatron gathers it on one rank or all first",
+        "Megatron-Core saves fully reshardable checkpoints without gathering them",
         "tests/checkpoint/test_checkpointer.py::test_resumed_is_undisturbed_bit_for_bit",
     ),
     f"{DISTRIBUTED_OPTIMIZER}._init_optimizer_states_with_dummy_values": (
         "checkpoint/sharded_state.py reads into them",
-        "Megatron-Core saves fully reshardable checkpoints in parallel",
+        "sharded_state_dict(is_loading=True) makes the state that it asks for",
         "tests/checkpoint/test_checkpointer.py::test_resumed_is_undisturbed_bit_for_bit",
     ),
     "megatron.core.tensor_parallel.random._get_cuda_rng_state": (
