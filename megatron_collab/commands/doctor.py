@@ -70,10 +70,22 @@ def print_probes() -> int:
     faults = gpu_set.faults()
     for fault in faults:
         print(f"\n{fault.part} {fault.detail}\n  -> {fault.mend}")
+    if not any(fault.part in ("torch", "torch-memory-saver") for fault in faults):
+        _print_preload()
     selected = device.select("auto")
     print(f"\nChanges to libraries in force (megatron_collab/patches):\n{patches.table()}")
     print(f"\nlaunch.device=auto selects {selected.type}, with torch.distributed over {selected.backend}.")
     return 1 if faults else 0
+
+
+def _print_preload() -> None:
+    """What a process saw that was started as SGLang starts the schedulers of colocated servers."""
+    if (hook := gpu_set.saver_hook()) is None:
+        return
+    seen = gpu_set.preload(hook)
+    runtime = ", ".join(library for library in seen.libraries if "libcudart" in library)
+    detail = "not tried, as it needs the driver's library" if seen.skipped else f"a process started, with {runtime}"
+    print(f"\ntorch-memory-saver preloaded, as in servers: {detail}")
 
 
 def print_plan(overrides: Sequence[str], gpu_gib: float) -> int:
