@@ -93,7 +93,7 @@ def print_plan(overrides: Sequence[str], gpu_gib: float) -> int:
     try:
         patches.apply("megatron")
         from megatron_collab.models.parallel_layout import ranks
-        from megatron_collab.planning.memory import GIB, peak, plan_memory, read_run
+        from megatron_collab.planning.memory import GIB, host_memory, peak, plan_memory, read_run
     except Exception as error:  # libraries raise anything where they cannot work, as OSError without their driver
         text = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(f"--plan: torch or Megatron-Core cannot be imported on this machine: {text}") from error
@@ -114,8 +114,11 @@ def print_plan(overrides: Sequence[str], gpu_gib: float) -> int:
     for name, training, sampling in [*rows, ("sum", sum(row[1] for row in rows), sum(row[2] for row in rows))]:
         print(f"{name:34}  {training / GIB:8.2f}  {sampling / GIB:8.2f}")
     print(f"\nat most, by pipeline stage: {', '.join(f'{peak:.1f}' for peak in peaks)}")
-    if host := sum(part.host for part in parts) * launch.nproc_per_node:
-        print(f"in host memory of each node, while sampling: {host / GIB:.1f} GiB of optimizer state")
+    if pinned := host_memory(config, stages):
+        print(
+            f"pinned in host memory of a node until the run ends: {pinned / GIB:.1f} GiB, for the optimizer state that "
+            "is offloaded while the run samples"
+        )
     print(f"The largest part is {max(parts, key=lambda part: max(part.training, part.sampling)).name}.")
     left = gpu_gib - peaks[fullest]
     if left < 0:
