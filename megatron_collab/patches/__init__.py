@@ -72,10 +72,10 @@ def apply(*libraries: str) -> None:
             continue
         if library in sys.modules:
             raise RuntimeError(f"patches.apply({library!r}) must be called before the first import of {library}")
+        _applied.add(library)  # first: the entries import the library, and an import may call this again
         for patch in resolve_name(_ENTRIES[library]):
             if patch.when():
                 patch.put_in_force()
-        _applied.add(library)
 
 
 def register() -> list[Patch]:

@@ -25,7 +25,7 @@ from megatron_collab.planning.activations import activations, head, micro_batch_
 from megatron_collab.runtime import hub
 from megatron_collab.trainer.host_memory import PIECE, piece_count
 from megatron_collab.trainer.megatron.config import DTYPES
-from megatron_collab.weight_sync.encoding import fp8_nbytes
+from megatron_collab.weight_sync.fp8_blocks import fp8_nbytes
 from megatron_collab.weight_sync.node_routing import Item, places_of, sent, written
 from megatron_collab.weight_sync.plan import SyncPlan, plan_sync, server_layout, trainer_layout, uses_memory
 from megatron_collab.weight_sync.transports.shared_memory import segment_sizes
