@@ -41,9 +41,11 @@ test-gpu:
 	.venv/bin/python -m pytest -m gpu tests --gpu-report build/gpu-report.md
 
 # The packages for GPUs in an environment of its own, where there is no GPU: what only they can show, then the tests on
-# CPU. The first time they are installed, and one is compiled. With the library that stands in for the driver's.
+# CPU. The first time they are installed, and one is compiled. With the library that stands in for the driver's, and
+# without CUDA's toolkits: a fresh node has the wheels alone.
 GPU_SET := $(CURDIR)/build/gpu-set
-GPU_SET_PYTEST := LD_LIBRARY_PATH=$(GPU_SET) LIBRARY_PATH=$(GPU_SET) $(GPU_SET)/.venv/bin/python -m pytest
+GPU_SET_PYTEST := DRIVER_LIBRARIES=$(GPU_SET) LIBRARY_PATH=$(GPU_SET) tests/gpu_set/wheels_alone.sh \
+	$(GPU_SET)/.venv/bin/python -m pytest
 
 test-gpu-set:
 	@GPU=1 VENV=build/gpu-set/.venv tools/setup_env.sh

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -12,20 +13,20 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from megatron_collab import patches
 from megatron_collab.config import Config
 from megatron_collab.inference import ROW_BY_ROW
 from megatron_collab.inference.server import SGLangServer
 from megatron_collab.runtime import files
-from tests import gpus
+from tests import gpus, processes
 from tests.helpers import free_port, make_model
+from tests.patched import PatchOnImport
 
 # Ray reads the token once in a process, and tests that set the environment take away what they find new in it.
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 os.environ.setdefault(*files.COMPILE_CACHE)
 os.environ.setdefault(*ROW_BY_ROW)  # as servers on a CPU have it
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-patches.apply("megatron", "litellm")
+sys.meta_path.insert(0, PatchOnImport("megatron", "litellm"))
 settings.register_profile("busy", deadline=None)  # of an example: a machine may be busy with others
 settings.load_profile("busy")
 
@@ -44,6 +45,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     for mark in item.iter_markers("gpu"):
         if lacking := gpus.lacking(*mark.args, **mark.kwargs):
             pytest.skip(lacking)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_process_is_left() -> Iterator[None]:
+    """Fails the last test of the session if a process that any test started is still alive; names both."""
+    processes.mark()
+    yield
+    alive = [f"{test} left {process.pid}: {process.cmdline()}" for process, test in processes.alive(10).items()]
+    assert not alive, "\n".join(alive)
 
 
 def pytest_sessionfinish() -> None:

@@ -70,10 +70,22 @@ def print_probes() -> int:
     faults = gpu_set.faults()
     for fault in faults:
         print(f"\n{fault.part} {fault.detail}\n  -> {fault.mend}")
+    if not any(fault.part in ("torch", "torch-memory-saver") for fault in faults):
+        _print_preload()
     selected = device.select("auto")
     print(f"\nChanges to libraries in force (megatron_collab/patches):\n{patches.table()}")
     print(f"\nlaunch.device=auto selects {selected.type}, with torch.distributed over {selected.backend}.")
     return 1 if faults else 0
+
+
+def _print_preload() -> None:
+    """What a process saw that was started as SGLang starts the schedulers of colocated servers."""
+    if (hook := gpu_set.saver_hook()) is None:
+        return
+    seen = gpu_set.preload(hook)
+    runtime = ", ".join(library for library in seen.libraries if "libcudart" in library)
+    detail = "not tried, as it needs the driver's library" if seen.skipped else f"a process started, with {runtime}"
+    print(f"\ntorch-memory-saver preloaded, as in servers: {detail}")
 
 
 def print_plan(overrides: Sequence[str], gpu_gib: float) -> int:
@@ -81,7 +93,7 @@ def print_plan(overrides: Sequence[str], gpu_gib: float) -> int:
     try:
         patches.apply("megatron")
         from megatron_collab.models.parallel_layout import ranks
-        from megatron_collab.planning.memory import GIB, peak, plan_memory, read_run
+        from megatron_collab.planning.memory import GIB, host_memory, peak, plan_memory, read_run
     except Exception as error:  # libraries raise anything where they cannot work, as OSError without their driver
         text = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(f"--plan: torch or Megatron-Core cannot be imported on this machine: {text}") from error
@@ -102,8 +114,11 @@ def print_plan(overrides: Sequence[str], gpu_gib: float) -> int:
     for name, training, sampling in [*rows, ("sum", sum(row[1] for row in rows), sum(row[2] for row in rows))]:
         print(f"{name:34}  {training / GIB:8.2f}  {sampling / GIB:8.2f}")
     print(f"\nat most, by pipeline stage: {', '.join(f'{peak:.1f}' for peak in peaks)}")
-    if host := sum(part.host for part in parts) * launch.nproc_per_node:
-        print(f"in host memory of each node, while sampling: {host / GIB:.1f} GiB of optimizer state")
+    if pinned := host_memory(config, stages):
+        print(
+            f"pinned in host memory of a node until the run ends: {pinned / GIB:.1f} GiB, for the optimizer state that "
+            "is offloaded while the run samples"
+        )
     print(f"The largest part is {max(parts, key=lambda part: max(part.training, part.sampling)).name}.")
     left = gpu_gib - peaks[fullest]
     if left < 0:

@@ -6,18 +6,15 @@ Import-light: torch and the probed libraries are imported only by their probes.
 from __future__ import annotations
 
 import importlib
-import os
-import re
 import shutil
 import subprocess
-import sys
-import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib import metadata
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
+
+from megatron_collab.runtime import toolkit
 
 if TYPE_CHECKING:
     import torch
@@ -75,6 +72,7 @@ _NOT_IMPORTED = ("megatron.core", "sglang")  # on CPU they can be imported only 
 # Version of a package that only reserves its name; an unpinned transformer-engine may resolve to one. Compared as a
 # whole: the releases of torch-memory-saver begin with 0.0 too.
 _PLACEHOLDER = "0.0.0"
+_COMPILERS = {"nvcc": toolkit.nvcc, "ninja": toolkit.ninja}
 _on_paper = False
 
 
@@ -152,76 +150,6 @@ def _slurm() -> tuple[bool, str]:
     if shutil.which("sbatch") is None:
         return False, "not installed"
     return True, subprocess.run(["sbatch", "--version"], capture_output=True, text=True).stdout.strip()
-
-
-def programs() -> str:
-    """PATH with the programs of this environment, which a call of its interpreter alone does not bring."""
-    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-
-
-_TOOLKIT = "/usr/local/cuda"  # where CUDA's own installer puts it
-
-
-@cache
-def cuda_home() -> str | None:
-    """The folder of CUDA's compiler: the one that is set, the wheels', the machine's own; None without one.
-
-    The wheels' is of the CUDA that torch was built with. One of another CUDA is passed over, as its kernels want
-    another runtime library; and nvcc in PATH may be a script that calls one elsewhere.
-    """
-    return next((home for home in _cuda_homes() if not _other_cuda(home)), None)
-
-
-def _cuda_homes() -> list[str]:
-    on_path = shutil.which("nvcc")
-    wheels = sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/cu*"), reverse=True)
-    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), *map(str, wheels)]
-    homes += [on_path and str(Path(on_path).parents[1]), _TOOLKIT]
-    return [home for home in dict.fromkeys(filter(None, homes)) if (Path(home) / "bin" / "nvcc").is_file()]
-
-
-def _other_cuda(home: str) -> str | None:
-    """The version of the compiler in `home`, where it says one whose major part is not that of torch's CUDA."""
-    import torch
-
-    try:
-        said = subprocess.run([Path(home) / "bin" / "nvcc", "--version"], capture_output=True, text=True).stdout
-    except OSError:
-        return None
-    release = re.search(r"release (\d+)\.\d+", said)
-    wanted = (torch.version.cuda or "").partition(".")[0]
-    return release[0].removeprefix("release ") if release and wanted and release[1] != wanted else None
-
-
-def compilers(folder: Path) -> dict[str, str]:
-    """The environment in which libraries compile kernels: with ninja, CUDA's compiler and its runtime library.
-
-    CUDA's wheels have that library by its full name only, for which no linker looks: `folder` gets a link to it.
-    """
-    found = {"PATH": programs()}
-    if home := cuda_home():
-        found["CUDA_HOME"] = home
-        for runtime in Path(home).glob("lib/libcudart.so.*"):
-            folder.mkdir(parents=True, exist_ok=True)
-            (link := folder / str(os.getpid())).symlink_to(runtime)
-            link.replace(folder / "libcudart.so")  # at once, for servers that start together
-            found["LIBRARY_PATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("LIBRARY_PATH")]))
-    return found
-
-
-def _nvcc() -> tuple[bool, str]:
-    home, homes = cuda_home(), _cuda_homes()
-    others = [f"not {other}, of CUDA {version}" for other in homes if (version := _other_cuda(other))]
-    here = home or "none in CUDA_HOME or PATH, nor the wheel nvidia-cuda-nvcc"
-    return home is not None, "; ".join([here, *others])
-
-
-def _ninja() -> tuple[bool, str]:
-    found = shutil.which("ninja", path=programs())
-    return found is not None, found or "not installed"
-
-
-_COMPILERS = {"nvcc": _nvcc, "ninja": _ninja}
 
 
 def count() -> int:

@@ -6,15 +6,18 @@ This package, TransformerEngine and SGLang name what they need on GPUs; on a CPU
 from __future__ import annotations
 
 import importlib
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import metadata
+from pathlib import Path
 from typing import NamedTuple
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from megatron_collab.runtime import device
+from megatron_collab.runtime import device, toolkit
 
 _OWNERS = {"megatron-collab": "gpu", "transformer-engine": "pytorch core-cu13", "sglang": ""}  # with their extras
 _LIFTED = ("openai",)  # requirements/packages.override has another version
@@ -30,6 +33,9 @@ _MODULES = {
     "torch-memory-saver": "torch_memory_saver",
 }
 _DRIVER = "libcuda.so"  # is not there without a GPU, which is no fault of a package
+_SAVER, _HOOK = "torch-memory-saver", "torch_memory_saver_hook_mode_preload"
+_LIBRARY = "install the wheel that has this library, or name its folder in LD_LIBRARY_PATH"
+_MAPPED = "print(*sorted({line.split()[-1] for line in open('/proc/self/maps') if '.so' in line}), sep='\\n')"
 
 
 class Fault(NamedTuple):
@@ -51,7 +57,48 @@ def faults() -> list[Fault]:
         return [Fault("the set for GPUs", said, "make setup GPU=1")] if seen else []
     found = {fault.part: fault for owner, each in _wanted() if (fault := _by_version(owner, each))}
     broken = [fault for name in _MODULES if name not in found and (fault := _by_import(name))]
+    whole = not any(fault.part in (_SAVER, "torch") for fault in [*found.values(), *broken])
+    if whole and (hook := saver_hook()) and (failure := preload(hook).failure):
+        broken.append(Fault(_SAVER, f"{_version(_SAVER)} cannot be preloaded, as servers do: {failure}", _LIBRARY))
     return [*found.values(), *broken]
+
+
+class Preload(NamedTuple):
+    """What a process saw that was started with a library preloaded: the libraries in it, or why it failed.
+
+    `skipped`: it needs the driver's library, which this machine does not have.
+    """
+
+    libraries: tuple[str, ...] = ()
+    failure: str = ""
+    skipped: bool = False
+
+
+def saver_hook() -> Path | None:
+    """The library of torch-memory-saver that SGLang preloads into its schedulers; None without one for torch's CUDA."""
+    import torch
+
+    if not (torch.version.cuda and _version(_SAVER)):
+        return None
+    from torch_memory_saver.utils import get_binary_path_from_package
+
+    return get_binary_path_from_package(_HOOK)
+
+
+def preload(hook: Path) -> Preload:
+    """Start a process as SGLang starts its schedulers, in the environment of servers.
+
+    A library that is missing ends it before Python begins, with code 127.
+    """
+    path = toolkit.library_path(os.environ.get("LD_LIBRARY_PATH"))
+    environment = os.environ | {"LD_LIBRARY_PATH": path, "LD_PRELOAD": str(hook)}
+    command = [sys.executable, "-I", "-S", "-c", _MAPPED]
+    process = subprocess.run(command, env=environment, capture_output=True, text=True)
+    libraries = tuple(process.stdout.split("\n"))
+    if process.returncode == 0 and str(hook.resolve()) in libraries:
+        return Preload(libraries)
+    reason = " ".join(process.stderr.split()).rpartition("error while loading shared libraries: ")[2]
+    return Preload(skipped=True) if _DRIVER in reason else Preload(failure=reason or f"exit code {process.returncode}")
 
 
 def _version(distribution: str) -> str | None:

@@ -93,7 +93,7 @@ def test_a_plan_that_does_not_fit_ends_in_1(capsys: pytest.CaptureFixture[str]) 
     assert run("doctor", ["--gpu-gib", "40", "--plan", "experiment=train_70b", "parallel.offload=true"]) == 1
     printed = capsys.readouterr().out
     assert "Does not fit a GPU of 40 GiB" in printed
-    assert "in host memory of each node, while sampling: 50.8 GiB of optimizer state" in printed
+    assert "pinned in host memory of a node until the run ends: 51.0 GiB, for the optimizer state" in printed
 
 
 @pytest.mark.parametrize(

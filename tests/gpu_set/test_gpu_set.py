@@ -1,7 +1,8 @@
 """What only the set for GPUs can show, on a machine without a GPU: `make test-gpu-set` runs this there.
 
 The compiled part of TransformerEngine has the names, numbers and arguments of its stand-in; SGLang on CUDA takes our
-arguments, and compiles its kernels; a login node, which has the packages and no driver, plans runs.
+arguments, compiles its kernels, and starts its schedulers; a login node, which has the packages and no driver, plans
+runs. `wheels_alone.sh` starts the tests, so that no toolkit of the machine helps out.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from megatron_collab.config import Config
 from megatron_collab.inference import SCORES_FLAG
 from megatron_collab.inference import server as server_module
 from megatron_collab.inference.server import Part, Serves
-from megatron_collab.runtime import device
+from megatron_collab.runtime import device, toolkit
 from tests.ranks import EXPERTS, HF
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,6 +39,16 @@ def asked(code: str, *arguments: str, environment: dict[str, str] | None = None)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_the_loader_knows_the_wheels_alone() -> None:
+    """Else the tests below would show nothing of a fresh node: a toolkit of the machine would help out."""
+    libraries = ("libcudart.so.13", "libcublas.so.13", "libcudnn.so.9", "libnvrtc.so.13", "libnccl.so.2")
+    code = "import ctypes, json, sys\n" + "".join(
+        f"try: ctypes.CDLL({library!r}); print(json.dumps({library!r})); sys.exit()\nexcept OSError: pass\n"
+        for library in libraries
+    )
+    assert asked(code + "print('null')") is None, "run these tests by tests/gpu_set/wheels_alone.sh"
 
 
 # Of a module each public name: the numbers of an enumeration, else what its first line of help says.
@@ -178,6 +189,33 @@ def test_servers_compile_their_kernels_with_what_the_set_has(monkeypatch: pytest
     assert Path(given["CUDA_HOME"]).is_relative_to(sys.prefix)
     given |= dict.fromkeys(("SGLANG_JIT_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE"), str(tmp_path))
     assert asked(HOPPER + KERNELS, environment=given | {"FLASHINFER_CUDA_ARCH_LIST": "9.0a"}) == "loaded"
+
+
+# As SGLang starts the schedulers of a colocated server, by its TorchMemorySaverAdapter; a file that they can import.
+SPAWN = """
+import multiprocessing, platform
+import torch_memory_saver
+
+if __name__ == "__main__":
+    scheduler = multiprocessing.get_context("spawn").Process(target=platform.node)
+    with torch_memory_saver.configure_subprocess():
+        scheduler.start()
+    scheduler.join()
+    print(scheduler.exitcode)
+"""
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_the_schedulers_of_colocated_servers_start(tmp_path: Path) -> None:
+    (file := tmp_path / "spawn.py").write_text(SPAWN)
+    run = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
+    assert asked(run, str(file), environment=server_module._environment(Config(), "", 0)) == 0
+
+
+def test_doctor_says_what_a_process_with_the_hook_saw() -> None:
+    command = [sys.executable, "-m", "megatron_collab.commands", "doctor"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert f"preloaded, as in servers: a process started, with {toolkit.wheels()}/lib/libcudart.so.13" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from megatron_collab.inference.assistant import Renderer
 from megatron_collab.inference.client import EngineError, SGLangClient
 from megatron_collab.inference.server import ServerError, SGLangServer
 from megatron_collab.rollout import thinking
-from megatron_collab.runtime import device, files, stacks
+from megatron_collab.runtime import device, files, stacks, toolkit
 from megatron_collab.types import Finish, ToolCall, Turn
 from tests.conftest import Served, serving_config
 from tests.helpers import make_model
@@ -413,9 +413,11 @@ def test_the_environment_on_gpus(on_gpus: Path, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setenv(name, "expandable_segments:True")
     monkeypatch.setenv("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "1")
     monkeypatch.setenv("PATH", "/usr/bin")
-    monkeypatch.setattr(device, "cuda_home", lambda: "/opt/cuda")
+    monkeypatch.setattr(toolkit, "cuda_home", lambda: "/opt/cuda")
+    monkeypatch.setattr(toolkit, "libraries", lambda: ["/wheels/cu13/lib"])
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/lib")
     made = server_module._environment(Config(), "key", 0)
-    assert made["CUDA_HOME"] == "/opt/cuda"
+    assert made["CUDA_HOME"] == "/opt/cuda" and made["LD_LIBRARY_PATH"] == "/wheels/cu13/lib:/opt/lib"
     assert not [name for name in made if "ALLOC_CONF" in name or "MEMORY_SAVER" in name]  # it would refuse to start
     assert made["SGLANG_JIT_DEEPGEMM_FAST_WARMUP"] == "1"  # else a first start in FP8 takes longer than start_timeout
     assert made["PATH"] == f"{Path(sys.executable).parent}:/usr/bin"

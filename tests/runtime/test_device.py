@@ -21,11 +21,9 @@ def fresh_probes():
     """Probes are cached for the life of a process; these tests change what is there."""
     device.probe.cache_clear()
     device.capability.cache_clear()
-    device.cuda_home.cache_clear()
     yield
     device.probe.cache_clear()
     device.capability.cache_clear()
-    device.cuda_home.cache_clear()
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, folder: Path, distribution: str, version: str, code: str) -> None:
@@ -119,70 +117,6 @@ def test_a_low_version_is_no_placeholder(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert "torch-memory-saver==0.0.10" in (Path(__file__).parents[2] / "requirements/gpu.lock").read_text()
     installed(monkeypatch, tmp_path, "torch-memory-saver", "0.0.10", "")
     assert device.probe("memory_saver").found and device.probe("memory_saver").detail == "0.0.10"
-
-
-def test_the_compiler_is_the_one_that_is_set_or_a_wheels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("CUDA_HOME", "CUDA_PATH"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path / "none"))
-    monkeypatch.setattr(device.sysconfig, "get_path", lambda name: str(tmp_path))
-    monkeypatch.setattr(device, "_TOOLKIT", str(tmp_path / "none"))
-    assert not device.probe("nvcc").found
-    assert device.probe("nvcc").detail == "none in CUDA_HOME or PATH, nor the wheel nvidia-cuda-nvcc"
-    for home in ("nvidia/cu13", "toolkit"):
-        (tmp_path / home / "bin").mkdir(parents=True)
-        (tmp_path / home / "bin" / "nvcc").touch()
-    device.cuda_home.cache_clear()
-    assert device.cuda_home() == str(tmp_path / "nvidia/cu13")
-    monkeypatch.setattr(device, "_TOOLKIT", str(tmp_path / "toolkit"))
-    device.cuda_home.cache_clear()
-    assert device.cuda_home() == str(tmp_path / "nvidia/cu13")
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "toolkit"))
-    device.cuda_home.cache_clear()
-    device.probe.cache_clear()
-    assert device.probe("nvcc").detail == str(tmp_path / "toolkit")
-
-
-def test_a_compiler_of_another_cuda_than_torchs_is_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Clusters set CUDA_HOME to what their other users want; doctor says that it is not used."""
-    for home, release in (("set", "12.4"), ("nvidia/cu13", "13.1")):
-        (tmp_path / home / "bin").mkdir(parents=True)
-        (nvcc := tmp_path / home / "bin" / "nvcc").write_text(
-            f"#!/bin/sh\necho 'tools, release {release}, V{release}.9'\n"
-        )
-        nvcc.chmod(0o755)
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "set"))
-    monkeypatch.setattr(device.sysconfig, "get_path", lambda name: str(tmp_path))
-    for cuda, used in (("13.0", "nvidia/cu13"), ("12.8", "set"), (None, "set")):
-        device.cuda_home.cache_clear()
-        monkeypatch.setattr(torch.version, "cuda", cuda)
-        assert device.cuda_home() == str(tmp_path / used)
-    device.cuda_home.cache_clear()
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert device.probe("nvcc").detail == f"{tmp_path}/nvidia/cu13; not {tmp_path}/set, of CUDA 12.4"
-
-
-def test_kernels_are_linked_with_the_runtime_of_a_wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("LIBRARY_PATH", "/opt/lib")
-    (wheels := tmp_path / "cu13").mkdir()
-    monkeypatch.setattr(device, "cuda_home", lambda: str(wheels))
-    assert device.compilers(tmp_path / "lib") == {"PATH": device.programs(), "CUDA_HOME": str(wheels)}
-    (wheels / "lib").mkdir()
-    (wheels / "lib" / "libcudart.so.13").write_text("the runtime")
-    for _ in range(2):
-        assert device.compilers(tmp_path / "lib")["LIBRARY_PATH"] == f"{tmp_path / 'lib'}:/opt/lib"
-        assert [(each.name, each.read_text()) for each in (tmp_path / "lib").iterdir()] == [
-            ("libcudart.so", "the runtime")
-        ]
-
-
-def test_ninja_is_looked_for_beside_the_interpreter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path / "none"))
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    assert device.probe("ninja").detail == "not installed"
-    (tmp_path / "ninja").touch(mode=0o755)
-    device.probe.cache_clear()
-    assert device.probe("ninja").detail == str(tmp_path / "ninja")
 
 
 def test_missing_slurm_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Callable
 from importlib import metadata
@@ -10,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_collab.runtime import device, gpu_set
+from megatron_collab.runtime import device, gpu_set, toolkit
 
 Put = Callable[..., None]
 SGLANG = "torch==2.14.1\nsglang-kernel==0.4.10\nflashinfer_python[cu13]==0.7.2\nopenai==2.8.0\ntorchao; extra == 'x'"
@@ -145,3 +146,37 @@ def test_a_gpu_without_any_of_it(put: Put, monkeypatch: pytest.MonkeyPatch) -> N
     for cuda in (True, False):
         monkeypatch.setattr(device, "probe", lambda name, cuda=cuda: device.Probe(name, cuda, "", "", ""))
         assert [fault.mend for fault in gpu_set.faults()] == ["make setup GPU=1"] * cuda
+
+
+@pytest.fixture
+def hook(tmp_path: Path) -> Path:
+    """A library that needs another one, libneeded.so.1, which lies in the folder `wheels`."""
+    (tmp_path / "wheels").mkdir()
+    (tmp_path / "empty.c").touch()
+    needed, hook = tmp_path / "wheels" / "libneeded.so.1", tmp_path / "hook.so"
+    compiler = ["cc", "-shared", "-fPIC", "-Wl,--no-as-needed", str(tmp_path / "empty.c")]
+    subprocess.run([*compiler, "-Wl,-soname,libneeded.so.1", "-o", needed], check=True)
+    subprocess.run([*compiler, needed, "-o", hook], check=True)
+    return hook
+
+
+@pytest.mark.processes
+def test_a_hook_is_preloaded_with_the_libraries_of_the_wheels(
+    monkeypatch: pytest.MonkeyPatch, hook: Path, put: Put
+) -> None:
+    """Without them the loader ends the process: SGLang's schedulers, with code 127."""
+    put()
+    monkeypatch.setattr(gpu_set, "saver_hook", lambda: hook)
+    monkeypatch.setattr(toolkit, "libraries", lambda: [str(hook.parent / "wheels")])
+    assert str(hook.parent / "wheels" / "libneeded.so.1") in gpu_set.preload(hook).libraries
+    assert faults() == {}
+    monkeypatch.setattr(toolkit, "libraries", lambda: [])
+    detail, mend = faults()["torch-memory-saver"]
+    assert "libneeded.so.1: cannot open shared object file" in detail and "LD_LIBRARY_PATH" in mend
+
+
+@pytest.mark.processes
+def test_on_a_login_node_no_hook_is_tried(monkeypatch: pytest.MonkeyPatch, hook: Path) -> None:
+    monkeypatch.setattr(gpu_set, "_DRIVER", "libneeded.so")
+    monkeypatch.setattr(toolkit, "libraries", lambda: [])
+    assert gpu_set.preload(hook).skipped

@@ -69,7 +69,8 @@ def transformer_config(config: Config, shape: ModelShape) -> TransformerConfig:
         context_parallel_size=parallel.cp,
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=1,
-        # Every packed micro-batch has its own length. Megatron wants alltoall for that, even in a dense model.
+        # Every packed micro-batch has its own length, which pipeline.py knows. Megatron then wants alltoall, even in a
+        # dense model.
         variable_seq_lengths=parallel.pp > 1,
         moe_token_dispatcher_type="alltoall",
         # With virtual stages anything else silently gives wrong gradients (gloo, Megatron-Core 0.16.1).

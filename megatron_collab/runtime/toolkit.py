@@ -1,0 +1,109 @@
+"""CUDA's compiler and libraries on this machine: those of torch's CUDA wheels, else a toolkit of the machine's own.
+
+Import-light: torch is imported only to compare versions.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from functools import cache
+from pathlib import Path
+
+_INSTALLER = "/usr/local/cuda"  # the folder of CUDA's own installer
+
+
+def programs() -> str:
+    """PATH with the programs of this environment, which a call of its interpreter alone does not bring."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+
+
+def wheels() -> Path | None:
+    """The folder of the newest CUDA among the wheels, as site-packages/nvidia/cu13; None if none has its runtime."""
+    folders = sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/cu*"), reverse=True)
+    return next((folder for folder in folders if any(folder.glob("lib/libcudart.so.*"))), None)
+
+
+def libraries() -> list[str]:
+    """The folders of the CUDA wheels' libraries, the runtime's first; empty without such wheels.
+
+    torch finds them by itself. Libraries without a path of their own depend on LD_LIBRARY_PATH: torch-memory-saver's
+    hook, which SGLang preloads, ends the process before Python begins if libcudart.so.13 is not found there.
+    """
+    home = wheels()
+    if home is None:
+        return []
+    folders = sorted(folder for folder in home.parent.glob("*/lib") if any(folder.glob("*.so*")))
+    return [str(home / "lib"), *(str(folder) for folder in folders if folder.parent != home)]
+
+
+def library_path(inherited: str | None) -> str:
+    """LD_LIBRARY_PATH with the wheels' folders before those of `inherited`."""
+    folders = [*libraries(), *(inherited or "").split(os.pathsep)]
+    return os.pathsep.join(dict.fromkeys(filter(None, folders)))
+
+
+@cache
+def cuda_home() -> str | None:
+    """The folder of CUDA's compiler: the one that is set, the wheels', the machine's own; None without one.
+
+    The wheels' is of the CUDA that torch was built with. One of another CUDA is passed over, as its kernels want
+    another runtime library; and nvcc in PATH may be a script that calls one elsewhere.
+    """
+    return next((home for home in homes() if not other_cuda(home)), None)
+
+
+def homes() -> list[str]:
+    """Folders with a compiler, in order of preference."""
+    on_path = shutil.which("nvcc")
+    in_wheels = sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/cu*"), reverse=True)
+    folders = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), *map(str, in_wheels)]
+    folders += [on_path and str(Path(on_path).parents[1]), _INSTALLER]
+    return [folder for folder in dict.fromkeys(filter(None, folders)) if (Path(folder) / "bin" / "nvcc").is_file()]
+
+
+def other_cuda(home: str) -> str | None:
+    """The version of the compiler in `home` if its major part is not that of torch's CUDA; None also if unknown."""
+    import torch
+
+    try:
+        output = subprocess.run([Path(home) / "bin" / "nvcc", "--version"], capture_output=True, text=True).stdout
+    except OSError:
+        return None
+    release = re.search(r"release (\d+)\.\d+", output)
+    major = (torch.version.cuda or "").partition(".")[0]
+    return release[0].removeprefix("release ") if release and major and release[1] != major else None
+
+
+def compilers(folder: Path) -> dict[str, str]:
+    """The environment in which libraries compile kernels: with ninja, CUDA's compiler and its runtime library.
+
+    CUDA's wheels have that library by its full name only, for which no linker looks: `folder` gets a link to it.
+    """
+    variables = {"PATH": programs()}
+    if home := cuda_home():
+        variables["CUDA_HOME"] = home
+        for runtime in Path(home).glob("lib/libcudart.so.*"):
+            folder.mkdir(parents=True, exist_ok=True)
+            (link := folder / str(os.getpid())).symlink_to(runtime)
+            link.replace(folder / "libcudart.so")  # at once, for servers that start together
+            variables["LIBRARY_PATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("LIBRARY_PATH")]))
+    return variables
+
+
+def nvcc() -> tuple[bool, str]:
+    """For the probe: whether there is a compiler of torch's CUDA, and which others are passed over."""
+    home = cuda_home()
+    others = [f"not {other}, of CUDA {version}" for other in homes() if (version := other_cuda(other))]
+    detail = home or "none in CUDA_HOME or PATH, nor the wheel nvidia-cuda-nvcc"
+    return home is not None, "; ".join([detail, *others])
+
+
+def ninja() -> tuple[bool, str]:
+    """For the probe: whether there is ninja, beside the interpreter or in PATH."""
+    path = shutil.which("ninja", path=programs())
+    return path is not None, path or "not installed"
