@@ -56,6 +56,15 @@ def no_process_is_left() -> Iterator[None]:
     assert not alive, "\n".join(alive)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Iterator[None]:
+    """End what a test has started that fails; fixtures end what they have started."""
+    report = yield
+    if report.failed and call.when == "call":
+        processes.end(f"{item.nodeid} (call)")
+    return report
+
+
 def pytest_sessionfinish() -> None:
     """What was left by processes that tests have killed."""
     files.remove_abandoned()

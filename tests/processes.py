@@ -18,11 +18,19 @@ def mark() -> None:
 
 
 def alive(seconds: float = 0.0) -> dict[psutil.Process, str]:
-    """What this process has started since `mark` and is still there after `seconds`, with the test that started it."""
+    """Processes started since `mark` that live after `seconds`, each with its test as "path::name (phase)"."""
     descendants = psutil.Process().children(recursive=True)
     started = {process: test for process in psutil.process_iter() if (test := _test(process, process in descendants))}
     _, remaining = psutil.wait_procs(list(started), timeout=seconds)
     return {process: started[process] for process in remaining}
+
+
+def end(test: str) -> None:
+    """Kill what `test` has started, with what that has started."""
+    for process, starter in alive().items():
+        if starter == test:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 def _test(process: psutil.Process, descendant: bool) -> str | None:
