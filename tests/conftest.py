@@ -16,7 +16,7 @@ from megatron_collab import patches
 from megatron_collab.config import Config
 from megatron_collab.inference import ROW_BY_ROW
 from megatron_collab.inference.server import SGLangServer
-from megatron_collab.runtime import files
+from megatron_collab.runtime import files, gpu_environment
 from tests import gpus
 from tests.helpers import free_port, make_model
 
@@ -25,6 +25,7 @@ os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 os.environ.setdefault(*files.COMPILE_CACHE)
 os.environ.setdefault(*ROW_BY_ROW)  # as servers on a CPU have it
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+gpu_environment.enter()
 patches.apply("megatron", "litellm")
 settings.register_profile("busy", deadline=None)  # of an example: a machine may be busy with others
 settings.load_profile("busy")
