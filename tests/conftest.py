@@ -16,7 +16,7 @@ from hypothesis import settings
 from megatron_collab.config import Config
 from megatron_collab.inference import ROW_BY_ROW
 from megatron_collab.inference.server import SGLangServer
-from megatron_collab.runtime import files
+from megatron_collab.runtime import files, gpu_environment
 from tests import gpus, processes
 from tests.helpers import free_port, make_model
 from tests.patched import PatchOnImport
@@ -26,6 +26,7 @@ os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 os.environ.setdefault(*files.COMPILE_CACHE)
 os.environ.setdefault(*ROW_BY_ROW)  # as servers on a CPU have it
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+gpu_environment.enter()
 sys.meta_path.insert(0, PatchOnImport("megatron", "litellm"))
 settings.register_profile("busy", deadline=None)  # of an example: a machine may be busy with others
 settings.load_profile("busy")

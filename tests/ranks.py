@@ -20,6 +20,7 @@ from safetensors.numpy import save_file
 from megatron_collab.algo.advantages import with_advantages
 from megatron_collab.config import Config
 from megatron_collab.models import hf_to_megatron
+from megatron_collab.runtime import gpu_environment
 from megatron_collab.types import Batch, Credit, Sample
 from tests import gpus
 from tests.forked import Ended
@@ -86,9 +87,9 @@ def end_ranks(
     else:
         if lacking := gpus.lacking(ranks, engine=engine):
             pytest.skip(lacking)
-        # What runtime/device.py gives the ranks of a run.
-        environment |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NVTE_FLASH_ATTN": "0"}
-        environment["NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"] = "1"
+        # A function may train in one layout after another, and CUDA begins once: the ranks have what any of them needs.
+        every = {"parallel.tp": 2, "parallel.cp": 2, "model.fp8": "hybrid", "model.fp8_recipe": "delayed"}
+        environment = gpu_environment.environment(environment, configured(Config(), {"launch.device": "cuda"} | every))
         words = ["spawn"]
     with tempfile.NamedTemporaryFile() as call:
         Path(call.name).write_bytes(pickle.dumps((ranks, pickle.dumps((function, arguments)))))

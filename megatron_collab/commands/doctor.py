@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_collab import patches
 from megatron_collab.commands import ArgumentParser, positive
 from megatron_collab.config import Config, ConfigError, EndpointConfig, compose, make_absolute
-from megatron_collab.runtime import device, gpu_set
+from megatron_collab.runtime import device, gpu_environment, gpu_set, toolkit
 from megatron_collab.types import Message, Task
 
 if TYPE_CHECKING:
@@ -56,6 +56,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def print_probes() -> int:
     """A table of the probes; the last column says what is used in place of a missing one."""
+    device.probe("nvcc")  # says which compilers of modules are passed over; a run's processes do not have them
+    gpu_environment.enter()
     found = device.probes()
     rows = [("", "found", "enables", "without it"), ("python", platform.python_version(), "everything", "-")]
     for probe in found:
@@ -71,15 +73,19 @@ def print_probes() -> int:
     for fault in faults:
         print(f"\n{fault.part} {fault.detail}\n  -> {fault.mend}")
     if not any(fault.part in ("torch", "torch-memory-saver") for fault in faults):
-        _print_preload()
+        _print_libraries()
     selected = device.select("auto")
     print(f"\nChanges to libraries in force (megatron_collab/patches):\n{patches.table()}")
     print(f"\nlaunch.device=auto selects {selected.type}, with torch.distributed over {selected.backend}.")
     return 1 if faults else 0
 
 
-def _print_preload() -> None:
-    """What a process saw that was started as SGLang starts the schedulers of colocated servers."""
+def _print_libraries() -> None:
+    """CUDA's files in a process of a run, and in one that is started as colocated servers start their schedulers."""
+    if not toolkit.torch_cuda():
+        return
+    print("\nCUDA's libraries in a process of a run:")
+    _print_table([(name, ", ".join(files) or "none") for name, files in gpu_set.mapped().items()])
     if (hook := gpu_set.saver_hook()) is None:
         return
     seen = gpu_set.preload(hook)

@@ -31,7 +31,7 @@ from megatron_collab.inference import (
 from megatron_collab.inference.server_args import plain, words
 from megatron_collab.models import hf_config
 from megatron_collab.models.parallel_layout import first_gpu, servers_per_node
-from megatron_collab.runtime import device, hub, keys, network, stacks, toolkit
+from megatron_collab.runtime import device, gpu_environment, hub, keys, network, stacks, toolkit
 from megatron_collab.runtime.files import CACHE, COMPILE_CACHE, ScratchFolder
 from megatron_collab.runtime.network import bindable
 from megatron_collab.runtime.process import RunStopped, beat, wait_for
@@ -392,10 +392,7 @@ def _environment(config: Config, api_key: str, index: int) -> dict[str, str]:
         "FLASHINFER_WORKSPACE_BASE": str(cache),
         "SGLANG_JIT_DEEPGEMM_FAST_WARMUP": "1",  # else it first compiles for 10 to 20 minutes by its own log
     }
-    # What SGLang preloads into its schedulers finds CUDA's runtime in the wheels by this path alone.
-    if path := toolkit.library_path(inherited.get("LD_LIBRARY_PATH")):
-        settings["LD_LIBRARY_PATH"] = path
-    return kernels | inherited | settings | toolkit.compilers(cache / "lib")
+    return kernels | gpu_environment.environment(inherited) | settings | toolkit.compilers(cache / "lib")
 
 
 def _left_behind(group: int) -> set[Path]:

@@ -32,7 +32,7 @@ from megatron_collab.models import parallel_layout
 from megatron_collab.observability import evaluations, records
 from megatron_collab.rollout import asked_models
 from megatron_collab.rollout.tools import toolbox
-from megatron_collab.runtime import device, hub, network
+from megatron_collab.runtime import device, gpu_environment, hub, network
 from megatron_collab.runtime.process import RunStopped
 
 FOLDER = "hf"  # in run.dir: the checkpoint that is evaluated, as a Hugging Face folder
@@ -97,6 +97,7 @@ def load(arguments: Sequence[str], defaults: Mapping[str, Any] = {}, builds: boo
         message = f"{each.setting}={each.endpoint.model}: calls no tools yet; {out}"
         require(not (config.rollout.tools or config.rollout.mcp_servers), message)
     validate.check_settings(config)
+    gpu_environment.enter(config)
     validate.check_files_of_users(config)
     for one in evaluation_sets(config) if assistant.model and assistant.temperature is None else ():
         message = f"{one.setting}: temperature={one.temperature}, and assistant.temperature=null sends none; remove one"

@@ -11,7 +11,7 @@ from functools import partial
 from megatron_collab.config import Config, ConfigError
 from megatron_collab.launch import prepare
 from megatron_collab.launch.help import composed, help_text
-from megatron_collab.runtime import device, keys, network, process, signals
+from megatron_collab.runtime import keys, network, process, signals
 from megatron_collab.runtime.redact import redact_output
 
 Prepared = tuple[Config, Callable[[], None]]  # the settings, and what every rank runs
@@ -51,7 +51,7 @@ def _run(module: str, description: str | None, arguments: list[str], prepared: C
     config, work = found
     if not process.under_torchrun():
         prepare.replace_by_torchrun(config, module, arguments)
-    os.environ |= device.variables(config) | os.environ | network.variables(config)
+    os.environ |= network.variables(config)
     process.die_with_parent(int(os.environ.get(process.LAUNCHER, "0")))  # 0: torchrun was started by hand
     signals.keep_notices(process.global_rank(), config.launch.grace)
     try:

@@ -40,7 +40,7 @@ from megatron_collab.rollout.tools import toolbox
 from megatron_collab.rollout.users import DEFAULT, split_user
 from megatron_collab.rollout.users.llm import users_prompt
 from megatron_collab.rollout.users.named import user_settings
-from megatron_collab.runtime import device, hub, network
+from megatron_collab.runtime import device, gpu_environment, hub, network
 from megatron_collab.runtime.redact import redacted
 
 # recipe: first compute capability that TransformerEngine 2.20 runs it on, the first that it does not, and why
@@ -60,8 +60,9 @@ def load(overrides: Sequence[str]) -> Config:
 
 
 def validate(config: Config) -> None:
-    """Cross-checks that need no process and no model in memory."""
+    """Cross-checks that need no process and no model in memory. This process then has a rank's environment."""
     check_settings(config)
+    gpu_environment.enter(config)  # CUDA may begin with the libraries that are imported below
     try:
         device.select(config.launch.device)
         network.address(config)

@@ -21,7 +21,7 @@ from megatron_collab.llm.caller import ask_as, caller
 from megatron_collab.llm.served import ServedModel
 from megatron_collab.llm.tape import open_tape
 from megatron_collab.reward import metrics
-from megatron_collab.runtime import keys, stacks
+from megatron_collab.runtime import gpu_environment, keys, stacks
 from megatron_collab.runtime.process import RunStopped
 from megatron_collab.runtime.redact import redact_output
 from megatron_collab.types import Conversation, Ending, Missing, Score, Task
@@ -59,6 +59,7 @@ class RewardWorker:
         """
         keys.take()
         if name:
+            gpu_environment.enter()
             redact_output()
             stacks.register(Path(config.run.dir) / stacks.FOLDER, name)
         reward = config.reward

@@ -18,7 +18,7 @@ from megatron_collab.data import assistants
 from megatron_collab.data.evaluation import EvaluationSet, settings_of
 from megatron_collab.reward.workers import RewardClient, RewardWorker
 from megatron_collab.rollout.tools.toolbox import make_tools, schemas
-from megatron_collab.runtime import keys, stacks
+from megatron_collab.runtime import gpu_environment, keys, stacks
 from megatron_collab.runtime.process import imports_done
 from megatron_collab.runtime.ray_cluster import start_actor
 from megatron_collab.runtime.redact import redact_output
@@ -49,6 +49,7 @@ class ConversationWorker:
         `served`: by name, the models beside the policy that the run serves.
         """
         keys.take()
+        gpu_environment.enter()
         redact_output()
         stacks.register(Path(config.run.dir) / stacks.FOLDER, name)
         gc.disable()  # imports make no garbage, and looking for it takes a quarter of their time

@@ -1,6 +1,6 @@
 """What this machine has: the device, its torch.distributed backend, and optional libraries. No other module probes.
 
-Import-light: torch and the probed libraries are imported only by their probes.
+Import-light: torch and the probed libraries are imported only by their probes. CUDA does not begin in this process.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ from functools import cache
 from importlib import metadata
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron_collab.runtime import toolkit
+from megatron_collab.runtime import driver, toolkit
 
 if TYPE_CHECKING:
     import torch
-
-    from megatron_collab.config import Config
 
 GPU = "cuda"  # as torch names it
 
@@ -139,11 +137,10 @@ def _cuda() -> tuple[bool, str]:
         return True, "one on paper"
     if not probe("torch").found:
         return False, "torch is missing"
-    import torch
-
-    if not torch.cuda.is_available():
-        return False, "no CUDA device is visible" if torch.version.cuda else "torch is a CPU build"
-    return True, f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
+    if not toolkit.torch_cuda():
+        return False, "torch is a CPU build"
+    devices, fault = driver.driver()
+    return (True, f"{len(devices)} x {devices[0].name}") if devices else (False, f"no CUDA device is visible: {fault}")
 
 
 def _slurm() -> tuple[bool, str]:
@@ -154,17 +151,12 @@ def _slurm() -> tuple[bool, str]:
 
 def count() -> int:
     """How many CUDA devices are visible."""
-    import torch
-
-    return torch.cuda.device_count()
+    return len(driver.driver().devices) if probe(GPU).found else 0
 
 
-@cache
 def capability() -> tuple[int, int] | None:
-    """CUDA compute capability of the weakest visible device, as (9, 0); None where there is no device."""
-    import torch
-
-    return min(map(torch.cuda.get_device_capability, range(torch.cuda.device_count())), default=None)
+    """CUDA compute capability of the weakest visible device, as (9, 0); None without a device."""
+    return min((device.capability for device in driver.driver().devices), default=None) if probe(GPU).found else None
 
 
 def synchronize(*tensors: torch.Tensor) -> None:
@@ -184,27 +176,6 @@ def free_cache() -> None:
         torch.cuda.empty_cache()
 
 
-def variables(config: Config) -> dict[str, str]:
-    """Environment of a trainer rank on GPUs, where it is not set; read when CUDA and TransformerEngine begin.
-
-    One hardware queue keeps the order in which Megatron launches a collective and the product that is to run beside it
-    (megatron/core/tensor_parallel/layers.py); from Blackwell on it needs no help. Context parallelism over
-    FlashAttention wants a second list of lengths, with padding, which packed micro-batches lack; cuDNN's does not.
-    TransformerEngine loads the history of delayed scaling, a pickle, only where it is told that it may: a run's
-    checkpoints are its own.
-    """
-    if select(config.launch.device).type != GPU:
-        return {}
-    parallel, found = config.parallel, dict[str, str]()
-    if max(parallel.tp, parallel.cp) > 1 and (capability() or (0, 0)) < (10, 0):
-        found["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    if parallel.cp > 1:
-        found["NVTE_FLASH_ATTN"] = "0"
-    if config.model.fp8 and config.model.fp8_recipe == "delayed":
-        found["NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"] = "1"
-    return found
-
-
 def select(setting: str) -> Device:
     """The device for launch.device: auto takes CUDA where it is visible. ValueError for cuda where there is none.
 
@@ -214,5 +185,5 @@ def select(setting: str) -> Device:
         return Device("cpu", "fake")
     found = setting != "cpu" and probe("cuda").found
     if setting == "cuda" and not found:
-        raise ValueError("launch.device=cuda: no CUDA device is visible; use launch.device=cpu")
+        raise ValueError(f"launch.device=cuda: {probe(GPU).detail}; use launch.device=cpu")
     return Device("cuda", "nccl") if found else Device("cpu", "gloo")

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from megatron_collab.runtime import device, toolkit
+from megatron_collab.runtime import device, gpu_environment, toolkit
 
 _OWNERS = {"megatron-collab": "gpu", "transformer-engine": "pytorch core-cu13", "sglang": ""}  # with their extras
 _LIFTED = ("openai",)  # requirements/packages.override has another version
@@ -35,6 +35,12 @@ _MODULES = {
 _DRIVER = "libcuda.so"  # is not there without a GPU, which is no fault of a package
 _SAVER, _HOOK = "torch-memory-saver", "torch_memory_saver_hook_mode_preload"
 _LIBRARY = "install the wheel that has this library, or name its folder in LD_LIBRARY_PATH"
+_CUDA_LIBRARIES = ("cudart", "cublas", "cudnn", "nvrtc", "nccl")
+_IMPORTS = """
+import contextlib, torch
+with contextlib.suppress(Exception):
+    import transformer_engine.pytorch
+"""
 _MAPPED = "print(*sorted({line.split()[-1] for line in open('/proc/self/maps') if '.so' in line}), sep='\\n')"
 
 
@@ -74,11 +80,20 @@ class Preload(NamedTuple):
     skipped: bool = False
 
 
+def mapped() -> dict[str, list[str]]:
+    """By name, the files of CUDA's libraries in a process that imported torch, and TransformerEngine if it can.
+
+    It has the environment of a run's processes. Of one library there should be one file.
+    """
+    command = [sys.executable, "-c", _IMPORTS + _MAPPED]
+    process = subprocess.run(command, env=gpu_environment.environment(os.environ), capture_output=True, text=True)
+    files = process.stdout.splitlines()
+    return {name: [file for file in files if Path(file).name.startswith(f"lib{name}.so")] for name in _CUDA_LIBRARIES}
+
+
 def saver_hook() -> Path | None:
     """The library of torch-memory-saver that SGLang preloads into its schedulers; None without one for torch's CUDA."""
-    import torch
-
-    if not (torch.version.cuda and _version(_SAVER)):
+    if not (toolkit.torch_cuda() and _version(_SAVER)):
         return None
     from torch_memory_saver.utils import get_binary_path_from_package
 
@@ -90,8 +105,7 @@ def preload(hook: Path) -> Preload:
 
     A library that is missing ends it before Python begins, with code 127.
     """
-    path = toolkit.library_path(os.environ.get("LD_LIBRARY_PATH"))
-    environment = os.environ | {"LD_LIBRARY_PATH": path, "LD_PRELOAD": str(hook)}
+    environment = gpu_environment.environment(os.environ) | {"LD_PRELOAD": str(hook)}
     command = [sys.executable, "-I", "-S", "-c", _MAPPED]
     process = subprocess.run(command, env=environment, capture_output=True, text=True)
     libraries = tuple(process.stdout.split("\n"))

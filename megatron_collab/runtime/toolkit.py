@@ -1,17 +1,19 @@
 """CUDA's compiler and libraries on this machine: those of torch's CUDA wheels, else a toolkit of the machine's own.
 
-Import-light: torch is imported only to compare versions.
+Import-light: torch's own file says which CUDA it was built with.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 import sysconfig
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 _INSTALLER = "/usr/local/cuda"  # the folder of CUDA's own installer
@@ -22,10 +24,21 @@ def programs() -> str:
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
+@cache
+def torch_cuda() -> str | None:
+    """The CUDA that torch was built with, as 13.0, without importing it; None for a build for CPUs, or no torch."""
+    spec = find_spec("torch")
+    return runpy.run_path(str(Path(spec.origin).parent / "version.py"))["cuda"] if spec and spec.origin else None
+
+
+def _major() -> str:
+    return (torch_cuda() or "").partition(".")[0]
+
+
 def wheels() -> Path | None:
-    """The folder of the newest CUDA among the wheels, as site-packages/nvidia/cu13; None if none has its runtime."""
-    folders = sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/cu*"), reverse=True)
-    return next((folder for folder in folders if any(folder.glob("lib/libcudart.so.*"))), None)
+    """The folder of torch's CUDA among the wheels, as site-packages/nvidia/cu13; None if its runtime is not there."""
+    folder = Path(sysconfig.get_path("purelib")) / "nvidia" / f"cu{_major()}"
+    return folder if any(folder.glob("lib/libcudart.so.*")) else None
 
 
 def libraries() -> list[str]:
@@ -49,34 +62,30 @@ def library_path(inherited: str | None) -> str:
 
 @cache
 def cuda_home() -> str | None:
-    """The folder of CUDA's compiler: the one that is set, the wheels', the machine's own; None without one.
+    """The folder of CUDA's compiler: the wheels', the one that is set, the machine's own; None without one.
 
-    The wheels' is of the CUDA that torch was built with. One of another CUDA is passed over, as its kernels want
-    another runtime library; and nvcc in PATH may be a script that calls one elsewhere.
+    One of another CUDA than torch's is passed over, as its kernels want another runtime library; and nvcc in PATH may
+    be a script that calls one elsewhere.
     """
     return next((home for home in homes() if not other_cuda(home)), None)
 
 
 def homes() -> list[str]:
     """Folders with a compiler, in order of preference."""
-    on_path = shutil.which("nvcc")
-    in_wheels = sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/cu*"), reverse=True)
-    folders = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), *map(str, in_wheels)]
+    on_path, in_wheels = shutil.which("nvcc"), Path(sysconfig.get_path("purelib")) / "nvidia" / f"cu{_major()}"
+    folders = [str(in_wheels), os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
     folders += [on_path and str(Path(on_path).parents[1]), _INSTALLER]
     return [folder for folder in dict.fromkeys(filter(None, folders)) if (Path(folder) / "bin" / "nvcc").is_file()]
 
 
 def other_cuda(home: str) -> str | None:
     """The version of the compiler in `home` if its major part is not that of torch's CUDA; None also if unknown."""
-    import torch
-
     try:
         output = subprocess.run([Path(home) / "bin" / "nvcc", "--version"], capture_output=True, text=True).stdout
     except OSError:
         return None
     release = re.search(r"release (\d+)\.\d+", output)
-    major = (torch.version.cuda or "").partition(".")[0]
-    return release[0].removeprefix("release ") if release and major and release[1] != major else None
+    return release[0].removeprefix("release ") if release and _major() and release[1] != _major() else None
 
 
 def compilers(folder: Path) -> dict[str, str]:

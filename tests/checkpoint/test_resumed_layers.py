@@ -49,7 +49,7 @@ def lacks_fp8(device_type: str) -> str:
 
 def live_in_both_layers(folder: Path, names: list[str], device_type: str) -> dict[str, Any]:
     """By the name of LIVES: what was saved and what was loaded, and the next step's metrics of both."""
-    os.environ["NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"] = "1"  # as runtime/device.py has it on GPUs
+    os.environ["NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"] = "1"  # as runtime/gpu_environment.py has it on GPUs
     found = {}
     with parallel.init_parallel(make_config(folder, {"launch.device": device_type})):
         for name in names:

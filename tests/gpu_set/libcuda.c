@@ -2,9 +2,41 @@
  *
  * Some libraries of the set for GPUs are linked with libcuda.so.1 and cannot be imported without it. These are the
  * functions that they name; which, tells `nm -D --undefined-only` of each. `make test-gpu-set` compiles this file.
+ *
+ * With STAND_IN_DEVICES=N it names N devices that can compute nothing, of a driver for CUDA STAND_IN_CUDA (13000: 13.0).
+ * With STAND_IN_LOG=FOLDER every process writes a file there when CUDA begins in it, which is its first cuInit: a line with its
+ * command, and the environment as CUDA reads it then, as /proc/PID/environ shows that of a start.
  */
 
-enum { CUDA_ERROR_NO_DEVICE = 100 };
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+enum { CUDA_SUCCESS = 0, CUDA_ERROR_NO_DEVICE = 100, CAPABILITY_MAJOR = 75 };
+
+static int setting(const char *name, int otherwise) {
+    const char *text = getenv(name);
+    return text ? atoi(text) : otherwise;
+}
+
+static int devices(void) { return setting("STAND_IN_DEVICES", 0); }
+
+static void record(const char *folder) {
+    char path[4096];
+    int letter;
+    snprintf(path, sizeof path, "%s/%d", folder, getpid());
+    FILE *file = fopen(path, "wx"), *command = fopen("/proc/self/cmdline", "r");
+    if (file && command) {
+        while ((letter = getc(command)) != EOF) putc(letter ? letter : ' ', file);
+        putc('\n', file);
+        for (char **entry = environ; *entry; entry++) fwrite(*entry, 1, strlen(*entry) + 1, file);
+    }
+    if (file) fclose(file);
+    if (command) fclose(command);
+}
 
 #define NO_DEVICE(function) \
     int function(void) { return CUDA_ERROR_NO_DEVICE; }
@@ -13,20 +45,65 @@ enum { CUDA_ERROR_NO_DEVICE = 100 };
     int function(int error, const char **text) { \
         (void)error; \
         *text = "no device: a stand-in for the driver"; \
-        return 0; \
+        return CUDA_SUCCESS; \
     }
 
 TEXT(cuGetErrorName)
 TEXT(cuGetErrorString)
 
+int cuInit(unsigned flags) {
+    (void)flags;
+    if (getenv("STAND_IN_LOG")) record(getenv("STAND_IN_LOG"));
+    return devices() ? CUDA_SUCCESS : CUDA_ERROR_NO_DEVICE;
+}
+
+int cuDriverGetVersion(int *version) {
+    *version = setting("STAND_IN_CUDA", 13000);
+    return CUDA_SUCCESS;
+}
+
+int cuDeviceGetCount(int *count) {
+    *count = devices();
+    return CUDA_SUCCESS;
+}
+
+int cuDeviceGet(int *device, int index) {
+    *device = index;
+    return index < devices() ? CUDA_SUCCESS : CUDA_ERROR_NO_DEVICE;
+}
+
+int cuDeviceGetName(char *name, int length, int device) {
+    (void)device;
+    snprintf(name, length, "Stand-in H100");
+    return CUDA_SUCCESS;
+}
+
+int cuDeviceGetAttribute(int *value, int attribute, int device) {
+    *value = attribute == CAPABILITY_MAJOR ? 9 : 0;
+    return device < devices() ? CUDA_SUCCESS : CUDA_ERROR_NO_DEVICE;
+}
+
+static NO_DEVICE(none)
+
+int cuGetProcAddress_v2(const char *symbol, void **function, int version, unsigned long flags, int *status) {
+    char second[128];
+    (void)version, (void)flags;
+    if (status) *status = 0;
+    snprintf(second, sizeof second, "%s_v2", symbol);
+    *function = dlsym(RTLD_DEFAULT, second);
+    if (!*function) *function = dlsym(RTLD_DEFAULT, symbol);
+    if (!*function) *function = (void *)none;
+    return devices() ? CUDA_SUCCESS : CUDA_ERROR_NO_DEVICE;
+}
+
 NO_DEVICE(cuCtxFromGreenCtx) NO_DEVICE(cuCtxGetCurrent) NO_DEVICE(cuCtxGetDevice) NO_DEVICE(cuCtxGetId)
 NO_DEVICE(cuCtxPopCurrent_v2) NO_DEVICE(cuCtxPushCurrent_v2) NO_DEVICE(cuCtxSetCurrent)
-NO_DEVICE(cuDevResourceGenerateDesc) NO_DEVICE(cuDevSmResourceSplitByCount) NO_DEVICE(cuDeviceGet)
-NO_DEVICE(cuDeviceGetAttribute) NO_DEVICE(cuDeviceGetDevResource) NO_DEVICE(cuDevicePrimaryCtxGetState)
-NO_DEVICE(cuDevicePrimaryCtxRetain) NO_DEVICE(cuDriverGetVersion) NO_DEVICE(cuFuncGetAttribute)
+NO_DEVICE(cuDevResourceGenerateDesc) NO_DEVICE(cuDevSmResourceSplitByCount)
+NO_DEVICE(cuDeviceGetDevResource) NO_DEVICE(cuDevicePrimaryCtxGetState)
+NO_DEVICE(cuDevicePrimaryCtxRetain) NO_DEVICE(cuFuncGetAttribute)
 NO_DEVICE(cuFuncSetAttribute) NO_DEVICE(cuFuncSetCacheConfig) NO_DEVICE(cuGetExportTable)
-NO_DEVICE(cuGetProcAddress_v2) NO_DEVICE(cuGreenCtxCreate) NO_DEVICE(cuGreenCtxDestroy)
-NO_DEVICE(cuGreenCtxGetDevResource) NO_DEVICE(cuInit) NO_DEVICE(cuLaunchCooperativeKernel) NO_DEVICE(cuLaunchKernel)
+NO_DEVICE(cuGreenCtxCreate) NO_DEVICE(cuGreenCtxDestroy)
+NO_DEVICE(cuGreenCtxGetDevResource) NO_DEVICE(cuLaunchCooperativeKernel) NO_DEVICE(cuLaunchKernel)
 NO_DEVICE(cuLaunchKernelEx) NO_DEVICE(cuLinkAddData_v2) NO_DEVICE(cuLinkComplete) NO_DEVICE(cuLinkCreate_v2)
 NO_DEVICE(cuMemAddressFree) NO_DEVICE(cuMemAddressReserve) NO_DEVICE(cuMemCreate)
 NO_DEVICE(cuMemGetAllocationGranularity) NO_DEVICE(cuMemMap) NO_DEVICE(cuMemRelease) NO_DEVICE(cuMemSetAccess)

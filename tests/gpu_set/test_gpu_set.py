@@ -1,8 +1,9 @@
 """What only the set for GPUs can show, on a machine without a GPU: `make test-gpu-set` runs this there.
 
 The compiled part of TransformerEngine has the names, numbers and arguments of its stand-in; SGLang on CUDA takes our
-arguments, compiles its kernels, and starts its schedulers; a login node, which has the packages and no driver, plans
-runs. `wheels_alone.sh` starts the tests, so that no toolkit of the machine helps out.
+arguments, compiles its kernels, and starts its schedulers; ranks have their environment before CUDA begins; a login
+node, which has the packages and no driver, plans runs. `wheels_alone.sh` starts the tests, so that no toolkit of the
+machine helps out.
 """
 
 from __future__ import annotations
@@ -212,10 +213,46 @@ def test_the_schedulers_of_colocated_servers_start(tmp_path: Path) -> None:
     assert asked(run, str(file), environment=server_module._environment(Config(), "", 0)) == 0
 
 
+RUN = ["-m", "megatron_collab.train", "experiment=booking_sft", "launch.device=cuda"]
+LAUNCHES = {
+    "the program itself": RUN,
+    "our torchrun, as Slurm's script": ["-m", "megatron_collab.launch.torchrun", "--nproc-per-node=2", *RUN],
+    "torch's torchrun, by hand": ["-m", "torch.distributed.run", "--nproc-per-node=2", *RUN],
+}
+
+
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_ranks_have_their_environment_when_cuda_begins(launch: str, tmp_path: Path) -> None:
+    """However they are launched, in a shell with the modules of another CUDA. The devices are the stand-in's: the run
+    ends when the first tensor goes to one."""
+    (log := tmp_path / "cuda").mkdir()
+    environment = os.environ | {"STAND_IN_DEVICES": "2", "STAND_IN_LOG": str(log)}
+    environment |= {"CUDA_HOME": "/opt/cuda-12.4", "CUDA_PATH": "/opt/cuda-12.4", "CUDNN_HOME": "/opt/cudnn"}
+    environment["LD_LIBRARY_PATH"] += ":/opt/cuda-12.4/lib64"
+    command = [sys.executable, *LAUNCHES[launch], f"run.dir={tmp_path}/run", f"data.dir={tmp_path}/world"]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=800)
+    ranks = {}
+    for began in log.iterdir():
+        line, _, variables = began.read_text().partition("\n")
+        known = dict(variable.partition("=")[::2] for variable in variables.split("\0"))
+        if "LOCAL_RANK" in known and "driver.py" not in line:  # which asks for them in a process of its own
+            ranks[known["LOCAL_RANK"]] = known
+    assert ranks.keys() == {"0", "1"}, done.stdout + done.stderr
+    for known in ranks.values():
+        assert known["CUDA_DEVICE_MAX_CONNECTIONS"] == "1" and "CUDA_PATH" not in known
+        assert known["CUDA_HOME"] == str(toolkit.wheels())
+        assert known["CUDNN_HOME"] == str(toolkit.wheels().parent / "cudnn")
+        assert known["LD_LIBRARY_PATH"].split(":")[0] == str(toolkit.wheels() / "lib")
+
+
 def test_doctor_says_what_a_process_with_the_hook_saw() -> None:
     command = [sys.executable, "-m", "megatron_collab.commands", "doctor"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert f"preloaded, as in servers: a process started, with {toolkit.wheels()}/lib/libcudart.so.13" in done.stdout
+    places = {"cudart": "cu13", "cublas": "cu13", "cudnn": "cudnn", "nvrtc": "cu13", "nccl": "nccl"}
+    for name, place in places.items():
+        rows = [row.split() for row in done.stdout.splitlines() if row.split()[:1] == [name]]
+        assert [row[1].rpartition(".")[0] for row in rows] == [f"{toolkit.wheels().parent}/{place}/lib/lib{name}.so"]
 
 
 @pytest.mark.parametrize(

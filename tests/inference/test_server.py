@@ -414,10 +414,13 @@ def test_the_environment_on_gpus(on_gpus: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "1")
     monkeypatch.setenv("PATH", "/usr/bin")
     monkeypatch.setattr(toolkit, "cuda_home", lambda: "/opt/cuda")
+    monkeypatch.setattr(toolkit, "wheels", lambda: Path("/wheels/cu13"))
     monkeypatch.setattr(toolkit, "libraries", lambda: ["/wheels/cu13/lib"])
+    monkeypatch.setenv("CUDA_PATH", "/opt/cuda-12.4")
     monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/lib")
     made = server_module._environment(Config(), "key", 0)
     assert made["CUDA_HOME"] == "/opt/cuda" and made["LD_LIBRARY_PATH"] == "/wheels/cu13/lib:/opt/lib"
+    assert "CUDA_PATH" not in made
     assert not [name for name in made if "ALLOC_CONF" in name or "MEMORY_SAVER" in name]  # it would refuse to start
     assert made["SGLANG_JIT_DEEPGEMM_FAST_WARMUP"] == "1"  # else a first start in FP8 takes longer than start_timeout
     assert made["PATH"] == f"{Path(sys.executable).parent}:/usr/bin"

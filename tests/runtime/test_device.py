@@ -9,21 +9,16 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
 
-from megatron_collab.config import Config
-from megatron_collab.runtime import device
-from tests.helpers import configured
+from megatron_collab.runtime import device, driver, toolkit
 
 
 @pytest.fixture(autouse=True)
 def fresh_probes():
     """Probes are cached for the life of a process; these tests change what is there."""
     device.probe.cache_clear()
-    device.capability.cache_clear()
     yield
     device.probe.cache_clear()
-    device.capability.cache_clear()
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, folder: Path, distribution: str, version: str, code: str) -> None:
@@ -142,17 +137,29 @@ def test_cuda_where_there_is_none_names_the_setting(monkeypatch: pytest.MonkeyPa
         device.select("cuda")
 
 
+def with_devices(monkeypatch: pytest.MonkeyPatch, *capabilities: tuple[int, int], fault: str = "") -> None:
+    devices = tuple(driver.Device("NVIDIA H100", capability) for capability in capabilities)
+    monkeypatch.setattr(toolkit, "torch_cuda", lambda: "13.0")
+    monkeypatch.setattr(driver, "driver", lambda: driver.Driver(devices, fault))
+
+
 def test_the_weakest_device_decides_the_capability(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_cuda(monkeypatch, True)
-    found = [(9, 0), (8, 9), (10, 0)]
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(found))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: found[index])
-    assert device.capability() == (8, 9)
+    with_devices(monkeypatch, (9, 0), (8, 9), (10, 0))
+    assert device.probe("cuda").detail == "3 x NVIDIA H100"
+    assert device.count() == 3 and device.capability() == (8, 9)
 
 
 def test_without_a_device_there_is_no_capability(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_cuda(monkeypatch, False)
-    assert device.capability() is None
+    with_devices(monkeypatch, fault="no driver")
+    assert device.probe("cuda").detail == "no CUDA device is visible: no driver"
+    assert device.count() == 0 and device.capability() is None
+
+
+def test_a_torch_for_cpus_has_no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_devices(monkeypatch, (9, 0))
+    monkeypatch.setattr(toolkit, "torch_cuda", lambda: None)
+    assert device.probe("cuda").detail == "torch is a CPU build"
+    assert device.count() == 0 and device.capability() is None
 
 
 @pytest.mark.processes
@@ -163,25 +170,6 @@ def test_importing_the_module_imports_no_library() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
-
-
-@pytest.mark.parametrize(
-    ("settings", "capability", "wanted"),
-    [
-        ({}, (9, 0), {}),
-        ({"parallel.tp": 2}, (9, 0), {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
-        ({"parallel.tp": 2}, (10, 0), {}),
-        ({"parallel.cp": 2}, (10, 0), {"NVTE_FLASH_ATTN": "0"}),
-        ({"model.fp8": "hybrid", "model.fp8_recipe": "delayed"}, (9, 0), {"NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "1"}),
-        ({"parallel.tp": 2, "launch.device": "cpu"}, (9, 0), {}),
-    ],
-)
-def test_the_environment_of_ranks_on_gpus(
-    monkeypatch: pytest.MonkeyPatch, settings: dict[str, object], capability: tuple[int, int], wanted: dict[str, str]
-) -> None:
-    monkeypatch.setattr(device, "probe", lambda name: device.Probe(name, True, "", "", ""))
-    monkeypatch.setattr(device, "capability", lambda: capability)
-    assert device.variables(configured(Config(), settings)) == wanted
 
 
 @pytest.mark.gpu

@@ -160,6 +160,11 @@ def hook(tmp_path: Path) -> Path:
     return hook
 
 
+def with_libraries(monkeypatch: pytest.MonkeyPatch, *folders: Path) -> None:
+    monkeypatch.setattr(toolkit, "wheels", lambda: folders[0] if folders else None)
+    monkeypatch.setattr(toolkit, "libraries", lambda: [str(folder) for folder in folders])
+
+
 @pytest.mark.processes
 def test_a_hook_is_preloaded_with_the_libraries_of_the_wheels(
     monkeypatch: pytest.MonkeyPatch, hook: Path, put: Put
@@ -167,10 +172,10 @@ def test_a_hook_is_preloaded_with_the_libraries_of_the_wheels(
     """Without them the loader ends the process: SGLang's schedulers, with code 127."""
     put()
     monkeypatch.setattr(gpu_set, "saver_hook", lambda: hook)
-    monkeypatch.setattr(toolkit, "libraries", lambda: [str(hook.parent / "wheels")])
+    with_libraries(monkeypatch, hook.parent / "wheels")
     assert str(hook.parent / "wheels" / "libneeded.so.1") in gpu_set.preload(hook).libraries
     assert faults() == {}
-    monkeypatch.setattr(toolkit, "libraries", lambda: [])
+    with_libraries(monkeypatch)
     detail, mend = faults()["torch-memory-saver"]
     assert "libneeded.so.1: cannot open shared object file" in detail and "LD_LIBRARY_PATH" in mend
 
@@ -178,5 +183,18 @@ def test_a_hook_is_preloaded_with_the_libraries_of_the_wheels(
 @pytest.mark.processes
 def test_on_a_login_node_no_hook_is_tried(monkeypatch: pytest.MonkeyPatch, hook: Path) -> None:
     monkeypatch.setattr(gpu_set, "_DRIVER", "libneeded.so")
-    monkeypatch.setattr(toolkit, "libraries", lambda: [])
+    with_libraries(monkeypatch)
     assert gpu_set.preload(hook).skipped
+
+
+@pytest.mark.processes
+def test_the_files_of_cudas_libraries_are_listed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of a process of its own, which finds them in the wheels' folders."""
+    (tmp_path / "empty.c").touch()
+    for name in ("libcudart.so.13", "libcudart_other.so.1", "libnccl.so.2"):
+        subprocess.run(["cc", "-shared", "-fPIC", "-o", tmp_path / name, tmp_path / "empty.c"], check=True)
+    names = [path.name for path in tmp_path.glob("*.so.*")]
+    monkeypatch.setattr(gpu_set, "_IMPORTS", f"import ctypes\nfor name in {names}: ctypes.CDLL(name)\n")
+    with_libraries(monkeypatch, tmp_path)
+    listed = {"cudart": [f"{tmp_path}/libcudart.so.13"], "nccl": [f"{tmp_path}/libnccl.so.2"]}
+    assert gpu_set.mapped() == {"cublas": [], "cudnn": [], "nvrtc": []} | listed

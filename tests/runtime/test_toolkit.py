@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from megatron_collab.runtime import toolkit
 
@@ -16,18 +15,21 @@ from megatron_collab.runtime import toolkit
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
     """The choice is cached for the life of a process; these tests change what is there."""
-    toolkit.cuda_home.cache_clear()
+    for choice in (toolkit.cuda_home, toolkit.torch_cuda):
+        choice.cache_clear()
     yield
-    toolkit.cuda_home.cache_clear()
+    for choice in (toolkit.cuda_home, toolkit.torch_cuda):
+        choice.cache_clear()
 
 
 @pytest.fixture
 def wheels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """site-packages/nvidia with the libraries of CUDA 13 and cuDNN, and a folder of headers alone."""
-    for library in ("cu13/lib/libcudart.so.13", "cudnn/lib/libcudnn.so.9", "mathdx/include/mathdx.h", "cu14/lib/new"):
+    """site-packages/nvidia with the libraries of CUDA 13 and cuDNN, and folders without libraries."""
+    for library in ("cu13/lib/libcudart.so.13", "cudnn/lib/libcudnn.so.9", "mathdx/include/mathdx.h", "nccl/lib/notes"):
         (tmp_path / "nvidia" / library).parent.mkdir(parents=True)
         (tmp_path / "nvidia" / library).touch()
     monkeypatch.setattr(toolkit.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(toolkit, "torch_cuda", lambda: "13.0")
     return tmp_path / "nvidia"
 
 
@@ -40,35 +42,37 @@ def test_the_folders_of_the_wheels_come_first_in_the_library_path(wheels: Path) 
     assert toolkit.library_path(toolkit.library_path("/opt/lib")) == toolkit.library_path("/opt/lib")
 
 
+def test_which_cuda_torch_has_is_known_without_importing_it() -> None:
+    import torch
+
+    assert toolkit.torch_cuda() == torch.version.cuda
+
+
 def test_without_wheels_of_cuda_the_library_path_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(toolkit.sysconfig, "get_path", lambda name: str(tmp_path))
     assert toolkit.libraries() == [] and toolkit.library_path("/opt/lib") == "/opt/lib"
 
 
-def test_the_compiler_is_the_one_that_is_set_or_a_wheels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_compiler_is_the_wheels_or_the_one_that_is_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path / "none"))
     monkeypatch.setattr(toolkit.sysconfig, "get_path", lambda name: str(tmp_path))
-    monkeypatch.setattr(toolkit, "_INSTALLER", str(tmp_path / "none"))
+    monkeypatch.setattr(toolkit, "torch_cuda", lambda: "13.0")
+    monkeypatch.setattr(toolkit, "_INSTALLER", str(tmp_path / "installed"))
     assert not toolkit.nvcc()[0]
     assert toolkit.nvcc()[1] == "none in CUDA_HOME or PATH, nor the wheel nvidia-cuda-nvcc"
-    for home in ("nvidia/cu13", "toolkit"):
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "set"))
+    for home in ("installed", "set", "nvidia/cu13"):  # each is preferred to those before
         (tmp_path / home / "bin").mkdir(parents=True)
         (tmp_path / home / "bin" / "nvcc").touch()
-    toolkit.cuda_home.cache_clear()
-    assert toolkit.cuda_home() == str(tmp_path / "nvidia/cu13")
-    monkeypatch.setattr(toolkit, "_INSTALLER", str(tmp_path / "toolkit"))
-    toolkit.cuda_home.cache_clear()
-    assert toolkit.cuda_home() == str(tmp_path / "nvidia/cu13")
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "toolkit"))
-    toolkit.cuda_home.cache_clear()
-    assert toolkit.nvcc()[1] == str(tmp_path / "toolkit")
+        toolkit.cuda_home.cache_clear()
+        assert toolkit.cuda_home() == toolkit.nvcc()[1] == str(tmp_path / home)
 
 
 def test_a_compiler_of_another_cuda_than_torchs_is_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Clusters set CUDA_HOME to what their other users want; doctor says that it is not used."""
-    for home, release in (("set", "12.4"), ("nvidia/cu13", "13.1")):
+    for home, release in (("set", "12.4"), ("nvidia/cu13", "13.1"), ("nvidia/cu12", "13.1")):
         (tmp_path / home / "bin").mkdir(parents=True)
         (nvcc := tmp_path / home / "bin" / "nvcc").write_text(
             f"#!/bin/sh\necho 'tools, release {release}, V{release}.9'\n"
@@ -78,10 +82,10 @@ def test_a_compiler_of_another_cuda_than_torchs_is_passed_over(monkeypatch: pyte
     monkeypatch.setattr(toolkit.sysconfig, "get_path", lambda name: str(tmp_path))
     for cuda, used in (("13.0", "nvidia/cu13"), ("12.8", "set"), (None, "set")):
         toolkit.cuda_home.cache_clear()
-        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setattr(toolkit, "torch_cuda", lambda cuda=cuda: cuda)
         assert toolkit.cuda_home() == str(tmp_path / used)
     toolkit.cuda_home.cache_clear()
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(toolkit, "torch_cuda", lambda: "13.0")
     assert toolkit.nvcc()[1] == f"{tmp_path}/nvidia/cu13; not {tmp_path}/set, of CUDA 12.4"
 
 

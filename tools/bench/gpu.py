@@ -41,7 +41,7 @@ from megatron_collab import patches
 from megatron_collab.config import Config
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.hf_to_megatron import hf_shapes
-from megatron_collab.runtime import device
+from megatron_collab.runtime import device, gpu_environment
 from megatron_collab.runtime.network import alone
 from megatron_collab.runtime.process import EXIT_BAD_INPUT
 from megatron_collab.types import Batch, Sample
@@ -214,6 +214,7 @@ def main() -> int:
     parser.add_argument("--part", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--smoke", action="store_true", help="small, on any machine: shows that it runs, no figures")
     arguments = parser.parse_args()
+    gpu_environment.enter()
     size, here = SMOKE if arguments.smoke else FULL, device.probe(device.GPU)
     if arguments.part:
         part, folder = arguments.part

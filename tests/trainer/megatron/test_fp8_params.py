@@ -74,7 +74,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def live(folder: Path) -> dict[str, Any]:
     """As one of the data parallel ranks: by recipe the run with such parameters and without, and resumed ones."""
     megatron_config._engine = lambda dtype: dtype.itemsize == 2
-    os.environ["NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"] = "1"  # as runtime/device.py has it on GPUs
+    os.environ["NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"] = "1"  # as runtime/gpu_environment.py has it on GPUs
     results: dict[str, Any] = {}
     for recipe in RECIPES:
         for kept in (True, False):

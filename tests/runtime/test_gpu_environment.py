@@ -1,0 +1,87 @@
+"""The environment of processes that may use a GPU: CUDA of the wheels, and what ranks have before CUDA begins."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from megatron_collab.config import Config
+from megatron_collab.runtime import device, gpu_environment, toolkit
+from tests.helpers import configured
+
+MODULE = {
+    "CUDA_HOME": "/opt/cuda-12.4",
+    "CUDA_PATH": "/opt/cuda-12.4",
+    "CUDA_ROOT": "/opt/cuda-12.4",
+    "CUDNN_HOME": "/opt/cudnn",
+    "CUDNN_PATH": "/opt/cudnn",
+    "LD_LIBRARY_PATH": "/opt/cuda-12.4/lib64:/opt/cudnn/lib",
+    "HOME": "/home/someone",
+}
+
+
+@pytest.fixture
+def wheels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    (tmp_path / "cu13").mkdir()
+    monkeypatch.setattr(toolkit, "wheels", lambda: tmp_path / "cu13")
+    monkeypatch.setattr(toolkit, "libraries", lambda: [str(tmp_path / "cu13/lib"), str(tmp_path / "cudnn/lib")])
+    monkeypatch.setattr(toolkit, "cuda_home", lambda: str(tmp_path / "cu13"))
+    return tmp_path
+
+
+def test_cuda_is_the_wheels_whatever_a_module_has_loaded(wheels: Path) -> None:
+    assert gpu_environment.environment(MODULE) == {
+        "CUDA_HOME": str(wheels / "cu13"),
+        "CUDNN_HOME": str(wheels / "cudnn"),
+        "LD_LIBRARY_PATH": f"{wheels}/cu13/lib:{wheels}/cudnn/lib:/opt/cuda-12.4/lib64:/opt/cudnn/lib",
+        "HOME": "/home/someone",
+    }
+
+
+def test_without_the_wheels_it_is_the_one_that_is_around_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toolkit, "wheels", lambda: None)
+    assert gpu_environment.environment(MODULE) == MODULE
+
+
+def test_a_process_enters_it(monkeypatch: pytest.MonkeyPatch, wheels: Path) -> None:
+    before = dict(os.environ)
+    for name, value in MODULE.items():
+        monkeypatch.setenv(name, value)
+    try:
+        gpu_environment.enter()
+        assert "CUDA_PATH" not in os.environ and os.environ["CUDNN_HOME"] == str(wheels / "cudnn")
+        assert gpu_environment.environment(os.environ) == dict(os.environ)
+    finally:
+        monkeypatch.undo()
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@pytest.mark.parametrize(
+    ("settings", "capability", "variables"),
+    [
+        ({}, (9, 0), {}),
+        ({"parallel.tp": 2}, (9, 0), {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
+        ({"parallel.tp": 2}, (10, 0), {}),
+        ({"parallel.cp": 2}, (10, 0), {"NVTE_FLASH_ATTN": "0"}),
+        ({"model.fp8": "hybrid", "model.fp8_recipe": "delayed"}, (9, 0), {"NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "1"}),
+        ({"parallel.tp": 2, "launch.device": "cpu"}, (9, 0), {}),
+    ],
+)
+def test_the_environment_of_ranks_on_gpus(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, object], capability: tuple[int, int], variables: dict[str, str]
+) -> None:
+    monkeypatch.setattr(toolkit, "wheels", lambda: None)
+    monkeypatch.setattr(device, "probe", lambda name: device.Probe(name, True, "", "", ""))
+    monkeypatch.setattr(device, "capability", lambda: capability)
+    assert gpu_environment.environment({}, configured(Config(), settings)) == variables
+
+
+def test_what_is_set_for_ranks_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toolkit, "wheels", lambda: None)
+    monkeypatch.setattr(device, "probe", lambda name: device.Probe(name, True, "", "", ""))
+    monkeypatch.setattr(device, "capability", lambda: (9, 0))
+    inherited = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+    assert gpu_environment.environment(inherited, configured(Config(), {"parallel.tp": 2})) == inherited
