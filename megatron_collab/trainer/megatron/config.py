@@ -73,7 +73,8 @@ def transformer_config(config: Config, shape: ModelShape) -> TransformerConfig:
         # dense model.
         variable_seq_lengths=parallel.pp > 1,
         moe_token_dispatcher_type="alltoall",
-        # With virtual stages anything else silently gives wrong gradients (gloo, Megatron-Core 0.16.1).
+        # With virtual stages anything else silently gives wrong gradients: of two ranks each is before and after the
+        # other, and a batched exchange takes activations for gradients (NVIDIA/Megatron-LM#5271).
         overlap_p2p_comm=parallel.vpp > 1,
         batch_p2p_comm=parallel.vpp == 1,
         batch_p2p_sync=False,  # after every exchange the host would wait for the GPU, for older PyTorch's sake
