@@ -137,10 +137,13 @@ def _cuda() -> tuple[bool, str]:
         return True, "one on paper"
     if not probe("torch").found:
         return False, "torch is missing"
-    if not toolkit.torch_cuda():
+    cuda = toolkit.torch_cuda()
+    if not cuda:
         return False, "torch is a CPU build"
-    devices, fault = driver.driver()
-    return (True, f"{len(devices)} x {devices[0].name}") if devices else (False, f"no CUDA device is visible: {fault}")
+    if fault := driver.fault(cuda):
+        return False, fault
+    here = driver.driver()
+    return True, f"{len(here.devices)} x {here.devices[0].name}, driver {here.version or 'without NVML'}"
 
 
 def _slurm() -> tuple[bool, str]:
@@ -185,5 +188,5 @@ def select(setting: str) -> Device:
         return Device("cpu", "fake")
     found = setting != "cpu" and probe("cuda").found
     if setting == "cuda" and not found:
-        raise ValueError(f"launch.device=cuda: {probe(GPU).detail}; use launch.device=cpu")
+        raise ValueError(f"launch.device=cuda: {probe(GPU).detail}; else use launch.device=cpu")
     return Device("cuda", "nccl") if found else Device("cpu", "gloo")

@@ -14,6 +14,8 @@ from functools import cache
 from typing import Any, NamedTuple
 
 _COMPUTE_CAPABILITY = (75, 76)  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR of cuda.h
+_FIRST_DRIVERS = {12: 525, 13: 580}  # by CUDA's major version: "Minimum Required Driver Version" in its release notes
+_TEXT_LENGTH = 256
 
 
 class Device(NamedTuple):
@@ -24,10 +26,16 @@ class Device(NamedTuple):
 
 
 class Driver(NamedTuple):
-    """The visible devices, or why there are none."""
+    """The visible devices, or why there are none, and what the driver is.
+
+    `version`: by NVML, as 580.95.05; empty without NVML. `cuda`: the newest that its library runs, 13000 for 13.0; 0
+    without that library.
+    """
 
     devices: tuple[Device, ...] = ()
     fault: str = ""
+    version: str = ""
+    cuda: int = 0
 
 
 @cache
@@ -37,26 +45,58 @@ def driver() -> Driver:
     if process.returncode != 0:
         return Driver(fault=f"the driver's library ended the process that asked it, with code {process.returncode}")
     answer = json.loads(process.stdout)
-    devices = tuple(Device(name, (major, minor)) for name, major, minor in answer["devices"])
-    return Driver(devices, answer["fault"])
+    devices = tuple(Device(name, (major, minor)) for name, major, minor in answer.pop("devices"))
+    return Driver(devices, **answer)
+
+
+def fault(cuda: str) -> str | None:
+    """Why a torch that was built with `cuda`, as 13.0, has no device here, and the way out; None if it has one."""
+    here, major = driver(), int(cuda.partition(".")[0])
+    name = f"driver {here.version} found" if here.version else "a driver found"
+    if here.cuda and here.cuda // 1000 < major:
+        newest = f"{here.cuda // 1000}.{here.cuda % 1000 // 10}"
+        first = f"{_FIRST_DRIVERS[major]} or newer" if major in _FIRST_DRIVERS else "a newer one"
+        out = (
+            f"update the driver, or install cuda-compat-{cuda.replace('.', '-')} and name its folder in LD_LIBRARY_PATH"
+        )
+        return f"{name}, for CUDA {newest}; CUDA {cuda} needs {first}: {out}"
+    if here.version and not here.cuda:
+        out = "set NVIDIA_DRIVER_CAPABILITIES=compute,utility in a container, else install the driver's libraries"
+        return f"{name}, without its library of CUDA ({here.fault}): {out}"
+    return None if here.devices else f"no CUDA device is visible: {here.fault}"
 
 
 def _ask() -> dict[str, Any]:
-    """The fields of a Driver, by CUDA's own library."""
+    """The fields of a Driver, by NVML and CUDA's own library."""
+    answer: dict[str, Any] = {"devices": [], "fault": "", "version": _version(), "cuda": 0}
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
-        return {"devices": [], "fault": str(error)}
+        return answer | {"fault": str(error)}
     number, text = ctypes.c_int(), ctypes.c_char_p()
+    if not library.cuDriverGetVersion(ctypes.byref(number)):
+        answer["cuda"] = number.value
     if error := library.cuInit(0):
         library.cuGetErrorString(error, ctypes.byref(text))
-        return {"devices": [], "fault": f"{(text.value or b'').decode()} ({error})"}
+        return answer | {"fault": f"{(text.value or b'').decode()} ({error})"}
     library.cuDeviceGetCount(ctypes.byref(number))
-    return {"devices": [_device(library, index) for index in range(number.value)], "fault": ""}
+    return answer | {"devices": [_device(library, index) for index in range(number.value)]}
+
+
+def _version() -> str:
+    """The driver's, by the library that nvidia-smi asks; empty without it, or if it does not answer."""
+    text = ctypes.create_string_buffer(_TEXT_LENGTH)
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return ""
+    if library.nvmlInit_v2() or library.nvmlSystemGetDriverVersion(text, len(text)):
+        return ""
+    return text.value.decode()
 
 
 def _device(library: ctypes.CDLL, index: int) -> tuple[str, int, int]:
-    handle, number, name = ctypes.c_int(), ctypes.c_int(), ctypes.create_string_buffer(256)
+    handle, number, name = ctypes.c_int(), ctypes.c_int(), ctypes.create_string_buffer(_TEXT_LENGTH)
     library.cuDeviceGet(ctypes.byref(handle), index)
     library.cuDeviceGetName(name, len(name), handle)
     capability = []

@@ -245,6 +245,19 @@ def test_ranks_have_their_environment_when_cuda_begins(launch: str, tmp_path: Pa
         assert known["LD_LIBRARY_PATH"].split(":")[0] == str(toolkit.wheels() / "lib")
 
 
+def test_a_driver_that_is_too_old_is_named_in_the_refusal(tmp_path: Path) -> None:
+    nvml = ["cc", "-shared", "-fPIC", "-o", tmp_path / "libnvidia-ml.so.1", ROOT / "tests/gpu_set/libnvidia-ml.c"]
+    subprocess.run(nvml, check=True)
+    environment = os.environ | {"STAND_IN_DEVICES": "2", "STAND_IN_CUDA": "12040", "STAND_IN_DRIVER": "550.54.14"}
+    environment["LD_LIBRARY_PATH"] += f":{tmp_path}"
+    command = [sys.executable, *RUN, f"run.dir={tmp_path}/run", f"data.dir={tmp_path}/world"]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    refusal = (
+        "launch.device=cuda: driver 550.54.14 found, for CUDA 12.4; CUDA 13.0 needs 580 or newer: update the driver"
+    )
+    assert done.returncode == 2 and refusal in done.stderr
+
+
 def test_doctor_says_what_a_process_with_the_hook_saw() -> None:
     command = [sys.executable, "-m", "megatron_collab.commands", "doctor"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)

@@ -137,15 +137,26 @@ def test_cuda_where_there_is_none_names_the_setting(monkeypatch: pytest.MonkeyPa
         device.select("cuda")
 
 
+def test_an_old_driver_is_named_in_the_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toolkit, "torch_cuda", lambda: "13.0")
+    devices = (driver.Device("NVIDIA H100", (9, 0)),)
+    monkeypatch.setattr(driver, "driver", lambda: driver.Driver(devices, "", "550.54.14", 12040))
+    with pytest.raises(
+        ValueError, match=r"launch\.device=cuda: driver 550\.54\.14 found, .* needs 580 or newer: update the"
+    ):
+        device.select("cuda")
+    assert device.count() == 0
+
+
 def with_devices(monkeypatch: pytest.MonkeyPatch, *capabilities: tuple[int, int], fault: str = "") -> None:
     devices = tuple(driver.Device("NVIDIA H100", capability) for capability in capabilities)
     monkeypatch.setattr(toolkit, "torch_cuda", lambda: "13.0")
-    monkeypatch.setattr(driver, "driver", lambda: driver.Driver(devices, fault))
+    monkeypatch.setattr(driver, "driver", lambda: driver.Driver(devices, fault, "580.95.05", 13000))
 
 
 def test_the_weakest_device_decides_the_capability(monkeypatch: pytest.MonkeyPatch) -> None:
     with_devices(monkeypatch, (9, 0), (8, 9), (10, 0))
-    assert device.probe("cuda").detail == "3 x NVIDIA H100"
+    assert device.probe("cuda").detail == "3 x NVIDIA H100, driver 580.95.05"
     assert device.count() == 3 and device.capability() == (8, 9)
 
 
