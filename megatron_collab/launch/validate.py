@@ -351,6 +351,11 @@ def check_layout_on_machine(config: Config) -> None:
         if used:
             engine = device.probe("transformer_engine")
             check(engine.found, f"<{setting}>: needs TransformerEngine ({engine.detail}); set {setting}={off}")
+    if config.model.dtype == "bfloat16" and device.select(config.launch.device).type == device.GPU:
+        # The plan counts the layers of TransformerEngine; Megatron's local ones keep larger activations.
+        engine = device.probe("transformer_engine")
+        message = f"on GPUs needs TransformerEngine ({engine.detail}); run make setup GPU=1, or set model.dtype=float32"
+        check(engine.found, f"<model.dtype>: {message}")
     if config.model.fp8:
         (first, end, reason), found = _FP8_DEVICES[config.model.fp8_recipe], device.capability()
         here = "one of {}.{}".format(*found) if found else "none"

@@ -49,8 +49,8 @@ _LIBRARIES = {
     "transformer_engine": (
         "transformer_engine.pytorch",
         "transformer-engine",
-        "FP8, fused layers, context parallelism",
-        "Megatron's local layers with torch attention; no FP8",
+        "bfloat16 on GPUs, FP8, context parallelism",
+        "Megatron's local layers with torch attention; on GPUs in float32 alone",
     ),
     # Without its CUDA extensions apex is of no use; this is one of them.
     "apex": ("fused_weight_gradient_mlp_cuda", "apex", "fused Adam and gradient accumulation", "torch AdamW"),

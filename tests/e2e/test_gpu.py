@@ -62,6 +62,8 @@ def make_models(root: Path, family: str, **sizes: Any) -> Models:
 
 
 def arguments(root: Path, models: Models, device_type: str, *more: str) -> list[str]:
+    if device_type == "cuda" and (lacking := gpus.lacking(engine=True)):
+        pytest.skip(lacking)  # a run in bfloat16
     folders = [f"run.dir={root}/run", f"data.dir={root}/world", f"model.path={models.folder}"]
     dtype = "float32" if device_type == "cpu" else "bfloat16"
     return [*SMALL, *folders, f"launch.device={device_type}", f"model.dtype={dtype}", *more]

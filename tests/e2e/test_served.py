@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import gpus
 from tests.helpers import make_model
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(2400)]
@@ -46,6 +47,8 @@ def make_talker(folder: Path, **sizes: int) -> Path:
 
 
 def test_a_model_of_the_runs_own_is_user_and_judge(tmp_path: Path, device_type: str) -> None:
+    if device_type == "cuda" and (lacking := gpus.lacking(engine=True)):
+        pytest.skip(lacking)  # a run in bfloat16
     sizes = SIZES[device_type]
     rows = [
         {"prompt": [{"role": "user", "content": f"hi {i}"}], "goal": "a table", "answer": "a blue one", "id": str(i)}

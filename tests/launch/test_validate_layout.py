@@ -101,6 +101,24 @@ def test_what_no_model_can_be_trained_with(settings: dict[str, Any], said: str) 
     assert said in refused(settings)
 
 
+@pytest.mark.parametrize("installed", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("backend", [device.Device("cuda", "nccl"), device.Device("cpu", "gloo")])
+def test_bfloat16_on_gpus_needs_the_layers_that_are_planned(
+    monkeypatch: pytest.MonkeyPatch, backend: device.Device, dtype: str, installed: bool
+) -> None:
+    monkeypatch.setattr(device, "select", lambda setting: backend)
+    monkeypatch.setattr(device, "probe", lambda name: SimpleNamespace(found=installed, detail="not installed"))
+    settings = {"model.dtype": dtype}
+    if installed or dtype == "float32" or backend.type == "cpu":
+        validate.check_layout_on_machine(configure(settings))
+    else:
+        assert refused(settings) == (
+            "model.dtype=bfloat16: on GPUs needs TransformerEngine (not installed); run make setup GPU=1, or set "
+            "model.dtype=float32"
+        )
+
+
 @pytest.mark.parametrize(
     ("recipe", "capability", "allowed"),
     [
