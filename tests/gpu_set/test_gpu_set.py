@@ -184,7 +184,7 @@ def test_servers_compile_their_kernels_with_what_the_set_has(monkeypatch: pytest
     ("command", "said"),
     {
         "doctor": "launch.device=auto selects cpu",
-        "doctor --plan experiment=train_70b": "Fits a GPU of 80 GiB",
+        "doctor --plan experiment=train_70b": "Fits a GPU of 79.6 GiB",
         "plan-sync experiment=train_70b": "server",
         "rehearse experiment=train_70b": "classes of ranks, ",  # minutes
     }.items(),
