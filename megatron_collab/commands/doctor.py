@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_collab import patches
-from megatron_collab.commands import ArgumentParser, positive
+from megatron_collab.commands import GPU_GIB, ArgumentParser, positive
 from megatron_collab.config import Config, ConfigError, EndpointConfig, compose, make_absolute
 from megatron_collab.runtime import device, gpu_environment, gpu_set, toolkit
 from megatron_collab.types import Message, Task
@@ -43,7 +43,7 @@ _SHOWN, _WIDTH = 5, 200  # rows, and characters of each of their texts
 def main(arguments: Sequence[str]) -> int:
     parser = ArgumentParser("doctor", __doc__)
     parser.add_argument("--plan", nargs="+", metavar="OPTION=VALUE", help="print the GPU memory that this run needs")
-    parser.add_argument("--gpu-gib", type=positive, default=80.0, help="memory of a GPU in GiB [80]")
+    parser.add_argument("--gpu-gib", type=positive, default=GPU_GIB, help=f"memory of a GPU in GiB [{GPU_GIB}]")
     parser.add_argument("--data", metavar="SOURCE", help="print how these rows are read")
     parser.add_argument("--llm", nargs="+", metavar="OPTION=VALUE", help="call the users and judges of this run once")
     given = parser.parse_args(arguments)
@@ -98,6 +98,7 @@ def print_plan(overrides: Sequence[str], gpu_gib: float) -> int:
     """The plan: the GPUs, the parts of the fullest one, the sums of the others, the host's memory."""
     try:
         patches.apply("megatron")
+        from megatron_collab.launch.servers import idle_gpus
         from megatron_collab.models.parallel_layout import ranks
         from megatron_collab.planning.memory import GIB, host_memory, peak, plan_memory, read_run
     except Exception as error:  # libraries raise anything where they cannot work, as OSError without their driver
@@ -126,6 +127,8 @@ def print_plan(overrides: Sequence[str], gpu_gib: float) -> int:
             "is offloaded while the run samples"
         )
     print(f"The largest part is {max(parts, key=lambda part: max(part.training, part.sampling)).name}.")
+    for line in idle_gpus(config) if launch.device != "cpu" else ():
+        print(line)
     left = gpu_gib - peaks[fullest]
     if left < 0:
         print(f"Does not fit a GPU of {gpu_gib:g} GiB: needs {-left:.1f} GiB more.")
