@@ -1,12 +1,12 @@
 """Do the tests notice a fault? One operator, constant, comparison or line at a time is changed, and the tests run.
 
 `python tools/bench/mutants.py [--seed 0] [--mutants 400]` samples mutants of TARGETS: modules whose results are plain
-values, with a formula or an invariant behind them. First the pure tests (without processes) of the mirrored folders run
-once, which records the lines that each test executes. Then the tests are collected, and each mutant is a fork of this
-process, in which the functions of the mutated file get their new code; tests that cover the mutated line run first,
-then those beside them in their files, until one fails. A line that is executed by an import, such as a constant of a
-module, is mutated before the import, in a fork that has not imported the package. A failed import counts as a failure,
-and so does a mutant that hangs.
+values, with a formula or an invariant behind them. First the pure tests (without processes) of the mirrored folders,
+and of other files that import a target, run once, which records the lines that each test executes. Then the tests are
+collected, and each mutant is a fork of this process, in which the functions of the mutated file get their new code;
+tests that cover the mutated line run first, then those beside them in their files, until one fails. A line that is
+executed by an import, such as a constant of a module, is mutated before the import, in a fork that has not imported the
+package. A failed import counts as a failure, and so does a mutant that hangs.
 
 - mutants: how many were sampled.
 - equivalent: how many of them behave as the original does, by an entry of mutants.toml beside this file.
@@ -419,6 +419,15 @@ def in_fork(function: Callable[..., Any], *arguments: Any, seconds: float) -> An
             process.join()
 
 
+def covering_tests() -> list[str]:
+    """The folders that mirror those of TARGETS, and the other files of tests that import one of TARGETS."""
+    folders = {f"tests/{Path(file).parent}" for file in TARGETS}
+    imports = "|".join(rf"{Path(file).parent}(\.| import (.*\b)?){Path(file).stem}\b" for file in TARGETS)
+    importing = re.compile(rf"\b{PACKAGE.name}\.({imports})")
+    others = {str(file.relative_to(ROOT)) for file in ROOT.glob("tests/**/test_*.py") if importing.search(file.read_text())}
+    return sorted(folders | {file for file in others if "/".join(Path(file).parts[:2]) not in folders})
+
+
 def preload() -> None:
     """Import what takes long, but nothing that imports a target; the environment is that of the tests."""
     sys.path.insert(0, str(ROOT))
@@ -435,7 +444,7 @@ def main() -> None:
     parser.add_argument("--mutants", type=int, default=400, help="how many are sampled")
     parser.add_argument("--smoke", action="store_true", help="10 mutants of one file: shows that it runs, no figures")
     options = parser.parse_args()
-    targets, tests, number = TARGETS, sorted({f"tests/{Path(file).parent}" for file in TARGETS}), options.mutants
+    targets, tests, number = TARGETS, covering_tests(), options.mutants
     if options.smoke:
         targets, tests, number = SMOKE[:1], [*SMOKE[1:]], 10
     everything = [mutant for file in TARGETS for mutant in mutants(file)]
