@@ -1,4 +1,4 @@
-"""Ranks of tests: forks of a process that has imported once, with the environment and the output of whom they are for."""
+"""Ranks of tests are forks of a process that has imported once, with the environment and the output of the test."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def test_calls_share_a_process(monkeypatch: pytest.MonkeyPatch, capfd: pytest.Ca
         found += run_ranks(place, 2, f"call {number}")
     (server,) = {server for server, *_ in found}
     assert found == [(server, rank, call, True) for call in ("0", "1") for rank in range(2)]
-    assert sorted(capfd.readouterr().err.splitlines()) == [f"call {n} of rank {rank}" for n in (0, 1) for rank in (0, 1)]
+    said = sorted(capfd.readouterr().err.splitlines())
+    assert said == [f"call {call} of rank {rank}" for call in (0, 1) for rank in (0, 1)]
 
 
 def wait(seconds: float, file: Path) -> None:
