@@ -16,8 +16,9 @@ from hypothesis import settings
 from megatron_collab.config import Config
 from megatron_collab.inference import ROW_BY_ROW
 from megatron_collab.inference.server import SGLangServer
-from megatron_collab.runtime import files, gpu_environment
+from megatron_collab.runtime import files, gpu_environment, process
 from tests import gpus, processes
+from tests.fork_server import end_fork_servers
 from tests.helpers import free_port, make_model
 from tests.patched import PatchOnImport
 
@@ -41,6 +42,16 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(gpus.Report(path))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Test files import what takes long; from then on no garbage is looked for among what they have imported."""
+    process.imports_begin()
+    try:
+        return (yield)
+    finally:
+        process.imports_done()
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Marked `gpu`, a test is skipped where what it needs is not here."""
     for mark in item.iter_markers("gpu"):
@@ -53,6 +64,7 @@ def no_process_is_left() -> Iterator[None]:
     """Fails the last test of the session if a process that any test started is still alive; names both."""
     processes.mark()
     yield
+    end_fork_servers()
     alive = [f"{test} left {process.pid}: {process.cmdline()}" for process, test in processes.alive(10).items()]
     assert not alive, "\n".join(alive)
 
