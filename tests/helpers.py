@@ -14,7 +14,6 @@ import psutil
 import pytest
 from safetensors.numpy import save_file
 
-from megatron_collab import patches
 from megatron_collab.config import Config, ConfigError
 from megatron_collab.launch.validate import load
 from megatron_collab.models.hf_config import ModelShape
@@ -91,7 +90,6 @@ def make_model(
     Weights are wide enough (0.2) that log-probs differ clearly between seeds; norms and biases are perturbed,
     so that a weight that lands in the wrong place is noticed.
     """
-    patches.apply("torchvision")
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -139,7 +137,6 @@ def write_weights(folder: Path) -> None:
 
 def nats_apart(one: Path, other: Path) -> float:
     """From what one model says of the next token to what another does (KL), on random texts."""
-    patches.apply("torchvision")
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -152,7 +149,6 @@ def nats_apart(one: Path, other: Path) -> float:
 
 def make_reward_model(folder: Path, *, family: str = "qwen3", positions: int = 2048) -> Path:
     """Write a random fp32 model of `family` with one output for up to `positions` tokens, and tokenizer; `folder`."""
-    patches.apply("torchvision")
     import torch
     from transformers import AutoConfig, AutoModelForSequenceClassification
 

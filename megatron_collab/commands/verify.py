@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from megatron_collab import patches
 from megatron_collab.checkpoint import hf
 from megatron_collab.checkpoint.sharded_state import load_weights
 from megatron_collab.config import Config
@@ -35,7 +34,6 @@ def largest_difference(checkpoint: Path, folder: Path, dtype: torch.dtype | None
 
 @torch.no_grad()
 def _transformers(folder: Path, dtype: torch.dtype | None, tokens: torch.Tensor) -> torch.Tensor:
-    patches.apply("torchvision")
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 

@@ -10,8 +10,6 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from megatron_collab import patches
-
 PAD, UNKNOWN, END, USER, ASSISTANT, SYSTEM = SPECIAL = [
     "<|pad|>", "<|unknown|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>",
 ]  # fmt: skip
@@ -50,7 +48,6 @@ def _with_chat(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 def save(folder: Path, tokenizer: PreTrainedTokenizerFast, seed: int, context: int) -> None:
     """Write a random fp32 Qwen3 (3 layers, width 128, tied embeddings) for `tokenizer` and up to `context` tokens."""
-    patches.apply("torchvision")
     logging.disable_progress_bar()
     from transformers import Qwen3Config, Qwen3ForCausalLM
 

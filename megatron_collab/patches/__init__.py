@@ -17,13 +17,11 @@ from typing import Any
 _ENTRIES = {
     "megatron": f"{__name__}.megatron:PATCHES",
     "sglang": f"{__name__}.sglang:PATCHES",
-    "torchvision": f"{__name__}.sglang:TORCHVISION",
     "litellm": f"{__name__}.litellm:PATCHES",
     "ray": f"{__name__}.ray:PATCHES",
 }
 VERSIONS = {  # of the distributions, in the lock files
     "torch": ("2.14.1",),
-    "torchvision": ("0.29.2",),
     "megatron-core": ("0.19.2",),
     "sglang": ("0.5.23",),
     "litellm": ("1.106.2",),
@@ -63,7 +61,7 @@ class Patch:
 
 
 def apply(*libraries: str) -> None:
-    """Change `libraries` (megatron, sglang, torchvision, litellm, ray) as this machine needs it, once in a process.
+    """Change `libraries` (megatron, sglang, litellm, ray) as this machine needs it, once in a process.
 
     RuntimeError where one has been imported already: some changes would then come too late, without an error.
     """
@@ -158,7 +156,7 @@ _INTERFACES = {
     "sglang._platform_stubs": (
         "patches/sglang.py uses the modules that SGLang makes for machines without triton",
         "SGLang installs them wherever triton is missing",
-        "tests/patches/test_sglang.py::test_torchvision_imports_once_its_operators_are_declared",
+        "tests/patches/test_sglang.py::test_kernels_can_be_defined_without_triton",
     ),
     "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_extend": (
         "inference/cpu/backend.py overrides it and …_decode, so that caching does not change a sample",

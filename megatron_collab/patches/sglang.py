@@ -11,7 +11,7 @@ import importlib.util
 import os
 import sys
 import tempfile
-from functools import cache, partial
+from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -46,25 +46,6 @@ def without_sgl_kernel() -> bool:
     if loaded is not None:
         return loaded.__name__.startswith(__package__)
     return on_cpu() or importlib.util.find_spec("sgl_kernel") is None
-
-
-@cache
-def _lacks_operators() -> bool:
-    """Whether torchvision's own library, which defines the operators, does not fit this torch."""
-    spec = importlib.util.find_spec("torchvision")
-    if spec is None or spec.origin is None:
-        return False
-    for library in Path(spec.origin).parent.glob("_C*.so"):
-        try:
-            torch.ops.load_library(str(library))
-        except OSError:
-            return True
-    return not hasattr(torch.ops.torchvision, "nms")
-
-
-def _declare_operators() -> None:
-    for name in ("nms", "qnms"):
-        torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
 class _TritonStand(MetaPathFinder, Loader):
@@ -178,7 +159,7 @@ PATCHES = (
         "then be defined, not run; on CPU none is.",
         upstream="sglang/_platform_stubs.py",
         until="SGLang installs them wherever triton is missing",
-        test="tests/patches/test_sglang.py::test_a_real_module_wins",
+        test="tests/patches/test_sglang.py::test_kernels_can_be_defined_without_triton",
         apply=lambda: sys.meta_path.insert(0, _TritonStand()),
         when=without_triton,
     ),
@@ -277,20 +258,5 @@ PATCHES = (
             "sglang.srt.models.qwen2_classification.Qwen2ForSequenceClassification.load_weights",
             "sglang.srt.models.qwen3_classification.Qwen3ForSequenceClassification.load_weights",
         ),
-    ),
-)
-
-# Beside a torch of another build; transformers imports it with its models.
-TORCHVISION = (
-    Patch(
-        "torchvision",
-        "operators of torchvision",
-        why="A torchvision built for CUDA cannot load its library beside a CPU torch, yet registers shapes for these "
-        "operators at its import, which then fails.",
-        upstream="torchvision/_meta_registrations.py",
-        until="the CPU environment has a torchvision built for CPU",
-        test="tests/patches/test_sglang.py::test_torchvision_imports_once_its_operators_are_declared",
-        apply=_declare_operators,
-        when=_lacks_operators,
     ),
 )

@@ -63,7 +63,7 @@ ASKED = """
 import json, sys
 from argparse import ArgumentParser
 from megatron_collab import patches
-patches.apply("torchvision", "sglang")
+patches.apply("sglang")
 from sglang.srt.server_args import ServerArgs
 from megatron_collab.inference.server_args import fault, plain, words
 parser = ArgumentParser()

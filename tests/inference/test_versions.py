@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_collab import patches
 from megatron_collab.config import RolloutConfig, SamplingConfig
 from megatron_collab.inference.client import SGLangClient
 from megatron_collab.types import Turn
@@ -76,7 +75,6 @@ def sampled(servers: dict[str, Served], other: Path) -> Iterator[tuple[list[Turn
 
 def log_probs(folder: Path, turn: Turn) -> np.ndarray:
     """Of a turn's tokens, by transformers; float32 [tokens]."""
-    patches.apply("torchvision")
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

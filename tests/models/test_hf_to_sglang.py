@@ -97,7 +97,7 @@ def compare_all(folder: Path) -> None:
     for a size and a rank.
     """
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
-    patches.apply("torchvision", "sglang")
+    patches.apply("sglang")
     leave_offsets_unpinned()
     torch.set_default_dtype(torch.float32)
     for hf, server in CASES:

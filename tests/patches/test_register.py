@@ -18,7 +18,7 @@ from megatron_collab.patches import Patch
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "megatron_collab"
-LIBRARIES = ("torch", "megatron", "sglang", "litellm", "ray", "transformers", "torchvision", "multiprocessing")
+LIBRARIES = ("torch", "megatron", "sglang", "litellm", "ray", "transformers", "multiprocessing")
 patches.apply("megatron", "litellm")
 REGISTER = patches.register()
 # Names with an underscore that the language and its library document.

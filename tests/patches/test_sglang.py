@@ -89,10 +89,30 @@ def test_a_real_module_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("REAL = True\n")
     code = (
-        "from megatron_collab import patches\npatches.apply('torchvision', 'sglang')\n"
+        "from megatron_collab import patches\npatches.apply('sglang')\n"
         f"import {', '.join(modules)}\nprint('REAL' in vars({modules[-1]}), 'REAL' in vars({modules[0]}))"
     )
     assert run_python(code, tmp_path, REPOSITORY).split() == [str(on_cpu == "0")] * 2
+
+
+@pytest.mark.processes
+def test_kernels_can_be_defined_without_triton() -> None:
+    """As with a torch that is built for the CPU, which does not bring triton."""
+    code = """
+import importlib.util
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name == "triton" else find_spec(name, package)
+from megatron_collab import patches
+patches.apply("sglang")
+import triton, triton.language
+
+@triton.jit
+def kernel(rows, block: triton.language.constexpr):
+    pass
+
+print(triton.cdiv(7, 4), triton.next_power_of_2(5))
+"""
+    assert run_python(code, REPOSITORY).split() == ["2", "8"]
 
 
 @pytest.mark.processes
@@ -102,7 +122,7 @@ def test_servers_do_not_import_megatron(tmp_path: Path) -> None:
     (tmp_path / "megatron" / "core" / "__init__.py").write_text("raise OSError('libcuda.so.1')\n")
     code = """
 from megatron_collab import patches
-patches.apply("torchvision", "sglang")
+patches.apply("sglang")
 from megatron_collab.patches.sglang import hide_megatron
 hide_megatron()
 from sglang.srt.debug_utils import dumper
@@ -112,21 +132,11 @@ print(dumper._MegatronPlugin._available)
 
 
 @pytest.mark.processes
-def test_torchvision_imports_once_its_operators_are_declared() -> None:
-    code = (
-        "from megatron_collab import patches\npatches.apply('torchvision')\n"
-        "import sys\nimport torchvision.ops\n"
-        "print(any(type(each).__name__ == '_TritonStand' for each in sys.meta_path))"
-    )
-    assert run_python(code, REPOSITORY).strip() == "False"
-
-
-@pytest.mark.processes
 def test_a_server_on_cpu_forks_and_computes_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
     code = """
 from megatron_collab import patches
-patches.apply("torchvision", "sglang")
+patches.apply("sglang")
 import multiprocessing, torch
 multiprocessing.set_start_method("spawn", force=True)
 print(multiprocessing.get_start_method())

@@ -47,7 +47,7 @@ def test_what_is_placed_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_pieces_of_the_masters_serve_all() -> None:
-    """Of a rank of train_8b 3.74 GiB before the first step, 11.2 after it; as one tensor they took 4 and 16 GiB more."""
+    """A rank of train_8b: 3.74 GiB before the first step, 11.2 after it; as one tensor they took 4 and 16 GiB more."""
     masters = [PIECE * 599 // 10]
     with FakeTensorMode(), Ledger() as ledger:
         memory = HostMemory(pinned=True)

@@ -19,7 +19,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from safetensors.torch import load_file
 
-from megatron_collab import patches
 from megatron_collab.checkpoint import hf
 from megatron_collab.config import Config
 from megatron_collab.trainer.megatron import model as policies
@@ -95,7 +94,6 @@ class Reference:
 
 def hugging_face(folder: Path, micro_batches: np.ndarray) -> Reference:
     """One step of AdamW on the mean log-prob of all tokens, sequence by sequence."""
-    patches.apply("torchvision")
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 
-from megatron_collab import patches
 from megatron_collab.algo.advantages import with_advantages
 from megatron_collab.checkpoint.hf import unwrap
 from megatron_collab.config import Config
@@ -136,7 +135,6 @@ def learn_in_every_layout(folder: Path, ways: dict[str, tuple[Sample, ...]]) -> 
 
 def transformers_with(folder: Path, samples: Sequence[Sample]) -> tuple[np.ndarray, float]:
     """Log-probs of the trained tokens (0 elsewhere) and norm of the gradient, in float64 by transformers."""
-    patches.apply("torchvision")
     from transformers import AutoModelForCausalLM
 
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}

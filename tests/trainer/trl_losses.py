@@ -1,4 +1,4 @@
-"""The losses of TRL's GRPOTrainer, in a process of its own: without torchvision, whose operators the CPU set lacks.
+"""The losses of TRL's GRPOTrainer, in a process of its own: without torchvision, which it does not need.
 
 Reads from standard input a JSON object {"batch": name to [B][T], "cases": case to settings of the trainer}, writes one
 of the same cases: {"loss": number, "gradient": [B][T]}, the gradient being that in the log-probabilities.

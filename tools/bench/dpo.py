@@ -35,7 +35,7 @@ from megatron_collab import patches
 
 warnings.filterwarnings("ignore")
 sys.path.append(str(Path(sys.prefix) / "compared"))  # see tools/setup_env.sh
-patches.apply("torchvision", "megatron")
+patches.apply("megatron")
 
 import torch  # noqa: E402
 from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402

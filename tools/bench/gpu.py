@@ -74,7 +74,6 @@ SMOKE = Size(2, 256, 512, 4, 2, 64, 512, 2, 128, 256, 256, 1 << 20)
 
 
 def make_model(folder: Path, size: Size) -> None:
-    patches.apply("torchvision")
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from megatron_collab.environments import tiny_model
@@ -194,7 +193,7 @@ def as_part(part: str, folder: Path, size: Size) -> dict[str, float]:
         from megatron_collab.trainer.megatron.te_cpu.install import install
 
         install()
-    patches.apply("torchvision", "megatron")
+    patches.apply("megatron")
     os.environ |= alone("bench")
     return publish(folder, size) if part == "publish" else train(folder, size, fp8=part == "fp8")
 

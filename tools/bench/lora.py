@@ -44,7 +44,7 @@ import psutil
 from megatron_collab import patches
 
 warnings.filterwarnings("ignore")
-patches.apply("torchvision", "megatron")
+patches.apply("megatron")
 
 import torch  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402

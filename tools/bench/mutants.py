@@ -424,7 +424,8 @@ def covering_tests() -> list[str]:
     folders = {f"tests/{Path(file).parent}" for file in TARGETS}
     imports = "|".join(rf"{Path(file).parent}(\.| import (.*\b)?){Path(file).stem}\b" for file in TARGETS)
     importing = re.compile(rf"\b{PACKAGE.name}\.({imports})")
-    others = {str(file.relative_to(ROOT)) for file in ROOT.glob("tests/**/test_*.py") if importing.search(file.read_text())}
+    tests = ROOT.glob("tests/**/test_*.py")
+    others = {str(file.relative_to(ROOT)) for file in tests if importing.search(file.read_text())}
     return sorted(folders | {file for file in others if "/".join(Path(file).parts[:2]) not in folders})
 
 

@@ -40,7 +40,7 @@ import numpy as np
 from megatron_collab import patches
 
 warnings.filterwarnings("ignore")
-patches.apply("torchvision", "megatron")
+patches.apply("megatron")
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402

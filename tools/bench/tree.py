@@ -32,7 +32,7 @@ import numpy as np
 
 from megatron_collab import patches
 
-patches.apply("torchvision", "megatron")
+patches.apply("megatron")
 
 import torch  # noqa: E402
 from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402

@@ -76,7 +76,7 @@ gc.disable()
 
 from megatron_collab import patches
 
-patches.apply("torchvision", "sglang")
+patches.apply("sglang")
 
 from megatron_collab.patches.sglang import (
     hide_megatron,

@@ -154,7 +154,7 @@ def as_rank(folder: Path, layout: ServerLayout, dtype: str, rank: int) -> Iterat
 
 def main(file: str) -> None:
     """Every place of an order; a fault is an answer, not an error."""
-    patches.apply("torchvision", "sglang")
+    patches.apply("sglang")
     order: Order = pickle.loads(Path(file).read_bytes())
     torch.set_default_dtype(getattr(torch, order.dtype))
     found = []

@@ -7,7 +7,6 @@ import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from megatron_collab import patches
 from megatron_collab.config import Config
 from megatron_collab.models.hf_config import ModelShape, Rope, Yarn
 from megatron_collab.trainer.megatron import layers
@@ -105,7 +104,6 @@ def test_norm_follows_its_formula(one_rank: Config) -> None:
 )
 @pytest.mark.parametrize(("theta", "head_dim"), [(1e4, 16), (5e5, 128)])
 def test_scalings_equal_transformers(scaling: dict[str, object], theta: float, head_dim: int) -> None:
-    patches.apply("torchvision")
     from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
