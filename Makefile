@@ -1,7 +1,6 @@
 # make quickstart: the environment, then the main job. make test: the environment, then the tests.
 
 SHELL := /bin/bash
-PYTHON ?= python3.11
 SEED ?= 0
 
 # Several processes share the cores; each computes in one thread.
@@ -14,9 +13,9 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup test-fast test test-exhaustive test-slurm test-gpu test-gpu-set quickstart quickstart-compare lint docs
 
-# GPU=1: the set for GPUs.
+# Its settings: PYTHON=, GPU=1, TORCH_INDEX=, MAX_JOBS=.
 setup:
-	@PYTHON="$(PYTHON)" GPU="$(GPU)" tools/setup_env.sh
+	@tools/setup_env.sh
 
 WORKERS := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 PYTEST := .venv/bin/python -m pytest tests $(WORKERS) --durations=40 --durations-min=10
@@ -41,15 +40,15 @@ test-slurm: setup
 test-gpu:
 	.venv/bin/python -m pytest -m gpu tests --gpu-report build/gpu-report.md
 
-# The set for GPUs in an environment of its own, where there is no GPU: what only that set can show, then the tests on
-# CPU. The first time it is installed, and a part of it compiled. With the library that stands in for the driver's, and
+# The packages for GPUs in an environment of its own, where there is no GPU: what only they can show, then the tests on
+# CPU. The first time they are installed, and one is compiled. With the library that stands in for the driver's, and
 # without CUDA's toolkits: a fresh node has the wheels alone.
 GPU_SET := $(CURDIR)/build/gpu-set
 GPU_SET_PYTEST := DRIVER_LIBRARIES=$(GPU_SET) LIBRARY_PATH=$(GPU_SET) tests/gpu_set/wheels_alone.sh \
 	$(GPU_SET)/.venv/bin/python -m pytest
 
 test-gpu-set:
-	@PYTHON="$(PYTHON)" GPU=1 VENV=build/gpu-set/.venv tools/setup_env.sh
+	@GPU=1 VENV=build/gpu-set/.venv tools/setup_env.sh
 	$(CC) -shared -fPIC -Wl,-soname,libcuda.so.1 -o $(GPU_SET)/libcuda.so.1 tests/gpu_set/libcuda.c
 	ln -sf libcuda.so.1 $(GPU_SET)/libcuda.so
 	$(GPU_SET_PYTEST) tests/gpu_set
@@ -67,7 +66,7 @@ quickstart-compare: setup
 docs: setup
 	.venv/bin/python tools/make_docs.py
 	.venv/bin/python tools/figures.py
-	test -x build/docs-venv/bin/python || $(PYTHON) -m venv build/docs-venv
+	test -x build/docs-venv/bin/python || .venv/bin/python -m venv build/docs-venv
 	build/docs-venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/docs.lock
 	build/docs-venv/bin/python -m mkdocs build --strict --quiet
 	@echo "docs: build/site/index.html"

@@ -15,7 +15,7 @@ VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "megatron_collab" / "__init
 assert VERSION
 
 # What the package imports itself. SGLang is not among them on CPU: its own requirements name CUDA packages, so
-# it comes from requirements/cpu.lock with --no-deps, as `make setup` does.
+# it comes from requirements/base.lock with --no-deps, as `make setup` does.
 CPU = [
     "torch",
     "megatron-core",
@@ -46,7 +46,7 @@ CPU = [
     "packaging",
     "zstandard",
 ]
-LOGS = ["presidio_analyzer", "scikit-learn", "datasketch"]  # for users-from-logs alone; Presidio brings spaCy
+LOGS = ["presidio-analyzer", "scikit-learn", "datasketch"]  # for users-from-logs alone; Presidio brings spaCy
 DEV = ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "import-linter"]
 
 
@@ -57,9 +57,9 @@ def lines(name: str) -> list[str]:
 
 
 def pinned(names: list[str], lock: str) -> list[str]:
-    """`names` with the versions of a lock."""
+    """`names` with the versions of a lock, which has normalized names."""
     pins = {line.split("==")[0]: line for line in lines(lock)}
-    return [pins[name] for name in names]
+    return [pins[name.lower().replace("_", "-")] for name in names]
 
 
 class BuildWithConf(build_py):
@@ -79,15 +79,21 @@ setup(
     version=VERSION[1],
     description="Multiturn-aware reinforcement learning with Megatron-Core and SGLang",
     license="Apache-2.0",
-    python_requires="==3.11.*",
+    classifiers=[
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+    python_requires=">=3.12,<3.14",
     packages=find_packages(include=["megatron_collab*"]),
     package_data={"megatron_collab": ["**/*.j2", "**/*.yaml", "py.typed"]},
     cmdclass={"build_py": BuildWithConf},
     entry_points={"console_scripts": ["megatron-collab = megatron_collab.commands.__main__:main"]},
     extras_require={
-        "cpu": pinned(CPU, "cpu.lock"),
-        "gpu": lines("gpu.in"),  # no GPU has run them: see requirements/gpu.in
-        "logs": pinned(LOGS, "cpu.lock"),
+        "cpu": pinned(CPU, "base.lock"),
+        "gpu": lines("packages.in"),
+        "logs": pinned(LOGS, "base.lock"),
         "dev": pinned(DEV, "dev.lock"),
         "bench": lines("bench.lock"),
     },

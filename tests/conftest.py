@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -12,13 +13,14 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from megatron_collab import patches
 from megatron_collab.config import Config
 from megatron_collab.inference import ROW_BY_ROW
 from megatron_collab.inference.server import SGLangServer
-from megatron_collab.runtime import files, gpu_environment
-from tests import gpus
+from megatron_collab.runtime import files, gpu_environment, process
+from tests import gpus, processes
+from tests.fork_server import end_fork_servers
 from tests.helpers import free_port, make_model
+from tests.patched import PatchOnImport
 
 # Ray reads the token once in a process, and tests that set the environment take away what they find new in it.
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
@@ -26,7 +28,7 @@ os.environ.setdefault(*files.COMPILE_CACHE)
 os.environ.setdefault(*ROW_BY_ROW)  # as servers on a CPU have it
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 gpu_environment.enter()
-patches.apply("megatron", "litellm")
+sys.meta_path.insert(0, PatchOnImport("megatron", "litellm"))
 settings.register_profile("busy", deadline=None)  # of an example: a machine may be busy with others
 settings.load_profile("busy")
 
@@ -40,11 +42,40 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(gpus.Report(path))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Test files import what takes long; from then on no garbage is looked for among what they have imported."""
+    process.imports_begin()
+    try:
+        return (yield)
+    finally:
+        process.imports_done()
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Marked `gpu`, a test is skipped where what it needs is not here."""
     for mark in item.iter_markers("gpu"):
         if lacking := gpus.lacking(*mark.args, **mark.kwargs):
             pytest.skip(lacking)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_process_is_left() -> Iterator[None]:
+    """Fails the last test of the session if a process that any test started is still alive; names both."""
+    processes.mark()
+    yield
+    end_fork_servers()
+    alive = [f"{test} left {process.pid}: {process.cmdline()}" for process, test in processes.alive(10).items()]
+    assert not alive, "\n".join(alive)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Iterator[None]:
+    """End what a test has started that fails; fixtures end what they have started."""
+    report = yield
+    if report.failed and call.when == "call":
+        processes.end(f"{item.nodeid} (call)")
+    return report
 
 
 def pytest_sessionfinish() -> None:

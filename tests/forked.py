@@ -1,4 +1,4 @@
-"""Ranks that are forks of one process, which imports once; `python -m tests.forked` is what tests.ranks starts.
+"""Ranks that are forks of one process, which imports once; `python -m tests.forked` is what tests.fork_server starts.
 
 On GPUs each is a process that imports for itself, since CUDA works in no fork of a process that has used it.
 """
@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import os
 import pickle
+import socket
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
+from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
 from megatron_collab import patches
-from megatron_collab.runtime.process import die_with_parent
+from megatron_collab.runtime.process import die_with_parent, imports_begin, imports_done
 from megatron_collab.trainer.megatron.te_cpu.install import install
 from tests.helpers import free_port
 
+# What nearly all functions of ranks need.
+_PRELOADED = ("megatron_collab.trainer.trainer", "megatron_collab.checkpoint.checkpointer", "tests.ranks")
 Ended = tuple[int | None, Any]  # exit code, -N: by signal N, None: it was stopped; what its function returned, if 0
 
 
@@ -31,26 +35,12 @@ def fork(function: Callable[..., Any], ranks: int, *arguments: Any) -> list[Ende
 def start(act: Callable[[IO[bytes]], None], ranks: int) -> list[Ended]:
     """How `act` ended in a process of each rank, which writes what it returns to the file that it is given."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
-    parent, group, ended = os.getpid(), 0, list[Ended]()
+    group, ended = 0, list[Ended]()
     with ExitStack() as stack:
         files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(ranks)]
         children = []
         for rank, file in enumerate(files):
-            child = os.fork()
-            if not child:
-                code = 1
-                try:
-                    os.setpgid(0, group)
-                    die_with_parent(parent)
-                    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                    act(file)
-                    file.flush()
-                    code = 0
-                except BaseException:
-                    traceback.print_exc()
-                finally:
-                    sys.stdout.flush()
-                    os._exit(code)
+            child = forked(_act_as_rank, act, rank, group, file)
             os.setpgid(child, group := group or child)
             children.append(child)
         for child, file in zip(children, files, strict=True):
@@ -61,31 +51,87 @@ def start(act: Callable[[IO[bytes]], None], ranks: int) -> list[Ended]:
     return ended
 
 
-def main(call: Path, *words: str) -> None:
-    """Do what the file `call` says, a pickled function and its arguments, on so many ranks; write there how it ended.
+def _act_as_rank(act: Callable[[IO[bytes]], None], rank: int, group: int, file: IO[bytes]) -> None:
+    os.setpgid(0, group)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    act(file)
+    file.flush()
 
-    `engine`: the ranks have TransformerEngine over reference kernels. `spawn`: each is an interpreter of its own, which
-    is given the number of the file for what it returns.
+
+def forked(act: Callable[..., None], *arguments: Any) -> int:
+    """The process id of a fork of this process, which does `act` and ends with it: code 0, or 1 if it raised."""
+    parent = os.getpid()
+    if child := os.fork():
+        return child
+    code = 1
+    try:
+        die_with_parent(parent)
+        act(*arguments)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def serve(connection: socket.socket, engine: bool) -> None:
+    """Do calls, each in a fork of this process, until the connection is closed; answer each with its exit code.
+
+    A message is the file of a call, with standard output and error of the process that asks. The file holds the
+    environment, the number of ranks and a pickled function with its arguments, and then how the ranks ended.
     """
-    ranks, what = pickle.loads(call.read_bytes())
-    if words == ("spawn",):
-
-        def become(file: IO[bytes]) -> None:
-            os.set_inheritable(file.fileno(), True)
-            os.execv(sys.executable, [sys.executable, "-m", "tests.forked", str(call), str(file.fileno())])
-
-        call.write_bytes(pickle.dumps(start(become, ranks)))
-        return
-    if words == ("engine",):
+    imports_begin()
+    if engine:
         install()
     patches.apply("megatron", "litellm")
-    function, arguments = pickle.loads(what)
-    if words and words[0].isdigit():
-        with open(int(words[0]), "wb") as file:
-            pickle.dump(function(*arguments), file)
-    else:
-        call.write_bytes(pickle.dumps(fork(function, ranks, *arguments)))
+    for module in _PRELOADED:
+        import_module(module)
+    imports_done()
+    while True:
+        file, streams, *_ = socket.recv_fds(connection, 4096, 2)
+        if not file:
+            return
+        child = forked(_do, Path(file.decode()), streams)
+        for stream in streams:
+            os.close(stream)
+        connection.send(str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])).encode())
+
+
+def _do(call: Path, streams: list[int]) -> None:
+    for stream, target in zip(streams, (sys.stdout, sys.stderr), strict=True):
+        os.dup2(stream, target.fileno())
+    environment, ranks, work = pickle.loads(call.read_bytes())
+    os.environ.clear()
+    os.environ |= environment
+    function, arguments = pickle.loads(work)
+    call.write_bytes(pickle.dumps(fork(function, ranks, *arguments)))
+
+
+def spawn(call: Path) -> None:
+    """As `_do`, with an interpreter of its own for each rank."""
+    _, ranks, _ = pickle.loads(call.read_bytes())
+
+    def become(file: IO[bytes]) -> None:
+        os.set_inheritable(file.fileno(), True)
+        os.execv(sys.executable, [sys.executable, "-m", "tests.forked", "rank", str(call), str(file.fileno())])
+
+    call.write_bytes(pickle.dumps(start(become, ranks)))
+
+
+def be_a_rank(call: Path, output: int) -> None:
+    """The one of `spawn`: what the function of the call returns goes to the file of that number."""
+    patches.apply("megatron", "litellm")
+    function, arguments = pickle.loads(pickle.loads(call.read_bytes())[2])
+    with open(output, "wb") as file:
+        pickle.dump(function(*arguments), file)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])
+    match sys.argv[1:]:
+        case ["serve", number, *engine]:
+            serve(socket.socket(fileno=int(number)), bool(engine))
+        case ["spawn", call]:
+            spawn(Path(call))
+        case ["rank", call, number]:
+            be_a_rank(Path(call), int(number))

@@ -8,7 +8,6 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-import torch
 
 from megatron_collab.runtime import device
 
@@ -18,6 +17,8 @@ HOPPER = (9, 0)  # FP8 in blocks, for the trainer's layers and the servers'
 
 def lacking(devices: int = 1, capability: tuple[int, int] = (0, 0), engine: bool = False) -> str:
     """What this machine lacks of so many GPUs, this compute capability and TransformerEngine; '' for nothing."""
+    import torch
+
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if found < devices:
         return f"needs {devices} GPU{'s' * (devices > 1)}, {found} here"
@@ -56,6 +57,8 @@ class Report:
         self.path.write_text(self.page())
 
     def page(self) -> str:
+        import torch
+
         count = {
             name: sum(found[0] == name for found in self.found.values()) for name in ("passed", "failed", "skipped")
         }

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import psutil
 import pytest
-import torch
 from safetensors.numpy import save_file
 
 from megatron_collab import patches
@@ -93,6 +92,7 @@ def make_model(
     so that a weight that lands in the wrong place is noticed.
     """
     patches.apply("torchvision")
+    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     tokenizer = byte_level_tokenizer(vocab)
@@ -140,6 +140,7 @@ def write_weights(folder: Path) -> None:
 def nats_apart(one: Path, other: Path) -> float:
     """From what one model says of the next token to what another does (KL), on random texts."""
     patches.apply("torchvision")
+    import torch
     from transformers import AutoModelForCausalLM
 
     texts = torch.randint(3, 500, (4, 48), generator=torch.Generator().manual_seed(0))
@@ -152,6 +153,7 @@ def nats_apart(one: Path, other: Path) -> float:
 def make_reward_model(folder: Path, *, family: str = "qwen3", positions: int = 2048) -> Path:
     """Write a random fp32 model of `family` with one output for up to `positions` tokens, and tokenizer; `folder`."""
     patches.apply("torchvision")
+    import torch
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     tokenizer = byte_level_tokenizer(512)

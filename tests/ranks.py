@@ -23,10 +23,10 @@ from megatron_collab.models import hf_to_megatron
 from megatron_collab.runtime import gpu_environment
 from megatron_collab.types import Batch, Credit, Sample
 from tests import gpus
+from tests.fork_server import REPOSITORY, fork_server
 from tests.forked import Ended
 from tests.helpers import configured, free_port
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 TIMEOUT = 400
 HF = {
     "model_type": "qwen3",
@@ -81,7 +81,6 @@ def end_ranks(
     test and its ranks.
     """
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    words = ["engine"] if engine else []
     if device_type == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     else:
@@ -90,12 +89,15 @@ def end_ranks(
         # A function may train in one layout after another, and CUDA begins once: the ranks have what any of them needs.
         every = {"parallel.tp": 2, "parallel.cp": 2, "model.fp8": "hybrid", "model.fp8_recipe": "delayed"}
         environment = gpu_environment.environment(environment, configured(Config(), {"launch.device": "cuda"} | every))
-        words = ["spawn"]
-    with tempfile.NamedTemporaryFile() as call:
-        Path(call.name).write_bytes(pickle.dumps((ranks, pickle.dumps((function, arguments)))))
-        command = [sys.executable, "-m", "tests.forked", call.name, *words]
-        subprocess.run(command, cwd=REPOSITORY, env=environment, check=True, timeout=TIMEOUT)  # ranks end with it
-        return pickle.loads(Path(call.name).read_bytes())
+    with tempfile.NamedTemporaryFile() as file:
+        call = Path(file.name)
+        call.write_bytes(pickle.dumps((environment, ranks, pickle.dumps((function, arguments)))))
+        if device_type == "cpu":
+            fork_server(engine).do(call, TIMEOUT)
+        else:
+            command = [sys.executable, "-m", "tests.forked", "spawn", call]
+            subprocess.run(command, cwd=REPOSITORY, env=environment, check=True, timeout=TIMEOUT)  # ranks end with it
+        return pickle.loads(call.read_bytes())
 
 
 EXPERTS = {

@@ -54,12 +54,12 @@ def test_the_report_says_what_was_measured(tmp_path: Path) -> None:
 @pytest.mark.processes
 def test_ranks_on_gpus_are_interpreters_of_their_own(tmp_path: Path) -> None:
     call = tmp_path / "call"
-    call.write_bytes(pickle.dumps((2, pickle.dumps((place, (10,))))))
-    subprocess.run([sys.executable, "-m", "tests.forked", str(call), "spawn"], cwd=ROOT, check=True, timeout=300)
+    call.write_bytes(pickle.dumps((dict(os.environ), 2, pickle.dumps((place, (10,))))))
+    subprocess.run([sys.executable, "-m", "tests.forked", "spawn", str(call)], cwd=ROOT, check=True, timeout=300)
     ended = pickle.loads(call.read_bytes())
     assert [code for code, _ in ended] == [0, 0]
     assert [found[0] for _, found in ended] == [10, 11]
-    assert all(command[:-1] == [sys.executable, "-m", "tests.forked", str(call)] for _, (_, command) in ended)
+    assert all(command[:-1] == [sys.executable, "-m", "tests.forked", "rank", str(call)] for _, (_, command) in ended)
 
 
 def place(more: int) -> tuple[int, list[str]]:

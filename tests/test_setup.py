@@ -8,6 +8,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+import zipfile
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import setuptools
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,18 +27,22 @@ case "$*" in
     -c*sysconfig*) echo {include} ;;
     -c*) echo {version} ;;
     *"pip --version"*) echo pip ;;
-    *"pip install"* | *"pip wheel"*) echo $NVTE_NO_LOCAL_VERSION "$@" >> {calls}; {install} ;;
+    *"pip install"* | *"pip wheel"*) echo $NVTE_NO_LOCAL_VERSION $PIP_CONSTRAINT "$@" >> {calls}; {install} ;;
     *) exit 1 ;;
 esac
 """
 
 
 # What stands for pip: it keeps the list of packages, and makes an empty wheel where one is asked for.
-WHEEL = "build/wheels/torch==2.14.1/transformer_engine_torch-2.20.2-cp311-cp311-linux_x86_64.whl"
+WHEEL = "build/wheels/torch==2.14.1/transformer_engine_torch-2.20.2-cp312-cp312-linux_x86_64.whl"
 PIP = f"""case "$*" in
     *"pip wheel"*) mkdir -p $(dirname {WHEEL}); touch {WHEEL} ;;
-    *.lock*) cp .venv/tmp/packages.lock packages ;;
+    *packages.lock*) cp .venv/tmp/packages.lock packages ;;
 esac"""
+
+
+# What the set-up calls beside a Python and a compiler, for a PATH without the Pythons of this machine.
+PROGRAMS = "awk bash cat cp cut dirname du getconf grep head make mkdir nproc rm sed sha256sum sort tail touch uname"
 
 
 class Place:
@@ -44,38 +50,50 @@ class Place:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.bin, self.calls = folder / "project", folder / "bin", folder / "calls"
+        self.pyenv = folder / "pyenv"
         shutil.copytree(ROOT / "requirements", self.folder / "requirements")
         (self.folder / "tools").mkdir()
         (self.folder / ".venv" / "bin").mkdir(parents=True)
         self.bin.mkdir()
         for name in ("setup.py", "tools/setup_env.sh"):
             shutil.copy(ROOT / name, self.folder / name)
+        for name in PROGRAMS.split():
+            (self.bin / name).symlink_to(shutil.which(name) or name)
         self.python("true")
-        shutil.copy(self.folder / ".venv" / "bin" / "python", self.bin / "python3.11")
         for compiler in ("cc", "c++"):
             self.stub(self.bin / compiler, "#!/bin/sh\n")
         (folder / "Python.h").touch()
         self.disk(100 * 1024 * 1024)
 
     def stub(self, path: Path, text: str) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
         path.chmod(0o755)
 
-    def python(self, install: str, version: str = "3.11") -> None:
+    def python(self, install: str, version: str = "3.12") -> None:
         """The environment's Python; `install` is the shell command that stands for pip install."""
         text = STUB.format(version=version, include=self.folder.parent, calls=self.calls, install=install)
         self.stub(self.folder / ".venv" / "bin" / "python", text)
+
+    def system_python(self, path: Path, version: str) -> None:
+        """A Python of the machine; an environment that it makes has a copy of it, and `path` is noted in `calls`."""
+        make = f'echo {path} >> {self.calls}; mkdir -p .venv/bin; cp "$0" .venv/bin/python'
+        text = STUB.format(version=version, include=self.folder.parent, calls=self.calls, install="true")
+        self.stub(path, text.replace("    *) exit 1", f'    "-m venv"*) {make} ;;\n    *) exit 1'))
 
     def disk(self, free_kb: int) -> None:
         head, line = "Filesystem 1024-blocks Used Available Capacity Mounted", f"/dev/disk 999999999 1 {free_kb} 1% /"
         self.stub(self.bin / "df", f"#!/bin/sh\necho {head}\necho {line}\n")
 
     def run(self, **variables: str) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "PATH": f"{self.bin}:{os.environ['PATH']}", "PYTHON": "python3.11", "CC": "cc"}
-        environment.pop("GPU", None)  # of the make that runs the tests
-        command = ["tools/setup_env.sh"]
+        environment = {"PATH": str(self.bin), "HOME": str(self.folder), "PYENV_ROOT": str(self.pyenv), "CC": "cc"}
         return subprocess.run(
-            command, cwd=self.folder, env={**environment, **variables}, capture_output=True, text=True, timeout=60
+            ["tools/setup_env.sh"],
+            cwd=self.folder,
+            env={**environment, **variables},
+            capture_output=True,
+            text=True,
+            timeout=600,
         )
 
     def installed(self) -> list[str]:
@@ -100,13 +118,36 @@ def refused(done: subprocess.CompletedProcess[str]) -> str:
     return lines[0]
 
 
-@pytest.mark.parametrize("lock", ["cpu.lock", "dev.lock", "gpu.lock", "bench.lock"])
+@pytest.mark.parametrize("lock", ["base.lock", "dev.lock", "gpu.lock", "bench.lock"])
 def test_every_line_of_a_lock_is_one_version(lock: str) -> None:
     lines = [line for line in (ROOT / "requirements" / lock).read_text().splitlines() if not line.startswith("#")]
     for line in lines:
-        assert re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.!+]+", line), line
+        assert re.fullmatch(r'[A-Za-z0-9._-]+==[A-Za-z0-9.!+]+( ; python_version < "3.13")?', line), line
     names = [line.split("==")[0].lower().replace("_", "-") for line in lines]
     assert len(names) == len(set(names))
+
+
+def pins(*locks: str) -> dict[str, str]:
+    """Of each package of the locks its version."""
+    lines = [line for lock in locks for line in (ROOT / "requirements" / lock).read_text().splitlines()]
+    return {canonicalize_name(line.split("==")[0]): line.split("==")[1] for line in lines if "==" in line}
+
+
+def test_the_two_locks_are_one_resolution_of_the_list() -> None:
+    """No package is in two of them, and together they have what packages.in names, as the override says."""
+    base, gpu, dev, bench = pins("base.lock"), pins("gpu.lock"), pins("dev.lock"), pins("bench.lock")
+    assert len({**base, **gpu, **dev, **bench}) == len(base) + len(gpu) + len(dev) + len(bench)
+    for name in ("packages.in", "packages.override"):
+        text = (ROOT / "requirements" / name).read_text()
+        for requirement in map(Requirement, re.findall(r"^[^#\n]+$", text, re.MULTILINE)):
+            version = {**base, **gpu}[canonicalize_name(requirement.name)]
+            assert requirement.specifier.contains(version), requirement
+
+
+def test_a_cpu_build_of_torch_is_without_the_libraries_of_cuda() -> None:
+    """gpu.lock alone names them, so that an index with CPU builds gives an environment without."""
+    assert not [name for name in pins("base.lock") if re.match("nvidia-|cuda-|triton", name)]
+    assert {"nvidia-cublas", "nvidia-cudnn-cu13", "nvidia-nccl-cu13", "triton"} <= pins("gpu.lock").keys()
 
 
 def test_extras_are_requirements_and_gpu_pins_its_set(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,23 +159,21 @@ def test_extras_are_requirements_and_gpu_pins_its_set(monkeypatch: pytest.Monkey
     for requirement in extras["cpu"] + extras["logs"] + extras["dev"]:
         assert str(requirement.specifier).startswith("==")
     gpu = {requirement.name: requirement for requirement in extras["gpu"]}
-    pins = {"sglang": "==0.5.23", "megatron-core": "==0.16.1", "ray": "==2.60.0", "transformer-engine": "==2.20.2"}
-    assert {name: str(gpu[name].specifier) for name in pins} == pins
+    versions = {"sglang": "==0.5.23", "megatron-core": "==0.19.2", "ray": "==2.60.0", "transformer-engine": "==2.20.2"}
+    assert {name: str(gpu[name].specifier) for name in versions} == versions
     assert gpu["transformer-engine"].extras == {"pytorch", "core_cu13"}
     assert "megatron_collab" in given["packages"] and "tests" not in given["packages"]
+    pythons = SpecifierSet(given["python_requires"])
+    assert ["3.11.9" in pythons, "3.12.0" in pythons, "3.13.9" in pythons, "3.14.0" in pythons] == [0, 1, 1, 0]
 
 
-@pytest.mark.parametrize("lock", ["cpu.lock", "gpu.lock"])
-def test_rays_agent_is_the_same_everywhere(lock: str) -> None:
+def test_rays_agent_is_the_same_everywhere() -> None:
     """Without its extra `default` it starts without a part of its services, another program than in the tests."""
     wanted = map(Requirement, metadata.requires("ray") or [])
     extra = {
         canonicalize_name(each.name) for each in wanted if each.marker and each.marker.evaluate({"extra": "default"})
     }
-    pinned = {
-        canonicalize_name(line.split("==")[0]) for line in (ROOT / "requirements" / lock).read_text().splitlines()
-    }
-    assert len(extra) > 8 and extra <= pinned
+    assert len(extra) > 8 and extra <= pins("base.lock").keys()
 
 
 @pytest.mark.processes
@@ -142,9 +181,11 @@ def test_torch_comes_first_then_the_locks_without_dependencies_then_the_project(
     place.python(PIP)
     done = place.run()
     assert done.returncode == 0, done.stderr
-    torch, locks, engine, compared, project = place.installed()
-    assert "torch==2.13.0" in torch and "--no-deps" not in torch
+    torch, locks, compared, engine, project = place.installed()
+    assert "torch==2.14.1" in torch and "--no-deps" not in torch and "--index-url" not in torch
+    assert "--constraint requirements/base.lock --constraint requirements/gpu.lock" in torch
     assert "--no-deps" in locks and {"sglang==0.5.23", "pytest==9.2.0"} <= place.packages()
+    assert not {"sglang-kernel==0.4.10", "nvidia-cublas==13.1.1.3"} & place.packages()
     # Without its compiled part it must not be where every process finds it.
     assert "transformer-engine==2.20.2" not in place.packages()
     assert engine.endswith("--target .venv/transformer-engine transformer-engine==2.20.2")
@@ -154,12 +195,18 @@ def test_torch_comes_first_then_the_locks_without_dependencies_then_the_project(
 
 
 @pytest.mark.processes
+def test_versions_are_those_of_the_locks_in_a_container_that_keeps_its_own(place: Place) -> None:
+    assert place.run(PIP_CONSTRAINT="/etc/pip/constraint.txt").returncode == 0
+    assert len(place.installed()) == 5 and not any("/etc/pip" in call for call in place.installed())
+
+
+@pytest.mark.processes
 def test_again_installs_nothing_and_a_changed_lock_installs(place: Place) -> None:
     place.run()
     place.calls.unlink()
     again = place.run()
     assert (again.returncode, again.stdout, again.stderr, place.installed()) == (0, "", "", [])
-    with (place.folder / "requirements" / "cpu.lock").open("a") as lock:
+    with (place.folder / "requirements" / "base.lock").open("a") as lock:
         lock.write("another==1.0\n")
     assert place.run().returncode == 0
     assert len(place.installed()) == 5
@@ -175,16 +222,18 @@ def test_a_half_finished_set_up_goes_on(place: Place) -> None:
 
 
 @pytest.mark.processes
-def test_the_set_for_gpus_is_compiled_once(place: Place) -> None:
+def test_transformer_engine_is_compiled_once(place: Place) -> None:
     """In an environment made anew, as on another node that has the same folder, the wheel is taken."""
     place.python(PIP)
     done = place.run(GPU="1", MAX_JOBS="3")
     assert done.returncode == 0, done.stderr
-    assert [line.split("]")[0] for line in done.stdout.splitlines()[:5]] == [f"setup [{n}/5" for n in (1, 2, 3, 4, 5)]
-    torch, _, wheel, engine, project = place.installed()
+    assert [line.split("]")[0] for line in done.stdout.splitlines()[:6]] == [f"setup [{n}/6" for n in range(1, 7)]
+    torch, _, compared, wheel, engine, project = place.installed()
     assert "torch==2.14.1" in torch and "--no-deps" not in torch
     assert {"sglang-kernel==0.4.10", "pytest==9.2.0", "transformer-engine-cu13==2.20.2"} <= place.packages()
+    assert {"sglang==0.5.23", "transformer-engine==2.20.2"} <= place.packages()
     assert "transformer-engine-torch==2.20.2" not in place.packages()  # of which there is no wheel
+    assert compared.endswith("--target .venv/compared -r requirements/bench.lock")
     assert wheel.endswith("--wheel-dir build/wheels/torch==2.14.1 transformer-engine-torch==2.20.2")
     assert wheel.startswith("1 -m pip wheel") and "--no-build-isolation" in wheel and "--no-cache-dir" in wheel
     assert "--no-index --find-links build/wheels/torch==2.14.1" in engine
@@ -196,37 +245,106 @@ def test_the_set_for_gpus_is_compiled_once(place: Place) -> None:
 
 
 @pytest.mark.processes
-def test_an_environment_keeps_its_set(place: Place) -> None:
-    """`make test` after `make setup GPU=1` tests the set for GPUs, and does not install the other over it."""
+def test_what_was_compiled_for_another_python_is_not_taken(place: Place) -> None:
+    other = place.folder / WHEEL.replace("cp312", "cp313")
+    place.stub(other, "")
     place.python(PIP)
-    place.run(GPU="1")
+    assert place.run(GPU="1").returncode == 0
+    assert any("pip wheel" in call for call in place.installed())
+
+
+@pytest.mark.processes
+def test_the_packages_for_gpus_are_added_and_stay(place: Place) -> None:
+    """`make test` after `make setup GPU=1` keeps what is there, and a changed lock reaches it."""
+    place.python(PIP)
+    assert place.run().returncode == 0
+    place.calls.unlink()
+    added = place.run(GPU="1")
+    assert added.returncode == 0 and "sglang-kernel==0.4.10" in place.packages(), added.stderr
     place.calls.unlink()
     kept = place.run()
     assert (kept.returncode, kept.stdout, place.installed()) == (0, "", [])
-    said = ".venv holds the set for GPUs; remove .venv and run make setup again"
-    assert said in refused(place.run(GPU="0"))
     with (place.folder / "requirements" / "gpu.lock").open("a") as lock:
         lock.write("another==1.0\n")
     assert place.run().returncode == 0
     assert "another==1.0" in place.packages()
+    assert "GPU=yes is neither 1, with the packages for GPUs, nor 0" in refused(place.run(GPU="yes"))
 
 
 @pytest.mark.processes
-def test_the_set_for_gpus_does_not_replace_the_one_for_cpus(place: Place) -> None:
+def test_torch_of_another_index(place: Place) -> None:
+    """From there come torch and torchvision alone, now and when a lock changes; what torch needs comes as always."""
+    index = "https://packages.example/cpu"
+    place.run(TORCH_INDEX=index)
+    build, dependencies, *others = place.installed()
+    assert build.endswith(f"--no-deps --only-binary=:all: --index-url {index} torch==2.14.1 torchvision==0.29.2")
+    assert "--no-deps" not in dependencies and "torch==2.14.1" in dependencies
+    assert not any("--index-url" in call for call in [dependencies, *others])
+    place.calls.unlink()
+    assert place.run().stdout == ""
+    with (place.folder / "requirements" / "base.lock").open("a") as lock:
+        lock.write("another==1.0\n")
     place.run()
-    said = ".venv holds the set for CPUs; remove .venv and run make setup GPU=1 again"
-    assert said in refused(place.run(GPU="1"))
-    assert "GPU=yes is neither 1, the set for GPUs, nor 0" in refused(place.run(GPU="yes"))
+    assert place.installed()[0] == build
+    said = "torch in .venv is from another index than TORCH_INDEX; remove .venv and run make setup again"
+    assert said in refused(place.run(TORCH_INDEX="https://packages.example/other"))
+
+
+def add_wheel(index: Path, name: str, version: str, requires: str = "") -> None:
+    """A package without content, in a folder that pip takes for an index."""
+    stem, page = f"{name.replace('-', '_')}-{version}", index / name / "index.html"
+    info, file = f"{stem}.dist-info", f"{stem}-py3-none-any.whl"
+    page.parent.mkdir(parents=True, exist_ok=True)
+    with page.open("a") as links:
+        links.write(f'<a href="{file}">{file}</a>\n')
+    with zipfile.ZipFile(page.parent / file, "w") as wheel:
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{requires}")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_an_index_of_cpu_builds_gives_an_environment_without_cuda(place: Place) -> None:
+    """With pip itself, which takes 2.14.1+cpu for the version of the locks and keeps it when it looks elsewhere."""
+    folder = place.folder.parent
+    versions = {"setuptools": "84.2.1", "torchvision": "0.29.2", "nvidia-cublas": "13.1.1.3"}
+    for name, version in versions.items():
+        add_wheel(folder / "everything", name, version)
+    add_wheel(folder / "everything", "torch", "2.14.1", "Requires-Dist: nvidia-cublas")
+    add_wheel(folder / "cpu", "torch", "2.14.1+cpu", "Requires-Dist: setuptools")
+    add_wheel(folder / "cpu", "torchvision", "0.29.2+cpu")
+    locks = {"base": "setuptools==84.2.1\ntorch==2.14.1\ntorchvision==0.29.2\n", "gpu": "nvidia-cublas==13.1.1.3\n"}
+    for name in ("base", "gpu", "dev", "bench"):
+        (place.folder / "requirements" / f"{name}.lock").write_text(locks.get(name, ""))
+    shutil.rmtree(place.folder / ".venv")
+    indexes = {"PIP_INDEX_URL": str(folder / "everything"), "TORCH_INDEX": str(folder / "cpu")}
+    done = place.run(PYTHON=sys.executable, PIP_CONFIG_FILE=os.devnull, **indexes)
+    assert "setup [4/5]" in done.stdout and done.returncode == 1, done.stderr  # there is nothing to compare with
+    packages = [path.name.removesuffix(".dist-info") for path in (place.folder / ".venv").glob("lib/*/*/*.dist-info")]
+    assert sorted(packages)[1:] == ["setuptools-84.2.1", "torch-2.14.1+cpu", "torchvision-0.29.2+cpu"]  # after pip
 
 
 @pytest.mark.processes
-def test_what_the_set_for_gpus_needs_is_seen_before_anything_is_installed(place: Place) -> None:
+def test_a_cpu_build_of_torch_gets_no_packages_for_gpus(place: Place) -> None:
+    build = place.folder / ".venv/lib/python3.12/site-packages/torch/version.py"
+    place.stub(build, "from typing import Optional\n__version__ = '2.14.1+cpu'\ncuda: Optional[str] = None\n")
+    line = refused(place.run(GPU="1"))
+    assert "torch in .venv is a CPU build" in line and "remove .venv and run make setup GPU=1 again" in line
+    assert len(place.installed()) == 1
+    place.stub(build, "from typing import Optional\ncuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n")
+    assert "CPU build" not in place.run(GPU="1").stderr
+
+
+@pytest.mark.processes
+def test_what_the_packages_for_gpus_need_is_seen_before_anything_is_installed(place: Place) -> None:
     place.disk(12 * 1024 * 1024)
     assert "16 GB are needed; free some space and run make setup GPU=1 again" in refused(place.run(GPU="1"))
     place.disk(100 * 1024 * 1024)
     assert "no C++ compiler" in refused(place.run(GPU="1", CXX="c++-nowhere"))
     (place.folder.parent / "Python.h").unlink()
-    assert "python3.11 has no headers" in refused(place.run(GPU="1"))
+    line = refused(place.run(GPU="1"))
+    assert "has no headers" in line and "apt-get install python3.12-dev" in line
     assert place.installed() == []
 
 
@@ -249,28 +367,101 @@ def test_what_the_compiler_stumbled_over_is_one_line(place: Place, output: str, 
     (place.folder / "output").write_text(f"{output}\n  ERROR: Failed building wheel for transformer-engine-torch\n")
     place.python(f'case "$*" in *"pip wheel"*) cat {place.folder}/output; exit 1 ;; esac')
     assert said in refused(place.run(GPU="1"))
-    assert len(place.installed()) == 3
+    assert len(place.installed()) == 4
 
 
 @pytest.mark.processes
 def test_a_python_that_is_not_there(place: Place) -> None:
-    line = refused(place.run(PYTHON="python3.11-nowhere"))
-    assert "python3.11-nowhere is not there; install Python 3.11" in line and "make setup PYTHON=" in line
+    line = refused(place.run(PYTHON="python3.12-nowhere"))
+    assert "python3.12-nowhere is not there; install Python 3.12" in line and "make setup PYTHON=" in line
+
+
+PYENV = "pyenv/versions"
+# As pyenv has in PATH for a version that is installed and not selected.
+SHIM = "#!/bin/sh\necho 'pyenv: python3.12: command not found' >&2\nexit 127\n"
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("command", "said"), [("echo 3.12", "is 3.12 Python"), ("exit 1", "is no Python")])
+@pytest.mark.parametrize(
+    ("pythons", "chosen"),
+    [
+        ({"bin/python3": "3.11", "bin/python3.12": "3.12", "bin/python3.13": "3.13"}, "bin/python3.12"),
+        ({"bin/python3": "3.11", "bin/python3.13": "3.13", f"{PYENV}/3.12.1/bin/python": "3.12"}, "bin/python3.13"),
+        ({"bin/python3": "3.12"}, "bin/python3"),
+        ({"bin/python3.12": "", "later/python3.12": "3.12"}, "later/python3.12"),
+        (
+            {"bin/python3.12": "", f"{PYENV}/3.12.9/bin/python": "3.12", f"{PYENV}/3.12.10/bin/python": "3.12"},
+            f"{PYENV}/3.12.10/bin/python",
+        ),
+        (
+            {"bin/python3.12": "", f"{PYENV}/3.9.18/bin/python": "3.9", f"{PYENV}/3.13.0/bin/python": "3.13"},
+            f"{PYENV}/3.13.0/bin/python",
+        ),
+        ({"bin/python3": "3.14", f"{PYENV}/3.13.0t/bin/python": "3.13t", "uv/python": "3.13"}, "uv/python"),
+    ],
+)
+def test_a_python_is_looked_for(place: Place, pythons: dict[str, str], chosen: str) -> None:
+    """On PATH, where a shim of pyenv that runs nothing does not count, then under pyenv, then among uv's own."""
+    folder = place.folder.parent
+    shutil.rmtree(place.folder / ".venv")
+    for name, version in pythons.items():
+        if version:
+            place.system_python(folder / name, version)
+        else:
+            place.stub(folder / name, SHIM)
+        if name.startswith("uv/"):
+            arguments = f"python find --managed-python --no-python-downloads {version}"
+            place.stub(place.bin / "uv", f'#!/bin/sh\n[ "$*" = "{arguments}" ] && echo {folder / name}\n')
+    done = place.run(PATH=f"{place.bin}:{folder / 'later'}")
+    assert done.returncode == 0, done.stderr
+    assert place.installed()[0] == str(folder / chosen)
+
+
+# The Python of these tests, as a free-threaded build; for such ones there are no wheels.
+FREE_THREADED = f"exec {sys.executable} -c 'import sys; sys.abiflags = \"t\"; exec(sys.argv[1])' \"$2\""
+
+
+@pytest.mark.processes
+def test_no_python_is_one_line(place: Place) -> None:
+    shutil.rmtree(place.folder / ".venv")
+    place.stub(place.bin / "python3.12", SHIM)
+    line = refused(place.run())
+    assert "no Python 3.12 or 3.13 on PATH" in line and "apt-get install python3.12 python3.12-venv" in line
+    assert "uv python install 3.12" in line and "make setup PYTHON=/path/to/python3.12" in line
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("command", "said"), [("echo 3.11", "is Python 3.11"), ("exit 1", "is no Python"), (FREE_THREADED, "t, 3.12 or")]
+)
 def test_a_python_of_another_version(place: Place, command: str, said: str) -> None:
     place.stub(place.bin / "python3", f"#!/bin/sh\n{command}\n")
     line = refused(place.run(PYTHON="python3"))
-    assert said in line and "3.11 is needed" in line and "make setup PYTHON=" in line
+    assert said in line and "3.12 or 3.13 is needed" in line and "make setup PYTHON=" in line
     assert place.installed() == []
 
 
 @pytest.mark.processes
+def test_an_environment_keeps_its_python(place: Place) -> None:
+    place.python("true", version="3.13")
+    place.system_python(place.bin / "python3.12", "3.12")
+    done = place.run()
+    assert done.returncode == 0 and "environment in .venv, Python 3.13" in done.stdout, done.stderr
+    line = refused(place.run(PYTHON="python3.12"))  # also of one that is complete
+    assert ".venv was made with Python 3.13, python3.12 is 3.12; remove .venv" in line
+
+
+@pytest.mark.processes
 def test_an_environment_of_another_python(place: Place) -> None:
-    place.python("true", version="3.12")
-    assert "remove .venv and run make setup again" in refused(place.run())
+    """As an earlier version of the project made it, or of a Python that was uninstalled."""
+    place.python("true", version="3.11")
+    said = ".venv was made with Python 3.11, 3.12 or 3.13 is needed; remove .venv and run make setup again"
+    assert said in refused(place.run())
+    python = place.folder / ".venv" / "bin" / "python"
+    python.unlink()
+    python.symlink_to("/nowhere/python3.12")
+    assert ".venv was made with a Python that is gone" in refused(place.run())
+    assert place.installed() == []
 
 
 @pytest.mark.processes
@@ -283,7 +474,7 @@ def test_no_compiler(place: Place) -> None:
 def test_a_full_disk_is_seen_before_anything_is_installed(place: Place) -> None:
     place.disk(2 * 1024 * 1024)
     line = refused(place.run())
-    assert "2048 MB free" in line and "6 GB are needed" in line
+    assert "2048 MB free" in line and "10 GB are needed" in line
     assert place.installed() == []
 
 
@@ -291,7 +482,7 @@ OUTPUTS = [
     ("ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device", "disk full"),
     (
         "WARNING: Retrying: NewConnectionError: Failed to establish a new connection: [Errno -2] Name or service not "
-        "known\nERROR: No matching distribution found for torch==2.13.0",
+        "known\nERROR: No matching distribution found for torch==2.14.1",
         "the package index does not answer",
     ),
     ("error: metadata-generation-failed\nERROR: something else", "pip failed: ERROR: something else"),
@@ -317,10 +508,12 @@ def test_a_missing_wheel_is_named(place: Place) -> None:
 @pytest.mark.processes
 def test_make_stops_where_the_set_up_does(place: Place) -> None:
     shutil.copy(ROOT / "Makefile", place.folder)
-    outside = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
-    environment = {**outside, "PATH": f"{place.bin}:{os.environ['PATH']}"}  # not those of the make that runs the tests
     done = subprocess.run(
-        ["make", "test", "PYTHON=python3.11-nowhere"], cwd=place.folder, env=environment, capture_output=True, text=True
+        ["make", "test", "PYTHON=python3.12-nowhere"],
+        cwd=place.folder,
+        env={"PATH": str(place.bin), "SHELL": "/bin/bash"},  # without the variables of the make that runs the tests
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 2
-    assert "python3.11-nowhere is not there" in done.stderr and "pytest" not in done.stdout
+    assert "python3.12-nowhere is not there" in done.stderr and "pytest" not in done.stdout

@@ -82,7 +82,7 @@ def test_a_source_distribution_holds_what_setup_reads(tmp_path: Path) -> None:
     run(sys.executable, "setup.py", "sdist", cwd=checkout)
     with tarfile.open(next((checkout / "dist").iterdir())) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"conf/config.yaml", "requirements/cpu.lock", "megatron_collab/py.typed", "pyproject.toml"} <= names
+    assert {"conf/config.yaml", "requirements/base.lock", "megatron_collab/py.typed", "pyproject.toml"} <= names
 
 
 def test_the_program_runs_from_any_folder(environment: Path, tmp_path: Path) -> None:

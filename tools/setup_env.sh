@@ -1,18 +1,21 @@
 #!/usr/bin/env bash
-# Makes .venv in the current folder: Python 3.11, torch, the locks of requirements/, this project.
+# Makes .venv in the current folder: Python 3.12 or 3.13, torch, the locks of requirements/, this project.
 #
-# GPU=1 installs the set for GPUs, with TransformerEngine; an environment keeps the set that it was made with.
+# PYTHON is the Python to use; without it one is looked for on PATH, under pyenv and among uv's own.
+# GPU=1 adds the packages for GPUs, with TransformerEngine, to this environment or a new one; it keeps them from then on.
+# TORCH_INDEX is a package index for torch and torchvision alone, for instance one with CPU builds.
 # MAX_JOBS is how many files of TransformerEngine are compiled at a time, VENV another folder than .venv.
 #
 # Run again it installs nothing; interrupted it goes on. What stands in the way is said in one line that
 # begins with "setup:", and the exit code is 1. pip's own output goes to .venv/setup.log.
 set -euo pipefail
+unset PIP_CONSTRAINT # NVIDIA's containers set it, to keep a torch of their own
 
-PYTHON=${PYTHON:-python3.11}
 VENV=${VENV:-.venv}
 LOG=$VENV/setup.log
 STAMP=$VENV/setup.stamp
-SET_FILE=$VENV/setup.set # which set it is: cpu or gpu
+GPU_FILE=$VENV/setup.gpu     # exists if the packages for GPUs are to be installed
+INDEX_FILE=$VENV/setup.index # TORCH_INDEX of the torch that is installed
 ENGINE=transformer-engine
 COMPILED=$ENGINE-torch # exists as source only
 GB_PER_JOB=4 # of memory, which the compiler needs for one of its files
@@ -22,57 +25,97 @@ fail() {
     exit 1
 }
 
+# As 3.12; nothing if it does not run, as a shim of pyenv may not. Builds without wheels, free-threaded ones and those for
+# debugging, have a letter after it.
 version_of() {
-    "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null || true
+    "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2] + sys.abiflags)' </dev/null 2>/dev/null || true
 }
 
-check_python() {
-    command -v "$PYTHON" >/dev/null ||
-        fail "$PYTHON is not there; install Python 3.11, or say where it is: make setup PYTHON=/path/to/python3.11"
-    local version
-    version=$(version_of "$PYTHON")
-    [ "$version" = 3.11 ] ||
-        fail "$PYTHON is ${version:-no} Python, 3.11 is needed; say where it is: make setup PYTHON=/path/to/python3.11"
-    if [ -x $VENV/bin/python ]; then
-        version=$(version_of $VENV/bin/python)
-        [ "$version" = 3.11 ] ||
-            fail "$VENV was made with ${version:-a Python that is gone}, 3.11 is needed; remove $VENV and run $AGAIN again"
+accepted() {
+    [ "$1" = 3.12 ] || [ "$1" = 3.13 ]
+}
+
+# The Pythons of this machine, best first.
+candidates() {
+    local name pyenv=${PYENV_ROOT:-$HOME/.pyenv}
+    for name in python3.12 python3.13 python3; do
+        type -aP $name || true
+    done
+    for name in 3.12 3.13; do
+        compgen -G "$pyenv/versions/$name*/bin/python" | sort -rV || true
+    done
+    for name in 3.12 3.13; do
+        uv python find --managed-python --no-python-downloads $name 2>/dev/null || true
+    done
+}
+
+find_python() {
+    while read -r PYTHON; do
+        VERSION=$(version_of "$PYTHON")
+        ! accepted "$VERSION" || return 0
+    done < <(candidates)
+    fail "no Python 3.12 or 3.13 on PATH, under pyenv or uv; install one (apt-get install python3.12 python3.12-venv python3.12-dev," \
+        "or uv python install 3.12), or say where it is: make setup PYTHON=/path/to/python3.12"
+}
+
+# PYTHON and its VERSION: the one that is asked for, else the environment's, else the best of this machine.
+choose_python() {
+    local inside=
+    if [ -e $VENV/bin/python ] || [ -L $VENV/bin/python ]; then
+        inside=$(version_of $VENV/bin/python)
+        accepted "$inside" ||
+            fail "$VENV was made with ${inside:+Python }${inside:-a Python that is gone}, 3.12 or 3.13 is needed; remove $VENV and run $AGAIN again"
+    fi
+    if [ -n "${PYTHON:-}" ]; then
+        command -v "$PYTHON" >/dev/null ||
+            fail "$PYTHON is not there; install Python 3.12 or 3.13, or say where it is: make setup PYTHON=/path/to/python3.12"
+        VERSION=$(version_of "$PYTHON")
+        accepted "$VERSION" ||
+            fail "$PYTHON is ${VERSION:+Python }${VERSION:-no Python}, 3.12 or 3.13 is needed; say where it is: make setup PYTHON=/path/to/python3.12"
+        [ "${inside:-$VERSION}" = "$VERSION" ] ||
+            fail "$VENV was made with Python $inside, $PYTHON is $VERSION; remove $VENV and run $AGAIN PYTHON=$PYTHON again"
+    elif [ -n "$inside" ]; then
+        PYTHON=$VENV/bin/python VERSION=$inside
+    else
+        find_python
     fi
 }
 
-# SET, the one that is asked for, else the one that is there; what it needs, and the command that makes it.
-choose_set() {
-    local there=
-    if [ -f $SET_FILE ]; then
-        there=$(cat $SET_FILE)
-    elif [ -f $STAMP ]; then
-        there=cpu # made before there was another
-    fi
-    case ${GPU:-} in
-        '') SET=${there:-cpu} ;;
-        0) SET=cpu ;;
-        1) SET=gpu ;;
-        *) fail "GPU=$GPU is neither 1, the set for GPUs, nor 0, the one for CPUs" ;;
+# GPU, 1 or empty; what the packages need, and the command that installs them.
+choose_packages() {
+    case ${GPU:-0} in
+        0) GPU= ;;
+        1) ;;
+        *) fail "GPU=$GPU is neither 1, with the packages for GPUs, nor 0" ;;
     esac
-    AGAIN="make setup" NEED_GB=6 # installed packages, unpacking, and the CUDA build of torch where the index gives it
-    if [ $SET = gpu ]; then
-        AGAIN="make setup GPU=1" NEED_GB=16
-    fi
+    [ ! -f $GPU_FILE ] || GPU=1
+    AGAIN="make setup${GPU:+ GPU=1}" NEED_GB=10 # installed packages and those being unpacked
+    [ -z "$GPU" ] || NEED_GB=16
     [ $VENV = .venv ] || AGAIN="make test-gpu-set"
-    [ "${there:-$SET}" = $SET ] ||
-        fail "$VENV holds the set for ${there^^}s; remove $VENV and run $AGAIN again"
+}
+
+# INDEX, where torch comes from; empty: from where everything comes.
+choose_index() {
+    local installed=
+    INDEX=${TORCH_INDEX:-}
+    if [ -f $INDEX_FILE ]; then
+        installed=$(cat $INDEX_FILE)
+        INDEX=${INDEX:-$installed}
+        [ "$INDEX" = "$installed" ] ||
+            fail "torch in $VENV is from another index than TORCH_INDEX; remove $VENV and run $AGAIN again"
+    fi
 }
 
 check_compiler() {
     local include
     command -v "${CC:-cc}" >/dev/null ||
         fail "no C compiler (${CC:-cc}); install one, for instance: apt-get install build-essential"
-    [ $SET = gpu ] || return 0
+    [ -n "$GPU" ] || return 0
     command -v "${CXX:-c++}" >/dev/null ||
         fail "no C++ compiler (${CXX:-c++}); install one, for instance: apt-get install build-essential"
     include=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("include"))')
     [ -f "$include/Python.h" ] ||
-        fail "$PYTHON has no headers ($include/Python.h); install them, for instance: apt-get install python3.11-dev"
+        fail "$PYTHON has no headers ($include/Python.h); install them, for instance: apt-get install python$VERSION-dev"
 }
 
 check_disk() {
@@ -87,13 +130,17 @@ check_disk() {
 
 # Everything that decides what is installed, and where: a changed lock or a moved folder sets up again.
 fingerprint() {
-    { cat "${LOCKS[@]}" requirements/bench.lock setup.py tools/setup_env.sh; pwd; } | sha256sum | cut -d' ' -f1
+    {
+        cat requirements/{base,gpu,dev,bench}.lock requirements/packages.in setup.py tools/setup_env.sh
+        echo "$PWD $GPU $INDEX"
+    } | sha256sum | cut -d' ' -f1
 }
 
 step() {
-    local number=$1 what=$2
-    shift 2
-    echo "setup [$number/5] $what"
+    local what=$1
+    shift
+    STEP=$((STEP + 1))
+    echo "setup [$STEP/$((GPU ? 6 : 5))] $what"
     "$@" >>$LOG 2>&1 || explain
 }
 
@@ -105,7 +152,7 @@ explain() {
     elif grep -qE 'Killed signal terminated|virtual memory exhausted|Cannot allocate memory' $LOG; then
         fail "memory ran out while $COMPILED was compiled; fewer files at a time need less: $AGAIN MAX_JOBS=1"
     elif grep -qE 'ensurepip is not available|No module named ensurepip' $LOG; then
-        fail "$PYTHON cannot make environments; install its venv module, for instance: apt-get install python3.11-venv"
+        fail "$PYTHON cannot make environments; install its venv module, for instance: apt-get install python$VERSION-venv"
     elif grep -qE 'Failed to establish a new connection|Name or service not known|Temporary failure in name resolution|ConnectTimeoutError|ReadTimeoutError|CERTIFICATE_VERIFY_FAILED|ProxyError' $LOG; then
         fail "the package index does not answer; check the network and pip's settings (PIP_INDEX_URL, PIP_CERT) and run $AGAIN again"
     fi
@@ -114,7 +161,7 @@ explain() {
     fi
     package=$(sed -nE 's/.*(No matching distribution found for|Failed building wheel for) ([^ ]*).*/\2/p' $LOG | tail -1)
     [ -z "$package" ] ||
-        fail "no wheel of $package for $(uname -sm), Python 3.11 and $(getconf GNU_LIBC_VERSION); Linux x86_64 with glibc 2.34 or newer is needed, and an index that has it (PIP_INDEX_URL)"
+        fail "no wheel of $package for $(uname -sm), Python $VERSION and $(getconf GNU_LIBC_VERSION); Linux x86_64 with glibc 2.34 or newer is needed, and an index that has it (${INDEX:+TORCH_INDEX, }PIP_INDEX_URL)"
     fail "pip failed: $(grep -iE 'error' $LOG | tail -1); the whole output is in $LOG"
 }
 
@@ -129,34 +176,42 @@ pip_install() {
 }
 
 make_venv() {
-    $VENV/bin/python -m pip --version || "$PYTHON" -m venv $VENV && echo $SET >$SET_FILE
+    [ -z "$GPU" ] || touch $GPU_FILE
+    $VENV/bin/python -m pip --version || "$PYTHON" -m venv $VENV
 }
 
 pin() {
-    grep -E "^$1==" requirements/$SET.lock
+    grep -hE "^$1==" requirements/{base,gpu}.lock
+}
+
+# Which packages torch needs differs between its CPU and its CUDA build, so pip reads it from torch; the locks say which
+# versions. From TORCH_INDEX come torch and torchvision and nothing else.
+install_torch() {
+    if [ -n "$INDEX" ]; then
+        pip_install --no-deps --only-binary=:all: --index-url "$INDEX" "$(pin torch)" "$(pin torchvision)" || return
+    fi
+    pip_install --constraint requirements/base.lock --constraint requirements/gpu.lock "$(pin torch)" "$(pin setuptools)" &&
+        (umask 077 && echo "$INDEX" >$INDEX_FILE) # with the password that an address may have
+}
+
+check_build() {
+    ! grep -qE '^cuda\b.*= None' $VENV/lib/python*/site-packages/torch/version.py 2>/dev/null ||
+        fail "torch in $VENV is a CPU build, and GPU=1 needs one for CUDA; remove $VENV and run $AGAIN again, from another index"
 }
 
 # Everything else is pinned and taken without dependencies; only wheels, but for one small package of pure Python.
 install_locks() {
-    local aside=$COMPILED
-    [ $SET = gpu ] || aside=$ENGINE
-    grep -hvE "^$aside==" "${LOCKS[@]}" >$VENV/tmp/packages.lock
+    grep -hvE "^$COMPILED==" "${LOCKS[@]}" >$VENV/tmp/packages.lock
     pip_install --no-deps --only-binary=:all: --no-binary=antlr4-python3-runtime -r $VENV/tmp/packages.lock
 }
 
-# TransformerEngine's Python in a folder of its own, where te_cpu finds it: in the environment it would be half an
-# installation, over which Megatron's import stumbles in every process.
-install_engine() {
-    pip_install --no-deps --only-binary=:all: --upgrade --target $VENV/$ENGINE "$(grep -E "^$ENGINE==" requirements/dev.lock)"
-}
-
-aside() {
-    install_engine && install_compared
-}
-
-# What the tests compare losses with, likewise aside: transformers behaves otherwise where it finds accelerate.
-install_compared() {
-    pip_install --no-deps --only-binary=:all: --upgrade --target $VENV/compared -r requirements/bench.lock
+# What tests and tools/bench alone import, in folders of its own: transformers behaves otherwise if it finds accelerate,
+# and TransformerEngine's Python without its compiled part would be half an installation, over which Megatron's import
+# stumbles in every process; te_cpu imports it from there.
+install_aside() {
+    pip_install --no-deps --only-binary=:all: --upgrade --target $VENV/compared -r requirements/bench.lock || return
+    [ -n "$GPU" ] ||
+        pip_install --no-deps --only-binary=:all: --upgrade --target $VENV/$ENGINE "$(pin $ENGINE)"
 }
 
 # Compiled once for this torch, with the headers that came as wheels. Not through pip's cache, which would give what was
@@ -165,7 +220,7 @@ install_compiled() {
     local wheels name
     wheels=build/wheels/$(pin torch) name=$(pin $COMPILED)
     name=${name//-/_}
-    compgen -G "$wheels/${name/==/-}-*.whl" ||
+    compgen -G "$wheels/${name/==/-}-cp${VERSION/./}-*.whl" ||
         PATH=$PWD/$VENV/bin:$PATH NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_NO_LOCAL_VERSION=1 \
             MAX_JOBS=${MAX_JOBS:-$(jobs_at_once)} pip_ wheel --verbose --no-cache-dir --no-deps --no-build-isolation \
             --wheel-dir $wheels "$(pin $COMPILED)" || return
@@ -178,27 +233,29 @@ jobs_at_once() {
     echo $((fit < 1 ? 1 : fit < $(nproc) ? fit : $(nproc)))
 }
 
-choose_set
-LOCKS=(requirements/$SET.lock requirements/dev.lock)
+choose_packages
+choose_python
+choose_index
 WANTED=$(fingerprint) # now: what changes meanwhile is not what is installed
 if [ -f $STAMP ] && [ "$(cat $STAMP)" = "$WANTED" ]; then
     exit 0
 fi
-check_python
 check_compiler
 check_disk
+LOCKS=(requirements/{base,dev}.lock)
+[ -z "$GPU" ] || LOCKS+=(requirements/gpu.lock)
+STEP=0
 mkdir -p $VENV/tmp
 : >$LOG
-step 1 "environment in $VENV" make_venv
-# torch first, with what it depends on: which packages those are differs between its CPU and its CUDA build.
-step 2 "$(pin torch) and its dependencies" pip_install "$(pin torch)" "$(pin setuptools)"
-step 3 "$(cat "${LOCKS[@]}" | grep -c '==') pinned packages" install_locks
-if [ $SET = gpu ]; then
-    step 4 "$(pin $COMPILED), compiled where build/wheels does not have it (20 minutes on two cores)" install_compiled
-else
-    step 4 "the Python of $ENGINE and what losses are compared with, for tests" aside
+step "environment in $VENV, Python $VERSION" make_venv
+step "$(pin torch) and its dependencies" install_torch
+[ -z "$GPU" ] || check_build
+step "$(cat "${LOCKS[@]}" | grep -c '==') pinned packages" install_locks
+step "what only tests and comparisons import" install_aside
+if [ -n "$GPU" ]; then
+    step "$(pin $COMPILED), compiled if build/wheels does not have it (20 minutes on two cores)" install_compiled
 fi
-step 5 "megatron-collab" pip_install --no-deps --no-build-isolation -e .
+step "megatron-collab" pip_install --no-deps --no-build-isolation -e .
 rm -rf $VENV/tmp
 echo "$WANTED" >$STAMP
 echo "setup: done; python is $VENV/bin/python, what was found: $VENV/bin/python tools/doctor.py"

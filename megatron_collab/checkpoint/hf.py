@@ -14,7 +14,6 @@ from contextlib import contextmanager, nullcontext
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,8 +34,6 @@ _WEIGHT_FILE = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|h5|msgpack|index\.j
 _EXPERT = re.compile(
     r"mlp\.experts\.(?:local_experts\.(?P<local>\d+)\.)?(?P<linear>linear_fc[12])\.weight(?P<grouped>\d*)"
 )
-
-_Item = TypeVar("_Item")
 
 
 def read_shape(folder: Path) -> ModelShape:
@@ -74,9 +71,9 @@ class HFTensors:
         return shard
 
 
-def grouped(sizes: Iterable[tuple[_Item, int]], most: int) -> Iterator[list[_Item]]:
+def grouped[Item](sizes: Iterable[tuple[Item, int]], most: int) -> Iterator[list[Item]]:
     """Items, each with its size, in groups of at most `most`, a larger one alone."""
-    group: list[_Item] = []
+    group: list[Item] = []
     filled = 0
     for item, size in sizes:
         if group and filled + size > most:

@@ -10,6 +10,7 @@ import math
 from typing import NoReturn
 
 EXIT_BAD_INPUT = 2  # as runtime/process.py has it, which takes longer to import
+GPU_GIB = 79.6  # of an H100 with 80 GB: 81,559 MiB, as nvidia-smi reports it
 
 
 class ArgumentParser(argparse.ArgumentParser):

@@ -20,6 +20,7 @@ would ask, users, judge and metrics' own, and prints latency, tokens and price. 
 from __future__ import annotations
 
 import asyncio
+import platform
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_collab import patches
-from megatron_collab.commands import ArgumentParser, positive
+from megatron_collab.commands import GPU_GIB, ArgumentParser, positive
 from megatron_collab.config import Config, ConfigError, EndpointConfig, compose, make_absolute
 from megatron_collab.runtime import device, gpu_environment, gpu_set, toolkit
 from megatron_collab.types import Message, Task
@@ -42,7 +43,7 @@ _SHOWN, _WIDTH = 5, 200  # rows, and characters of each of their texts
 def main(arguments: Sequence[str]) -> int:
     parser = ArgumentParser("doctor", __doc__)
     parser.add_argument("--plan", nargs="+", metavar="OPTION=VALUE", help="print the GPU memory that this run needs")
-    parser.add_argument("--gpu-gib", type=positive, default=80.0, help="memory of a GPU in GiB [80]")
+    parser.add_argument("--gpu-gib", type=positive, default=GPU_GIB, help=f"memory of a GPU in GiB [{GPU_GIB}]")
     parser.add_argument("--data", metavar="SOURCE", help="print how these rows are read")
     parser.add_argument("--llm", nargs="+", metavar="OPTION=VALUE", help="call the users and judges of this run once")
     given = parser.parse_args(arguments)
@@ -58,7 +59,7 @@ def print_probes() -> int:
     device.probe("nvcc")  # says which compilers of modules are passed over; a run's processes do not have them
     gpu_environment.enter()
     found = device.probes()
-    rows = [("", "found", "enables", "without it")]
+    rows = [("", "found", "enables", "without it"), ("python", platform.python_version(), "everything", "-")]
     for probe in found:
         used = "-" if probe.found else f"-> {probe.fallback or 'nothing: required'}"
         state = probe.detail if probe.found else f"missing: {probe.detail}"
@@ -97,8 +98,9 @@ def print_plan(overrides: Sequence[str], gpu_gib: float) -> int:
     """The plan: the GPUs, the parts of the fullest one, the sums of the others, the host's memory."""
     try:
         patches.apply("megatron")
+        from megatron_collab.launch.servers import idle_gpus
         from megatron_collab.models.parallel_layout import ranks
-        from megatron_collab.planning.memory import GIB, peak, plan_memory, read_run
+        from megatron_collab.planning.memory import GIB, host_memory, peak, plan_memory, read_run
     except Exception as error:  # libraries raise anything where they cannot work, as OSError without their driver
         text = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(f"--plan: torch or Megatron-Core cannot be imported on this machine: {text}") from error
@@ -119,9 +121,14 @@ def print_plan(overrides: Sequence[str], gpu_gib: float) -> int:
     for name, training, sampling in [*rows, ("sum", sum(row[1] for row in rows), sum(row[2] for row in rows))]:
         print(f"{name:34}  {training / GIB:8.2f}  {sampling / GIB:8.2f}")
     print(f"\nat most, by pipeline stage: {', '.join(f'{peak:.1f}' for peak in peaks)}")
-    if host := sum(part.host for part in parts) * launch.nproc_per_node:
-        print(f"in host memory of each node, while sampling: {host / GIB:.1f} GiB of optimizer state")
+    if pinned := host_memory(config, stages):
+        print(
+            f"pinned in host memory of a node until the run ends: {pinned / GIB:.1f} GiB, for the optimizer state that "
+            "is offloaded while the run samples"
+        )
     print(f"The largest part is {max(parts, key=lambda part: max(part.training, part.sampling)).name}.")
+    for line in idle_gpus(config) if launch.device != "cpu" else ():
+        print(line)
     left = gpu_gib - peaks[fullest]
     if left < 0:
         print(f"Does not fit a GPU of {gpu_gib:g} GiB: needs {-left:.1f} GiB more.")

@@ -1,6 +1,6 @@
 """A run on paper, rank by rank: built, loaded, stepped, published and saved by its own code, on no device at all.
 
-    megatron-collab rehearse experiment=train_70b [option=value …] [--ranks all] [--gpu-gib 80]
+    megatron-collab rehearse experiment=train_70b [option=value …] [--ranks all] [--gpu-gib 79.6]
 
 Takes the options of train. It needs neither GPU nor data nor weights: the model's shape is read from model.path, else
 from conf/shapes. The layers are TransformerEngine's own Python over kernels that give shapes alone; with
@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 
 from megatron_collab import patches
-from megatron_collab.commands import ArgumentParser, positive
+from megatron_collab.commands import GPU_GIB, ArgumentParser, positive
 from megatron_collab.config import ConfigError, compose
 from megatron_collab.trainer.megatron.te_cpu.install import install
 
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = ArgumentParser("rehearse", __doc__)
     parser.add_argument("options", nargs="+", metavar="OPTION=VALUE", help="settings of the run, as for train")
     parser.add_argument("--ranks", choices=("distinct", "all"), default="distinct", help="one of a class, or all")
-    parser.add_argument("--gpu-gib", type=positive, default=80.0, help="memory of a GPU in GiB [80]")
+    parser.add_argument("--gpu-gib", type=positive, default=GPU_GIB, help=f"memory of a GPU in GiB [{GPU_GIB}]")
     given = parser.parse_args(arguments)
     if compose(given.options).launch.device != "cpu":
         # Before Megatron is imported: it takes the layers and the optimizer of TransformerEngine, as on a GPU.

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 from filelock import FileLock
@@ -35,10 +35,9 @@ from megatron_collab.types import Batch, Message, Sample, Task
 
 __all__ = ["TaskReader"]  # the interface for extensions
 FOLDER = "data"  # in run.dir
-_Read = TypeVar("_Read")
 
 
-class SurveyedSources(Generic[_Read]):
+class SurveyedSources[Read]:
     """The sources of data.train or data.eval (`setting`), and of each the examples that the run takes: `sets`.
 
     Tasks for rl, conversations for sft, pairs for dpo. Those that do not fit into rollout.context_length are left out.
@@ -63,7 +62,7 @@ class SurveyedSources(Generic[_Read]):
         self._folder = Path(config.run.dir) / FOLDER
         self._folder.mkdir(parents=True, exist_ok=True)
         self.sources = list(sources)
-        self.sets: list[Examples[_Read]] = []
+        self.sets: list[Examples[Read]] = []
         self.fingerprints: list[str] = []  # of each source: what its rows are, and how they become tokens
         self.surveys: list[Survey] = []
         for source in self.sources:
@@ -112,7 +111,7 @@ class SurveyedSources(Generic[_Read]):
         positions = json.loads(described.read_text()).get("max_position_embeddings") if described.is_file() else None
         return min(context, positions or context)
 
-    def _survey(self, examples: Examples[_Read], longest: int, needs: Needs) -> Survey:
+    def _survey(self, examples: Examples[Read], longest: int, needs: Needs) -> Survey:
         """That of an earlier process of the run, unless rows, reader, tokenizer or what `needs` follow from changed."""
         fingerprint = getattr(examples.rows, "fingerprint", None)
         if fingerprint is None:  # tasks of a reader of the user's own, which are in memory
@@ -129,7 +128,7 @@ class SurveyedSources(Generic[_Read]):
                 files.replace(file, json.dumps(asdict(self._new_survey(examples, longest, needs))))
         return Survey(**json.loads(file.read_text()))
 
-    def _new_survey(self, examples: Examples[_Read], longest: int, needs: Needs) -> Survey:
+    def _new_survey(self, examples: Examples[Read], longest: int, needs: Needs) -> Survey:
         if self._config.assistant.model:  # which itself refuses what is too long
             return survey(examples, longest, lambda messages: 0, lambda example: 0, needs)
         renderer = self._renderer = self._renderer or policys(self._config, self._tools)
@@ -151,7 +150,7 @@ class SurveyedSources(Generic[_Read]):
         return survey(examples, longest, at_most, tokens, needs)
 
 
-class TrainingData(SurveyedSources[_Read]):
+class TrainingData[Read](SurveyedSources[Read]):
     """data.train by position in the run, mixed as its sources say; a function of (run.seed, position) alone."""
 
     def __init__(
@@ -168,7 +167,7 @@ class TrainingData(SurveyedSources[_Read]):
         empty = self._mixture.empty_step(config.train.steps, per_step)
         require(empty is None, f"data.train: no source has rows for step {empty}; change from_step or until_step")
 
-    def at(self, position: int, seed: int) -> _Read:
+    def at(self, position: int, seed: int) -> Read:
         """The example at a position: step * train.prompts_per_step + its number in the step."""
         source, row = self._mixture.place(position, seed)
         return self.sets[source][row]

@@ -6,7 +6,7 @@ import glob
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -52,10 +52,7 @@ class TrainingSource(Source):
             raise ValueError(f"no step is between from_step={self.from_step} and until_step={self.until_step}")
 
 
-_Kind = TypeVar("_Kind", bound=Source)
-
-
-def sources(value: Any, setting: str, kind: type[_Kind]) -> list[_Kind]:
+def sources[Kind: Source](value: Any, setting: str, kind: type[Kind]) -> list[Kind]:
     """The entries of data.train or data.eval: one place, or a list of places and of settings of `kind`.
 
     Raises ConfigError naming the setting that cannot be.

@@ -9,7 +9,7 @@ import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import aiohttp
 import numpy as np
@@ -19,7 +19,6 @@ from megatron_collab.types import Finish, ToolCall, Turn
 
 ATTEMPTS = 5
 BACKOFF_SECONDS = 0.25
-_Answer = TypeVar("_Answer")
 
 
 class EngineError(RuntimeError):
@@ -134,13 +133,13 @@ class SGLangClient:
         if session := vars(self).pop("_session", None):
             await session.close()
 
-    async def _post(
+    async def _post[Answer](
         self,
         path: str,
         body: dict[str, Any],
-        read: Callable[[aiohttp.ClientResponse], Awaitable[_Answer]],
+        read: Callable[[aiohttp.ClientResponse], Awaitable[Answer]],
         crash: type[EngineError] = TransientError,
-    ) -> _Answer:
+    ) -> Answer:
         silence = EngineError(f"no answer within rollout.turn_timeout={self.timeout:g} s")
         return await post(self._session, self.url + path, body, read, silence, crash)
 
@@ -150,21 +149,21 @@ class SGLangClient:
         return aiohttp.ClientSession(headers=self._headers, connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
 
 
-async def post(
+async def post[Answer](
     session: aiohttp.ClientSession,
     url: str,
     body: dict[str, Any],
-    read: Callable[[aiohttp.ClientResponse], Awaitable[_Answer]],
+    read: Callable[[aiohttp.ClientResponse], Awaitable[Answer]],
     silence: EngineError,
     crash: type[EngineError] = TransientError,
-) -> _Answer:
+) -> Answer:
     """What `read` makes of the answer; asked for again, up to ATTEMPTS times, where that may help.
 
     The pauses double from BACKOFF_SECONDS on, each times a random factor from 0.5 to 1.5. Raises `silence` after the
     session's timeout, ServerGone without a connection, `crash` for status 500, EngineError for other answers.
     """
 
-    async def once() -> _Answer:
+    async def once() -> Answer:
         try:
             async with session.post(url, json=body) as response:
                 if response.status == 200:

@@ -23,7 +23,7 @@ from megatron_collab.data.evaluation import EvaluationSet, evaluation_sets
 from megatron_collab.inference.served import score_fault
 from megatron_collab.launch import endpoints, models
 from megatron_collab.launch.fork import fork
-from megatron_collab.launch.servers import check_arguments
+from megatron_collab.launch.servers import check_arguments, idle_gpus
 from megatron_collab.launch.validate import check_model
 from megatron_collab.observability import evaluations, records
 from megatron_collab.reward import metrics
@@ -32,7 +32,7 @@ from megatron_collab.rollout.needs import USER, WEIGHTS, needs
 from megatron_collab.rollout.tools import Toolset, toolbox
 from megatron_collab.rollout.tools.mcp_server import McpTools
 from megatron_collab.rollout.users.named import user_of
-from megatron_collab.runtime import hub, keys, network
+from megatron_collab.runtime import device, hub, keys, network
 from megatron_collab.runtime.process import (
     LAUNCHER,
     RunStopped,
@@ -90,7 +90,13 @@ def prepare(config: Config) -> None:
     compare_tools(Path(config.run.dir), tools)
     fork(config)
     if global_rank() == 0:
-        print("\n".join([line for given in data for line in given.lines()] + without_effect(config)))
+        print("\n".join([line for given in data for line in given.lines()] + remarks(config)))
+
+
+def remarks(config: Config) -> list[str]:
+    """What the console says before the start about settings that work and waste something, a line each."""
+    on_gpus = device.select(config.launch.device).type == device.GPU
+    return [*without_effect(config), *(idle_gpus(config) if on_gpus else [])]
 
 
 def without_effect(config: Config) -> list[str]:

@@ -8,7 +8,7 @@ from functools import partial
 
 from megatron_collab.config import Config, nearest, require
 from megatron_collab.inference import server_args
-from megatron_collab.inference.served import config_of, devices, first_device, gives_text, score_fault
+from megatron_collab.inference.served import config_of, devices, first_device, gives_text, named, score_fault
 from megatron_collab.inference.server import Serves, refusal
 from megatron_collab.llm.endpoint import SERVED
 from megatron_collab.models import parallel_layout
@@ -132,6 +132,27 @@ def check_servers_of_model(config: Config, shape: ModelShape) -> None:
     check(layout.ep == 1 or shape.experts is not None, "<rollout.server.ep>: the model has no experts; set 1")
     fault = plan.layout_fault(shape, plan.trainer_layout(config), layout)
     require(fault is None, fault or "")
+
+
+def idle_gpus(config: Config) -> list[str]:
+    """A line if GPUs of the trainer have no colocated server and idle while the run samples, with the way out."""
+    server, width = config.rollout.server, config.launch.nproc_per_node
+    if config.train.stage != "rl" or not server.colocated or not server.replicas:
+        return []
+    busy = parallel_layout.serving(config)
+    for model in named(config).values():
+        if model.colocated:
+            busy |= parallel_layout.serving(config_of(config, model, 0))
+    idle = len(set(range(width)) - busy)
+    if not idle:
+        return []
+    fitting, uncovered = divmod(width, parallel_layout.server_ranks_per_node(config))
+    replicas = fitting * config.launch.nodes // server.nnodes
+    advice = f"set rollout.server.replicas={replicas}"
+    if uncovered or replicas <= server.replicas:
+        advice = f"choose a rollout.server.tp that divides launch.nproc_per_node={width}"
+    settings = f"rollout.server.replicas={server.replicas} x rollout.server.tp={server.tp}"
+    return [f"{settings}: {idle} of the {width} GPUs of a node have no server and idle while the run samples; {advice}"]
 
 
 def check_arguments(config: Config) -> None:

@@ -1,6 +1,6 @@
 """The parallel layout of the trainer: constraints on settings and data, and which ranks hold which shard.
 
-Numbers only, no framework. Ranks are counted as Megatron-Core 0.16.1 does (parallel_state.RankGenerator, order
+Numbers only, no framework. Ranks are counted as Megatron-Core 0.19.2 does (parallel_state.RankGenerator, order
 tp-cp-ep-dp-pp): the ranks of a pipeline stage follow one another; within it the tensor parallel rank counts fastest,
 for experts, which are not cut, the expert parallel one.
 """

@@ -22,9 +22,9 @@ _ENTRIES = {
     "ray": f"{__name__}.ray:PATCHES",
 }
 VERSIONS = {  # of the distributions, in the lock files
-    "torch": ("2.13.0", "2.14.1"),
-    "torchvision": ("0.28.0", "0.29.2"),
-    "megatron-core": ("0.16.1",),
+    "torch": ("2.14.1",),
+    "torchvision": ("0.29.2",),
+    "megatron-core": ("0.19.2",),
     "sglang": ("0.5.23",),
     "litellm": ("1.106.2",),
     "ray": ("2.60.0",),
@@ -72,10 +72,10 @@ def apply(*libraries: str) -> None:
             continue
         if library in sys.modules:
             raise RuntimeError(f"patches.apply({library!r}) must be called before the first import of {library}")
+        _applied.add(library)  # first: the entries import the library, and an import may call this again
         for patch in resolve_name(_ENTRIES[library]):
             if patch.when():
                 patch.put_in_force()
-        _applied.add(library)
 
 
 def register() -> list[Patch]:
@@ -95,19 +95,14 @@ DISTRIBUTED_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer.DistributedOp
 
 # Private interfaces of libraries that the package calls or overrides: what uses it and why, until when, the test.
 _INTERFACES = {
-    "megatron.core.models.gpt.gpt_model.GPTModel._postprocess": (
-        "trainer/megatron/model.py overrides it, so that the logits are never made",
-        "GPTModel can return hidden states",
-        "tests/trainer/megatron/test_model.py::test_hidden_states_stay_in_the_models_precision",
-    ),
     f"{DISTRIBUTED_OPTIMIZER}._get_main_param_and_optimizer_states": (
-        "checkpoint/sharded_state.py has each rank write its own part; Megatron gathers it on one rank first",
-        "Megatron-Core saves fully reshardable checkpoints in parallel",
+        "checkpoint/sharded_state.py has each rank write its own part; Megatron gathers it on one rank or all first",
+        "Megatron-Core saves fully reshardable checkpoints without gathering them",
         "tests/checkpoint/test_checkpointer.py::test_resumed_is_undisturbed_bit_for_bit",
     ),
     f"{DISTRIBUTED_OPTIMIZER}._init_optimizer_states_with_dummy_values": (
-        "checkpoint/sharded_state.py reads into them",
-        "Megatron-Core saves fully reshardable checkpoints in parallel",
+        "checkpoint/sharded_state.py: Megatron asks an optimizer for its step before it loads, and AdamW has none yet",
+        "DistributedOptimizer.state_dict works before the first step",
         "tests/checkpoint/test_checkpointer.py::test_resumed_is_undisturbed_bit_for_bit",
     ),
     "megatron.core.tensor_parallel.random._get_cuda_rng_state": (
@@ -154,6 +149,11 @@ _INTERFACES = {
         "planning/rehearsal/rank.py books what pipeline stages exchange",
         "Megatron-Core has a hook around its exchanges",
         "tests/planning/rehearsal/test_run.py::test_virtual_stages",
+    ),
+    "megatron.core.pipeline_parallel.p2p_communication.P2PCommunicator._communicate_shapes": (
+        "trainer/megatron/pipeline.py answers by the plan of micro-batches; Megatron asks the neighbors, and waits",
+        "P2PCommunicator takes the shapes that it receives",
+        "tests/trainer/megatron/test_pipeline.py::test_no_shape_is_exchanged_and_no_stage_waits_for_its_device",
     ),
     "sglang._platform_stubs": (
         "patches/sglang.py uses the modules that SGLang makes for machines without triton",

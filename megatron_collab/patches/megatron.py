@@ -28,6 +28,12 @@ _CUDA_ONLY = (
     *("flash_attn", "flash_attn_3", "flashattn_hopper", "flash_mla", "deep_ep", "grouped_gemm"),
 )
 _LOGGERS = ("wandb", "torch.utils.tensorboard")
+_MESSAGES = {  # by logger: what every rank would print of a machine or a choice that is known
+    "torch.utils.cpp_extension": "No CUDA runtime is found",
+    "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
+    "megatron.core.distributed.distributed_data_parallel": "full_param_layout not provided",
+    "megatron.core.dist_checkpointing.strategies.common": "load_common is deprecated",
+}
 
 
 def without_cuda() -> bool:
@@ -48,7 +54,14 @@ def refuse_visible_cuda(device_type: str) -> None:
 def _silence_warnings() -> None:
     warnings.filterwarnings("ignore", module=r"megatron\.core\.")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.distributed\.checkpoint\.")
     warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
+    for logger, message in _MESSAGES.items():
+        logging.getLogger(logger).addFilter(partial(_is_other, message))
+
+
+def _is_other(message: str, record: logging.LogRecord) -> bool:
+    return message not in record.getMessage()
 
 
 class CudaMeansCpu(TorchFunctionMode):
@@ -151,21 +164,10 @@ def _unshare_step(load_state_dict: Callable[..., None]) -> Callable[..., None]:
 
 
 def mark_experts(policy: torch.nn.Module) -> None:
-    """Mark the experts' parameters: gradients are summed over all ranks that hold them, and count in the norm."""
-    from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
-
+    """Mark the experts' parameters: they have gradient buffers and an optimizer of their own."""
     for name, parameter in policy.named_parameters():
         if ".experts." in name:
             parameter.allreduce = False
-            if not hasattr(parameter, "tensor_model_parallel"):
-                set_tensor_model_parallel_attributes(parameter, True, int("linear_fc2" in name), 1)
-
-
-def _split_no_state(split: Callable[[Any, torch.Tensor], list[torch.Tensor]]) -> Callable[..., list[torch.Tensor]]:
-    def split_state(self: Any, state: torch.Tensor) -> list[torch.Tensor]:
-        return split(self, state) if state.numel() else [state] * self.num_gemms
-
-    return split_state
 
 
 def count_padding(model: Any) -> None:
@@ -195,10 +197,10 @@ _OPTIMIZER_PY = "megatron/core/optimizer/distrib_optimizer.py"
 PATCHES = (
     _megatron(
         "warnings",
-        why="Every rank would print at every start what is not installed (tools/doctor.py says that), and which names "
-        "of torch.distributed are deprecated.",
+        why="Every rank would print at every start what is not installed (tools/doctor.py says that), which names of "
+        "torch.distributed are deprecated, and what Megatron means to replace.",
         upstream="megatron/core/utils.py and others",
-        until="Megatron-Core uses the names of torch 2.13",
+        until="Megatron-Core uses the names of torch 2.14, and each of _MESSAGES has gone",
         test="tests/patches/test_megatron.py::test_importing_megatron_prints_nothing",
         apply=_silence_warnings,
     ),
@@ -214,7 +216,7 @@ PATCHES = (
         "no torch.compile and no loggers in Megatron",
         why="Compiling its small functions for a CPU takes seconds in every process and gains nothing; importing "
         "Weights & Biases and TensorBoard, for parts of it that no run uses, takes half a second.",
-        upstream="megatron/core/jit.py, megatron/core/timers.py, megatron/core/inference/contexts/dynamic_context.py",
+        upstream="megatron/core/jit.py, megatron/core/timers.py, megatron/core/inference/engines/dynamic_engine.py",
         until="Megatron-Core has a switch for jit_fuser, and imports loggers where it logs",
         test="tests/patches/test_cpu.py::test_megatron_is_not_compiled_on_a_cpu",
         apply=_import_lightly,
@@ -269,24 +271,15 @@ PATCHES = (
         "megatron-core",
         "split sizes of the expert dispatcher",
         why="It makes host sequences of its split sizes only where they were on a GPU.",
-        upstream="megatron/core/transformer/moe/token_dispatcher.py (maybe_move_tensor_to_cpu)",
+        upstream="megatron/core/transformer/moe/moe_utils.py:1184",
         test="tests/trainer/test_parity.py::test_log_probs_equal_hugging_face",
         sets={"megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu": _to_host},
-    ),
-    _megatron(
-        "the router's product without TransformerEngine",
-        why="The router reads te_general_gemm to see whether to use it; without TransformerEngine it is never bound.",
-        upstream="megatron/core/transformer/moe/moe_utils.py:1192",
-        until="te_general_gemm is bound to None there",
-        test="tests/patches/test_megatron.py::test_router_works_without_transformer_engine",
-        sets={"megatron.core.transformer.moe.moe_utils.te_general_gemm": None},
-        when=lambda: not with_transformer_engine(),
     ),
     _megatron(
         "gradient accumulation fusion without apex",
         why="The constructor of Megatron's linear layer asks for apex. TransformerEngine's layers accumulate without "
         "it, and the one layer left of Megatron's own, the head, is never called.",
-        upstream="megatron/core/tensor_parallel/layers.py:924",
+        upstream="megatron/core/tensor_parallel/layers.py:1070",
         until="the head is not built by Megatron's linear layer",
         test="tests/patches/test_megatron.py::test_fused_gradient_accumulation_needs_no_apex",
         sets={"megatron.core.tensor_parallel.layers._grad_accum_fusion_available": True},
@@ -296,7 +289,7 @@ PATCHES = (
         "AdamW's step in a resharded checkpoint",
         why="torch's AdamW has a `step` in the state of each parameter (the fused optimizers: in the group). Loading a "
         "fully reshardable checkpoint leaves it out of the sources but not out of the targets: KeyError.",
-        upstream=f"{_OPTIMIZER_PY}:911",
+        upstream=f"{_OPTIMIZER_PY}:1225",
         until="_set_main_param_and_optimizer_states skips what is not given",
         test="tests/patches/test_megatron.py::test_an_optimizer_state_without_step_can_be_set",
         wraps={f"{DISTRIBUTED_OPTIMIZER}._set_main_param_and_optimizer_states": _keep_step},
@@ -306,50 +299,32 @@ PATCHES = (
         "AdamW's step shared by all parameters",
         why="A loaded state gives every parameter the same `step` tensor, which AdamW then increments once for each of "
         "them: a silently wrong bias correction after a resume.",
-        upstream=f"{_OPTIMIZER_PY}:690",
+        upstream=f"{_OPTIMIZER_PY}:1028",
         until="load_state_dict copies the step",
         test="tests/patches/test_megatron.py::test_a_loaded_optimizer_counts_steps_for_each_parameter",
         wraps={f"{DISTRIBUTED_OPTIMIZER}.load_state_dict": _unshare_step},
         when=without_fused_adam,
     ),
     _megatron(
-        "gradients of experts that are not spread",
-        why="Megatron sums the gradients of experts over all ranks that hold them only where ep > 1. Tensor-parallel "
-        "ranks that each hold every expert, uncut, see different tokens and would silently drift apart.",
-        upstream="megatron/core/distributed/distributed_data_parallel.py:122 (parameter.allreduce)",
-        until="experts are marked whatever ep is",
-        test="tests/trainer/megatron/test_model.py::test_every_expert_is_reduced_over_the_ranks_that_hold_it",
-    ),
-    _megatron(
-        "experts of TransformerEngine in the norm",
-        why="TransformerEngine leaves its grouped weights unmarked, and Megatron counts unmarked gradients on the "
-        "first tensor-parallel rank only: with tp > 1 the norm, and what is clipped by it, would silently be wrong.",
-        upstream="transformer_engine/pytorch/module/grouped_linear.py:1993 (set_tensor_parallel_attributes)",
-        until="GroupedLinear marks its weights",
-        test="tests/trainer/megatron/test_te_cpu.py::test_norms_count_every_expert",
-    ),
-    _megatron(
-        "checkpoints of experts in FP8",
-        why="Only delayed scaling has a state to save. For the other recipes TransformerEngine gives an empty one, "
-        "which Megatron splits among the experts: TypeError at the first checkpoint.",
-        upstream="megatron/core/extensions/transformer_engine.py:1698",
-        until="_split_extra_state passes an empty state on",
-        test="tests/trainer/megatron/test_te_cpu.py::test_every_recipe_has_checkpoints_of_the_same_weights",
-        wraps={"megatron.core.extensions.transformer_engine.TEGroupedLinear._split_extra_state": _split_no_state},
-        when=with_transformer_engine,
+        "experts apart in every layout",
+        why="Megatron gives experts an optimizer of their own only where ep > 1 or tp > 1, and a checkpoint names the "
+        "state by optimizer: one of a layout without would not resume in a layout with it.",
+        upstream="megatron/core/distributed/param_and_grad_buffer.py:918 (parameter.allreduce)",
+        until="the state of an optimizer is saved by parameter alone",
+        test="tests/trainer/megatron/test_model.py::test_experts_are_apart_in_every_layout",
     ),
     _megatron(
         "padding between gradient buckets",
         why="The buffer that a checkpoint is loaded into leaves this padding out, but is cut by positions that count "
         "it: the last parameters lie beyond its end. Tied embeddings on the last pipeline stage make two buckets.",
-        upstream=f"{_OPTIMIZER_PY}:1027",
+        upstream=f"{_OPTIMIZER_PY}:1312",
         until="numel_unpadded counts the padding between buckets",
         test="tests/checkpoint/test_checkpointer.py::test_another_layout_goes_on_from_it",
     ),
     _megatron(
         "a load planner with a heartbeat",
         why="Loading a large checkpoint must not count as a hang; Megatron takes no planner but makes one by name.",
-        upstream="megatron/core/dist_checkpointing/strategies/torch.py:802",
+        upstream="megatron/core/dist_checkpointing/strategies/torch.py:982",
         until="dist_checkpointing.load takes a planner",
         test="tests/checkpoint/test_checkpointer.py::test_ranks_move_while_they_save_and_load",
         uses=("megatron.core.dist_checkpointing.strategies.torch.MCoreLoadPlanner",),

@@ -23,8 +23,9 @@ from megatron_collab.models.lora import adapters
 from megatron_collab.models.parallel_layout import ranks, serving, stages
 from megatron_collab.planning.activations import activations, head, micro_batch_tokens
 from megatron_collab.runtime import hub
+from megatron_collab.trainer.host_memory import PIECE, piece_count
 from megatron_collab.trainer.megatron.config import DTYPES
-from megatron_collab.weight_sync.encoding import fp8_nbytes
+from megatron_collab.weight_sync.fp8_blocks import fp8_nbytes
 from megatron_collab.weight_sync.node_routing import Item, places_of, sent, written
 from megatron_collab.weight_sync.plan import SyncPlan, plan_sync, server_layout, trainer_layout, uses_memory
 from megatron_collab.weight_sync.transports.shared_memory import segment_sizes
@@ -34,7 +35,7 @@ GIB = float(1 << 30)
 
 @dataclass(frozen=True)
 class MemoryPart:
-    """Bytes on the device while the run trains, and while it samples; `host`: bytes in host memory instead."""
+    """Bytes on the device while the run trains, and while it samples; `host`: pinned for what is offloaded then."""
 
     name: str
     training: float
@@ -45,6 +46,17 @@ class MemoryPart:
 def peak(parts: Sequence[MemoryPart]) -> float:
     """Bytes of these parts in whichever phase, training or sampling, needs more."""
     return max(sum(part.training for part in parts), sum(part.sampling for part in parts))
+
+
+def host_memory(config: Config, stages: Sequence[Sequence[MemoryPart]]) -> float:
+    """Bytes that the ranks of the fullest node pin for what they offload; they keep them until the run ends.
+
+    `stages`: the parts of each pipeline stage, of which a node may have several.
+    """
+    count = ranks(config)
+    pinned = [sum(part.host for part in stages[rank * len(stages) // count]) for rank in range(count)]
+    width = config.launch.nproc_per_node
+    return max(sum(pinned[first : first + width]) for first in range(0, count, width))
 
 
 def read_run(overrides: Sequence[str]) -> tuple[Config, ModelShape]:
@@ -146,12 +158,13 @@ def network_parts(config: Config, shape: ModelShape, rank: int, critic: bool = F
     dense, experts, eight_bit, frozen = _counts(config, shape, rank, critic)
     trained = dense + experts
     optimizer = state * (dense / (stage_ranks // parallel.tp) + experts / (stage_ranks // parallel.ep))
-    kept, prefix = not parallel.offload, "critic: " if critic else ""  # while rollouts are sampled
-    parameters = _weights(config, trained + frozen, eight_bit, 2)
+    kept = not (parallel.offload and config.train.stage == "rl")  # while rollouts are sampled
+    prefix = "critic: " if critic else ""
+    parameters, pinned = _weights(config, trained + frozen, eight_bit, 2), PIECE * piece_count(optimizer)
     return [
         MemoryPart(f"{prefix}parameters", parameters, parameters),
         MemoryPart(f"{prefix}gradients", 4 * trained, 4 * trained if kept else 0.0),
-        MemoryPart(f"{prefix}optimizer", optimizer, optimizer if kept else 0.0, 0.0 if kept else optimizer),
+        MemoryPart(f"{prefix}optimizer", optimizer, optimizer if kept else 0.0, 0.0 if kept else pinned),
     ]
 
 

@@ -20,9 +20,9 @@ from packaging.utils import canonicalize_name
 from megatron_collab.runtime import device, gpu_environment, toolkit
 
 _OWNERS = {"megatron-collab": "gpu", "transformer-engine": "pytorch core-cu13", "sglang": ""}  # with their extras
-_LIFTED = ("openai",)  # requirements/gpu.override has another version
+_LIFTED = ("openai",)  # requirements/packages.override has another version
 _COMPILED = "transformer-engine-torch"  # has no wheel
-# Those that a set for CPUs does not have; one of them means that a set for GPUs was begun.
+# Of those that `make setup GPU=1` adds; one of them means that it was begun.
 _SIGNS = (_COMPILED, "transformer-engine-cu13", "sglang-kernel", "flashinfer-python")
 # What is imported, once the versions are right: libraries of another CUDA or torch are found so.
 _MODULES = {
@@ -60,7 +60,7 @@ def faults() -> list[Fault]:
     if not any(map(_version, _SIGNS)):
         seen = device.probe(device.GPU).found
         said = "a CUDA device is visible, and none of the packages for GPUs is installed"
-        return [Fault("the set for GPUs", said, "rm -r .venv && make setup GPU=1")] if seen else []
+        return [Fault("the set for GPUs", said, "make setup GPU=1")] if seen else []
     found = {fault.part: fault for owner, each in _wanted() if (fault := _by_version(owner, each))}
     broken = [fault for name in _MODULES if name not in found and (fault := _by_import(name))]
     whole = not any(fault.part in (_SAVER, "torch") for fault in [*found.values(), *broken])

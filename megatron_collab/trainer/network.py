@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer import get_standard_config_overrides as no_decay_for_norms_and_biases
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
@@ -25,8 +26,10 @@ from megatron_collab.patches.megatron import count_padding
 from megatron_collab.runtime import device
 from megatron_collab.runtime.process import beat
 from megatron_collab.runtime.rank0 import PreemptionWatch, check_preemption
+from megatron_collab.trainer.host_memory import HostMemory
 from megatron_collab.trainer.megatron import lora
 from megatron_collab.trainer.megatron.config import DTYPES
+from megatron_collab.trainer.megatron.pipeline import PlannedCommunicator
 from megatron_collab.trainer.microbatches import Columns, MicroBatch, make_micro_batches
 
 # From a micro-batch and the last stage's hidden states [1, T, h] to (loss, report).
@@ -64,7 +67,8 @@ class Trainable:
         for chunk in self.chunks:
             count_padding(chunk)
         self.optimizer = get_megatron_optimizer(options, self.chunks, no_decay_for_norms_and_biases(options))
-        self._host: Tensor | None = None  # uint8, what is offloaded; kept for the next time, as pinning takes seconds
+        # Pinned, since pageable memory is copied in small pieces, each of which the host waits for.
+        self.host_memory = HostMemory(pinned=device.kind(next(chunks[0].parameters())) == device.GPU)
         megatron.finalize_model_grads_func = finalize_model_grads
         megatron.grad_scale_func = self.optimizer.scale_loss
 
@@ -111,14 +115,9 @@ class Trainable:
             return
         moved = list(self.optimizer_storages())
         sizes = [storage.nbytes() for storage in moved]
-        if self._host is None or len(self._host) != sum(sizes):
-            self._host = None  # before the next is made
-            on_gpu = any(device.kind(storage) == device.GPU for storage in moved)
-            # Pinned, since pageable memory is copied in small pieces, each of which the host waits for.
-            self._host = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=on_gpu)
-        copies = self._host.split(sizes)
-        for storage, copy in zip(moved, copies, strict=True):
-            copy.copy_(_bytes(storage), non_blocking=True)
+        copies = self.host_memory.place(sizes)
+        for part, copy in _parts(moved, copies):
+            copy.copy_(part, non_blocking=True)
         device.synchronize(*map(_bytes, moved))
         for storage in moved:
             storage.resize_(0)
@@ -127,9 +126,10 @@ class Trainable:
         try:
             yield
         finally:
-            for storage, copy in zip(moved, copies, strict=True):
-                storage.resize_(len(copy))
-                _bytes(storage).copy_(copy, non_blocking=True)
+            for storage, size in zip(moved, sizes, strict=True):
+                storage.resize_(size)
+            for part, copy in _parts(moved, copies):
+                part.copy_(copy, non_blocking=True)
             for chunk in self.chunks:
                 chunk.restore_grad_buffers()
 
@@ -156,6 +156,14 @@ class Trainable:
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
     """uint8 [nbytes] on its device, sharing its memory."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _parts(
+    storages: Iterable[torch.UntypedStorage], copies: Iterable[Sequence[Tensor]]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Every part of a storage, uint8 on its device, with the host memory that it is copied to."""
+    for storage, pieces in zip(storages, copies, strict=True):
+        yield from zip(_bytes(storage).split([len(piece) for piece in pieces]), pieces, strict=True)
 
 
 def learning_rate(optim: OptimConfig, steps: int, step: int) -> float:
@@ -229,13 +237,16 @@ def _schedule(
         return output, partial(loss, micro_batch)
 
     batches = [iter(micro_batches) for _ in chunks]
+    lengths = [micro_batch.token_ids.shape[1] for micro_batch in micro_batches]
     reports = get_forward_backward_func()(
         forward_step_func=forward,
         data_iterator=batches,
         model=list(chunks),
         num_microbatches=len(micro_batches),
-        seq_length=micro_batches[0].token_ids.shape[1],  # sent from stage to stage; sequences vary
+        seq_length=lengths[0],  # without effect: lengths differ, and the communicator has them
         micro_batch_size=1,
+        p2p_communicator=PlannedCommunicator(get_model_config(chunks[0]), lengths),
+        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
         **options,
     )
     watch.settle()

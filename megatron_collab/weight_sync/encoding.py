@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from megatron_collab.runtime.device import GPU, kind
+from megatron_collab.weight_sync.fp8_blocks import FP8_BLOCK, fp8_nbytes, fp8_scales, fp8_scales_at
 
 Index = tuple[slice, ...]
 
-FP8_BLOCK = 128
 FP8_LARGEST = 448.0
 # Elements, by device type: their float32 copies stay in a CPU's cache, and small beside a GPU's memory.
 QUANTISED_AT_ONCE = {"cpu": 1 << 18, GPU: 1 << 24}
@@ -43,17 +43,6 @@ def spans(slices: Iterable[tuple[int, int, int]]) -> dict[int, tuple[int, int]]:
         start, stop = found.get(key, (offset, 0))
         found[key] = min(start, offset), max(stop, offset + size)
     return found
-
-
-def fp8_scales(shape: Sequence[int]) -> tuple[int, ...]:
-    """Shape of the scales of a weight [..., n, k]."""
-    *leading, n, k = shape
-    return (*leading, -(-n // FP8_BLOCK), -(-k // FP8_BLOCK))
-
-
-def fp8_nbytes(shape: Sequence[int]) -> int:
-    """Bytes of a weight [..., n, k] and of its scales, one after the other."""
-    return _scales_at(shape) + 4 * prod(fp8_scales(shape))
 
 
 def placed(name: str, index: Index, quantised: bool) -> list[tuple[str, Index]]:
@@ -112,7 +101,7 @@ def write_fp8(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 def read_fp8(data: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Views of what `write_fp8` left in `data`: float8_e4m3fn [..., n, k] and float32 scale_inv."""
-    elements, start = prod(shape), _scales_at(shape)
+    elements, start = prod(shape), fp8_scales_at(shape)
     quantised = data[:elements].view(torch.float8_e4m3fn).view(*shape)
     return quantised, data[start : fp8_nbytes(shape)].view(torch.float32).view(fp8_scales(shape))
 
@@ -129,10 +118,6 @@ def alike(places: Sequence[Tensor], slices: Sequence[Tensor]) -> list[tuple[list
         into.append(place)
         out_of.append(piece)
     return list(groups.values())
-
-
-def _scales_at(shape: Sequence[int]) -> int:
-    return -(-prod(shape) // 4) * 4
 
 
 def checksum(block: Tensor, name: str, index: Index) -> Tensor:

@@ -12,7 +12,7 @@ from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.hf_to_megatron import Index, Piece, Shape
 from megatron_collab.models.hf_to_sglang import Parameter, ServerLayout
 from megatron_collab.models.parallel_layout import Holders, TrainerLayout
-from megatron_collab.weight_sync.encoding import FP8_BLOCK
+from megatron_collab.weight_sync.fp8_blocks import FP8_BLOCK
 
 _LAYER = re.compile(r"\blayers\.\d+\.")
 _Held = tuple[str, Holders, Piece]  # a piece of a shard

@@ -29,7 +29,7 @@ from megatron_collab.models.hf_to_megatron import Index
 from megatron_collab.models.hf_to_sglang import ADAPTERS, ServerLayout
 from megatron_collab.models.parallel_layout import Holders, TrainerLayout, ranks
 from megatron_collab.weight_sync import overlap
-from megatron_collab.weight_sync.encoding import FP8_BLOCK, fp8_nbytes
+from megatron_collab.weight_sync.fp8_blocks import FP8_BLOCK, fp8_nbytes
 from megatron_collab.weight_sync.overlap import WeightBlock
 
 # Offsets of slices are multiples of this many bytes, so that any dtype can be viewed in place.

@@ -33,7 +33,8 @@ from megatron_collab.runtime import device, hang_detector, hub
 from megatron_collab.runtime.process import RunStopped, beat
 from megatron_collab.runtime.rank0 import from_leader, shared, wait_until
 from megatron_collab.trainer.megatron.config import DTYPES
-from megatron_collab.weight_sync.encoding import Sums, fp8_scales, read
+from megatron_collab.weight_sync.encoding import Sums, read
+from megatron_collab.weight_sync.fp8_blocks import fp8_scales
 from megatron_collab.weight_sync.http_protocol import ServerCall, ServerCalls
 from megatron_collab.weight_sync.node_routing import hops, lacking, places_of, sent, written
 from megatron_collab.weight_sync.plan import (

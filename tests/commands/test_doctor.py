@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import platform
 import subprocess
 import sys
 import time
@@ -29,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_every_probe_has_a_row(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("doctor", []) == 0
     rows = capsys.readouterr().out.splitlines()
+    assert rows.pop(1).split()[:2] == ["python", platform.python_version()]
     assert [row.split()[0] for row in rows[1 : len(probes()) + 1]] == [probe.name for probe in probes()]
     for row, probe in zip(rows[1:], probes(), strict=False):
         assert probe.detail in row and probe.enables in row
@@ -60,7 +62,7 @@ def test_a_plan_needs_nothing_of_the_run(capsys: pytest.CaptureFixture[str]) -> 
     names += ["head", "server: weights", "server: KV cache", "weight sync buckets"]  # of the last stage, the fullest
     for column in range(2):
         assert float(rows["sum"][column]) == pytest.approx(sum(float(rows[name][column]) for name in names), abs=0.05)
-    assert "The largest part is server: KV cache." in printed and "Fits a GPU of 80 GiB" in printed
+    assert "The largest part is server: KV cache." in printed and "Fits a GPU of 79.6 GiB" in printed
 
 
 def plan_on_a_login_node(folder: Path, *broken: str) -> subprocess.CompletedProcess[str]:
@@ -76,7 +78,7 @@ def plan_on_a_login_node(folder: Path, *broken: str) -> subprocess.CompletedProc
 def test_a_plan_needs_no_library_of_gpus(tmp_path: Path) -> None:
     done = plan_on_a_login_node(tmp_path, "flash_mla", "deep_ep", "transformer_engine")
     assert done.returncode == 0, done.stderr
-    assert "Fits a GPU of 80 GiB" in done.stdout
+    assert "Fits a GPU of 79.6 GiB" in done.stdout
 
 
 @pytest.mark.processes
@@ -91,7 +93,15 @@ def test_a_plan_that_does_not_fit_ends_in_1(capsys: pytest.CaptureFixture[str]) 
     assert run("doctor", ["--gpu-gib", "40", "--plan", "experiment=train_70b", "parallel.offload=true"]) == 1
     printed = capsys.readouterr().out
     assert "Does not fit a GPU of 40 GiB" in printed
-    assert "in host memory of each node, while sampling: 50.8 GiB of optimizer state" in printed
+    assert "pinned in host memory of a node until the run ends: 51.0 GiB, for the optimizer state" in printed
+
+
+def test_a_plan_names_gpus_without_a_server(capsys: pytest.CaptureFixture[str]) -> None:
+    for replicas, idle in ((8, False), (2, True)):
+        assert run("doctor", ["--plan", "experiment=train_8b", f"rollout.server.replicas={replicas}"]) == 0
+        printed = capsys.readouterr().out
+        assert ("6 of the 8 GPUs of a node have no server" in printed) == idle
+        assert "pinned in host memory of a node until the run ends: 90.0 GiB" in printed
 
 
 @pytest.mark.parametrize(

@@ -294,7 +294,7 @@ def test_doctor_says_what_a_process_with_the_hook_saw() -> None:
     ("command", "said"),
     {
         "doctor": "launch.device=auto selects cpu",
-        "doctor --plan experiment=train_70b": "Fits a GPU of 80 GiB",
+        "doctor --plan experiment=train_70b": "Fits a GPU of 79.6 GiB",
         "plan-sync experiment=train_70b": "server",
         "rehearse experiment=train_70b": "classes of ranks, ",  # minutes
     }.items(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_collab.config import Config, ConfigError
-from megatron_collab.launch import servers, validate
+from megatron_collab.launch import prepare, servers, validate
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.runtime import device
 from tests import helpers
@@ -85,6 +86,42 @@ def test_colocated_servers_stand_with_as_many_ranks_each(machine: Machine) -> No
     for uneven in ({"nproc": 8, "replicas": 3, "tp": 2}, {"nproc": 4, "replicas": 4, "tp": 2}):
         said = refused(servers.check_servers_on_machine, configure(**uneven))
         assert said.startswith(f"rollout.server.replicas={uneven['replicas']}: each colocated server needs as many")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"nproc": 8, "replicas": 1, "tp": 4}, "4 of the 8 GPUs of a node .*; set rollout.server.replicas=2$"),
+        ({"nproc": 8, "replicas": 2, "tp": 1}, "6 of the 8 .*; set rollout.server.replicas=8$"),
+        ({"nproc": 8, "replicas": 2, "tp": 3}, "2 of the 8 .*; choose a rollout.server.tp that divides"),
+        ({"nodes": 2, "nproc": 8, "replicas": 2, "tp": 2}, "6 of the 8 .*; set rollout.server.replicas=8$"),
+        ({"nodes": 2, "nproc": 8, "replicas": 1, "tp": 8, "nnodes": 2}, "4 of the 8 .*; set rollout.server.replicas=2"),
+    ],
+)
+def test_gpus_without_a_server_are_reported(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int], message: str
+) -> None:
+    config = configure(**{name: value for name, value in sizes.items() if name != "nodes"})
+    config.launch.nodes = sizes.get("nodes", 1)
+    [line] = prepare.remarks(config)
+    settings = f"rollout.server.replicas={sizes['replicas']} x rollout.server.tp={sizes['tp']}: "
+    assert re.fullmatch(re.escape(settings) + message + ".*", line)
+    machine.gpus = 0
+    assert not prepare.remarks(config)  # on a CPU
+
+
+def test_gpus_that_sample_and_those_that_never_do_are_not_reported(machine: Machine) -> None:
+    for sizes in ({"nproc": 8, "replicas": 2, "tp": 4}, {"nproc": 1, "replicas": 1, "tp": 2}):
+        assert not servers.idle_gpus(configure(**sizes))
+    assert not servers.idle_gpus(configure(nproc=4, replicas=1, tp=1, colocated=False))
+    assert not servers.idle_gpus(configure(nproc=4, replicas=0))
+    config = configure(nproc=2, replicas=1, tp=1)
+    assert servers.idle_gpus(config)
+    config.servers = {"judge": {"model": "some/folder", "replicas": 2, "colocated": True}}
+    assert not servers.idle_gpus(config)  # the judge is on both
+    config.train.stage = "sft"
+    config.servers = {}
+    assert not servers.idle_gpus(config)
 
 
 def test_servers_of_their_own_need_gpus_beside_the_trainer(machine: Machine) -> None:

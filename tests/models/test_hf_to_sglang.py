@@ -21,7 +21,7 @@ from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.hf_to_sglang import Parameter, ServerLayout
 from megatron_collab.patches.sglang import leave_offsets_unpinned
 from megatron_collab.planning.rehearsal.servers import as_rank
-from megatron_collab.weight_sync.encoding import fp8_scales
+from megatron_collab.weight_sync.fp8_blocks import fp8_scales
 from tests.ranks import run_ranks
 
 ARCHITECTURES = {

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import logging
 import subprocess
 import sys
 
 import pytest
 import torch
-import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import layers
-from megatron.core.transformer.moe.moe_utils import router_gating_linear
 
 from megatron_collab.config import Config
 from megatron_collab.patches import megatron
 from megatron_collab.trainer.megatron import model as policies
 from tests.trainer.megatron.test_model import packed
 from tests.trainer.shapes import SHAPE
-
-
-def test_router_works_without_transformer_engine() -> None:
-    x, weight = torch.randn(5, 8, requires_grad=True), torch.randn(4, 8, requires_grad=True)
-    scores = router_gating_linear(x, weight, None, torch.float32)
-    scores.sum().backward()
-    assert torch.allclose(scores, F.linear(x, weight), atol=1e-6)
-    assert x.grad is not None
 
 
 def test_fused_gradient_accumulation_needs_no_apex(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,6 +42,14 @@ import torch.utils.tensorboard, wandb
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize(("logger", "message"), megatron._MESSAGES.items())
+def test_messages_that_are_known_are_not_printed(logger: str, message: str, caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger(logger).warning(f"{message} on this machine")
+    logging.getLogger(logger).warning("anything else")
+    assert caplog.messages == ["anything else"]
+    assert message in inspect.getsource(importlib.import_module(logger))
 
 
 def trained_optimizer(config: Config) -> DistributedOptimizer:

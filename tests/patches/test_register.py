@@ -19,6 +19,7 @@ from megatron_collab.patches import Patch
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "megatron_collab"
 LIBRARIES = ("torch", "megatron", "sglang", "litellm", "ray", "transformers", "torchvision", "multiprocessing")
+patches.apply("megatron", "litellm")
 REGISTER = patches.register()
 # Names with an underscore that the language and its library document.
 DOCUMENTED = {"_exit", "_current_frames", "_replace", "_asdict"}
@@ -47,7 +48,7 @@ def test_the_test_of_an_entry_exists(entry: Patch) -> None:
 
 @pytest.mark.parametrize("entry", named(REGISTER))
 def test_versions_are_those_of_the_lock_files(entry: Patch) -> None:
-    locks = [(REPOSITORY / "requirements" / name).read_text() for name in ("cpu.lock", "gpu.lock")]
+    locks = [(REPOSITORY / "requirements" / name).read_text() for name in ("base.lock", "gpu.lock")]
     pinned = {m[1] for lock in locks if (m := re.search(rf"^{entry.library}==(.+)$", lock, re.MULTILINE))}
     assert set(patches.VERSIONS[entry.library]) == pinned
 

@@ -39,7 +39,7 @@ def with_cuda(monkeypatch: pytest.MonkeyPatch, found: bool) -> None:
 def test_probe_of_what_is_installed_gives_its_version() -> None:
     torch, megatron, sglang = (device.probe(name) for name in ("torch", "megatron", "sglang"))
     assert torch.found and torch.detail == metadata.version("torch")
-    assert megatron.found and megatron.detail == "0.16.1"
+    assert megatron.found and megatron.detail == "0.19.2"
     assert sglang.found and sglang.detail == "0.5.23"
 
 

@@ -145,7 +145,7 @@ def test_a_gpu_without_any_of_it(put: Put, monkeypatch: pytest.MonkeyPatch) -> N
     put(**dict.fromkeys(name.replace("-", "_") for name in gpu_set._SIGNS))
     for cuda in (True, False):
         monkeypatch.setattr(device, "probe", lambda name, cuda=cuda: device.Probe(name, cuda, "", "", ""))
-        assert [fault.mend for fault in gpu_set.faults()] == ["rm -r .venv && make setup GPU=1"] * cuda
+        assert [fault.mend for fault in gpu_set.faults()] == ["make setup GPU=1"] * cuda
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BENCHES = sorted(file.stem for file in (ROOT / "tools" / "bench").glob("*.py"))
 # More than a quarter of a minute: they start servers, train, or import in many processes.
 SLOW = {"async_steps", "booking", "in_flight", "judge_outage", "layouts", "logprob", "preemption", "prefix", "publish"}
-SLOW |= {"build", "dpo", "gpu", "lora", "rehearse", "step", "train_turns", "tree"}
+SLOW |= {"build", "dpo", "gpu", "lora", "mutants", "rehearse", "step", "train_turns", "tree"}
 # No order beats the bounds that the benches divide by, and nothing may be lost, read wrongly or played again.
 HOLDS: dict[str, Callable[[dict[str, float]], bool]] = {
     "accuracy": lambda values: values["wrong"] == values["gold_wrong"] == values["perturbed_accepted"] == 0,
@@ -34,6 +34,7 @@ HOLDS: dict[str, Callable[[dict[str, float]], bool]] = {
         and max(values["logprob_diff"], values["logprob_diff_adapters"]) <= 1e-4
         and values["sync_bytes_adapters"] < values["sync_bytes"]
     ),
+    "mutants": lambda values: values["mutants"] == 10 and 0.5 < values["killed"] <= 1,
     "preemption": lambda values: (values["saved"], values["equal"], values["played_again"]) == (values["of"], 1, 0),
     "rehearse": lambda values: values["failed"] == 0 and values["rank_classes"] > 0,
     "sandbox": lambda values: values["earned"] == values["honest_failed"] == 0,

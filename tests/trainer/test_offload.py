@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_collab.config import Config
+from megatron_collab.trainer import host_memory
 from megatron_collab.trainer.trainer import PolicyTrainer
 from megatron_collab.types import Batch
 from tests.ranks import learn, make_config, make_model, make_samples
@@ -18,8 +19,11 @@ from tests.ranks import learn, make_config, make_model, make_samples
 def actors(
     request: pytest.FixtureRequest, one_rank: Config, tmp_path_factory: pytest.TempPathFactory
 ) -> list[PolicyTrainer]:
-    """Two actors that have trained the same step, the first with parallel.offload."""
+    """Two actors that have trained the same step, the first with parallel.offload, in pieces smaller than storages."""
     folder = make_model(tmp_path_factory.mktemp("offload") / "model")
+    patch = pytest.MonkeyPatch()
+    request.addfinalizer(patch.undo)
+    patch.setattr(host_memory, "PIECE", 1 << 10)
     found = []
     for offload in (True, False):
         config = make_config(folder, {"parallel.offload": offload, "model.dtype": request.param, "algo.kl_coef": 0.0})
@@ -82,7 +86,8 @@ def test_optimizer_and_gradients_leave_a_gpu_and_come_back(one_gpu: Config, tmp_
         before, held = [tensor.cpu() for tensor in optimizer_state(actor)], torch.cuda.memory_allocated()
         with actor.offloaded():
             assert torch.cuda.memory_allocated() <= held - sum(tensor.nbytes for tensor in before)
-            assert actor.policy._host is not None and actor.policy._host.is_pinned()
+            pieces = actor.policy.host_memory.pieces
+            assert pieces and all(piece.is_pinned() for piece in pieces)
         assert all(torch.equal(was, now.cpu()) for was, now in zip(before, optimizer_state(actor), strict=True))
 
 

@@ -18,7 +18,8 @@ from megatron_collab.models.hf_config import Experts, ModelShape
 from megatron_collab.models.hf_to_sglang import ServerLayout
 from megatron_collab.models.parallel_layout import TrainerLayout, stage_layers
 from megatron_collab.weight_sync import plan
-from megatron_collab.weight_sync.encoding import FP8_BLOCK, fp8_nbytes, fp8_scales, placed
+from megatron_collab.weight_sync.encoding import placed
+from megatron_collab.weight_sync.fp8_blocks import FP8_BLOCK, fp8_nbytes, fp8_scales
 from megatron_collab.weight_sync.plan import Slice, SyncPlan
 from tests.weight_sync.random_layouts import draw, seeds
 

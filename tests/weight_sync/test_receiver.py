@@ -21,7 +21,7 @@ from megatron_collab.models import hf_to_megatron, hf_to_sglang, lora
 from megatron_collab.models.hf_config import Experts, ModelShape, Rope
 from megatron_collab.models.hf_to_sglang import ServerLayout
 from megatron_collab.weight_sync import sync
-from megatron_collab.weight_sync.encoding import fp8_scales
+from megatron_collab.weight_sync.fp8_blocks import fp8_scales
 from megatron_collab.weight_sync.http_protocol import ServerCall
 from megatron_collab.weight_sync.receiver import Receiver, held_by
 from megatron_collab.weight_sync.sender import Sender

@@ -22,7 +22,7 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from megatron_collab.config import Config, SamplingConfig
 from megatron_collab.rollout.conversation import Player, RolloutPlace
@@ -34,8 +34,6 @@ ROLLOUTS, FUTURES, USER_TURNS = 8, 3, 2
 MEDIAN = {"engine": 2.0, "user": 6.0, "judge": 2.0}  # seconds
 OWN, OF_TASK = 0.2, 1.0  # sigmas of the factors' logarithms
 CONCURRENCY = {"engine": 256, "user": 256, "judge": 256}
-
-_Result = TypeVar("_Result")
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -188,9 +186,9 @@ async def serial(simulation: Simulation) -> list[Conversation]:
     return conversations
 
 
-def run(
-    play: Callable[[Simulation], Coroutine[Any, Any, _Result]], seed: int, tasks: Sequence[Task]
-) -> tuple[float, Simulation, _Result]:
+def run[Result](
+    play: Callable[[Simulation], Coroutine[Any, Any, Result]], seed: int, tasks: Sequence[Task]
+) -> tuple[float, Simulation, Result]:
     """The virtual seconds that `play` takes, what it used, and what it made."""
     loop = VirtualLoop()
     try:

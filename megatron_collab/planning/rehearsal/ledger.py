@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 HOST = "host"  # the part of what is in host memory
+PINNED = "pinned"  # of what torch has reserved of it for tensors in pinned memory, which it does not give back
 PASSING = "temporaries"  # of what nobody has claimed
 
 
@@ -29,7 +30,7 @@ class Held:
 
     @property
     def total(self) -> int:
-        return sum(size for part, size in self.now.items() if part != HOST)
+        return sum(size for part, size in self.now.items() if part not in (HOST, PINNED))
 
     def add(self, part: str, size: int) -> None:
         self.now[part] += size
@@ -51,6 +52,7 @@ class Ledger(TorchDispatchMode):
         self._picked = picked
         self.part = PASSING
         self._live: dict[int, _Storage] = {}
+        self._free: Counter[int] = Counter()  # sizes of blocks that are reserved and free
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -67,8 +69,20 @@ class Ledger(TorchDispatchMode):
         made = func(*args, **kwargs)
         for tensor in [made] if isinstance(made, Tensor) else tree_leaves(made):
             if isinstance(tensor, Tensor):
-                self._book(tensor, HOST if pinned else self.part)
+                if pinned:
+                    self._pin(tensor)
+                else:
+                    self._book(tensor, self.part)
         return made
+
+    def _pin(self, tensor: Tensor) -> None:
+        """As torch's allocator: a block of the next power of two, a free one if there is one of this size."""
+        block = 1 << (tensor.untyped_storage().nbytes() - 1).bit_length()
+        if self._free[block]:
+            self._free[block] -= 1
+        else:
+            self.held.add(PINNED, block)
+        finalize(tensor.untyped_storage(), self._free.update, [block])
 
     def _book(self, tensor: Tensor, part: str) -> None:
         storage = tensor.untyped_storage()

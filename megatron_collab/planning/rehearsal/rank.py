@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -25,7 +25,7 @@ from megatron_collab.models.hf_to_megatron import Index
 from megatron_collab.models.parallel_layout import ranks
 from megatron_collab.planning.activations import micro_batch_tokens
 from megatron_collab.planning.memory import MemoryPart
-from megatron_collab.planning.rehearsal.ledger import HOST, PASSING, Ledger
+from megatron_collab.planning.rehearsal.ledger import HOST, PASSING, PINNED, Ledger
 from megatron_collab.trainer import network
 from megatron_collab.trainer import trainer as trainers
 from megatron_collab.trainer.megatron import model
@@ -58,6 +58,8 @@ def make_trainer(config: Config, shape: ModelShape, ledger: Ledger) -> PolicyTra
         return chunks
 
     trainer = PolicyTrainer(config, load)
+    with _sampling(trainer):  # a run samples before its first step, when AdamW has no moments yet
+        pass
     for name, trainable in trainer.trainables.items():
         prefix = _prefix(name)
         for optimizer in trainable.optimizer.chained_optimizers:
@@ -189,6 +191,11 @@ def step(trainer: PolicyTrainer, config: Config, micro_batches: int, ledger: Led
         ledger.claim_all(WORKSPACES, booked=ACTIVATIONS)  # what is left, as the rotary embedding, is kept for the next
 
 
+def _sampling(trainer: PolicyTrainer) -> AbstractContextManager[None]:
+    """Within it the trainer is as while the run samples, which supervised training never does."""
+    return trainer.offloaded() if trainer.config.train.stage == "rl" else nullcontext()
+
+
 def parts_of(trainer: PolicyTrainer, ledger: Ledger) -> list[MemoryPart]:
     """What the step and the time after it have held, as the plan has it."""
     for name, trainable in trainer.trainables.items():
@@ -196,14 +203,14 @@ def parts_of(trainer: PolicyTrainer, ledger: Ledger) -> list[MemoryPart]:
     training = dict(ledger.held.most)
     for part in [part for part in ledger.held.now if part.endswith("optimizer")]:
         training[part] = ledger.held.now[part]
-    before = ledger.held.now[HOST]
-    with trainer.offloaded():
+    with _sampling(trainer):
         sampling: Mapping[str, int] = dict(ledger.resized().now)
     ledger.resized()
-    left = {part: size - sampling.get(part, 0) for part, size in training.items() if part.endswith("optimizer")}
-    share = (sampling.get(HOST, 0) - before) / max(sum(left.values()), 1)  # of what has left that the host has got
+    networks = trainer.trainables.items()
+    pieces = {f"{_prefix(name)}optimizer": len(trainable.host_memory.pieces) for name, trainable in networks}
+    reserved = ledger.held.now[PINNED] / max(sum(pieces.values()), 1)  # bytes for a piece
     return [
-        MemoryPart(part, size, sampling.get(part, 0), share * left.get(part, 0))
+        MemoryPart(part, size, sampling.get(part, 0), reserved * pieces.get(part, 0))
         for part, size in training.items()
-        if part != HOST
+        if part not in (HOST, PINNED)
     ]

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.optimizer import clip_grads
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -23,7 +22,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # registers t
 from megatron_collab.config import Config
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.parallel_layout import ranks
-from megatron_collab.planning.activations import micro_batch_tokens
 from megatron_collab.planning.rehearsal.ledger import Ledger
 from megatron_collab.runtime import device, rank0
 from megatron_collab.trainer.megatron import parallel
@@ -35,26 +33,18 @@ _new_group = dist.new_group
 @contextmanager
 def rank_on_paper(config: Config, shape: ModelShape, rank: int) -> Iterator[Ledger]:
     """This process as `rank` of all ranks of the run, on a GPU that does not exist."""
-    sent = _sent_shape(config, shape)  # which a stage is told by the other one
     experts = shape.experts
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks(config))
     with ExitStack() as stack:
         stack.callback(paper.forget)
         for target, name, stand_in in [*_STAND_INS, *paper.stand_ins()]:
             stack.enter_context(mock.patch.object(target, name, stand_in))
-        stack.enter_context(mock.patch.object(P2PCommunicator, "_communicate_shapes", lambda *_, **__: (sent, sent)))
         stack.enter_context(device.on_paper())
         stack.enter_context(parallel.groups(config, timedelta(seconds=config.launch.timeout)))
         # A generator's state is a tensor, of which a fake one has no values.
         stack.enter_context(mock.patch.object(get_cuda_rng_tracker(), "fork", lambda *_: nullcontext()))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         yield stack.enter_context(Ledger(picked=experts.per_token / experts.count if experts else 1.0))
-
-
-def _sent_shape(config: Config, shape: ModelShape) -> list[int]:
-    """What a pipeline stage sends to the next for a micro-batch."""
-    rows = micro_batch_tokens(config) // (config.parallel.tp if config.parallel.sequence_parallel else 1)
-    return [rows, 1, shape.hidden]
 
 
 def _routed_evenly(dispatcher: MoEAlltoAllTokenDispatcher, point: str, counts: Any = None) -> Any:

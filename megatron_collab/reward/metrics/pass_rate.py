@@ -38,7 +38,7 @@ class PassRate(Metric):
         cpu_seconds: int = option(Limits.cpu, "seconds of CPU time of a program", ge=1)
         memory: int = option(Limits.memory, "bytes that a program may take", ge=1, le=1 << 40)
         container: list[str] = option(
-            [], "command that starts a container with Python 3.11 and no network, where namespaces are refused"
+            [], "command that starts a container with Python 3.11 or newer and no network, where namespaces are refused"
         )
 
     def __init__(self, options: Options, judge: Judge) -> None:

@@ -69,10 +69,12 @@ def transformer_config(config: Config, shape: ModelShape) -> TransformerConfig:
         context_parallel_size=parallel.cp,
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=1,
-        # Every packed micro-batch has its own length. Megatron wants alltoall for that, even in a dense model.
+        # Every packed micro-batch has its own length, which pipeline.py knows. Megatron then wants alltoall, even in a
+        # dense model.
         variable_seq_lengths=parallel.pp > 1,
         moe_token_dispatcher_type="alltoall",
-        # With virtual stages anything else silently gives wrong gradients (gloo, Megatron-Core 0.16.1).
+        # With virtual stages anything else silently gives wrong gradients: of two ranks each is before and after the
+        # other, and a batched exchange takes activations for gradients (NVIDIA/Megatron-LM#5271).
         overlap_p2p_comm=parallel.vpp > 1,
         batch_p2p_comm=parallel.vpp == 1,
         batch_p2p_sync=False,  # after every exchange the host would wait for the GPU, for older PyTorch's sake

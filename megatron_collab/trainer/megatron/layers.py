@@ -159,7 +159,7 @@ def fill_in(block: TransformerBlockSubmodules, config: TransformerConfig) -> Tra
         attention.core_attention = CausalAttention
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
-        if modules.mlp.module is MoELayer:
+        if modules.mlp.func is MoELayer:
             # Checkpoints name this norm as with TransformerEngine, which cannot fuse it into the experts.
             modules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
     block.layer_norm = RMSNorm

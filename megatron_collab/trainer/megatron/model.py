@@ -83,7 +83,9 @@ class PolicyModel(GPTModel):
         if not self.config.apply_rope_fusion:
             packing = rotated(packing, position_ids, self.inverse_frequencies, self.config.params_dtype)
         self._route(routing)
-        output = super().forward(token_ids, position_ids, attention_mask, packed_seq_params=packing)
+        output = super().forward(
+            token_ids, position_ids, attention_mask, packed_seq_params=packing, output_processor=self._complete
+        )
         if self.routers and output.requires_grad:  # by its backward pass other micro-batches have come forward
             output.register_hook(lambda _: self._route(routing))
         return output
@@ -103,12 +105,10 @@ class PolicyModel(GPTModel):
             table = table[position_ids[0]]
         return states, table, *rest
 
-    def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
-        """Return the hidden states instead of logits; of the output layer only the weight is used."""
-        if not self.post_process:
-            return hidden_states
-        complete = gather_from_sp if self.config.sequence_parallel else copy_to_tp
-        return complete(hidden_states).transpose(0, 1)
+    def _complete(self, *, hidden_states: Tensor, **_: Any) -> Tensor:
+        """The last stage gives its hidden states in place of logits; of the output layer only the weight is used."""
+        gather = gather_from_sp if self.config.sequence_parallel else copy_to_tp
+        return gather(hidden_states).transpose(0, 1)
 
 
 class _BFloat16(Float16Module):

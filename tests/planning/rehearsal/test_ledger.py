@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_collab.planning.rehearsal.ledger import HOST, PASSING, Ledger
+from megatron_collab.planning.rehearsal.ledger import HOST, PASSING, PINNED, Ledger
 
 
 @pytest.fixture
@@ -41,9 +41,24 @@ def test_what_is_claimed_changes_its_part(ledger: Ledger) -> None:
 
 
 def test_host_memory_is_not_the_devices(ledger: Ledger) -> None:
-    pinned = torch.empty(100, dtype=torch.uint8, pin_memory=True)
+    with ledger.booking(HOST):
+        pageable = torch.empty(100, dtype=torch.uint8)
     assert (ledger.held.now[HOST], ledger.held.total) == (100, 0)
-    del pinned
+    del pageable
+    assert ledger.held.now[HOST] == 0
+
+
+def test_pinned_memory_is_rounded_up_and_kept(ledger: Ledger) -> None:
+    """As torch's allocator does."""
+    first, second = (torch.empty(100, dtype=torch.uint8, pin_memory=True) for _ in range(2))
+    assert (ledger.held.now[PINNED], ledger.held.total) == (256, 0)
+    del first
+    again = torch.empty(65, dtype=torch.uint8, pin_memory=True)  # in the block of the first
+    assert ledger.held.now[PINNED] == 256
+    exact = torch.empty(64, dtype=torch.uint8, pin_memory=True)
+    assert ledger.held.now[PINNED] == 256 + 64
+    del second, again, exact
+    assert ledger.held.now[PINNED] == 256 + 64
 
 
 def test_a_resized_storage_is_booked_again(ledger: Ledger) -> None:

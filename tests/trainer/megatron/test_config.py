@@ -18,6 +18,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.spec_utils import get_submodules
 
 from megatron_collab.config import Config
 from megatron_collab.models.hf_config import ModelShape
@@ -242,7 +243,7 @@ def test_without_it_our_norms_and_attention_are_filled_in(one_rank: Config, foun
         assert modules.input_layernorm is modules.pre_mlp_layernorm is layers.RMSNorm
         assert attention.core_attention is layers.CausalAttention
         assert attention.q_layernorm is (layers.RMSNorm if shape.qk_norm else IdentityOp)
-        assert modules.mlp.module is (MoELayer if shape.experts else MLP)
-        assert shape.experts is None or modules.mlp.submodules.experts.module is SequentialMLP
+        assert modules.mlp.func == (MoELayer if shape.experts else MLP.as_mlp_submodule)
+        assert shape.experts is None or get_submodules(modules.mlp).experts.func is SequentialMLP
         renamed = set(modules.sharded_state_dict_keys_map)
         assert ("pre_mlp_layernorm." in renamed) == (shape.experts is None)

@@ -65,7 +65,7 @@ def test_a_frozen_copy_is_apart(one_rank: Config) -> None:
     assert not any(parameter.requires_grad for parameter in twins[0].parameters())
 
 
-def test_every_expert_is_reduced_over_the_ranks_that_hold_it(one_rank: Config) -> None:
+def test_experts_are_apart_in_every_layout(one_rank: Config) -> None:
     chunks = policies.build(one_rank, shape_of(model_type="qwen3_moe", **EXPERTS))
     apart = {name for name, parameter in hf.named_shards(chunks) if not getattr(parameter, "allreduce", True)}
     assert apart == {entry.megatron for entry in table(hf.unwrap(chunks[0]).shape) if entry.expert}

@@ -55,6 +55,15 @@ def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: list[li
         noop_flag.logical_or_(~target.isfinite().all())
 
 
+def multi_tensor_scale_tensor(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: list[list[Tensor]], scale: Tensor
+) -> None:
+    """`multi_tensor_scale` by a number on the device, float32 [1]."""
+    for source, target in zip(*tensor_lists, strict=True):
+        target.copy_(source.float() * scale)
+        noop_flag.logical_or_(~target.isfinite().all())
+
+
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: list[list[Tensor]], per_tensor: bool
 ) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,58 @@
+"""Processes that have imported what ranks need, once in a session of tests; ranks are forks of them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
+_servers: dict[bool, ForkServer] = {}  # by whether it has TransformerEngine
+
+
+class ForkServer:
+    """`tests.forked` as a process, which ends with this one."""
+
+    def __init__(self, engine: bool) -> None:
+        self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            command = [sys.executable, "-m", "tests.forked", "serve", str(theirs.fileno()), *(["engine"] * engine)]
+            environment = os.environ | _ENVIRONMENT
+            self._process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, pass_fds=[theirs.fileno()])
+
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def do(self, call: Path, seconds: float) -> None:
+        """Have the call in that file done; RuntimeError if that fails, TimeoutError after `seconds`."""
+        self._connection.settimeout(seconds)
+        try:
+            sys.stdout.flush()
+            socket.send_fds(self._connection, [str(call).encode()], [1, 2])
+            code = self._connection.recv(100).decode()
+        except TimeoutError:
+            self.end()
+            raise
+        if code != "0":
+            raise RuntimeError(f"the process that starts the ranks ended with code {code or self._process.wait()}")
+
+    def end(self) -> None:
+        """End it, and the ranks with it."""
+        self._process.kill()
+        self._process.wait()
+        self._connection.close()
+
+
+def fork_server(engine: bool) -> ForkServer:
+    """The one of this session, which is started if there is none; with TransformerEngine over reference kernels."""
+    if engine not in _servers or not _servers[engine].alive():
+        _servers[engine] = ForkServer(engine)
+    return _servers[engine]
+
+
+def end_fork_servers() -> None:
+    while _servers:
+        _servers.popitem()[1].end()

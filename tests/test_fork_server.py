@@ -1,0 +1,53 @@
+"""Ranks of tests are forks of a process that has imported once, with the environment and the output of the test."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_collab.runtime.process import wait_for
+from tests import ranks
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.processes
+
+
+def place(word: str) -> tuple[int, int, str, bool]:
+    """As a rank: who it is a fork of, its number, a variable of the test's, whether Megatron was imported before."""
+    print(f"{word} of rank {os.environ['RANK']}", file=sys.stderr)
+    (server,) = [parent.pid for parent in psutil.Process().parents() if "tests.forked" in parent.cmdline()][-1:]
+    return server, int(os.environ["RANK"]), os.environ["OF_THE_TEST"], "megatron.core" in sys.modules
+
+
+def test_calls_share_a_process(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    found = []
+    for number in range(2):
+        monkeypatch.setenv("OF_THE_TEST", str(number))
+        found += run_ranks(place, 2, f"call {number}")
+    (server,) = {server for server, *_ in found}
+    assert found == [(server, rank, call, True) for call in ("0", "1") for rank in range(2)]
+    said = sorted(capfd.readouterr().err.splitlines())
+    assert said == [f"call {call} of rank {rank}" for call in (0, 1) for rank in (0, 1)]
+
+
+def wait(seconds: float, file: Path) -> None:
+    file.write_text(str(os.getpid()))
+    time.sleep(seconds)
+
+
+def test_what_takes_too_long_is_ended_and_the_next_call_is_done(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    files = [tmp_path / name for name in ("first", "late", "next")]
+    run_ranks(wait, 1, 0.0, files[0])
+    monkeypatch.setattr(ranks, "TIMEOUT", 5)
+    with pytest.raises(TimeoutError):
+        run_ranks(wait, 1, 600.0, files[1])
+    monkeypatch.undo()
+    run_ranks(wait, 1, 0.0, files[2])
+    assert wait_for(lambda: not psutil.pid_exists(int(files[1].read_text())), 60)
